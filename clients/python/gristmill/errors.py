@@ -1,0 +1,77 @@
+"""Every error that gristmill raises, in one tree.
+
+    GristmillError
+    ├── InvalidArgumentError (ValueError)       the input is wrong and stays wrong
+    │   └── UnsupportedError                    understood, but not built: refused rather than half done
+    ├── NotFoundError (LookupError)             no such run, batch, shard
+    ├── AlreadyExistsError                      the same name or key with other content
+    ├── FailedPreconditionError                 right call, wrong moment: it must not simply be retried
+    │   ├── StaleIncarnationError               a newer incarnation of the trainer has taken over
+    │   └── BatchFailedError                    the batch asked for could not be made; says why
+    ├── ResourceExhaustedError                  a limit is reached: retry after `retry_after_s`
+    ├── DeadlineExceededError (TimeoutError)    what was waited for did not come in time
+    └── UnavailableError (ConnectionError)      the service cannot be reached or is shutting down: retry
+
+Each message says what was wrong, where, the value, and what to do. The same class is raised by the pipeline, the
+service and the clients; `code` is the name of the gRPC status that carries it over the wire.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class GristmillError(Exception):
+    """The base of every error of gristmill."""
+
+    code: ClassVar[str] = "INTERNAL"
+
+
+class InvalidArgumentError(GristmillError, ValueError):
+    code = "INVALID_ARGUMENT"
+
+
+class UnsupportedError(InvalidArgumentError):
+    """A setting that the specification names and this version does not offer yet."""
+
+
+class NotFoundError(GristmillError, LookupError):
+    code = "NOT_FOUND"
+
+
+class AlreadyExistsError(GristmillError):
+    code = "ALREADY_EXISTS"
+
+
+class FailedPreconditionError(GristmillError):
+    code = "FAILED_PRECONDITION"
+
+
+class StaleIncarnationError(FailedPreconditionError):
+    pass
+
+
+class BatchFailedError(FailedPreconditionError):
+    """Batch number `batch` could not be made; the message gives the reason."""
+
+    def __init__(self, message: str, batch: int = -1) -> None:
+        super().__init__(message)
+        self.batch = batch
+
+
+class ResourceExhaustedError(GristmillError):
+    """A limit is reached. Try again after `retry_after_s` seconds; nothing of the call was kept."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceededError(GristmillError, TimeoutError):
+    code = "DEADLINE_EXCEEDED"
+
+
+class UnavailableError(GristmillError, ConnectionError):
+    code = "UNAVAILABLE"

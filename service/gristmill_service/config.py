@@ -1,0 +1,255 @@
+"""A run's configuration: the names of the specification, validated as a whole.
+
+Owns every rule that can be decided before a rollout is seen. Reads no file but the one it is given.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import ValidationError as PydanticValidationError
+
+from gristmill.errors import InvalidArgumentError, UnsupportedError
+
+LossReduction = Literal[
+    "none", "token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean", "trajectory_mean"
+]
+Model = Literal["policy", "critic"]
+
+_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class MicroBatch(BaseModel):
+    """Exactly one of `size` (rows) and `max_tokens` (tokens per rank, times `cp_size`)."""
+
+    model_config = _STRICT
+
+    size: PositiveInt | None = None
+    max_tokens: PositiveInt | None = None
+
+
+class Flops(BaseModel):
+    """FLOPs of a row of n tokens: `linear * n + quadratic * n**2`."""
+
+    model_config = _STRICT
+
+    linear: NonNegativeFloat = 1.0
+    quadratic: NonNegativeFloat = 0.0
+
+
+def _filter_mode(value: object) -> object:
+    """YAML's `true` means `mask`, `false` means off."""
+    return {True: "mask", False: None}[value] if isinstance(value, bool) else value
+
+
+class RunConfig(BaseModel):
+    """What a run computes. Field names, defaults and rules are those of the specification."""
+
+    model_config = _STRICT
+
+    train_batch_size: PositiveInt
+    n_samples_per_prompt: PositiveInt
+    policy_mini_batch_size: PositiveInt
+    critic_mini_batch_size: PositiveInt | None = None
+    mini_batch_unit: Literal["prompt", "sequence"] = "prompt"
+    update_epochs_per_batch: PositiveInt = 1
+    step_wise: bool = False
+    merge: Literal["none", "prefix", "tree"] = "none"
+    trajectory_score: Literal["last_step", "sum"] = "last_step"
+    advantage_estimator: Literal["grpo", "rloo", "maxrl", "none", "gae", "reinforce++"] = "grpo"
+    grpo_norm_by_std: bool = True
+    loss_reduction: LossReduction = "none"
+    zero_variance_filter: Annotated[Literal["mask", "replace"] | None, BeforeValidator(_filter_mode)] = None
+    overlong_filter: tuple[str, ...] = Field(default=(), strict=False)
+    max_staleness: NonNegativeInt | None = None
+    stale: Literal["drop", "count"] = "count"
+    dp_size: PositiveInt = 1
+    cp_size: PositiveInt = 1
+    vpp_size: PositiveInt = 1
+    microbatch_group_size: PositiveInt = 1
+    micro_batch: MicroBatch
+    on_misaligned: Literal["pad", "drop_trailing", "error"] = "pad"
+    balance: Literal["none", "tokens", "flops"] = "none"
+    flops: Flops | None = None
+    seal_order: Literal["completion", "admission"] = "completion"
+    group_timeout_s: Annotated[float, Field(gt=0)] | None = None
+    min_samples: PositiveInt = 1
+    max_buffered_batches: PositiveInt = 4
+    max_buffered_bytes: PositiveInt = 4 << 30
+    layout: Literal["left_padded", "packed"] = "left_padded"
+    pad_width: Literal["batch", "mini_batch", "shard", "micro_batch"] = "shard"
+    pad_to_multiple_of: PositiveInt = 1
+    pad_token_id: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    max_seq_len: PositiveInt | None = None
+    columns: tuple[dict[str, Any], ...] = Field(default=(), strict=False)
+
+    @property
+    def align_to(self) -> int:
+        """A mini-batch's micro-batch count is a multiple of this (all ranks together)."""
+        return self.dp_size * (self.microbatch_group_size if self.vpp_size > 1 else 1)
+
+    @property
+    def token_cap(self) -> int | None:
+        """Tokens (prompt and response) that one micro-batch may hold; None when micro-batches are counted in rows."""
+        return None if self.micro_batch.max_tokens is None else self.micro_batch.max_tokens * self.cp_size
+
+    @property
+    def padding_row_tokens(self) -> int:
+        """Length of a padding row: one prompt and one response token, or what `pad_to_multiple_of` asks for."""
+        return max(2, self.pad_to_multiple_of)
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        return ("policy",) if self.critic_mini_batch_size is None else ("policy", "critic")
+
+    def mini_batch_size(self, model: Model) -> int:
+        """Prompt groups, or rows with `mini_batch_unit: sequence`, of one optimizer step of `model`."""
+        if model == "policy" or self.critic_mini_batch_size is None:
+            return self.policy_mini_batch_size
+        return self.critic_mini_batch_size
+
+    def warnings(self) -> list[str]:
+        """What is allowed but probably not meant. Said once, when the run is created."""
+        found = []
+        if self.merge != "none" and self.loss_reduction in ("sequence_mean", "seq_mean_token_sum_norm"):
+            found.append(
+                f"loss_reduction: {self.loss_reduction} counts rows, and merge: {self.merge} makes fewer of them, so the "
+                "scale of the loss depends on how many steps merge; trajectory_mean, prompt_mean and token_mean do not"
+            )
+        if self.on_misaligned == "drop_trailing" and self.seal_order == "completion":
+            found.append(
+                "on_misaligned: drop_trailing with seal_order: completion drops the groups that finished last, which are "
+                "the slowest and longest; use seal_order: admission or on_misaligned: pad to keep them"
+            )
+        return found
+
+
+def parse_config(mapping: object, source: str = "configuration") -> RunConfig:
+    """A checked configuration from what JSON or YAML gave.
+
+    Raises InvalidArgumentError naming the setting, its value, the reason and the remedy.
+    """
+    if not isinstance(mapping, dict):
+        raise InvalidArgumentError(f"{source}: expected a mapping of settings, got {type(mapping).__name__}")
+    try:
+        config = RunConfig.model_validate(mapping)
+    except PydanticValidationError as error:
+        raise InvalidArgumentError(f"{source}: {_explain(error)}") from None
+    try:
+        _refuse_unsupported(config)
+        _refuse_wrong_combinations(config)
+    except InvalidArgumentError as error:
+        raise type(error)(f"{source}: {error}") from None
+    return config
+
+
+def read_config(path: Path) -> RunConfig:
+    """A checked configuration from a YAML or JSON file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"{path}: cannot read the configuration: {error}") from None
+    try:
+        mapping = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise InvalidArgumentError(f"{path}: neither valid YAML nor JSON: {error}") from None
+    return parse_config(mapping, str(path))
+
+
+def _explain(error: PydanticValidationError) -> str:
+    parts = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            known = ", ".join(MicroBatch.model_fields if name.startswith("micro_batch") else RunConfig.model_fields)
+            parts.append(f"unknown setting {name}; known are {known}")
+        elif item["type"] == "missing":
+            parts.append(f"{name} is required")
+        else:
+            parts.append(f"{name}: {item['msg'].lower()}, got {item['input']!r}")
+    return "; ".join(parts)
+
+
+def _refuse_unsupported(config: RunConfig) -> None:
+    if config.merge == "tree":
+        raise UnsupportedError("merge: tree is not built yet; use prefix or none")
+    if config.balance != "none":
+        raise UnsupportedError(f"balance: {config.balance} is not built yet; use none")
+    if config.columns:
+        raise UnsupportedError("columns: extra columns are not built yet; leave the setting out")
+    if config.advantage_estimator in ("gae", "reinforce++"):
+        why = (
+            "its per-token credit cannot be broadcast over the steps of a trajectory"
+            if config.step_wise
+            else "it needs per-token credit (gae also critic values), which gristmill does not compute yet"
+        )
+        raise UnsupportedError(
+            f"advantage_estimator: {config.advantage_estimator} is refused: {why}; use grpo, rloo, maxrl, or none and "
+            "send advantages"
+        )
+
+
+def _refuse_wrong_combinations(config: RunConfig) -> None:
+    _check_micro_batch(config)
+    _check_mini_batches(config)
+    _check_alignment(config)
+    if config.merge != "none" and not config.step_wise:
+        raise InvalidArgumentError(
+            f"merge: {config.merge} joins the steps of a trajectory, but step_wise is false (one step each); "
+            "set step_wise: true or merge: none"
+        )
+    if config.loss_reduction == "seq_mean_token_sum_norm" and config.max_seq_len is None:
+        raise InvalidArgumentError("loss_reduction: seq_mean_token_sum_norm divides by max_seq_len; set max_seq_len")
+    if config.min_samples > config.n_samples_per_prompt:
+        raise InvalidArgumentError(
+            f"min_samples: {config.min_samples} exceeds n_samples_per_prompt: {config.n_samples_per_prompt}; lower it"
+        )
+    if config.stale == "drop" and config.max_staleness is None:
+        raise InvalidArgumentError("stale: drop needs a bound; set max_staleness")
+
+
+def _check_micro_batch(config: RunConfig) -> None:
+    size, max_tokens = config.micro_batch.size, config.micro_batch.max_tokens
+    if (size is None) == (max_tokens is None):
+        raise InvalidArgumentError("micro_batch: give exactly one of size (rows) and max_tokens")
+
+
+def _check_mini_batches(config: RunConfig) -> None:
+    for model in config.models:
+        size, name = config.mini_batch_size(model), f"{model}_mini_batch_size"
+        if config.mini_batch_unit == "sequence":
+            if size % config.dp_size:
+                raise InvalidArgumentError(
+                    f"{name}: {size} rows is not a multiple of dp_size: {config.dp_size}, so not every rank could have "
+                    "as many; change one of them"
+                )
+        elif config.train_batch_size % size:
+            raise InvalidArgumentError(
+                f"train_batch_size: {config.train_batch_size} is not a multiple of {name}: {size}; change one of them"
+            )
+    if config.mini_batch_unit == "sequence" and (
+        config.micro_batch.size is None or config.on_misaligned != "pad"
+    ):
+        raise InvalidArgumentError(
+            "mini_batch_unit: sequence works with micro_batch: {size: ...} and on_misaligned: pad only; "
+            "change those, or use mini_batch_unit: prompt"
+        )
+
+
+def _check_alignment(config: RunConfig) -> None:
+    if config.on_misaligned == "drop_trailing" and config.critic_mini_batch_size is not None:
+        raise InvalidArgumentError(
+            "on_misaligned: drop_trailing is refused with a critic: policy and critic mini-batches would drop different "
+            "groups; use pad, or leave critic_mini_batch_size out"
+        )
+    rows = config.policy_mini_batch_size * config.n_samples_per_prompt
+    if not config.step_wise and config.on_misaligned != "pad" and rows < config.align_to:
+        raise InvalidArgumentError(
+            f"on_misaligned: {config.on_misaligned} can never align: a mini-batch has policy_mini_batch_size × "
+            f"n_samples_per_prompt = {rows} rows, and micro-batches come in multiples of {config.align_to} "
+            "(dp_size × microbatch_group_size under VPP); use on_misaligned: pad or larger mini-batches"
+        )

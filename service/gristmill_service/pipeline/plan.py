@@ -1,0 +1,65 @@
+"""The plan of a batch: which row trains in which mini-batch, on which rank, in which micro-batch.
+
+Indices only, never data: a plan can be shown, stored, and made again for another `dp_size`. Row indices mean the
+batch's row order after merging; -1 is a padding row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill_service.config import Model
+
+PADDING = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one data-parallel rank trains on in one mini-batch: its shard.
+
+    rows: int64 (n,), row indices in micro-batch order, -1 for padding rows.
+    bounds: int64 (micro-batches + 1,), micro-batch j is `rows[bounds[j]:bounds[j + 1]]`.
+    """
+
+    rows: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+
+    @property
+    def micro_batches(self) -> list[list[int]]:
+        """Per micro-batch, the positions in `rows` that it covers."""
+        edges = self.bounds.tolist()
+        return [list(range(a, b)) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatchPlan:
+    """One optimizer step of one model.
+
+    `start:end` are its rows before any drop, `start:kept_end` those that are trained. `groups` are the prompt groups
+    (or parts of them, with `mini_batch_unit: sequence`) that the kept rows belong to, `dropped_groups` those that
+    alignment dropped; both are ranges of group indices of the batch.
+    """
+
+    model: Model
+    index: int
+    start: int
+    end: int
+    kept_end: int
+    groups: range
+    dropped_groups: range
+    ranks: tuple[RankPlan, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.kept_end - self.start
+
+    @property
+    def padding_rows(self) -> int:
+        return sum(len(rank.rows) for rank in self.ranks) - self.rows
+
+    @property
+    def micro_batches_per_rank(self) -> int:
+        return len(self.ranks[0].bounds) - 1
