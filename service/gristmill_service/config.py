@@ -117,13 +117,14 @@ class RunConfig(BaseModel):
         found = []
         if self.merge != "none" and self.loss_reduction in ("sequence_mean", "seq_mean_token_sum_norm"):
             found.append(
-                f"loss_reduction: {self.loss_reduction} counts rows, and merge: {self.merge} makes fewer of them, so the "
-                "scale of the loss depends on how many steps merge; trajectory_mean, prompt_mean and token_mean do not"
+                f"loss_reduction: {self.loss_reduction} counts rows, and merge: {self.merge} makes fewer of them, so "
+                "the scale of the loss depends on how many steps merge; trajectory_mean, prompt_mean and token_mean "
+                "do not"
             )
         if self.on_misaligned == "drop_trailing" and self.seal_order == "completion":
             found.append(
-                "on_misaligned: drop_trailing with seal_order: completion drops the groups that finished last, which are "
-                "the slowest and longest; use seal_order: admission or on_misaligned: pad to keep them"
+                "on_misaligned: drop_trailing with seal_order: completion drops the groups that finished last, which "
+                "are the slowest and longest; use seal_order: admission or on_misaligned: pad to keep them"
             )
         return found
 
@@ -231,9 +232,7 @@ def _check_mini_batches(config: RunConfig) -> None:
             raise InvalidArgumentError(
                 f"train_batch_size: {config.train_batch_size} is not a multiple of {name}: {size}; change one of them"
             )
-    if config.mini_batch_unit == "sequence" and (
-        config.micro_batch.size is None or config.on_misaligned != "pad"
-    ):
+    if config.mini_batch_unit == "sequence" and (config.micro_batch.size is None or config.on_misaligned != "pad"):
         raise InvalidArgumentError(
             "mini_batch_unit: sequence works with micro_batch: {size: ...} and on_misaligned: pad only; "
             "change those, or use mini_batch_unit: prompt"
@@ -243,8 +242,8 @@ def _check_mini_batches(config: RunConfig) -> None:
 def _check_alignment(config: RunConfig) -> None:
     if config.on_misaligned == "drop_trailing" and config.critic_mini_batch_size is not None:
         raise InvalidArgumentError(
-            "on_misaligned: drop_trailing is refused with a critic: policy and critic mini-batches would drop different "
-            "groups; use pad, or leave critic_mini_batch_size out"
+            "on_misaligned: drop_trailing is refused with a critic: policy and critic mini-batches would drop "
+            "different groups; use pad, or leave critic_mini_batch_size out"
         )
     rows = config.policy_mini_batch_size * config.n_samples_per_prompt
     if not config.step_wise and config.on_misaligned != "pad" and rows < config.align_to:

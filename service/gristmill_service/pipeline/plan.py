@@ -7,6 +7,7 @@ batch's row order after merging; -1 is a padding row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,7 @@ class RankPlan:
     def micro_batches(self) -> list[list[int]]:
         """Per micro-batch, the positions in `rows` that it covers."""
         edges = self.bounds.tolist()
-        return [list(range(a, b)) for a, b in zip(edges, edges[1:], strict=False)]
+        return [list(range(a, b)) for a, b in pairwise(edges)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,91 @@
+"""Ragged columns: the one data structure that token data lives in.
+
+A ragged column is one flat buffer and, per row, where its values start and how many there are. Rows may be reordered,
+selected and shared without moving a value. Nothing here copies token data unless it says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged:
+    """Row i holds `values[starts[i] : starts[i] + lengths[i]]`.
+
+    values: (n,) of any dtype; starts, lengths: int64 (rows,).
+    """
+
+    values: Array
+    starts: Int64s
+    lengths: Int64s
+
+    @classmethod
+    def from_lengths(cls, values: Array, lengths: Int64s) -> Ragged:
+        """Rows that stand in `values` one after another."""
+        return cls(values, starts_of(lengths), lengths)
+
+    @classmethod
+    def from_arrays(cls, arrays: Sequence[Array], dtype: Any) -> Ragged:
+        """A copy of the arrays in one buffer."""
+        lengths = np.fromiter((len(array) for array in arrays), np.int64, len(arrays))
+        values = np.concatenate(arrays, dtype=dtype, casting="same_kind") if arrays else np.empty(0, dtype)
+        return cls.from_lengths(values, lengths)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, row: int) -> Array:
+        start = int(self.starts[row])
+        return self.values[start : start + int(self.lengths[row])]
+
+    @property
+    def total(self) -> int:
+        """Values in all rows."""
+        return int(self.lengths.sum())
+
+    def take(self, rows: Any) -> Ragged:
+        """The rows at these indices (or slice), sharing the values."""
+        return Ragged(self.values, self.starts[rows], self.lengths[rows])
+
+    def arrays(self) -> list[Array]:
+        """Each row as a view."""
+        values = self.values
+        return [
+            values[start : start + length]
+            for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+        ]
+
+    def is_compact(self) -> bool:
+        """Whether the rows stand one after another and fill `values`."""
+        return len(self.values) == self.total and bool(np.array_equal(self.starts, starts_of(self.lengths)))
+
+    def compact(self) -> Ragged:
+        """The same rows one after another; itself where they stand so already, else a copy."""
+        return self if self.is_compact() else Ragged.from_arrays(self.arrays(), self.values.dtype)
+
+    def row_sums(self) -> NDArray[np.float64]:
+        """Each row's sum, added in float64; float64 (rows,). Rows must not be empty."""
+        if not len(self):
+            return np.empty(0, np.float64)
+        compact = self.compact()
+        return np.add.reduceat(compact.values, compact.starts, dtype=np.float64)
+
+    def row_of(self, index: int) -> int:
+        """Which row of a compact column holds the value at `index`."""
+        return int(np.searchsorted(self.starts, index, side="right")) - 1
+
+
+def starts_of(lengths: Int64s) -> Int64s:
+    """Where each of the rows starts when they stand one after another."""
+    starts = np.zeros(len(lengths), np.int64)
+    np.cumsum(lengths[:-1], out=starts[1:])
+    return starts

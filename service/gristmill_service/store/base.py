@@ -1,0 +1,72 @@
+"""What a store of published batches offers; implementations pass the same test class.
+
+A batch is published as a whole: a reader sees its plan and all of its shards, or none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gristmill_service.config import Model
+
+Buffer = bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class ShardAddress:
+    """One shard of a batch: what a rank trains on in one mini-batch of one model."""
+
+    model: Model
+    mini_batch: int
+    rank: int
+
+    @property
+    def path(self) -> str:
+        """Where the shard's file stands within its batch, as in the offline command's output."""
+        return f"{self.model}-{self.mini_batch:03d}/rank-{self.rank:03d}.safetensors"
+
+
+class ShardSource(Protocol):
+    """A shard as the pipeline lays it out: runs of bytes that make up its file, never joined in memory."""
+
+    @property
+    def address(self) -> ShardAddress: ...
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+
+    def buffers(self) -> Iterator[Sequence[Buffer]]:
+        """The file's bytes in order, as groups of buffers for `writev`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLocation:
+    size: int
+    shared_memory_path: str | None
+    """A file that processes seeing this machine's memory may map, or None."""
+
+
+class Store(Protocol):
+    """Blocking, thread-safe. Unknown batches and shards raise NotFoundError."""
+
+    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
+        """Makes a batch visible, whole, and returns its bytes. On an error nothing of it is left."""
+
+    def plan(self, run: str, batch: int) -> bytes: ...
+
+    def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation: ...
+
+    def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
+        """The shard's bytes in order, in pieces of at most a few MiB."""
+
+    def free(self, run: str, batch: int) -> None:
+        """Removes a batch; one that is gone already is no error. Mappings that readers hold stay valid."""
+
+    def delete_run(self, run: str) -> None:
+        """Removes every batch of a run."""
+
+    def close(self) -> None:
+        """Removes everything that this process published and that must not outlive it."""
