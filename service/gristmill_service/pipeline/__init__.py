@@ -1,0 +1,54 @@
+"""The pipeline: steps in, a plan and shards out, on one screen.
+
+Pure: functions of arrays to arrays, without I/O, clock, randomness or global state; the same input gives the same
+bytes. Each stage is a module, in the order data flows:
+
+    steps -> validate -> filters -> merge -> advantage -> schedule -> layout -> shards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gristmill.steps import Steps
+from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.batch import Prepared, prepare
+from gristmill_service.pipeline.document import plan_document
+from gristmill_service.pipeline.layout import Shard
+from gristmill_service.pipeline.plan import MiniBatchPlan
+from gristmill_service.pipeline.schedule import schedule
+from gristmill_service.pipeline.shards import shards
+
+__all__ = ["Batch", "mill", "plan"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """What a batch became: its plan as a JSON-able document, and its shards, laid out as they are read."""
+
+    plan: dict[str, Any]
+    shards: Sequence[Shard]
+
+
+def mill(steps: Steps, config: RunConfig, *, run: str, batch: int, policy_version: int | None = None) -> Batch:
+    """One batch's steps to its plan and shards.
+
+    policy_version: the current one, for staleness; None (offline) takes the largest in the batch.
+    Raises InvalidArgumentError when the rows break a rule or cannot be aligned.
+    """
+    prepared = prepare(steps, config, policy_version)
+    mini_batches = _schedule(prepared, config)
+    laid_out = shards(prepared, mini_batches, config, run=run, batch=batch)
+    return Batch(plan_document(prepared, mini_batches, config, batch, laid_out), laid_out)
+
+
+def plan(steps: Steps, config: RunConfig, *, batch: int) -> dict[str, Any]:
+    """The plan of a batch alone; also of a table that has lengths and no tokens."""
+    prepared = prepare(steps, config, None)
+    return plan_document(prepared, _schedule(prepared, config), config, batch, None)
+
+
+def _schedule(prepared: Prepared, config: RunConfig) -> list[MiniBatchPlan]:
+    return schedule(prepared.rows.lengths, prepared.row_group_bounds, config)

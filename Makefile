@@ -1,0 +1,44 @@
+# What CI runs is what a person runs. Each target sets up what it needs: Python 3.11 or newer is enough to start.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help setup demo test check bench protos format clean
+
+help:  ## Show this help
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(VENV)/.installed  ## Make .venv with everything in it, the gristmill command too
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "gristmill needs Python 3.11 or newer; run: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup  ## Watch a small multi-turn RL run train through gristmill (under 4 minutes)
+	$(BIN)/python clients/demo
+
+test: setup  ## Run the tests
+	$(BIN)/python -m pytest
+
+check: setup  ## Lint, types, protos, generated stubs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/buf lint protos
+	protos/generate.sh --check
+
+bench: setup  ## Measure against bounds; writes build/bench.json
+	$(BIN)/python -m tests.bench
+
+protos: setup  ## Regenerate the gRPC stubs
+	protos/generate.sh
+
+format: setup  ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## Remove what was built
+	rm -rf build dist .venv .venv-protos

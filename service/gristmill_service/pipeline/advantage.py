@@ -1,0 +1,145 @@
+"""Third stage: scores of trajectories, their advantages within the prompt group, and the scale of the loss.
+
+Scores come from the steps as received, so that merging cannot change them. All arithmetic is float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill.columns import Int64s
+from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.plan import MiniBatchPlan
+from gristmill_service.pipeline.validate import Received
+
+EPSILON = 1e-6
+
+Float64s = NDArray[np.float64]
+
+
+def trajectory_scores(rewards: Float64s, trajectory_bounds: Int64s, mode: str) -> Float64s:
+    """Score of each trajectory: its last step's reward, or the sum over its steps (`trajectory_score`).
+
+    rewards: float64 (steps,), trajectories one after another; trajectory_bounds: (trajectories + 1,).
+    """
+    if mode == "last_step":
+        return rewards[trajectory_bounds[1:] - 1]
+    if len(trajectory_bounds) == 1:
+        return np.empty(0, np.float64)
+    return np.add.reduceat(rewards, trajectory_bounds[:-1])
+
+
+def all_equal(scores: Float64s) -> bool:
+    """Whether a group of two or more trajectories has nothing to compare: no estimator learns from it."""
+    return len(scores) > 1 and bool((scores == scores[0]).all())
+
+
+def group_advantages(scores: Float64s, config: RunConfig) -> Float64s:
+    """One advantage a trajectory of one prompt group.
+
+    `grpo`: Shao et al. 2024 (DeepSeekMath, outcome supervision); `rloo`: Ahmadian et al. 2024; `maxrl`: centred
+    reward over mean reward. Equal scores give exactly 0 by comparison, not by arithmetic, which leaves 1e-10 even in
+    float64. A lone survivor of a larger group has no baseline and gets 0.
+    """
+    if len(scores) == 1:
+        if config.n_samples_per_prompt > 1:
+            return np.zeros(1)
+        return _GROUP_OF_ONE[config.advantage_estimator](scores, config)
+    if all_equal(scores):
+        return np.zeros(len(scores))
+    return _ESTIMATORS[config.advantage_estimator](scores, config)
+
+
+def _grpo(scores: Float64s, config: RunConfig) -> Float64s:
+    centered: Float64s = scores - scores.mean()
+    return centered / (scores.std(ddof=1) + EPSILON) if config.grpo_norm_by_std else centered
+
+
+def _rloo(scores: Float64s, config: RunConfig) -> Float64s:
+    others: Float64s = (scores.sum() - scores) / (len(scores) - 1)
+    return scores - others
+
+
+def _maxrl(scores: Float64s, config: RunConfig) -> Float64s:
+    mean = scores.mean()
+    relative: Float64s = (scores - mean) / (mean + EPSILON)
+    return relative
+
+
+def _grpo_of_one(scores: Float64s, config: RunConfig) -> Float64s:
+    return scores / (1.0 + EPSILON) if config.grpo_norm_by_std else scores.copy()
+
+
+_Estimator = Callable[[Float64s, RunConfig], Float64s]
+_ESTIMATORS: dict[str, _Estimator] = {"grpo": _grpo, "rloo": _rloo, "maxrl": _maxrl}
+_GROUP_OF_ONE: dict[str, _Estimator] = {
+    "grpo": _grpo_of_one,
+    "rloo": lambda scores, config: np.zeros(1),
+    "maxrl": lambda scores, config: scores.copy(),
+}
+
+
+def advantages(received: Received, scores: Float64s, config: RunConfig) -> Float64s:
+    """One advantage a trajectory of the batch; those that clients gave with `advantage_estimator: none`.
+
+    Zeros where clients gave one per token instead: those travel as a column.
+    """
+    result = np.zeros(len(scores))
+    if config.advantage_estimator == "none":
+        given = received.steps.advantages
+        return result if given is None else given[received.trajectory_bounds[:-1]]
+    bounds = received.group_bounds.tolist()
+    for start, end in pairwise(bounds):
+        result[start:end] = group_advantages(scores[start:end], config)
+    return result
+
+
+class Denominators:
+    """What the tokens of one mini-batch's loss are divided by, over all its ranks.
+
+    Counts are of the kept, real rows, and at least 1. `row_tokens, prompt_tokens, trajectory_tokens` are int64, one a
+    kept row: the loss tokens of the row, of its prompt group and of its trajectory within the mini-batch.
+    """
+
+    def __init__(self, mini_batch: MiniBatchPlan, loss_tokens: Int64s, groups: Int64s, trajectories: Int64s) -> None:
+        kept = slice(mini_batch.start, mini_batch.kept_end)
+        tokens = loss_tokens[kept]
+        self.start = mini_batch.start
+        self.loss_tokens = max(1, int(tokens.sum()))
+        self.rows = max(1, len(tokens))
+        self.row_tokens = np.maximum(1, tokens)
+        self.prompts, self.prompt_tokens = _summed(tokens, groups[kept])
+        self.trajectories, self.trajectory_tokens = _summed(tokens, trajectories[kept])
+
+    def scale(self, config: RunConfig) -> Float64s:
+        """What `loss_reduction` multiplies each kept row's advantage by; float64 (kept rows,).
+
+        Summing the token losses of all ranks then gives the reduction.
+        """
+        match config.loss_reduction:
+            case "none":
+                divisor: Int64s | int = 1
+            case "token_mean":
+                divisor = self.loss_tokens
+            case "sequence_mean":
+                divisor = self.rows * self.row_tokens
+            case "seq_mean_token_sum_norm":
+                divisor = self.rows * (config.max_seq_len or 1)
+            case "prompt_mean":
+                divisor = self.prompts * self.prompt_tokens
+            case "trajectory_mean":
+                divisor = self.trajectories * self.trajectory_tokens
+        scale: Float64s = np.ones(len(self.row_tokens)) / divisor
+        return scale
+
+
+def _summed(tokens: Int64s, owners: Int64s) -> tuple[int, Int64s]:
+    """How many owners there are, and per row the tokens of its owner; both at least 1."""
+    names, index = np.unique(owners, return_inverse=True)
+    sums = np.zeros(len(names), np.int64)
+    np.add.at(sums, index, tokens)
+    return max(1, len(names)), np.maximum(1, sums[index])

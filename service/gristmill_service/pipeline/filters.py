@@ -1,0 +1,54 @@
+"""What is left out of training, decided on the steps as received, so that merging cannot widen it.
+
+A masked step stays in the batch with loss_mask 0; a stale group leaves it. Scores, baselines and counts still include
+what is masked.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill.steps import UNKNOWN
+from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.advantage import Float64s, all_equal
+from gristmill_service.pipeline.validate import Received
+
+
+def trained_steps(received: Received, scores: Float64s, config: RunConfig) -> tuple[NDArray[np.bool_], dict[str, int]]:
+    """Which steps keep their loss_mask, bool (steps,), and how much each filter masked."""
+    trained = np.ones(len(received.steps), np.bool_)
+    counts: dict[str, int] = {}
+    if config.overlong_filter:
+        reasons = frozenset(config.overlong_filter)
+        overlong = np.fromiter((reason in reasons for reason in received.steps.stop_reasons), np.bool_, len(trained))
+        trained &= ~overlong
+        counts["overlong_steps"] = int(overlong.sum())
+    if config.zero_variance_filter == "mask":
+        flat = zero_variance_groups(received, scores)
+        trained &= ~flat[received.trajectory_groups][received.trajectory_of_step]
+        counts["zero_variance_groups"] = int(flat.sum())
+    return trained, counts
+
+
+def zero_variance_groups(received: Received, scores: Float64s) -> NDArray[np.bool_]:
+    """Groups of two or more trajectories with equal scores, bool (groups,)."""
+    bounds = received.group_bounds.tolist()
+    return np.array([all_equal(scores[start:end]) for start, end in pairwise(bounds)], dtype=np.bool_)
+
+
+def stale_groups(received: Received, config: RunConfig, policy_version: int | None) -> NDArray[np.bool_]:
+    """Groups with a trajectory more than `max_staleness` versions behind, bool (groups,).
+
+    policy_version: the current one; None (offline) takes the largest in the batch. Unknown versions are not stale.
+    """
+    versions = received.steps.policy_versions
+    stale = np.zeros(len(received.groups), np.bool_)
+    if config.max_staleness is None or not len(versions):
+        return stale
+    current = int(versions.max()) if policy_version is None else policy_version
+    behind = (versions != UNKNOWN) & (current - versions.astype(np.int64) > config.max_staleness)
+    stale[received.trajectory_groups[received.trajectory_of_step[behind]]] = True
+    return stale

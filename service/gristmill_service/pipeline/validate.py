@@ -1,0 +1,148 @@
+"""First stage: the rules that rows obey together, and the order that every later stage relies on.
+
+Rows leave this stage ordered by group (first appearance), then sample, then step. Nothing is modified or copied but
+the order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill.columns import Int64s
+from gristmill.errors import InvalidArgumentError
+from gristmill.steps import Steps
+from gristmill_service.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Received:
+    """A batch of steps in order.
+
+    groups: (round, uid) of each prompt group.
+    trajectory_bounds: (trajectories + 1,), trajectory t is the steps `bounds[t]:bounds[t + 1]`.
+    trajectory_groups: (trajectories,), the group of each.
+    group_bounds: (groups + 1,), group g is the trajectories `bounds[g]:bounds[g + 1]`.
+    """
+
+    steps: Steps
+    groups: list[tuple[int, str]]
+    trajectory_bounds: Int64s
+    trajectory_groups: Int64s
+    group_bounds: Int64s
+
+    @property
+    def trajectory_of_step(self) -> Int64s:
+        lengths = np.diff(self.trajectory_bounds)
+        return np.repeat(np.arange(len(lengths)), lengths)
+
+    @property
+    def last_steps(self) -> Int64s:
+        """Index of each trajectory's last step."""
+        return self.trajectory_bounds[1:] - 1
+
+
+def receive(steps: Steps, config: RunConfig) -> Received:
+    """The batch in order, checked.
+
+    Raises InvalidArgumentError naming the trajectory, the field, the value and the remedy.
+    """
+    steps, groups, group_of_step = _ordered(steps)
+    starts = _trajectory_starts(group_of_step, steps.samples)
+    bounds = np.append(starts, len(steps))
+    trajectory_groups = group_of_step[starts]
+    _check_samples(steps, config)
+    _check_steps(steps, bounds, config)
+    _check_rewards(steps)
+    _check_advantages(steps, bounds, config)
+    return Received(
+        steps=steps,
+        groups=groups,
+        trajectory_bounds=bounds,
+        trajectory_groups=trajectory_groups,
+        group_bounds=np.searchsorted(trajectory_groups, np.arange(len(groups) + 1)),
+    )
+
+
+def _ordered(steps: Steps) -> tuple[Steps, list[tuple[int, str]], Int64s]:
+    index: dict[tuple[int, str], int] = {}
+    keys = zip(steps.rounds.tolist(), steps.uids, strict=True)
+    group_of_step = np.fromiter((index.setdefault(key, len(index)) for key in keys), np.int64, len(steps))
+    order = np.lexsort((steps.steps, steps.samples, group_of_step))
+    if not np.array_equal(order, np.arange(len(order))):
+        steps, group_of_step = steps.take(order), group_of_step[order]
+    return steps, list(index), group_of_step
+
+
+def _trajectory_starts(group_of_step: Int64s, samples: NDArray[np.int32]) -> Int64s:
+    if not len(samples):
+        return np.empty(0, np.int64)
+    changes = (np.diff(group_of_step) != 0) | (np.diff(samples) != 0)
+    return np.concatenate([[0], np.flatnonzero(changes) + 1])
+
+
+def _check_samples(steps: Steps, config: RunConfig) -> None:
+    outside = np.flatnonzero(steps.samples >= config.n_samples_per_prompt)
+    if outside.size:
+        row = int(outside[0])
+        raise InvalidArgumentError(
+            f"{steps.name(row)}: sample is {steps.samples[row]}, and n_samples_per_prompt: "
+            f"{config.n_samples_per_prompt} allows 0..{config.n_samples_per_prompt - 1}"
+        )
+
+
+def _check_steps(steps: Steps, bounds: Int64s, config: RunConfig) -> None:
+    lengths = np.diff(bounds)
+    if not config.step_wise and (lengths > 1).any():
+        row = int(bounds[int((lengths > 1).argmax())])
+        raise InvalidArgumentError(
+            f"{steps.key(row)}: has {lengths.max()} steps (or the same step twice), and step_wise: false allows one; "
+            "set step_wise: true for multi-turn trajectories"
+        )
+    expected = np.arange(len(steps)) - np.repeat(bounds[:-1], lengths)
+    wrong = np.flatnonzero(steps.steps != expected)
+    if wrong.size:
+        row = int(wrong[0])
+        found = int(steps.steps[row])
+        problem = "is there twice" if found < expected[row] else f"is there and step {expected[row]} is missing"
+        raise InvalidArgumentError(
+            f"{steps.key(row)}: step {found} {problem}; a trajectory has its steps 0..T-1, each once"
+        )
+    last = np.zeros(len(steps), np.bool_)
+    last[bounds[1:] - 1] = True
+    wrong = np.flatnonzero(steps.is_last_steps != last)
+    if wrong.size:
+        row = int(wrong[0])
+        problem = "is false on the last step" if last[row] else "is true, and later steps follow"
+        raise InvalidArgumentError(
+            f"{steps.name(row)}: is_last_step {problem}; it marks the last step of a trajectory and no other"
+        )
+
+
+def _check_rewards(steps: Steps) -> None:
+    pending = np.flatnonzero(steps.rewards_pending)
+    if pending.size:
+        raise InvalidArgumentError(f"{steps.name(int(pending[0]))}: reward is missing; every row needs one")
+
+
+def _check_advantages(steps: Steps, bounds: Int64s, config: RunConfig) -> None:
+    given = steps.advantages is not None or steps.token_advantages is not None
+    if not len(steps) or given != (config.advantage_estimator == "none"):
+        if not len(steps):
+            return
+        remedy = "leave it out, or set advantage_estimator: none" if given else "send one with each row"
+        raise InvalidArgumentError(
+            f"{steps.name(0)}: advantage is {'given' if given else 'missing'} with advantage_estimator: "
+            f"{config.advantage_estimator}; {remedy}"
+        )
+    if steps.advantages is not None:
+        first = np.repeat(steps.advantages[bounds[:-1]], np.diff(bounds))
+        differs = np.flatnonzero(steps.advantages != first)
+        if differs.size:
+            row = int(differs[0])
+            raise InvalidArgumentError(
+                f"{steps.name(row)}: advantage is {steps.advantages[row]} and {first[row]} on step 0; give the same on "
+                "every step of a trajectory, or one per response token"
+            )
