@@ -1,0 +1,101 @@
+"""Micro-batches under a token cap: first-fit packing, and splitting until there are enough of them.
+
+Knows rows and tokens only: ranks, prompt groups and what happens when there are too few rows are `schedule`'s.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def first_fit(lengths: Sequence[int], cap: int) -> NDArray[np.int64]:
+    """Per row, in order, the first micro-batch that it still fits in; a row longer than `cap` stands alone.
+
+    Micro-batches are numbered as they are opened, and a row's number depends only on the rows before it: the packing
+    of a prefix is the prefix of the packing. O(rows × log micro-batches).
+    """
+    leaves = 1 << (_most_micro_batches(lengths, cap) - 1).bit_length()
+    # A tournament tree: room[leaves + slot] is what the slot still holds, every other node the larger of its two
+    # children. Slots not yet used are there with the full cap, so the leftmost that fits may be a new one.
+    room = [cap] * (2 * leaves)
+    opened = count()
+    number_of_slot: list[int] = []
+    numbers: list[int] = []
+    for tokens in lengths:
+        if tokens > cap:
+            numbers.append(next(opened))
+            continue
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < tokens:
+                node += 1
+        slot = node - leaves
+        if slot == len(number_of_slot):
+            number_of_slot.append(next(opened))
+        numbers.append(number_of_slot[slot])
+        _take(room, node, tokens)
+    return np.array(numbers, dtype=np.int64)
+
+
+def split_until(micro_batches: Sequence[Sequence[int]], target: int, tokens_of: Sequence[int]) -> list[list[int]]:
+    """`target` micro-batches, or as many as there can be, by halving the one with the most tokens, again and again.
+
+    Only those with two rows or more are halved, and the later one on a tie. The first half stays in place, the second
+    is appended. `tokens_of[row]` is positive, so no half is empty. Those never halved keep their rows' order.
+    """
+    result = [list(rows) for rows in micro_batches]
+    heap = [_by_tokens(rows, place, tokens_of) for place, rows in enumerate(result) if len(rows) > 1]
+    heapq.heapify(heap)
+    while heap and len(result) < target:
+        place = -heapq.heappop(heap)[1]
+        first, second = _halve(result[place], tokens_of)
+        result[place] = first
+        result.append(second)
+        for rows, at in ((first, place), (second, len(result) - 1)):
+            if len(rows) > 1:
+                heapq.heappush(heap, _by_tokens(rows, at, tokens_of))
+    return result
+
+
+def _most_micro_batches(lengths: Sequence[int], cap: int) -> int:
+    """No more micro-batches than this are shared: any two of them hold more than `cap` tokens together."""
+    shared = [tokens for tokens in lengths if tokens <= cap]
+    return max(1, min(len(shared), 2 * sum(shared) // cap + 1))
+
+
+def _take(room: list[int], node: int, tokens: int) -> None:
+    """Takes `tokens` from the leaf `node`, and corrects the nodes above it as far as they change."""
+    room[node] -= tokens
+    while node > 1:
+        left, right = room[node & ~1], room[node | 1]
+        most = left if left > right else right
+        node >>= 1
+        if room[node] == most:
+            return
+        room[node] = most
+
+
+def _by_tokens(rows: Sequence[int], place: int, tokens_of: Sequence[int]) -> tuple[int, int]:
+    """Heap entry: most tokens first, the later place on a tie."""
+    return -sum(tokens_of[row] for row in rows), -place
+
+
+def _halve(rows: Sequence[int], tokens_of: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Longest row first (the given order on a tie), each to the lighter half, the first half on a tie."""
+    first: list[int] = []
+    second: list[int] = []
+    ahead = 0
+    for row in sorted(rows, key=lambda row: -tokens_of[row]):
+        if ahead <= 0:
+            first.append(row)
+            ahead += tokens_of[row]
+        else:
+            second.append(row)
+            ahead -= tokens_of[row]
+    return first, second

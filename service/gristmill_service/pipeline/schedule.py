@@ -1,0 +1,175 @@
+"""Which row trains in which mini-batch, on which DP rank, in which micro-batch.
+
+Owns the specification's sections 5 and 6: mini-batch boundaries, padding, alignment, and what is dropped or refused
+when micro-batches cannot be aligned. Sees the lengths of rows, never their data; the layout never changes a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from math import lcm
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.config import Model, RunConfig
+from gristmill_service.pipeline.packing import first_fit, split_until
+from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan, RankPlan
+
+Indices = NDArray[np.int64]
+Count = TypeVar("Count", int, NDArray[np.int64])
+
+
+def schedule(lengths: Indices, group_bounds: Indices, config: RunConfig) -> list[MiniBatchPlan]:
+    """The mini-batches of one batch: the policy's, then the critic's.
+
+    lengths: (rows,) tokens, prompt and response, of each row in batch order; every one is positive.
+    group_bounds: (groups + 1,) row bounds of the prompt groups, from 0 to the number of rows; no group is empty.
+
+    Raises InvalidArgumentError when a mini-batch cannot be aligned and `on_misaligned` forbids padding.
+    """
+    tokens_of: list[int] = lengths.tolist()
+    divide = _divide_groups if config.mini_batch_unit == "prompt" else _divide_rows
+    parts = chain.from_iterable(divide(group_bounds, model, config) for model in config.models)
+    if config.token_cap is None:
+        return [_plan_by_size(part, config) for part in parts]
+    return [_plan_by_tokens(part, tokens_of, config.token_cap, config) for part in parts]
+
+
+# --- Mini-batch boundaries (section 5)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A mini-batch before alignment.
+
+    groups: those whose rows it holds. ends: (groups,) its rows up to and with each of them. padding: rows it gets
+    whatever the ranks need, with `mini_batch_unit: sequence`, where no group is ever dropped.
+    """
+
+    model: Model
+    index: int
+    start: int
+    end: int
+    groups: range
+    ends: Indices
+    padding: int
+
+
+def _divide_groups(group_bounds: Indices, model: Model, config: RunConfig) -> Iterator[_Part]:
+    """Whole prompt groups, as many as the mini-batch size; the last holds what is left."""
+    groups, size = len(group_bounds) - 1, config.mini_batch_size(model)
+    for index, first in enumerate(range(0, groups, size)):
+        last = min(first + size, groups)
+        start, end = int(group_bounds[first]), int(group_bounds[last])
+        ends = group_bounds[first + 1 : last + 1] - start
+        yield _Part(model, index, start, end, range(first, last), ends, 0)
+
+
+def _divide_rows(group_bounds: Indices, model: Model, config: RunConfig) -> Iterator[_Part]:
+    """As many rows as the mini-batch size, padding rows included, which are dealt evenly to the mini-batches."""
+    rows, size = int(group_bounds[-1]), config.mini_batch_size(model)
+    multiple = lcm(*map(config.mini_batch_size, config.models))
+    mini_batches = _ceil_div(rows, multiple) * (multiple // size)
+    real, extra = divmod(rows, mini_batches) if mini_batches else (0, 0)
+    for index in range(mini_batches):
+        start = index * real + min(index, extra)
+        end = start + real + (index < extra)
+        first = int(np.searchsorted(group_bounds, start, side="right")) - 1
+        last = int(np.searchsorted(group_bounds, end, side="left"))
+        ends = np.minimum(group_bounds[first + 1 : last + 1], end) - start
+        yield _Part(model, index, start, end, range(first, last), ends, size - (end - start))
+
+
+# --- Alignment and ranks (section 6)
+
+
+def _plan_by_size(part: _Part, config: RunConfig) -> MiniBatchPlan:
+    """Equal contiguous chunks of rows, cut into micro-batches of `micro_batch.size`."""
+    per_micro_batch = config.micro_batch.size
+    assert per_micro_batch is not None
+    multiple = config.align_to // config.dp_size
+    counts = _ceil_div(_ceil_div(part.ends, config.dp_size), per_micro_batch)  # micro-batches per rank of each prefix
+    kept = _kept_groups(part, counts % multiple == 0, config)
+    kept_rows = _rows_of(part, kept)
+    count = _ceil_div(kept_rows + part.padding, config.dp_size)  # rows per rank
+    micro_batches = _ceil_div(count, per_micro_batch)
+    if micro_batches % multiple:  # fewest padding rows: all micro-batches are full, and the last has one row
+        micro_batches = _ceil_div(micro_batches, multiple) * multiple
+        count = (micro_batches - 1) * per_micro_batch + 1
+    rows = np.full(count * config.dp_size, PADDING, dtype=np.int64)
+    rows[:kept_rows] = np.arange(part.start, part.start + kept_rows)
+    bounds = np.minimum(np.arange(micro_batches + 1, dtype=np.int64) * per_micro_batch, count)
+    return _plan(part, kept, tuple(RankPlan(shard, bounds) for shard in rows.reshape(config.dp_size, count)))
+
+
+def _plan_by_tokens(part: _Part, tokens_of: Sequence[int], cap: int, config: RunConfig) -> MiniBatchPlan:
+    """First-fit packing under the cap, split until aligned, and micro-batch j to rank j mod dp_size."""
+    numbers = first_fit(tokens_of[part.start : part.end], cap)
+    counts = np.maximum.accumulate(numbers)[part.ends - 1] + 1  # micro-batches of each prefix of whole groups
+    kept = _kept_groups(part, _ceil_div(counts, config.align_to) * config.align_to <= part.ends, config)
+    packed: list[list[int]] = [[] for _ in range(int(counts[kept - 1]))]
+    for row, number in enumerate(numbers[: _rows_of(part, kept)].tolist(), start=part.start):
+        packed[number].append(row)
+    target = _ceil_div(len(packed), config.align_to) * config.align_to
+    micro_batches = split_until(packed, target, tokens_of)
+    micro_batches += [[PADDING]] * (target - len(micro_batches))
+    return _plan(part, kept, tuple(_rank(micro_batches[rank :: config.dp_size]) for rank in range(config.dp_size)))
+
+
+def _kept_groups(part: _Part, aligned: NDArray[np.bool_], config: RunConfig) -> int:
+    """How many of the mini-batch's groups are trained; `aligned` says for each prefix of them whether it can align."""
+    if config.on_misaligned == "pad" or aligned[-1]:
+        return len(part.groups)
+    if config.on_misaligned == "drop_trailing":
+        candidates = np.flatnonzero(aligned & (part.ends >= config.align_to))
+        if len(candidates):
+            return int(candidates[-1]) + 1
+    raise InvalidArgumentError(_misaligned(part, config))
+
+
+def _misaligned(part: _Part, config: RunConfig) -> str:
+    unit = "max_tokens" if config.micro_batch.size is None else "size"
+    tried = (
+        f", nor can the rows of fewer of its {len(part.groups)} prompt groups, of which at least align_to must remain"
+        if config.on_misaligned == "drop_trailing"
+        else ""
+    )
+    return (
+        f"{part.model} mini-batch {part.index}: its {part.end - part.start} rows cannot make a number of micro-batches "
+        f"that is a multiple of align_to = {config.align_to} (dp_size = {config.dp_size}"
+        f"{f' × microbatch_group_size = {config.microbatch_group_size}' if config.vpp_size > 1 else ''}){tried}; "
+        f"change {part.model}_mini_batch_size, n_samples_per_prompt, micro_batch.{unit} or dp_size, "
+        f"or set on_misaligned: pad (now {config.on_misaligned})"
+    )
+
+
+def _rows_of(part: _Part, groups: int) -> int:
+    """Rows of the first `groups` of the mini-batch's groups."""
+    return int(part.ends[groups - 1]) if groups else 0
+
+
+def _rank(micro_batches: Sequence[Sequence[int]]) -> RankPlan:
+    rows = np.fromiter(chain.from_iterable(micro_batches), dtype=np.int64)
+    return RankPlan(rows, np.array([0, *accumulate(map(len, micro_batches))], dtype=np.int64))
+
+
+def _plan(part: _Part, kept: int, ranks: tuple[RankPlan, ...]) -> MiniBatchPlan:
+    return MiniBatchPlan(
+        model=part.model,
+        index=part.index,
+        start=part.start,
+        end=part.end,
+        kept_end=part.start + _rows_of(part, kept),
+        groups=part.groups[:kept],
+        dropped_groups=part.groups[kept:],
+        ranks=ranks,
+    )
+
+
+def _ceil_div(value: Count, by: int) -> Count:
+    return -(-value // by)
