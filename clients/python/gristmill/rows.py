@@ -177,7 +177,7 @@ def _scalar(value: Any, name: str, kind: type, where: str) -> Any:
         return bool(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise InvalidArgumentError(f"{where}: {name} is {value!r}; expected {_KIND_NAMES[kind]}")
-    if kind is int and not -(2**31) <= value <= INT32_MAX:
+    if isinstance(value, int) and not -INT32_MAX <= value <= INT32_MAX:
         raise InvalidArgumentError(f"{where}: {name} is {value}; it must fit a 32-bit integer")
     return value
 
@@ -198,9 +198,11 @@ def _tokens(values: Any, name: str, where: str) -> NDArray[np.int32]:
         return np.empty(0, np.int32)
     if array.dtype.kind not in "iu":
         raise InvalidArgumentError(f"{where}: {name} holds {array.dtype} values; token ids are integers 0..{INT32_MAX}")
-    if array.dtype != np.int32 and not ((array >= 0) & (array <= INT32_MAX)).all():
-        bad = int(((array < 0) | (array > INT32_MAX)).argmax())
-        raise InvalidArgumentError(f"{where}: {name}[{bad}] is {array[bad]}; token ids are 0..{INT32_MAX}")
+    if array.dtype != np.int32:
+        outside = np.less(array, 0) | np.greater(array, INT32_MAX)
+        if outside.any():
+            bad = int(outside.argmax())
+            raise InvalidArgumentError(f"{where}: {name}[{bad}] is {array[bad]}; token ids are 0..{INT32_MAX}")
     return array.astype(np.int32, copy=False)
 
 

@@ -34,7 +34,7 @@ class Geometry:
         self.last: list[int] = rows.last.tolist()
         first = rows.first.tolist()
         prompts, responses = step_prompts.tolist(), step_responses.tolist()
-        # Per row its steps as (step, start in the row's response, end).
+        # Per row its steps as (step, start in the row's response, end); a padding row has none.
         self.segments: list[list[tuple[int, int, int]]] = [
             [
                 (step, prompts[step] - prompts[begin], prompts[step] - prompts[begin] + responses[step])
@@ -42,6 +42,7 @@ class Geometry:
             ]
             for begin, end in zip(first, self.last, strict=True)
         ]
+        self.segments.append([])
 
 
 class Constants:
@@ -55,9 +56,6 @@ class Constants:
         self.step_up = steps.data
         """Zeros, then ones, as uint8: any "absent, then present" mask is one slice of it."""
 
-    def mask(self, absent: int, present: int) -> memoryview:
-        return self.step_up[self.longest - absent : self.longest + present]
-
 
 class Column(ABC):
     """One tensor of a shard.
@@ -70,10 +68,11 @@ class Column(ABC):
     scope: Scope
 
     @abstractmethod
-    def runs(self, row: int, lead: int, out: list[memoryview]) -> None:
-        """Appends the row's bytes: `lead` elements of fill, then its values.
+    def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
+        """The rows' bytes in order: of each row `lead` elements of fill, then its values.
 
-        row: a row index, or -1 for a padding row.
+        rows: row indices, -1 for a padding row. Loops over rows stay inside: a call a row would cost more than its
+        bytes.
         """
 
 
@@ -93,14 +92,17 @@ class Tokens(Column):
         ]
         self._padding = 4 * lengths[PADDING]
 
-    def runs(self, row: int, lead: int, out: list[memoryview]) -> None:
-        if row == PADDING:
-            out.append(self._fill[: 4 * lead + self._padding])
-            return
-        if lead:
-            out.append(self._fill[: 4 * lead])
-        start, end = self._spans[row]
-        out.append(self._values[start:end])
+    def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
+        fill, values, spans, out = self._fill, self._values, self._spans, []
+        for row, lead in zip(rows, leads, strict=True):
+            if row == PADDING:
+                out.append(fill[: 4 * lead + self._padding])
+                continue
+            if lead:
+                out.append(fill[: 4 * lead])
+            start, end = spans[row]
+            out.append(values[start:end])
+        return out
 
 
 class Presence(Column):
@@ -110,15 +112,17 @@ class Presence(Column):
 
     def __init__(self, name: str, scope: Scope, geometry: Geometry, constants: Constants) -> None:
         self.name, self.scope = name, scope
-        self._constants = constants
-        self._lengths = geometry.length_of if scope == "sequence" else geometry.response_of
+        self._steps, self._middle = constants.step_up, constants.longest
+        self._absent = [0] * len(geometry.length_of)
+        self._present = list(geometry.length_of if scope == "sequence" else geometry.response_of)
+        if scope == "response":
+            self._absent[PADDING], self._present[PADDING] = self._present[PADDING], 0
 
-    def runs(self, row: int, lead: int, out: list[memoryview]) -> None:
-        length = self._lengths[row]
-        if row == PADDING and self.scope == "response":
-            out.append(self._constants.mask(lead + length, 0))
-        else:
-            out.append(self._constants.mask(lead, length))
+    def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
+        steps, middle, absent, present = self._steps, self._middle, self._absent, self._present
+        return [
+            steps[middle - lead - absent[row] : middle + present[row]] for row, lead in zip(rows, leads, strict=True)
+        ]
 
 
 class StepTokens(Column):
@@ -139,24 +143,24 @@ class StepTokens(Column):
         self._segments, self._responses = geometry.segments, geometry.response_of
         self._zeros, self._present = constants.zeros, present
 
-    def runs(self, row: int, lead: int, out: list[memoryview]) -> None:
-        item, zeros, present = self._item, self._zeros, self._present
-        if row == PADDING:
-            out.append(zeros[: item * (lead + self._responses[PADDING])])
-            return
-        # `done` counts elements written, `lead` of them before the response.
-        done = 0
-        for step, start, end in self._segments[row]:
-            if present is not None and not present[step]:
-                continue
-            if lead + start > done:
-                out.append(zeros[: item * (lead + start - done)])
-            begin = self._starts[step]
-            out.append(self._values[begin : begin + item * (end - start)])
-            done = lead + end
-        rest = lead + self._responses[row] - done
-        if rest:
-            out.append(zeros[: item * rest])
+    def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
+        item, zeros, present, starts, values = self._item, self._zeros, self._present, self._starts, self._values
+        out: list[memoryview] = []
+        for row, lead in zip(rows, leads, strict=True):
+            # `done` counts elements written, `lead` of them before the response.
+            done = 0
+            for step, start, end in self._segments[row]:
+                if present is not None and not present[step]:
+                    continue
+                if lead + start > done:
+                    out.append(zeros[: item * (lead + start - done)])
+                begin = starts[step]
+                out.append(values[begin : begin + item * (end - start)])
+                done = lead + end
+            rest = lead + self._responses[row] - done
+            if rest:
+                out.append(zeros[: item * rest])
+        return out
 
 
 class StepScalars(Column):
@@ -171,20 +175,21 @@ class StepScalars(Column):
         self._nonzero: list[bool] = (floats != 0).tolist()
         self._segments, self._responses, self._zeros = geometry.segments, geometry.response_of, constants.zeros
 
-    def runs(self, row: int, lead: int, out: list[memoryview]) -> None:
-        if row == PADDING:
-            out.append(self._zeros[: 4 * (lead + self._responses[PADDING])])
-            return
-        done = 0
-        for step, _, end in self._segments[row]:
-            if self._nonzero[step]:
-                if lead + end - 1 > done:
-                    out.append(self._zeros[: 4 * (lead + end - 1 - done)])
-                out.append(self._values[4 * step : 4 * step + 4])
-                done = lead + end
-        rest = lead + self._responses[row] - done
-        if rest:
-            out.append(self._zeros[: 4 * rest])
+    def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
+        zeros, values, nonzero = self._zeros, self._values, self._nonzero
+        out: list[memoryview] = []
+        for row, lead in zip(rows, leads, strict=True):
+            done = 0
+            for step, _, end in self._segments[row]:
+                if nonzero[step]:
+                    if lead + end - 1 > done:
+                        out.append(zeros[: 4 * (lead + end - 1 - done)])
+                    out.append(values[4 * step : 4 * step + 4])
+                    done = lead + end
+            rest = lead + self._responses[row] - done
+            if rest:
+                out.append(zeros[: 4 * rest])
+        return out
 
 
 class RowScalars(Column):
@@ -194,20 +199,21 @@ class RowScalars(Column):
 
     def __init__(self, name: str, values: NDArray[np.float64], geometry: Geometry, constants: Constants) -> None:
         self.name = name
-        self._values: list[float] = values.astype(np.float32).tolist()
-        self._responses, self._zeros = geometry.response_of, constants.zeros
+        self._values = np.append(values, 0.0).astype(np.float32)
+        self._geometry, self._zeros = geometry, constants.zeros
 
-    def runs(self, row: int, lead: int, out: list[memoryview]) -> None:
-        length = self._responses[row]
-        value = 0.0 if row == PADDING else self._values[row]
-        if value == 0.0:
-            out.append(self._zeros[: 4 * (lead + length)])
-            return
-        if lead:
-            out.append(self._zeros[: 4 * lead])
-        constant = np.empty(length, np.float32)
-        constant.fill(value)
-        out.append(bytes_of(constant))
+    def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
+        responses, zeros = self._geometry.response_of, self._zeros
+        constants = bytes_of(np.repeat(self._values[rows], self._geometry.responses[rows]))
+        out: list[memoryview] = []
+        done = 0
+        for row, lead in zip(rows, leads, strict=True):
+            if lead:
+                out.append(zeros[: 4 * lead])
+            end = done + 4 * responses[row]
+            out.append(constants[done:end])
+            done = end
+        return out
 
 
 class ScaledStepTokens(Column):
@@ -216,25 +222,22 @@ class ScaledStepTokens(Column):
     dtype, scope = np.float32, "response"
 
     def __init__(
-        self,
-        name: str,
-        values: Ragged,
-        scale: NDArray[np.float64],
-        geometry: Geometry,
-        constants: Constants,
+        self, name: str, values: Ragged, scale: NDArray[np.float64], geometry: Geometry, constants: Constants
     ) -> None:
         self.name = name
         self._values, self._scale = values, scale
         self._segments, self._responses, self._zeros = geometry.segments, geometry.response_of, constants.zeros
 
-    def runs(self, row: int, lead: int, out: list[memoryview]) -> None:
-        response = np.zeros(self._responses[row], np.float32)
-        if row != PADDING:
+    def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
+        out: list[memoryview] = []
+        for row, lead in zip(rows, leads, strict=True):
+            response = np.zeros(self._responses[row], np.float32)
             for step, start, end in self._segments[row]:
                 response[start:end] = self._values[step] * self._scale[row]
-        if lead:
-            out.append(self._zeros[: 4 * lead])
-        out.append(bytes_of(response))
+            if lead:
+                out.append(self._zeros[: 4 * lead])
+            out.append(bytes_of(response))
+        return out
 
 
 class Positions(Column):
@@ -246,8 +249,8 @@ class Positions(Column):
         self._positions = bytes_of(np.arange(longest, dtype=np.int32))
         self._lengths = geometry.length_of
 
-    def runs(self, row: int, lead: int, out: list[memoryview]) -> None:
-        out.append(self._positions[: 4 * self._lengths[row]])
+    def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
+        return [self._positions[: 4 * self._lengths[row]] for row in rows]
 
 
 def bytes_of(values: NDArray[Any]) -> memoryview:

@@ -6,13 +6,13 @@ file order, for `writev`. The same input gives the same bytes. Layouts: `left_pa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from gristmill_service.config import RunConfig
@@ -68,16 +68,17 @@ class Shard:
                     yield from self._runs(block)
 
     def _runs(self, block: Block) -> Iterator[Sequence[Buffer]]:
-        column = block.column
-        own = self.geometry.length_of if column.scope == "sequence" else self.geometry.response_of
-        rows = block.rows.tolist()
+        column, lengths = block.column, self.geometry.length_of
+        own = lengths if column.scope == "sequence" else self.geometry.response_of
+        rows: list[int] = block.rows.tolist()
         for begin in range(0, len(rows), _ROWS_AT_ONCE):
-            out: list[memoryview] = []
-            for row in rows[begin : begin + _ROWS_AT_ONCE]:
-                # Packed response columns stand on their own tokens: the prompt leads, as padding does in a padded row.
-                lead = self.geometry.length_of[row] - own[row] if block.width is None else block.width - own[row]
-                column.runs(row, lead, out)
-            yield out
+            part = rows[begin : begin + _ROWS_AT_ONCE]
+            # Packed response columns stand on their own tokens: the prompt leads, as padding does in a padded row.
+            if block.width is None:
+                leads = [lengths[row] - own[row] for row in part]
+            else:
+                leads = [block.width - own[row] for row in part]
+            yield column.runs(part, leads)
 
 
 def lay_out(
@@ -168,7 +169,7 @@ def _header(
 ) -> tuple[bytes, int]:
     """The safetensors header, and the size of the whole file. Tensors of 4-byte elements come first, so that each is
     aligned."""
-    entries: dict[str, Any] = {"__metadata__": {name: json.dumps(value) for name, value in metadata.items()}}
+    entries: dict[str, Any] = {"__metadata__": {name: orjson.dumps(value).decode() for name, value in metadata.items()}}
     offset = 0
     for itemsize in (4, 1):
         shapes = [(name, array.dtype, list(array.shape)) for name, array in small if array.itemsize == itemsize]
@@ -181,6 +182,6 @@ def _header(
             end = offset + itemsize * int(np.prod(shape, dtype=np.int64))
             entries[name] = {"dtype": _SAFETENSORS_NAMES[dtype.name], "shape": shape, "data_offsets": [offset, end]}
             offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = orjson.dumps(entries)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, 8 + len(text) + offset

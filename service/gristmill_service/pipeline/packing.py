@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from itertools import count
 
 import numpy as np
-from numpy.typing import NDArray
+
+from gristmill.columns import Int64s
 
 
-def first_fit(lengths: Sequence[int], cap: int) -> NDArray[np.int64]:
+def first_fit(lengths: Sequence[int], cap: int) -> Int64s:
     """Per row, in order, the first micro-batch that it still fits in; a row longer than `cap` stands alone.
 
     Micro-batches are numbered as they are opened, and a row's number depends only on the rows before it: the packing

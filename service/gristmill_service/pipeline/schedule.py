@@ -15,16 +15,16 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from gristmill.columns import Int64s
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.packing import first_fit, split_until
 from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan, RankPlan
 
-Indices = NDArray[np.int64]
-Count = TypeVar("Count", int, NDArray[np.int64])
+Count = TypeVar("Count", int, Int64s)
 
 
-def schedule(lengths: Indices, group_bounds: Indices, config: RunConfig) -> list[MiniBatchPlan]:
+def schedule(lengths: Int64s, group_bounds: Int64s, config: RunConfig) -> list[MiniBatchPlan]:
     """The mini-batches of one batch: the policy's, then the critic's.
 
     lengths: (rows,) tokens, prompt and response, of each row in batch order; every one is positive.
@@ -56,11 +56,11 @@ class _Part:
     start: int
     end: int
     groups: range
-    ends: Indices
+    ends: Int64s
     padding: int
 
 
-def _divide_groups(group_bounds: Indices, model: Model, config: RunConfig) -> Iterator[_Part]:
+def _divide_groups(group_bounds: Int64s, model: Model, config: RunConfig) -> Iterator[_Part]:
     """Whole prompt groups, as many as the mini-batch size; the last holds what is left."""
     groups, size = len(group_bounds) - 1, config.mini_batch_size(model)
     for index, first in enumerate(range(0, groups, size)):
@@ -70,7 +70,7 @@ def _divide_groups(group_bounds: Indices, model: Model, config: RunConfig) -> It
         yield _Part(model, index, start, end, range(first, last), ends, 0)
 
 
-def _divide_rows(group_bounds: Indices, model: Model, config: RunConfig) -> Iterator[_Part]:
+def _divide_rows(group_bounds: Int64s, model: Model, config: RunConfig) -> Iterator[_Part]:
     """As many rows as the mini-batch size, padding rows included, which are dealt evenly to the mini-batches."""
     rows, size = int(group_bounds[-1]), config.mini_batch_size(model)
     multiple = lcm(*map(config.mini_batch_size, config.models))

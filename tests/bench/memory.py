@@ -1,0 +1,35 @@
+"""Peak memory of one pass of the pipeline: anonymous plus tmpfs, in bytes, beside input plus output."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.bench.pipeline import TMPFS, make
+from tests.bench.workloads import workload
+
+
+def main(name: str, merge: str) -> None:
+    work = workload(name)
+    with tempfile.TemporaryDirectory(dir=TMPFS) as directory:
+        # A first pass loads every module, so that the second one's peak is data alone.
+        make(workload("short"), merge, Path(directory) / "warm")
+        shutil.rmtree(Path(directory) / "warm")
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        written = make(work, merge, Path(directory) / "batch")
+        peak = work.input_bytes + _status("VmHWM") - before + written
+    print(peak, work.input_bytes + written)
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(field)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,91 @@
+"""The pipeline, arrays in to shard bytes in shared memory, against reading the input once and writing the output once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from gristmill.steps import check
+from gristmill_service.pipeline import mill
+from gristmill_service.store.writing import write_file
+from tests.bench.figures import Figure, paired
+from tests.bench.workloads import Workload, workload
+
+TMPFS = "/dev/shm"
+NAMES = ("short", "agent", "anti")
+MERGES = ("none", "prefix")
+ROUNDS = 9
+_CHUNK = 8 << 20
+
+
+def figures() -> Iterator[Figure]:
+    for name in NAMES:
+        work = workload(name)
+        for merge in MERGES:
+            yield _speed(work, merge)
+    for name in NAMES:
+        for merge in MERGES:
+            yield _memory(name, merge)
+
+
+def _speed(work: Workload, merge: str) -> Figure:
+    with tempfile.TemporaryDirectory(dir=TMPFS) as directory:
+        target = Path(directory) / "batch"
+        size = 0
+
+        def ours() -> None:
+            nonlocal size
+            size = make(work, merge, target)
+            shutil.rmtree(target)
+
+        ours()
+        warm = np.ones(_CHUNK, np.uint8)
+
+        def bound() -> None:
+            for column in work.columns():
+                _read_once(column.values)
+            _write_once(Path(directory) / "bound", warm, size)
+
+        ratio, limit = paired(ours, bound, ROUNDS)
+    return Figure(f"pipeline.{work.name}.{merge}", ratio, "x bound", 3.0, limit * 1e3, "ms")
+
+
+def make(work: Workload, merge: str, target: Path) -> int:
+    """The whole path once; the bytes written."""
+    batch = mill(check(work.steps), work.config(merge), run="bench", batch=0)
+    written = 0
+    for shard in batch.shards:
+        path = target / shard.address.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, shard.buffers())
+        written += shard.size
+    return written
+
+
+def _read_once(values: np.ndarray) -> None:
+    data = values.view(np.uint8)
+    data[: len(data) // 8 * 8].view(np.uint64).max()
+
+
+def _write_once(path: Path, warm: np.ndarray, size: int) -> None:
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY)
+    try:
+        while size > 0:
+            size -= os.write(descriptor, warm[: min(size, _CHUNK)])
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def _memory(name: str, merge: str) -> Figure:
+    """In a process of its own, so that the peak is this workload's."""
+    command = [sys.executable, "-m", "tests.bench.memory", name, merge]
+    peak, reference = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    return Figure(f"memory.{name}.{merge}", peak / reference, "x input + output", 1.5, reference / 2**20, "MiB")

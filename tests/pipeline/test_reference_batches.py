@@ -1,0 +1,92 @@
+"""The reference batches: whole pipeline against tensors that SkyRL computed."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+from gristmill.errors import InvalidArgumentError
+from gristmill.rows import from_rows
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline import mill
+
+REFERENCE = Path(__file__).parents[1] / "reference" / "batch_cases.jsonl.gz"
+CASES = [json.loads(line) for line in gzip.decompress(REFERENCE.read_bytes()).splitlines()]
+REFUSED = [case for case in CASES if "refused" in case["expected"]]
+MILLED = [case for case in CASES if "refused" not in case["expected"]]
+
+
+def names(cases):
+    return [case["name"] for case in cases]
+
+
+def mill_case(case):
+    config = parse_config(case["config"])
+    return mill(from_rows(case["rows"], step_wise=config.step_wise), config, run="reference", batch=0)
+
+
+def shard_bytes(shard):
+    return b"".join(bytes(buffer) for group in shard.buffers() for buffer in group)
+
+
+@pytest.mark.parametrize("case", MILLED, ids=names(MILLED))
+def test_rows_after_merging_are_those_of_the_reference(case):
+    batch, expected = mill_case(case), case["expected"]["rows_after_merge"]
+    assert batch.plan["rows"] == len(expected)
+    seen = {}
+    for shard in batch.shards:
+        if shard.address.model != "policy":
+            continue
+        tensors = load(shard_bytes(shard))
+        uids = json.loads(json.loads(shard.header[8:])["__metadata__"]["uids"])
+        stop_reasons = json.loads(json.loads(shard.header[8:])["__metadata__"]["stop_reasons"])
+        for i, row in enumerate(tensors["row"].tolist()):
+            if row >= 0:
+                seen[row] = {
+                    "uid": uids[i],
+                    "sample": int(tensors["sample"][i]),
+                    "is_last_step": bool(tensors["is_last_step"][i]),
+                    "stop_reason": stop_reasons[i],
+                    "tokens": tensors["sequences"][i][tensors["attention_mask"][i] == 1].tolist(),
+                }
+    for index, row in enumerate(expected):
+        assert seen[index] == {
+            **{name: row[name] for name in ("uid", "sample", "is_last_step", "stop_reason")},
+            "tokens": row["prompt_token_ids"] + row["response_ids"],
+        }
+
+
+@pytest.mark.parametrize("case", MILLED, ids=names(MILLED))
+def test_tensors_are_those_of_the_reference(case):
+    batch, expected = mill_case(case), case["expected"]["tensors"]
+    compared = 0
+    for shard in batch.shards:
+        tensors = load(shard_bytes(shard))
+        rows = tensors["row"]
+        for name, reference in expected.items():
+            if name == "advantages" and shard.address.model == "critic":
+                continue
+            want = np.array(reference["data"]).reshape(reference["shape"])[rows[rows >= 0]]
+            np.testing.assert_allclose(tensors[name][rows >= 0], want, rtol=1e-4, atol=1e-7, err_msg=name)
+            compared += 1
+    assert compared >= len(expected)
+
+
+@pytest.mark.parametrize("case", MILLED, ids=names(MILLED))
+def test_boundaries_and_ranks_are_those_of_the_reference(case):
+    plan, expected = mill_case(case).plan, case["expected"]
+    for model in ("policy", "critic"):
+        own = [part for part in plan["mini_batches"] if part["model"] == model]
+        bounds = [[part["start"], part["end"]] for part in own]
+        assert bounds == (expected[f"{model}_boundaries"] or [])
+    policy = [part for part in plan["mini_batches"] if part["model"] == "policy"]
+    assert [[rank["rows"] for rank in part["ranks"]] for part in policy] == expected["policy_ranks"]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=names(REFUSED))
+def test_what_the_reference_refuses_is_refused_with_the_trajectory(case):
+    with pytest.raises(InvalidArgumentError, match=r"uid '.*' sample \d"):
+        mill_case(case)

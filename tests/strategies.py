@@ -1,0 +1,117 @@
+"""Hypothesis strategies: batches of rollouts with turns that extend each other or break the prefix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+Row = dict[str, Any]
+
+TOKENS = st.integers(0, 9)
+SCORES = st.sampled_from([0.0, 1.0, 0.7, -0.5, 0.1])
+
+
+@st.composite
+def trajectories(
+    draw: st.DrawFn, uid: str, sample: int, *, max_steps: int, logprobs: bool, token_rewards: bool
+) -> list[Row]:
+    """One trajectory's rows in step order; each next prompt extends the sequence, or does not."""
+    rows: list[Row] = []
+    sequence = draw(st.lists(TOKENS, min_size=1, max_size=5))
+    count = draw(st.integers(1, max_steps))
+    for step in range(count):
+        response = draw(st.lists(TOKENS, min_size=1, max_size=5))
+        row: Row = {
+            "uid": uid,
+            "sample": sample,
+            "step": step,
+            "is_last_step": step == count - 1,
+            "prompt_token_ids": sequence,
+            "response_ids": response,
+            "loss_mask": draw(st.lists(st.integers(0, 1), min_size=len(response), max_size=len(response))),
+            "reward": draw(
+                st.lists(SCORES, min_size=len(response), max_size=len(response)) if token_rewards else SCORES
+            ),
+            "stop_reason": draw(st.sampled_from(["stop", "length", "tool_calls"])),
+            "policy_version": draw(st.integers(-1, 3)),
+        }
+        if logprobs:
+            row["rollout_logprobs"] = [-(index + 1.0) for index in range(len(response))]
+        rows.append(row)
+        observation = draw(st.lists(TOKENS, max_size=3))
+        breaks = draw(st.integers(0, 3)) == 0
+        sequence = (sequence + response + observation)[1:] if breaks else sequence + response + observation
+        sequence = sequence or [1]
+    return rows
+
+
+@st.composite
+def rollouts(
+    draw: st.DrawFn,
+    *,
+    most_prompts: int = 5,
+    samples: int = 3,
+    max_steps: int = 4,
+    whole_groups: bool = False,
+) -> list[Row]:
+    """A batch's rows in the order of the specification: groups, samples, steps."""
+    logprobs, token_rewards = draw(st.booleans()), draw(st.booleans())
+    rows: list[Row] = []
+    for prompt in range(draw(st.integers(1, most_prompts))):
+        present = range(samples) if whole_groups else sorted(draw(st.sets(st.integers(0, samples - 1), min_size=1)))
+        for sample in present:
+            rows += draw(
+                trajectories(f"p{prompt}", sample, max_steps=max_steps, logprobs=logprobs, token_rewards=token_rewards)
+            )
+    return rows
+
+
+@st.composite
+def settings_for(draw: st.DrawFn, rows: list[Row], *, samples: int = 3, **fixed: Any) -> dict[str, Any]:
+    """A configuration that accepts the rows: one batch of them, and the rest drawn."""
+    groups = len({row["uid"] for row in rows})
+    sizes = [size for size in range(1, groups + 1) if groups % size == 0]
+    config: dict[str, Any] = {
+        "train_batch_size": groups,
+        "n_samples_per_prompt": samples,
+        "policy_mini_batch_size": draw(st.sampled_from(sizes)),
+        "step_wise": True,
+        "merge": draw(st.sampled_from(["none", "prefix"])),
+        "trajectory_score": draw(st.sampled_from(["last_step", "sum"])),
+        "advantage_estimator": draw(st.sampled_from(["grpo", "rloo", "maxrl"])),
+        "grpo_norm_by_std": draw(st.booleans()),
+        "loss_reduction": draw(
+            st.sampled_from(
+                [
+                    "none",
+                    "token_mean",
+                    "sequence_mean",
+                    "seq_mean_token_sum_norm",
+                    "prompt_mean",
+                    "trajectory_mean",
+                ]
+            )
+        ),
+        "max_seq_len": 16,
+        "dp_size": draw(st.integers(1, 5)),
+        "micro_batch": draw(
+            st.one_of(
+                st.builds(lambda size: {"size": size}, st.integers(1, 4)),
+                st.builds(lambda tokens: {"max_tokens": tokens}, st.integers(1, 40)),
+            )
+        ),
+        "layout": draw(st.sampled_from(["left_padded", "packed"])),
+        "pad_width": draw(st.sampled_from(["batch", "mini_batch", "shard", "micro_batch"])),
+        "pad_to_multiple_of": draw(st.sampled_from([1, 4])),
+        "pad_token_id": draw(st.sampled_from([0, 77])),
+    }
+    if draw(st.booleans()):
+        config["critic_mini_batch_size"] = draw(st.sampled_from(sizes))
+    if draw(st.booleans()):
+        config |= {"vpp_size": 2, "microbatch_group_size": draw(st.integers(1, 3))}
+    return config | fixed
+
+
+def batches_and_settings(**fixed: Any) -> st.SearchStrategy[tuple[list[Row], dict[str, Any]]]:
+    return rollouts().flatmap(lambda rows: st.tuples(st.just(rows), settings_for(rows, **fixed)))
