@@ -73,15 +73,12 @@ class Ragged:
         return self if self.is_compact() else Ragged.from_arrays(self.arrays(), self.values.dtype)
 
     def row_sums(self) -> NDArray[np.float64]:
-        """Each row's sum, added in float64; float64 (rows,). Rows must not be empty."""
-        if not len(self):
-            return np.empty(0, np.float64)
-        compact = self.compact()
-        return np.add.reduceat(compact.values, compact.starts, dtype=np.float64)
+        """Each row's sum, added in float64; float64 (rows,).
 
-    def row_of(self, index: int) -> int:
-        """Which row of a compact column holds the value at `index`."""
-        return int(np.searchsorted(self.starts, index, side="right")) - 1
+        Row by row, because `reduceat` adds in another order than `sum`: the last bit of a score must not depend on how
+        its rows came.
+        """
+        return np.array([array.sum(dtype=np.float64) for array in self.arrays()], np.float64)
 
 
 def starts_of(lengths: Int64s) -> Int64s:

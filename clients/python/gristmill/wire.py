@@ -63,8 +63,6 @@ def decode(message: rows_pb2.Rows) -> Steps:
         _per_row(message.rewards, "rewards", count, np.float64, 0.0 if len(message.rewards_pending) else None)
         if token_rewards is None
         else token_rewards.row_sums()
-        if (responses > 0).all()
-        else np.zeros(count)
     )
     return check(
         Steps(

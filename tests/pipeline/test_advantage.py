@@ -1,0 +1,88 @@
+"""Scores and advantages, estimator by estimator."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline.advantage import group_advantages, trajectory_scores
+
+
+def config(estimator, n=4, **more):
+    return parse_config(
+        {
+            "train_batch_size": 1,
+            "n_samples_per_prompt": n,
+            "policy_mini_batch_size": 1,
+            "micro_batch": {"size": 1},
+            "advantage_estimator": estimator,
+            **more,
+        }
+    )
+
+
+ESTIMATORS = ["grpo", "rloo", "maxrl"]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@given(score=st.floats(-1e6, 1e6), count=st.integers(2, 16))
+def test_equal_scores_give_exactly_zero(estimator, score, count):
+    assert (group_advantages(np.full(count, score), config(estimator, count)) == 0).all()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_seven_times_0_7_is_exactly_zero_where_arithmetic_leaves_a_rest(estimator):
+    scores = np.full(7, 0.7)
+    assert (group_advantages(scores, config(estimator, 7)) == 0).all()
+
+
+def test_grpo_divides_by_the_sample_standard_deviation():
+    found = group_advantages(np.array([0.0, 0.0, 0.0, 1.0]), config("grpo"))
+    np.testing.assert_allclose(found, (np.array([0, 0, 0, 1]) - 0.25) / (0.5 + 1e-6))
+
+
+def test_grpo_without_norm_is_the_difference_from_the_mean():
+    found = group_advantages(np.array([0.0, 0.0, 0.0, 1.0]), config("grpo", grpo_norm_by_std=False))
+    np.testing.assert_array_equal(found, [-0.25, -0.25, -0.25, 0.75])
+
+
+def test_rloo_is_the_difference_from_the_mean_of_the_others():
+    found = group_advantages(np.array([1.0, 2.0, 6.0]), config("rloo", 3))
+    np.testing.assert_allclose(found, [1 - 4.0, 2 - 3.5, 6 - 1.5])
+
+
+def test_maxrl_divides_by_the_mean():
+    found = group_advantages(np.array([0.0, 1.0]), config("maxrl", 2))
+    np.testing.assert_allclose(found, np.array([-0.5, 0.5]) / (0.5 + 1e-6))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "more", "expected"),
+    [
+        ("grpo", {}, 0.8 / (1 + 1e-6)),
+        ("grpo", {"grpo_norm_by_std": False}, 0.8),
+        ("rloo", {}, 0.0),
+        ("maxrl", {}, 0.8),
+    ],
+)
+def test_a_run_with_one_sample_a_prompt_has_groups_of_one(estimator, more, expected):
+    assert group_advantages(np.array([0.8]), config(estimator, 1, **more)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_lone_survivor_of_a_larger_group_has_no_baseline_and_gets_zero(estimator):
+    assert group_advantages(np.array([0.8]), config(estimator, 4)).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+@given(scores=st.lists(st.floats(-100, 100), min_size=2, max_size=10))
+def test_advantages_of_a_group_sum_to_zero(estimator, scores):
+    found = group_advantages(np.array(scores), config(estimator, 10))
+    assert abs(found.sum()) <= 1e-6 * max(1.0, np.abs(found).max())
+
+
+def test_the_score_is_the_last_steps_reward_or_the_sum_over_steps():
+    rewards, bounds = np.array([1.0, 2.0, 4.0, 8.0]), np.array([0, 3, 4])
+    assert trajectory_scores(rewards, bounds, "last_step").tolist() == [4.0, 8.0]
+    assert trajectory_scores(rewards, bounds, "sum").tolist() == [7.0, 8.0]

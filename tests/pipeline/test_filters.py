@@ -1,0 +1,139 @@
+"""Filters act on steps as received, and what they leave out still counts for scores and baselines."""
+
+import pytest
+
+from gristmill.rows import from_rows
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline import mill
+from tests import naive
+
+
+def rows(scores, **more):
+    """One single-step trajectory a score; scores is a list of groups."""
+    return [
+        {
+            "uid": f"p{group}",
+            "sample": sample,
+            "step": 0,
+            "is_last_step": True,
+            "prompt_token_ids": [1],
+            "response_ids": [2, 3],
+            "loss_mask": [1, 1],
+            "reward": score,
+            **more,
+        }
+        for group, samples in enumerate(scores)
+        for sample, score in enumerate(samples)
+    ]
+
+
+def milled(given, **overrides):
+    config = {
+        "train_batch_size": len({row["uid"] for row in given}),
+        "n_samples_per_prompt": 2,
+        "policy_mini_batch_size": 1,
+        "micro_batch": {"size": 4},
+        "step_wise": True,
+    }
+    return mill(from_rows(given), parse_config(config | overrides), run="r", batch=0)
+
+
+def trained(batch):
+    found = {}
+    for shard in batch.shards:
+        _, metadata = naive.read_shard(shard)
+        for uid, row in zip(metadata["uids"], naive.shard_rows(shard), strict=True):
+            found[uid, int(row["sample"])] = row["loss_mask"].tolist()
+    return found
+
+
+@pytest.mark.parametrize("setting", ["mask", True])
+def test_zero_variance_masks_groups_of_equal_scores(setting):
+    batch = milled(rows([[1.0, 1.0], [0.0, 1.0]]), zero_variance_filter=setting)
+    assert [mask for (uid, _), mask in trained(batch).items() if uid == "p0"] == [[0, 0]] * 2
+    assert [mask for (uid, _), mask in trained(batch).items() if uid == "p1"] == [[1, 1]] * 2
+    assert batch.plan["counts"]["zero_variance_groups"] == 1
+    assert [part["loss_tokens"] for part in batch.plan["mini_batches"]] == [0, 4]
+
+
+def test_a_group_of_one_is_never_zero_variance():
+    batch = milled(rows([[1.0]]), zero_variance_filter="mask", n_samples_per_prompt=1)
+    assert trained(batch) == {("p0", 0): [1, 1]}
+
+
+def test_overlong_masks_the_named_stop_reasons_and_no_others():
+    given = rows([[0.0, 1.0]])
+    given[0]["stop_reason"], given[1]["stop_reason"] = "length", "tool_calls"
+    batch = milled(given, overlong_filter=["length"])
+    assert trained(batch) == {("p0", 0): [0, 0], ("p0", 1): [1, 1]}
+    assert batch.plan["counts"]["overlong_steps"] == 1
+
+
+def test_an_overlong_step_is_masked_within_a_merged_row_and_no_further():
+    given = rows([[0.5]])
+    given[0] |= {"is_last_step": False, "stop_reason": "length"}
+    given.append({**given[0], "step": 1, "is_last_step": True, "prompt_token_ids": [1, 2, 3], "stop_reason": "stop"})
+    batch = milled(given, overlong_filter=["length"], merge="prefix", n_samples_per_prompt=1)
+    assert trained(batch) == {("p0", 0): [0, 0, 1, 1]}
+
+
+def test_masked_trajectories_still_count_for_the_baseline():
+    given = rows([[0.0, 1.0]])
+    given[0]["stop_reason"] = "length"
+    batch = milled(given, overlong_filter=["length"], advantage_estimator="rloo")
+    (shard,) = batch.shards
+    assert naive.shard_rows(shard)[1]["advantages"].tolist() == [1.0, 1.0]
+    assert batch.plan["metrics"]["score_mean"] == 0.5
+
+
+def test_stale_groups_are_counted_by_default_and_dropped_when_asked():
+    given = rows([[0.0, 1.0], [0.0, 1.0]])
+    for row, version in zip(given, [4, 1, 4, 4], strict=True):
+        row["policy_version"] = version
+    kept = milled(given, max_staleness=2)
+    assert (kept.plan["counts"]["stale_groups"], kept.plan["prompts"], kept.plan["dropped_uids"]) == (1, 2, [])
+    dropped = milled(given, max_staleness=2, stale="drop")
+    assert (dropped.plan["counts"]["stale_groups"], dropped.plan["prompts"], dropped.plan["dropped_uids"]) == (
+        1,
+        1,
+        ["p0"],
+    )
+    assert dropped.plan["rows_received"] == 4
+    assert {uid for uid, _ in trained(dropped)} == {"p1"}
+
+
+def test_exactly_max_staleness_behind_is_not_stale_and_unknown_versions_never_are():
+    given = rows([[0.0, 1.0]])
+    for row, version in zip(given, [2, 4], strict=True):
+        row["policy_version"] = version
+    assert milled(given, max_staleness=2).plan["counts"]["stale_groups"] == 0
+    for row in given:
+        row["policy_version"] = -1
+    assert milled(given, max_staleness=0).plan["counts"]["stale_groups"] == 0
+
+
+def test_a_batch_whose_every_group_is_stale_is_empty_and_not_an_error():
+    given = from_rows(rows([[0.0, 1.0]], policy_version=0))
+    config = {
+        "train_batch_size": 1,
+        "n_samples_per_prompt": 2,
+        "policy_mini_batch_size": 1,
+        "micro_batch": {"size": 4},
+        "step_wise": True,
+        "max_staleness": 1,
+        "stale": "drop",
+    }
+    batch = mill(given, parse_config(config), run="r", batch=0, policy_version=9)
+    assert (batch.plan["prompts"], batch.plan["optimizer_steps"], batch.plan["dropped_uids"]) == (0, 0, ["p0"])
+    assert batch.shards == []
+
+
+def test_lone_survivors_and_incomplete_groups_are_counted():
+    given = rows([[1.0], [0.0, 1.0]])
+    counts = milled(given).plan["counts"]
+    assert (counts["lone_survivors"], counts["incomplete_groups"]) == (1, 1)
+
+
+def test_maxrl_counts_groups_whose_mean_is_not_positive():
+    counts = milled(rows([[-1.0, 0.0], [0.0, 1.0]]), advantage_estimator="maxrl").plan["counts"]
+    assert counts["maxrl_nonpositive_groups"] == 1

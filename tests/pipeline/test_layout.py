@@ -1,0 +1,164 @@
+"""Layouts: widths, alignment, and files that the safetensors library reads."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load
+
+from gristmill.rows import from_rows
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline import mill
+from tests import naive
+from tests.strategies import batches_and_settings
+
+PADDED = ("sequences", "attention_mask", "response_mask", "loss_mask", "rewards", "advantages")
+
+
+def rows(*lengths):
+    """One single-step prompt a (prompt, response) pair of lengths."""
+    return [
+        {
+            "uid": f"p{index}",
+            "sample": 0,
+            "prompt_token_ids": [7] * prompt,
+            "response_ids": [8] * response,
+            "loss_mask": [1] * response,
+            "reward": 1.0,
+        }
+        for index, (prompt, response) in enumerate(lengths)
+    ]
+
+
+def milled(given, **overrides):
+    config = {
+        "train_batch_size": len(given),
+        "n_samples_per_prompt": 1,
+        "policy_mini_batch_size": 2,
+        "micro_batch": {"size": 1},
+        "dp_size": 2,
+    }
+    return mill(from_rows(given, step_wise=False), parse_config(config | overrides), run="r", batch=0)
+
+
+def shapes(batch, name="sequences"):
+    return {
+        (shard.address.mini_batch, shard.address.rank): naive.read_shard(shard)[0][name].shape for shard in batch.shards
+    }
+
+
+# Two mini-batches of two rows; rank 0 has the first of each, rank 1 the second.
+FOUR = rows((2, 1), (1, 6), (9, 2), (1, 1))
+
+
+def test_the_whole_of_prompt_and_response_decides_the_width_not_each_longest_alone():
+    batch = milled(rows((9, 1), (1, 9)), dp_size=1)
+    assert shapes(batch) == {(0, 0): (2, 10)}
+    assert shapes(batch, "loss_mask") == {(0, 0): (2, 9)}
+
+
+@pytest.mark.parametrize(
+    ("pad_width", "sequences", "responses"),
+    [
+        ("batch", [11, 11, 11, 11], [6, 6, 6, 6]),
+        ("mini_batch", [7, 7, 11, 11], [6, 6, 2, 2]),
+        ("shard", [3, 7, 11, 2], [1, 6, 2, 1]),
+    ],
+)
+def test_pad_width_says_over_which_rows_the_widest_is_taken(pad_width, sequences, responses):
+    batch = milled(FOUR, pad_width=pad_width)
+    assert [shape[1] for shape in shapes(batch).values()] == sequences
+    assert [shape[1] for shape in shapes(batch, "response_mask").values()] == responses
+
+
+def test_pad_width_micro_batch_gives_each_micro_batch_its_own_tensors():
+    batch = milled(rows((2, 1), (1, 6)), dp_size=1, pad_width="micro_batch")
+    tensors, _ = naive.read_shard(batch.shards[0])
+    assert tensors["micro_batch_000/sequences"].shape == (1, 3)
+    assert tensors["micro_batch_001/sequences"].shape == (1, 7)
+    assert tensors["micro_batch_001/loss_mask"].shape == (1, 6)
+    assert tensors["row"].tolist() == [0, 1]
+    assert "sequences" not in tensors
+
+
+def test_pad_to_multiple_of_rounds_both_widths_up():
+    batch = milled(FOUR, pad_width="batch", pad_to_multiple_of=8)
+    assert set(shapes(batch).values()) == {(1, 16)}
+    assert set(shapes(batch, "rewards").values()) == {(1, 8)}
+
+
+def test_padding_rows_take_part_in_the_width():
+    batch = milled(rows((1, 1)), dp_size=2, policy_mini_batch_size=1, pad_to_multiple_of=4)
+    assert shapes(batch) == {(0, 0): (1, 4), (0, 1): (1, 4)}
+
+
+def test_nothing_is_truncated_above_max_seq_len_and_it_is_counted():
+    batch = milled(rows((9, 9), (1, 1)), dp_size=1, max_seq_len=4)
+    assert shapes(batch) == {(0, 0): (2, 18)}
+    assert batch.plan["counts"]["rows_over_max_seq_len"] == 1
+
+
+def test_a_row_is_one_block_at_the_right_end():
+    batch = milled(rows((2, 2), (5, 1)), dp_size=1, pad_token_id=99)
+    tensors, _ = naive.read_shard(batch.shards[0])
+    assert tensors["sequences"][0].tolist() == [99, 99, 7, 7, 8, 8]
+    assert tensors["attention_mask"][0].tolist() == [0, 0, 1, 1, 1, 1]
+    assert tensors["response_mask"].tolist() == [[1, 1], [0, 1]]
+    assert tensors["rewards"].tolist() == [[0, 1], [0, 1]]
+
+
+def test_packed_columns_share_one_token_axis_and_stand_on_their_own_tokens():
+    batch = milled(rows((2, 2), (3, 1)), dp_size=1, layout="packed", micro_batch={"max_tokens": 100})
+    tensors, _ = naive.read_shard(batch.shards[0])
+    own = {name.removeprefix("micro_batch_000/"): tensor.tolist() for name, tensor in tensors.items()}
+    assert own["sequences"] == [7, 7, 8, 8, 7, 7, 7, 8]
+    assert own["cu_seqlens"] == [0, 4, 8]
+    assert own["position_ids"] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert own["response_mask"] == own["loss_mask"] == [0, 0, 1, 1, 0, 0, 0, 1]
+    assert own["rewards"] == [0, 0, 0, 1, 0, 0, 0, 1]
+    assert "attention_mask" not in own
+
+
+@settings(deadline=None, max_examples=100)
+@given(batches_and_settings())
+def test_files_are_whole_safetensors_with_the_specified_names_types_and_alignment(drawn):
+    given_rows, config = drawn
+    batch = mill(from_rows(given_rows), parse_config(config), run="r", batch=3)
+    for shard in batch.shards:
+        data = b"".join(bytes(buffer) for group in shard.buffers() for buffer in group)
+        tensors = load(data)
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        metadata = {name: json.loads(text) for name, text in header.pop("__metadata__").items()}
+        for name, entry in header.items():
+            start = entry["data_offsets"][0]
+            assert (8 + size + start) % (4 if entry["dtype"] in ("I32", "F32") else 1) == 0
+            column = name.rpartition("/")[2]
+            masks = ("attention_mask", "response_mask", "loss_mask", "is_last_step", "is_padding")
+            floats = ("rewards", "advantages", "rollout_logprobs")
+            want = np.uint8 if column in masks else np.float32 if column in floats else np.int32
+            assert tensors[name].dtype == want, name
+        assert (metadata["run"], metadata["batch"], metadata["dp_size"]) == ("r", 3, config["dp_size"])
+        own = (metadata["model"], metadata["mini_batch"], metadata["rank"])
+        assert own == (shard.address.model, shard.address.mini_batch, shard.address.rank)
+
+
+@settings(deadline=None, max_examples=100)
+@given(batches_and_settings(), st.data())
+def test_the_layout_never_changes_the_plan(drawn, data):
+    given_rows, config = drawn
+    other = config | {
+        "layout": data.draw(st.sampled_from(["left_padded", "packed"])),
+        "pad_width": data.draw(st.sampled_from(["batch", "mini_batch", "shard", "micro_batch"])),
+    }
+    plans = [mill(from_rows(given_rows), parse_config(c), run="r", batch=0).plan for c in (config, other)]
+    assert plans[0]["mini_batches"] == plans[1]["mini_batches"]
+
+
+def test_padding_share_is_what_the_tensors_hold():
+    batch = milled(FOUR, pad_width="batch")
+    elements = sum(naive.read_shard(shard)[0]["sequences"].size for shard in batch.shards)
+    tokens = sum(len(row["prompt_token_ids"]) + len(row["response_ids"]) for row in FOUR)
+    assert batch.plan["metrics"]["padding_share"] == pytest.approx(1 - tokens / elements)

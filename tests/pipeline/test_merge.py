@@ -1,0 +1,98 @@
+"""Prefix-aware merging: who joins, and what is said of those who do not."""
+
+from gristmill.rows import from_rows
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline import mill
+from tests import naive
+
+
+def trajectory(*steps, **more):
+    """Rows of one trajectory from (prompt, response) pairs."""
+    return [
+        {
+            "uid": "p",
+            "sample": 0,
+            "step": index,
+            "is_last_step": index == len(steps) - 1,
+            "prompt_token_ids": prompt,
+            "response_ids": response,
+            "loss_mask": [1] * len(response),
+            "rollout_logprobs": [-1.0] * len(response),
+            "reward": float(index + 1),
+            "stop_reason": f"reason {index}",
+            "policy_version": 5 - index,
+            **more,
+        }
+        for index, (prompt, response) in enumerate(steps)
+    ]
+
+
+def milled(rows, **overrides):
+    config = {
+        "train_batch_size": 1,
+        "n_samples_per_prompt": 1,
+        "policy_mini_batch_size": 1,
+        "micro_batch": {"size": 1},
+        "step_wise": True,
+        "merge": "prefix",
+    }
+    return mill(from_rows(rows), parse_config(config | overrides), run="r", batch=0)
+
+
+def merged_rows(batch):
+    return [row for shard in batch.shards for row in naive.shard_rows(shard)]
+
+
+def test_steps_that_extend_each_other_become_one_row_with_observations_untrained():
+    batch = milled(trajectory(([1, 2], [3, 4]), ([1, 2, 3, 4, 9], [5])))
+    (row,) = merged_rows(batch)
+    assert row["sequences"].tolist() == [1, 2, 3, 4, 9, 5]
+    assert row["response_mask"].tolist() == [1, 1, 1, 1]
+    assert row["loss_mask"].tolist() == [1, 1, 0, 1]
+    assert row["rollout_logprobs"].tolist() == [-1, -1, 0, -1]
+    assert row["rewards"].tolist() == [0, 1, 0, 2]
+    assert (row["step_first"], row["step_last"], row["policy_version"]) == (0, 1, 4)
+    assert (batch.plan["rows_received"], batch.plan["rows"]) == (2, 1)
+
+
+def test_a_prompt_equal_to_what_came_before_joins_without_an_observation():
+    (row,) = merged_rows(milled(trajectory(([1], [2]), ([1, 2], [3]))))
+    assert row["sequences"].tolist() == [1, 2, 3]
+    assert row["loss_mask"].tolist() == [1, 1]
+
+
+def test_a_broken_prefix_opens_a_new_row_and_later_steps_may_join_that_one():
+    rows = merged_rows(milled(trajectory(([1, 2], [3]), ([1, 7], [4]), ([1, 7, 4], [5]))))
+    assert [row["sequences"].tolist() for row in rows] == [[1, 2, 3], [1, 7, 4, 5]]
+
+
+def test_a_mismatch_says_where_in_the_steps_prompt_the_first_token_differs():
+    batch = milled(trajectory(([1, 2], [3]), ([1, 7, 3, 4], [4])))
+    assert batch.plan["merge_mismatches"] == [{"uid": "p", "round": 0, "sample": 0, "step": 1, "index": 1}]
+
+
+def test_a_prompt_that_is_merely_too_short_is_reported_at_its_length():
+    batch = milled(trajectory(([1, 2], [3, 4]), ([1, 2, 3], [4])))
+    assert batch.plan["merge_mismatches"][0]["index"] == 3
+
+
+def test_only_the_first_three_mismatches_of_a_trajectory_are_reported():
+    batch = milled(trajectory(*(([step + 1], [9]) for step in range(6))))
+    assert [found["step"] for found in batch.plan["merge_mismatches"]] == [1, 2, 3]
+
+
+def test_trajectories_are_never_merged_with_each_other():
+    one, other = trajectory(([1], [2])), trajectory(([1, 2], [3]), sample=1)
+    batch = milled(one + other, n_samples_per_prompt=2)
+    assert batch.plan["rows"] == 2
+    assert batch.plan["merge_mismatches"] == []
+
+
+def test_a_clients_advantages_per_token_are_zero_on_observations():
+    rows = trajectory(([1], [2, 3]), ([1, 2, 3, 8, 8], [4]))
+    for index, row in enumerate(rows):
+        row["advantage"] = [index + 0.5] * len(row["response_ids"])
+    (row,) = merged_rows(milled(rows, advantage_estimator="none"))
+    assert row["advantages"].tolist() == [0.5, 0.5, 0, 0, 1.5]
+    (row,) = merged_rows(milled(rows, advantage_estimator="none", loss_reduction="token_mean"))
+    assert [round(float(value), 6) for value in row["advantages"]] == [0.166667, 0.166667, 0, 0, 0.5]

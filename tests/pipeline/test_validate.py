@@ -1,0 +1,90 @@
+"""Rules that rows obey together, and the order they leave validation in."""
+
+import pytest
+
+from gristmill.errors import InvalidArgumentError
+from gristmill.rows import from_rows
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline.validate import receive
+
+
+def config(**overrides):
+    return parse_config(
+        {
+            "train_batch_size": 2,
+            "n_samples_per_prompt": 2,
+            "policy_mini_batch_size": 1,
+            "micro_batch": {"size": 1},
+            "step_wise": True,
+            **overrides,
+        }
+    )
+
+
+def row(uid="p", sample=0, step=0, last=True, **more):
+    return {
+        "uid": uid,
+        "sample": sample,
+        "step": step,
+        "is_last_step": last,
+        "prompt_token_ids": [1],
+        "response_ids": [2],
+        "loss_mask": [1],
+        "reward": 1.0,
+        **more,
+    }
+
+
+def received(*rows, **overrides):
+    return receive(from_rows(rows), config(**overrides))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([row(sample=2)], "uid 'p' sample 2 step 0: sample is 2, and n_samples_per_prompt: 2 allows 0..1"),
+        ([row(step=1)], "uid 'p' sample 0: step 1 is there and step 0 is missing"),
+        ([row(last=False), row(step=2)], "uid 'p' sample 0: step 2 is there and step 1 is missing"),
+        ([row(last=False), row(last=False), row(step=1)], "uid 'p' sample 0: step 0 is there twice"),
+        ([row(last=True), row(step=1)], "uid 'p' sample 0 step 0: is_last_step is true, and later steps follow"),
+        ([row(last=False)], "uid 'p' sample 0 step 0: is_last_step is false on the last step"),
+        ([row(reward=None)], "uid 'p' sample 0 step 0: reward is missing"),
+        ([row(advantage=1.0)], "advantage is given with advantage_estimator: grpo"),
+    ],
+)
+def test_a_batch_that_breaks_a_rule_is_refused_naming_the_trajectory(rows, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        received(*rows)
+
+
+def test_without_step_wise_a_trajectory_with_several_steps_is_refused():
+    with pytest.raises(InvalidArgumentError, match="uid 'p' sample 0: has 2 steps .* set step_wise: true"):
+        received(row(last=False), row(step=1), step_wise=False)
+
+
+def test_estimator_none_asks_for_advantages():
+    with pytest.raises(InvalidArgumentError, match="advantage is missing with advantage_estimator: none"):
+        received(row(), advantage_estimator="none")
+
+
+def test_a_trajectorys_advantage_is_the_same_on_every_step():
+    with pytest.raises(InvalidArgumentError, match="step 1: advantage is 2.0 and 1.0 on step 0"):
+        received(row(last=False, advantage=1.0), row(step=1, advantage=2.0), advantage_estimator="none")
+
+
+def test_interleaved_prompts_are_regrouped_in_order_of_first_appearance_then_sample_then_step():
+    found = received(row("b", 1), row("a", 0, 1), row("b", 0), row("a", 1), row("a", 0, 0, last=False))
+    assert found.groups == [(0, "b"), (0, "a")]
+    names = [(found.steps.uids[i], int(found.steps.samples[i]), int(found.steps.steps[i])) for i in range(5)]
+    assert names == [("b", 0, 0), ("b", 1, 0), ("a", 0, 0), ("a", 0, 1), ("a", 1, 0)]
+    assert found.trajectory_bounds.tolist() == [0, 1, 2, 4, 5]
+    assert found.group_bounds.tolist() == [0, 2, 4]
+
+
+def test_the_same_uid_in_another_round_is_another_group():
+    found = received(row(), row(round=1))
+    assert found.groups == [(0, "p"), (1, "p")]
+
+
+def test_samples_may_be_missing_from_a_group():
+    assert received(row(sample=1)).group_bounds.tolist() == [0, 1]

@@ -1,0 +1,192 @@
+"""Rows become columns: what is accepted, and what is refused with the trajectory's name."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill.columns import Ragged
+from gristmill.errors import InvalidArgumentError
+from gristmill.rows import from_rows
+from gristmill.steps import concat
+from gristmill.v1 import rows_pb2
+from gristmill.wire import decode, encode
+from tests.strategies import rollouts
+
+ROW = {
+    "uid": "math/17",
+    "sample": 2,
+    "step": 1,
+    "is_last_step": True,
+    "prompt_token_ids": [1, 2, 3],
+    "response_ids": [4, 5],
+    "loss_mask": [1, 0],
+    "reward": 0.5,
+}
+
+
+def table(*rows, **kwargs):
+    return from_rows([{**ROW, **row} for row in rows], **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss_mask": [1, 0, 1]}, "loss_mask has 3 values and response_ids has 2"),
+        ({"rollout_logprobs": [-1.0]}, "rollout_logprobs has 1 values and response_ids has 2"),
+        ({"reward": [1.0, 2.0, 3.0]}, "reward has 3 values and response_ids has 2"),
+        ({"advantage": [1.0]}, "advantage has 1 values and response_ids has 2"),
+        ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
+        ({"response_ids": [], "loss_mask": []}, "response_ids is empty"),
+        ({"prompt_token_ids": [1, -7, 3]}, r"prompt_token_ids\[1\] is -7"),
+        ({"response_ids": [4, 2**31]}, rf"response_ids\[1\] is {2**31}"),
+        ({"response_ids": np.array([4, -1], np.int32)}, r"response_ids\[1\] is -1"),
+        ({"response_ids": [4.5, 5.0]}, "response_ids holds float64 values"),
+        ({"response_ids": [[4], [5]]}, "response_ids is not a flat list"),
+        ({"response_ids": "45"}, "response_ids is not a flat list"),
+        ({"loss_mask": [1, 2]}, r"loss_mask\[1\] is 2"),
+        ({"loss_mask": [0.5, 1]}, r"loss_mask\[0\] is 0.5"),
+        ({"reward": float("nan")}, "reward is nan"),
+        ({"reward": float("inf")}, "reward is inf"),
+        ({"reward": [0.0, float("nan")]}, r"reward\[1\] is nan"),
+        ({"rollout_logprobs": [-1.0, float("-inf")]}, r"rollout_logprobs\[1\] is -inf"),
+        ({"advantage": float("nan")}, "advantage is nan"),
+        ({"reward": "high"}, "reward is 'high'; expected a number"),
+        ({"sample": -1}, "sample is -1"),
+        ({"sample": 1.5}, "sample is 1.5; expected an integer"),
+        ({"step": True}, "step is True; expected an integer"),
+        ({"round": 2**31}, "round is 2147483648; it must fit"),
+        ({"is_last_step": "yes"}, "is_last_step is 'yes'; expected true or false"),
+        ({"uid": 17}, "uid is 17; expected a string"),
+        ({"loss_mask": None}, "loss_mask is missing"),
+        ({"step": None}, "step is missing"),
+        ({"rewards": 1.0}, "unknown field rewards"),
+    ],
+)
+def test_a_wrong_row_is_refused_naming_the_trajectory_the_field_and_the_value(change, message):
+    with pytest.raises(InvalidArgumentError, match=message) as refusal:
+        table(change)
+    if change.get("uid", "") != 17:
+        assert "'math/17'" in str(refusal.value)
+
+
+def test_an_empty_uid_is_refused():
+    with pytest.raises(InvalidArgumentError, match="uid is empty"):
+        table({"uid": ""})
+
+
+def test_a_row_that_is_no_mapping_is_refused():
+    with pytest.raises(InvalidArgumentError, match="row 1: expected a mapping of fields, got list"):
+        from_rows([ROW, [1, 2]])
+
+
+def test_step_and_is_last_step_may_be_absent_without_step_wise():
+    row = {name: value for name, value in ROW.items() if name not in ("step", "is_last_step")}
+    steps = from_rows([row], step_wise=False)
+    assert (steps.steps[0], steps.is_last_steps[0]) == (0, True)
+
+
+@pytest.mark.parametrize("name", ["rollout_logprobs", "reward"])
+def test_rows_that_mix_having_a_column_and_not_are_refused(name):
+    with pytest.raises(InvalidArgumentError, match="all rows of a batch are alike in this"):
+        table({"sample": 0, name: [-1.0, -2.0]}, {"sample": 1})
+
+
+def test_a_missing_reward_is_pending():
+    steps = table({"reward": None}, {"sample": 1})
+    assert steps.rewards_pending.tolist() == [True, False]
+
+
+def test_a_pending_row_holds_zeros_among_rewards_per_token():
+    steps = table({"reward": None}, {"sample": 1, "reward": [0.5, 0.25]})
+    assert [steps.token_rewards[row].tolist() for row in range(2)] == [[0.0, 0.0], [0.5, 0.25]]
+    assert steps.rewards.tolist() == [0.0, 0.75]
+
+
+def test_rewards_per_token_keep_float64_precision_for_their_sum():
+    steps = table({"reward": [0.1, 0.2]})
+    assert steps.rewards[0] == 0.1 + 0.2
+
+
+def test_arrays_of_any_integer_type_are_taken_and_not_modified():
+    tokens = np.array([4, 5], np.uint16)
+    steps = table({"response_ids": tokens, "prompt_token_ids": np.array([1], np.int64)})
+    assert steps.tokens[0].tolist() == [1, 4, 5]
+    assert tokens.tolist() == [4, 5]
+
+
+@given(rollouts())
+def test_the_wire_gives_back_what_was_sent(rows):
+    sent = from_rows(rows)
+    received = decode(rows_pb2.Rows.FromString(encode(sent).SerializeToString()))
+    assert_same(sent, received)
+
+
+@given(rollouts(), st.randoms())
+def test_taking_rows_and_joining_them_again_changes_no_value(rows, rng):
+    whole = from_rows(rows)
+    cut = rng.randint(0, len(whole))
+    parts = [whole.take(np.arange(cut)), whole.take(np.arange(cut, len(whole)))]
+    assert_same(whole, concat([part for part in parts if len(part)]))
+    order = np.array(rng.sample(range(len(whole)), len(whole)))
+    assert_same(whole, whole.take(order).take(np.argsort(order)))
+    assert_same(whole.take(order), decode(encode(whole.take(order))))
+
+
+def assert_same(one, other):
+    assert list(one.uids) == list(other.uids)
+    assert list(one.stop_reasons) == list(other.stop_reasons)
+    for name in one.__slots__:
+        a, b = getattr(one, name), getattr(other, name)
+        if isinstance(a, Ragged):
+            assert [row.tolist() for row in a.arrays()] == [row.tolist() for row in b.arrays()], name
+        elif isinstance(a, np.ndarray):
+            np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+def test_joining_tables_of_which_one_lacks_logprobs_is_refused():
+    with pytest.raises(InvalidArgumentError, match="logprobs: .* has them and .* does not"):
+        concat([table({"rollout_logprobs": [-1.0, -1.0]}), table({"sample": 1})])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": b"\0" * 8}, "tokens has 8 bytes and the rows' lengths ask for 20"),
+        ({"tokens": b""}, "tokens is empty"),
+        ({"loss_mask": b"\1"}, "loss_mask has 1 bytes"),
+        ({"loss_mask": b"\1\7"}, r"loss_mask\[1\] is 7"),
+        ({"rollout_logprobs": b"\0" * 4}, "rollout_logprobs has 4 bytes"),
+        ({"token_rewards": b"\0" * 3}, "token_rewards has 3 bytes"),
+        ({"samples": [1, 2]}, "samples has 2 entries for 1 rows"),
+        ({"prompt_lengths": []}, "prompt_lengths has 0 entries for 1 rows"),
+        ({"prompt_lengths": [-1]}, "prompt_lengths holds -1"),
+        ({"stop_reasons": ["a", "b"]}, "stop_reasons has 2 entries"),
+        ({"rewards": []}, "rewards has 0 entries for 1 rows"),
+        ({"rewards": [float("nan")]}, "reward is nan"),
+        ({"steps": [-1]}, "step is -1"),
+    ],
+)
+def test_a_message_whose_columns_do_not_fit_is_refused_with_both_sizes(change, message):
+    good = encode(table({}))
+    for name, value in change.items():
+        good.ClearField(name)
+        if isinstance(value, bytes):
+            setattr(good, name, value)
+        else:
+            getattr(good, name).extend(value)
+    with pytest.raises(InvalidArgumentError, match=message):
+        decode(good)
+
+
+@given(st.binary(max_size=200))
+def test_foreign_bytes_never_do_worse_than_a_refusal(data):
+    try:
+        message = rows_pb2.Rows.FromString(data)
+    except Exception as error:  # noqa: BLE001
+        assert type(error).__name__ == "DecodeError"
+        return
+    try:
+        decode(message)
+    except InvalidArgumentError:
+        pass
