@@ -133,18 +133,20 @@ def _kept_groups(part: _Part, aligned: NDArray[np.bool_], config: RunConfig) -> 
 
 
 def _misaligned(part: _Part, config: RunConfig) -> str:
+    """The refusal's message: what cannot be aligned, to what, and which settings change that."""
     unit = "max_tokens" if config.micro_batch.size is None else "size"
-    tried = (
-        f", nor can the rows of fewer of its {len(part.groups)} prompt groups, of which at least align_to must remain"
+    groups = f" × microbatch_group_size = {config.microbatch_group_size}" if config.vpp_size > 1 else ""
+    dropping = (
+        f", nor can they with trailing ones of its {len(part.groups)} prompt groups dropped (at least align_to rows "
+        "must remain)"
         if config.on_misaligned == "drop_trailing"
         else ""
     )
     return (
         f"{part.model} mini-batch {part.index}: its {part.end - part.start} rows cannot make a number of micro-batches "
-        f"that is a multiple of align_to = {config.align_to} (dp_size = {config.dp_size}"
-        f"{f' × microbatch_group_size = {config.microbatch_group_size}' if config.vpp_size > 1 else ''}){tried}; "
-        f"change {part.model}_mini_batch_size, n_samples_per_prompt, micro_batch.{unit} or dp_size, "
-        f"or set on_misaligned: pad (now {config.on_misaligned})"
+        f"that is a multiple of align_to = {config.align_to} (dp_size = {config.dp_size}{groups}){dropping}; change "
+        f"{part.model}_mini_batch_size, n_samples_per_prompt, micro_batch.{unit} or dp_size, or set on_misaligned: pad "
+        f"(now {config.on_misaligned})"
     )
 
 

@@ -1,0 +1,108 @@
+"""First-fit packing and splitting, against the specification's sentences carried out one by one."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill_service.pipeline.packing import first_fit, split_until
+from tests.plans import naive_first_fit, naive_split
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
+CAPS = st.integers(1, 60)
+
+
+def packed(lengths: list[int], cap: int) -> list[list[int]]:
+    numbers = first_fit(lengths, cap).tolist()
+    return [[row for row, at in enumerate(numbers) if at == number] for number in range(max(numbers, default=-1) + 1)]
+
+
+@given(LENGTHS, CAPS)
+def test_first_fit_equals_the_scan_of_every_micro_batch(lengths: list[int], cap: int) -> None:
+    assert packed(lengths, cap) == naive_first_fit(range(len(lengths)), lengths, cap)
+
+
+@given(LENGTHS, CAPS, st.data())
+def test_the_packing_of_a_prefix_is_the_prefix_of_the_packing(
+    lengths: list[int], cap: int, data: st.DataObject
+) -> None:
+    rows = data.draw(st.integers(0, len(lengths)))
+    assert first_fit(lengths, cap)[:rows].tolist() == first_fit(lengths[:rows], cap).tolist()
+
+
+def test_first_fit_equals_the_scan_when_there_are_many_micro_batches() -> None:
+    random = np.random.default_rng(7)
+    for lengths in (random.integers(1, 1000, 3000).tolist(), random.lognormal(5, 1, 3000).astype(int).tolist()):
+        assert packed(lengths, 700) == naive_first_fit(range(len(lengths)), lengths, 700)
+
+
+def test_a_row_that_fills_the_cap_exactly_fits() -> None:
+    assert packed([6, 4, 1], cap=10) == [[0, 1], [2]]
+
+
+def test_a_row_over_the_cap_stands_alone_and_those_after_it_fill_earlier_micro_batches() -> None:
+    assert packed([3, 11, 20, 4, 5], cap=10) == [[0, 3], [1], [2], [4]]
+
+
+def test_rows_all_over_the_cap_are_one_micro_batch_each() -> None:
+    assert packed([5, 6, 7], cap=4) == [[0], [1], [2]]
+
+
+def test_no_rows_make_no_micro_batches() -> None:
+    assert packed([], cap=4) == []
+
+
+def test_a_hundred_thousand_rows_are_packed_without_a_quadratic_scan() -> None:
+    lengths = np.random.default_rng(0).integers(15_000, 33_000, 100_000).tolist()
+    start = time.process_time()
+    first_fit(lengths, 32_768)
+    assert time.process_time() - start < 2  # 0.1 s; a scan of every micro-batch takes minutes
+
+
+@given(LENGTHS, CAPS, st.integers(0, 70))
+def test_splitting_equals_the_rule_carried_out_step_by_step(lengths: list[int], cap: int, target: int) -> None:
+    micro_batches = naive_first_fit(range(len(lengths)), lengths, cap)
+    assert split_until(micro_batches, target, lengths) == naive_split(micro_batches, target, lengths)
+
+
+@given(LENGTHS, CAPS, st.integers(0, 70))
+def test_splitting_reaches_the_target_unless_every_row_stands_alone(lengths: list[int], cap: int, target: int) -> None:
+    micro_batches = naive_first_fit(range(len(lengths)), lengths, cap)
+    split = split_until(micro_batches, target, lengths)
+    assert len(split) == max(len(micro_batches), min(target, len(lengths)))
+    assert all(split)
+    assert sorted(row for rows in split for row in rows) == list(range(len(lengths)))
+
+
+@given(LENGTHS, CAPS, st.integers(0, 70))
+def test_a_split_micro_batch_is_longest_first_and_one_that_is_not_keeps_row_order(
+    lengths: list[int], cap: int, target: int
+) -> None:
+    micro_batches = naive_first_fit(range(len(lengths)), lengths, cap)
+    for place, rows in enumerate(split_until(micro_batches, target, lengths)):
+        if place < len(micro_batches) and rows == micro_batches[place]:
+            assert all(a < b for a, b in pairwise(rows))
+        else:
+            assert all((-lengths[a], a) < (-lengths[b], b) for a, b in pairwise(rows))
+
+
+def test_the_later_of_two_equal_micro_batches_is_split_first() -> None:
+    assert split_until([[0, 1], [2, 3]], 3, [5, 5, 5, 5]) == [[0, 1], [2], [3]]
+
+
+def test_the_first_half_stays_in_place_and_the_second_is_appended() -> None:
+    assert split_until([[0, 1, 2], [3]], 3, [2, 9, 4, 1]) == [[1], [3], [2, 0]]
+
+
+def test_each_row_goes_to_the_lighter_half_and_to_the_first_on_a_tie() -> None:
+    assert split_until([[0, 1, 2]], 2, [4, 4, 4]) == [[0, 2], [1]]
+
+
+def test_what_is_split_is_not_modified() -> None:
+    micro_batches = [[0, 1], [2]]
+    split_until(micro_batches, 3, [1, 1, 1])
+    assert micro_batches == [[0, 1], [2]]
