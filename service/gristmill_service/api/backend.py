@@ -1,0 +1,73 @@
+"""What both front doors stand on: the runs, who waits, what is measured, and the calls whose answer needs a wait.
+
+Owns no state of a run and no word of gRPC or HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gristmill.errors import ResourceExhaustedError
+from gristmill.steps import Steps
+from gristmill_service.api.waiting import Question, Waiting
+from gristmill_service.config import Model
+from gristmill_service.metrics import Metrics
+from gristmill_service.run.run import Run
+from gristmill_service.run.runs import Runs
+from gristmill_service.run.views import Admission, Admissions, BatchState, BatchView, Outcome, Position, ShardView
+
+
+@dataclass(slots=True)
+class Backend:
+    runs: Runs
+    waiting: Waiting
+    metrics: Metrics
+    max_message_bytes: int
+    not_ready: str = "starting"
+    """Why new work should go elsewhere; empty when ready."""
+
+    def submit(self, run: Run, steps: Steps) -> list[Outcome]:
+        outcomes = run.submit(steps)
+        self.metrics.count_rows(run.name, outcomes, int(steps.tokens.total))
+        return outcomes
+
+    def delete(self, name: str) -> None:
+        self.runs.delete(name)
+        self.metrics.forget(name)
+
+    def refuse_too_large(self, size: int) -> None:
+        """Raises ResourceExhaustedError for a request of so many bytes, when that is beyond the limit."""
+        if size > self.max_message_bytes:
+            raise ResourceExhaustedError(
+                f"the request has {size} bytes and max_message_bytes is {self.max_message_bytes}; send fewer rows a "
+                "request, or raise the setting"
+            )
+
+
+def ask_batch(run: Run, batch: int) -> Question[BatchView]:
+    return Question(run.changes, lambda: run.batch(batch), lambda view: view.state is not BatchState.PENDING)
+
+
+def ask_shard(run: Run, model: Model, rank: int, position: Position | None, incarnation: int) -> Question[ShardView]:
+    return Question(
+        run.changes,
+        lambda: run.shard(model, rank, position, incarnation),
+        lambda view: view.state is not BatchState.PENDING,
+    )
+
+
+def ask_policy_version(run: Run, at_least: int) -> Question[int]:
+    return Question(run.changes, lambda: run.policy_version, lambda version: version >= at_least)
+
+
+def ask_groups(run: Run, round_: int, uids: Sequence[str]) -> Question[Admissions]:
+    """Admits what has room; settled once the first uid that had none at the first reading is answered."""
+    waits_for: list[int] = []
+
+    def is_settled(view: Admissions) -> bool:
+        if not waits_for:
+            waits_for.extend(index for index, found in enumerate(view.admissions) if found is Admission.NO_ROOM)
+        return not waits_for or view.admissions[waits_for[0]] is not Admission.NO_ROOM
+
+    return Question(run.changes, lambda: run.begin_groups(round_, uids), is_settled)

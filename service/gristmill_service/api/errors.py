@@ -1,0 +1,95 @@
+"""How an error leaves the service: the one table of gRPC and HTTP statuses, and what goes with a status.
+
+Owns no wording: messages are those of the errors themselves, except of the unexpected ones, which stay in the log.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import grpc
+
+from gristmill.errors import BatchFailedError, GristmillError, ResourceExhaustedError
+
+# ALREADY_EXISTS is HTTP's conflict; FAILED_PRECONDITION gets 412, so that the status alone tells the two apart.
+STATUSES: dict[str, tuple[grpc.StatusCode, int]] = {
+    "INVALID_ARGUMENT": (grpc.StatusCode.INVALID_ARGUMENT, 422),
+    "NOT_FOUND": (grpc.StatusCode.NOT_FOUND, 404),
+    "ALREADY_EXISTS": (grpc.StatusCode.ALREADY_EXISTS, 409),
+    "FAILED_PRECONDITION": (grpc.StatusCode.FAILED_PRECONDITION, 412),
+    "RESOURCE_EXHAUSTED": (grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
+    "DEADLINE_EXCEEDED": (grpc.StatusCode.DEADLINE_EXCEEDED, 504),
+    "UNAVAILABLE": (grpc.StatusCode.UNAVAILABLE, 503),
+    "INTERNAL": (grpc.StatusCode.INTERNAL, 500),
+}
+
+INTERNAL_MESSAGE = "internal error; the service's log has the details"
+UNAVAILABLE_RETRY_S = 1.0
+
+# A status message travels in HTTP/2 trailers, which clients bound to 8 KiB, and three bytes for each one not ASCII.
+_MESSAGE_BYTES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An error as either door tells it. `type` is the name of the Python class, for clients that raise it again."""
+
+    code: str
+    type: str
+    message: str
+    retry_after_s: float | None = None
+    batch: int | None = None
+
+    @property
+    def grpc_status(self) -> grpc.StatusCode:
+        return STATUSES[self.code][0]
+
+    @property
+    def http_status(self) -> int:
+        return STATUSES[self.code][1]
+
+    @property
+    def grpc_message(self) -> str:
+        encoded = self.message.encode(errors="replace")
+        if len(encoded) <= _MESSAGE_BYTES:
+            return self.message
+        return encoded[:_MESSAGE_BYTES].decode(errors="ignore") + "..."
+
+    @property
+    def trailers(self) -> tuple[tuple[str, str], ...]:
+        """Trailing metadata of a gRPC call."""
+        found = [("gristmill-error", self.type)]
+        if self.retry_after_s is not None:
+            found.append(("grpc-retry-pushback-ms", str(math.ceil(self.retry_after_s * 1000))))
+        if self.batch is not None:
+            found.append(("gristmill-batch", str(self.batch)))
+        return tuple(found)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """HTTP headers. Retry-After counts whole seconds."""
+        return {} if self.retry_after_s is None else {"Retry-After": str(math.ceil(self.retry_after_s))}
+
+    @property
+    def body(self) -> dict[str, object]:
+        """The HTTP body."""
+        error: dict[str, object] = {"code": self.code, "type": self.type, "message": self.message}
+        if self.retry_after_s is not None:
+            error["retry_after_s"] = self.retry_after_s
+        if self.batch is not None:
+            error["batch"] = self.batch
+        return {"error": error}
+
+
+def refusal(error: Exception) -> Refusal:
+    """What is told of an error. Of one that is not ours only that it happened: the caller logs it."""
+    if not isinstance(error, GristmillError) or error.code not in STATUSES or error.code == "INTERNAL":
+        return Refusal("INTERNAL", "GristmillError", INTERNAL_MESSAGE)
+    retry_after_s = None
+    if isinstance(error, ResourceExhaustedError):
+        retry_after_s = error.retry_after_s
+    elif error.code == "UNAVAILABLE":
+        retry_after_s = UNAVAILABLE_RETRY_S
+    batch = error.batch if isinstance(error, BatchFailedError) else None
+    return Refusal(error.code, type(error).__name__, str(error), retry_after_s, batch)

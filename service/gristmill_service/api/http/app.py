@@ -1,0 +1,125 @@
+"""The FastAPI application: its routes, errors in one form, probes, metrics and the OpenAPI page."""
+
+from __future__ import annotations
+
+import time
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import gristmill
+from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
+from gristmill_service.api.backend import Backend
+from gristmill_service.api.errors import STATUSES, refusal
+from gristmill_service.api.http import models, rollouts, runs, trainers
+from gristmill_service.api.http.access import BackendDep
+from gristmill_service.api.http.bodies import TOO_LARGE, BoundedBodies
+from gristmill_service.metrics import Metrics
+
+_DESCRIPTION = (
+    "Rollouts in, train-ready shards out. Every call may be repeated safely. Errors name the trajectory, field, value "
+    "and remedy; 429 and 503 say in Retry-After when to try again. gRPC offers the same calls, and is faster."
+)
+
+
+def make_app(backend: Backend) -> FastAPI:
+    errors: dict[int | str, dict[str, Any]] = {
+        status: {"model": models.Error, "description": code} for code, (_, status) in STATUSES.items()
+    }
+    errors[TOO_LARGE] = {"model": models.Error, "description": "the request is larger than max_message_bytes"}
+    app = FastAPI(
+        title="gristmill", version=gristmill.__version__, description=_DESCRIPTION, docs_url=None, redoc_url=None
+    )
+    app.state.backend = backend
+    for router in (runs.router, rollouts.router, trainers.router):
+        app.include_router(router, responses=errors)
+    _add_probes(app)
+    app.add_exception_handler(GristmillError, _tell)
+    app.add_exception_handler(RequestValidationError, _tell_invalid)
+    app.add_exception_handler(HTTPException, _tell_status)
+    app.add_exception_handler(Exception, _tell)
+    app.add_middleware(BoundedBodies, limit=backend.max_message_bytes, refuse_too_large=backend.refuse_too_large)
+    app.add_middleware(_Measured, metrics=backend.metrics)
+    return app
+
+
+def _add_probes(app: FastAPI) -> None:
+    @app.get("/healthz", tags=["probes"])
+    async def healthz() -> dict[str, str]:
+        """The process is alive."""
+        return {"status": "alive"}
+
+    @app.get("/readyz", tags=["probes"], responses={503: {"model": models.Error, "description": "UNAVAILABLE"}})
+    async def readyz(backend: BackendDep) -> dict[str, str]:
+        """The service takes calls; 503 says why not."""
+        if backend.not_ready:
+            raise UnavailableError(f"not ready: {backend.not_ready}; send new work elsewhere or later")
+        return {"status": "ready"}
+
+    @app.get("/metrics", tags=["probes"], response_class=PlainTextResponse)
+    def metrics(backend: BackendDep) -> PlainTextResponse:
+        """Prometheus metrics."""
+        return PlainTextResponse(backend.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    page = files(__package__).joinpath("docs.html").read_text(encoding="utf-8")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(page)
+
+
+async def _tell(_: Request, error: Exception) -> JSONResponse:
+    told = refusal(error)
+    return JSONResponse(told.body, told.http_status, told.headers)
+
+
+async def _tell_invalid(request: Request, error: Exception) -> JSONResponse:
+    """What pydantic found, in our form."""
+    assert isinstance(error, RequestValidationError)
+    parts = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        value = "" if item["type"] in ("missing", "json_invalid") else f", got {item['input']!r:.200}"
+        parts.append(f"{where}: {item['msg'][:1].lower()}{item['msg'][1:]}{value}")
+    return await _tell(request, InvalidArgumentError(f"{'; '.join(parts)}; see /docs for what is expected"))
+
+
+async def _tell_status(request: Request, error: Exception) -> JSONResponse:
+    """An unknown path or method."""
+    assert isinstance(error, HTTPException)
+    code = {404: "NOT_FOUND", 405: "UNIMPLEMENTED"}.get(error.status_code, "INVALID_ARGUMENT")
+    message = f"{request.method} {request.url.path}: {error.detail}; see /docs for the calls that there are"
+    body = {"error": {"code": code, "type": "GristmillError", "message": message}}
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+class _Measured:
+    """ASGI middleware that times each call under its handler's name, which is bounded, not its path."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status = time.monotonic(), 500
+
+        async def observed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, observed)
+        finally:
+            call = getattr(scope.get("route"), "name", "unknown")
+            self._metrics.observe_call("http", call, str(status), time.monotonic() - start)

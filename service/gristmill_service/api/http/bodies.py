@@ -1,0 +1,90 @@
+"""Request bodies: read whole, bounded before and after decompression, so that no handler has to think of it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gristmill.errors import GristmillError, InvalidArgumentError, ResourceExhaustedError
+from gristmill_service.api.errors import refusal
+
+TOO_LARGE = 413
+
+
+class BoundedBodies:
+    """ASGI middleware. `refuse_too_large` raises ResourceExhaustedError for a size that is."""
+
+    def __init__(self, app: ASGIApp, limit: int, refuse_too_large: Callable[[int], None]) -> None:
+        self._app = app
+        self._limit = limit
+        self._refuse_too_large = refuse_too_large
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await self._read(dict(scope["headers"]), receive)
+        except GristmillError as error:
+            await _refuse(error)(scope, receive, send)
+            return
+        await self._app(scope, _replay(body, receive), send)
+
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        declared = headers.get(b"content-length", b"")
+        if declared.isdigit():
+            self._refuse_too_large(int(declared))
+        pieces, size, more = [], 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                break
+            pieces.append(message.get("body", b""))
+            size += len(pieces[-1])
+            self._refuse_too_large(size)
+            more = message.get("more_body", False)
+        body = b"".join(pieces)
+        encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").lower()
+        if encoding == "gzip":
+            return await run_in_threadpool(self._decompress, body)
+        if encoding != "identity":
+            raise InvalidArgumentError(f"content-encoding {encoding!r} is not understood; send gzip or none")
+        return body
+
+    def _decompress(self, body: bytes) -> bytes:
+        decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+        try:
+            found = decompressor.decompress(body, self._limit + 1)
+        except zlib.error as error:
+            raise InvalidArgumentError(f"the body is not gzip as content-encoding says: {error}") from None
+        self._refuse_too_large(len(found))
+        if not decompressor.eof:
+            raise InvalidArgumentError(f"the gzip body ends early, after {len(body)} bytes; send all of it")
+        return found
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """What was read, once, and then whatever comes after it: the caller's going away."""
+    unread = True
+
+    async def replay() -> Message:
+        nonlocal unread
+        if unread:
+            unread = False
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await receive()
+
+    return replay
+
+
+def _refuse(error: GristmillError) -> JSONResponse:
+    told = refusal(error)
+    if isinstance(error, ResourceExhaustedError):
+        # It stays too large: no Retry-After. The rest of the body is not read, so the connection cannot go on.
+        body = {"error": {"code": told.code, "type": told.type, "message": told.message}}
+        return JSONResponse(body, TOO_LARGE, {"Connection": "close"})
+    return JSONResponse(told.body, told.http_status, told.headers)

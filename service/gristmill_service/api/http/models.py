@@ -1,0 +1,247 @@
+"""The JSON bodies of the HTTP API, with examples from which its page teaches. Names are those of the specification."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gristmill_service.config import Model
+from gristmill_service.run.views import Position
+
+_STRICT = ConfigDict(extra="forbid")
+
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+CONFIG_EXAMPLE = {
+    "train_batch_size": 4,
+    "n_samples_per_prompt": 8,
+    "policy_mini_batch_size": 2,
+    "micro_batch": {"max_tokens": 16384},
+    "step_wise": True,
+    "merge": "prefix",
+    "dp_size": 2,
+}
+
+
+class CreateRun(BaseModel):
+    model_config = _STRICT
+
+    run: str = Field(description="The run's name.", examples=["guess-1"])
+    config: dict[str, Any] = Field(
+        description="The run's settings, as in the documentation's configuration table.", examples=[CONFIG_EXAMPLE]
+    )
+
+
+class RunCreated(BaseModel):
+    warnings: list[str] = Field(description="What is allowed but probably not meant.")
+    created: bool = Field(description="False when the same run existed already.")
+
+
+class RunNames(BaseModel):
+    runs: list[str] = Field(examples=[["guess-1"]])
+
+
+class BeginGroups(BaseModel):
+    model_config = _STRICT
+
+    uids: list[str] = Field(examples=[["prompt-17", "prompt-18"]])
+    round: Int32 = Field(0, description="Which time the uids are sampled in the run, such as the dataset epoch.")
+    wait_s: float = Field(0.0, description="Seconds to wait for room; the service may answer earlier.")
+
+
+class GroupsBegun(BaseModel):
+    admissions: list[Literal["admitted", "no_room", "sealed", "dropped"]] = Field(description="One a uid, in order.")
+    retry_after_s: float = Field(description="When any has no room: how long to wait before asking again.")
+    reason: str = Field(description="Why there is no room.")
+
+
+class Row(BaseModel):
+    """One LLM call. Per-token lists have one entry a response token."""
+
+    uid: str = Field(description="Names the prompt; all its samples share it.", examples=["prompt-17"])
+    sample: int = Field(description="Which rollout of the prompt, from 0.", examples=[0])
+    step: int = Field(0, description="Which LLM call of the trajectory, from 0.")
+    is_last_step: bool = Field(True, description="Whether the trajectory ends with it.")
+    prompt_token_ids: list[int] = Field(examples=[[1, 5, 9]])
+    response_ids: list[int] = Field(examples=[[7, 2]])
+    loss_mask: list[int] = Field(description="1 where the token is trained, else 0.", examples=[[1, 1]])
+    reward: float | list[float] | None = Field(
+        None, description="Of the step, or one a token; null: brought later by /rewards.", examples=[1.0]
+    )
+    round: int = Field(0, description="Which time the uid is sampled in the run.")
+    attempt: int = Field(0, description="A higher attempt supersedes all rows of a lower one.")
+    rollout_logprobs: list[float] | None = Field(None, examples=[[-0.1, -0.7]])
+    stop_reason: str = Field("", examples=["stop"])
+    policy_version: int = Field(-1, description="The policy version that sampled the step; -1 unknown.")
+    advantage: float | list[float] | None = Field(None, description="With advantage_estimator: none.")
+
+
+class RowsSubmitted(BaseModel):
+    outcomes: list[Literal["accepted", "duplicate", "sealed", "dropped", "superseded"]] = Field(
+        description="One a row, in order."
+    )
+
+
+class Trajectory(BaseModel):
+    model_config = _STRICT
+
+    uid: str = Field(examples=["prompt-17"])
+    sample: Int32 = Field(examples=[0])
+    round: Int32 = 0
+
+
+class Reward(Trajectory):
+    step: Int32 | None = Field(None, description="Which step; null: the last.")
+    reward: float | list[float] = Field(description="As the run's rows have it: one, or one a token.", examples=[1.0])
+
+
+class SetRewards(BaseModel):
+    model_config = _STRICT
+
+    rewards: list[Reward]
+
+
+class AbortTrajectories(BaseModel):
+    model_config = _STRICT
+
+    trajectories: list[Trajectory]
+    reason: str = Field(examples=["environment crashed"])
+
+
+class AbortGroups(BaseModel):
+    model_config = _STRICT
+
+    uids: list[str] = Field(examples=[["prompt-17"]])
+    round: Int32 = 0
+    reason: str = Field(examples=["bad prompt"])
+
+
+class Changed(BaseModel):
+    changed: int = Field(description="How many this call changed; the others were so before.")
+
+
+class SealBatch(BaseModel):
+    model_config = _STRICT
+
+    batch: Int64 | None = Field(None, description="The number it is to have, which makes the call idempotent.")
+
+
+class BatchSealed(BaseModel):
+    batch: int
+    prompts: int
+
+
+class RunFinished(BaseModel):
+    batches: int = Field(description="How many batches the run has in all.")
+
+
+class Place(BaseModel):
+    """A place in a model's training order."""
+
+    model_config = _STRICT
+
+    batch: Int64
+    epoch: Int32 = 0
+    mini_batch: Int32 = 0
+
+    @classmethod
+    def of(cls, position: Position) -> Place:
+        return cls(**position._asdict())
+
+    def position(self) -> Position:
+        return Position(self.batch, self.epoch, self.mini_batch)
+
+
+class Shard(BaseModel):
+    state: Literal["pending", "published", "end"]
+    position: Place | None = None
+    size_bytes: int = 0
+    shared_memory_path: str | None = Field(None, description="A file that processes on the same machine may map.")
+    path: str | None = Field(None, description="Where this API gives the shard's bytes.")
+    incarnation: int
+
+
+class Acknowledge(BaseModel):
+    model_config = _STRICT
+
+    model: Model = "policy"
+    rank: Int32
+    position: Place
+    incarnation: Int64 = Field(0, description="As /resume or the shard gave it.")
+    commit: bool = Field(False, description="Without checkpoints: also commit up to where every rank is.")
+
+
+class Acknowledged(BaseModel):
+    next: Place
+
+
+class Commit(BaseModel):
+    model_config = _STRICT
+
+    model: Model = "policy"
+    position: Place
+    incarnation: Int64 = 0
+
+
+class Committed(BaseModel):
+    committed: Place
+
+
+class Resume(BaseModel):
+    model_config = _STRICT
+
+    model: Model = "policy"
+    position: Place | None = Field(None, description="null: stay at the committed position.")
+    launch: str = Field(description="Names this start of the trainer, the same on all its ranks.", examples=["job-7"])
+
+
+class Resumed(BaseModel):
+    incarnation: int
+    position: Place
+
+
+class PolicyVersion(BaseModel):
+    model_config = _STRICT
+
+    version: Int32
+
+
+class ModelStatus(BaseModel):
+    model: Model
+    committed: Place
+    incarnation: int
+    next: list[Place] = Field(description="Per rank, the next position to acknowledge.")
+
+
+class RunState(BaseModel):
+    run: str
+    config: dict[str, Any]
+    policy_version: int
+    finished: bool
+    groups_open: int
+    groups_complete: int
+    groups_room: int
+    batches_sealed: int
+    batches_published: int
+    batches_freed: int
+    row_bytes: int
+    shard_bytes: int
+    rows_accepted: int
+    rows_duplicate: int
+    groups_dropped: dict[str, int]
+    models: list[ModelStatus]
+    failed_batches: dict[int, str]
+
+
+class ErrorDetail(BaseModel):
+    code: str = Field(examples=["NOT_FOUND"])
+    type: str = Field(description="The Python client's class for it.", examples=["NotFoundError"])
+    message: str = Field(description="What was wrong, where, the value, and what to do.")
+    retry_after_s: float | None = None
+    batch: int | None = None
+
+
+class Error(BaseModel):
+    error: ErrorDetail

@@ -1,0 +1,126 @@
+"""Rollouts over HTTP: groups, rows, rewards, aborts, sealing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import orjson
+from fastapi import APIRouter, Request
+from google.protobuf.message import DecodeError
+from starlette.concurrency import run_in_threadpool
+
+from gristmill import wire
+from gristmill.errors import InvalidArgumentError
+from gristmill.rows import from_rows
+from gristmill.steps import Steps, TrajectoryKey
+from gristmill.v1 import rows_pb2
+from gristmill_service.api.backend import Backend, ask_groups
+from gristmill_service.api.http import models
+from gristmill_service.api.http.access import BackendDep, RunDep, gone
+from gristmill_service.run.run import Run
+from gristmill_service.run.views import RewardUpdate
+
+router = APIRouter(prefix="/v1/runs/{run}", tags=["rollouts"])
+
+PROTOBUF = "application/x-protobuf"
+
+
+@router.post("/groups")
+async def begin_groups(
+    request: Request, run: RunDep, backend: BackendDep, body: models.BeginGroups
+) -> models.GroupsBegun:
+    """Admits prompt groups: as many of the uids, in order, as there is room for."""
+    view = await backend.waiting.ask_async(ask_groups(run, body.round, body.uids), body.wait_s, gone(request))
+    return models.GroupsBegun(
+        admissions=[admission.name.lower() for admission in view.admissions],  # type: ignore[misc]
+        retry_after_s=view.retry_after_s,
+        reason=view.reason,
+    )
+
+
+_ROWS_BODY = {
+    "requestBody": {
+        "required": True,
+        "description": f"JSON, or the message gristmill.v1.Rows as {PROTOBUF}; either may be gzip-encoded.",
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["rows"],
+                    "properties": {"rows": {"type": "array", "items": models.Row.model_json_schema()}},
+                }
+            },
+            PROTOBUF: {"schema": {"type": "string", "format": "binary"}},
+        },
+    }
+}
+
+
+@router.post("/rows", openapi_extra=_ROWS_BODY)
+async def submit_rows(request: Request, run: RunDep, backend: BackendDep) -> models.RowsSubmitted:
+    """Submits rows of any trajectories in any order. All rows of the request are taken, or none is."""
+    body, kind = await request.body(), request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    decode = _from_protobuf if kind == PROTOBUF else _from_json
+    return await run_in_threadpool(_submit, backend, run, decode, body)
+
+
+@router.post("/rewards")
+def set_rewards(run: RunDep, body: models.SetRewards) -> models.Changed:
+    """Gives rewards that were pending. All of the request are set, or none is."""
+    return models.Changed(changed=run.set_rewards([_reward(reward) for reward in body.rewards]))
+
+
+@router.post("/trajectories:abort")
+def abort_trajectories(run: RunDep, body: models.AbortTrajectories) -> models.Changed:
+    """Gives up trajectories: their groups complete without them."""
+    return models.Changed(changed=run.abort_trajectories([_key(key) for key in body.trajectories], body.reason))
+
+
+@router.post("/groups:abort")
+def abort_groups(run: RunDep, body: models.AbortGroups) -> models.Changed:
+    """Gives up whole prompt groups."""
+    return models.Changed(changed=run.abort_groups(body.round, body.uids, body.reason))
+
+
+@router.post("/seal")
+def seal_batch(run: RunDep, body: models.SealBatch | None = None) -> models.BatchSealed:
+    """Seals what is complete into a batch now, also fewer groups than train_batch_size."""
+    sealed = run.seal(None if body is None else body.batch)
+    return models.BatchSealed(batch=sealed.batch, prompts=sealed.prompts)
+
+
+def _submit(backend: Backend, run: Run, decode: Callable[[Run, bytes], Steps], body: bytes) -> models.RowsSubmitted:
+    outcomes = backend.submit(run, decode(run, body))
+    return models.RowsSubmitted.model_construct(outcomes=[outcome.name.lower() for outcome in outcomes])
+
+
+def _from_protobuf(_: Run, body: bytes) -> Steps:
+    try:
+        message = rows_pb2.Rows.FromString(body)
+    except DecodeError:
+        raise InvalidArgumentError(
+            f"the body of {len(body)} bytes is not a gristmill.v1.Rows message, or ends early; send one as {PROTOBUF}"
+        ) from None
+    return wire.decode(message)
+
+
+def _from_json(run: Run, body: bytes) -> Steps:
+    try:
+        document: Any = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidArgumentError(f'the body is not JSON: {error}; send {{"rows": [...]}}') from None
+    if not isinstance(document, dict) or document.keys() != {"rows"} or not isinstance(document["rows"], list):
+        raise InvalidArgumentError('the body must be an object with the one field rows, a list: {"rows": [...]}')
+    return from_rows(document["rows"], step_wise=run.config.step_wise)
+
+
+def _key(trajectory: models.Trajectory) -> TrajectoryKey:
+    return TrajectoryKey(trajectory.round, trajectory.uid, trajectory.sample)
+
+
+def _reward(reward: models.Reward) -> RewardUpdate:
+    if isinstance(reward.reward, list):
+        return RewardUpdate(_key(reward), reward.step, token_values=np.array(reward.reward, np.float64))
+    return RewardUpdate(_key(reward), reward.step, value=reward.reward)

@@ -1,0 +1,79 @@
+"""Runs over HTTP: their creation, state, policy version and end."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import orjson
+from fastapi import APIRouter, Query, Request
+
+from gristmill_service.api.backend import ask_policy_version
+from gristmill_service.api.http import models
+from gristmill_service.api.http.access import BackendDep, RunDep, gone
+from gristmill_service.run.views import ModelProgress
+
+router = APIRouter(prefix="/v1/runs", tags=["runs"])
+
+
+@router.post("")
+def create_run(body: models.CreateRun, backend: BackendDep) -> models.RunCreated:
+    """Creates a run. The same name and configuration again is answered alike; another configuration is 409."""
+    warnings, created = backend.runs.create(body.run, body.config)
+    return models.RunCreated(warnings=warnings, created=created)
+
+
+@router.get("")
+def list_runs(backend: BackendDep) -> models.RunNames:
+    """The names of all runs."""
+    return models.RunNames(runs=backend.runs.names())
+
+
+@router.get("/{run}")
+def get_run(run: RunDep) -> models.RunState:
+    """A run's state."""
+    status = run.status()
+    same = models.RunState.model_fields.keys() - {"config", "models"}
+    values = {name: getattr(status, name) for name in same}
+    return models.RunState(
+        **values, config=orjson.loads(status.config_json), models=[_model(progress) for progress in status.models]
+    )
+
+
+@router.delete("/{run}", status_code=204)
+def delete_run(run: str, backend: BackendDep) -> None:
+    """Ends a run at once and removes all it holds."""
+    backend.delete(run)
+
+
+@router.post("/{run}/finish")
+def finish_run(run: RunDep) -> models.RunFinished:
+    """Says that no more rollouts come: what is complete is sealed, what is open dropped. Idempotent."""
+    return models.RunFinished(batches=run.finish())
+
+
+@router.get("/{run}/policy-version")
+async def wait_policy_version(
+    request: Request,
+    run: RunDep,
+    backend: BackendDep,
+    at_least: models.Int32 = -1,
+    wait_s: Annotated[float, Query(description="Seconds to wait; the service may answer earlier.")] = 0.0,
+) -> models.PolicyVersion:
+    """The policy version, waiting until it is at least this."""
+    version = await backend.waiting.ask_async(ask_policy_version(run, at_least), wait_s, gone(request))
+    return models.PolicyVersion(version=version)
+
+
+@router.put("/{run}/policy-version", status_code=204)
+def announce_policy_version(run: RunDep, body: models.PolicyVersion) -> None:
+    """Says which version rollouts sample from now. Never goes back."""
+    run.announce(body.version)
+
+
+def _model(progress: ModelProgress) -> models.ModelStatus:
+    return models.ModelStatus(
+        model=progress.model,
+        committed=models.Place.of(progress.committed),
+        incarnation=progress.incarnation,
+        next=[models.Place.of(position) for position in progress.next],
+    )

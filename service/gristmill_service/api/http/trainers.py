@@ -1,0 +1,114 @@
+"""Batches and shards over HTTP, acknowledgement, commit and resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.api.backend import ask_batch, ask_shard
+from gristmill_service.api.http import models
+from gristmill_service.api.http.access import BackendDep, RunDep, gone
+from gristmill_service.config import Model
+from gristmill_service.run.views import Position, ShardView
+from gristmill_service.store.base import ShardAddress
+
+router = APIRouter(prefix="/v1/runs/{run}", tags=["trainers"])
+
+_Wait = Annotated[float, Query(description="Seconds to wait; the service may answer earlier, with state pending.")]
+
+_BATCH_ANSWER = {
+    "type": "object",
+    "properties": {
+        "state": {"enum": ["pending", "published", "end"]},
+        "plan": {"type": "object", "description": "When published: the plan, as `gristmill plan` prints it."},
+    },
+}
+
+
+@router.get("/batches/{batch}", responses={200: {"content": {"application/json": {"schema": _BATCH_ANSWER}}}})
+async def get_batch(
+    request: Request, run: RunDep, backend: BackendDep, batch: models.Int64, wait_s: _Wait = 0.0
+) -> Response:
+    """A batch's plan, waiting until it is published."""
+    view = await backend.waiting.ask_async(ask_batch(run, batch), wait_s, gone(request))
+    # The plan is JSON already, and may be large.
+    plan = b',"plan":' + view.plan if view.plan else b""
+    body = b'{"state":"' + view.state.name.lower().encode() + b'"' + plan + b"}"
+    return Response(body, media_type="application/json")
+
+
+@router.get("/shards")
+async def get_shard(
+    request: Request,
+    run: RunDep,
+    backend: BackendDep,
+    rank: models.Int32,
+    model: Model = "policy",
+    batch: Annotated[models.Int64 | None, Query(description="None: the rank's next shard.")] = None,
+    epoch: models.Int32 | None = None,
+    mini_batch: models.Int32 | None = None,
+    incarnation: Annotated[models.Int64, Query(description="The caller's; 0: not checked.")] = 0,
+    wait_s: _Wait = 0.0,
+) -> models.Shard:
+    """Where a shard is, by its address or the next that the rank has to acknowledge; waits until it is published."""
+    if batch is None and (epoch is not None or mini_batch is not None):
+        raise InvalidArgumentError("epoch and mini_batch name a place within a batch; give batch too, or none of them")
+    position = None if batch is None else Position(batch, epoch or 0, mini_batch or 0)
+    question = ask_shard(run, model, rank, position, incarnation)
+    return _shard(run.name, await backend.waiting.ask_async(question, wait_s, gone(request)))
+
+
+@router.get(
+    "/batches/{batch}/{model}/{mini_batch}/{rank}",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
+)
+def read_shard(
+    run: RunDep, batch: models.Int64, model: Model, mini_batch: models.Int32, rank: models.Int32
+) -> StreamingResponse:
+    """The shard's safetensors file."""
+    pieces = iter(run.read_shard(batch, ShardAddress(model, mini_batch, rank)))
+    # The first piece before the status line: what is refused is refused with its status.
+    first: Iterator[bytes] = iter([next(pieces, b"")])
+    return StreamingResponse(chain(first, pieces), media_type="application/octet-stream")
+
+
+@router.post("/ack")
+def acknowledge(run: RunDep, body: models.Acknowledge) -> models.Acknowledged:
+    """A rank has trained on the mini-batch at this position and moves past it."""
+    following = run.acknowledge(body.model, body.rank, body.position.position(), body.incarnation, body.commit)
+    return models.Acknowledged(next=models.Place.of(following))
+
+
+@router.post("/commit")
+def commit(run: RunDep, body: models.Commit) -> models.Committed:
+    """All before this position is safe in the trainer's checkpoint and may be freed."""
+    committed = run.commit(body.model, body.position.position(), body.incarnation)
+    return models.Committed(committed=models.Place.of(committed))
+
+
+@router.post("/resume")
+def resume(run: RunDep, body: models.Resume) -> models.Resumed:
+    """Puts all ranks of a model to a position, under a new incarnation."""
+    resumed = run.resume(body.model, None if body.position is None else body.position.position(), body.launch)
+    return models.Resumed(incarnation=resumed.incarnation, position=models.Place.of(resumed.position))
+
+
+def _shard(run: str, view: ShardView) -> models.Shard:
+    address, location, position = view.address, view.location, view.position
+    path = None
+    if address is not None and position is not None:
+        path = f"/v1/runs/{run}/batches/{position.batch}/{address.model}/{address.mini_batch}/{address.rank}"
+    return models.Shard(
+        state=view.state.name.lower(),  # type: ignore[arg-type]
+        position=None if position is None else models.Place.of(position),
+        size_bytes=0 if location is None else location.size,
+        shared_memory_path=None if location is None else location.shared_memory_path,
+        path=path,
+        incarnation=view.incarnation,
+    )

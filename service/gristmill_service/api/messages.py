@@ -1,0 +1,115 @@
+"""Between the contract's messages and the values that a run takes and gives. Pure; raises InvalidArgumentError."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, get_args
+
+import numpy as np
+import orjson
+
+from gristmill.errors import InvalidArgumentError
+from gristmill.steps import TrajectoryKey
+from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
+from gristmill_service.config import Model
+from gristmill_service.run.views import Admissions, BatchView, Outcome, Position, RewardUpdate, RunStatus, ShardView
+
+_MODELS: dict[int, Model] = {
+    run_pb2.MODEL_UNSPECIFIED: "policy",
+    run_pb2.MODEL_POLICY: "policy",
+    run_pb2.MODEL_CRITIC: "critic",
+}
+_MODEL_NUMBERS: dict[Model, Any] = {"policy": run_pb2.MODEL_POLICY, "critic": run_pb2.MODEL_CRITIC}
+
+
+def config_mapping(config_json: str) -> object:
+    try:
+        return orjson.loads(config_json)
+    except orjson.JSONDecodeError as error:
+        raise InvalidArgumentError(f"config_json is not JSON: {error}; give the run's settings as an object") from None
+
+
+def model_of(number: int) -> Model:
+    if number not in _MODELS:
+        raise InvalidArgumentError(f"model is {number}; known are {', '.join(get_args(Model))}")
+    return _MODELS[number]
+
+
+def position_of(message: run_pb2.Position) -> Position:
+    return Position(message.batch, message.epoch, message.mini_batch)
+
+
+def optional_position(message: Any) -> Position | None:
+    """The `position` field of a request, which may be unset."""
+    return position_of(message.position) if message.HasField("position") else None
+
+
+def key_of(message: rollout_pb2.TrajectoryKey) -> TrajectoryKey:
+    return TrajectoryKey(message.round, message.uid, message.sample)
+
+
+def reward_of(message: rollout_pb2.Reward) -> RewardUpdate:
+    key = key_of(message.trajectory)
+    values = message.token_values
+    if message.HasField("value") == bool(values):
+        raise InvalidArgumentError(f"{key}: a reward needs exactly one of value and token_values")
+    return RewardUpdate(
+        trajectory=key,
+        step=message.step if message.HasField("step") else None,
+        value=message.value if message.HasField("value") else None,
+        token_values=np.frombuffer(values, np.float32) if values else None,
+    )
+
+
+def outcomes_to(outcomes: Iterable[Outcome]) -> list[Any]:
+    return [outcome.value for outcome in outcomes]
+
+
+def position_to(position: Position) -> run_pb2.Position:
+    return run_pb2.Position(batch=position.batch, epoch=position.epoch, mini_batch=position.mini_batch)
+
+
+def admissions_to(view: Admissions) -> rollout_pb2.BeginGroupsResponse:
+    numbers: list[Any] = [admission.value for admission in view.admissions]
+    return rollout_pb2.BeginGroupsResponse(
+        admissions=numbers,
+        retry_after_s=view.retry_after_s,
+        reason=view.reason,
+    )
+
+
+def batch_to(view: BatchView) -> trainer_pb2.GetBatchResponse:
+    return trainer_pb2.GetBatchResponse(state=view.state.value, plan_json=view.plan.decode())  # type: ignore[arg-type]
+
+
+def shard_to(view: ShardView) -> trainer_pb2.GetShardResponse:
+    location = view.location
+    return trainer_pb2.GetShardResponse(
+        state=view.state.value,  # type: ignore[arg-type]
+        position=None if view.position is None else position_to(view.position),
+        size_bytes=0 if location is None else location.size,
+        shared_memory_path="" if location is None else location.shared_memory_path or "",
+        incarnation=view.incarnation,
+    )
+
+
+def status_to(status: RunStatus) -> run_pb2.RunStatus:
+    same = ("run", "config_json", "policy_version", "finished", "groups_open", "groups_complete", "groups_room")
+    counts = ("batches_sealed", "batches_published", "batches_freed", "row_bytes", "shard_bytes")
+    rows = ("rows_accepted", "rows_duplicate", "groups_dropped", "failed_batches")
+    return run_pb2.RunStatus(
+        **{name: getattr(status, name) for name in (*same, *counts, *rows)},
+        ranks=[
+            run_pb2.RankProgress(model=_MODEL_NUMBERS[progress.model], rank=rank, next=position_to(position))
+            for progress in status.models
+            for rank, position in enumerate(progress.next)
+        ],
+        models=[
+            run_pb2.ModelProgress(
+                model=_MODEL_NUMBERS[progress.model],
+                committed=position_to(progress.committed),
+                incarnation=progress.incarnation,
+            )
+            for progress in status.models
+        ],
+    )

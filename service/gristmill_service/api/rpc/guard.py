@@ -1,0 +1,76 @@
+"""Stands around every call of the contract: turns errors into statuses, and measures. Health and reflection pass by."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+
+from gristmill_service.api.errors import refusal
+from gristmill_service.metrics import Metrics
+
+_log = structlog.get_logger(__name__)
+
+
+class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
+        handler = continuation(call)
+        if handler is None or not call.method.startswith("/gristmill."):
+            return handler
+        name = call.method.rpartition("/")[2]
+        if handler.response_streaming:
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else (grpc.unary_stream_rpc_method_handler)
+            )
+            answer = self._stream(name, handler.stream_stream or handler.unary_stream)
+        else:
+            make, answer = grpc.unary_unary_rpc_method_handler, self._unary(name, handler.unary_unary)
+        return make(answer, handler.request_deserializer, handler.response_serializer)
+
+    def _unary(self, name: str, method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def answer(request: Any, context: grpc.ServicerContext) -> Any:
+            start = time.monotonic()
+            try:
+                response = method(request, context)
+            except Exception as error:  # noqa: BLE001  the edge: _refuse logs what is not ours
+                self._refuse(name, start, error, context)
+            self._observe(name, "OK", start)
+            return response
+
+        return answer
+
+    def _stream(self, name: str, method: Callable[[Any, Any], Iterator[Any]]) -> Callable[[Any, Any], Iterator[Any]]:
+        def answer(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            start = time.monotonic()
+            try:
+                yield from method(request, context)
+            except Exception as error:  # noqa: BLE001  the edge: _refuse logs what is not ours
+                self._refuse(name, start, error, context)
+            self._observe(name, "OK", start)
+
+        return answer
+
+    def _refuse(self, name: str, start: float, error: Exception, context: grpc.ServicerContext) -> NoReturn:
+        told = refusal(error)
+        code = told.code
+        if code == "INTERNAL":
+            if context.is_active():
+                _log.error("call failed", call=name, exc_info=error)
+            else:
+                # So ends reading the requests of a stream whose caller has gone away.
+                code = "CANCELLED"
+        self._observe(name, code, start)
+        context.set_trailing_metadata(told.trailers)
+        context.abort(told.grpc_status, told.grpc_message)
+        raise AssertionError("abort always raises")
+
+    def _observe(self, name: str, status: str, start: float) -> None:
+        self._metrics.observe_call("grpc", name, status, time.monotonic() - start)

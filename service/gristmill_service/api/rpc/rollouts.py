@@ -1,0 +1,85 @@
+"""RolloutService over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import structlog
+
+from gristmill import wire
+from gristmill.v1 import rollout_pb2, rollout_pb2_grpc
+from gristmill_service.api import messages
+from gristmill_service.api.backend import Backend, ask_groups
+from gristmill_service.api.errors import refusal
+from gristmill_service.api.rpc.streams import Streams
+
+_log = structlog.get_logger(__name__)
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    def __init__(self, backend: Backend, streams: Streams) -> None:
+        self._backend = backend
+        self._streams = streams
+
+    def BeginGroups(  # noqa: N802
+        self, request: rollout_pb2.BeginGroupsRequest, context: grpc.ServicerContext
+    ) -> rollout_pb2.BeginGroupsResponse:
+        question = ask_groups(self._backend.runs.get(request.run), request.round, list(request.uids))
+        return messages.admissions_to(self._backend.waiting.ask(question, request.wait_s, context))
+
+    def SubmitRows(  # noqa: N802
+        self, request: rollout_pb2.SubmitRowsRequest, context: grpc.ServicerContext
+    ) -> rollout_pb2.SubmitRowsResponse:
+        return rollout_pb2.SubmitRowsResponse(outcomes=self._submit(request))
+
+    def StreamRows(  # noqa: N802
+        self, requests: Iterator[rollout_pb2.StreamRowsRequest], context: grpc.ServicerContext
+    ) -> Iterator[rollout_pb2.StreamRowsResponse]:
+        with self._streams.place():
+            for request in self._streams.requests(requests, context):
+                yield self._answer(request)
+
+    def SetRewards(  # noqa: N802
+        self, request: rollout_pb2.SetRewardsRequest, context: grpc.ServicerContext
+    ) -> rollout_pb2.SetRewardsResponse:
+        rewards = [messages.reward_of(reward) for reward in request.rewards]
+        return rollout_pb2.SetRewardsResponse(changed=self._backend.runs.get(request.run).set_rewards(rewards))
+
+    def AbortTrajectories(  # noqa: N802
+        self, request: rollout_pb2.AbortTrajectoriesRequest, context: grpc.ServicerContext
+    ) -> rollout_pb2.AbortTrajectoriesResponse:
+        keys = [messages.key_of(key) for key in request.trajectories]
+        changed = self._backend.runs.get(request.run).abort_trajectories(keys, request.reason)
+        return rollout_pb2.AbortTrajectoriesResponse(changed=changed)
+
+    def AbortGroups(  # noqa: N802
+        self, request: rollout_pb2.AbortGroupsRequest, context: grpc.ServicerContext
+    ) -> rollout_pb2.AbortGroupsResponse:
+        run = self._backend.runs.get(request.run)
+        changed = run.abort_groups(request.round, list(request.uids), request.reason)
+        return rollout_pb2.AbortGroupsResponse(changed=changed)
+
+    def SealBatch(  # noqa: N802
+        self, request: rollout_pb2.SealBatchRequest, context: grpc.ServicerContext
+    ) -> rollout_pb2.SealBatchResponse:
+        run = self._backend.runs.get(request.run)
+        sealed = run.seal(request.batch if request.HasField("batch") else None)
+        return rollout_pb2.SealBatchResponse(batch=sealed.batch, prompts=sealed.prompts)
+
+    def _submit(self, request: rollout_pb2.SubmitRowsRequest | rollout_pb2.StreamRowsRequest) -> list[Any]:
+        # The run comes first, so that what an unknown run is sent is not decoded.
+        run = self._backend.runs.get(request.run)
+        return messages.outcomes_to(self._backend.submit(run, wire.decode(request.rows)))
+
+    def _answer(self, request: rollout_pb2.StreamRowsRequest) -> rollout_pb2.StreamRowsResponse:
+        try:
+            return rollout_pb2.StreamRowsResponse(outcomes=self._submit(request))
+        except Exception as error:  # noqa: BLE001  an error answers its own request only
+            told = refusal(error)
+            if told.code == "INTERNAL":
+                _log.error("request of a stream failed", call="StreamRows", exc_info=error)
+            code, retry_after_s = told.grpc_status.value[0], told.retry_after_s or 0.0
+            failed = rollout_pb2.RowsError(code=code, message=told.message, retry_after_s=retry_after_s)
+            return rollout_pb2.StreamRowsResponse(error=failed)

@@ -1,0 +1,54 @@
+"""RunService over gRPC."""
+
+from __future__ import annotations
+
+import grpc
+
+from gristmill.v1 import run_pb2, run_pb2_grpc
+from gristmill_service.api import messages
+from gristmill_service.api.backend import Backend, ask_policy_version
+
+
+class RunServicer(run_pb2_grpc.RunServiceServicer):
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def CreateRun(  # noqa: N802
+        self, request: run_pb2.CreateRunRequest, context: grpc.ServicerContext
+    ) -> run_pb2.CreateRunResponse:
+        warnings, created = self._backend.runs.create(request.run, messages.config_mapping(request.config_json))
+        return run_pb2.CreateRunResponse(warnings=warnings, created=created)
+
+    def GetRun(  # noqa: N802
+        self, request: run_pb2.GetRunRequest, context: grpc.ServicerContext
+    ) -> run_pb2.GetRunResponse:
+        return run_pb2.GetRunResponse(status=messages.status_to(self._backend.runs.get(request.run).status()))
+
+    def ListRuns(  # noqa: N802
+        self, request: run_pb2.ListRunsRequest, context: grpc.ServicerContext
+    ) -> run_pb2.ListRunsResponse:
+        return run_pb2.ListRunsResponse(runs=self._backend.runs.names())
+
+    def FinishRun(  # noqa: N802
+        self, request: run_pb2.FinishRunRequest, context: grpc.ServicerContext
+    ) -> run_pb2.FinishRunResponse:
+        return run_pb2.FinishRunResponse(batches=self._backend.runs.get(request.run).finish())
+
+    def DeleteRun(  # noqa: N802
+        self, request: run_pb2.DeleteRunRequest, context: grpc.ServicerContext
+    ) -> run_pb2.DeleteRunResponse:
+        self._backend.delete(request.run)
+        return run_pb2.DeleteRunResponse()
+
+    def AnnouncePolicyVersion(  # noqa: N802
+        self, request: run_pb2.AnnouncePolicyVersionRequest, context: grpc.ServicerContext
+    ) -> run_pb2.AnnouncePolicyVersionResponse:
+        self._backend.runs.get(request.run).announce(request.version)
+        return run_pb2.AnnouncePolicyVersionResponse()
+
+    def WaitPolicyVersion(  # noqa: N802
+        self, request: run_pb2.WaitPolicyVersionRequest, context: grpc.ServicerContext
+    ) -> run_pb2.WaitPolicyVersionResponse:
+        question = ask_policy_version(self._backend.runs.get(request.run), request.at_least)
+        version = self._backend.waiting.ask(question, request.wait_s, context)
+        return run_pb2.WaitPolicyVersionResponse(version=version)

@@ -1,0 +1,109 @@
+"""The gRPC server: its address, threads, limits, health and reflection."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from gristmill.errors import UnavailableError
+from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from gristmill_service.api.backend import Backend
+from gristmill_service.api.rpc.guard import Guard
+from gristmill_service.api.rpc.rollouts import RolloutServicer
+from gristmill_service.api.rpc.runs import RunServicer
+from gristmill_service.api.rpc.streams import Streams
+from gristmill_service.api.rpc.trainers import TrainerServicer
+from gristmill_service.settings import Settings
+
+_SERVICES = tuple(
+    contract.DESCRIPTOR.services_by_name[name].full_name
+    for contract, name in ((run_pb2, "RunService"), (rollout_pb2, "RolloutService"), (trainer_pb2, "TrainerService"))
+)
+
+# Threads for calls that neither wait nor stream: beyond them calls queue in gRPC, unread. Python runs few at a time.
+_WORKERS = 32
+
+
+class GrpcServer:
+    """Listens from `start` on. Raises UnavailableError from the constructor where the address cannot be had."""
+
+    def __init__(self, backend: Backend, settings: Settings) -> None:
+        # A pool thread is started only when none is idle, so that a large pool costs nothing until it is needed; with a
+        # place for every waiter and stream, those can never take a thread that a short call needs.
+        self._pool = ThreadPoolExecutor(_WORKERS + settings.max_waiters + settings.max_streams, "grpc")
+        limit = int(settings.max_message_bytes)
+        options = (
+            ("grpc.max_receive_message_length", limit),
+            ("grpc.max_send_message_length", limit),
+            # Otherwise two services would share a port, each with half of the calls.
+            ("grpc.so_reuseport", 0),
+        )
+        self._server = grpc.server(self._pool, interceptors=(Guard(backend.metrics),), options=options)
+        self._streams = streams = Streams(settings.max_streams)
+        self._health = health.HealthServicer()
+        servicers: tuple[tuple[Callable[[Any, Any], None], object], ...] = (
+            (run_pb2_grpc.add_RunServiceServicer_to_server, RunServicer(backend)),
+            (rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(backend, streams)),
+            (trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(backend, streams)),
+            (health_pb2_grpc.add_HealthServicer_to_server, self._health),
+        )
+        for add, servicer in servicers:
+            add(servicer, self._server)
+        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        self.address = self._bind(settings.grpc_address)
+
+    def _bind(self, address: str) -> str:
+        path = Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
+        if path is not None:
+            _clear_stale_socket(path)
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError:
+            port = 0
+        if not port:
+            raise UnavailableError(
+                f"grpc_address: cannot listen on {address}: it is in use, not of this machine, or not permitted; stop "
+                "who listens there or choose another"
+            )
+        if path is not None:
+            path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+            return address
+        return f"{address.rpartition(':')[0]}:{port}"
+
+    def start(self) -> None:
+        self._server.start()
+        for service in ("", *_SERVICES):
+            self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    def refuse_new_calls(self, grace_s: float) -> None:
+        """Calls being answered go on for at most `grace_s`. Returns at once."""
+        self._health.enter_graceful_shutdown()
+        self._stopped = self._server.stop(grace_s)
+
+    def wait_until_idle(self) -> None:
+        """After `refuse_new_calls`: returns when the last call is answered, or cut off after the grace."""
+        self._streams.close()
+        self._stopped.wait()
+        self._pool.shutdown()
+
+
+def _clear_stale_socket(path: Path) -> None:
+    """gRPC takes over any existing socket file; one that somebody listens on must stay theirs."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except OSError:
+            path.unlink()
+            return
+    raise UnavailableError(f"grpc_address: unix:{path} is in use; stop who listens there or choose another")

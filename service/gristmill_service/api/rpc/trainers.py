@@ -1,0 +1,81 @@
+"""TrainerService over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+
+from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
+from gristmill_service.api import messages
+from gristmill_service.api.backend import Backend, ask_batch, ask_shard
+from gristmill_service.api.rpc.streams import Streams
+from gristmill_service.store.base import ShardAddress
+
+# Large enough to be fast, small enough for clients that keep gRPC's limit of 4 MiB a message.
+_PIECE_BYTES = 1 << 20
+
+
+class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
+    def __init__(self, backend: Backend, streams: Streams) -> None:
+        self._backend = backend
+        self._streams = streams
+
+    def GetBatch(  # noqa: N802
+        self, request: trainer_pb2.GetBatchRequest, context: grpc.ServicerContext
+    ) -> trainer_pb2.GetBatchResponse:
+        question = ask_batch(self._backend.runs.get(request.run), request.batch)
+        return messages.batch_to(self._backend.waiting.ask(question, request.wait_s, context))
+
+    def GetShard(  # noqa: N802
+        self, request: trainer_pb2.GetShardRequest, context: grpc.ServicerContext
+    ) -> trainer_pb2.GetShardResponse:
+        question = ask_shard(
+            self._backend.runs.get(request.run),
+            messages.model_of(request.model),
+            request.rank,
+            messages.optional_position(request),
+            request.incarnation,
+        )
+        return messages.shard_to(self._backend.waiting.ask(question, request.wait_s, context))
+
+    def ReadShard(  # noqa: N802
+        self, request: trainer_pb2.ReadShardRequest, context: grpc.ServicerContext
+    ) -> Iterator[trainer_pb2.ReadShardResponse]:
+        address = ShardAddress(messages.model_of(request.model), request.mini_batch, request.rank)
+        run = self._backend.runs.get(request.run)
+        with self._streams.place():
+            for data in run.read_shard(request.batch, address):
+                view = memoryview(data)
+                for start in range(0, len(view), _PIECE_BYTES):
+                    yield trainer_pb2.ReadShardResponse(data=bytes(view[start : start + _PIECE_BYTES]))
+
+    def Acknowledge(  # noqa: N802
+        self, request: trainer_pb2.AcknowledgeRequest, context: grpc.ServicerContext
+    ) -> trainer_pb2.AcknowledgeResponse:
+        following = self._backend.runs.get(request.run).acknowledge(
+            messages.model_of(request.model),
+            request.rank,
+            messages.position_of(request.position),
+            request.incarnation,
+            request.commit,
+        )
+        return trainer_pb2.AcknowledgeResponse(next=messages.position_to(following))
+
+    def Commit(  # noqa: N802
+        self, request: trainer_pb2.CommitRequest, context: grpc.ServicerContext
+    ) -> trainer_pb2.CommitResponse:
+        committed = self._backend.runs.get(request.run).commit(
+            messages.model_of(request.model), messages.position_of(request.position), request.incarnation
+        )
+        return trainer_pb2.CommitResponse(committed=messages.position_to(committed))
+
+    def Resume(  # noqa: N802
+        self, request: trainer_pb2.ResumeRequest, context: grpc.ServicerContext
+    ) -> trainer_pb2.ResumeResponse:
+        resumed = self._backend.runs.get(request.run).resume(
+            messages.model_of(request.model), messages.optional_position(request), request.launch
+        )
+        return trainer_pb2.ResumeResponse(
+            incarnation=resumed.incarnation, position=messages.position_to(resumed.position)
+        )

@@ -1,0 +1,85 @@
+"""One service: its runs, its two front doors, and the order in which they start and stop.
+
+Owns no signal and no exit status: `serve` wires it to a process, tests hold it directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import structlog
+
+from gristmill.errors import NotFoundError
+from gristmill_service.api.backend import Backend
+from gristmill_service.api.http.app import make_app
+from gristmill_service.api.http.server import HttpServer
+from gristmill_service.api.rpc.server import GrpcServer
+from gristmill_service.api.waiting import Waiting
+from gristmill_service.metrics import Metrics
+from gristmill_service.run.runs import Runs
+from gristmill_service.run.views import RunStatus
+from gristmill_service.settings import Settings
+from gristmill_service.store.base import Store
+
+_log = structlog.get_logger(__name__)
+
+
+class Service:
+    """Listens from `start` on. Raises UnavailableError from the constructor where an address cannot be had."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._grace_s = settings.shutdown_grace_s
+        with ExitStack() as undo:
+            self._store = make_store(settings)
+            undo.callback(self._store.close)
+            self.runs = Runs(self._store)
+            undo.callback(self.runs.close, 0.0)
+            self.waiting = Waiting(settings.max_waiters)
+            metrics = Metrics()
+            metrics.watch(self._statuses, lambda: self.waiting.count)
+            self._backend = Backend(self.runs, self.waiting, metrics, int(settings.max_message_bytes))
+            self._http = HttpServer(make_app(self._backend), settings.http_address, settings.shutdown_grace_s)
+            undo.callback(self._http.close)
+            self._grpc = GrpcServer(self._backend, settings)
+            undo.pop_all()
+        self.grpc_address = self._grpc.address
+        self.http_url = self._http.url
+
+    def start(self) -> None:
+        """Returns when both doors answer."""
+        self._grpc.start()
+        self._http.start()
+        self._backend.not_ready = ""
+        _log.info("ready", grpc=self.grpc_address, http=self.http_url)
+
+    def stop(self) -> None:
+        """Takes no new calls, finishes what is being sealed, answers who waits, and closes. Within the grace."""
+        _log.info("shutting down", waiting=self.waiting.count)
+        self._backend.not_ready = "shutting down"
+        self._grpc.refuse_new_calls(self._grace_s)
+        self._http.refuse_new_calls()
+        self.runs.close(self._grace_s)
+        self.waiting.close()
+        self._grpc.wait_until_idle()
+        self._http.wait_until_idle()
+        self._store.close()
+        _log.info("closed")
+
+    def _statuses(self) -> Iterator[RunStatus]:
+        for name in self.runs.names():
+            try:
+                yield self.runs.get(name).status()
+            except NotFoundError:
+                # Deleted since the names were listed.
+                continue
+
+
+def make_store(settings: Settings) -> Store:
+    if settings.store == "memory":
+        from gristmill_service.store.memory import MemoryStore
+
+        return MemoryStore()
+    from gristmill_service.store.shared_memory import SharedMemoryStore
+
+    return SharedMemoryStore(settings.shared_memory_dir)

@@ -1,0 +1,120 @@
+"""The service's settings, in one place: flags over environment over file over defaults.
+
+Owns their names, defaults and checks. A run's own configuration is not here but in `config`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveInt, ValidationError, field_validator
+
+from gristmill.errors import InvalidArgumentError
+
+ENVIRONMENT_PREFIX = "GRISTMILL_"
+
+
+class Settings(BaseModel):
+    """How the process serves. Nothing listens wider than this machine unless an address says so."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    grpc_address: str = Field(
+        "127.0.0.1:50051", description="HOST:PORT or unix:/PATH of the gRPC API; port 0 picks a free one."
+    )
+    http_address: str = Field("127.0.0.1:8080", description="HOST:PORT of the HTTP API; port 0 picks a free one.")
+    store: Literal["shared_memory", "memory"] = Field(
+        "shared_memory", description="Where shards are kept: shared_memory (trainers map them) or memory (for tests)."
+    )
+    shared_memory_dir: Path = Field(Path("/dev/shm"), description="The tmpfs that shared_memory writes to.")  # noqa: S108
+    max_message_bytes: ByteSize = Field(
+        ByteSize(64 << 20), gt=0, description="The largest request, compressed or not (64MiB, 1GiB, or bytes)."
+    )
+    max_waiters: PositiveInt = Field(
+        512, description="Calls that may wait at once, each for a thread over gRPC; others are answered at once."
+    )
+    max_streams: PositiveInt = Field(
+        256, description="gRPC streams (StreamRows, ReadShard) that may be open at once; others are told to retry."
+    )
+    shutdown_grace_s: float = Field(
+        30.0, ge=0, description="Seconds that SIGTERM leaves for batches being sealed and calls being answered."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="The least level that is told.")
+    log_format: Literal["human", "json"] = Field("human", description="human, or json: one object a line.")
+    announce: Path | None = Field(
+        None, description="A file that gets the chosen addresses as JSON once ready, and goes at shutdown."
+    )
+
+    @field_validator("grpc_address", "http_address")
+    @classmethod
+    def _check_address(cls, address: str) -> str:
+        if not address.startswith("unix:"):
+            split_address(address)
+        return address
+
+    @field_validator("http_address")
+    @classmethod
+    def _check_http_address(cls, address: str) -> str:
+        if address.startswith("unix:"):
+            raise ValueError("HTTP listens on HOST:PORT only; give grpc_address the unix socket")
+        return address
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT`; an IPv6 host stands in brackets."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError("expected HOST:PORT with a port of 0..65535")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def load_settings(flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
+    """Settings from flags (None: not given), the environment, and the file that either names as `config_file`.
+
+    Raises InvalidArgumentError naming the setting, where it was given, its value and what is expected. Other variables
+    with the prefix are left alone: Kubernetes sets some of its own after the name of a service.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    variables = {name: f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in (*Settings.model_fields, "config_file")}
+    found = {name: environment[variable] for name, variable in variables.items() if environment.get(variable)}
+    file = given.pop("config_file", None) or found.pop("config_file", None)
+    found.pop("config_file", None)
+    layers = [({} if file is None else _read_file(Path(file))), found, given]
+    origins = [
+        dict.fromkeys(layers[0], f"{file}"),
+        {name: variables[name] for name in found},
+        {name: "--" + name.replace("_", "-") for name in given},
+    ]
+    values, origin = ({name: value for layer in side for name, value in layer.items()} for side in (layers, origins))
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        raise InvalidArgumentError(_explain(error, origin)) from None
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        mapping = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidArgumentError(f"{path}: cannot read the settings: {error}; give a YAML file") from None
+    if mapping is None:
+        return {}
+    if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping):
+        raise InvalidArgumentError(f"{path}: expected a mapping of settings, got {type(mapping).__name__}")
+    return mapping
+
+
+def _explain(error: ValidationError, origin: Mapping[str, str]) -> str:
+    parts = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            parts.append(f"{origin[name]}: unknown setting {name}; known are {', '.join(Settings.model_fields)}")
+        else:
+            reason = item["msg"].removeprefix("Value error, ")
+            parts.append(f"{origin[name]}: {name} is {item['input']!r}: {reason[:1].lower()}{reason[1:]}")
+    return "; ".join(parts)

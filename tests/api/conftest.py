@@ -1,0 +1,37 @@
+"""Each test that takes `door` is put to gRPC and to HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from gristmill_service.service import Service
+from tests.api.doors import CONFIG, Door, GrpcDoor, HttpDoor
+
+
+@pytest.fixture
+def grpc_door(service: Service) -> Iterator[GrpcDoor]:
+    opened = GrpcDoor(service.grpc_address)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def http_door(service: Service) -> Iterator[HttpDoor]:
+    opened = HttpDoor(service.http_url)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(params=["grpc", "http"])
+def door(request: pytest.FixtureRequest) -> Door:
+    found: Door = request.getfixturevalue(f"{request.param}_door")
+    return found
+
+
+@pytest.fixture
+def run(door: Door, run_name: str) -> str:
+    """A run of two groups of two samples a batch, two ranks."""
+    door.create(run_name, CONFIG)
+    return run_name

@@ -1,0 +1,98 @@
+"""A running service for tests: in this process (shared by a module's tests) or as a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from gristmill_service.service import Service
+
+FREE_PORTS = {"grpc_address": "127.0.0.1:0", "http_address": "127.0.0.1:0"}
+
+_run_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    """With `grpc_address`, `http_url` and `runs`, in memory, on free ports. Give each test a run of its own."""
+    # Only tests that serve need what serving needs.
+    from gristmill_service.service import Service
+    from gristmill_service.settings import Settings
+
+    running = Service(Settings(**FREE_PORTS, store="memory", shutdown_grace_s=5))
+    running.start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def run_name() -> str:
+    """A name that no other test uses."""
+    return f"run-{next(_run_numbers)}"
+
+
+@dataclass(frozen=True)
+class ServiceProcess:
+    """A `gristmill serve` that is ready."""
+
+    process: subprocess.Popen[str]
+    grpc_address: str
+    http_url: str
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def stop(self) -> int:
+        """The exit status after SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=30)
+
+
+StartService = Callable[..., ServiceProcess]
+
+
+@pytest.fixture
+def start_service(tmp_path: Path) -> Iterator[StartService]:
+    """Starts `gristmill serve` with these flags more; returns when it is ready; stopped with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*flags: str) -> ServiceProcess:
+        announced = tmp_path / f"service-{len(started)}.json"
+        command = [str(Path(sys.executable).with_name("gristmill")), "serve", "--announce", str(announced)]
+        for name, value in FREE_PORTS.items():
+            command += [f"--{name.replace('_', '-')}", value]
+        with announced.with_suffix(".log").open("w") as log:
+            process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=log, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        if "is ready" not in process.stdout.readline():
+            pytest.fail(f"gristmill serve did not start: {announced.with_suffix('.log').read_text()}")
+        addresses = json.loads(announced.read_text())
+        return ServiceProcess(process, addresses["grpc_address"], addresses["http_url"])
+
+    yield start
+    for process in started:
+        process.terminate()
+        try:
+            process.wait(timeout=30)
+        finally:
+            process.kill()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@pytest.fixture
+def service_process(start_service: StartService, tmp_path: Path) -> ServiceProcess:
+    """A ready `gristmill serve` with shared memory under the test's directory."""
+    return start_service("--shared-memory-dir", str(tmp_path))

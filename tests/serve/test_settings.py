@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.settings import load_settings
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "gristmill.yaml"
+    path.write_text("max_waiters: 1\nmax_streams: 1\nlog_level: debug\nmax_message_bytes: 1MiB\n")
+    return path
+
+
+def test_flags_win_over_the_environment_over_the_file_over_defaults(file: Path) -> None:
+    environment = {"GRISTMILL_CONFIG_FILE": str(file), "GRISTMILL_MAX_WAITERS": "2", "GRISTMILL_MAX_STREAMS": "2"}
+    settings = load_settings({"max_waiters": 3, "max_streams": None}, environment)
+    assert (settings.max_waiters, settings.max_streams, settings.log_level) == (3, 2, "debug")
+    assert settings.max_message_bytes == 1 << 20
+    assert settings.log_format == "human"
+
+
+def test_the_file_of_the_flag_wins(file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text("")
+    assert load_settings({"config_file": other}, {"GRISTMILL_CONFIG_FILE": str(file)}).max_waiters == 512
+
+
+def test_nothing_listens_wider_than_this_machine_unasked() -> None:
+    settings = load_settings({}, {})
+    assert settings.grpc_address.startswith("127.0.0.1:")
+    assert settings.http_address.startswith("127.0.0.1:")
+
+
+def test_variables_that_kubernetes_sets_are_left_alone() -> None:
+    load_settings({}, {"GRISTMILL_PORT": "tcp://10.0.0.1:50051", "GRISTMILL_SERVICE_HOST": "10.0.0.1"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
+        ({"max_waiters": 0}, {}, "--max-waiters: max_waiters is 0: input should be greater than 0"),
+        ({}, {"GRISTMILL_MAX_WAITERS": "many"}, "GRISTMILL_MAX_WAITERS: max_waiters is 'many'"),
+        ({"grpc_address": "localhost"}, {}, "--grpc-address: grpc_address is 'localhost': expected HOST:PORT"),
+        ({"http_address": "127.0.0.1:99999"}, {}, "expected HOST:PORT with a port of 0..65535"),
+        ({"http_address": "unix:/tmp/x"}, {}, "HTTP listens on HOST:PORT only"),
+        ({"store": "redis"}, {}, "--store: store is 'redis': input should be 'shared_memory' or 'memory'"),
+        ({"config_file": "/nowhere.yaml"}, {}, "/nowhere.yaml: cannot read the settings"),
+    ],
+)
+def test_a_wrong_setting_is_told_by_its_origin_and_value(
+    flags: dict[str, object], environment: dict[str, str], message: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+        load_settings(flags, environment)
+
+
+def test_an_unknown_setting_in_the_file_is_told(file: Path) -> None:
+    file.write_text("max_wait: 1\n")
+    with pytest.raises(InvalidArgumentError, match="gristmill.yaml: unknown setting max_wait; known are grpc_address"):
+        load_settings({"config_file": file}, {})
+
+
+def test_a_file_that_is_no_mapping_is_told(file: Path) -> None:
+    file.write_text("- 1\n")
+    with pytest.raises(InvalidArgumentError, match="expected a mapping of settings, got list"):
+        load_settings({"config_file": file}, {})
