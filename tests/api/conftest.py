@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from gristmill_service.service import Service
 from tests.api.doors import CONFIG, Door, GrpcDoor, HttpDoor
+
+if TYPE_CHECKING:
+    from gristmill_service.service import Service
 
 
 @pytest.fixture

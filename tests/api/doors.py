@@ -33,7 +33,7 @@ CONFIG: Json = {
 }
 
 
-class Refused(Exception):  # noqa: N818
+class Refused(Exception):
     def __init__(self, code: str, kind: str, message: str, retry_after_s: float | None, status: int = 0) -> None:
         super().__init__(f"{code} {kind}: {message}")
         self.code, self.kind, self.message, self.retry_after_s, self.status = code, kind, message, retry_after_s, status

@@ -61,7 +61,9 @@ def test_a_wrong_setting_is_told_by_its_origin_and_value(
 
 def test_an_unknown_setting_in_the_file_is_told(file: Path) -> None:
     file.write_text("max_wait: 1\n")
-    with pytest.raises(InvalidArgumentError, match="gristmill.yaml: unknown setting max_wait; known are grpc_address"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"gristmill\.yaml: unknown setting max_wait; known are grpc_address"
+    ):
         load_settings({"config_file": file}, {})
 
 
