@@ -1,0 +1,192 @@
+"""Shards as safetensors files on tmpfs, for trainer ranks to map.
+
+Owns one directory, `gristmill-<user>-<token>`, beside a lock file that this process holds for as long as it lives:
+which is how another process of the same user knows a dead one's leftovers and removes them at its start. Everything is
+readable by its owner only. Files appear by rename and are never written again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from hashlib import sha256
+from io import FileIO
+from pathlib import Path
+from urllib.parse import quote
+
+from gristmill.errors import NotFoundError, ResourceExhaustedError
+from gristmill_service.store.base import ShardAddress, ShardLocation, ShardSource
+from gristmill_service.store.writing import write_file
+
+_PIECE = 1 << 20
+_LONGEST_NAME = 200
+
+
+class SharedMemoryStore:
+    """See `gristmill_service.store.base.Store`. `directory` is a tmpfs, /dev/shm where the user has no other."""
+
+    def __init__(self, directory: Path = Path("/dev/shm")) -> None:  # noqa: S108
+        prefix = f"gristmill-{os.geteuid()}-"
+        remove_leftovers(directory, prefix)
+        self._root, self._lock_file = _claim(directory, prefix)
+        self._sizes: dict[tuple[str, int], dict[ShardAddress, int]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def root(self) -> Path:
+        return self._root
+
+    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
+        final = self._path(run, batch)
+        partial = final.with_name(f".{final.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.parent.mkdir(mode=0o700, exist_ok=True)
+            partial.mkdir(mode=0o700)
+            sizes = {shard.address: _write(partial, shard) for shard in shards}
+            write_file(partial / "plan.json", [[plan]])
+            with self._lock:
+                partial.rename(final)
+                self._sizes[run, batch] = sizes
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise ResourceExhaustedError(
+                    f"run {run!r}: batch {batch} does not fit into {self._root.parent}, which is full; give it "
+                    "more room, or lower max_buffered_batches"
+                ) from None
+            raise
+        return len(plan) + sum(sizes.values())
+
+    def plan(self, run: str, batch: int) -> bytes:
+        self._shards(run, batch)
+        try:
+            return (self._path(run, batch) / "plan.json").read_bytes()
+        except FileNotFoundError:
+            raise _gone(run, batch) from None
+
+    def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
+        size = self._shards(run, batch).get(address)
+        if size is None:
+            raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}")
+        return ShardLocation(size, str(self._path(run, batch) / address.path))
+
+    def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
+        path = self.locate(run, batch, address).shared_memory_path
+        assert path is not None
+        try:
+            # Opened here, not at the first piece: a batch that is freed meanwhile is still read to its end.
+            file = open(path, "rb", buffering=0)  # noqa: SIM115
+        except FileNotFoundError:
+            raise _gone(run, batch) from None
+        return _pieces(file)
+
+    def free(self, run: str, batch: int) -> None:
+        path = self._path(run, batch)
+        with self._lock:
+            if self._sizes.pop((run, batch), None) is None:
+                return
+            freed = path.with_name(f".{path.name}.freed-{secrets.token_hex(4)}")
+            path.rename(freed)
+        shutil.rmtree(freed)
+
+    def delete_run(self, run: str) -> None:
+        with self._lock:
+            batches = [batch for name, batch in self._sizes if name == run]
+        for batch in batches:
+            self.free(run, batch)
+        shutil.rmtree(self._root / _directory_name(run), ignore_errors=True)
+
+    def close(self) -> None:
+        with self._lock:
+            self._sizes.clear()
+        shutil.rmtree(self._root, ignore_errors=True)
+        _lock_path(self._root).unlink(missing_ok=True)
+        os.close(self._lock_file)
+
+    def _path(self, run: str, batch: int) -> Path:
+        return self._root / _directory_name(run) / f"batch-{batch:05d}"
+
+    def _shards(self, run: str, batch: int) -> dict[ShardAddress, int]:
+        with self._lock:
+            sizes = self._sizes.get((run, batch))
+        if sizes is None:
+            raise _gone(run, batch)
+        return sizes
+
+
+def remove_leftovers(directory: Path, prefix: str) -> None:
+    """Removes what dead processes of this user left in `directory`. A living one holds its lock and keeps its own."""
+    for path in directory.glob(f"{prefix}*.lock"):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            if not _is_ours(os.fstat(descriptor), stat.S_ISREG):
+                continue
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            root = path.with_suffix("")
+            if root.exists() and _is_ours(root.lstat(), stat.S_ISDIR):
+                shutil.rmtree(root, ignore_errors=True)
+            path.unlink(missing_ok=True)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(descriptor)
+
+
+def _claim(directory: Path, prefix: str) -> tuple[Path, int]:
+    """A new directory of our own and its lock, held. The lock comes first, so that no directory is ever without."""
+    while True:
+        root = directory / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
+        lock = _lock_path(root)
+        descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another process may have taken the lock for a leftover before it was locked, and removed it.
+            if os.stat(lock).st_ino == os.fstat(descriptor).st_ino:
+                root.mkdir(mode=0o700)
+                return root, descriptor
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        os.close(descriptor)
+
+
+def _lock_path(root: Path) -> Path:
+    return root.with_name(f"{root.name}.lock")
+
+
+def _is_ours(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+    return status.st_uid == os.geteuid() and is_kind(status.st_mode)
+
+
+def _write(partial: Path, shard: ShardSource) -> int:
+    path = partial / shard.address.path
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    write_file(path, shard.buffers())
+    return shard.size
+
+
+def _pieces(file: FileIO) -> Iterator[bytes]:
+    with file:
+        while piece := file.read(_PIECE):
+            yield piece
+
+
+def _directory_name(run: str) -> str:
+    """A file name for any run name: escaped, and by its hash where that is too long. Never `..`, never a separator."""
+    escaped = quote(run, safe="")
+    if len(escaped) <= _LONGEST_NAME:
+        return f"run-{escaped}"
+    return f"hash-{sha256(run.encode()).hexdigest()}"
+
+
+def _gone(run: str, batch: int) -> NotFoundError:
+    return NotFoundError(f"run {run!r}: batch {batch} is not published, or freed already")
