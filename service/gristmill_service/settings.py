@@ -60,7 +60,7 @@ class Settings(BaseModel):
     @classmethod
     def _check_http_address(cls, address: str) -> str:
         if address.startswith("unix:"):
-            raise ValueError("HTTP listens on HOST:PORT only; give grpc_address the unix socket")
+            raise ValueError("only grpc_address may be a unix socket; give HOST:PORT")
         return address
 
 

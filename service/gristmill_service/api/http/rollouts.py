@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -107,13 +109,20 @@ def _from_protobuf(_: Run, body: bytes) -> Steps:
 
 
 def _from_json(run: Run, body: bytes) -> Steps:
-    try:
-        document: Any = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidArgumentError(f'the body is not JSON: {error}; send {{"rows": [...]}}') from None
+    document = _parse(body)
     if not isinstance(document, dict) or document.keys() != {"rows"} or not isinstance(document["rows"], list):
         raise InvalidArgumentError('the body must be an object with the one field rows, a list: {"rows": [...]}')
     return from_rows(document["rows"], step_wise=run.config.step_wise)
+
+
+def _parse(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        # Python writes NaN and Infinity, which JSON has not: read once more, so that their row can be named.
+        with suppress(ValueError, RecursionError):
+            return json.loads(body)
+        raise InvalidArgumentError(f'the body is not JSON: {error}; send {{"rows": [...]}}') from None
 
 
 def _key(trajectory: models.Trajectory) -> TrajectoryKey:
