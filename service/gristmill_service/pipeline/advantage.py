@@ -56,7 +56,9 @@ def group_advantages(scores: Float64s, config: RunConfig) -> Float64s:
 
 def _grpo(scores: Float64s, config: RunConfig) -> Float64s:
     centered: Float64s = scores - scores.mean()
-    return centered / (scores.std(ddof=1) + EPSILON) if config.grpo_norm_by_std else centered
+    if not config.grpo_norm_by_std:
+        return centered
+    return centered / (np.sqrt((centered * centered).sum() / (len(scores) - 1)) + EPSILON)
 
 
 def _rloo(scores: Float64s, config: RunConfig) -> Float64s:

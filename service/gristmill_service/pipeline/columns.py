@@ -23,7 +23,8 @@ Scope = Literal["sequence", "response"]
 class Geometry:
     """Where rows and their steps stand, as Python ints for loops over rows.
 
-    Lists are indexed by row, with the padding row at -1.
+    Lists of rows have the padding row at -1, which covers no step (`steps_of`). Within its row's response, step k
+    stands at `start_of[k]:end_of[k]`.
     """
 
     def __init__(self, rows: Rows, step_prompts: Int64s, step_responses: Int64s, padding_tokens: int) -> None:
@@ -32,17 +33,10 @@ class Geometry:
         self.length_of: list[int] = self.lengths.tolist()
         self.response_of: list[int] = self.responses.tolist()
         self.last: list[int] = rows.last.tolist()
-        first = rows.first.tolist()
-        prompts, responses = step_prompts.tolist(), step_responses.tolist()
-        # Per row its steps as (step, start in the row's response, end); a padding row has none.
-        self.segments: list[list[tuple[int, int, int]]] = [
-            [
-                (step, prompts[step] - prompts[begin], prompts[step] - prompts[begin] + responses[step])
-                for step in range(begin, end + 1)
-            ]
-            for begin, end in zip(first, self.last, strict=True)
-        ]
-        self.segments.append([])
+        starts = step_prompts - np.repeat(rows.prompt_lengths, rows.last - rows.first + 1)
+        self.start_of: list[int] = starts.tolist()
+        self.end_of: list[int] = (starts + step_responses).tolist()
+        self.steps_of = [*map(range, rows.first.tolist(), (rows.last + 1).tolist()), range(0)]
 
 
 class Constants:
@@ -140,24 +134,26 @@ class StepTokens(Column):
         self._item = values.values.dtype.itemsize
         self._values = bytes_of(values.values)
         self._starts = [start * self._item for start in values.starts.tolist()]
-        self._segments, self._responses = geometry.segments, geometry.response_of
-        self._zeros, self._present = constants.zeros, present
+        self._geometry, self._zeros, self._present = geometry, constants.zeros, present
 
     def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
-        item, zeros, present, starts, values = self._item, self._zeros, self._present, self._starts, self._values
+        item, zeros, present, begins, values = self._item, self._zeros, self._present, self._starts, self._values
+        steps_of, start_of, end_of = self._geometry.steps_of, self._geometry.start_of, self._geometry.end_of
+        responses = self._geometry.response_of
         out: list[memoryview] = []
         for row, lead in zip(rows, leads, strict=True):
             # `done` counts elements written, `lead` of them before the response.
             done = 0
-            for step, start, end in self._segments[row]:
+            for step in steps_of[row]:
                 if present is not None and not present[step]:
                     continue
-                if lead + start > done:
-                    out.append(zeros[: item * (lead + start - done)])
-                begin = starts[step]
+                start, end = lead + start_of[step], lead + end_of[step]
+                if start > done:
+                    out.append(zeros[: item * (start - done)])
+                begin = begins[step]
                 out.append(values[begin : begin + item * (end - start)])
-                done = lead + end
-            rest = lead + self._responses[row] - done
+                done = end
+            rest = lead + responses[row] - done
             if rest:
                 out.append(zeros[: item * rest])
         return out
@@ -173,20 +169,22 @@ class StepScalars(Column):
         floats = values.astype(np.float32)
         self._values = bytes_of(floats)
         self._nonzero: list[bool] = (floats != 0).tolist()
-        self._segments, self._responses, self._zeros = geometry.segments, geometry.response_of, constants.zeros
+        self._geometry, self._zeros = geometry, constants.zeros
 
     def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
         zeros, values, nonzero = self._zeros, self._values, self._nonzero
+        steps_of, end_of, responses = self._geometry.steps_of, self._geometry.end_of, self._geometry.response_of
         out: list[memoryview] = []
         for row, lead in zip(rows, leads, strict=True):
             done = 0
-            for step, _, end in self._segments[row]:
+            for step in steps_of[row]:
                 if nonzero[step]:
-                    if lead + end - 1 > done:
-                        out.append(zeros[: 4 * (lead + end - 1 - done)])
+                    end = lead + end_of[step]
+                    if end - 1 > done:
+                        out.append(zeros[: 4 * (end - 1 - done)])
                     out.append(values[4 * step : 4 * step + 4])
-                    done = lead + end
-            rest = lead + self._responses[row] - done
+                    done = end
+            rest = lead + responses[row] - done
             if rest:
                 out.append(zeros[: 4 * rest])
         return out
@@ -226,14 +224,15 @@ class ScaledStepTokens(Column):
     ) -> None:
         self.name = name
         self._values, self._scale = values, scale
-        self._segments, self._responses, self._zeros = geometry.segments, geometry.response_of, constants.zeros
+        self._geometry, self._zeros = geometry, constants.zeros
 
     def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
+        geometry = self._geometry
         out: list[memoryview] = []
         for row, lead in zip(rows, leads, strict=True):
-            response = np.zeros(self._responses[row], np.float32)
-            for step, start, end in self._segments[row]:
-                response[start:end] = self._values[step] * self._scale[row]
+            response = np.zeros(geometry.response_of[row], np.float32)
+            for step in geometry.steps_of[row]:
+                response[geometry.start_of[step] : geometry.end_of[step]] = self._values[step] * self._scale[row]
             if lead:
                 out.append(self._zeros[: 4 * lead])
             out.append(bytes_of(response))

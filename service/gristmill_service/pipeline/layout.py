@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from gristmill_service.store.base import Buffer, ShardAddress
 # Rows whose runs are collected before they are handed on: bounds the memory of a layout, not its result.
 _ROWS_AT_ONCE = 128
 
-_SAFETENSORS_NAMES = {"int32": "I32", "float32": "F32", "uint8": "U8", "int64": "I64", "float64": "F64"}
+_SAFETENSORS_NAMES = {np.dtype(np.int32): "I32", np.dtype(np.float32): "F32", np.dtype(np.uint8): "U8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +180,8 @@ def _header(
                 count = _elements(block, geometry)
                 shapes.append((block.name, dtype, [count] if block.width is None else [len(block.rows), block.width]))
         for name, dtype, shape in shapes:
-            end = offset + itemsize * int(np.prod(shape, dtype=np.int64))
-            entries[name] = {"dtype": _SAFETENSORS_NAMES[dtype.name], "shape": shape, "data_offsets": [offset, end]}
+            end = offset + itemsize * prod(shape)
+            entries[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [offset, end]}
             offset = end
     text = orjson.dumps(entries)
     text += b" " * (-len(text) % 8)
