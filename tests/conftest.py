@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.serving import FREE_PORTS, ServiceProcess, StartService
+
 if TYPE_CHECKING:
     from gristmill_service.service import Service
-
-FREE_PORTS = {"grpc_address": "127.0.0.1:0", "http_address": "127.0.0.1:0"}
 
 _run_numbers = itertools.count()
 
@@ -41,27 +39,6 @@ def run_name() -> str:
     return f"run-{next(_run_numbers)}"
 
 
-@dataclass(frozen=True)
-class ServiceProcess:
-    """A `gristmill serve` that is ready."""
-
-    process: subprocess.Popen[str]
-    grpc_address: str
-    http_url: str
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def stop(self) -> int:
-        """The exit status after SIGTERM."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=30)
-
-
-StartService = Callable[..., ServiceProcess]
-
-
 @pytest.fixture
 def start_service(tmp_path: Path) -> Iterator[StartService]:
     """Starts `gristmill serve` with these flags more; returns when it is ready; stopped with the test."""
@@ -79,7 +56,7 @@ def start_service(tmp_path: Path) -> Iterator[StartService]:
         if "is ready" not in process.stdout.readline():
             pytest.fail(f"gristmill serve did not start: {announced.with_suffix('.log').read_text()}")
         addresses = json.loads(announced.read_text())
-        return ServiceProcess(process, addresses["grpc_address"], addresses["http_url"])
+        return ServiceProcess(process, addresses["grpc_address"], addresses["http_url"], announced)
 
     yield start
     for process in started:

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import numpy as np
 import orjson
 
+from gristmill.columns import Array
 from gristmill.errors import InvalidArgumentError
 from gristmill.steps import TrajectoryKey
 from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
@@ -57,8 +58,15 @@ def reward_of(message: rollout_pb2.Reward) -> RewardUpdate:
         trajectory=key,
         step=message.step if message.HasField("step") else None,
         value=message.value if message.HasField("value") else None,
-        token_values=np.frombuffer(values, np.float32) if values else None,
+        token_values=_token_values(values, key) if values else None,
     )
+
+
+def _token_values(values: bytes, key: TrajectoryKey) -> Array:
+    if len(values) % 4:
+        raise InvalidArgumentError(f"{key}: token_values has {len(values)} bytes; send float64, one a response token")
+    # Only the run knows the response's length, so that an even number of float32 cannot be told from float64 here.
+    return np.frombuffer(values, np.float32 if len(values) % 8 else np.float64)
 
 
 def outcomes_to(outcomes: Iterable[Outcome]) -> list[Any]:

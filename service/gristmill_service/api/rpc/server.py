@@ -46,6 +46,11 @@ class GrpcServer:
             ("grpc.max_send_message_length", limit),
             # Otherwise two services would share a port, each with half of the calls.
             ("grpc.so_reuseport", 0),
+            # A caller that died without a word gives back the place of its stream; callers may ask in the same way.
+            ("grpc.keepalive_time_ms", 60_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+            ("grpc.keepalive_permit_without_calls", 1),
         )
         self._server = grpc.server(self._pool, interceptors=(Guard(backend.metrics),), options=options)
         self._streams = streams = Streams(settings.max_streams)
