@@ -1,6 +1,6 @@
 """The three workloads of the benchmarks, generated from a fixed seed as arrays.
 
-short: 3,509 rows of 640 multi-turn trajectories. agent: 1,845 rows of 256 trajectories, up to 24k tokens, a tenth of
+short: 3,509 rows of 640 multi-turn trajectories, turns of 80 to 320 tokens. agent: 1,845 rows of 256 trajectories, up to 24k tokens, a tenth of
 the turns breaking the prefix. anti: 512 rows, a short prompt with a long response and the reverse.
 """
 
@@ -66,9 +66,9 @@ def _short(rng: np.random.Generator) -> Workload:
     counts = _counts(rng, rows=3509, trajectories=640, most=12)
     turns = [
         Turns(
-            int(rng.integers(60, 300)),
-            rng.integers(40, 250, count).tolist(),
-            rng.integers(10, 60, count).tolist(),
+            int(rng.integers(100, 300)),
+            rng.integers(80, 320, count).tolist(),
+            rng.integers(20, 60, count).tolist(),
             [False] * count,
         )
         for count in counts

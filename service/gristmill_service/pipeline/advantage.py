@@ -58,7 +58,8 @@ def _grpo(scores: Float64s, config: RunConfig) -> Float64s:
     centered: Float64s = scores - scores.mean()
     if not config.grpo_norm_by_std:
         return centered
-    return centered / (np.sqrt((centered * centered).sum() / (len(scores) - 1)) + EPSILON)
+    std = float(np.sqrt((centered * centered).sum() / (len(scores) - 1)))
+    return centered / (std + EPSILON)
 
 
 def _rloo(scores: Float64s, config: RunConfig) -> Float64s:
