@@ -1,4 +1,4 @@
-"""The pipeline, arrays in to shard bytes in shared memory, against reading the input once and writing the output once."""
+"""The pipeline, arrays in to shard bytes in shared memory, against reading the input and writing the output once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the service costs when nobody uses it: time to be ready and memory when idle; and what a pull of a shard costs."""
+"""What the service costs when nobody uses it: time to be ready, memory when idle; and what a pull of a shard costs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The three workloads of the benchmarks, generated from a fixed seed as arrays.
 
-short: 3,509 rows of 640 multi-turn trajectories, turns of 80 to 320 tokens. agent: 1,845 rows of 256 trajectories, up to 24k tokens, a tenth of
-the turns breaking the prefix. anti: 512 rows, a short prompt with a long response and the reverse.
+short: 3,509 rows of 640 multi-turn trajectories, turns of 80 to 320 tokens. agent: 1,845 rows of 256 trajectories, up
+to 24k tokens, a tenth of the turns breaking the prefix. anti: 512 rows, a short prompt with a long response and the
+reverse.
 """
 
 from __future__ import annotations
