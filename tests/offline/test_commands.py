@@ -1,0 +1,252 @@
+"""`gristmill plan`, `batch` and `show`, as a person runs them: real processes, real files."""
+
+import gzip
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors import safe_open
+
+GRISTMILL = str(Path(sys.executable).with_name("gristmill"))
+
+CONFIG = {
+    "train_batch_size": 2,
+    "n_samples_per_prompt": 2,
+    "policy_mini_batch_size": 1,
+    "micro_batch": {"size": 1},
+    "step_wise": True,
+    "merge": "prefix",
+    "dp_size": 2,
+}
+
+
+def rollouts(prompts=4):
+    """Two samples a prompt, two steps each that merge."""
+    rows = []
+    for prompt in range(prompts):
+        for sample in range(2):
+            first = {"prompt_token_ids": [1, prompt], "response_ids": [5, 6], "is_last_step": False, "reward": 0.0}
+            second = {
+                "prompt_token_ids": [1, prompt, 5, 6, 7],
+                "response_ids": [8],
+                "is_last_step": True,
+                "reward": 1.0,
+            }
+            for step, row in enumerate((first, second)):
+                mask = [1] * len(row["response_ids"])
+                rows.append({"uid": f"p{prompt}", "sample": sample, "step": step, "loss_mask": mask, **row})
+    return rows
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(lines(rollouts()))
+    return path
+
+
+def run(*arguments, expect=0):
+    done = subprocess.run([GRISTMILL, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == expect, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def test_plan_prints_one_document_a_batch_on_standard_output_and_nothing_else(config, file):
+    done = run("plan", file, "--config", config)
+    plans = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [plan["batch"] for plan in plans] == [0, 1]
+    assert [(plan["rows_received"], plan["rows"], plan["prompts"], plan["optimizer_steps"]) for plan in plans] == [
+        (8, 4, 2, 2)
+    ] * 2
+    first = plans[0]["mini_batches"][0]
+    assert (first["model"], first["index"], first["start"], first["end"]) == ("policy", 0, 0, 2)
+    assert first["ranks"] == [
+        {"rank": 0, "rows": [0], "micro_batches": [[0]]},
+        {"rank": 1, "rows": [1], "micro_batches": [[0]]},
+    ]
+    assert first["loss_tokens"] == 6
+
+
+def test_batch_writes_the_plan_and_the_shards_that_plan_printed(config, file, tmp_path):
+    planned = [json.loads(line) for line in run("plan", file, "--config", config).stdout.splitlines()]
+    assert run("batch", file, "--config", config, "--out", tmp_path / "out").stdout == ""
+    for number, plan in enumerate(planned):
+        directory = tmp_path / "out" / f"batch-{number:05d}"
+        written = json.loads((directory / "plan.json").read_text())
+        assert written["mini_batches"] == plan["mini_batches"]
+        names = sorted(str(path.relative_to(directory)) for path in directory.rglob("*.safetensors"))
+        assert names == [f"policy-{m:03d}/rank-{r:03d}.safetensors" for m in range(2) for r in range(2)]
+        with safe_open(directory / names[0], framework="np") as shard:
+            assert json.loads(shard.metadata()["run"]) == "rollouts"
+            assert json.loads(shard.metadata()["batch"]) == number
+            assert shard.get_tensor("loss_mask").tolist() == [[1, 1, 0, 1]]
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "parquet"])
+def test_gzip_and_parquet_give_the_same_plans_as_json_lines(config, file, tmp_path, kind):
+    other = tmp_path / f"rollouts.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rollouts()), other)
+    else:
+        other.write_bytes(gzip.compress(lines(rollouts()).encode()))
+    assert run("plan", other, "--config", config).stdout == run("plan", file, "--config", config).stdout
+
+
+def test_the_order_of_rows_in_the_file_does_not_matter_beyond_the_order_of_prompts(config, file, tmp_path):
+    mixed = tmp_path / "mixed.jsonl"
+    rows = rollouts()
+    mixed.write_text(lines([*rows[::4], *[row for index, row in enumerate(rows) if index % 4][::-1]]))
+    assert run("plan", mixed, "--config", config).stdout == run("plan", file, "--config", config).stdout
+
+
+def test_a_lengths_file_is_planned_and_not_laid_out(config, tmp_path):
+    file = tmp_path / "lengths.jsonl"
+    rows = [
+        {"uid": f"p{prompt}", "sample": sample, "step": 0, "is_last_step": True, "prompt_len": 9, "response_len": 4}
+        for prompt in range(2)
+        for sample in range(2)
+    ]
+    file.write_text(lines(rows))
+    refused = run("plan", file, "--config", config, expect=1)
+    assert "is a lengths file" in refused.stderr
+    assert "set merge: none" in refused.stderr
+    config.write_text(json.dumps(CONFIG | {"merge": "none", "zero_variance_filter": "mask"}))
+    plan = json.loads(run("plan", file, "--config", config).stdout)
+    assert [part["loss_tokens"] for part in plan["mini_batches"]] == [8, 8]
+    assert "use gristmill plan" in run("batch", file, "--config", config, "--out", tmp_path / "o", expect=1).stderr
+
+
+def test_show_prints_rows_tokens_padding_and_loss_tokens_of_each_shard(config, file, tmp_path):
+    run("batch", file, "--config", config, "--out", tmp_path / "out")
+    shown = run("show", tmp_path / "out").stdout
+    assert "batch-00001/policy-001/rank-001.safetensors" in shown
+    header, first = shown.splitlines()[:2]
+    assert header.split() == ["shard", "rows", "padding", "rows", "tokens", "padding", "share", "loss", "tokens"]
+    assert first.split() == ["batch-00000/policy-000/rank-000.safetensors", "1", "0", "6", "0.0%", "3"]
+    assert shown.splitlines()[-1].split()[:4] == ["total", "8", "0", "48"]
+
+
+@pytest.mark.parametrize("layout", [{"layout": "packed"}, {"pad_width": "micro_batch"}, {"pad_to_multiple_of": 4}])
+def test_show_counts_padding_of_every_layout(config, tmp_path, layout):
+    config.write_text(json.dumps(CONFIG | {"dp_size": 3, "micro_batch": {"size": 2}} | layout))
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text(lines(rollouts(prompts=2)))
+    run("batch", file, "--config", config, "--out", tmp_path / "out")
+    total = run("show", tmp_path / "out").stdout.splitlines()[-1].split()
+    tokens, padding_tokens = 24, {"packed": 2 * 2, "micro_batch": 2 * 2}.get(next(iter(layout.values())), 4 * 2 + 2 * 4)
+    assert total[1:4] == ["6", "2", str(tokens)]
+    assert total[4] == f"{padding_tokens / (tokens + padding_tokens):.1%}"
+    assert total[5] == "12"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no rows"),
+        (b'{"uid": "a", "sample"', "line 1 is not valid JSON"),
+        (b"[1, 2]\n", "row 0: expected a mapping of fields, got list"),
+        (b"\x00\x01\x02\xff\xfe", "line 1 is not valid JSON"),
+        (lines(rollouts(3)).encode(), "holds 3 prompt groups, which is 1 batches of train_batch_size: 2 and 1 more"),
+        (
+            lines(rollouts()).replace('"reward": 1.0', '"reward": NaN', 1).encode(),
+            "uid 'p0' sample 0 step 1: reward is nan",
+        ),
+        (lines(rollouts()).replace('"loss_mask": [1]', '"loss_mask": [1, 1]', 1).encode(), "loss_mask has 2 values"),
+        (lines(rollouts()[1:]).encode(), "uid 'p0' sample 0: step 1 is there and step 0 is missing"),
+        (lines(rollouts() + rollouts()[:1]).encode(), "uid 'p0' sample 0: step 0 is there twice"),
+    ],
+)
+def test_a_wrong_file_is_one_clear_message_and_leaves_nothing_behind(config, tmp_path, content, message):
+    file = tmp_path / "rollouts.jsonl"
+    file.write_bytes(content)
+    for command in (["plan"], ["batch", "--out", tmp_path / "out"]):
+        done = run(command[0], file, "--config", config, *command[1:], expect=1)
+        assert message in done.stderr
+        assert done.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["cut.jsonl.gz", "foreign.jsonl.gz", "cut.parquet", "foreign.parquet"])
+def test_a_truncated_or_foreign_file_is_refused_by_name(config, tmp_path, name):
+    whole = tmp_path / f"whole.{name.partition('.')[2]}"
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(rollouts()), whole)
+    else:
+        whole.write_bytes(gzip.compress(lines(rollouts()).encode()))
+    data = whole.read_bytes()
+    file = tmp_path / name
+    file.write_bytes(b"not at all" * 20 if name.startswith("foreign") else data[: len(data) // 2])
+    assert f"refused: {file}: " in run("plan", file, "--config", config, expect=1).stderr
+
+
+def test_a_refused_second_batch_leaves_no_first_one(config, tmp_path):
+    config.write_text(json.dumps(CONFIG | {"on_misaligned": "error", "vpp_size": 2, "microbatch_group_size": 2}))
+    file = tmp_path / "rollouts.jsonl"
+    rows = rollouts()
+    # Batch 0 does not merge and aligns, batch 1 merges into too few rows.
+    for row in rows[:8]:
+        row["prompt_token_ids"] = [9, row["step"]]
+    file.write_text(lines(rows))
+    done = run("batch", file, "--config", config, "--out", tmp_path / "out", expect=1)
+    assert "policy mini-batch 0" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_existing_output_is_not_overwritten(config, file, tmp_path):
+    run("batch", file, "--config", config, "--out", tmp_path / "out")
+    done = run("batch", file, "--config", config, "--out", tmp_path / "out", expect=1)
+    assert "batch-00000 exists already; remove it or choose another --out" in done.stderr
+
+
+def test_warnings_and_counts_go_to_standard_error(config, file):
+    config.write_text(json.dumps(CONFIG | {"loss_reduction": "sequence_mean", "max_seq_len": 3}))
+    done = run("plan", file, "--config", config)
+    assert "scale of the loss depends on how many steps merge" in done.stderr
+    assert "rows are longer than max_seq_len" in done.stderr
+
+
+def test_show_refuses_what_is_no_shard(tmp_path):
+    assert "no shards" in run("show", tmp_path, expect=1).stderr
+    (tmp_path / "broken.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+    assert "broken.safetensors: is not a whole shard" in run("show", tmp_path, expect=1).stderr
+
+
+def test_a_missing_file_or_configuration_is_named(config, tmp_path):
+    assert "absent.jsonl" in run("plan", tmp_path / "absent.jsonl", "--config", config, expect=1).stderr
+    assert "absent.yaml: cannot read" in run("plan", config, "--config", tmp_path / "absent.yaml", expect=1).stderr
+
+
+def test_help_teaches_with_an_example():
+    for command in ("plan", "batch", "show"):
+        assert "Example: gristmill" in run(command, "--help").stdout
+
+
+def test_ctrl_c_ends_a_batch_without_a_traceback_or_a_half_written_batch(config, tmp_path):
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text(lines(rollouts(prompts=20_000)))
+    command = [GRISTMILL, "batch", str(file), "--config", str(config), "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=1.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert not list(tmp_path.glob("out/.*"))
