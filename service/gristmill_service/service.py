@@ -57,13 +57,15 @@ class Service:
         """Takes no new calls, finishes what is being sealed, answers who waits, and closes. Within the grace."""
         _log.info("shutting down", waiting=self.waiting.count)
         self._backend.not_ready = "shutting down"
-        self._grpc.refuse_new_calls(self._grace_s)
-        self._http.refuse_new_calls()
-        self.runs.close(self._grace_s)
-        self.waiting.close()
-        self._grpc.wait_until_idle()
-        self._http.wait_until_idle()
-        self._store.close()
+        with ExitStack() as whatever_fails:
+            # Memory that outlives the process is given back in any case.
+            whatever_fails.callback(self._store.close)
+            self._grpc.refuse_new_calls(self._grace_s)
+            self._http.refuse_new_calls()
+            self.runs.close(self._grace_s)
+            self.waiting.close()
+            self._grpc.wait_until_idle()
+            self._http.wait_until_idle()
         _log.info("closed")
 
     def _statuses(self) -> Iterator[RunStatus]:
