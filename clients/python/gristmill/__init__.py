@@ -1,1 +1,80 @@
+"""gristmill: rollouts in, train-ready shards out. The clients of the service.
+
+`RolloutClient` and `AsyncRolloutClient` need only grpcio, protobuf and numpy. `TrainerClient` reads torch tensors:
+`pip install gristmill[torch]`. Names are imported when first used, so that each costs only those who use it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from gristmill.aio import AsyncRolloutClient, AsyncTrajectory
+    from gristmill.batch import Batch
+    from gristmill.errors import (
+        AlreadyExistsError,
+        BatchFailedError,
+        DeadlineExceededError,
+        FailedPreconditionError,
+        GristmillError,
+        InvalidArgumentError,
+        NotFoundError,
+        ResourceExhaustedError,
+        StaleIncarnationError,
+        UnavailableError,
+        UnsupportedError,
+    )
+    from gristmill.outbox import RowOutcome
+    from gristmill.rollout import RolloutClient
+    from gristmill.torch import MicroBatch, Shard
+    from gristmill.trainer import TrainerClient
+    from gristmill.trajectory import Trajectory
+
+__all__ = [
+    "AlreadyExistsError",
+    "AsyncRolloutClient",
+    "AsyncTrajectory",
+    "Batch",
+    "BatchFailedError",
+    "DeadlineExceededError",
+    "FailedPreconditionError",
+    "GristmillError",
+    "InvalidArgumentError",
+    "MicroBatch",
+    "NotFoundError",
+    "ResourceExhaustedError",
+    "RolloutClient",
+    "RowOutcome",
+    "Shard",
+    "StaleIncarnationError",
+    "TrainerClient",
+    "Trajectory",
+    "UnavailableError",
+    "UnsupportedError",
+]
+
+_MODULES = {
+    "AsyncRolloutClient": "aio",
+    "AsyncTrajectory": "aio",
+    "Batch": "batch",
+    "MicroBatch": "torch",
+    "RolloutClient": "rollout",
+    "RowOutcome": "outbox",
+    "Shard": "torch",
+    "TrainerClient": "trainer",
+    "Trajectory": "trajectory",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'gristmill' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"gristmill.{_MODULES.get(name, 'errors')}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

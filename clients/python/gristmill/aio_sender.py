@@ -1,0 +1,169 @@
+"""The connection and the task that send an asyncio client's rows: `transport` and `sender` for one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, TypeVar
+
+import grpc
+
+from gristmill import wire
+from gristmill.errors import FailedPreconditionError, GristmillError
+from gristmill.outbox import Delivery, Entry, Limits, Outbox, RowOutcome, error_of, join
+from gristmill.sender import attempt_s
+from gristmill.steps import Steps, TrajectoryKey
+from gristmill.transport import CHANNEL_OPTIONS, Failure, OwnProcess, Patience, Retry, Stubs, check_address, failure_of
+from gristmill.v1 import rollout_pb2
+
+T = TypeVar("T")
+
+
+class AsyncTransport(Stubs):
+    """As Transport, for one event loop: that of the first call, in which the connection is made."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self.address = check_address(address)
+        self.timeout_s = timeout_s
+        self.process = OwnProcess("AsyncRolloutClient")
+        self._channel: Any = None
+        self._is_closed = False
+
+    def connect(self) -> None:
+        self.process.check()
+        if self._is_closed:
+            raise FailedPreconditionError("this AsyncRolloutClient is closed; make another")
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
+            super().__init__(self._channel)
+
+    async def call(
+        self,
+        choose: Callable[[Stubs], Callable[..., Awaitable[Any]]],
+        request: Any,
+        *,
+        wait_s: float = 0.0,
+        timeout_s: float = -1.0,
+    ) -> Any:
+        """`choose` names the stub's method, which there is only once the connection is made."""
+        self.connect()
+        method, retry = choose(self), Retry(self.timeout_s if timeout_s < 0 else timeout_s)
+        while True:
+            try:
+                return await method(request, timeout=retry.attempt_s(wait_s))
+            except grpc.RpcError as call:
+                await asyncio.sleep(retry.pause_s(failure_of(call, self.address)))
+
+    async def wait(self, ask: Callable[[float], Awaitable[T]], is_settled: Callable[[T], bool], wait_s: float) -> T:
+        patience = Patience(wait_s)
+        while True:
+            answer = await ask(patience.next_wait_s())
+            if is_settled(answer) or patience.is_over():
+                return answer
+            await asyncio.sleep(patience.pause_s())
+
+    async def close(self) -> None:
+        if self.process.is_here():
+            self._is_closed = True
+            if self._channel is not None:
+                await self._channel.close()
+
+
+class AsyncSender:
+    """The task that sends a client's rows; as Sender, without locks, as all is one loop."""
+
+    def __init__(self, transport: AsyncTransport, run: str, limits: Limits) -> None:
+        self._transport = transport
+        self._run = run
+        self._outbox = Outbox(limits, transport.timeout_s)
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+
+    async def put(self, table: Steps, delivery: Delivery) -> None:
+        self._transport.connect()
+        if self._task is None:
+            self._work, self._progress = asyncio.Event(), asyncio.Event()
+            self._task = asyncio.create_task(self._send_all(), name="gristmill-sender")
+        await self._until(lambda: self._closing or self._outbox.has_room(table))
+        if self._closing:
+            raise FailedPreconditionError("this AsyncRolloutClient is closed; make another")
+        if self._outbox.add(table, delivery, time.monotonic()):
+            self._work.set()
+
+    async def wait(self, delivery: Delivery) -> None:
+        self._hurry()
+        await self._until(lambda: not delivery.under_way)
+
+    async def wait_for_trajectories(self, keys: Collection[TrajectoryKey]) -> None:
+        self._hurry()
+        await self._until(lambda: not self._outbox.is_sending(keys))
+
+    def withdraw(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
+        self._outbox.withdraw(is_meant)
+        self._tell()
+
+    async def flush(self) -> None:
+        last = self._hurry()
+        await self._until(lambda: self._outbox.is_settled(last))
+        failures, self._outbox.failures = self._outbox.failures, {}
+        if failures:
+            raise error_of(failures)
+
+    def told(self, delivery: Delivery) -> GristmillError | None:
+        return self._outbox.tell(delivery)
+
+    async def close(self) -> None:
+        self._closing = True
+        if self._task is not None:
+            self._hurry()
+            self._tell()
+            await self._task
+
+    def _hurry(self) -> int:
+        if self._task is not None:
+            self._work.set()
+        return self._outbox.hurry()
+
+    def _tell(self) -> None:
+        """Wakes all who wait for progress, each of whom waits on the event of its time."""
+        if self._task is not None:
+            self._progress.set()
+            self._progress = asyncio.Event()
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await self._progress.wait()
+
+    async def _send_all(self) -> None:
+        while entries := await self._next():
+            try:
+                outcomes = await self._send(entries)
+            except grpc.RpcError as call:
+                self._outbox.refuse(entries, failure_of(call, self._transport.address), time.monotonic())
+            except Exception as error:  # noqa: BLE001  whatever it is, the rows' owners are told, and the others go on
+                failure = Failure(GristmillError(f"{type(error).__name__}: {error}"))
+                self._outbox.refuse(entries, failure, time.monotonic())
+            else:
+                self._outbox.settle(entries, outcomes)
+            self._tell()
+
+    async def _next(self) -> list[Entry]:
+        while True:
+            self._work.clear()
+            now = time.monotonic()
+            if entries := self._outbox.take(now):
+                self._tell()
+                return entries
+            pause_s = self._outbox.due_in(now)
+            if pause_s is None and self._closing:
+                return []
+            try:
+                await asyncio.wait_for(self._work.wait(), pause_s)
+            except TimeoutError:
+                continue
+
+    async def _send(self, entries: list[Entry]) -> list[RowOutcome]:
+        request = rollout_pb2.SubmitRowsRequest(run=self._run, rows=wire.encode(join(entries)))
+        response = await self._transport.rollouts.SubmitRows(request, timeout=attempt_s(entries))
+        return [RowOutcome(outcome) for outcome in response.outcomes]

@@ -1,0 +1,51 @@
+"""Gets a shard's tensors: maps the service's shared memory where it is this machine's, else streams the bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from gristmill.errors import InvalidArgumentError, UnavailableError
+from gristmill.shards import ShardAddress, is_mappable
+from gristmill.torch import Tensors, map_shard, parse_shard
+from gristmill.transport import Retry, Transport, failure_of
+from gristmill.v1 import trainer_pb2
+
+# A stream that brings less than this is given up and made again.
+_SLOWEST_BYTES_PER_S = 5e6
+
+
+def map_published(address: ShardAddress, path: str, size: int) -> tuple[Tensors, dict[str, Any]] | None:
+    """None where the file is not there, or is not the one meant: the service's memory is not this machine's, or the
+    batch was freed at this moment."""
+    if not path or not is_mappable(path, size):
+        return None
+    try:
+        tensors, metadata = map_shard(path)
+    except (OSError, InvalidArgumentError):
+        return None
+    return (tensors, metadata) if address.is_of(metadata) else None
+
+
+def stream(transport: Transport, address: ShardAddress, size: int) -> tuple[Tensors, dict[str, Any]]:
+    """A copy, over the connection; blocks until all `size` bytes have come. A stream that breaks is made again.
+
+    Raises what the call ends with, NotFoundError for instance when the batch is freed.
+    """
+    transport.check_usable()
+    retry = Retry(transport.timeout_s)
+    while True:
+        try:
+            data = _read(transport, address, retry.attempt_s(size / _SLOWEST_BYTES_PER_S))
+        except grpc.RpcError as call:
+            transport.pause(retry.pause_s(failure_of(call, transport.address)))
+            continue
+        if len(data) != size:
+            raise UnavailableError(f"{address}: {len(data)} bytes came where the service told {size}; read it again")
+        return parse_shard(data, str(address))
+
+
+def _read(transport: Transport, address: ShardAddress, timeout_s: float) -> bytes:
+    request: trainer_pb2.ReadShardRequest = address.request()
+    return b"".join(piece.data for piece in transport.trainers.ReadShard(request, timeout=timeout_s))

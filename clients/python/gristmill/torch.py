@@ -1,0 +1,272 @@
+"""Shards as torch tensors: mapped without a copy, cut into micro-batches, and a model's output taken back to rows.
+
+The one module that needs PyTorch and safetensors. Owns no connection: `gristmill.trainer` says which shard.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError
+from gristmill.shards import Position, read_metadata
+
+try:
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load, load_file
+except ImportError as missing:
+    raise ImportError(
+        f"shards are read by PyTorch and safetensors ({missing}): pip install gristmill[torch]"
+    ) from missing
+
+Tensors = dict[str, torch.Tensor]
+
+_KINDS = {
+    "tokens": ("sequences",),
+    "masks": ("attention_mask", "response_mask", "loss_mask"),
+    "floats": ("rewards", "advantages", "rollout_logprobs"),
+}
+# Metadata with one value a row, also within loss_denominators.
+_OF_ROWS = ("uids", "rounds", "stop_reasons", "row_tokens", "prompt_tokens", "trajectory_tokens")
+
+
+class Conversion:
+    """What tensors become when they are used: on which device, and of which dtype.
+
+    device: None leaves them where they are, in the mapped file.
+    dtypes: for `tokens`, `masks` and `floats`; those not named keep int32, uint8 and float32.
+    """
+
+    def __init__(
+        self, device: torch.device | str | None = None, dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> None:
+        unknown = sorted((dtypes or {}).keys() - _KINDS.keys())
+        if unknown:
+            raise InvalidArgumentError(f"dtypes names {unknown[0]!r}; known are {', '.join(_KINDS)}")
+        self._device = device
+        self._dtypes = {name: dtype for kind, dtype in (dtypes or {}).items() for name in _KINDS[kind]}
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself where there is nothing to convert."""
+        return tensor.to(device=self._device, dtype=self._dtypes.get(name))
+
+
+class Rows:
+    """Rows of a shard with their tensors: a micro-batch, or a whole shard.
+
+    Tensors are had by name, as in `rows["sequences"]`: converted when first used, else views of the mapped file.
+    Writing to them changes nobody's data but this process's.
+
+    metadata: `uids`, `stop_reasons`, `loss_denominators` and what else the shard says; lists with one value a row hold
+        these rows' values.
+    """
+
+    def __init__(self, tensors: Tensors, metadata: dict[str, Any], convert: Conversion) -> None:
+        self._raw = tensors
+        self._convert = convert
+        self._converted: Tensors = {}
+        self.metadata = metadata
+
+    def __len__(self) -> int:
+        """Rows, padding rows included."""
+        return len(self._raw["row"])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._raw
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Raises KeyError naming the tensors that there are."""
+        if name not in self._converted:
+            if name not in self._raw:
+                raise KeyError(f"no tensor {name!r}; there are {', '.join(sorted(self._raw))}")
+            self._converted[name] = self._convert(name, self._raw[name])
+        return self._converted[name]
+
+    @property
+    def tensors(self) -> Tensors:
+        """All tensors by name, converted."""
+        return {name: self[name] for name in self._raw}
+
+    @property
+    def returns(self) -> torch.Tensor:
+        """The advantages, which they equal for outcome estimators."""
+        return self["advantages"]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the rows stand on one token axis, cut by `cu_seqlens`, instead of one a line with padding."""
+        return "cu_seqlens" in self._raw
+
+    def position_ids(self) -> torch.Tensor:
+        """Each token's place in its row; int64, shaped as `sequences`. 0 on padding, which nothing attends to."""
+        if self.is_packed:
+            return self["position_ids"].long()
+        return (self["attention_mask"].long().cumsum(-1) - 1).clamp_(min=0)
+
+    def response_logprobs(self, log_probs: torch.Tensor) -> torch.Tensor:
+        """Of per-token model output, what belongs to `advantages`, `loss_mask` and the other response-level tensors.
+
+        log_probs: shaped as `sequences`, further dimensions allowed; at each position that of the *next* token given
+            all up to it, as a causal model gives it (the last position predicts a token that is not there).
+        Padded, this is `log_probs[:, -max_response - 1 : -1]`, (rows, max_response, ...); packed, each value moves to
+        the token that it is of, (tokens, ...), and the first position gets 0. Values outside of `response_mask` mean
+        nothing.
+        """
+        self._check_shape(log_probs, "log_probs", tuple(self["sequences"].shape))
+        if self.is_packed:
+            return torch.cat([torch.zeros_like(log_probs[:1]), log_probs[:-1]])
+        response = self["response_mask"].shape[1]
+        if response < log_probs.shape[1]:
+            return log_probs[:, -response - 1 : -1]
+        # Rounded up to one width, there is no column before the response; a prompt takes it, so none is needed.
+        return torch.cat([torch.zeros_like(log_probs[:, :1]), log_probs[:, :-1]], dim=1)
+
+    def unpad(self, output: torch.Tensor) -> list[torch.Tensor]:
+        """Per row, the response's part of per-token output that stands on its own tokens: the last `response_len`.
+
+        output: (rows, width, ...) with any width that holds the responses, such as max_response or max_total, right-
+            aligned as `response_mask` is; packed: (tokens, ...). Padding rows give an empty tensor.
+        Returns views, one a row. Raises InvalidArgumentError naming both shapes.
+
+            old = micro.unpad(micro.response_logprobs(log_probs))     # old[i]: the log probs of row i's response
+        """
+        if self.is_packed:
+            self._check_shape(output, "output", tuple(self["sequences"].shape))
+            edges = self._raw["cu_seqlens"].tolist()
+            mask = self._raw["response_mask"] != 0
+            lengths = [int(mask[start:end].sum()) for start, end in pairwise(edges)]
+            return [output[end - length : end] for end, length in zip(edges[1:], lengths, strict=True)]
+        lengths = (self._raw["response_mask"] != 0).sum(-1).tolist()
+        self._check_shape(output, "output", (len(self),))
+        width = output.shape[1] if output.ndim > 1 else 0
+        if width < max(lengths):
+            raise InvalidArgumentError(
+                f"output has shape {tuple(output.shape)} and the longest response {max(lengths)} tokens; give its "
+                "whole width"
+            )
+        # Not [-length:], which for a length of 0 takes all.
+        return [row[width - length :] for row, length in zip(output, lengths, strict=True)]
+
+    @staticmethod
+    def _check_shape(values: torch.Tensor, name: str, expected: tuple[int, ...]) -> None:
+        if tuple(values.shape[: len(expected)]) != expected:
+            raise InvalidArgumentError(
+                f"{name} has shape {tuple(values.shape)}; these rows need {expected}, and what may follow"
+            )
+
+
+class MicroBatch(Rows):
+    """Rows that go through the model together; made by `Shard.micro_batches`."""
+
+
+class Shard(Rows):
+    """What one rank trains on in one mini-batch; made by `Batch`.
+
+    position: which mini-batch, in training order. is_mapped: whether it is shared memory, not a copy.
+    """
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        metadata: dict[str, Any],
+        convert: Conversion,
+        position: Position,
+        *,
+        is_mapped: bool,
+        acknowledge: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(tensors, metadata, convert)
+        self.position = position
+        self.is_mapped = is_mapped
+        self._acknowledge = acknowledge
+
+    @property
+    def is_per_micro_batch(self) -> bool:
+        """Whether each micro-batch has tensors of its own (packed, or as wide as its own longest row)."""
+        return "sequences" not in self._raw
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """The shard's micro-batches in order, as views. Every rank has the same number of them."""
+        for index, positions in enumerate(self.metadata["micro_batches"]):
+            # Rows stand in micro-batch order, so that a micro-batch is a slice.
+            begin, end = positions[0], positions[-1] + 1
+            prefix = f"micro_batch_{index:03d}/"
+            own = {name.removeprefix(prefix): raw for name, raw in self._raw.items() if name.startswith(prefix)}
+            cut = {name: raw[begin:end] for name, raw in self._raw.items() if "/" not in name}
+            yield MicroBatch(cut | own, _metadata_of(self.metadata, begin, end), self._convert)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._raw and self.is_per_micro_batch and f"micro_batch_000/{name}" in self._raw:
+            raise KeyError(f"{name!r} is one per micro-batch in this shard; take it from micro_batches()")
+        return super().__getitem__(name)
+
+    def ack(self) -> None:
+        """Says that the optimizer step on this mini-batch is made: the rank moves on to the next.
+
+        Idempotent, and safe to repeat. Without checkpoints (`auto_commit`) this also commits: what lies before is freed
+        once every rank is past it, and a crash then loses what the optimizer learned from it. Mini-batches are
+        acknowledged in order; raises FailedPreconditionError for one ahead of the rank's next, and
+        StaleIncarnationError when another start of the trainer has taken over.
+        """
+        if self._acknowledge is None:
+            raise FailedPreconditionError(
+                f"{self.position}: this shard is read without training order; acknowledge those of mini_batches()"
+            )
+        self._acknowledge()
+
+
+def map_shard(path: str) -> tuple[Tensors, dict[str, Any]]:
+    """Tensors over a private map of a shard's file, and its metadata. Nothing is copied: under 1 ms at any size.
+
+    Raises OSError or InvalidArgumentError.
+    """
+    with Path(path).open("rb") as file:
+        metadata = read_metadata(file, os.fstat(file.fileno()).st_size, path)
+    try:
+        return load_file(path), metadata
+    except SafetensorError as error:
+        raise InvalidArgumentError(f"{path} is not a whole shard: {error}; make it anew") from None
+
+
+def parse_shard(data: bytes, where: str) -> tuple[Tensors, dict[str, Any]]:
+    """The same from a shard's bytes. Raises InvalidArgumentError."""
+    metadata = read_metadata(io.BytesIO(data), len(data), where)
+    try:
+        return load(data), metadata
+    except SafetensorError as error:
+        raise InvalidArgumentError(f"{where} is not a whole shard: {error}; read it again") from None
+
+
+def open_shard(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Shard:
+    """A shard file, for instance of `gristmill batch`; it has nothing to acknowledge.
+
+    Raises OSError when it cannot be read, InvalidArgumentError when it is no whole shard.
+
+        for micro in open_shard("shards/batch-00000/policy-000/rank-000.safetensors").micro_batches():
+            train(micro["sequences"], micro["attention_mask"], micro.position_ids())
+    """
+    tensors, metadata = map_shard(os.fspath(path))
+    position = Position(metadata["batch"], 0, metadata["mini_batch"])
+    return Shard(tensors, metadata, Conversion(device, dtypes), position, is_mapped=True)
+
+
+def _metadata_of(metadata: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
+    """The metadata with, of what has one value a row, these rows' values."""
+    return {
+        name: value[begin:end]
+        if name in _OF_ROWS
+        else _metadata_of(value, begin, end)
+        if isinstance(value, dict)
+        else value
+        for name, value in metadata.items()
+    }

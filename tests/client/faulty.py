@@ -1,0 +1,123 @@
+"""A rollout service that fails as told: replies lost after the work is done, bursts of UNAVAILABLE, full buffers.
+
+It keeps rows as the contract says (the same row again is a duplicate, all rows of a request or none), and nothing more:
+what the real service does is tested with the real service.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from gristmill.errors import GristmillError, ResourceExhaustedError
+from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, rows_pb2, run_pb2, run_pb2_grpc
+from gristmill.wire import decode
+
+Fault = Callable[[grpc.ServicerContext], None]
+
+
+def unavailable(context: grpc.ServicerContext) -> None:
+    context.abort(grpc.StatusCode.UNAVAILABLE, "restarting")
+
+
+def refuse(error: GristmillError, pushback_ms: str | None = None) -> Fault:
+    """As the real service tells an error."""
+
+    def fail(context: grpc.ServicerContext) -> None:
+        trailers = [("gristmill-error", type(error).__name__)]
+        if pushback_ms is not None:
+            trailers.append(("grpc-retry-pushback-ms", pushback_ms))
+        context.set_trailing_metadata(trailers)
+        context.abort(getattr(grpc.StatusCode, error.code), str(error))
+
+    return fail
+
+
+class FaultyService(rollout_pb2_grpc.RolloutServiceServicer, run_pb2_grpc.RunServiceServicer):
+    """before, after: faults of the next SubmitRows calls, before or after the rows are kept; None is no fault."""
+
+    def __init__(self) -> None:
+        self.before: deque[Fault | None] = deque()
+        self.after: deque[Fault | None] = deque()
+        self.rows: dict[tuple[Any, ...], bytes] = {}
+        self.arrivals: list[tuple[str, int, int]] = []
+        self.calls: list[int] = []
+        self.refused_uids: dict[str, GristmillError] = {}
+        self.full_uids: set[str] = set()
+        self.dropped_uids: set[str] = set()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self._lock = threading.Lock()
+
+    def SubmitRows(self, request, context):
+        self.entered.set()
+        self.gate.wait(30)
+        with self._lock:
+            self.calls.append(len(request.rows.uids))
+            self._fail(self.before, context)
+            for uid in request.rows.uids:
+                if uid in self.refused_uids:
+                    refuse(self.refused_uids[uid])(context)
+                if uid in self.full_uids:
+                    refuse(ResourceExhaustedError(f"no room for {uid}"), "20")(context)
+            outcomes = self._keep(request.rows)
+            self._fail(self.after, context)
+            return rollout_pb2.SubmitRowsResponse(outcomes=outcomes)
+
+    def AbortTrajectories(self, request, context):
+        self.dropped_uids |= {key.uid for key in request.trajectories}
+        self.reasons = request.reason
+        return rollout_pb2.AbortTrajectoriesResponse(changed=len(request.trajectories))
+
+    def WaitPolicyVersion(self, request, context):
+        self._fail(self.before, context)
+        return run_pb2.WaitPolicyVersionResponse(version=7)
+
+    def SealBatch(self, request, context):
+        self.calls.append(0)
+        self._fail(self.before, context)
+        return rollout_pb2.SealBatchResponse(batch=0, prompts=1)
+
+    def _keep(self, rows: rows_pb2.Rows) -> list[int]:
+        table, outcomes = decode(rows), []
+        for row in range(len(table)):
+            key, content = (table.key(row), int(table.steps[row])), table.tokens[row].tobytes()
+            if table.uids[row] in self.dropped_uids:
+                outcomes.append(rows_pb2.ROW_OUTCOME_DROPPED)
+            elif key in self.rows:
+                assert self.rows[key] == content
+                outcomes.append(rows_pb2.ROW_OUTCOME_DUPLICATE)
+            else:
+                self.rows[key] = content
+                self.arrivals.append((table.uids[row], int(table.samples[row]), int(table.steps[row])))
+                outcomes.append(rows_pb2.ROW_OUTCOME_ACCEPTED)
+        return outcomes
+
+    @staticmethod
+    def _fail(faults: deque[Fault | None], context: grpc.ServicerContext) -> None:
+        fault = faults.popleft() if faults else None
+        if fault is not None:
+            fault(context)
+
+
+@contextmanager
+def serving(service: FaultyService, max_message_bytes: int = 64 << 20) -> Iterator[str]:
+    """Serves on a free port; gives the address."""
+    options = [("grpc.max_receive_message_length", max_message_bytes), ("grpc.so_reuseport", 0)]
+    server = grpc.server(ThreadPoolExecutor(8), options=options)
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
+    run_pb2_grpc.add_RunServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        service.gate.set()
+        server.stop(None).wait()
