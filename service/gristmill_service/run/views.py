@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from gristmill.columns import Array
 from gristmill.steps import TrajectoryKey
-
 from gristmill_service.config import Model
 from gristmill_service.store.base import ShardAddress, ShardLocation
 
@@ -58,7 +57,7 @@ class Admissions:
 
 @dataclass(frozen=True, slots=True)
 class RewardUpdate:
-    """`value` for runs with scalar rewards, `token_values` (float, one a response token) for runs with rewards per token."""
+    """`value` where rows carry scalar rewards; `token_values`, one a response token, where they carry those."""
 
     trajectory: TrajectoryKey
     step: int | None = None

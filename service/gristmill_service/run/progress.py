@@ -1,0 +1,137 @@
+"""Ranks on their way through the batches: the order of positions, and what acknowledging, committing and resuming do.
+
+Reads the state, returns events. A batch that failed, or that has nothing for a model, has no positions: it is stepped
+over.
+"""
+
+from __future__ import annotations
+
+from gristmill.errors import BatchFailedError, FailedPreconditionError, InvalidArgumentError, StaleIncarnationError
+from gristmill_service.config import Model
+from gristmill_service.run.events import Acknowledged, BatchFreed, Event, ModelResumed, PositionCommitted
+from gristmill_service.run.state import ModelState, State
+from gristmill_service.run.views import Position
+
+
+def model_state(state: State, model: Model) -> ModelState:
+    found = state.models.get(model)
+    if found is None:
+        raise InvalidArgumentError(
+            f"model is {model} and this run has none; it has {', '.join(state.models)} (critic_mini_batch_size "
+            "configures a critic)"
+        )
+    return found
+
+
+def check_rank(state: State, model: Model, rank: int) -> None:
+    size = len(model_state(state, model).next)
+    if not 0 <= rank < size:
+        raise InvalidArgumentError(f"rank is {rank} and dp_size is {size}; ranks are 0..{size - 1}")
+
+
+def check_incarnation(state: State, model: Model, incarnation: int) -> None:
+    """0 is not checked."""
+    current = model_state(state, model).incarnation
+    if incarnation and incarnation < current:
+        raise StaleIncarnationError(
+            f"{model}: incarnation {incarnation} was superseded by {current}: the trainer was resumed elsewhere; end "
+            "this process, or resume again"
+        )
+
+
+def settle(state: State, model: Model, position: Position) -> Position:
+    """The position itself, or the next that exists where its batch has none or it is past the batch's last."""
+    while True:
+        batch = state.batches.get(position.batch)
+        if position.batch in state.failed:
+            position = Position(position.batch + 1)
+            continue
+        if batch is None or batch.mini_batches is None:
+            return position
+        count = batch.mini_batches.get(model, 0)
+        if not count or position.epoch >= state.epochs:
+            position = Position(position.batch + 1)
+        elif position.mini_batch >= count:
+            position = Position(position.batch, position.epoch + 1)
+        else:
+            return position
+
+
+def next_of(state: State, model: Model, rank: int) -> Position:
+    return settle(state, model, model_state(state, model).next[rank])
+
+
+def acknowledge(state: State, model: Model, rank: int, position: Position) -> list[Event]:
+    """Moves the rank past the position, its next; nothing for one it is past already."""
+    expected = next_of(state, model, rank)
+    if position < expected:
+        return []
+    if position.batch in state.failed:
+        raise BatchFailedError(f"batch {position.batch} failed: {state.failed[position.batch]}", position.batch)
+    batch = state.batches.get(position.batch)
+    if position != expected or batch is None or not batch.is_published:
+        raise FailedPreconditionError(
+            f"{model} rank {rank}: {_text(position)} cannot be acknowledged, the next is {_text(expected)}"
+            + ("" if position != expected else ", which is not published yet")
+            + "; acknowledge in order"
+        )
+    following = settle(state, model, position._replace(mini_batch=position.mini_batch + 1))
+    return [Acknowledged(model, rank, following)]
+
+
+def commit(state: State, model: Model, position: Position) -> list[Event]:
+    """Raises the committed position; nothing for one before it."""
+    _check_exists(state, model, position)
+    if position <= model_state(state, model).committed:
+        return []
+    return [PositionCommitted(model, position)]
+
+
+def commit_acknowledged(state: State, model: Model) -> list[Event]:
+    """Commits up to where every rank is: what a trainer without checkpoints asks for."""
+    return commit(state, model, min(settle(state, model, position) for position in state.models[model].next))
+
+
+def freed(state: State) -> list[Event]:
+    """Batches that every model has both committed and acknowledged past."""
+    safe = min(
+        settle(state, model, min(progress.committed, *progress.next)).batch for model, progress in state.models.items()
+    )
+    return [BatchFreed(number) for number, batch in state.batches.items() if number < safe and batch.is_published]
+
+
+def resume(state: State, model: Model, position: Position | None, launch: str) -> list[Event]:
+    """Puts all ranks to the position under a new incarnation; nothing where this launch did so already."""
+    current = model_state(state, model)
+    if not launch:
+        raise InvalidArgumentError("launch is empty; name this start of the trainer, the same on all its ranks")
+    if launch == current.launch:
+        if position is not None and position != current.resumed_at:
+            raise FailedPreconditionError(
+                f"{model}: launch {launch!r} resumed at {_text(current.resumed_at)}, and this rank asks for "
+                f"{_text(position)}; all ranks load the same checkpoint"
+            )
+        return []
+    target = current.committed if position is None else position
+    _check_exists(state, model, target)
+    if target < current.committed:
+        raise FailedPreconditionError(
+            f"{model}: {_text(target)} lies before the committed {_text(current.committed)}, and its data may be gone; "
+            "resume from the newer checkpoint, and commit only what a checkpoint holds"
+        )
+    return [ModelResumed(model, target, current.incarnation + 1, launch)]
+
+
+def _check_exists(state: State, model: Model, position: Position) -> None:
+    model_state(state, model)
+    if min(position) < 0:
+        raise InvalidArgumentError(f"{model}: {_text(position)} is no position; its parts are not negative")
+    if position > Position(state.batches_sealed):
+        raise FailedPreconditionError(
+            f"{model}: {_text(position)} is past the last sealed batch, number {state.batches_sealed - 1}; is it of "
+            "another run?"
+        )
+
+
+def _text(position: Position) -> str:
+    return f"batch {position.batch} epoch {position.epoch} mini-batch {position.mini_batch}"
