@@ -21,6 +21,10 @@ class ServiceProcess:
     announced: Path
 
     @property
+    def log(self) -> Path:
+        return self.announced.with_suffix(".log")
+
+    @property
     def pid(self) -> int:
         return self.process.pid
 

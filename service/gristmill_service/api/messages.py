@@ -23,7 +23,7 @@ _MODELS: dict[int, Model] = {
 _MODEL_NUMBERS: dict[Model, Any] = {"policy": run_pb2.MODEL_POLICY, "critic": run_pb2.MODEL_CRITIC}
 
 
-def config_mapping(config_json: str) -> object:
+def config_mapping(config_json: str) -> Any:
     try:
         return orjson.loads(config_json)
     except orjson.JSONDecodeError as error:

@@ -1,0 +1,180 @@
+"""Each kind of bad input gets one clear error through either door, and leaves what was accepted before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.api.doors import CONFIG, Door, HttpDoor, Json, Refused, group, row
+
+HTTP_STATUSES = {"INVALID_ARGUMENT": 422, "NOT_FOUND": 404, "ALREADY_EXISTS": 409, "FAILED_PRECONDITION": 412}
+
+
+@contextmanager
+def refusing(code: str, *parts: str) -> Iterator[None]:
+    """The body is refused with this code and a message that has these parts."""
+    with pytest.raises(Refused) as caught:
+        yield
+    refused = caught.value
+    assert refused.code == code, refused
+    assert refused.status in (0, HTTP_STATUSES[code])
+    for part in parts:
+        assert part in refused.message
+
+
+WRONG_ROWS: dict[str, tuple[Json, tuple[str, ...]]] = {
+    # Over gRPC the columns of all rows are one buffer each, and the sizes are theirs.
+    "mask of the wrong length": ({"loss_mask": [1]}, ("loss_mask has",)),
+    "rewards of the wrong length": ({"reward": [1.0]}, ("reward",)),
+    "empty response": ({"response_ids": [], "loss_mask": []}, ("response_ids is empty",)),
+    "empty prompt": ({"prompt_token_ids": []}, ("prompt_token_ids is empty",)),
+    "NaN reward": ({"reward": math.nan}, ("reward", "nan")),
+    "infinite reward": ({"reward": math.inf}, ("reward", "inf")),
+    "NaN logprob": ({"rollout_logprobs": [math.nan, 0.0]}, ("rollout_logprobs[0]", "nan")),
+    "negative token": ({"response_ids": [-3, 4]}, ("response_ids[0]", "-3")),
+    "mask of two": ({"loss_mask": [2, 1]}, ("loss_mask[0]", "2")),
+    "sample out of range": ({"sample": 2}, ("sample", "2", "n_samples_per_prompt")),
+    "negative step": ({"step": -1}, ("step", "-1")),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_ROWS)
+def test_a_wrong_row_is_refused_by_name(door: Door, run: str, wrong: str) -> None:
+    fields, parts = WRONG_ROWS[wrong]
+    # A good row beside it, alike in form.
+    alike = {"rollout_logprobs": [0.0, 0.0]} if "rollout_logprobs" in fields else {}
+    if isinstance(fields.get("reward"), list):
+        alike["reward"] = [0.0, 0.0]
+    if isinstance(door, HttpDoor) or "of the wrong length" not in wrong:
+        parts = ("uid 'a'", *parts)
+    with refusing("INVALID_ARGUMENT", *parts):
+        door.submit(run, [row("kept", 0, **alike), {**row("a", 0), **fields}])
+    assert door.get(run)["rows_accepted"] == 0
+
+
+def test_what_was_accepted_before_stays(door: Door, run: str) -> None:
+    door.submit(run, group("a"))
+    with refusing("INVALID_ARGUMENT"):
+        door.submit(run, [row("b", 0, response_ids=[-1, 1])])
+    assert door.get(run)["rows_accepted"] == 4
+    assert door.submit(run, group("a")) == ["duplicate"] * 4
+
+
+def test_a_missing_step_keeps_its_group_open(door: Door, run: str) -> None:
+    door.submit(run, [row("a", 0, 1)])
+    door.submit(run, [row("a", 1)])
+    assert door.get(run)["groups_complete"] == 0
+
+
+def test_a_step_after_the_last_is_refused(door: Door, run: str) -> None:
+    door.submit(run, [row("a", 0, 0)])
+    with refusing("INVALID_ARGUMENT", "uid 'a'", "step"):
+        door.submit(run, [row("a", 0, 1)])
+
+
+def test_a_step_given_twice_with_other_content_is_refused(door: Door, run: str) -> None:
+    door.submit(run, [row("a", 0)])
+    with refusing("ALREADY_EXISTS", "uid 'a'", "attempt"):
+        door.submit(run, [row("a", 0, response_ids=[8, 8])])
+
+
+def test_rows_with_and_without_logprobs_are_not_mixed(door: Door, run: str) -> None:
+    door.submit(run, [row("a", 0)])
+    with refusing("INVALID_ARGUMENT", "logprobs"):
+        door.submit(run, [row("a", 1, rollout_logprobs=[-0.5, -0.5])])
+
+
+@pytest.mark.parametrize("call", ["get", "submit", "batch", "shard", "read", "begin", "seal", "finish", "delete"])
+def test_an_unknown_run_is_named(door: Door, call: str) -> None:
+    arguments: dict[str, tuple[Any, ...]] = {
+        "submit": ([row("a", 0)],),
+        "batch": (0,),
+        "shard": (0,),
+        "read": (0, 0, 0),
+        "begin": (["a"],),
+    }
+    with refusing("NOT_FOUND", "nobody"):
+        getattr(door, call)("nobody", *arguments.get(call, ()))
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_out_of_range_is_refused(door: Door, run: str, rank: int) -> None:
+    with refusing("INVALID_ARGUMENT", "rank", str(rank), "dp_size"):
+        door.shard(run, rank)
+
+
+def test_a_model_that_the_run_has_not_is_refused(door: Door, run: str) -> None:
+    with refusing("INVALID_ARGUMENT", "critic"):
+        door.shard(run, 0, model="critic")
+
+
+WRONG_CONFIGS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "unknown key": ({**CONFIG, "batch_size": 4}, ("unknown setting batch_size", "known are")),
+    "not divisible": ({**CONFIG, "policy_mini_batch_size": 3}, ("train_batch_size: 2", "policy_mini_batch_size: 3")),
+    "never aligns": (
+        {**CONFIG, "step_wise": False, "merge": "none", "dp_size": 8, "on_misaligned": "error"},
+        ("can never align", "8"),
+    ),
+    "wrong type": ({**CONFIG, "dp_size": "two"}, ("dp_size", "'two'")),
+    "missing": ({}, ("train_batch_size is required",)),
+    "not built": ({**CONFIG, "merge": "tree"}, ("merge: tree", "use prefix or none")),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_CONFIGS)
+def test_a_wrong_configuration_is_refused_before_a_rollout_is_seen(door: Door, run_name: str, wrong: str) -> None:
+    config, parts = WRONG_CONFIGS[wrong]
+    with refusing("INVALID_ARGUMENT", *parts):
+        door.create(run_name, config)
+    assert run_name not in door.names()
+
+
+def test_a_configuration_that_is_no_object_is_refused(door: Door, run_name: str) -> None:
+    with refusing("INVALID_ARGUMENT", "config"):
+        door.create(run_name, [1])
+
+
+def test_another_configuration_under_the_same_name_is_refused(door: Door, run: str) -> None:
+    with refusing("ALREADY_EXISTS", run):
+        door.create(run, {**CONFIG, "dp_size": 4})
+
+
+def test_acknowledging_ahead_is_refused(door: Door, run: str) -> None:
+    with refusing("FAILED_PRECONDITION"):
+        door.acknowledge(run, 0, {"batch": 0, "epoch": 0, "mini_batch": 1})
+
+
+def test_sealing_nothing_is_refused(door: Door, run: str) -> None:
+    with refusing("FAILED_PRECONDITION"):
+        door.seal(run)
+
+
+def test_a_wait_that_is_no_time_is_refused(door: Door, run: str) -> None:
+    with refusing("INVALID_ARGUMENT", "wait_s is -1"):
+        door.batch(run, 0, wait_s=-1)
+
+
+def test_rows_of_a_finished_run_are_refused(door: Door, run: str) -> None:
+    door.finish(run)
+    with refusing("FAILED_PRECONDITION", "finished"):
+        door.submit(run, [row("a", 0)])
+
+
+def test_a_group_without_room_is_refused_with_a_delay(door: Door, run_name: str) -> None:
+    door.create(run_name, {**CONFIG, "max_buffered_batches": 1})
+    uids = [f"uid-{number}" for number in range(6)]
+    admitted = door.begin(run_name, uids).count("admitted")
+    with pytest.raises(Refused) as caught:
+        door.submit(run_name, group("late"))
+    refused = caught.value
+    assert refused.code == "RESOURCE_EXHAUSTED"
+    assert refused.status in (0, 429)
+    assert refused.retry_after_s is not None
+    assert refused.retry_after_s > 0
+    # An admitted group can always finish.
+    for uid in uids[:admitted]:
+        assert set(door.submit(run_name, group(uid))) == {"accepted"}

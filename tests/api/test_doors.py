@@ -1,0 +1,222 @@
+"""What a run does through either door; each test is put to both."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+
+from tests.api.doors import CONFIG, Door, GrpcDoor, HttpDoor, Json, Refused, group, row
+
+FIRST: Json = {"batch": 0, "epoch": 0, "mini_batch": 0}
+SECOND: Json = {"batch": 0, "epoch": 0, "mini_batch": 1}
+NEXT_BATCH: Json = {"batch": 1, "epoch": 0, "mini_batch": 0}
+WAIT_S = 20.0
+
+
+def fill_batch(door: Door, run: str, *uids: str) -> None:
+    for uid in uids or ("a", "b"):
+        door.submit(run, group(uid))
+
+
+def metadata(shard: bytes) -> Json:
+    """The safetensors file's own."""
+    size = struct.unpack("<Q", shard[:8])[0]
+    found: Json = json.loads(shard[8 : 8 + size])["__metadata__"]
+    return found
+
+
+def test_creating_a_run_again_is_answered_alike(door: Door, run_name: str) -> None:
+    assert door.create(run_name, CONFIG) == {"warnings": [], "created": True}
+    assert door.create(run_name, CONFIG) == {"warnings": [], "created": False}
+    assert run_name in door.names()
+
+
+def test_creating_a_run_warns_of_what_is_probably_not_meant(door: Door, run_name: str) -> None:
+    warnings = door.create(run_name, {**CONFIG, "loss_reduction": "sequence_mean"})["warnings"]
+    assert len(warnings) == 1
+    assert "counts rows" in warnings[0]
+
+
+def test_rows_become_a_batch_that_ranks_train_on(door: Door, run: str) -> None:
+    assert door.begin(run, ["a", "b"]) == ["admitted", "admitted"]
+    fill_batch(door, run)
+    batch = door.batch(run, 0, wait_s=WAIT_S)
+    assert batch["state"] == "published"
+    assert (batch["plan"]["rows_received"], batch["plan"]["rows"], batch["plan"]["prompts"]) == (8, 4, 2)
+    for rank in range(2):
+        shard = door.shard(run, rank)
+        assert (shard["state"], shard["position"]) == ("published", FIRST)
+        data = door.read(run, 0, 0, rank)
+        assert len(data) == shard["size_bytes"]
+        assert json.loads(metadata(data)["rank"]) == rank
+        assert door.acknowledge(run, rank, FIRST) == SECOND
+        assert door.shard(run, rank)["position"] == SECOND
+
+
+def test_acknowledging_with_commit_frees_the_batch(door: Door, run: str) -> None:
+    fill_batch(door, run)
+    door.batch(run, 0, wait_s=WAIT_S)
+    for position in (FIRST, SECOND):
+        for rank in range(2):
+            following = door.acknowledge(run, rank, position, commit=True)
+    assert following == NEXT_BATCH
+    status = door.get(run)
+    assert (status["batches_published"], status["batches_freed"]) == (1, 1)
+    with pytest.raises(Refused) as refused:
+        door.read(run, 0, 0, 0)
+    assert refused.value.code == "NOT_FOUND"
+
+
+def test_committing_frees_only_what_every_rank_has_passed(door: Door, run: str) -> None:
+    fill_batch(door, run)
+    door.batch(run, 0, wait_s=WAIT_S)
+    for position in (FIRST, SECOND):
+        door.acknowledge(run, 0, position)
+        door.acknowledge(run, 1, position)
+    assert door.commit(run, SECOND) == SECOND
+    assert door.get(run)["batches_freed"] == 0
+    assert door.commit(run, NEXT_BATCH) == NEXT_BATCH
+    assert door.get(run)["batches_freed"] == 1
+
+
+def test_resuming_rewinds_all_ranks_and_refuses_the_old_incarnation(door: Door, run: str) -> None:
+    fill_batch(door, run)
+    door.batch(run, 0, wait_s=WAIT_S)
+    old = door.resume(run, "first launch")["incarnation"]
+    assert door.shard(run, 0)["incarnation"] == old
+    door.acknowledge(run, 0, FIRST, incarnation=old)
+    resumed = door.resume(run, "second launch", FIRST)
+    assert resumed == door.resume(run, "second launch", FIRST)
+    assert (resumed["position"], door.shard(run, 0)["position"]) == (FIRST, FIRST)
+    with pytest.raises(Refused) as refused:
+        door.acknowledge(run, 0, FIRST, incarnation=old)
+    assert (refused.value.code, refused.value.kind) == ("FAILED_PRECONDITION", "StaleIncarnationError")
+
+
+def test_a_shard_is_found_by_its_address(door: Door, run: str) -> None:
+    fill_batch(door, run)
+    shard = door.shard(run, 1, batch=0, mini_batch=1, wait_s=WAIT_S)
+    assert shard["position"] == SECOND
+    assert json.loads(metadata(door.read(run, 0, 1, 1))["mini_batch"]) == 1
+
+
+def test_the_same_row_again_is_a_duplicate(door: Door, run: str) -> None:
+    assert door.submit(run, group("a")) == ["accepted"] * 4
+    assert door.submit(run, group("a")) == ["duplicate"] * 4
+    status = door.get(run)
+    assert (status["rows_accepted"], status["rows_duplicate"]) == (4, 4)
+
+
+def test_a_row_of_a_sealed_group_is_ignored(door: Door, run: str) -> None:
+    fill_batch(door, run)
+    door.batch(run, 0, wait_s=WAIT_S)
+    assert door.submit(run, group("a")) == ["sealed"] * 4
+    assert door.begin(run, ["a"]) == ["sealed"]
+
+
+def test_a_higher_attempt_supersedes(door: Door, run: str) -> None:
+    door.submit(run, [row("a", 0, attempt=1)])
+    assert door.submit(run, [row("a", 0, response_ids=[8, 8])]) == ["superseded"]
+
+
+def test_rewards_may_come_later(door: Door, run: str) -> None:
+    for uid in ("a", "b"):
+        door.submit(run, [row(uid, sample, reward=None) for sample in range(2)])
+    assert door.get(run)["groups_complete"] == 0
+    rewards = [{"uid": uid, "sample": sample, "reward": 0.5} for uid in ("a", "b") for sample in range(2)]
+    assert door.set_rewards(run, rewards) == 4
+    assert door.batch(run, 0, wait_s=WAIT_S)["state"] == "published"
+
+
+def test_rewards_may_be_given_per_token(door: Door, run: str) -> None:
+    door.submit(run, [row("a", 0, reward=[0.0, 1.0]), row("a", 1, reward=[0.5, 0.25])])
+    door.submit(run, [row("b", 0, reward=[0.0, 1.0]), row("b", 1, reward=[0.5, 0.25])])
+    assert door.batch(run, 0, wait_s=WAIT_S)["state"] == "published"
+
+
+def test_an_aborted_trajectory_leaves_its_group_to_the_others(door: Door, run: str) -> None:
+    door.submit(run, [row("a", 0)])
+    assert door.abort_trajectories(run, [{"uid": "a", "sample": 1}], "crashed") == 1
+    assert door.abort_trajectories(run, [{"uid": "a", "sample": 1}], "crashed") == 0
+    assert door.get(run)["groups_complete"] == 1
+
+
+def test_an_aborted_group_is_dropped_and_counted(door: Door, run: str) -> None:
+    door.submit(run, [row("a", 0)])
+    assert door.abort_groups(run, ["a"], "bad prompt") == 1
+    assert door.submit(run, [row("a", 1)]) == ["dropped"]
+    assert door.begin(run, ["a"]) == ["dropped"]
+    assert sum(door.get(run)["groups_dropped"].values()) == 1
+
+
+def test_a_batch_may_be_sealed_before_it_is_full(door: Door, run: str) -> None:
+    door.submit(run, group("a"))
+    assert door.seal(run, 0) == {"batch": 0, "prompts": 1}
+    assert door.seal(run, 0) == {"batch": 0, "prompts": 1}
+    assert door.batch(run, 0, wait_s=WAIT_S)["plan"]["prompts"] == 1
+
+
+def test_after_the_last_batch_comes_the_end(door: Door, run: str) -> None:
+    door.submit(run, group("a"))
+    door.submit(run, [row("b", 0)])
+    assert door.finish(run) == 1
+    assert door.finish(run) == 1
+    assert door.batch(run, 0, wait_s=WAIT_S)["state"] == "published"
+    assert door.batch(run, 1, wait_s=WAIT_S)["state"] == "end"
+    assert door.get(run)["groups_dropped"] == {"finished": 1}
+
+
+def test_policy_versions_go_forward_only(door: Door, run: str) -> None:
+    assert door.policy_version(run) == 0
+    door.announce(run, 3)
+    door.announce(run, 3)
+    assert door.policy_version(run, at_least=2, wait_s=WAIT_S) == 3
+    with pytest.raises(Refused) as refused:
+        door.announce(run, 2)
+    assert refused.value.code == "FAILED_PRECONDITION"
+
+
+def test_groups_beyond_the_room_are_told_to_wait(door: Door, run_name: str) -> None:
+    door.create(run_name, {**CONFIG, "max_buffered_batches": 1})
+    admissions = door.begin(run_name, ["a", "b", "c", "d", "e", "f"])
+    assert admissions == sorted(admissions)
+    assert admissions[0] == "admitted"
+    assert admissions[-1] == "no_room"
+    assert door.begin(run_name, ["f"], wait_s=0.01) == ["no_room"]
+
+
+def test_a_deleted_run_is_gone(door: Door, run: str) -> None:
+    door.delete(run)
+    assert run not in door.names()
+    with pytest.raises(Refused) as refused:
+        door.get(run)
+    assert refused.value.code == "NOT_FOUND"
+
+
+def test_a_run_s_status_names_its_configuration(door: Door, run: str) -> None:
+    status = door.get(run)
+    assert status["run"] == run
+    assert status["config"].items() >= {"train_batch_size": 2, "merge": "prefix"}.items()
+    assert status["models"] == [
+        {"model": "policy", "committed": FIRST, "incarnation": status["models"][0]["incarnation"], "next": [FIRST] * 2}
+    ]
+
+
+def test_both_doors_lead_to_the_same_bytes(grpc_door: GrpcDoor, http_door: HttpDoor, run_name: str) -> None:
+    doors: tuple[Door, Door] = (grpc_door, http_door)
+    for number, door in enumerate(doors):
+        door.create(f"{run_name}-{number}", CONFIG)
+        fill_batch(door, f"{run_name}-{number}")
+    plans = [door.batch(f"{run_name}-{number}", 0, wait_s=WAIT_S)["plan"] for number, door in enumerate(doors)]
+    assert plans[0] == plans[1]
+    shards = [door.read(f"{run_name}-{number}", 0, 0, 1) for number, door in enumerate(doors)]
+    assert shards[0] == shards[1].replace(f"{run_name}-1".encode(), f"{run_name}-0".encode())
+
+
+def test_what_one_door_submits_the_other_sees(grpc_door: GrpcDoor, http_door: HttpDoor, run_name: str) -> None:
+    grpc_door.create(run_name, CONFIG)
+    http_door.submit(run_name, group("a"))
+    assert grpc_door.submit(run_name, group("a")) == ["duplicate"] * 4
+    assert grpc_door.get(run_name) == http_door.get(run_name)

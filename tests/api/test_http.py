@@ -1,0 +1,195 @@
+"""What only HTTP has: bodies of several kinds, the OpenAPI page, probes, metrics."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from gristmill_service.service import Service
+from gristmill_service.settings import Settings
+from tests.api.doors import CONFIG, HttpDoor, group, row, rows_message
+from tests.serving import FREE_PORTS
+
+PATHS = {
+    "/v1/runs": {"get", "post"},
+    "/v1/runs/{run}": {"get", "delete"},
+    "/v1/runs/{run}/finish": {"post"},
+    "/v1/runs/{run}/policy-version": {"get", "put"},
+    "/v1/runs/{run}/groups": {"post"},
+    "/v1/runs/{run}/groups:abort": {"post"},
+    "/v1/runs/{run}/rows": {"post"},
+    "/v1/runs/{run}/rewards": {"post"},
+    "/v1/runs/{run}/trajectories:abort": {"post"},
+    "/v1/runs/{run}/seal": {"post"},
+    "/v1/runs/{run}/batches/{batch}": {"get"},
+    "/v1/runs/{run}/batches/{batch}/{model}/{mini_batch}/{rank}": {"get"},
+    "/v1/runs/{run}/shards": {"get"},
+    "/v1/runs/{run}/ack": {"post"},
+    "/v1/runs/{run}/commit": {"post"},
+    "/v1/runs/{run}/resume": {"post"},
+    "/healthz": {"get"},
+    "/readyz": {"get"},
+    "/metrics": {"get"},
+}
+
+
+def metric(asked: HttpDoor, name: str, **labels: str) -> float | None:
+    """The value of the first series with these labels."""
+    for line in asked.client.get("/metrics").text.splitlines():
+        if line.startswith(name) and all(f'{label}="{value}"' in line for label, value in labels.items()):
+            return float(line.rpartition(" ")[2])
+    return None
+
+
+def test_openapi_lists_every_call(http_door: HttpDoor) -> None:
+    paths = http_door.client.get("/openapi.json").json()["paths"]
+    assert {path: set(calls) for path, calls in paths.items()} == PATHS
+
+
+def test_openapi_says_what_each_call_does_and_how_it_fails(http_door: HttpDoor) -> None:
+    for path, calls in http_door.client.get("/openapi.json").json()["paths"].items():
+        for call in calls.values():
+            assert call["description"]
+            if path.startswith("/v1"):
+                assert {"404", "409", "412", "413", "422", "429", "503"} <= call["responses"].keys()
+
+
+def test_the_page_loads_nothing_from_elsewhere(http_door: HttpDoor) -> None:
+    page = http_door.client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert not re.search(r"https?://|src=", page.text)
+
+
+def test_probes_answer(http_door: HttpDoor) -> None:
+    assert http_door.client.get("/healthz").json() == {"status": "alive"}
+    assert http_door.client.get("/readyz").json() == {"status": "ready"}
+
+
+def test_rows_may_be_a_protobuf_message(http_door: HttpDoor, run_name: str) -> None:
+    http_door.create(run_name, CONFIG)
+    answer = http_door.client.post(
+        f"/v1/runs/{run_name}/rows",
+        content=rows_message(group("a")).SerializeToString(),
+        headers={"Content-Type": "application/x-protobuf"},
+    )
+    assert answer.json() == {"outcomes": ["accepted"] * 4}
+    assert http_door.submit(run_name, group("a")) == ["duplicate"] * 4
+
+
+def test_rows_may_be_compressed(http_door: HttpDoor, run_name: str) -> None:
+    http_door.create(run_name, CONFIG)
+    body = gzip.compress(json.dumps({"rows": group("a")}).encode())
+    answer = http_door.client.post(f"/v1/runs/{run_name}/rows", content=body, headers={"Content-Encoding": "gzip"})
+    assert answer.json() == {"outcomes": ["accepted"] * 4}
+
+
+def test_a_shard_says_where_its_bytes_are(http_door: HttpDoor, run_name: str) -> None:
+    http_door.create(run_name, CONFIG)
+    for uid in ("a", "b"):
+        http_door.submit(run_name, group(uid))
+    shard = http_door.call("GET", f"/runs/{run_name}/shards", rank=1, wait_s=20).json()
+    answer = http_door.client.get(shard["path"])
+    assert answer.headers["content-type"] == "application/octet-stream"
+    assert len(answer.content) == shard["size_bytes"]
+
+
+BAD_BODIES: dict[str, tuple[bytes, dict[str, str], str]] = {
+    "not JSON": (b"{rows", {}, "the body is not JSON"),
+    "no rows": (b"{}", {}, "the one field rows"),
+    "rows no list": (b'{"rows": 3}', {}, "the one field rows"),
+    "row no object": (b'{"rows": [3]}', {}, "row 0: expected a mapping"),
+    "unknown field": (json.dumps({"rows": [row("a", 0, colour=1)]}).encode(), {}, "unknown field colour"),
+    "missing field": (json.dumps({"rows": [row("a", 0, loss_mask=...)]}).encode(), {}, "loss_mask is missing"),
+    "foreign protobuf": (b"\xff\xff\xff", {"Content-Type": "application/x-protobuf"}, "not a gristmill.v1.Rows"),
+    "foreign gzip": (b"\x00\x01", {"Content-Encoding": "gzip"}, "not gzip"),
+    "truncated gzip": (gzip.compress(b"x" * 99)[:-9], {"Content-Encoding": "gzip"}, "ends early"),
+    "unknown encoding": (b"{}", {"Content-Encoding": "br"}, "content-encoding 'br'"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_BODIES)
+def test_a_bad_body_is_refused_with_the_reason(http_door: HttpDoor, run_name: str, bad: str) -> None:
+    http_door.create(run_name, CONFIG)
+    body, headers, message = BAD_BODIES[bad]
+    answer = http_door.client.post(f"/v1/runs/{run_name}/rows", content=body, headers=headers)
+    assert answer.status_code == 422
+    error = answer.json()["error"]
+    assert error["code"] == "INVALID_ARGUMENT"
+    assert message in error["message"]
+
+
+def test_a_field_of_the_wrong_type_is_named_with_its_value(http_door: HttpDoor, run_name: str) -> None:
+    http_door.create(run_name, CONFIG)
+    answer = http_door.client.post(f"/v1/runs/{run_name}/groups", json={"uids": "a"})
+    assert answer.status_code == 422
+    assert "body.uids: input should be a valid list, got 'a'" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v2", 404), ("PATCH", "/v1/runs", 405)])
+def test_an_unknown_call_is_refused_in_the_same_form(http_door: HttpDoor, method: str, path: str, status: int) -> None:
+    answer = http_door.client.request(method, path)
+    assert answer.status_code == status
+    assert f"{method} {path}" in answer.json()["error"]["message"]
+
+
+def test_a_place_within_no_batch_is_refused(http_door: HttpDoor, run_name: str) -> None:
+    http_door.create(run_name, CONFIG)
+    answer = http_door.client.get(f"/v1/runs/{run_name}/shards", params={"rank": 0, "epoch": 1})
+    assert "give batch too" in answer.json()["error"]["message"]
+
+
+def test_metrics_count_what_a_run_got_and_forget_it_with_the_run(http_door: HttpDoor, run_name: str) -> None:
+    http_door.create(run_name, CONFIG)
+    for _ in range(2):
+        http_door.submit(run_name, group("a"))
+    http_door.submit(run_name, [row("b", 0)])
+    http_door.abort_groups(run_name, ["b"], "bad prompt")
+    assert metric(http_door, "gristmill_rows_total", run=run_name, outcome="accepted") == 5
+    assert metric(http_door, "gristmill_rows_total", run=run_name, outcome="duplicate") == 4
+    assert metric(http_door, "gristmill_tokens_total", run=run_name) == 2 * 2 * (5 + 7) + 5
+    assert metric(http_door, "gristmill_groups", run=run_name, state="complete") == 1
+    assert metric(http_door, "gristmill_groups_dropped_total", run=run_name) == 1
+    assert metric(http_door, "gristmill_policy_version", run=run_name) == 0
+    http_door.delete(run_name)
+    assert metric(http_door, "gristmill_", run=run_name) is None
+    http_door.create(run_name, CONFIG)
+    assert metric(http_door, "gristmill_rows_total", run=run_name, outcome="accepted") == 0
+
+
+def test_metrics_time_each_call_by_its_name(http_door: HttpDoor, run_name: str) -> None:
+    http_door.create(run_name, CONFIG)
+    http_door.client.get("/nowhere")
+    assert metric(http_door, "gristmill_call_seconds_count", door="http", call="create_run", status="200")
+    assert metric(http_door, "gristmill_call_seconds_count", door="http", call="unknown", status="404")
+
+
+@pytest.fixture
+def small_door() -> Iterator[HttpDoor]:
+    """To a service that takes requests of 10,000 bytes."""
+    running = Service(Settings(**FREE_PORTS, store="memory", max_message_bytes=10_000, shutdown_grace_s=5))
+    running.start()
+    door = HttpDoor(running.http_url)
+    yield door
+    door.close()
+    running.stop()
+
+
+def test_a_body_beyond_the_limit_is_refused_however_it_comes(small_door: HttpDoor) -> None:
+    small_door.create("small", CONFIG)
+    large = json.dumps({"rows": [row("a", 0, prompt_token_ids=[1] * 10_000)]}).encode()
+    pieces = (large[start : start + 1000] for start in range(0, len(large), 1000))
+    bomb = {"Content-Encoding": "gzip"}
+    for content, headers in ((large, {}), (pieces, {}), (gzip.compress(large), bomb)):
+        answer = httpx.post(
+            f"{small_door.client.base_url}/v1/runs/small/rows", content=content, headers=headers, trust_env=False
+        )
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "RESOURCE_EXHAUSTED"
+        assert "max_message_bytes is 10000" in answer.json()["error"]["message"]
+        assert "Retry-After" not in answer.headers
+    assert small_door.submit("small", [row("a", 0)]) == ["accepted"]

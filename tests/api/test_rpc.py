@@ -1,0 +1,141 @@
+"""What only gRPC has: streams, health, reflection, message limits."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from gristmill.v1 import rollout_pb2, rows_pb2
+from gristmill_service.service import Service
+from gristmill_service.settings import Settings
+from tests.api.doors import CONFIG, OUTCOMES, GrpcDoor, Refused, group, refused, row, rows_message
+from tests.serving import FREE_PORTS
+
+SERVICES = {"gristmill.v1.RunService", "gristmill.v1.RolloutService", "gristmill.v1.TrainerService"}
+
+
+def request_of(run: str, rows: rows_pb2.Rows) -> rollout_pb2.StreamRowsRequest:
+    return rollout_pb2.StreamRowsRequest(run=run, rows=rows)
+
+
+def test_an_error_in_a_stream_answers_its_own_request_only(grpc_door: GrpcDoor, run_name: str) -> None:
+    grpc_door.create(run_name, CONFIG)
+    requests = [
+        request_of(run_name, rows_message(group("a"))),
+        request_of(run_name, rows_message([row("b", 0, response_ids=[-1, 1])])),
+        request_of("nobody", rows_message([row("b", 0)])),
+        request_of(run_name, rows_message(group("a"))),
+    ]
+    answers = list(grpc_door.rollouts.StreamRows(iter(requests), timeout=20))
+    assert [[OUTCOMES[one] for one in answer.outcomes] for answer in answers] == [
+        ["accepted"] * 4,
+        [],
+        [],
+        ["duplicate"] * 4,
+    ]
+    codes = [answer.error.code for answer in answers]
+    invalid, not_found = grpc.StatusCode.INVALID_ARGUMENT.value[0], grpc.StatusCode.NOT_FOUND.value[0]
+    assert codes == [0, invalid, not_found, 0]
+    assert "response_ids[0] is -1" in answers[1].error.message
+
+
+def test_a_stream_is_answered_while_it_is_open(grpc_door: GrpcDoor, run_name: str) -> None:
+    grpc_door.create(run_name, CONFIG)
+    requests: queue.SimpleQueue[rollout_pb2.StreamRowsRequest | None] = queue.SimpleQueue()
+    answers = grpc_door.rollouts.StreamRows(iter(requests.get, None), timeout=20)
+    for sample in range(2):
+        requests.put(request_of(run_name, rows_message([row("a", sample)])))
+        assert [OUTCOMES[one] for one in next(answers).outcomes] == ["accepted"]
+    requests.put(None)
+    assert list(answers) == []
+
+
+def test_health_is_told_for_the_whole_and_for_each_service(grpc_door: GrpcDoor) -> None:
+    stub = health_pb2_grpc.HealthStub(grpc_door.channel)
+    for name in ("", *SERVICES):
+        answer = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=20)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_reflection_describes_the_contract(grpc_door: GrpcDoor) -> None:
+    database = ProtoReflectionDescriptorDatabase(grpc_door.channel)
+    assert set(database.get_services()) > SERVICES
+    service = DescriptorPool(database).FindServiceByName("gristmill.v1.RolloutService")
+    assert "SubmitRows" in service.methods_by_name
+
+
+def test_a_token_buffer_of_the_wrong_size_is_refused_with_both(grpc_door: GrpcDoor, run_name: str) -> None:
+    grpc_door.create(run_name, CONFIG)
+    rows = rows_message([row("a", 0)])
+    rows.tokens = rows.tokens[:-1]
+    with pytest.raises(grpc.RpcError) as caught:
+        grpc_door.rollouts.SubmitRows(rollout_pb2.SubmitRowsRequest(run=run_name, rows=rows), timeout=20)
+    error = refused(caught.value)
+    assert error.code == "INVALID_ARGUMENT"
+    assert "tokens has 19 bytes" in error.message
+
+
+def test_a_reward_needs_a_value(grpc_door: GrpcDoor, run_name: str) -> None:
+    grpc_door.create(run_name, CONFIG)
+    reward = rollout_pb2.Reward(trajectory=rollout_pb2.TrajectoryKey(uid="a"))
+    with pytest.raises(grpc.RpcError) as caught:
+        grpc_door.rollouts.SetRewards(rollout_pb2.SetRewardsRequest(run=run_name, rewards=[reward]), timeout=20)
+    assert "uid 'a' sample 0: a reward needs exactly one" in refused(caught.value).message
+
+
+@pytest.fixture
+def small_service(tmp_path: Path) -> Iterator[Service]:
+    """Takes little: requests of 10,000 bytes, one stream, on a unix socket."""
+    settings = Settings(
+        **{**FREE_PORTS, "grpc_address": f"unix:{tmp_path}/grpc.sock"},
+        store="memory",
+        max_message_bytes=10_000,
+        max_streams=1,
+        shutdown_grace_s=5,
+    )
+    running = Service(settings)
+    running.start()
+    yield running
+    running.stop()
+
+
+def test_a_request_beyond_the_limit_is_refused_and_the_service_goes_on(small_service: Service) -> None:
+    door = GrpcDoor(small_service.grpc_address)
+    door.create("small", CONFIG)
+    with pytest.raises(Refused) as caught:
+        door.submit("small", [row("a", 0, prompt_token_ids=[1] * 10_000)])
+    assert caught.value.code == "RESOURCE_EXHAUSTED"
+    assert "10000" in caught.value.message
+    # Without a delay: trying again would not help.
+    assert caught.value.retry_after_s is None
+    assert door.submit("small", [row("a", 0)]) == ["accepted"]
+    door.close()
+
+
+def test_streams_beyond_the_limit_are_told_to_retry(small_service: Service) -> None:
+    door = GrpcDoor(small_service.grpc_address)
+    door.create("small", CONFIG)
+    requests: queue.SimpleQueue[rollout_pb2.StreamRowsRequest | None] = queue.SimpleQueue()
+    requests.put(request_of("small", rows_message([row("a", 0)])))
+    open_stream = door.rollouts.StreamRows(iter(requests.get, None), timeout=20)
+    next(open_stream)
+    with pytest.raises(grpc.RpcError) as caught:
+        next(door.rollouts.StreamRows(iter([request_of("small", rows_message([row("a", 1)]))]), timeout=20))
+    error = refused(caught.value)
+    assert (error.code, error.retry_after_s) == ("RESOURCE_EXHAUSTED", 1.0)
+    assert "max_streams" in error.message
+    requests.put(None)
+    assert list(open_stream) == []
+    door.close()
+
+
+def test_the_socket_is_its_owner_s_alone(small_service: Service) -> None:
+    path = Path(small_service.grpc_address.removeprefix("unix:"))
+    assert path.stat().st_mode & 0o777 == 0o600
