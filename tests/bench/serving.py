@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gristmill.shards import open_shard
+from gristmill.torch import map_shard
 from gristmill_service.pipeline import mill
 from gristmill_service.store.writing import write_file
 from tests.bench.figures import Figure, seconds
@@ -38,7 +38,7 @@ def _pull() -> Figure:
     with tempfile.TemporaryDirectory(dir=TMPFS) as directory:
         path = Path(directory) / "shard.safetensors"
         write_file(path, shard.buffers())
-        pulled = statistics.median(seconds(lambda: open_shard(path)) for _ in range(PULLS))
+        pulled = statistics.median(seconds(lambda: map_shard(str(path))) for _ in range(PULLS))
     return Figure("pull.shared_memory_ms", pulled * 1e3, "ms", 1.0, shard.size / 2**20, "MiB shard")
 
 

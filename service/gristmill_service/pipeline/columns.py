@@ -32,11 +32,14 @@ class Geometry:
         self.responses = np.append(rows.response_lengths, 1)
         self.length_of: list[int] = self.lengths.tolist()
         self.response_of: list[int] = self.responses.tolist()
+        self.first: list[int] = rows.first.tolist()
         self.last: list[int] = rows.last.tolist()
         starts = step_prompts - np.repeat(rows.prompt_lengths, rows.last - rows.first + 1)
         self.start_of: list[int] = starts.tolist()
         self.end_of: list[int] = (starts + step_responses).tolist()
-        self.steps_of = [*map(range, rows.first.tolist(), (rows.last + 1).tolist()), range(0)]
+        self.steps_of = [*map(range, self.first, (rows.last + 1).tolist()), range(0)]
+        self.following: list[int] = np.flatnonzero(starts).tolist()
+        """Steps that stand behind another in their row."""
 
 
 class Constants:
@@ -128,34 +131,36 @@ class StepTokens(Column):
     scope = "response"
 
     def __init__(
-        self, name: str, values: Ragged, geometry: Geometry, constants: Constants, present: Sequence[bool] | None = None
+        self,
+        name: str,
+        values: Ragged,
+        geometry: Geometry,
+        constants: Constants,
+        present: NDArray[np.bool_] | None = None,
     ) -> None:
         self.name, self.dtype = name, values.values.dtype
-        self._item = values.values.dtype.itemsize
-        self._values = bytes_of(values.values)
-        self._starts = [start * self._item for start in values.starts.tolist()]
-        self._geometry, self._zeros, self._present = geometry, constants.zeros, present
+        self._item = item = values.values.dtype.itemsize
+        self._zeros, self._first, self._last = constants.zeros, geometry.first, geometry.last
+        starts = values.starts * item
+        views = slices(bytes_of(values.values), starts, starts + values.lengths * item)
+        for step in [] if present is None else np.flatnonzero(~present).tolist():
+            views[step] = self._zeros[: len(views[step])]
+        # Of every step the zeros before it within its row, and its values: a row is a slice of this.
+        self._runs: list[memoryview] = [self._zeros[:0]] * (2 * len(views))
+        self._runs[1::2] = views
+        for step in geometry.following:
+            self._runs[2 * step] = self._zeros[: item * (geometry.start_of[step] - geometry.end_of[step - 1])]
 
     def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
-        item, zeros, present, begins, values = self._item, self._zeros, self._present, self._starts, self._values
-        steps_of, start_of, end_of = self._geometry.steps_of, self._geometry.start_of, self._geometry.end_of
-        responses = self._geometry.response_of
+        item, zeros, runs, first, last = self._item, self._zeros, self._runs, self._first, self._last
         out: list[memoryview] = []
         for row, lead in zip(rows, leads, strict=True):
-            # `done` counts elements written, `lead` of them before the response.
-            done = 0
-            for step in steps_of[row]:
-                if present is not None and not present[step]:
-                    continue
-                start, end = lead + start_of[step], lead + end_of[step]
-                if start > done:
-                    out.append(zeros[: item * (start - done)])
-                begin = begins[step]
-                out.append(values[begin : begin + item * (end - start)])
-                done = end
-            rest = lead + responses[row] - done
-            if rest:
-                out.append(zeros[: item * rest])
+            if row == PADDING:
+                out.append(zeros[: item * (lead + 1)])
+                continue
+            if lead:
+                out.append(zeros[: item * lead])
+            out += runs[2 * first[row] + 1 : 2 * last[row] + 2]
         return out
 
 
@@ -250,6 +255,10 @@ class Positions(Column):
 
     def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
         return [self._positions[: 4 * self._lengths[row]] for row in rows]
+
+
+def slices(data: memoryview, starts: Int64s, ends: Int64s) -> list[memoryview]:
+    return list(map(data.__getitem__, map(slice, starts.tolist(), ends.tolist())))
 
 
 def bytes_of(values: NDArray[Any]) -> memoryview:

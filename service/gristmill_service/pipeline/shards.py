@@ -86,8 +86,7 @@ class _ShardBuilder:
         else:
             columns.append(Presence("attention_mask", "sequence", geometry, constants))
         columns.append(Presence("response_mask", "response", geometry, constants))
-        trained: list[bool] = self._prepared.trained.tolist()
-        columns.append(StepTokens("loss_mask", steps.loss_mask, geometry, constants, trained))
+        columns.append(StepTokens("loss_mask", steps.loss_mask, geometry, constants, self._prepared.trained))
         if steps.token_rewards is None:
             columns.append(StepScalars("rewards", steps.rewards, geometry, constants))
         else:
