@@ -6,12 +6,13 @@ Owns no rule: outbox, steps and requests are those of the blocking client.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
 from gristmill import calls
 from gristmill.aio_sender import AsyncSender, AsyncTransport
-from gristmill.errors import GristmillError
+from gristmill.errors import GristmillError, NotFoundError
 from gristmill.generation import from_generator_output
 from gristmill.outbox import Delivery, RowOutcome
 from gristmill.rollout import late_policy_version
@@ -76,7 +77,8 @@ class AsyncTrajectory:
     async def abort(self, reason: str) -> None:
         """As `Trajectory.abort`."""
         self._writer.is_ended = True
-        await self._abort(self.key.uid, self.key.sample, round=self.key.round, reason=reason)
+        with suppress(NotFoundError):
+            await self._abort(self.key.uid, self.key.sample, round=self.key.round, reason=reason)
 
     async def __aenter__(self) -> Self:
         return self

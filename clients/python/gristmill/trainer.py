@@ -207,7 +207,10 @@ class TrainerClient:
         """
         while (batch := self._next_batch()) is not None:
             yield batch
-            if self.position.batch == batch.number:
+            if not len(batch):
+                # Nothing of it is for this model.
+                self._position = Position(batch.number + 1)
+            elif self.position.batch == batch.number:
                 raise FailedPreconditionError(
                     f"run {self.run!r} rank {self.rank}: batch {batch.number} was left at {self.position}; train its "
                     "mini_batches() to the end and ack() each"
@@ -264,18 +267,23 @@ class TrainerClient:
         """What a shard's `ack` calls. `following` is the position after it."""
         if position < self.position:
             return
-        if not self._acknowledges:
-            self._position = following
-            return
-        request = trainer_pb2.AcknowledgeRequest(
-            run=self.run,
-            model=MODELS[self.model],
-            rank=self.rank,
-            position=position.message(),
-            incarnation=self._incarnation,
-            commit=self._auto_commit,
-        )
-        self._position = Position.of(self._transport.call(self._transport.trainers.Acknowledge, request).next)
+        if self._acknowledges:
+            request = trainer_pb2.AcknowledgeRequest(
+                run=self.run,
+                model=MODELS[self.model],
+                rank=self.rank,
+                position=position.message(),
+                incarnation=self._incarnation,
+                commit=self._auto_commit,
+            )
+            self._transport.call(self._transport.trainers.Acknowledge, request)
+        elif position > self.position:
+            raise FailedPreconditionError(
+                f"run {self.run!r} rank {self.rank}: {position} cannot be acknowledged, the next is {self.position}; "
+                "acknowledge in order"
+            )
+        # Not the next that the service answers, which steps over failed batches: who iterates is told of them.
+        self._position = following
 
     # The end.
 

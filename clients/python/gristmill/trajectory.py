@@ -7,6 +7,7 @@ have in common.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gristmill.columns import Ragged
-from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError
+from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError, NotFoundError
 from gristmill.outbox import Delivery
 from gristmill.rows import from_rows
 from gristmill.sender import Sender
@@ -176,7 +177,9 @@ class Trajectory:
     def abort(self, reason: str) -> None:
         """Gives the trajectory up: its rows are dropped and its group goes on without it. Idempotent."""
         self._writer.is_ended = True
-        self._abort(self.key.uid, self.key.sample, round=self.key.round, reason=reason)
+        # Where no row has arrived, the service may never have heard of the group.
+        with suppress(NotFoundError):
+            self._abort(self.key.uid, self.key.sample, round=self.key.round, reason=reason)
 
     def __enter__(self) -> Trajectory:
         return self

@@ -1,0 +1,253 @@
+"""The outbox by itself: whatever the service answers, no row is lost, doubled, or overtakes one of its trajectory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gristmill.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from gristmill.outbox import Delivery, Limits, Outbox, RowOutcome, error_of, join, row_sizes
+from gristmill.rows import from_rows
+from gristmill.transport import Failure
+
+LIMITS = Limits(message_rows=3, message_bytes=2000, linger_s=0.01)
+
+
+def table(uid, step=0, sample=0, tokens=3, **more):
+    row = {"uid": uid, "sample": sample, "step": step, "is_last_step": False, "prompt_token_ids": [1], "reward": 0.0}
+    response = list(range(tokens))
+    return from_rows([{**row, "response_ids": response, "loss_mask": [1] * tokens, **more}])
+
+
+def names(entries):
+    return [(entry.key.uid, int(entry.table.steps[entry.row])) for entry in entries]
+
+
+def kept(entries):
+    return [RowOutcome.ACCEPTED] * len(entries)
+
+
+def filled(*tables, limits=LIMITS, timeout_s=10.0):
+    outbox, delivery = Outbox(limits, timeout_s), Delivery()
+    for found in tables:
+        outbox.add(found, delivery, 0.0)
+    return outbox, delivery
+
+
+def test_a_row_waits_for_others_as_long_as_the_linger():
+    outbox, _ = filled(table("a"))
+    assert outbox.take(0.005) == []
+    assert outbox.due_in(0.004) == pytest.approx(0.006)
+    assert names(outbox.take(0.01)) == [("a", 0)]
+
+
+def test_a_full_message_and_a_flush_do_not_wait():
+    outbox, _ = filled(table("a"), table("b"), table("c"), table("d"))
+    assert names(outbox.take(0.0)) == [("a", 0), ("b", 0), ("c", 0)]
+    assert outbox.take(0.0) == []
+    outbox.hurry()
+    assert names(outbox.take(0.0)) == [("d", 0)]
+
+
+def test_a_message_stays_within_its_bytes_unless_one_row_is_more():
+    outbox, _ = filled(table("a", tokens=300), table("b", tokens=100), table("c", tokens=1000), table("d"))
+    outbox.hurry()
+    sizes = []
+    while entries := outbox.take(0.0):
+        sizes.append(names(entries))
+        outbox.settle(entries, kept(entries))
+    assert sizes == [[("a", 0)], [("b", 0)], [("c", 0)], [("d", 0)]]
+
+
+def test_a_row_that_no_message_can_hold_is_refused_by_name():
+    tokens = np.zeros(17 << 20, np.int32)
+    row = {"uid": "a", "sample": 2, "prompt_token_ids": [1], "response_ids": tokens, "reward": 0.0}
+    big = from_rows([row | {"loss_mask": np.ones(len(tokens), np.uint8)}], step_wise=False)
+    outbox = Outbox(LIMITS, 10.0)
+    with pytest.raises(
+        InvalidArgumentError, match=r"uid 'a' sample 2 step 0: the row has \d+ bytes and a message holds"
+    ):
+        outbox.add(big, Delivery(), 0.0)
+    assert outbox.due_in(0.0) is None
+
+
+def test_rows_of_different_form_do_not_share_a_message():
+    outbox, _ = filled(table("a"), table("b", rollout_logprobs=[-1.0] * 3), table("c"))
+    outbox.hurry()
+    assert [names(outbox.take(0.0)) for _ in range(3)] == [[("a", 0)], [("b", 0)], [("c", 0)]]
+
+
+def test_one_bad_row_does_not_take_its_message_with_it():
+    outbox, _ = filled(*(table(uid) for uid in "abcdefgh"), limits=Limits(8, 10_000, 0.0))
+    refused, sent = InvalidArgumentError("uid 'f' sample 0: no"), []
+    while entries := outbox.take(0.0):
+        if "f" in (uid for uid, _ in names(entries)):
+            outbox.refuse(entries, Failure(refused), 0.0)
+        else:
+            sent += names(entries)
+            outbox.settle(entries, kept(entries))
+    assert sent == [(uid, 0) for uid in "abcdegh"]
+    assert [str(key) for key in outbox.failures] == ["uid 'f' sample 0"]
+
+
+def test_what_follows_a_refused_row_in_its_trajectory_is_not_sent():
+    limits = Limits(1, 10_000, 0.0)
+    outbox, delivery = filled(table("a", 0), table("b", 0), table("a", 1), limits=limits)
+    outbox.refuse(outbox.take(0.0), Failure(AlreadyExistsError("uid 'a' sample 0 step 0: other content")), 0.0)
+    assert names(outbox.take(0.0)) == [("b", 0)]
+    assert outbox.take(0.0) == []
+    assert delivery.under_way == 1
+    assert isinstance(delivery.error, AlreadyExistsError)
+
+
+def test_an_error_of_the_whole_run_is_not_searched_for_a_culprit():
+    outbox, delivery = filled(table("a"), table("b"), table("c"))
+    outbox.refuse(outbox.take(0.0), Failure(NotFoundError("no such run")), 0.0)
+    assert delivery.under_way == 0
+    assert len(outbox.failures) == 3
+
+
+def test_while_the_service_is_away_nothing_is_sent_and_nothing_overtakes():
+    outbox, _ = filled(table("a", 0), table("a", 1), table("a", 2), table("a", 3))
+    outbox.refuse(outbox.take(0.0), Failure(UnavailableError("away"), True, 2.0), 0.0)
+    assert outbox.take(1.9) == []
+    assert outbox.due_in(0.0) >= 2.0
+    assert names(outbox.take(10.0)) == [("a", 0), ("a", 1), ("a", 2)]
+
+
+def test_rows_are_given_up_when_their_time_is_over():
+    outbox, delivery = filled(table("a"), table("b"), table("c"), timeout_s=5.0)
+    now = 0.0
+    while delivery.under_way:
+        outbox.refuse(outbox.take(now), Failure(UnavailableError("away"), True), now)
+        now += outbox.due_in(now) or 0.0
+    assert 5.0 <= now < 11.0
+    assert "gave up after 5 s" in str(delivery.error)
+
+
+def test_a_group_without_room_holds_back_its_own_rows_and_no_others():
+    outbox, _ = filled(table("a"), table("b"), table("c"))
+    sent = []
+    for _ in range(5):
+        if not (entries := outbox.take(0.0)):
+            break
+        if any(uid == "b" for uid, _ in names(entries)):
+            outbox.refuse(entries, Failure(ResourceExhaustedError("full"), True, 1.0), 0.0)
+        else:
+            sent += names(entries)
+            outbox.settle(entries, kept(entries))
+    assert sent == [("a", 0), ("c", 0)]
+    assert not outbox.has_room(table("b", 1))
+    assert outbox.has_room(table("a", 1))
+    entries = outbox.take(10.0)
+    assert names(entries) == [("b", 0)]
+    outbox.settle(entries, kept(entries))
+    assert outbox.has_room(table("b", 1))
+
+
+def test_too_much_under_way_holds_producers_back():
+    limits = Limits(1, 10_000, 1.0, queue_messages=2)
+    outbox, _ = filled(table("a"), table("b"), limits=limits)
+    assert not outbox.has_room(table("c"))
+    outbox.take(0.0)
+    assert outbox.has_room(table("c"))
+
+
+def test_a_withdrawn_row_is_dropped_and_what_waited_with_it_goes_on():
+    outbox, delivery = filled(table("a", sample=0), table("a", sample=1), table("b"))
+    outbox.refuse(outbox.take(0.0), Failure(UnavailableError("away"), True), 0.0)
+    outbox.withdraw(lambda key: key.sample == 1)
+    assert delivery.outcomes == [None, RowOutcome.DROPPED, None]
+    assert names(outbox.take(9.0)) == [("a", 0), ("b", 0)]
+
+
+def test_one_error_tells_of_many_trajectories():
+    outbox, _ = filled(*(table(uid) for uid in "abcde"), limits=Limits(9, 10_000, 0.0))
+    outbox.refuse(outbox.take(0.0), Failure(NotFoundError("no such run")), 0.0)
+    told = error_of(outbox.failures)
+    assert isinstance(told, NotFoundError)
+    assert str(told) == (
+        "rows were not taken of uid 'a' sample 0; uid 'b' sample 0; uid 'c' sample 0; and 2 more trajectories: "
+        "no such run"
+    )
+
+
+def test_sizes_count_every_column():
+    plain, rich = table("a"), table("a", rollout_logprobs=[-1.0] * 3)
+    assert row_sizes(rich) - row_sizes(plain) == 12
+
+
+class ScriptedService:
+    """Answers each attempt as drawn; keeps rows as the contract says, and checks order as it goes."""
+
+    def __init__(self, draw, bad, full):
+        self.draw, self.bad, self.full = draw, bad, full
+        self.kept: dict[tuple[str, int, int], int] = {}
+
+    def attempt(self, outbox, entries, now):
+        joined = join(entries)
+        rows = [(joined.uids[row], int(joined.samples[row]), int(joined.steps[row])) for row in range(len(joined))]
+        assert rows == [(e.key.uid, e.key.sample, int(e.table.steps[e.row])) for e in entries]
+        fault = self.draw(st.sampled_from(["none", "none", "lost", "away"]))
+        if fault == "away":
+            outbox.refuse(entries, Failure(UnavailableError("away"), True), now)
+        elif any(row[:2] in self.bad for row in rows):
+            outbox.refuse(entries, Failure(InvalidArgumentError("bad")), now)
+        elif any(uid in self.full for uid, _, _ in rows) and self.draw(st.booleans()):
+            outbox.refuse(entries, Failure(ResourceExhaustedError("full"), True), now)
+        else:
+            outcomes = [self.keep(row) for row in rows]
+            if fault == "lost":
+                outbox.refuse(entries, Failure(UnavailableError("reply lost"), True), now)
+            else:
+                outbox.settle(entries, outcomes)
+
+    def keep(self, row):
+        if row in self.kept:
+            return RowOutcome.DUPLICATE
+        uid, sample, step = row
+        assert step == 0 or (uid, sample, step - 1) in self.kept, "a row overtook one of its trajectory"
+        self.kept[row] = len(self.kept)
+        return RowOutcome.ACCEPTED
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_every_row_ends_kept_once_or_told_as_failed(data):
+    draw = data.draw
+    uids = st.sampled_from(["a", "b", "c", "d"])
+    bad = draw(st.sets(st.tuples(uids, st.integers(0, 1)), max_size=2))
+    service = ScriptedService(draw, bad, draw(st.sets(uids, max_size=2)))
+    limits = Limits(draw(st.integers(1, 4)), draw(st.integers(1, 400)), 0.01)
+    outbox, now = Outbox(limits, 1e9), 0.0
+    deliveries: dict[tuple[str, int], Delivery] = {}
+    steps: dict[tuple[str, int], int] = {}
+    added = []
+    for key in draw(st.lists(st.tuples(uids, st.integers(0, 1)), max_size=12)):
+        delivery = deliveries.setdefault(key, Delivery())
+        row = table(key[0], steps.get(key, 0), key[1], draw(st.integers(1, 40)))
+        if delivery.error is None and outbox.has_room(row):
+            outbox.add(row, delivery, now)
+            added.append((*key, steps.get(key, 0)))
+            steps[key] = steps.get(key, 0) + 1
+        if draw(st.booleans()) and (entries := outbox.take(now)):
+            service.attempt(outbox, entries, now)
+        now += 0.004
+    outbox.hurry()
+    while (pause := outbox.due_in(now)) is not None:
+        now += max(0.0, pause)
+        service.attempt(outbox, outbox.take(now), now)
+    assert all(not delivery.under_way for delivery in deliveries.values())
+    assert set(service.kept) == {row for row in added if row[:2] not in bad}
+    assert {(key.uid, key.sample) for key in outbox.failures} == {row[:2] for row in added} & bad
+    for key, delivery in deliveries.items():
+        assert (delivery.error is not None) == (key in bad and bool(delivery.outcomes))
+        assert delivery.error is not None or None not in delivery.outcomes

@@ -1,0 +1,404 @@
+"""The rollout client against a service that fails as told: nothing lost, nothing twice, everything told."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import re
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gristmill import (
+    AlreadyExistsError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    RolloutClient,
+    RowOutcome,
+    UnavailableError,
+)
+from tests.client.faulty import FaultyService, refuse, serving, unavailable
+
+
+@pytest.fixture
+def faulty():
+    return FaultyService()
+
+
+@pytest.fixture
+def client(faulty):
+    with serving(faulty) as address, RolloutClient(address, "run", timeout_s=20) as client:
+        yield client
+
+
+def row(uid, sample=0, step=0, **more):
+    made = {"uid": uid, "sample": sample, "step": step, "is_last_step": True, "reward": 1.0, "loss_mask": [1, 1]}
+    return made | {"prompt_token_ids": [1, 2], "response_ids": [3, 4], **more}
+
+
+def step(client, uid, sample=0, **more):
+    trajectory = client.trajectory(uid, sample)
+    return trajectory, trajectory.step([1, 2], [3, 4], is_last_step=True, reward=1.0, **more)
+
+
+# Batching.
+
+
+def test_many_small_steps_share_few_messages(faulty, client):
+    for index in range(500):
+        step(client, f"u{index}")
+    client.flush()
+    assert len(faulty.rows) == 500
+    assert len(faulty.calls) < 100
+
+
+def test_flush_returns_when_everything_has_arrived(faulty, client):
+    step(client, "a")
+    client.flush()
+    assert faulty.arrivals == [("a", 0, 0)]
+
+
+def test_a_row_arrives_without_a_flush(faulty, client):
+    step(client, "a")
+    assert faulty.entered.wait(10)
+
+
+def test_closing_sends_what_is_left(faulty):
+    with serving(faulty) as address, RolloutClient(address, "run") as client:
+        step(client, "a")
+    assert faulty.arrivals == [("a", 0, 0)]
+
+
+def test_a_client_that_is_forgotten_sends_what_it_took(faulty):
+    with serving(faulty) as address:
+        client = RolloutClient(address, "run")
+        step(client, "a")
+        del client
+        gc.collect()
+    assert faulty.arrivals == [("a", 0, 0)]
+
+
+def test_what_the_caller_changes_after_a_step_changes_nothing_sent(faulty, client):
+    faulty.gate.clear()
+    prompt, response = np.array([1, 2], np.int32), [3, 4]
+    client.trajectory("a", 0).step(prompt, response)
+    prompt[:], response[:] = 9, [9, 9]
+    faulty.gate.set()
+    client.flush()
+    (tokens,) = faulty.rows.values()
+    assert np.frombuffer(tokens, np.int32).tolist() == [1, 2, 3, 4]
+
+
+def test_too_much_under_way_blocks_the_producer(faulty):
+    faulty.gate.clear()
+    with serving(faulty) as address, RolloutClient(address, "run", max_batch_rows=1) as client:
+        done = threading.Event()
+
+        def produce():
+            for index in range(30):
+                step(client, f"u{index}")
+            done.set()
+
+        producer = threading.Thread(target=produce)
+        producer.start()
+        assert faulty.entered.wait(10)
+        assert not done.wait(0.2)
+        faulty.gate.set()
+        producer.join()
+    assert len(faulty.rows) == 30
+
+
+def test_many_threads_share_a_client(faulty, client):
+    def produce(sample):
+        with client.trajectory("a", sample) as trajectory:
+            for index in range(50):
+                trajectory.step([1], [2], is_last_step=index == 49)
+
+    threads = [threading.Thread(target=produce, args=(sample,)) for sample in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    client.flush()
+    assert len(faulty.arrivals) == 400
+    for sample in range(8):
+        assert [step for _, found, step in faulty.arrivals if found == sample] == list(range(50))
+
+
+# Faults.
+
+
+def test_a_service_that_is_away_for_a_while_loses_nothing(faulty, client):
+    faulty.before.extend([unavailable] * 3)
+    _, is_kept = step(client, "a")
+    client.flush()
+    assert is_kept
+    assert faulty.arrivals == [("a", 0, 0)]
+
+
+def test_a_lost_reply_is_asked_for_again_and_the_row_is_kept_once(faulty, client):
+    faulty.after.append(unavailable)
+    assert client.submit_rows([row("a"), row("b")]) == [RowOutcome.DUPLICATE] * 2
+    assert faulty.arrivals == [("a", 0, 0), ("b", 0, 0)]
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.lists(st.sampled_from([None, unavailable]), max_size=4),
+    st.lists(st.sampled_from([None, unavailable]), max_size=4),
+    st.integers(1, 7),
+)
+def test_retries_after_lost_replies_keep_each_row_exactly_once(before, after, batch_rows):
+    faulty = FaultyService()
+    faulty.before.extend(before)
+    faulty.after.extend(after)
+    with serving(faulty) as address, RolloutClient(address, "run", max_batch_rows=batch_rows) as client:
+        for index in range(5):
+            with client.trajectory("a", index) as trajectory:
+                assert trajectory.step([1], [2], reward=0.0)
+                assert trajectory.step([1, 2], [3], reward=1.0, is_last_step=True)
+    assert faulty.arrivals == [("a", sample, step) for sample in range(5) for step in range(2)]
+
+
+def test_the_service_says_when_to_retry(faulty, client):
+    faulty.before.append(refuse(ResourceExhaustedError("full"), "150"))
+    client.submit_rows([row("a")])
+    assert len(faulty.calls) == 2
+
+
+def test_a_negative_pushback_means_not_to_retry(faulty, client):
+    faulty.before.append(refuse(UnavailableError("for good"), "-1"))
+    with pytest.raises(UnavailableError, match="for good"):
+        client.submit_rows([row("a")])
+    assert len(faulty.calls) == 1
+
+
+def test_a_group_without_room_holds_up_nobody_else(faulty, client):
+    faulty.full_uids.add("full")
+    trajectory, _ = step(client, "full")
+    assert faulty.entered.wait(10)
+    for index in range(20):
+        assert client.submit_rows([row(f"u{index}")]) == [RowOutcome.ACCEPTED]
+    assert trajectory.is_kept
+    faulty.full_uids.clear()
+    client.flush()
+    assert len(faulty.rows) == 21
+
+
+def test_rows_that_cannot_be_delivered_in_time_are_told_of_by_name(faulty):
+    with serving(faulty) as address:
+        faulty.before.extend([unavailable] * 1000)
+        client = RolloutClient(address, "run", timeout_s=0.3)
+        step(client, "a", 3)
+        with pytest.raises(UnavailableError, match=r"rows were not taken of uid 'a' sample 3: .*restarting.*gave up"):
+            client.flush()
+        client.close()
+    assert not faulty.rows
+
+
+def test_an_error_is_told_once(faulty, client):
+    faulty.refused_uids["a"] = AlreadyExistsError("uid 'a' sample 0 step 0: other content")
+    step(client, "a")
+    with pytest.raises(AlreadyExistsError):
+        client.flush()
+    client.flush()
+
+
+def test_a_bad_trajectory_does_not_harm_those_that_share_its_message(faulty, client):
+    faulty.refused_uids["u7"] = InvalidArgumentError("uid 'u7' sample 0: sample is out of range")
+    for index in range(20):
+        step(client, f"u{index}")
+    with pytest.raises(InvalidArgumentError, match="uid 'u7' sample 0: uid 'u7' sample 0: sample is out of range"):
+        client.flush()
+    assert len(faulty.rows) == 19
+
+
+def test_the_next_step_raises_what_happened_to_the_one_before(faulty, client):
+    faulty.refused_uids["a"] = InvalidArgumentError("no")
+    trajectory = client.trajectory("a", 0)
+    trajectory.step([1], [2])
+    with pytest.raises(InvalidArgumentError):
+        client.flush()
+    with pytest.raises(InvalidArgumentError, match="no"):
+        trajectory.step([1, 2, 3], [4])
+
+
+def test_messages_smaller_than_the_service_takes_are_found(faulty):
+    with serving(faulty, max_message_bytes=20_000) as address, RolloutClient(address, "run") as client:
+        outcomes = client.submit_rows([row(f"u{index}", prompt_token_ids=[1] * 1000) for index in range(20)])
+        assert outcomes == [RowOutcome.ACCEPTED] * 20
+        with pytest.raises(InvalidArgumentError, match=r"rows were not taken|larger than max"):
+            client.submit_rows([row("big", prompt_token_ids=[1] * 10_000)])
+
+
+def test_nobody_there_is_told_with_the_address():
+    client = RolloutClient("127.0.0.1:1", "run", timeout_s=0.2)
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1: the service cannot be reached .*gave up after \d+"):
+        client.policy_version()
+    client.close()
+
+
+def test_calls_are_retried_too(faulty, client):
+    faulty.before.extend([unavailable, refuse(ResourceExhaustedError("full"), "10"), None])
+    assert client.policy_version() == 7
+
+
+def test_sealing_without_a_number_is_not_repeated(faulty, client):
+    faulty.before.append(unavailable)
+    with pytest.raises(UnavailableError):
+        client.seal()
+    assert len(faulty.calls) == 1
+    faulty.before.append(unavailable)
+    assert client.seal(batch=0) == (0, 1)
+
+
+def test_a_policy_version_that_does_not_come_is_a_deadline(client):
+    assert client.wait_policy_version(7, 10) == 7
+    with pytest.raises(DeadlineExceededError, match=r"the policy version is 7 after 0\.01 s and not yet 8"):
+        client.wait_policy_version(8, 0.01)
+
+
+# Trajectories.
+
+
+def test_a_dropped_trajectory_tells_its_worker_to_stop(faulty, client):
+    faulty.dropped_uids.add("a")
+    with client.trajectory("a", 0) as trajectory:
+        trajectory.step([1], [2])
+        client.flush()
+        assert not trajectory.is_kept
+        assert trajectory.step([1, 2, 3], [4]) is False
+    assert len(faulty.calls) == 1
+
+
+def test_an_exception_aborts_the_trajectory_with_its_reason(faulty, client):
+    def roll_out():
+        with client.trajectory("a", 0) as trajectory:
+            trajectory.step([1], [2])
+            _ = 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        roll_out()
+    assert faulty.dropped_uids == {"a"}
+    assert faulty.reasons == "ZeroDivisionError: division by zero"
+
+
+def test_a_block_that_forgets_the_last_step_is_an_error(faulty, client):
+    without = pytest.raises(FailedPreconditionError, match="after 1 steps without a last one")
+    with without, client.trajectory("a", 0) as trajectory:
+        trajectory.step([1], [2])
+    assert faulty.dropped_uids == {"a"}
+
+
+def test_giving_up_on_purpose_is_not(faulty, client):
+    with client.trajectory("a", 0) as trajectory:
+        trajectory.abort("environment crashed")
+    assert faulty.reasons == "environment crashed"
+
+
+def test_steps_after_the_last_are_refused(client):
+    trajectory, _ = step(client, "a")
+    with pytest.raises(FailedPreconditionError, match="uid 'a' sample 0: the trajectory has ended with step 0"):
+        trajectory.step([1], [2])
+
+
+def test_a_refused_argument_does_not_use_up_a_step(faulty, client):
+    trajectory = client.trajectory("a", 0)
+    with pytest.raises(InvalidArgumentError, match="uid 'a' sample 0 step 0: response_ids is empty"):
+        trajectory.step([1], [])
+    trajectory.step([1], [2])
+    client.flush()
+    assert faulty.arrivals == [("a", 0, 0)]
+
+
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor], ids=["list", "array", "tensor"])
+def test_lists_arrays_and_tensors_say_the_same(faulty, client, make):
+    trajectory = client.trajectory("a", 0)
+    trajectory.step(make([1, 2]), make([3]), loss_mask=make([1]), rollout_logprobs=make([-0.5]), reward=make([1])[0])
+    client.flush()
+    (tokens,) = faulty.rows.values()
+    assert np.frombuffer(tokens, np.int32).tolist() == [1, 2, 3]
+
+
+def test_a_tensor_that_numpy_cannot_read_is_refused_by_name(client):
+    logprobs = torch.zeros(1, dtype=torch.bfloat16)
+    with pytest.raises(InvalidArgumentError, match=r"uid 'a' sample 0 step 0: rollout_logprobs cannot .*\.float\(\)"):
+        client.trajectory("a", 0).step([1], [2], rollout_logprobs=logprobs)
+
+
+def test_a_reward_of_the_wrong_form_names_the_setting(client):
+    with pytest.raises(InvalidArgumentError, match=r"reward is one per token .*token_rewards=False"):
+        client.trajectory("a", 0).step([1], [2], reward=[1.0])
+
+
+# Misuse.
+
+
+@pytest.mark.parametrize("address", ["", "http://localhost:1", None])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(InvalidArgumentError, match="expected HOST:PORT or unix:/PATH"):
+        RolloutClient(address, "run")
+
+
+@pytest.mark.parametrize("limit", [{"max_batch_rows": 0}, {"max_batch_bytes": 0}, {"max_batch_bytes": 1 << 30}])
+def test_limits_out_of_range_are_refused(limit):
+    (name,) = limit
+    with pytest.raises(InvalidArgumentError, match=name):
+        RolloutClient("127.0.0.1:1", "run", **limit)
+
+
+def test_a_closed_client_says_so(client):
+    client.close()
+    client.close()
+    for call in (lambda: step(client, "a"), client.policy_version):
+        with pytest.raises(FailedPreconditionError, match="this RolloutClient is closed"):
+            call()
+
+
+def test_closing_raises_what_was_not_told(faulty):
+    with serving(faulty) as address:
+        faulty.refused_uids["a"] = NotFoundError("no run 'run'")
+        with pytest.raises(NotFoundError, match="no run 'run'"), RolloutClient(address, "run") as client:
+            step(client, "a")
+
+
+def test_an_exception_in_the_block_is_not_masked_by_closing(faulty):
+    def work(address):
+        with RolloutClient(address, "run") as client:
+            step(client, "a")
+            _ = 1 / 0
+
+    faulty.refused_uids["a"] = NotFoundError("no run 'run'")
+    with serving(faulty) as address, pytest.raises(ZeroDivisionError) as caught:
+        work(address)
+    assert re.search("closing the RolloutClient: rows were not taken of uid 'a'", caught.value.__notes__[0])
+
+
+def _use(client, answers):
+    for use in (client.policy_version, client.flush, lambda: step(client, "a")):
+        try:
+            use()
+        except FailedPreconditionError as error:
+            answers.put(str(error))
+    client.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_client_used_in_a_fork_says_so_instead_of_hanging():
+    context = multiprocessing.get_context("fork")
+    client, answers = RolloutClient("127.0.0.1:1", "run"), context.SimpleQueue()
+    child = context.Process(target=_use, args=(client, answers))
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    for _ in range(3):
+        assert f"was made in process {os.getpid()} and is used in its fork {child.pid}" in answers.get()
+    client.close()

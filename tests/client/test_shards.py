@@ -1,0 +1,290 @@
+"""Shards as tensors: mapped without a copy, cut into micro-batches, taken back to rows whatever the layout."""
+
+from __future__ import annotations
+
+import os
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from safetensors.torch import save_file
+
+from gristmill import FailedPreconditionError, InvalidArgumentError
+from gristmill.rows import from_rows
+from gristmill.shards import Position, ShardAddress, is_mappable
+from gristmill.torch import Conversion, Shard, map_shard, open_shard, parse_shard
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline import mill
+from tests import naive
+from tests.strategies import batches_and_settings
+
+ROWS = [
+    {
+        "uid": f"p{prompt}",
+        "sample": sample,
+        "step": 0,
+        "is_last_step": True,
+        "prompt_token_ids": list(range(10, 10 + prompt + 2)),
+        "response_ids": list(range(20, 21 + prompt + sample)),
+        "loss_mask": [1] * (1 + prompt + sample),
+        "rollout_logprobs": [-0.5] * (1 + prompt + sample),
+        "reward": float(sample),
+        "stop_reason": "stop",
+    }
+    for prompt in range(2)
+    for sample in range(3)
+]
+CONFIG = {"train_batch_size": 2, "n_samples_per_prompt": 3, "policy_mini_batch_size": 2, "micro_batch": {"size": 4}}
+LAYOUTS = [
+    {"pad_width": "shard"},
+    {"pad_width": "micro_batch"},
+    {"pad_width": "batch", "pad_to_multiple_of": 8},
+    {"layout": "packed"},
+]
+
+
+def shard_bytes(rows, config):
+    shards = mill(from_rows(rows), parse_config(config), run="run", batch=0).shards
+    return [b"".join(bytes(buffer) for group in shard.buffers() for buffer in group) for shard in shards]
+
+
+def as_shard(data, **conversion):
+    tensors, metadata = parse_shard(data, "here")
+    return Shard(tensors, metadata, Conversion(**conversion), Position(0, 0, metadata["mini_batch"]), is_mapped=False)
+
+
+def shard_of(rows=ROWS, **changes):
+    return as_shard(shard_bytes(rows, CONFIG | changes)[0])
+
+
+def next_tokens(sequences):
+    """What a causal model's output is of at each position: the next token."""
+    return torch.cat([sequences[..., 1:], torch.full_like(sequences[..., :1], -9)], dim=-1)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(batches_and_settings())
+def test_unpad_inverts_every_layout(rows_and_settings):
+    rows, config = rows_and_settings
+    responses = [
+        (last["prompt_token_ids"] + last["response_ids"])[len(first["prompt_token_ids"]) :]
+        for first, *_, last in ([steps[0], *steps] for steps in naive.merged(rows, config["merge"]))
+    ]
+    for data in shard_bytes(rows, config):
+        for micro in as_shard(data).micro_batches():
+            expected = [responses[row] if row >= 0 else [] for row in micro["row"].tolist()]
+            own, moved = micro["sequences"], micro.response_logprobs(next_tokens(micro["sequences"]))
+            assert [row.tolist() for row in micro.unpad(own)] == expected
+            assert moved.shape == micro["advantages"].shape
+            assert [row.tolist() for row in micro.unpad(moved)] == expected
+            assert [len(row) for row in micro.unpad(micro["advantages"])] == [len(row) for row in expected]
+            lengths = [len(part) for part in (micro.metadata["uids"], micro.metadata["stop_reasons"], micro)]
+            assert lengths == [len(expected)] * 3
+
+
+@pytest.mark.parametrize("changes", LAYOUTS)
+def test_position_ids_count_each_row_from_0(changes):
+    for micro in shard_of(**changes).micro_batches():
+        position_ids, sequences = micro.position_ids(), micro["sequences"]
+        assert position_ids.dtype == torch.int64
+        assert position_ids.shape == sequences.shape
+        if micro.is_packed:
+            starts = micro["cu_seqlens"].tolist()
+            expected = [place for a, b in pairwise(starts) for place in range(b - a)]
+            assert position_ids.tolist() == expected
+        else:
+            for places, mask in zip(position_ids, micro["attention_mask"], strict=True):
+                assert places[mask.bool()].tolist() == list(range(int(mask.sum())))
+                assert not places[~mask.bool()].any()
+
+
+@pytest.mark.parametrize("changes", LAYOUTS)
+def test_padding_rows_have_no_response_to_unpad(changes):
+    found = 0
+    for data in shard_bytes(ROWS, CONFIG | changes | {"dp_size": 4}):
+        for micro in as_shard(data).micro_batches():
+            for is_padding, response in zip(micro["is_padding"], micro.unpad(micro["sequences"]), strict=True):
+                assert (len(response) == 0) == bool(is_padding)
+                found += int(is_padding)
+    assert found == 2
+
+
+@pytest.mark.parametrize("changes", LAYOUTS)
+def test_micro_batches_are_views_in_row_order(changes):
+    shard = shard_of(**changes)
+    micros = list(shard.micro_batches())
+    assert [len(micro) for micro in micros] == [4, 2]
+    assert torch.cat([micro["row"] for micro in micros]).tolist() == shard["row"].tolist() == list(range(6))
+    assert [uid for micro in micros for uid in micro.metadata["uids"]] == shard.metadata["uids"]
+    tokens = [count for m in micros for count in m.metadata["loss_denominators"]["row_tokens"]]
+    assert tokens == shard.metadata["loss_denominators"]["row_tokens"] == [1, 2, 3, 2, 3, 4]
+    micros[1]["sample"][0] = 77
+    assert shard["sample"][4] == 77
+
+
+def test_tensors_of_micro_batches_are_not_the_shards():
+    shard = shard_of(pad_width="micro_batch")
+    assert shard.is_per_micro_batch
+    with pytest.raises(KeyError, match="one per micro-batch in this shard; take it from micro_batches"):
+        shard["sequences"]
+    with pytest.raises(KeyError, match="no tensor 'logits'; there are "):
+        next(shard.micro_batches())["logits"]
+
+
+def test_returns_are_the_advantages():
+    shard = shard_of()
+    assert shard.returns is shard["advantages"]
+
+
+def test_default_dtypes_are_those_of_the_file():
+    dtypes = {name: str(tensor.dtype) for name, tensor in shard_of().tensors.items()}
+    assert dtypes["sequences"] == "torch.int32"
+    assert {dtypes[name] for name in ("attention_mask", "response_mask", "loss_mask")} == {"torch.uint8"}
+    assert {dtypes[name] for name in ("rewards", "advantages", "rollout_logprobs")} == {"torch.float32"}
+
+
+@pytest.mark.parametrize("changes", LAYOUTS)
+def test_dtypes_are_converted_on_request(changes):
+    (data,) = shard_bytes(ROWS, CONFIG | changes)
+    dtypes = {"tokens": torch.int64, "masks": torch.float32, "floats": torch.bfloat16}
+    for micro in as_shard(data, device="cpu", dtypes=dtypes).micro_batches():
+        assert micro["sequences"].dtype == torch.int64
+        assert micro["loss_mask"].dtype == torch.float32
+        assert micro["advantages"].dtype == torch.bfloat16
+        assert micro["row"].dtype == torch.int32
+        assert micro["sequences"] is micro["sequences"]
+
+
+def test_an_unknown_kind_of_dtype_is_refused():
+    with pytest.raises(InvalidArgumentError, match="dtypes names 'sequences'; known are tokens, masks, floats"):
+        Conversion(dtypes={"sequences": torch.int64})
+
+
+def test_a_response_as_wide_as_the_sequence_gets_a_column_before_it():
+    shard = shard_of(pad_to_multiple_of=8)
+    width = shard["sequences"].shape[1]
+    assert shard["response_mask"].shape[1] == width
+    log_probs = torch.arange(1.0, width + 1).repeat(6, 1)
+    assert shard.response_logprobs(log_probs)[0].tolist() == [0.0, *range(1, width)]
+
+
+def test_further_dimensions_follow():
+    shard = shard_of()
+    rows, width = shard["sequences"].shape
+    values = shard.response_logprobs(torch.zeros(rows, width, 3, 2))
+    assert values.shape == (*shard["advantages"].shape, 3, 2)
+    assert shard.unpad(values)[5].shape == (4, 3, 2)
+
+
+@pytest.mark.parametrize("changes", LAYOUTS[1:])
+def test_output_of_another_shape_is_refused_with_both(changes):
+    micro = next(shard_of(**changes).micro_batches())
+    shape = tuple(micro["sequences"].shape)
+    with pytest.raises(InvalidArgumentError, match=rf"log_probs has shape .*need \({shape[0]},"):
+        micro.response_logprobs(torch.zeros(shape[0] + 1, *shape[1:]))
+    with pytest.raises(InvalidArgumentError, match="output has shape"):
+        micro.unpad(torch.zeros(shape[0] + 1, 9))
+    if not micro.is_packed:
+        with pytest.raises(InvalidArgumentError, match="the longest response 3 tokens; give its whole width"):
+            micro.unpad(torch.zeros(4, 2))
+
+
+# Files.
+
+
+@pytest.fixture
+def path(tmp_path):
+    written = tmp_path / "rank-000.safetensors"
+    written.write_bytes(shard_bytes(ROWS, CONFIG)[0])
+    return written
+
+
+def test_a_shard_file_is_opened_by_its_path(path):
+    shard = open_shard(path)
+    assert shard.is_mapped
+    assert shard["sequences"].equal(shard_of()["sequences"])
+    assert shard.metadata == shard_of().metadata
+    with pytest.raises(FailedPreconditionError, match="batch 0 epoch 0 mini-batch 0: this shard is read without"):
+        shard.ack()
+
+
+def test_writing_to_a_mapped_tensor_changes_no_file(path):
+    before = path.read_bytes()
+    shard = open_shard(path)
+    shard["sequences"].zero_()
+    next(shard.micro_batches())["advantages"].fill_(3.0)
+    assert shard["advantages"].sum() > 0
+    assert path.read_bytes() == before
+    assert open_shard(path)["sequences"].any()
+
+
+def test_a_mapped_shard_outlives_its_file(path):
+    shard, expected = open_shard(path), shard_of()
+    path.unlink()
+    assert shard["sequences"].equal(expected["sequences"])
+
+
+def anonymous_kib():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+
+def test_mapping_copies_nothing_and_takes_under_a_millisecond_at_any_size(tmp_path):
+    path = tmp_path / "large.safetensors"
+    tensors = {
+        "row": torch.zeros(1 << 10, dtype=torch.int32),
+        "sequences": torch.ones(1 << 10, 1 << 17, dtype=torch.int32),
+    }
+    save_file(tensors, path, metadata={"micro_batches": f"[{list(range(1 << 10))}]", "batch": "0", "mini_batch": "0"})
+    del tensors
+    before, times = anonymous_kib(), []
+    for _ in range(20):
+        start = time.perf_counter()
+        shard = open_shard(path)
+        next(shard.micro_batches())
+        times.append(time.perf_counter() - start)
+    assert int(shard["sequences"].sum()) == 1 << 27
+    assert anonymous_kib() - before < 50_000
+    assert sorted(times)[10] < 1e-3
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data: b"",
+        lambda data: data[:100],
+        lambda data: data[:-1],
+        lambda data: b"\xff" * 100,
+        lambda data: b"PK\x03\x04" + data,
+        lambda data: (2).to_bytes(8, "little") + b"{}",
+    ],
+    ids=["empty", "truncated header", "truncated", "noise", "zip", "foreign"],
+)
+def test_a_truncated_or_foreign_file_is_refused_by_name(path, spoil):
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(InvalidArgumentError, match=r"rank-000\.safetensors .*(is no shard|is not a whole shard)"):
+        open_shard(path)
+    with pytest.raises(InvalidArgumentError, match="over the wire"):
+        parse_shard(path.read_bytes(), "over the wire")
+
+
+def test_only_the_file_that_was_told_of_is_mapped(path, tmp_path):
+    size = path.stat().st_size
+    assert is_mappable(str(path), size)
+    assert not is_mappable(str(path), size + 1)
+    assert not is_mappable(str(path) + "x", size)
+    assert not is_mappable("nul\0", size)
+    assert not is_mappable(str(tmp_path), os.stat(tmp_path).st_size)
+    metadata = map_shard(str(path))[1]
+    assert ShardAddress("run", "policy", 0, 0, 0).is_of(metadata)
+    assert not ShardAddress("other", "policy", 0, 0, 0).is_of(metadata)
+
+
+def test_streamed_bytes_and_a_mapped_file_say_the_same(path):
+    mapped, streamed = map_shard(str(path)), parse_shard(path.read_bytes(), "here")
+    assert mapped[1] == streamed[1]
+    assert mapped[0].keys() == streamed[0].keys()
+    assert all(np.array_equal(mapped[0][name].numpy(), streamed[0][name].numpy()) for name in mapped[0])
