@@ -86,3 +86,8 @@ def starts_of(lengths: Int64s) -> Int64s:
     starts = np.zeros(len(lengths), np.int64)
     np.cumsum(lengths[:-1], out=starts[1:])
     return starts
+
+
+def bytes_of(values: Array) -> memoryview:
+    """The array's memory as bytes, not copied where it is contiguous."""
+    return np.ascontiguousarray(values).data.cast("B") if values.size else memoryview(b"")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill.columns import Int64s, Ragged
+from gristmill.columns import Int64s, Ragged, bytes_of
 from gristmill_service.pipeline.merge import Rows
 from gristmill_service.pipeline.plan import PADDING
 
@@ -259,8 +259,3 @@ class Positions(Column):
 
 def slices(data: memoryview, starts: Int64s, ends: Int64s) -> list[memoryview]:
     return list(map(data.__getitem__, map(slice, starts.tolist(), ends.tolist())))
-
-
-def bytes_of(values: NDArray[Any]) -> memoryview:
-    """The array's memory as bytes, not copied where it is contiguous."""
-    return np.ascontiguousarray(values).data.cast("B") if values.size else memoryview(b"")

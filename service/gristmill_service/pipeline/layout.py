@@ -16,8 +16,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from gristmill.columns import bytes_of
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.columns import Column, Geometry, bytes_of
+from gristmill_service.pipeline.columns import Column, Geometry
 from gristmill_service.pipeline.plan import MiniBatchPlan, RankPlan
 from gristmill_service.store.base import Buffer, ShardAddress
 

@@ -7,21 +7,18 @@ yields indices. Source: SkyRL #1479.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill.columns import Int64s, Ragged
+from gristmill.columns import Int64s, Ragged, bytes_of
 from gristmill.steps import UNKNOWN
 from gristmill_service.pipeline.validate import Received
 
 REPORTED_MISMATCHES = 3
 
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_SHORT = 2048
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,40 +79,35 @@ def merge(received: Received, mode: str) -> tuple[Rows, list[Mismatch]]:
 def _joins(received: Received) -> tuple[NDArray[np.bool_], list[Mismatch]]:
     """Which steps extend the one before them."""
     steps = received.steps
+    trajectories = received.trajectory_of_step
+    followers = np.flatnonzero(np.diff(trajectories) == 0) + 1
+    candidates = followers[steps.tokens.lengths[followers - 1] <= steps.prompt_lengths[followers]]
     joins = np.zeros(len(steps), np.bool_)
+    joins[candidates] = _extend(steps.tokens, candidates)
     mismatches: list[Mismatch] = []
     reported: dict[int, int] = {}
-    starts, lengths, prompts = (
-        steps.tokens.starts.tolist(),
-        steps.tokens.lengths.tolist(),
-        steps.prompt_lengths.tolist(),
-    )
-    same = _comparison(steps.tokens)
-    trajectories = received.trajectory_of_step
-    for step in (np.flatnonzero(np.diff(trajectories) == 0) + 1).tolist():
-        before = lengths[step - 1]
-        if before <= prompts[step] and same(starts[step - 1], starts[step], before):
-            joins[step] = True
-            continue
+    for step in followers[~joins[followers]].tolist():
         trajectory = int(trajectories[step])
         reported[trajectory] = reported.get(trajectory, 0) + 1
         if reported[trajectory] <= REPORTED_MISMATCHES:
-            index = _first_difference(steps.tokens[step - 1], steps.tokens[step][: prompts[step]])
+            index = _first_difference(steps.tokens[step - 1], steps.tokens[step][: steps.prompt_lengths[step]])
             mismatches.append(Mismatch(trajectory, int(steps.steps[step]), index))
     return joins, mismatches
 
 
-def _comparison(tokens: Ragged) -> Callable[[int, int, int], bool]:
-    """Whether so many values at one place are those at another, by C's memcmp: NumPy's fixed costs would outweigh it."""
-    values = np.ascontiguousarray(tokens.values)
-    base, item = values.ctypes.data, values.itemsize
-
-    def same(one: int, other: int, count: int) -> bool:
-        # `values` lives as long as this function, and rows lie within it.
-        assert max(one, other) + count <= len(values)
-        return not _memcmp(base + item * one, base + item * other, item * count)
-
-    return same
+def _extend(tokens: Ragged, followers: Int64s) -> list[bool]:
+    """Of each of these rows, whether it begins with the whole row before it."""
+    values = tokens.values
+    counts = tokens.lengths[followers - 1]
+    # Short ones as bytes, whose comparison has the least fixed cost; long ones without a copy.
+    data, item = bytes_of(values), values.itemsize
+    spans = zip(tokens.starts[followers - 1].tolist(), tokens.starts[followers].tolist(), counts.tolist(), strict=True)
+    return [
+        data[item * one : item * (one + count)].tobytes() == data[item * other : item * (other + count)].tobytes()
+        if count < _SHORT
+        else bool((values[one : one + count] == values[other : other + count]).all())
+        for one, other, count in spans
+    ]
 
 
 def _first_difference(before: NDArray[np.int32], prompt: NDArray[np.int32]) -> int:
