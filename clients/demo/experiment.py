@@ -1,0 +1,60 @@
+"""What one demonstration is: its size, its seed, gristmill's settings for the run, and where things lie."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from game import LARGEST, MAX_TURNS, PAD
+
+RUN = "demo"
+WORKERS = 2
+DP_SIZE = 2
+
+GROUPS_PER_BATCH = 16
+SAMPLES_PER_GROUP = 16
+
+BEST_SUCCESS = min(1.0, (2**MAX_TURNS - 1) / LARGEST)
+"""How often the best player wins: one who halves what is left with each guess."""
+
+BLIND_SUCCESS = MAX_TURNS / LARGEST
+"""How often a player wins at most who does not read the hints."""
+
+RUN_CONFIG: dict[str, Any] = {
+    "train_batch_size": GROUPS_PER_BATCH,
+    "n_samples_per_prompt": SAMPLES_PER_GROUP,
+    "policy_mini_batch_size": GROUPS_PER_BATCH // 2,
+    "step_wise": True,
+    "merge": "prefix",
+    "trajectory_score": "sum",
+    "advantage_estimator": "grpo",
+    "loss_reduction": "token_mean",
+    "max_staleness": 1,
+    "dp_size": DP_SIZE,
+    "micro_batch": {"max_tokens": 1024},
+    "pad_token_id": PAD,
+}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Given to every process of the demonstration. `directory` is theirs alone and goes when it ends."""
+
+    directory: Path
+    seed: int
+    batches: int
+
+    @property
+    def weights(self) -> Path:
+        return self.directory / "policy.safetensors"
+
+    @property
+    def games(self) -> list[tuple[str, int]]:
+        """Every prompt group of the run: its uid and its secret. Each number is as often the secret as any other."""
+        generator = random.Random(self.seed)
+        secrets: list[int] = []
+        while len(secrets) < self.batches * GROUPS_PER_BATCH:
+            secrets += generator.sample(range(1, LARGEST + 1), LARGEST)
+        return [(f"game-{index}", secret) for index, secret in enumerate(secrets[: self.batches * GROUPS_PER_BATCH])]
