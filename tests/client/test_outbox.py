@@ -14,7 +14,7 @@ from gristmill.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gristmill.outbox import Delivery, Limits, Outbox, RowOutcome, error_of, join, row_sizes
+from gristmill.outbox import Delivery, Limits, Outbox, RowOutcome, join, row_sizes
 from gristmill.rows import from_rows
 from gristmill.transport import Failure
 
@@ -95,7 +95,7 @@ def test_one_bad_row_does_not_take_its_message_with_it():
             sent += names(entries)
             outbox.settle(entries, kept(entries))
     assert sent == [(uid, 0) for uid in "abcdegh"]
-    assert [str(key) for key in outbox.failures] == ["uid 'f' sample 0"]
+    assert str(outbox.tell_all()) == "rows were not taken of uid 'f' sample 0: uid 'f' sample 0: no"
 
 
 def test_what_follows_a_refused_row_in_its_trajectory_is_not_sent():
@@ -105,14 +105,15 @@ def test_what_follows_a_refused_row_in_its_trajectory_is_not_sent():
     assert names(outbox.take(0.0)) == [("b", 0)]
     assert outbox.take(0.0) == []
     assert delivery.under_way == 1
-    assert isinstance(delivery.error, AlreadyExistsError)
+    assert isinstance(outbox.tell(delivery), AlreadyExistsError)
+    assert outbox.tell_all() is None
 
 
 def test_an_error_of_the_whole_run_is_not_searched_for_a_culprit():
     outbox, delivery = filled(table("a"), table("b"), table("c"))
     outbox.refuse(outbox.take(0.0), Failure(NotFoundError("no such run")), 0.0)
     assert delivery.under_way == 0
-    assert len(outbox.failures) == 3
+    assert len(delivery.failures) == 3
 
 
 def test_while_the_service_is_away_nothing_is_sent_and_nothing_overtakes():
@@ -130,7 +131,7 @@ def test_rows_are_given_up_when_their_time_is_over():
         outbox.refuse(outbox.take(now), Failure(UnavailableError("away"), True), now)
         now += outbox.due_in(now) or 0.0
     assert 5.0 <= now < 11.0
-    assert "gave up after 5 s" in str(delivery.error)
+    assert "gave up after 5 s" in str(outbox.tell(delivery))
 
 
 def test_a_group_without_room_holds_back_its_own_rows_and_no_others():
@@ -172,7 +173,7 @@ def test_a_withdrawn_row_is_dropped_and_what_waited_with_it_goes_on():
 def test_one_error_tells_of_many_trajectories():
     outbox, _ = filled(*(table(uid) for uid in "abcde"), limits=Limits(9, 10_000, 0.0))
     outbox.refuse(outbox.take(0.0), Failure(NotFoundError("no such run")), 0.0)
-    told = error_of(outbox.failures)
+    told = outbox.tell_all()
     assert isinstance(told, NotFoundError)
     assert str(told) == (
         "rows were not taken of uid 'a' sample 0; uid 'b' sample 0; uid 'c' sample 0; and 2 more trajectories: "
@@ -234,7 +235,7 @@ def test_every_row_ends_kept_once_or_told_as_failed(data):
     for key in draw(st.lists(st.tuples(uids, st.integers(0, 1)), max_size=12)):
         delivery = deliveries.setdefault(key, Delivery())
         row = table(key[0], steps.get(key, 0), key[1], draw(st.integers(1, 40)))
-        if delivery.error is None and outbox.has_room(row):
+        if not delivery.failures and outbox.has_room(row):
             outbox.add(row, delivery, now)
             added.append((*key, steps.get(key, 0)))
             steps[key] = steps.get(key, 0) + 1
@@ -247,7 +248,6 @@ def test_every_row_ends_kept_once_or_told_as_failed(data):
         service.attempt(outbox, outbox.take(now), now)
     assert all(not delivery.under_way for delivery in deliveries.values())
     assert set(service.kept) == {row for row in added if row[:2] not in bad}
-    assert {(key.uid, key.sample) for key in outbox.failures} == {row[:2] for row in added} & bad
     for key, delivery in deliveries.items():
-        assert (delivery.error is not None) == (key in bad and bool(delivery.outcomes))
-        assert delivery.error is not None or None not in delivery.outcomes
+        assert [found[1:] for found in delivery.failures] == ([key] if key in bad and delivery.outcomes else [])
+        assert delivery.failures or None not in delivery.outcomes

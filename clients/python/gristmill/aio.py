@@ -171,7 +171,8 @@ class AsyncRolloutClient:
         return response
 
     async def abort_group(self, uid: str, *, round: int = 0, reason: str = "") -> bool:
-        self._sender.withdraw(lambda key: (key.round, key.uid) == (round, uid))
+        self._sender.withdraw(lambda key: key[:2] == (round, uid))
+        await self._sender.wait_for(lambda key: key[:2] == (round, uid))
         request = rollout_pb2.AbortGroupsRequest(run=self.run, round=round, uids=[uid], reason=reason)
         return bool((await self._transport.call(lambda stubs: stubs.rollouts.AbortGroups, request)).changed)
 
@@ -213,13 +214,14 @@ class AsyncRolloutClient:
     async def set_reward(self, uid: str, sample: int, reward: Any, *, round: int = 0, step: int | None = None) -> bool:
         key = TrajectoryKey(round, uid, sample)
         request = calls.set_reward(self.run, key, step, reward)
-        await self._sender.wait_for_trajectories([key])
+        await self._sender.wait_for(lambda found: found == key)
         return bool((await self._transport.call(lambda stubs: stubs.rollouts.SetRewards, request)).changed)
 
     async def abort_trajectory(self, uid: str, sample: int, *, round: int = 0, reason: str = "") -> bool:
         key = TrajectoryKey(round, uid, sample)
         self._sender.withdraw(lambda found: found == key)
-        await self._sender.wait_for_trajectories([key])
+        # Also the rest of its group, which may be what makes the group known.
+        await self._sender.wait_for(lambda found: found[:2] == key[:2])
         request = calls.abort_trajectory(self.run, key, reason)
         return bool((await self._transport.call(lambda stubs: stubs.rollouts.AbortTrajectories, request)).changed)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
 
 from gristmill import wire
 from gristmill.errors import FailedPreconditionError, GristmillError
-from gristmill.outbox import Delivery, Entry, Limits, Outbox, RowOutcome, error_of, join
+from gristmill.outbox import Delivery, Entry, Limits, Outbox, RowOutcome, join
 from gristmill.sender import attempt_s
 from gristmill.steps import Steps, TrajectoryKey
 from gristmill.transport import CHANNEL_OPTIONS, Failure, OwnProcess, Patience, Retry, Stubs, check_address, failure_of
@@ -95,9 +95,9 @@ class AsyncSender:
         self._hurry()
         await self._until(lambda: not delivery.under_way)
 
-    async def wait_for_trajectories(self, keys: Collection[TrajectoryKey]) -> None:
+    async def wait_for(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
         self._hurry()
-        await self._until(lambda: not self._outbox.is_sending(keys))
+        await self._until(lambda: not self._outbox.is_sending(is_meant))
 
     def withdraw(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
         self._outbox.withdraw(is_meant)
@@ -106,9 +106,8 @@ class AsyncSender:
     async def flush(self) -> None:
         last = self._hurry()
         await self._until(lambda: self._outbox.is_settled(last))
-        failures, self._outbox.failures = self._outbox.failures, {}
-        if failures:
-            raise error_of(failures)
+        if error := self._outbox.tell_all():
+            raise error
 
     def told(self, delivery: Delivery) -> GristmillError | None:
         return self._outbox.tell(delivery)

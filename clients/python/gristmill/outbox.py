@@ -53,13 +53,13 @@ class RowOutcome(enum.Enum):
 class Delivery:
     """What became of rows that belong together: those of one trajectory, or of one submission.
 
-    outcomes: one a row, in the order they were added; None while it is under way, and after an error.
-    error: why rows were not taken; the first.
+    outcomes: one a row, in the order they were added; None while it is under way, and after a failure.
+    failures: why rows of a trajectory were not taken.
     """
 
     outcomes: list[RowOutcome | None] = field(default_factory=list)
     under_way: int = 0
-    error: GristmillError | None = None
+    failures: dict[TrajectoryKey, GristmillError] = field(default_factory=dict)
 
     @property
     def is_kept(self) -> bool:
@@ -119,8 +119,7 @@ class Outbox:
         self._last_number = 0
         self._urgent_number = 0
         self._under_way: dict[int, Entry] = {}
-        self.failures: dict[TrajectoryKey, GristmillError] = {}
-        """Why rows of a trajectory were not taken, until somebody is told."""
+        self._untold: dict[int, Delivery] = {}
 
     # What producers do.
 
@@ -169,10 +168,9 @@ class Outbox:
         """Whether every row up to this number has an outcome or an error."""
         return not self._under_way or next(iter(self._under_way)) > number
 
-    def is_sending(self, keys: Iterable[TrajectoryKey]) -> bool:
-        """Whether rows of these trajectories have neither outcome nor error yet."""
-        wanted = set(keys)
-        return any(entry.key in wanted for entry in self._under_way.values())
+    def is_sending(self, is_meant: Callable[[TrajectoryKey], bool]) -> bool:
+        """Whether rows of the trajectories that are meant have neither outcome nor error yet."""
+        return any(is_meant(entry.key) for entry in self._under_way.values())
 
     def withdraw(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
         """Takes back rows that are not being sent at this moment, as dropped."""
@@ -182,11 +180,15 @@ class Outbox:
         self._release(withdrawn)
 
     def tell(self, delivery: Delivery) -> GristmillError | None:
-        """Why rows of the delivery were not taken. Who asks tells it, so that it is no longer among the failures."""
-        error = delivery.error
-        if error is not None:
-            self.failures = {key: found for key, found in self.failures.items() if found is not error}
-        return error
+        """Why rows of the delivery were not taken. Who asks is the one to be told, and `tell_all` is not again."""
+        self._untold.pop(id(delivery), None)
+        return error_of(delivery.failures) if delivery.failures else None
+
+    def tell_all(self) -> GristmillError | None:
+        """Why rows were not taken, of all that nobody was told of."""
+        failures = {key: error for delivery in self._untold.values() for key, error in delivery.failures.items()}
+        self._untold.clear()
+        return error_of(failures) if failures else None
 
     # What the sender does.
 
@@ -243,8 +245,8 @@ class Outbox:
         for entry in (*entries, *followers):
             self._under_way.pop(entry.number, None)
             entry.delivery.under_way -= 1
-            entry.delivery.error = entry.delivery.error or error
-            self.failures.setdefault(entry.key, error)
+            entry.delivery.failures.setdefault(entry.key, error)
+            self._untold[id(entry.delivery)] = entry.delivery
         self._release(entries)
 
     def fail_all(self, error: GristmillError) -> None:

@@ -139,7 +139,8 @@ class RolloutClient:
 
     def abort_group(self, uid: str, *, round: int = 0, reason: str = "") -> bool:
         """Drops a whole prompt group and frees its room; returns whether it was open. Idempotent."""
-        self._sender.withdraw(lambda key: (key.round, key.uid) == (round, uid))
+        self._sender.withdraw(lambda key: key[:2] == (round, uid))
+        self._sender.wait_for(lambda key: key[:2] == (round, uid))
         request = rollout_pb2.AbortGroupsRequest(run=self.run, round=round, uids=[uid], reason=reason)
         return bool(self._transport.call(self._transport.rollouts.AbortGroups, request).changed)
 
@@ -210,7 +211,7 @@ class RolloutClient:
         """
         key = TrajectoryKey(round, uid, sample)
         request = calls.set_reward(self.run, key, step, reward)
-        self._sender.wait_for_trajectories([key])
+        self._sender.wait_for(lambda found: found == key)
         return bool(self._transport.call(self._transport.rollouts.SetRewards, request).changed)
 
     def abort_trajectory(self, uid: str, sample: int, *, round: int = 0, reason: str = "") -> bool:
@@ -220,7 +221,8 @@ class RolloutClient:
         """
         key = TrajectoryKey(round, uid, sample)
         self._sender.withdraw(lambda found: found == key)
-        self._sender.wait_for_trajectories([key])
+        # Also the rest of its group, which may be what makes the group known.
+        self._sender.wait_for(lambda found: found[:2] == key[:2])
         request = calls.abort_trajectory(self.run, key, reason)
         return bool(self._transport.call(self._transport.rollouts.AbortTrajectories, request).changed)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import grpc
 
 from gristmill import wire
 from gristmill.errors import FailedPreconditionError, GristmillError
-from gristmill.outbox import Delivery, Entry, Limits, Outbox, RowOutcome, error_of, join
+from gristmill.outbox import Delivery, Entry, Limits, Outbox, RowOutcome, join
 from gristmill.steps import Steps, TrajectoryKey
 from gristmill.transport import Failure, Retry, Transport, failure_of
 from gristmill.v1 import rollout_pb2
@@ -48,11 +48,11 @@ class Sender:
             self._hurry()
             self._progress.wait_for(lambda: not delivery.under_way)
 
-    def wait_for_trajectories(self, keys: Collection[TrajectoryKey]) -> None:
-        """Blocks until what was put of these trajectories has an outcome or an error."""
+    def wait_for(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
+        """Blocks until what was put of the trajectories that are meant has an outcome or an error."""
         with self._progress:
             self._hurry()
-            self._progress.wait_for(lambda: not self._outbox.is_sending(keys))
+            self._progress.wait_for(lambda: not self._outbox.is_sending(is_meant))
 
     def withdraw(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
         """Takes back, as dropped, what is not being sent at this moment."""
@@ -65,13 +65,13 @@ class Sender:
         with self._progress:
             last = self._hurry()
             self._progress.wait_for(lambda: self._outbox.is_settled(last))
-            failures, self._outbox.failures = self._outbox.failures, {}
-        if failures:
-            raise error_of(failures)
+            error = self._outbox.tell_all()
+        if error is not None:
+            raise error
 
     def told(self, delivery: Delivery) -> GristmillError | None:
         """Why rows of the delivery were not taken. Who calls tells it, so that `flush` does not again."""
-        if delivery.error is None:
+        if not delivery.failures:
             return None
         with self._progress:
             return self._outbox.tell(delivery)

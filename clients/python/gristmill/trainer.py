@@ -203,6 +203,7 @@ class TrainerClient:
         """Batches from the rank's place on, each waited for as long as it takes, until the run is finished.
 
         Raises BatchFailedError with the reason for a batch that could not be made; iterating again goes on behind it.
+        (One that failed before this trainer started is stepped over.)
         Raises FailedPreconditionError when asked for the next batch before all of this one is acknowledged.
         """
         while (batch := self._next_batch()) is not None:
