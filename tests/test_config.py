@@ -1,5 +1,7 @@
 """A run's configuration: defaults, and every combination that is refused before a rollout is accepted."""
 
+import json
+
 import pytest
 
 from gristmill.errors import InvalidArgumentError, UnsupportedError
@@ -132,7 +134,7 @@ def test_warnings_name_settings_that_do_not_go_together():
         ),
         (
             "run.json",
-            '{"train_batch_size": 8, "n_samples_per_prompt": 4, "policy_mini_batch_size": 2, "micro_batch": {"size": 2}}',
+            json.dumps(GOOD),
         ),
     ],
 )

@@ -58,7 +58,7 @@ def test_a_batch_that_breaks_a_rule_is_refused_naming_the_trajectory(rows, messa
 
 
 def test_without_step_wise_a_trajectory_with_several_steps_is_refused():
-    with pytest.raises(InvalidArgumentError, match="uid 'p' sample 0: has 2 steps .* set step_wise: true"):
+    with pytest.raises(InvalidArgumentError, match=r"uid 'p' sample 0: has 2 steps .* set step_wise: true"):
         received(row(last=False), row(step=1), step_wise=False)
 
 
@@ -68,7 +68,7 @@ def test_estimator_none_asks_for_advantages():
 
 
 def test_a_trajectorys_advantage_is_the_same_on_every_step():
-    with pytest.raises(InvalidArgumentError, match="step 1: advantage is 2.0 and 1.0 on step 0"):
+    with pytest.raises(InvalidArgumentError, match=r"step 1: advantage is 2\.0 and 1\.0 on step 0"):
         received(row(last=False, advantage=1.0), row(step=1, advantage=2.0), advantage_estimator="none")
 
 

@@ -63,10 +63,9 @@ def reward_of(message: rollout_pb2.Reward) -> RewardUpdate:
 
 
 def _token_values(values: bytes, key: TrajectoryKey) -> Array:
-    if len(values) % 4:
+    if len(values) % 8:
         raise InvalidArgumentError(f"{key}: token_values has {len(values)} bytes; send float64, one a response token")
-    # Only the run knows the response's length, so that an even number of float32 cannot be told from float64 here.
-    return np.frombuffer(values, np.float32 if len(values) % 8 else np.float64)
+    return np.frombuffer(values, np.float64)
 
 
 def outcomes_to(outcomes: Iterable[Outcome]) -> list[Any]:

@@ -246,7 +246,7 @@ class Reward(google.protobuf.message.Message):
     value: builtins.float
     """One number for the step, where rows of the run carry scalar rewards."""
     token_values: builtins.bytes
-    """float64 or float32, one a response token of the step, where rows of the run carry rewards per token."""
+    """float64, one a response token of the step, where rows of the run carry rewards per token."""
     @property
     def trajectory(self) -> global___TrajectoryKey: ...
     def __init__(
