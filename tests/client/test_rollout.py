@@ -18,6 +18,7 @@ from gristmill import (
     AlreadyExistsError,
     DeadlineExceededError,
     FailedPreconditionError,
+    GristmillError,
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
@@ -84,6 +85,20 @@ def test_a_client_that_is_forgotten_sends_what_it_took(faulty):
         del client
         gc.collect()
     assert faulty.arrivals == [("a", 0, 0)]
+
+
+def test_a_forgotten_client_logs_what_it_could_not_send(caplog):
+    client = RolloutClient("127.0.0.1:1", "run", timeout_s=0.1)
+    step(client, "a")
+    del client
+    gc.collect()
+    assert "a RolloutClient was not closed: rows were not taken of uid 'a' sample 0" in caplog.text
+
+
+def test_an_answer_that_does_not_fit_the_rows_is_told(faulty, client, monkeypatch):
+    monkeypatch.setattr(faulty, "_keep", lambda rows: [])
+    with pytest.raises(GristmillError, match="the service answered 0 outcomes for 1 rows"):
+        client.submit_rows([row("a")])
 
 
 def test_what_the_caller_changes_after_a_step_changes_nothing_sent(faulty, client):

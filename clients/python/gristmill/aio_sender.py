@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -11,11 +12,13 @@ import grpc
 
 from gristmill import wire
 from gristmill.errors import FailedPreconditionError, GristmillError
-from gristmill.outbox import Delivery, Entry, Limits, Outbox, RowOutcome, join
+from gristmill.outbox import Delivery, Entry, Limits, Outbox, RowOutcome, join, outcomes_of
 from gristmill.sender import attempt_s
 from gristmill.steps import Steps, TrajectoryKey
 from gristmill.transport import CHANNEL_OPTIONS, Failure, OwnProcess, Patience, Retry, Stubs, check_address, failure_of
 from gristmill.v1 import rollout_pb2
+
+_log = logging.getLogger("gristmill")
 
 T = TypeVar("T")
 
@@ -135,6 +138,13 @@ class AsyncSender:
             await self._progress.wait()
 
     async def _send_all(self) -> None:
+        try:
+            await self._send_each()
+        finally:
+            if lost := self._outbox.rows_under_way:
+                _log.error("%d rows of run %r were not delivered: the client was not closed", lost, self._run)
+
+    async def _send_each(self) -> None:
         while entries := await self._next():
             try:
                 outcomes = await self._send(entries)
@@ -165,4 +175,4 @@ class AsyncSender:
     async def _send(self, entries: list[Entry]) -> list[RowOutcome]:
         request = rollout_pb2.SubmitRowsRequest(run=self._run, rows=wire.encode(join(entries)))
         response = await self._transport.rollouts.SubmitRows(request, timeout=attempt_s(entries))
-        return [RowOutcome(outcome) for outcome in response.outcomes]
+        return outcomes_of(response, entries)

@@ -19,6 +19,7 @@ from gristmill.columns import Int64s
 from gristmill.errors import AlreadyExistsError, GristmillError, InvalidArgumentError, ResourceExhaustedError
 from gristmill.steps import Steps, TrajectoryKey, concat
 from gristmill.transport import MESSAGE_BYTES, Backoff, Failure, reworded
+from gristmill.v1 import rollout_pb2
 
 Group = tuple[int, str]
 Form = tuple[bool, ...]
@@ -54,17 +55,14 @@ class Delivery:
     """What became of rows that belong together: those of one trajectory, or of one submission.
 
     outcomes: one a row, in the order they were added; None while it is under way, and after a failure.
+    is_kept: whether the service keeps what it was sent, as far as is known.
     failures: why rows of a trajectory were not taken.
     """
 
     outcomes: list[RowOutcome | None] = field(default_factory=list)
     under_way: int = 0
+    is_kept: bool = True
     failures: dict[TrajectoryKey, GristmillError] = field(default_factory=dict)
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the service keeps what it was sent, as far as is known."""
-        return all(outcome is None or outcome.is_kept for outcome in self.outcomes)
 
 
 @dataclass(slots=True, eq=False)
@@ -158,6 +156,10 @@ class Outbox:
             self._fresh.append(entry)
             self._fresh_bytes += sizes[row]
         return was_empty or self._is_full()
+
+    @property
+    def rows_under_way(self) -> int:
+        return len(self._under_way)
 
     def hurry(self) -> int:
         """Sends what is here without waiting for more. Returns the number of the last row, for `is_settled`."""
@@ -320,6 +322,7 @@ class Outbox:
         self._under_way.pop(entry.number, None)
         entry.delivery.under_way -= 1
         entry.delivery.outcomes[entry.index] = outcome
+        entry.delivery.is_kept &= outcome.is_kept
 
     def _extract(self, is_meant: Callable[[Entry], bool], *, parked: bool = True) -> list[Entry]:
         """Removes the queued rows that are meant, in order."""
@@ -350,6 +353,15 @@ def join(entries: Sequence[Entry]) -> Steps:
         else:
             parts.append((entry.table, [entry.row]))
     return concat([table if len(rows) == len(table) else table.take(np.array(rows)) for table, rows in parts])
+
+
+def outcomes_of(response: rollout_pb2.SubmitRowsResponse, entries: Sequence[Entry]) -> list[RowOutcome]:
+    """Raises GristmillError where the answer is not one outcome a row."""
+    if len(response.outcomes) != len(entries):
+        raise GristmillError(
+            f"the service answered {len(response.outcomes)} outcomes for {len(entries)} rows; check its version"
+        )
+    return [RowOutcome(outcome) for outcome in response.outcomes]
 
 
 def form_of(table: Steps) -> Form:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
@@ -17,6 +18,8 @@ from gristmill.steps import UNKNOWN, Steps, TrajectoryKey
 from gristmill.trajectory import StepWriter, Trajectory
 from gristmill.transport import TIMEOUT_S, Transport
 from gristmill.v1 import rollout_pb2, run_pb2
+
+_log = logging.getLogger("gristmill")
 
 
 class RolloutClient:
@@ -269,6 +272,13 @@ def late_policy_version(run: str, version: int, at_least: int, timeout_s: float)
 
 
 def _close_forgotten(transport: Transport, sender: Sender) -> None:
-    if transport.process.is_here():
+    if not transport.process.is_here():
+        return
+    try:
+        sender.flush()
+    except GristmillError as error:
+        # Nobody is left to catch it.
+        _log.error("a RolloutClient was not closed: %s", error)
+    finally:
         sender.close()
         transport.close()

@@ -10,7 +10,7 @@ import grpc
 
 from gristmill import wire
 from gristmill.errors import FailedPreconditionError, GristmillError
-from gristmill.outbox import Delivery, Entry, Limits, Outbox, RowOutcome, join
+from gristmill.outbox import Delivery, Entry, Limits, Outbox, RowOutcome, join, outcomes_of
 from gristmill.steps import Steps, TrajectoryKey
 from gristmill.transport import Failure, Retry, Transport, failure_of
 from gristmill.v1 import rollout_pb2
@@ -119,7 +119,7 @@ class Sender:
     def _send(self, entries: list[Entry]) -> list[RowOutcome]:
         request = rollout_pb2.SubmitRowsRequest(run=self._run, rows=wire.encode(join(entries)))
         response = self._transport.rollouts.SubmitRows(request, timeout=attempt_s(entries))
-        return [RowOutcome(outcome) for outcome in response.outcomes]
+        return outcomes_of(response, entries)
 
     def _report(self, entries: list[Entry], failure: Failure) -> None:
         with self._progress:

@@ -202,7 +202,7 @@ class Trajectory:
 def abort_reason(error: BaseException | None) -> str:
     if error is None:
         return "ended without a last step"
-    return f"{type(error).__name__}: {error}"[:_REASON_LENGTH]
+    return f"{type(error).__name__}: {error}"[:_REASON_LENGTH].removesuffix(": ")
 
 
 def unfinished(writer: StepWriter) -> FailedPreconditionError:
