@@ -162,7 +162,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python clients/demo", description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--batches", type=int, default=160, help="batches to train on (default: 160)")
+    parser.add_argument("--batches", type=int, default=220, help="batches to train on (default: 220)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--least-rise", type=float, default=0.5, help="a smaller rise of the mean reward is a failure")
     parser.add_argument("--picture", type=Path, default=PICTURE, help=f"where the picture goes (default: {PICTURE})")
