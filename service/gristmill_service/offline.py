@@ -24,7 +24,7 @@ from gristmill_service.config import RunConfig, read_config
 from gristmill_service.pipeline import Batch, mill
 from gristmill_service.pipeline import plan as plan_batch
 from gristmill_service.rollouts import read_batches
-from gristmill_service.store.writing import write_file
+from gristmill_service.store.writing import write_shards
 
 RolloutsArgument = Annotated[
     Path,
@@ -147,11 +147,7 @@ def _write(target: Path, milled: Batch, advance: Advance) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        for shard in milled.shards:
-            path = partial / shard.address.path
-            path.parent.mkdir(exist_ok=True)
-            write_file(path, shard.buffers())
-            advance(shard.size)
+        write_shards(partial, milled.shards, advance)
         (partial / "plan.json").write_text(json.dumps(milled.plan) + "\n", encoding="utf-8")
         partial.rename(target)
     except BaseException:

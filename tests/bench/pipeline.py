@@ -14,7 +14,7 @@ import numpy as np
 
 from gristmill.steps import check
 from gristmill_service.pipeline import mill
-from gristmill_service.store.writing import write_file
+from gristmill_service.store.writing import write_shards
 from tests.bench.figures import Figure, paired
 from tests.bench.workloads import Workload, workload
 
@@ -60,13 +60,8 @@ def _speed(work: Workload, merge: str) -> Figure:
 def make(work: Workload, merge: str, target: Path) -> int:
     """The whole path once; the bytes written."""
     batch = mill(check(work.steps), work.config(merge), run="bench", batch=0)
-    written = 0
-    for shard in batch.shards:
-        path = target / shard.address.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, shard.buffers())
-        written += shard.size
-    return written
+    target.mkdir()
+    return sum(write_shards(target, batch.shards).values())
 
 
 def _read_once(values: np.ndarray) -> None:

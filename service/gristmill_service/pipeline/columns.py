@@ -38,8 +38,8 @@ class Geometry:
         self.start_of: list[int] = starts.tolist()
         self.end_of: list[int] = (starts + step_responses).tolist()
         self.steps_of = [*map(range, self.first, (rows.last + 1).tolist()), range(0)]
-        self.following: list[int] = np.flatnonzero(starts).tolist()
-        """Steps that stand behind another in their row."""
+        self.gaps = np.append(0, starts[1:] - (starts + step_responses)[:-1]).clip(0)
+        """Of each step, the observation tokens before it within its row's response, int64; 0 for a row's first."""
 
 
 class Constants:
@@ -148,8 +148,8 @@ class StepTokens(Column):
         # Of every step the zeros before it within its row, and its values: a row is a slice of this.
         self._runs: list[memoryview] = [self._zeros[:0]] * (2 * len(views))
         self._runs[1::2] = views
-        for step in geometry.following:
-            self._runs[2 * step] = self._zeros[: item * (geometry.start_of[step] - geometry.end_of[step - 1])]
+        if geometry.gaps.any():
+            self._runs[::2] = slices(self._zeros, np.zeros_like(starts), item * geometry.gaps)
 
     def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
         item, zeros, runs, first, last = self._item, self._zeros, self._runs, self._first, self._last

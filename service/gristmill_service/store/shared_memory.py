@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from gristmill.errors import NotFoundError, ResourceExhaustedError
 from gristmill_service.store.base import ShardAddress, ShardLocation, ShardSource
-from gristmill_service.store.writing import write_file
+from gristmill_service.store.writing import write_file, write_shards
 
 _PIECE = 1 << 20
 _LONGEST_NAME = 200
@@ -49,7 +49,7 @@ class SharedMemoryStore:
         try:
             partial.parent.mkdir(mode=0o700, exist_ok=True)
             partial.mkdir(mode=0o700)
-            sizes = {shard.address: _write(partial, shard) for shard in shards}
+            sizes = write_shards(partial, shards)
             write_file(partial / "plan.json", [[plan]])
             with self._lock:
                 partial.rename(final)
@@ -165,13 +165,6 @@ def _lock_path(root: Path) -> Path:
 
 def _is_ours(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
     return status.st_uid == os.geteuid() and is_kind(status.st_mode)
-
-
-def _write(partial: Path, shard: ShardSource) -> int:
-    path = partial / shard.address.path
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    write_file(path, shard.buffers())
-    return shard.size
 
 
 def _pieces(file: FileIO) -> Iterator[bytes]:

@@ -1,15 +1,40 @@
-"""Writing a shard's runs of bytes to a file, with nothing assembled in between."""
+"""Writing shards' runs of bytes to files, with nothing assembled in between."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gristmill_service.store.base import Buffer
+from gristmill_service.store.base import Buffer, ShardAddress, ShardSource
 
 # The most buffers that one writev takes on Linux (IOV_MAX).
 _BUFFERS_AT_ONCE = 1024
+
+# The kernel copies without the interpreter's lock, so that a second thread prepares what the first one writes. More
+# would take cores from the trainer that the service runs beside.
+_WRITERS = 2
+
+
+def write_shards(
+    directory: Path, shards: Iterable[ShardSource], on_written: Callable[[int], None] = lambda size: None
+) -> dict[ShardAddress, int]:
+    """Writes each shard at its address's path under `directory`; returns their sizes.
+
+    on_written: called with the bytes of each shard that is written. On an error some files may be there; raises the
+    first one, as `write_file` does.
+    """
+
+    def write(shard: ShardSource) -> tuple[ShardAddress, int]:
+        path = directory / shard.address.path
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        write_file(path, shard.buffers())
+        on_written(shard.size)
+        return shard.address, shard.size
+
+    with ThreadPoolExecutor(_WRITERS, "gristmill-writer") as pool:
+        return dict(pool.map(write, shards))
 
 
 def write_file(path: Path, groups: Iterable[Sequence[Buffer]]) -> None:
