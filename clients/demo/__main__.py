@@ -19,17 +19,17 @@ from types import FrameType
 from typing import NoReturn
 
 import torch
+from rich.console import Console
+
 from experiment import BEST_SUCCESS, BLIND_SUCCESS, DP_SIZE, RUN, RUN_CONFIG, WORKERS, Experiment
 from game import LARGEST, MAX_REPLY_TOKENS, MAX_TURNS, Episode, decode
+from gristmill import RolloutClient
 from plot import plot
 from policy import Policy, load_weights, save_weights, speak
 from processes import Children, Ended, ProcessFailedError, Service, serve
-from rich.console import Console
 from table import LiveTable
 from trainer import BatchReport, train
 from worker import work
-
-from gristmill import RolloutClient
 
 PICTURE = Path(__file__).resolve().parents[2] / "build" / "demo.png"
 COMPARED_BATCHES = 10

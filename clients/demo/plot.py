@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiment import BEST_SUCCESS, BLIND_SUCCESS
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from experiment import BEST_SUCCESS, BLIND_SUCCESS
 from trainer import BatchReport
 
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from game import ALPHABET, END, PAD, REPLY_CHARACTERS
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
+
+from game import ALPHABET, END, PAD, REPLY_CHARACTERS
 
 WIDTH = 64
 LAYERS = 2

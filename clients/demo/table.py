@@ -9,6 +9,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+
 from trainer import BatchReport
 
 _HEADINGS = ("batch", "reward", "success", "rows received → merged", "padding", "version lag", "seconds")

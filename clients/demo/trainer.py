@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from experiment import DP_SIZE, RUN, Experiment
-from game import REWARDS
-from policy import Policy, entropies, load_weights, next_logprobs, save_weights
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from experiment import DP_SIZE, RUN, Experiment
+from game import REWARDS
 from gristmill import Batch, MicroBatch, TrainerClient
+from policy import Policy, entropies, load_weights, next_logprobs, save_weights
 
 LEARNING_RATE = 2e-3
 CLIP = 0.2

@@ -8,11 +8,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import torch
+
 from experiment import RUN, SAMPLES_PER_GROUP, WORKERS, Experiment
 from game import MAX_REPLY_TOKENS, Episode
-from policy import Policy, load_weights, speak
-
 from gristmill import RolloutClient
+from policy import Policy, load_weights, speak
 
 GROUPS_AT_ONCE = 8
 

@@ -128,6 +128,15 @@ def test_a_batch_whose_every_group_is_stale_is_empty_and_not_an_error():
     assert batch.shards == []
 
 
+def test_staleness_is_told_per_trajectory_by_its_oldest_step():
+    given = rows([[0.0, 1.0]])
+    given[0] |= {"policy_version": 1, "is_last_step": False}
+    given.insert(1, {**given[0], "step": 1, "is_last_step": True, "policy_version": 4})
+    given[2]["policy_version"] = 3
+    metrics = milled(given).plan["metrics"]
+    assert (metrics["staleness_mean"], metrics["staleness_max"]) == (2.0, 3)
+
+
 def test_lone_survivors_and_incomplete_groups_are_counted():
     given = rows([[1.0], [0.0, 1.0]])
     counts = milled(given).plan["counts"]

@@ -20,6 +20,7 @@ from gristmill_service.pipeline.validate import Received, receive
 class Prepared:
     """rows_received counts steps, also those of dropped groups. trained: bool (steps,), False where a filter masks.
     scores, advantages: float64 (trajectories,). loss_tokens: int64 (rows,). row_group_bounds: (groups + 1,) into rows.
+    staleness: (trajectories with a known policy version,) versions behind the current one, of each one's oldest step.
     stale: (round, uid) of groups dropped as stale. counts: what each rule met, by name.
     """
 
@@ -32,6 +33,7 @@ class Prepared:
     loss_tokens: Int64s
     row_group_bounds: Int64s
     rows_received: int
+    staleness: Int64s
     stale: list[tuple[int, str]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -60,6 +62,7 @@ def prepare(steps: Steps, config: RunConfig, policy_version: int | None) -> Prep
         loss_tokens=np.add.reduceat(per_step, rows.first) if len(rows) else per_step,
         row_group_bounds=np.searchsorted(groups, np.arange(len(received.groups) + 1)),
         rows_received=len(steps),
+        staleness=filters.staleness(received, policy_version),
         stale=stale,
         counts=counts | masked | _group_counts(received, scores, config),
     )

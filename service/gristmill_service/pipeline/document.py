@@ -74,12 +74,17 @@ def _accuracy(prepared: Prepared) -> dict[str, float]:
     best = np.maximum.reduceat(scores, received.group_bounds[:-1])
     tokens = np.add.reduceat(received.steps.response_lengths, received.trajectory_bounds[:-1])
     rewards = np.add.reduceat(received.steps.rewards, received.trajectory_bounds[:-1])
+    staleness = prepared.staleness
+    behind = (
+        {"staleness_mean": float(staleness.mean()), "staleness_max": int(staleness.max())} if staleness.size else {}
+    )
     return {
         "trajectories": len(scores),
         "score_mean": float(scores.mean()),
         "reward_mean": float(rewards.mean()),
         "pass_at_n": float((best > 0).mean()),
         "response_length_mean": float(tokens.mean()),
+        **behind,
     }
 
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from gristmill.columns import Int64s
 from gristmill.steps import UNKNOWN
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.advantage import Float64s, all_equal
@@ -52,3 +53,14 @@ def stale_groups(received: Received, config: RunConfig, policy_version: int | No
     behind = (versions != UNKNOWN) & (current - versions.astype(np.int64) > config.max_staleness)
     stale[received.trajectory_groups[received.trajectory_of_step[behind]]] = True
     return stale
+
+
+def staleness(received: Received, policy_version: int | None) -> Int64s:
+    """Of each trajectory whose policy version is known, how many versions its oldest step is behind the current one."""
+    versions = received.steps.policy_versions.astype(np.int64)
+    if not len(versions):
+        return versions
+    current = int(versions.max()) if policy_version is None else policy_version
+    behind = np.where(versions == UNKNOWN, UNKNOWN, current - versions)
+    oldest = np.maximum.reduceat(behind, received.trajectory_bounds[:-1])
+    return oldest[oldest > UNKNOWN]
