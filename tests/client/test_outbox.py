@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gristmill.delivery import Delivery, RowOutcome, join, row_sizes
 from gristmill.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -14,7 +15,7 @@ from gristmill.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gristmill.outbox import Delivery, Limits, Outbox, RowOutcome, join, row_sizes
+from gristmill.outbox import Limits, Outbox
 from gristmill.rows import from_rows
 from gristmill.transport import Failure
 

@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from gristmill.aio import AsyncRolloutClient, AsyncTrajectory
     from gristmill.batch import Batch
+    from gristmill.delivery import RowOutcome
     from gristmill.errors import (
         AlreadyExistsError,
         BatchFailedError,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         UnavailableError,
         UnsupportedError,
     )
-    from gristmill.outbox import RowOutcome
     from gristmill.rollout import RolloutClient
     from gristmill.torch import MicroBatch, Shard
     from gristmill.trainer import TrainerClient
@@ -62,7 +62,7 @@ _MODULES = {
     "Batch": "batch",
     "MicroBatch": "torch",
     "RolloutClient": "rollout",
-    "RowOutcome": "outbox",
+    "RowOutcome": "delivery",
     "Shard": "torch",
     "TrainerClient": "trainer",
     "Trajectory": "trajectory",

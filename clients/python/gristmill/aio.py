@@ -12,9 +12,9 @@ from typing import Any, Self
 
 from gristmill import calls
 from gristmill.aio_sender import AsyncSender, AsyncTransport
+from gristmill.delivery import Delivery, RowOutcome
 from gristmill.errors import GristmillError, NotFoundError
 from gristmill.generation import from_generator_output
-from gristmill.outbox import Delivery, RowOutcome
 from gristmill.rollout import late_policy_version
 from gristmill.rows import from_rows
 from gristmill.steps import UNKNOWN, Steps, TrajectoryKey

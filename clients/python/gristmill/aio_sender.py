@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import grpc
 
 from gristmill import wire
+from gristmill.delivery import Delivery, Entry, RowOutcome, join, outcomes_of
 from gristmill.errors import FailedPreconditionError, GristmillError
-from gristmill.outbox import Delivery, Entry, Limits, Outbox, RowOutcome, join, outcomes_of
+from gristmill.outbox import Limits, Outbox
 from gristmill.sender import attempt_s
 from gristmill.steps import Steps, TrajectoryKey
 from gristmill.transport import CHANNEL_OPTIONS, Failure, OwnProcess, Patience, Retry, Stubs, check_address, failure_of

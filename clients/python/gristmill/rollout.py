@@ -9,9 +9,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from gristmill import calls
+from gristmill.delivery import Delivery, RowOutcome
 from gristmill.errors import DeadlineExceededError, GristmillError
 from gristmill.generation import from_generator_output
-from gristmill.outbox import Delivery, RowOutcome
 from gristmill.rows import from_rows
 from gristmill.sender import Sender
 from gristmill.steps import UNKNOWN, Steps, TrajectoryKey

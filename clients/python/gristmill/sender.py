@@ -9,8 +9,9 @@ from collections.abc import Callable
 import grpc
 
 from gristmill import wire
+from gristmill.delivery import Delivery, Entry, RowOutcome, join, outcomes_of
 from gristmill.errors import FailedPreconditionError, GristmillError
-from gristmill.outbox import Delivery, Entry, Limits, Outbox, RowOutcome, join, outcomes_of
+from gristmill.outbox import Limits, Outbox
 from gristmill.steps import Steps, TrajectoryKey
 from gristmill.transport import Failure, Retry, Transport, failure_of
 from gristmill.v1 import rollout_pb2

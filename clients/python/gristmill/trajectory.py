@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from gristmill.columns import Ragged
+from gristmill.delivery import Delivery
 from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError, NotFoundError
-from gristmill.outbox import Delivery
 from gristmill.rows import from_rows
 from gristmill.sender import Sender
 from gristmill.steps import Steps, TrajectoryKey

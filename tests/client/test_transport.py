@@ -1,0 +1,180 @@
+"""Statuses become errors again, retries pause as they should, and a stream that breaks is made again."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill import errors
+from gristmill.errors import BatchFailedError, GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
+from gristmill.pull import stream
+from gristmill.shards import ShardAddress
+from gristmill.transport import Backoff, Failure, Patience, Retry, Transport, failure_of
+from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
+from tests.client.test_shards import CONFIG, ROWS, shard_bytes
+
+
+class Status(grpc.RpcError):
+    """A call's end, as gRPC gives it."""
+
+    def __init__(self, code, details="", **trailers):
+        self._end = (getattr(grpc.StatusCode, code), details, tuple(trailers.items()))
+
+    def code(self):
+        return self._end[0]
+
+    def details(self):
+        return self._end[1]
+
+    def trailing_metadata(self):
+        return tuple((name.replace("_", "-"), value) for name, value in self._end[2])
+
+
+ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, GristmillError)]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_every_error_of_the_service_is_raised_again_as_itself(kind):
+    failure = failure_of(Status(kind.code, "what and why", gristmill_error=kind.__name__), "here:1")
+    assert type(failure.error) is kind
+    assert str(failure.error) == "what and why"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("INVALID_ARGUMENT", "InvalidArgumentError"),
+        ("NOT_FOUND", "NotFoundError"),
+        ("ALREADY_EXISTS", "AlreadyExistsError"),
+        ("FAILED_PRECONDITION", "FailedPreconditionError"),
+        ("RESOURCE_EXHAUSTED", "ResourceExhaustedError"),
+        ("DEADLINE_EXCEEDED", "DeadlineExceededError"),
+        ("UNAVAILABLE", "UnavailableError"),
+        ("INTERNAL", "GristmillError"),
+        ("UNIMPLEMENTED", "GristmillError"),
+        ("UNKNOWN", "GristmillError"),
+    ],
+)
+def test_what_others_answer_is_told_apart_by_its_code(code, kind):
+    error = failure_of(Status(code, "odd"), "here:1").error
+    assert type(error).__name__ == kind
+
+
+def test_an_unknown_class_of_a_newer_service_falls_back_to_the_code():
+    assert type(failure_of(Status("NOT_FOUND", gristmill_error="ShelfNotFoundError"), "here:1").error) is NotFoundError
+
+
+def test_a_failed_batch_says_which():
+    error = failure_of(
+        Status("FAILED_PRECONDITION", "why", gristmill_error="BatchFailedError", gristmill_batch="7"), "here:1"
+    ).error
+    assert isinstance(error, BatchFailedError)
+    assert error.batch == 7
+
+
+@pytest.mark.parametrize(
+    ("status", "may_retry"),
+    [
+        (Status("UNAVAILABLE"), True),
+        (Status("DEADLINE_EXCEEDED"), True),
+        (Status("RESOURCE_EXHAUSTED", gristmill_error="ResourceExhaustedError", grpc_retry_pushback_ms="500"), True),
+        (Status("UNAVAILABLE", grpc_retry_pushback_ms="-1"), False),
+        (Status("UNAVAILABLE", grpc_retry_pushback_ms="soon"), False),
+        (Status("RESOURCE_EXHAUSTED", "Received message larger than max (9 vs. 4)"), False),
+        (Status("INVALID_ARGUMENT"), False),
+        (Status("INTERNAL"), False),
+    ],
+)
+def test_only_what_passes_is_retried(status, may_retry):
+    assert failure_of(status, "here:1").may_retry is may_retry
+
+
+def test_the_services_delay_is_told():
+    failure = failure_of(
+        Status("RESOURCE_EXHAUSTED", gristmill_error="ResourceExhaustedError", grpc_retry_pushback_ms="1500"), "here:1"
+    )
+    assert failure.pushback_s == 1.5
+    assert failure.error.retry_after_s == 1.5
+
+
+@given(st.integers(1, 40), st.one_of(st.none(), st.floats(0, 100)))
+def test_pauses_grow_with_full_jitter_after_what_the_service_asks(attempts, pushback_s):
+    backoff = Backoff()
+    pauses = [backoff.pause_s(pushback_s) - (pushback_s or 0.0) for _ in range(attempts)]
+    assert all(-1e-9 <= pause <= min(5.0, 0.05 * 2**attempt) + 1e-9 for attempt, pause in enumerate(pauses))
+
+
+def test_a_call_ends_with_the_error_of_its_last_attempt():
+    retry = Retry(0.0)
+    with pytest.raises(
+        UnavailableError, match=r"away \(gave up after 1 attempts in 0\.0 s; a larger timeout_s tries longer\)"
+    ):
+        retry.pause_s(Failure(UnavailableError("away"), True))
+    with pytest.raises(NotFoundError, match=r"^gone$"):
+        retry.pause_s(Failure(NotFoundError("gone")))
+
+
+def test_a_wait_is_made_of_parts_and_not_asked_without_pause():
+    patience = Patience(1000.0)
+    assert patience.next_wait_s() == 20.0
+    assert patience.pause_s() > 0.1
+    assert not patience.is_over()
+    assert Patience(0.0).is_over()
+
+
+class Streams(trainer_pb2_grpc.TrainerServiceServicer):
+    """Answers ReadShard with the next of these pieces; an exception among them breaks the stream there."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def ReadShard(self, request, context):
+        for piece in self.answers.pop(0):
+            if not isinstance(piece, bytes):
+                context.abort(piece, "broken")
+            yield trainer_pb2.ReadShardResponse(data=piece)
+
+
+@pytest.fixture
+def read():
+    """Reads a shard from a service that answers so."""
+    server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    transport = Transport(f"127.0.0.1:{port}", 20.0, "TrainerClient")
+
+    def read(size, *answers):
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Streams(*answers), server)
+        server.start()
+        return stream(transport, ShardAddress("run", "policy", 0, 0, 0), size)
+
+    yield read
+    transport.close()
+    server.stop(None).wait()
+
+
+def test_a_stream_that_breaks_is_made_again_from_its_start(read):
+    (data,) = shard_bytes(ROWS, CONFIG)
+    tensors, metadata = read(
+        len(data), [data[:100], grpc.StatusCode.UNAVAILABLE], [grpc.StatusCode.UNAVAILABLE], [data[:7], data[7:]]
+    )
+    assert len(tensors["sequences"]) == len(metadata["uids"]) == 6
+
+
+def test_a_stream_that_ends_early_is_an_error(read):
+    (data,) = shard_bytes(ROWS, CONFIG)
+    with pytest.raises(UnavailableError, match=rf"100 bytes came where the service told {len(data)}"):
+        read(len(data), [data[:100]])
+
+
+def test_bytes_that_are_no_shard_are_an_error(read):
+    with pytest.raises(InvalidArgumentError, match="is no shard of gristmill"):
+        read(100, [b"x" * 100])
+
+
+def test_a_freed_batch_is_not_asked_for_again(read):
+    with pytest.raises(NotFoundError):
+        read(100, [grpc.StatusCode.NOT_FOUND])
