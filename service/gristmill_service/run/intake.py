@@ -1,4 +1,4 @@
-"""What becomes of submitted rows and rewards: reads the state, returns outcomes and events, changes nothing.
+"""What becomes of submitted rows: reads the state, returns outcomes and events, changes nothing.
 
 A request is taken whole or refused whole, so rows are judged against the state and the request's own earlier rows.
 """
@@ -6,32 +6,39 @@ A request is taken whole or refused whole, so rows are judged against the state 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, ResourceExhaustedError
+from gristmill.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+)
 from gristmill.steps import Steps, TrajectoryKey
 from gristmill_service.config import RunConfig
 from gristmill_service.run.admission import RETRY_AFTER_S, Room
-from gristmill_service.run.buffer import values_digest
+from gristmill_service.run.buffer import reward_digests, row_digests
 from gristmill_service.run.events import (
     Event,
     FormFixed,
     GroupKey,
     GroupsAdmitted,
-    RewardsSet,
     RowForm,
     RowRef,
     RowsStored,
-    SetReward,
     StoredRow,
 )
 from gristmill_service.run.groups import Trajectory
 from gristmill_service.run.state import State
-from gristmill_service.run.views import Outcome, RewardUpdate
+from gristmill_service.run.views import Outcome
 
 
-def describe_rows(steps: Steps, digests: Sequence[bytes], chunk: int) -> list[StoredRow]:
-    """The rows of a request as the state knows them, should they be stored as this chunk."""
+def describe_rows(steps: Steps, chunk: int) -> list[StoredRow]:
+    """The rows of a request as the state knows them, should they be stored as this chunk.
+
+    All work per token is here, and none of it needs the state.
+    """
+    digests, rewards_given = row_digests(steps), reward_digests(steps)
     itemsize = sum(
         column.values.itemsize
         for column in (steps.loss_mask, steps.logprobs, steps.token_rewards, steps.token_advantages)
@@ -64,43 +71,11 @@ def describe_rows(steps: Steps, digests: Sequence[bytes], chunk: int) -> list[St
             response_length=response,
             version=version,
             reward=None if pending[row] else rewards[row],
+            reward_digest=rewards_given[row],
             advantage=advantages[row],
         )
         for row, (round_, uid, sample, step, attempt, last, response, version) in enumerate(columns)
     ]
-
-
-def check_form(steps: Steps, form: RowForm, config: RunConfig) -> RowForm:
-    """The run's row form with what these rows fix of it. Raises InvalidArgumentError where they disagree with it."""
-    given = steps.advantages is not None or steps.token_advantages is not None
-    if given != (config.advantage_estimator == "none"):
-        remedy = "leave it out, or set advantage_estimator: none" if given else "send one with each row"
-        raise InvalidArgumentError(
-            f"{steps.name(0)}: advantage is {'given' if given else 'missing'} with advantage_estimator: "
-            f"{config.advantage_estimator}; {remedy}"
-        )
-    # Rows that wait for their reward do not say yet of which kind it will be.
-    waits = steps.token_rewards is None and bool(steps.rewards_pending.all())
-    found = {
-        "logprobs": steps.logprobs is not None,
-        "token_rewards": None if waits else steps.token_rewards is not None,
-        "token_advantages": steps.token_advantages is not None if given else None,
-    }
-    for name, value in found.items():
-        before = getattr(form, name)
-        if value is not None and before is not None and value != before:
-            raise InvalidArgumentError(
-                f"{steps.name(0)}: has {_FORMS[name][value]}, and the rows before it in this run have "
-                f"{_FORMS[name][before]}; all rows of a run are alike in this"
-            )
-    return replace(form, **{name: value for name, value in found.items() if value is not None})
-
-
-_FORMS = {
-    "logprobs": {True: "rollout_logprobs", False: "no rollout_logprobs"},
-    "token_rewards": {True: "one reward per response token", False: "one reward a step"},
-    "token_advantages": {True: "one advantage per response token", False: "one advantage a trajectory"},
-}
 
 
 @dataclass(slots=True)
@@ -188,9 +163,11 @@ def take_rows(
         outcomes.append(outcome)
         if outcome is Outcome.ACCEPTED:
             stored.append(row)
+    if state.finished and (admitted or stored):
+        raise finished()
     events: list[Event] = []
     if admitted:
-        _check_room(admitted, room())
+        _check_room(admitted, room(), config)
         events.append(GroupsAdmitted(tuple(admitted), now))
     if stored:
         if form != state.form:
@@ -212,81 +189,21 @@ def _check_row(row: StoredRow, config: RunConfig) -> None:
         )
 
 
-def _check_room(admitted: dict[GroupKey, None], found: Room) -> None:
-    if len(admitted) > found.groups:
-        raise ResourceExhaustedError(
-            f"{next(iter(admitted))}: no room for {len(admitted)} more prompt groups, {found.groups} may be admitted: "
-            f"{found.reason}",
-            RETRY_AFTER_S,
-        )
+def finished() -> FailedPreconditionError:
+    return FailedPreconditionError("the run is finished and takes no more rollouts; create another run")
 
 
-def take_rewards(
-    state: State, updates: Sequence[RewardUpdate]
-) -> tuple[list[SetReward], list[tuple[RowRef, RewardUpdate]], list[Event]]:
-    """The rewards that change something, where their values per token belong, and what happened."""
-    changed: list[SetReward] = []
-    values: list[tuple[RowRef, RewardUpdate]] = []
-    token_rewards = state.form.token_rewards
-    seen: dict[tuple[TrajectoryKey, int], SetReward] = {}
-    for update in updates:
-        row = _row_of(state, update)
-        if row is None:
-            continue
-        per_token = update.token_values is not None
-        if token_rewards is not None and token_rewards != per_token:
-            raise InvalidArgumentError(
-                f"{update.trajectory} step {row.step}: has {_FORMS['token_rewards'][per_token]}, and rows of this run "
-                f"have {_FORMS['token_rewards'][token_rewards]}; give that"
-            )
-        token_rewards = per_token
-        reward = _set_reward(row, update)
-        known = seen.get((row.trajectory, row.step)) or (
-            None if row.reward is None else SetReward(row.trajectory, row.step, row.reward, row.reward_digest)
-        )
-        if known is None:
-            seen[row.trajectory, row.step] = reward
-            changed.append(reward)
-            values.append((row.ref, update))
-        elif (known.value, known.digest) != (reward.value, reward.digest):
-            raise AlreadyExistsError(
-                f"{row.trajectory} step {row.step}: reward is {known.value} already, and now {reward.value}; a reward "
-                "is given once"
-            )
-    events: list[Event] = []
-    if changed:
-        if state.form.token_rewards is None:
-            events.append(FormFixed(replace(state.form, token_rewards=token_rewards)))
-        events.append(RewardsSet(tuple(changed)))
-    return changed, values, events
-
-
-def _row_of(state: State, update: RewardUpdate) -> StoredRow | None:
-    """The row that the reward is for; None where its group or trajectory is closed, so that it no longer matters."""
-    key = GroupKey(update.trajectory.round, update.trajectory.uid)
-    if key in state.closed:
-        return None
-    group = state.open.get(key)
-    if group is not None and update.trajectory.sample in group.aborted:
-        return None
-    trajectory = None if group is None else group.trajectories.get(update.trajectory.sample)
-    step = update.step if update.step is not None else (None if trajectory is None else trajectory.last)
-    row = None if trajectory is None or step is None else trajectory.rows.get(step)
-    if row is None:
-        which = "the last step" if update.step is None else f"step {update.step}"
-        raise NotFoundError(f"{update.trajectory}: {which} was not submitted; submit the row before its reward")
-    return row
-
-
-def _set_reward(row: StoredRow, update: RewardUpdate) -> SetReward:
-    if update.token_values is None:
-        if update.value is None:
-            raise InvalidArgumentError(f"{update.trajectory} step {row.step}: reward has no value; give one")
-        return SetReward(row.trajectory, row.step, update.value)
-    if len(update.token_values) != row.response_length:
+def _check_room(admitted: dict[GroupKey, None], found: Room, config: RunConfig) -> None:
+    if len(admitted) <= found.groups:
+        return
+    most = config.max_buffered_batches * config.train_batch_size
+    if len(admitted) > most:
         raise InvalidArgumentError(
-            f"{update.trajectory} step {row.step}: reward has {len(update.token_values)} values and response_ids has "
-            f"{row.response_length}; they need one each"
+            f"{next(iter(admitted))}: the request begins {len(admitted)} prompt groups at once, and "
+            f"max_buffered_batches allows {most}; send fewer a request"
         )
-    total = float(update.token_values.sum(dtype="float64"))
-    return SetReward(row.trajectory, row.step, total, values_digest(update.token_values))
+    raise ResourceExhaustedError(
+        f"{next(iter(admitted))}: no room for {len(admitted)} more prompt groups, {found.groups} may be admitted: "
+        f"{found.reason}",
+        RETRY_AFTER_S,
+    )

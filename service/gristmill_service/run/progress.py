@@ -6,11 +6,17 @@ over.
 
 from __future__ import annotations
 
-from gristmill.errors import BatchFailedError, FailedPreconditionError, InvalidArgumentError, StaleIncarnationError
+from gristmill.errors import (
+    BatchFailedError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    StaleIncarnationError,
+)
 from gristmill_service.config import Model
 from gristmill_service.run.events import Acknowledged, BatchFreed, Event, ModelResumed, PositionCommitted
 from gristmill_service.run.state import ModelState, State
-from gristmill_service.run.views import Position
+from gristmill_service.run.views import BatchState, Position
 
 
 def model_state(state: State, model: Model) -> ModelState:
@@ -36,6 +42,33 @@ def check_incarnation(state: State, model: Model, incarnation: int) -> None:
         raise StaleIncarnationError(
             f"{model}: incarnation {incarnation} was superseded by {current}: the trainer was resumed elsewhere; end "
             "this process, or resume again"
+        )
+    if incarnation > current:
+        raise FailedPreconditionError(
+            f"{model}: incarnation {incarnation} was never given out, the current is {current}; is it of another run, "
+            "or of one that was created anew? Resume first"
+        )
+
+
+def batch_state(state: State, number: int) -> BatchState:
+    """Raises BatchFailedError or NotFoundError for a batch that will never be there (again)."""
+    if number < 0:
+        raise InvalidArgumentError(f"batch is {number}; batches are numbered from 0")
+    _check_made(state, number)
+    if number in state.batches:
+        return BatchState.PUBLISHED if state.batches[number].is_published else BatchState.PENDING
+    if number < state.batches_sealed:
+        raise NotFoundError(f"batch {number} is freed: every model has committed it; ask for {state.freed} or later")
+    return BatchState.END if state.finished and not state.complete else BatchState.PENDING
+
+
+def check_mini_batch(state: State, model: Model, position: Position) -> None:
+    """For a position of a published batch."""
+    count = (state.batches[position.batch].mini_batches or {}).get(model, 0)
+    if not 0 <= position.mini_batch < count or not 0 <= position.epoch < state.epochs:
+        raise InvalidArgumentError(
+            f"batch {position.batch} has {count} {model} mini-batches and {state.epochs} epochs; there is no epoch "
+            f"{position.epoch} mini-batch {position.mini_batch}"
         )
 
 
@@ -66,8 +99,7 @@ def acknowledge(state: State, model: Model, rank: int, position: Position) -> li
     expected = next_of(state, model, rank)
     if position < expected:
         return []
-    if position.batch in state.failed:
-        raise BatchFailedError(f"batch {position.batch} failed: {state.failed[position.batch]}", position.batch)
+    _check_made(state, position.batch)
     batch = state.batches.get(position.batch)
     if position != expected or batch is None or not batch.is_published:
         raise FailedPreconditionError(
@@ -94,10 +126,21 @@ def commit_acknowledged(state: State, model: Model) -> list[Event]:
 
 def freed(state: State) -> list[Event]:
     """Batches that every model has both committed and acknowledged past."""
-    safe = min(
-        settle(state, model, min(progress.committed, *progress.next)).batch for model, progress in state.models.items()
-    )
-    return [BatchFreed(number) for number, batch in state.batches.items() if number < safe and batch.is_published]
+    # Commits come with checkpoints, seldom: without one the ranks, of which there may be hundreds, need no look.
+    for bound in (_committed, _reached):
+        safe = min((settle(state, model, bound(own)).batch for model, own in state.models.items()))
+        found = [BatchFreed(number) for number, batch in state.batches.items() if number < safe and batch.is_published]
+        if not found:
+            return []
+    return [*found]
+
+
+def _committed(model: ModelState) -> Position:
+    return model.committed
+
+
+def _reached(model: ModelState) -> Position:
+    return min(model.committed, *model.next)
 
 
 def resume(state: State, model: Model, position: Position | None, launch: str) -> list[Event]:
@@ -120,6 +163,11 @@ def resume(state: State, model: Model, position: Position | None, launch: str) -
             "resume from the newer checkpoint, and commit only what a checkpoint holds"
         )
     return [ModelResumed(model, target, current.incarnation + 1, launch)]
+
+
+def _check_made(state: State, number: int) -> None:
+    if number in state.failed:
+        raise BatchFailedError(f"batch {number} failed: {state.failed[number]}", number)
 
 
 def _check_exists(state: State, model: Model, position: Position) -> None:

@@ -6,9 +6,10 @@ all under one lock. Work per token (digests, gathering, the pipeline) happens ou
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -16,7 +17,6 @@ import orjson
 import structlog
 
 from gristmill.errors import (
-    BatchFailedError,
     FailedPreconditionError,
     GristmillError,
     InvalidArgumentError,
@@ -25,9 +25,9 @@ from gristmill.errors import (
 )
 from gristmill.steps import Steps, TrajectoryKey
 from gristmill_service.config import Model, RunConfig
-from gristmill_service.run import admission, intake, progress, sealing
-from gristmill_service.run.admission import Room
-from gristmill_service.run.buffer import RowBuffer, digests, gather
+from gristmill_service.run import aborts, admission, intake, progress, sealing
+from gristmill_service.run.admission import Room, RowBudget
+from gristmill_service.run.buffer import RowBuffer, compacted, gather, values_digest
 from gristmill_service.run.changes import Changes
 from gristmill_service.run.events import (
     BatchFailed,
@@ -40,16 +40,17 @@ from gristmill_service.run.events import (
     GroupsAdmitted,
     PolicyVersionAnnounced,
     RunFinished,
-    TrajectoryAborted,
 )
+from gristmill_service.run.form import check_form
 from gristmill_service.run.log import Log
+from gristmill_service.run.rewards import take_rewards
 from gristmill_service.run.state import State, apply
+from gristmill_service.run.status import status
 from gristmill_service.run.views import (
     Admission,
     Admissions,
     BatchState,
     BatchView,
-    ModelProgress,
     Outcome,
     Position,
     Resumed,
@@ -83,7 +84,7 @@ class Mill(Protocol):
 
 class Run:
     """on_sealed(run, batch) is called for every sealed batch; it must see to it that `make_batch` is called, in order,
-    outside the calling thread."""
+    outside the calling thread. chunks: numbers that no request of this run had before."""
 
     def __init__(
         self,
@@ -94,17 +95,24 @@ class Run:
         mill: Mill,
         on_sealed: Callable[[Run, int], None],
         clock: Callable[[], float],
+        budget: RowBudget,
     ) -> None:
         self.name, self.config = name, config
         self.changes = Changes()
         self.config_json = config.model_dump_json(exclude_defaults=True)
         self._store, self._log, self._mill, self._on_sealed, self._clock = store, log, mill, on_sealed, clock
+        self._budget = budget
         self._lock = threading.Lock()
         self._state = State.initial(config)
         self._rows = RowBuffer()
+        self._chunks = itertools.count()
         self._duplicates = 0
-        self._freed: list[int] = []
         self._closed: GristmillError | None = None
+        # What follows from a change once the lock is given back: waking those who wait, removing freed batches.
+        self._wakes = False
+        self._freed: list[int] = []
+        self._removing = threading.Lock()
+        self._being_removed = 0
 
     # --- Rollout workers
 
@@ -113,24 +121,12 @@ class Run:
             raise InvalidArgumentError(
                 f"round is {round_} and uids are {list(uids)!r}; round is at least 0, no uid is empty"
             )
+        keys = [GroupKey(round_, uid) for uid in uids]
         with self._deciding() as state:
-            found: list[Admission] = []
-            admitted: list[GroupKey] = []
             room = self._room()
-            for uid in uids:
-                key = GroupKey(round_, uid)
-                closed = state.closed.get(key)
-                if closed is not None:
-                    found.append(Admission.SEALED if isinstance(closed, int) else Admission.DROPPED)
-                elif key in state.open or key in admitted:
-                    found.append(Admission.ADMITTED)
-                elif state.finished:
-                    raise self._finished()
-                elif len(admitted) < room.groups:
-                    admitted.append(key)
-                    found.append(Admission.ADMITTED)
-                else:
-                    found.append(Admission.NO_ROOM)
+            found, admitted = admission.begin(state, keys, len(keys) if state.finished else room.groups)
+            if admitted and state.finished:
+                raise intake.finished()
             if admitted:
                 self._commit([GroupsAdmitted(tuple(admitted), self._clock())])
         if Admission.NO_ROOM in found:
@@ -140,24 +136,23 @@ class Run:
     def submit(self, steps: Steps) -> list[Outcome]:
         if not len(steps):
             return []
-        described = digests(steps)
+        chunk = next(self._chunks)
+        rows = intake.describe_rows(steps, chunk)
         with self._deciding() as state:
-            form = intake.check_form(steps, state.form, self.config)
-            rows = intake.describe_rows(steps, described, self._rows.next_chunk)
+            form = check_form(steps, state.form, self.config)
             outcomes, events = intake.take_rows(state, self.config, rows, form, self._room, self._clock())
-            if events and state.finished:
-                raise self._finished()
-            accepted = outcomes.count(Outcome.ACCEPTED)
+            accepted = [row for row, outcome in enumerate(outcomes) if outcome is Outcome.ACCEPTED]
             if accepted:
-                self._rows.add(steps, accepted)
+                self._rows.add(chunk, steps, accepted)
             self._duplicates += outcomes.count(Outcome.DUPLICATE)
             self._commit(events)
         return outcomes
 
     def set_rewards(self, rewards: Sequence[RewardUpdate]) -> int:
+        digests = [b"" if update.token_values is None else values_digest(update.token_values) for update in rewards]
         with self._deciding() as state:
-            changed, values, events = intake.take_rewards(state, rewards)
-            for ref, update in values:
+            changed, events = take_rewards(state, rewards, digests)
+            for ref, update in changed.items():
                 if update.token_values is not None:
                     self._rows.set_token_rewards(ref, update.token_values)
             self._commit(events)
@@ -165,33 +160,13 @@ class Run:
 
     def abort_trajectories(self, trajectories: Sequence[TrajectoryKey], reason: str) -> int:
         with self._deciding() as state:
-            changed = 0
-            for trajectory in dict.fromkeys(trajectories):
-                key = GroupKey(trajectory.round, trajectory.uid)
-                if not 0 <= trajectory.sample < self.config.n_samples_per_prompt:
-                    raise InvalidArgumentError(
-                        f"{trajectory}: sample is {trajectory.sample}, and n_samples_per_prompt: "
-                        f"{self.config.n_samples_per_prompt} allows 0..{self.config.n_samples_per_prompt - 1}"
-                    )
-                group = state.open.get(key)
-                if group is None and key not in state.closed:
-                    raise NotFoundError(f"{trajectory}: its prompt group was not begun; nothing to abort")
-                if group is None or trajectory.sample in group.aborted:
-                    continue
-                changed += 1
-                self._apply([TrajectoryAborted(trajectory, reason or "aborted")])
-                if group.is_empty:
-                    self._apply([GroupDropped(key, "aborted")])
-            self._commit([])
-        return changed
+            aborted, dropped = aborts.abort_trajectories(state, trajectories, reason)
+            self._commit([*aborted, *dropped])
+        return len(aborted)
 
     def abort_groups(self, round_: int, uids: Sequence[str], reason: str) -> int:
         with self._deciding() as state:
-            keys = [GroupKey(round_, uid) for uid in dict.fromkeys(uids)]
-            unknown = [key for key in keys if key not in state.open and key not in state.closed]
-            if unknown:
-                raise NotFoundError(f"{unknown[0]}: this prompt group was not begun; nothing to abort")
-            dropped = [GroupDropped(key, reason or "aborted") for key in keys if key in state.open]
+            dropped = aborts.abort_groups(state, [GroupKey(round_, uid) for uid in uids], reason)
             self._commit(dropped)
         return len(dropped)
 
@@ -229,8 +204,8 @@ class Run:
                 self._commit([PolicyVersionAnnounced(version)])
 
     def batch(self, number: int) -> BatchView:
-        with self._deciding():
-            found = self._batch_state(number)
+        with self._deciding() as state:
+            found = progress.batch_state(state, number)
         if found is not BatchState.PUBLISHED:
             return BatchView(found)
         return BatchView(found, self._store.plan(self.name, number))
@@ -241,15 +216,10 @@ class Run:
             progress.check_incarnation(state, model, incarnation)
             current = state.models[model].incarnation
             position = progress.next_of(state, model, rank) if position is None else position
-            found = self._batch_state(position.batch)
+            found = progress.batch_state(state, position.batch)
             if found is not BatchState.PUBLISHED:
                 return ShardView(found, position, incarnation=current)
-            count = (state.batches[position.batch].mini_batches or {}).get(model, 0)
-            if not 0 <= position.mini_batch < count or not 0 <= position.epoch < state.epochs:
-                raise InvalidArgumentError(
-                    f"batch {position.batch} has {count} {model} mini-batches and {state.epochs} epochs; there is no "
-                    f"epoch {position.epoch} mini-batch {position.mini_batch}"
-                )
+            progress.check_mini_batch(state, model, position)
         address = ShardAddress(model, position.mini_batch, rank)
         location = self._store.locate(self.name, position.batch, address)
         return ShardView(found, position, address, location, current)
@@ -262,8 +232,9 @@ class Run:
         with self._deciding() as state:
             progress.check_rank(state, model, rank)
             progress.check_incarnation(state, model, incarnation)
-            self._apply(progress.acknowledge(state, model, rank, position))
-            self._commit(progress.commit_acknowledged(state, model) if commit else [])
+            self._commit(progress.acknowledge(state, model, rank, position))
+            if commit:
+                self._commit(progress.commit_acknowledged(state, model))
             return progress.next_of(state, model, rank)
 
     def commit(self, model: Model, position: Position, incarnation: int) -> Position:
@@ -282,30 +253,12 @@ class Run:
 
     def status(self) -> RunStatus:
         with self._deciding() as state:
-            models = [
-                ModelProgress(
-                    model, own.committed, own.incarnation, [progress.settle(state, model, p) for p in own.next]
-                )
-                for model, own in state.models.items()
-            ]
-            return RunStatus(
+            return status(
+                state,
                 run=self.name,
                 config_json=self.config_json,
-                policy_version=state.policy_version,
-                finished=state.finished,
-                groups_open=len(state.open) - len(state.complete),
-                groups_complete=len(state.complete),
-                groups_room=0 if state.finished else self._room().groups,
-                batches_sealed=state.batches_sealed,
-                batches_published=state.settled,
-                batches_freed=state.freed,
-                row_bytes=state.row_bytes,
-                shard_bytes=state.shard_bytes,
-                rows_accepted=state.rows_accepted,
-                rows_duplicate=self._duplicates,
-                groups_dropped=dict(state.groups_dropped),
-                models=models,
-                failed_batches=dict(state.failed),
+                room=self._room().groups,
+                duplicates=self._duplicates,
             )
 
     # --- Its surroundings: `Runs` calls these
@@ -314,19 +267,27 @@ class Run:
         """Closes or drops the groups whose time is over."""
         with self._locked() as state:
             if self._closed is None:
-                self._commit(sealing.timeouts(state, self.config, self._clock()))
+                self._commit(aborts.timeouts(state, self.config, self._clock()))
 
     def close(self, error: GristmillError) -> None:
-        """From now on every call raises this error; who waits is woken to see it."""
+        """From now on every call raises this error; who waits is woken to see it.
+
+        Returns when this run removes nothing from the store any more: the name may then be another run's.
+        """
         with self._locked():
             self._closed = error
-        self.changes.notify()
+            self._wakes = True
+            self._budget.hold(self.name, 0)
+        with self._removing:
+            pass
 
     def make_batch(self, number: int) -> None:
         """Computes and publishes a sealed batch. Blocks as long as that takes; never raises for the batch's sake."""
         with self._locked() as state:
+            if self.is_deleted:
+                return
             batch = state.batches[number]
-            rows = self._rows.pick([row for group in batch.groups for row in group.ordered_rows()])
+            rows = self._rows.pick(row for group in batch.groups for row in group.ordered_rows())
             token_rewards = bool(state.form.token_rewards)
         started = time.monotonic()
         try:
@@ -337,15 +298,15 @@ class Run:
                 batch=number,
                 policy_version=batch.policy_version,
             )
+            mini_batches: dict[Model, int] = dict.fromkeys(self.config.models, 0)
+            for part in milled.plan["mini_batches"]:
+                mini_batches[part["model"]] += 1
             nbytes = self._publish(number, milled)
         except Exception as error:  # noqa: BLE001 - whatever went wrong is the batch's reason, not the thread's end
             if not isinstance(error, GristmillError):
                 _log.exception("batch failed", run=self.name, batch=number)
             self._settle_batch(BatchFailed(number, str(error) or type(error).__name__))
             return
-        mini_batches: dict[Model, int] = dict.fromkeys(self.config.models, 0)
-        for part in milled.plan["mini_batches"]:
-            mini_batches[part["model"]] += 1
         self._settle_batch(BatchPublished(number, mini_batches, nbytes))
         seconds = round(time.monotonic() - started, 3)
         _log.info("batch published", run=self.name, batch=number, rows=len(rows), bytes=nbytes, seconds=seconds)
@@ -353,44 +314,35 @@ class Run:
     def _publish(self, number: int, milled: MilledBatch) -> int:
         """Waits for room where there is none while another batch is held that will be freed."""
         plan = orjson.dumps(milled.plan)
-        freed = threading.Event()
-        self.changes.subscribe(freed.set)
+        changed = threading.Event()
+        self.changes.subscribe(changed.set)
         try:
             while True:
-                freed.clear()
+                changed.clear()
+                room_may_come = self._room_may_come()
                 try:
                     return self._store.publish(self.name, number, plan, milled.shards)
                 except ResourceExhaustedError:
-                    if self._closed is not None or not self._holds_a_published_batch():
+                    if not room_may_come:
                         raise
-                    freed.wait()
+                    changed.wait()
         finally:
-            self.changes.unsubscribe(freed.set)
+            self.changes.unsubscribe(changed.set)
 
-    def _holds_a_published_batch(self) -> bool:
+    def _room_may_come(self) -> bool:
         with self._locked() as state:
-            return any(batch.is_published for batch in state.batches.values())
+            held = self._being_removed or any(batch.is_published for batch in state.batches.values())
+            return self._closed is None and bool(held)
 
     def _settle_batch(self, event: BatchPublished | BatchFailed) -> None:
         with self._locked():
-            deleted = isinstance(self._closed, NotFoundError)
-            if not deleted:
+            if not self.is_deleted:
                 self._commit([event])
-        if deleted:
-            self._store.delete_run(self.name)
+                return
+        # Published after the run's other batches were removed.
+        self._store.delete_run(self.name)
 
     # --- Deciding
-
-    @contextmanager
-    def _locked(self) -> Iterator[State]:
-        """The run's lock. What was freed under it is removed from the store after it: that may take a while."""
-        with self._lock:
-            try:
-                yield self._state
-            finally:
-                freed, self._freed = self._freed, []
-        for batch in freed:
-            self._store.free(self.name, batch)
 
     @contextmanager
     def _deciding(self) -> Iterator[State]:
@@ -399,43 +351,61 @@ class Run:
             self._check_open()
             yield state
 
+    @contextmanager
+    def _locked(self) -> Iterator[State]:
+        """The run's lock, and after it what may take a while: waking who waits, removing, copying."""
+        with self._lock:
+            yield self._state
+            wakes, self._wakes = self._wakes, False
+            freed, self._freed = self._freed, []
+            sparse = self._rows.take_sparse()
+        if wakes:
+            self.changes.notify()
+        if freed:
+            self._remove(freed)
+        for chunk, steps, live in sparse:
+            copy, index = compacted(steps, live)
+            with self._lock:
+                self._rows.replace(chunk, steps, copy, index)
+
+    def _remove(self, freed: list[int]) -> None:
+        with self._removing:
+            for batch in freed if self._closed is None else ():
+                try:
+                    self._store.free(self.name, batch)
+                except OSError:
+                    # Whoever acknowledged is not to blame; what is left goes with the run.
+                    _log.exception("a freed batch could not be removed", run=self.name, batch=batch)
+        with self._lock:
+            self._being_removed -= len(freed)
+        # Who waits for the memory can have it only now.
+        self.changes.notify()
+
+    @property
+    def is_deleted(self) -> bool:
+        return isinstance(self._closed, NotFoundError)
+
     def _check_open(self) -> None:
         if self._closed is not None:
             raise type(self._closed)(*self._closed.args)
 
-    def _commit(self, events: Iterable[Event]) -> None:
+    def _commit(self, events: Sequence[Event]) -> None:
         """Logs and applies the events and all that follows from them. With the lock held."""
-        self._apply(events)
-        while following := sealing.due(self._state, self.config) or progress.freed(self._state):
-            self._apply(following)
+        while events:
+            for event in events:
+                self._apply(event)
+            events = sealing.due(self._state, self.config, events) or progress.freed(self._state)
+        self._budget.hold(self.name, admission.row_bytes_promised(self._state))
 
-    def _apply(self, events: Iterable[Event]) -> None:
-        wakes = False
-        for event in events:
-            self._log.append(event)
-            self._rows.release(apply(self._state, event))
-            wakes |= event.wakes
-            if isinstance(event, BatchSealed):
-                self._on_sealed(self, event.batch)
-            elif isinstance(event, BatchFreed):
-                self._freed.append(event.batch)
-        if wakes:
-            self.changes.notify()
+    def _apply(self, event: Event) -> None:
+        self._log.append(event)
+        self._rows.release(apply(self._state, event))
+        self._wakes |= event.wakes
+        if isinstance(event, BatchSealed):
+            self._on_sealed(self, event.batch)
+        elif isinstance(event, BatchFreed):
+            self._freed.append(event.batch)
+            self._being_removed += 1
 
     def _room(self) -> Room:
-        return admission.room(self._state, self.config, self.config.max_buffered_bytes)
-
-    def _batch_state(self, number: int) -> BatchState:
-        state = self._state
-        if number < 0:
-            raise InvalidArgumentError(f"batch is {number}; batches are numbered from 0")
-        if number in state.failed:
-            raise BatchFailedError(f"batch {number} failed: {state.failed[number]}", number)
-        if number in state.batches:
-            return BatchState.PUBLISHED if state.batches[number].is_published else BatchState.PENDING
-        if number < state.batches_sealed:
-            raise NotFoundError(f"run {self.name!r}: batch {number} is freed; it was committed by every model")
-        return BatchState.END if state.finished and not state.complete else BatchState.PENDING
-
-    def _finished(self) -> FailedPreconditionError:
-        return FailedPreconditionError(f"run {self.name!r} is finished and takes no more rollouts; create another run")
+        return admission.room(self._state, self.config, self._budget.left_for(self.name))

@@ -12,22 +12,31 @@ from typing import Any
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline import mill as pipeline_mill
+from gristmill_service.run.admission import RowBudget
 from gristmill_service.run.log import MemoryLog
 from gristmill_service.run.run import Mill, Run
 from gristmill_service.store.base import Store
 
 _LONGEST_NAME = 128
 _TICK_S = 0.2
+_MAX_ROW_BYTES = 8 << 30
 
 
 class Runs:
-    """Thread-safe. Owns its threads, not the store."""
+    """Thread-safe. Owns its threads, not the store. max_row_bytes: what rows of all runs together may hold."""
 
     def __init__(
-        self, store: Store, *, clock: Callable[[], float] = time.monotonic, mill: Mill = pipeline_mill
+        self,
+        store: Store,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        mill: Mill = pipeline_mill,
+        max_row_bytes: int = _MAX_ROW_BYTES,
     ) -> None:
         self._store, self._clock, self._mill = store, clock, mill
+        self._budget = RowBudget(max_row_bytes)
         self._lock = threading.Lock()
+        self._deleting = threading.Lock()
         self._runs: dict[str, Run] = {}
         self._closing = False
         self._sealed: queue.SimpleQueue[tuple[Run, int] | None] = queue.SimpleQueue()
@@ -47,6 +56,8 @@ class Runs:
             run = self._runs.get(name)
             if run is None:
                 self._runs[name] = self._make_run(name, parsed)
+            elif run.is_deleted:
+                raise UnavailableError(f"run {name!r} is being deleted; create it again when that is done")
             elif run.config != parsed:
                 raise AlreadyExistsError(
                     f"run {name!r} exists with another configuration: {_difference(run.config, parsed)}"
@@ -66,11 +77,13 @@ class Runs:
             return sorted(self._runs)
 
     def delete(self, name: str) -> None:
-        run = self.get(name)
-        run.close(NotFoundError(f"run {name!r} was deleted"))
-        with self._lock:
-            self._runs.pop(name, None)
-        self._store.delete_run(name)
+        """Returns when nothing of the run is left, so that its name can be another run's."""
+        with self._deleting:
+            run = self.get(name)
+            run.close(NotFoundError(f"run {name!r} was deleted"))
+            self._store.delete_run(name)
+            with self._lock:
+                del self._runs[name]
 
     def tick(self) -> None:
         """Closes or drops what has waited too long, in every run."""
@@ -95,7 +108,7 @@ class Runs:
         self._timer.join()
 
     def _make_run(self, name: str, config: RunConfig) -> Run:
-        return Run(name, config, self._store, MemoryLog(), self._mill, self._enqueue, self._clock)
+        return Run(name, config, self._store, MemoryLog(), self._mill, self._enqueue, self._clock, self._budget)
 
     def _enqueue(self, run: Run, batch: int) -> None:
         self._sealed.put((run, batch))

@@ -1,0 +1,61 @@
+"""Which columns the rows of a run carry: fixed by the first rows that are accepted, and the same for all after them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gristmill.errors import InvalidArgumentError
+from gristmill.steps import Steps
+from gristmill_service.config import RunConfig
+from gristmill_service.run.events import RowForm, StoredRow
+from gristmill_service.run.views import RewardUpdate
+
+_NAMES = {
+    "logprobs": {True: "rollout_logprobs", False: "no rollout_logprobs"},
+    "token_rewards": {True: "one reward per response token", False: "one reward a step"},
+    "token_advantages": {True: "one advantage per response token", False: "one advantage a trajectory"},
+}
+
+
+def check_form(steps: Steps, form: RowForm, config: RunConfig) -> RowForm:
+    """The run's row form with what these rows fix of it. Raises InvalidArgumentError where they disagree with it."""
+    given = steps.advantages is not None or steps.token_advantages is not None
+    if given != (config.advantage_estimator == "none"):
+        remedy = "leave it out, or set advantage_estimator: none" if given else "send one with each row"
+        raise InvalidArgumentError(
+            f"{steps.name(0)}: advantage is {'given' if given else 'missing'} with advantage_estimator: "
+            f"{config.advantage_estimator}; {remedy}"
+        )
+    if steps.advantages is not None and steps.token_advantages is not None:
+        raise InvalidArgumentError(
+            f"{steps.name(0)}: advantage is given twice, as one number and per response token; send one of them"
+        )
+    # Rows that wait for their reward do not say yet of which kind it will be.
+    waits = steps.token_rewards is None and bool(steps.rewards_pending.all())
+    found = {
+        "logprobs": steps.logprobs is not None,
+        "token_rewards": None if waits else steps.token_rewards is not None,
+        "token_advantages": steps.token_advantages is not None if given else None,
+    }
+    for name, value in found.items():
+        before = getattr(form, name)
+        if value is not None and before is not None and value != before:
+            raise InvalidArgumentError(
+                f"{steps.name(0)}: has {_NAMES[name][value]}, and the rows before it in this run have "
+                f"{_NAMES[name][before]}; all rows of a run are alike in this"
+            )
+    return replace(form, **{name: value for name, value in found.items() if value is not None})
+
+
+def check_reward_form(row: StoredRow, update: RewardUpdate, form: RowForm) -> RowForm:
+    per_token = update.token_values is not None
+    if per_token and update.value is not None:
+        raise InvalidArgumentError(
+            f"{row.trajectory} step {row.step}: reward is given twice, as one number and per response token; send one"
+        )
+    if form.token_rewards is not None and form.token_rewards != per_token:
+        raise InvalidArgumentError(
+            f"{row.trajectory} step {row.step}: has {_NAMES['token_rewards'][per_token]}, and rows of this run have "
+            f"{_NAMES['token_rewards'][form.token_rewards]}; give that"
+        )
+    return replace(form, token_rewards=per_token)

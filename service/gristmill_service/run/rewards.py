@@ -1,0 +1,83 @@
+"""What becomes of rewards that come after their rows: reads the state, returns events, changes nothing.
+
+A request is taken whole or refused whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from gristmill_service.run.events import Event, FormFixed, GroupKey, RewardsSet, RowRef, SetReward, StoredRow
+from gristmill_service.run.form import check_reward_form
+from gristmill_service.run.state import State
+from gristmill_service.run.views import RewardUpdate
+
+
+def take_rewards(
+    state: State, updates: Sequence[RewardUpdate], digests: Sequence[bytes]
+) -> tuple[dict[RowRef, RewardUpdate], list[Event]]:
+    """The rewards that change something, by the row that each belongs to, and what happened.
+
+    digests: of each update's values per token, empty where it has none.
+    """
+    changed: dict[RowRef, RewardUpdate] = {}
+    form = state.form
+    seen: dict[RowRef, SetReward] = {}
+    for update, digest in zip(updates, digests, strict=True):
+        row = _row_of(state, update)
+        if row is None:
+            continue
+        form = check_reward_form(row, update, form)
+        reward = SetReward(row.trajectory, row.step, _value(row, update), digest)
+        known = seen.get(row.ref)
+        if row.reward is not None:
+            known = SetReward(row.trajectory, row.step, row.reward, row.reward_digest)
+        if known is None:
+            seen[row.ref] = reward
+            changed[row.ref] = update
+        elif known != reward:
+            raise AlreadyExistsError(
+                f"{row.trajectory} step {row.step}: reward is {known.value} already, and now {reward.value}; a reward "
+                "is given once"
+            )
+    if not changed:
+        return {}, []
+    fixed = [FormFixed(form)] if form != state.form else []
+    return changed, [*fixed, RewardsSet(tuple(seen.values()))]
+
+
+def _row_of(state: State, update: RewardUpdate) -> StoredRow | None:
+    """The row that the reward is for; None where its group or trajectory is closed, so that it no longer matters."""
+    key = GroupKey(update.trajectory.round, update.trajectory.uid)
+    if key in state.closed:
+        return None
+    group = state.open.get(key)
+    if group is not None and update.trajectory.sample in group.aborted:
+        return None
+    trajectory = None if group is None else group.trajectories.get(update.trajectory.sample)
+    step = update.step if update.step is not None else (None if trajectory is None else trajectory.last)
+    row = None if trajectory is None or step is None else trajectory.rows.get(step)
+    if row is None:
+        which = "the last step" if update.step is None else f"step {update.step}"
+        raise NotFoundError(f"{update.trajectory}: {which} was not submitted; submit the row before its reward")
+    return row
+
+
+def _value(row: StoredRow, update: RewardUpdate) -> float:
+    """The step's reward; the sum, where it is given per token."""
+    if update.token_values is None:
+        if update.value is None:
+            raise InvalidArgumentError(f"{row.trajectory} step {row.step}: reward has no value; give one")
+        value = update.value
+    elif len(update.token_values) != row.response_length:
+        raise InvalidArgumentError(
+            f"{row.trajectory} step {row.step}: reward has {len(update.token_values)} values and response_ids has "
+            f"{row.response_length}; they need one each"
+        )
+    else:
+        value = float(update.token_values.sum(dtype="float64"))
+    if not math.isfinite(value):
+        raise InvalidArgumentError(f"{row.trajectory} step {row.step}: reward is {value}; it must be finite")
+    return value
