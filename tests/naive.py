@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load
 
+from gristmill_service.store.iovec import join
+
 Row = dict[str, Any]
 
 
@@ -80,9 +82,14 @@ def _advantage(score: float, group: list[float], config: dict[str, Any]) -> floa
             return (score - mean) / (mean + 1e-6)
 
 
+def shard_bytes(shard: Any) -> bytes:
+    """A pipeline shard's file."""
+    return join(shard.iovec())
+
+
 def read_shard(shard: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """A pipeline shard's tensors and metadata, read by the safetensors library."""
-    data = b"".join(bytes(buffer) for group in shard.buffers() for buffer in group)
+    data = shard_bytes(shard)
     assert len(data) == shard.size
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return load(data), {name: json.loads(value) for name, value in header["__metadata__"].items()}

@@ -37,7 +37,7 @@ def _pull() -> Figure:
     shard = max(batch.shards, key=lambda one: one.size)
     with tempfile.TemporaryDirectory(dir=TMPFS) as directory:
         path = Path(directory) / "shard.safetensors"
-        write_file(path, shard.buffers())
+        write_file(path, shard.iovec())
         pulled = statistics.median(seconds(lambda: map_shard(str(path))) for _ in range(PULLS))
     return Figure("pull.shared_memory_ms", pulled * 1e3, "ms", 1.0, shard.size / 2**20, "MiB shard")
 

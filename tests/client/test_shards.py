@@ -18,6 +18,7 @@ from gristmill.shards import Position, ShardAddress, is_mappable
 from gristmill.torch import Conversion, Shard, map_shard, open_shard, parse_shard
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import mill
+from gristmill_service.store.iovec import join
 from tests import naive
 from tests.strategies import batches_and_settings
 
@@ -48,7 +49,7 @@ LAYOUTS = [
 
 def shard_bytes(rows, config):
     shards = mill(from_rows(rows), parse_config(config), run="run", batch=0).shards
-    return [b"".join(bytes(buffer) for group in shard.buffers() for buffer in group) for shard in shards]
+    return [join(shard.iovec()) for shard in shards]
 
 
 def as_shard(data, **conversion):

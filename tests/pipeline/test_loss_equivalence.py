@@ -151,7 +151,7 @@ def through_gristmill(rows, config):
     count = len(batch.plan["mini_batches"])
     losses = [torch.zeros((), dtype=torch.float64) for _ in range(count)]
     for shard in batch.shards:
-        data = b"".join(bytes(buffer) for group in shard.buffers() for buffer in group)
+        data = naive.shard_bytes(shard)
         tensors = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         micro_batches = json.loads(header["__metadata__"]["micro_batches"])

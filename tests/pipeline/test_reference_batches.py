@@ -12,6 +12,7 @@ from gristmill.errors import InvalidArgumentError
 from gristmill.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import mill
+from tests import naive
 
 REFERENCE = Path(__file__).parents[1] / "reference" / "batch_cases.jsonl.gz"
 CASES = [json.loads(line) for line in gzip.decompress(REFERENCE.read_bytes()).splitlines()]
@@ -28,10 +29,6 @@ def mill_case(case):
     return mill(from_rows(case["rows"], step_wise=config.step_wise), config, run="reference", batch=0)
 
 
-def shard_bytes(shard):
-    return b"".join(bytes(buffer) for group in shard.buffers() for buffer in group)
-
-
 @pytest.mark.parametrize("case", MILLED, ids=names(MILLED))
 def test_rows_after_merging_are_those_of_the_reference(case):
     batch, expected = mill_case(case), case["expected"]["rows_after_merge"]
@@ -40,7 +37,7 @@ def test_rows_after_merging_are_those_of_the_reference(case):
     for shard in batch.shards:
         if shard.address.model != "policy":
             continue
-        tensors = load(shard_bytes(shard))
+        tensors = load(naive.shard_bytes(shard))
         uids = json.loads(json.loads(shard.header[8:])["__metadata__"]["uids"])
         stop_reasons = json.loads(json.loads(shard.header[8:])["__metadata__"]["stop_reasons"])
         for i, row in enumerate(tensors["row"].tolist()):
@@ -64,7 +61,7 @@ def test_tensors_are_those_of_the_reference(case):
     batch, expected = mill_case(case), case["expected"]["tensors"]
     compared = 0
     for shard in batch.shards:
-        tensors = load(shard_bytes(shard))
+        tensors = load(naive.shard_bytes(shard))
         rows = tensors["row"]
         for name, reference in expected.items():
             if name == "advantages" and shard.address.model == "critic":

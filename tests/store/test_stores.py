@@ -1,5 +1,6 @@
 """What every store does, the one in shared memory and its in-process twin."""
 
+import ctypes
 import errno
 import os
 import stat
@@ -8,10 +9,15 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gristmill.errors import NotFoundError, ResourceExhaustedError
+from gristmill_service.store import iovec
 from gristmill_service.store.base import ShardAddress
+from gristmill_service.store.iovec import Region
 from gristmill_service.store.memory import MemoryStore
 from gristmill_service.store.shared_memory import SharedMemoryStore
 from gristmill_service.store.writing import write_file
@@ -27,12 +33,12 @@ class Source:
     def size(self):
         return len(self._data)
 
-    def buffers(self):
-        half = len(self._data) // 2
-        yield [self._data[:half], memoryview(b"")]
+    def iovec(self):
         if self._fails:
             raise self._fails
-        yield [memoryview(self._data)[half:]]
+        half = len(self._data) // 2
+        self._regions = [Region(self._data[:half]), Region(b""), Region(self._data[half:])]
+        return np.concatenate([region.whole() for region in self._regions])
 
 
 FIRST, SECOND = ShardAddress("policy", 0, 0), ShardAddress("critic", 1, 7)
@@ -214,14 +220,40 @@ def test_a_planted_lock_does_not_lead_the_clean_up_astray(tmp_path):
     assert (victim / "precious").read_text() == "data"
 
 
-def test_a_file_is_written_whole_whatever_the_number_of_buffers(tmp_path):
-    buffers = [bytes([index % 256]) * (index % 7) for index in range(5000)]
-    write_file(tmp_path / "file", [buffers[:3000], [], buffers[3000:]])
-    assert (tmp_path / "file").read_bytes() == b"".join(buffers)
+def test_a_file_is_written_whole_whatever_the_number_of_runs(tmp_path):
+    regions = [Region(bytes([index % 256]) * (index % 7)) for index in range(5000)]
+    write_file(tmp_path / "file", np.concatenate([region.whole() for region in regions]))
+    assert (tmp_path / "file").read_bytes() == b"".join(region.array.tobytes() for region in regions)
 
 
-def test_a_short_write_is_continued(tmp_path, monkeypatch):
-    real = os.writev
-    monkeypatch.setattr(os, "writev", lambda fd, buffers: real(fd, [b"".join(buffers)[:3]]))
-    write_file(tmp_path / "file", [[b"0123", b"456789"]])
-    assert (tmp_path / "file").read_bytes() == b"0123456789"
+@given(st.lists(st.binary(max_size=9), min_size=1, max_size=30), st.lists(st.integers(1, 7), max_size=40))
+def test_short_writes_are_continued_where_they_ended(pieces, limits):
+    regions = [Region(piece) for piece in pieces]
+    limits = iter(limits)
+
+    class Libc:
+        def writev(self, descriptor, address, count):
+            runs = np.ctypeslib.as_array((ctypes.c_int64 * (2 * count)).from_address(address)).reshape(-1, 2)
+            data = iovec.join(runs)[: next(limits, None)]
+            return os.write(descriptor, data)
+
+    reader, writer = os.pipe()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(iovec, "_libc", Libc())
+        iovec.write(writer, np.concatenate([region.whole() for region in regions]))
+    os.close(writer)
+    with open(reader, "rb") as file:
+        assert file.read() == b"".join(pieces)
+
+
+def test_a_failing_write_says_why(tmp_path):
+    descriptor = os.open(tmp_path / "file", os.O_CREAT | os.O_RDONLY)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        iovec.write(descriptor, Region(b"data").whole())
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 2), (3, 2), (0, 5), (0, -1), (9, 0)])
+def test_no_run_leaves_its_buffer(start, length):
+    with pytest.raises(IndexError, match="outside of its buffer of 4 bytes"):
+        Region(b"1234").runs(np.array([start]), np.array([length]))

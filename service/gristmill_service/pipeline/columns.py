@@ -1,76 +1,98 @@
 """The tensors of a shard, declared: what each is per token, where it stands, and what fills the rest.
 
-A column turns one row into runs of bytes, taken from the batch's own buffers or from shared constants, so that laying
-out copies nothing. Adding a column is adding a declaration here; no stage knows their names.
+A column turns rows into runs of memory, cut from the batch's own buffers or from shared constants, so that laying out
+copies nothing and makes no Python object a row. Adding a column is adding a declaration here; no stage knows their
+names.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill.columns import Int64s, Ragged, bytes_of
+from gristmill.columns import Int64s, Ragged
 from gristmill_service.pipeline.merge import Rows
-from gristmill_service.pipeline.plan import PADDING
+from gristmill_service.store.iovec import Iovec, Region
 
 Scope = Literal["sequence", "response"]
 
 
 class Geometry:
-    """Where rows and their steps stand, as Python ints for loops over rows.
+    """Where rows and their steps stand. Arrays of rows have the padding row at -1; it covers a step of its own, at -1
+    of the arrays of steps, so that it needs no case of its own. All int64.
 
-    Lists of rows have the padding row at -1, which covers no step (`steps_of`). Within its row's response, step k
-    stands at `start_of[k]:end_of[k]`.
+    lengths, responses: (rows + 1,) tokens of the row and of its response.
+    first, last: (rows + 1,) the steps that it covers.
+    gaps, step_lengths: (steps + 1,) observation tokens before the step within its row's response, and its own tokens.
     """
 
     def __init__(self, rows: Rows, step_prompts: Int64s, step_responses: Int64s, padding_tokens: int) -> None:
+        steps = len(step_prompts)
         self.lengths = np.append(rows.lengths, padding_tokens)
         self.responses = np.append(rows.response_lengths, 1)
-        self.length_of: list[int] = self.lengths.tolist()
-        self.response_of: list[int] = self.responses.tolist()
-        self.first: list[int] = rows.first.tolist()
-        self.last: list[int] = rows.last.tolist()
+        self.first, self.last = np.append(rows.first, steps), np.append(rows.last, steps)
         starts = step_prompts - np.repeat(rows.prompt_lengths, rows.last - rows.first + 1)
-        self.start_of: list[int] = starts.tolist()
-        self.end_of: list[int] = (starts + step_responses).tolist()
-        self.steps_of = [*map(range, self.first, (rows.last + 1).tolist()), range(0)]
-        self.gaps = np.append(0, starts[1:] - (starts + step_responses)[:-1]).clip(0)
-        """Of each step, the observation tokens before it within its row's response, int64; 0 for a row's first."""
+        gaps = starts.copy()
+        gaps[1:] -= (starts + step_responses)[:-1]
+        gaps[rows.first] = 0
+        self.gaps = np.append(gaps, 0)
+        self.step_lengths = np.append(step_responses, 1)
+
+    def of(self, scope: Scope) -> Int64s:
+        return self.lengths if scope == "sequence" else self.responses
 
 
-class Constants:
-    """Shared read-only buffers that runs are cut from; one element is `itemsize` bytes."""
+@dataclass(slots=True, weakref_slot=True)
+class Runs:
+    """The runs of many rows in order: row i's are `iovec[edges[i]:edges[i + 1]]`. Keeps their memory alive."""
 
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
-        self.zeros = np.zeros(4 * longest, np.uint8).data
-        steps = np.zeros(2 * longest, np.uint8)
-        steps[longest:] = 1
-        self.step_up = steps.data
-        """Zeros, then ones, as uint8: any "absent, then present" mask is one slice of it."""
+    iovec: Iovec
+    edges: Int64s
+    memory: tuple[Region, ...]
+
+
+class Placement:
+    """Rows in the order in which they are laid out, and how much fill stands before each.
+
+    rows: (n,) row indices, -1 for padding rows. leads: per scope (n,) elements before the row's own.
+    """
+
+    def __init__(self, rows: Int64s, leads: dict[Scope, Int64s], geometry: Geometry) -> None:
+        self.rows, self.leads, self.geometry = rows, leads, geometry
+
+    @cached_property
+    def step_counts(self) -> Int64s:
+        """Steps that each row covers."""
+        counts: Int64s = self.geometry.last[self.rows] - self.geometry.first[self.rows] + 1
+        return counts
+
+    @cached_property
+    def step_edges(self) -> Int64s:
+        return np.append(0, np.cumsum(self.step_counts))
+
+    @cached_property
+    def steps(self) -> Int64s:
+        """The steps of all rows in order."""
+        starts = self.geometry.first[self.rows] - self.step_edges[:-1]
+        steps: Int64s = np.arange(self.step_edges[-1]) + np.repeat(starts, self.step_counts)
+        return steps
 
 
 class Column(ABC):
-    """One tensor of a shard.
-
-    name, dtype: as in the shard. scope: over the whole sequence, or over the response only.
-    """
+    """One tensor of a shard. name, dtype: as in the shard. scope: over the whole sequence, or the response only."""
 
     name: str
     dtype: Any
     scope: Scope
 
     @abstractmethod
-    def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
-        """The rows' bytes in order: of each row `lead` elements of fill, then its values.
-
-        rows: row indices, -1 for a padding row. Loops over rows stay inside: a call a row would cost more than its
-        bytes.
-        """
+    def runs(self, placement: Placement) -> Runs:
+        """Of each row `lead` elements of fill, then its values."""
 
 
 class Tokens(Column):
@@ -78,28 +100,19 @@ class Tokens(Column):
 
     name, dtype, scope = "sequences", np.int32, "sequence"
 
-    def __init__(self, tokens: Ragged, geometry: Geometry, longest: int, pad_token_id: int) -> None:
-        self._fill = bytes_of(np.full(longest, pad_token_id, np.int32))
-        self._values = bytes_of(tokens.values)
-        starts = tokens.starts.tolist()
-        lengths = geometry.length_of
-        self._spans = [
-            (4 * starts[last], 4 * (starts[last] + length))
-            for last, length in zip(geometry.last, lengths, strict=False)
-        ]
-        self._padding = 4 * lengths[PADDING]
+    def __init__(self, tokens: Ragged, longest: int, pad_token_id: int) -> None:
+        self._values, self._fill = Region(tokens.values), Region(np.full(longest, pad_token_id, np.int32))
+        self._starts = tokens.starts
 
-    def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
-        fill, values, spans, out = self._fill, self._values, self._spans, []
-        for row, lead in zip(rows, leads, strict=True):
-            if row == PADDING:
-                out.append(fill[: 4 * lead + self._padding])
-                continue
-            if lead:
-                out.append(fill[: 4 * lead])
-            start, end = spans[row]
-            out.append(values[start:end])
-        return out
+    def runs(self, placement: Placement) -> Runs:
+        rows, geometry = placement.rows, placement.geometry
+        lengths = 4 * geometry.lengths[rows]
+        is_real = rows >= 0
+        iovec = _pairs(len(rows))
+        iovec[:, 0] = self._fill.runs(0, 4 * placement.leads["sequence"])
+        iovec[is_real, 1] = self._values.runs(4 * self._starts[geometry.last[rows[is_real]]], lengths[is_real])
+        iovec[~is_real, 1] = self._fill.runs(0, lengths[~is_real])
+        return _two_a_row(iovec, self._fill, self._values)
 
 
 class Presence(Column):
@@ -107,61 +120,45 @@ class Presence(Column):
 
     dtype = np.uint8
 
-    def __init__(self, name: str, scope: Scope, geometry: Geometry, constants: Constants) -> None:
+    def __init__(self, name: str, scope: Scope, longest: int) -> None:
         self.name, self.scope = name, scope
-        self._steps, self._middle = constants.step_up, constants.longest
-        self._absent = [0] * len(geometry.length_of)
-        self._present = list(geometry.length_of if scope == "sequence" else geometry.response_of)
-        if scope == "response":
-            self._absent[PADDING], self._present[PADDING] = self._present[PADDING], 0
+        # Zeros, then ones: any "absent, then present" is one run of it.
+        self._longest, self._step = longest, Region(np.repeat(np.array([0, 1], np.uint8), longest))
 
-    def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
-        steps, middle, absent, present = self._steps, self._middle, self._absent, self._present
-        return [
-            steps[middle - lead - absent[row] : middle + present[row]] for row, lead in zip(rows, leads, strict=True)
-        ]
+    def runs(self, placement: Placement) -> Runs:
+        absent, present = placement.leads[self.scope], placement.geometry.of(self.scope)[placement.rows]
+        if self.scope == "response":
+            is_padding = placement.rows < 0
+            absent, present = absent + is_padding * present, present * ~is_padding
+        iovec = self._step.runs(self._longest - absent, absent + present)
+        return Runs(iovec, np.arange(len(iovec) + 1), (self._step,))
 
 
 class StepTokens(Column):
     """A value per response token of each step, 0 on observations between steps and in padding rows.
 
-    present: per step whether its values count; others are 0 (how filters mask).
+    present: bool (steps,), whether a step's values count; others are 0 (how filters mask).
     """
 
     scope = "response"
 
     def __init__(
-        self,
-        name: str,
-        values: Ragged,
-        geometry: Geometry,
-        constants: Constants,
-        present: NDArray[np.bool_] | None = None,
+        self, name: str, values: Ragged, geometry: Geometry, zeros: Region, present: NDArray[np.bool_] | None = None
     ) -> None:
         self.name, self.dtype = name, values.values.dtype
         self._item = item = values.values.dtype.itemsize
-        self._zeros, self._first, self._last = constants.zeros, geometry.first, geometry.last
-        starts = values.starts * item
-        views = slices(bytes_of(values.values), starts, starts + values.lengths * item)
-        for step in [] if present is None else np.flatnonzero(~present).tolist():
-            views[step] = self._zeros[: len(views[step])]
-        # Of every step the zeros before it within its row, and its values: a row is a slice of this.
-        self._runs: list[memoryview] = [self._zeros[:0]] * (2 * len(views))
-        self._runs[1::2] = views
-        if geometry.gaps.any():
-            self._runs[::2] = slices(self._zeros, np.zeros_like(starts), item * geometry.gaps)
+        self._values, self._zeros = Region(values.values), zeros
+        # Of every step the zeros before it within its row, and its values.
+        self._of_step = _pairs(len(values) + 1)
+        self._of_step[:, 0] = zeros.runs(0, item * geometry.gaps)
+        self._of_step[:-1, 1] = self._values.runs(item * values.starts, item * values.lengths)
+        absent = np.append(np.zeros(len(values), np.bool_) if present is None else ~present, True)
+        self._of_step[absent, 1] = zeros.runs(0, item * geometry.step_lengths[absent])
 
-    def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
-        item, zeros, runs, first, last = self._item, self._zeros, self._runs, self._first, self._last
-        out: list[memoryview] = []
-        for row, lead in zip(rows, leads, strict=True):
-            if row == PADDING:
-                out.append(zeros[: item * (lead + 1)])
-                continue
-            if lead:
-                out.append(zeros[: item * lead])
-            out += runs[2 * first[row] + 1 : 2 * last[row] + 2]
-        return out
+    def runs(self, placement: Placement) -> Runs:
+        iovec = self._of_step[placement.steps]
+        iovec[placement.step_edges[:-1], 0, 1] = self._item * placement.leads["response"]
+        return _two_a_row(iovec, self._values, self._zeros, edges=placement.step_edges)
 
 
 class StepScalars(Column):
@@ -169,30 +166,18 @@ class StepScalars(Column):
 
     dtype, scope = np.float32, "response"
 
-    def __init__(self, name: str, values: NDArray[np.float64], geometry: Geometry, constants: Constants) -> None:
+    def __init__(self, name: str, values: NDArray[np.float64], geometry: Geometry, zeros: Region) -> None:
         self.name = name
-        floats = values.astype(np.float32)
-        self._values = bytes_of(floats)
-        self._nonzero: list[bool] = (floats != 0).tolist()
-        self._geometry, self._zeros = geometry, constants.zeros
+        self._values, self._zeros = Region(np.append(values, 0).astype(np.float32)), zeros
+        before = 4 * (geometry.gaps + geometry.step_lengths - 1)
+        self._of_step = _pairs(len(before))
+        self._of_step[:, 0] = zeros.runs(0, before)
+        self._of_step[:, 1] = self._values.runs(4 * np.arange(len(before)), np.full(len(before), 4))
 
-    def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
-        zeros, values, nonzero = self._zeros, self._values, self._nonzero
-        steps_of, end_of, responses = self._geometry.steps_of, self._geometry.end_of, self._geometry.response_of
-        out: list[memoryview] = []
-        for row, lead in zip(rows, leads, strict=True):
-            done = 0
-            for step in steps_of[row]:
-                if nonzero[step]:
-                    end = lead + end_of[step]
-                    if end - 1 > done:
-                        out.append(zeros[: 4 * (end - 1 - done)])
-                    out.append(values[4 * step : 4 * step + 4])
-                    done = end
-            rest = lead + responses[row] - done
-            if rest:
-                out.append(zeros[: 4 * rest])
-        return out
+    def runs(self, placement: Placement) -> Runs:
+        iovec = self._of_step[placement.steps]
+        iovec[placement.step_edges[:-1], 0, 1] += 4 * placement.leads["response"]
+        return _two_a_row(iovec, self._values, self._zeros, edges=placement.step_edges)
 
 
 class RowScalars(Column):
@@ -200,48 +185,17 @@ class RowScalars(Column):
 
     dtype, scope = np.float32, "response"
 
-    def __init__(self, name: str, values: NDArray[np.float64], geometry: Geometry, constants: Constants) -> None:
+    def __init__(self, name: str, values: NDArray[np.float64], zeros: Region) -> None:
         self.name = name
-        self._values = np.append(values, 0.0).astype(np.float32)
-        self._geometry, self._zeros = geometry, constants.zeros
+        self._values, self._zeros = np.append(values, 0).astype(np.float32), zeros
 
-    def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
-        responses, zeros = self._geometry.response_of, self._zeros
-        constants = bytes_of(np.repeat(self._values[rows], self._geometry.responses[rows]))
-        out: list[memoryview] = []
-        done = 0
-        for row, lead in zip(rows, leads, strict=True):
-            if lead:
-                out.append(zeros[: 4 * lead])
-            end = done + 4 * responses[row]
-            out.append(constants[done:end])
-            done = end
-        return out
-
-
-class ScaledStepTokens(Column):
-    """A value per response token times a number per row: per-token advantages under a loss reduction."""
-
-    dtype, scope = np.float32, "response"
-
-    def __init__(
-        self, name: str, values: Ragged, scale: NDArray[np.float64], geometry: Geometry, constants: Constants
-    ) -> None:
-        self.name = name
-        self._values, self._scale = values, scale
-        self._geometry, self._zeros = geometry, constants.zeros
-
-    def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
-        geometry = self._geometry
-        out: list[memoryview] = []
-        for row, lead in zip(rows, leads, strict=True):
-            response = np.zeros(geometry.response_of[row], np.float32)
-            for step in geometry.steps_of[row]:
-                response[geometry.start_of[step] : geometry.end_of[step]] = self._values[step] * self._scale[row]
-            if lead:
-                out.append(self._zeros[: 4 * lead])
-            out.append(bytes_of(response))
-        return out
+    def runs(self, placement: Placement) -> Runs:
+        lengths = placement.geometry.responses[placement.rows]
+        constants = Region(np.repeat(self._values[placement.rows], lengths))
+        iovec = _pairs(len(lengths))
+        iovec[:, 0] = self._zeros.runs(0, 4 * placement.leads["response"])
+        iovec[:, 1] = constants.runs(4 * (np.cumsum(lengths) - lengths), 4 * lengths)
+        return _two_a_row(iovec, constants, self._zeros)
 
 
 class Positions(Column):
@@ -249,13 +203,20 @@ class Positions(Column):
 
     name, dtype, scope = "position_ids", np.int32, "sequence"
 
-    def __init__(self, geometry: Geometry, longest: int) -> None:
-        self._positions = bytes_of(np.arange(longest, dtype=np.int32))
-        self._lengths = geometry.length_of
+    def __init__(self, longest: int) -> None:
+        self._positions = Region(np.arange(longest, dtype=np.int32))
 
-    def runs(self, rows: Sequence[int], leads: Sequence[int]) -> list[memoryview]:
-        return [self._positions[: 4 * self._lengths[row]] for row in rows]
+    def runs(self, placement: Placement) -> Runs:
+        iovec = self._positions.runs(0, 4 * placement.geometry.lengths[placement.rows])
+        return Runs(iovec, np.arange(len(iovec) + 1), (self._positions,))
 
 
-def slices(data: memoryview, starts: Int64s, ends: Int64s) -> list[memoryview]:
-    return list(map(data.__getitem__, map(slice, starts.tolist(), ends.tolist())))
+def _pairs(count: int) -> NDArray[np.int64]:
+    """Room for two runs each: fill, then values."""
+    return np.empty((count, 2, 2), np.int64)
+
+
+def _two_a_row(pairs: NDArray[np.int64], *memory: Region, edges: Int64s | None = None) -> Runs:
+    """Runs from pairs of them; `edges` where a row has several pairs."""
+    edges = np.arange(len(pairs) + 1) if edges is None else edges
+    return Runs(pairs.reshape(-1, 2), 2 * edges, memory)

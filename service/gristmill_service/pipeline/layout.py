@@ -1,12 +1,12 @@
-"""Last stage: a plan and the batch's columns become shards, each a safetensors file described as runs of bytes.
+"""Last stage: a plan and the batch's columns become shards, each a safetensors file described as runs of memory.
 
-A shard is never assembled in memory: `Shard.buffers()` yields slices of the batch's own buffers and of constants, in
-file order, for `writev`. The same input gives the same bytes. Layouts: `left_padded` (SkyRL #1285) and `packed`.
+A shard is never assembled: its `iovec` names slices of the batch's own buffers and of constants, in file order. The
+same input gives the same bytes. Layouts: `left_padded` (SkyRL #1285) and `packed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -16,174 +16,186 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from gristmill.columns import bytes_of
+from gristmill.columns import Int64s
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.columns import Column, Geometry
-from gristmill_service.pipeline.plan import MiniBatchPlan, RankPlan
-from gristmill_service.store.base import Buffer, ShardAddress
-
-# Rows whose runs are collected before they are handed on: bounds the memory of a layout, not its result.
-_ROWS_AT_ONCE = 128
+from gristmill_service.pipeline.columns import Column, Geometry, Placement, Runs, Scope
+from gristmill_service.pipeline.plan import MiniBatchPlan
+from gristmill_service.store.base import ShardAddress
+from gristmill_service.store.iovec import Iovec, Region
 
 _SAFETENSORS_NAMES = {np.dtype(np.int32): "I32", np.dtype(np.float32): "F32", np.dtype(np.uint8): "U8"}
+_SCOPES: tuple[Scope, Scope] = ("sequence", "response")
+
+SmallTensors = Sequence[tuple[str, NDArray[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Widths:
-    """Columns of the padded tensors: of a sequence, of a response."""
-
-    sequence: int
-    response: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """One tensor: rows of one column, either padded to a width or packed one after another."""
+    """Rows whose tensors are laid out together: a shard's, or a micro-batch's where those have their own.
 
-    name: str
-    column: Column
-    rows: NDArray[np.int64]
-    width: int | None
-    """None: packed."""
+    prefix: of their names. begin, end: which rows of the placement. widths: per scope the columns of the padded
+    tensors; None: packed, one row after another.
+    """
+
+    prefix: str
+    begin: int
+    end: int
+    widths: dict[Scope, int] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """One shard's file: its header, its small tensors, and the blocks that are cut from the batch on demand."""
+    """One shard's file: the bytes that are its own (header, per-row tensors), and runs of the batch's memory."""
 
     address: ShardAddress
     header: bytes
-    small: Sequence[tuple[str, NDArray[Any]]]
-    blocks: Sequence[Block]
-    geometry: Geometry
+    own: tuple[Region, Region]
+    """What stands before the wide tensors of 4-byte elements, and before those of 1-byte elements."""
+    wide: tuple[Sequence[Iovec], Sequence[Iovec]]
+    memory: Sequence[Runs]
     size: int
     sequence_elements: int
     """Elements of all `sequences` tensors, padding included."""
 
-    def buffers(self) -> Iterator[Sequence[Buffer]]:
-        yield [self.header]
-        small, wide = self.small, self.blocks
-        for itemsize in (4, 1):
-            yield [bytes_of(array) for _, array in small if array.itemsize == itemsize]
-            for block in wide:
-                if np.dtype(block.column.dtype).itemsize == itemsize:
-                    yield from self._runs(block)
-
-    def _runs(self, block: Block) -> Iterator[Sequence[Buffer]]:
-        column, lengths = block.column, self.geometry.length_of
-        own = lengths if column.scope == "sequence" else self.geometry.response_of
-        rows: list[int] = block.rows.tolist()
-        for begin in range(0, len(rows), _ROWS_AT_ONCE):
-            part = rows[begin : begin + _ROWS_AT_ONCE]
-            # Packed response columns stand on their own tokens: the prompt leads, as padding does in a padded row.
-            if block.width is None:
-                leads = [lengths[row] - own[row] for row in part]
-            else:
-                leads = [block.width - own[row] for row in part]
-            yield column.runs(part, leads)
+    def iovec(self) -> Iovec:
+        (head, tail), (words, bytes_) = self.own, self.wide
+        return np.concatenate([head.whole(), *words, tail.whole(), *bytes_])
 
 
-def lay_out(
-    address: ShardAddress,
-    rank: RankPlan,
-    columns: Sequence[Column],
-    per_row: Sequence[tuple[str, NDArray[Any]]],
-    metadata: dict[str, Any],
-    widths: Sequence[Widths],
-    geometry: Geometry,
-    config: RunConfig,
-) -> Shard:
-    """The shard of one rank.
+class Layout:
+    """The shards of one model's mini-batches, in plan order."""
 
-    per_row: named tensors with one value a row of the batch and the padding row's at -1.
-    widths: one for the shard, or one per micro-batch when tensors are per micro-batch.
-    """
-    small = [(name, np.ascontiguousarray(values[rank.rows])) for name, values in per_row]
-    blocks: list[Block] = []
-    if tensors_per_micro_batch(config):
-        edges = rank.bounds.tolist()
-        for index, (begin, end) in enumerate(pairwise(edges)):
-            prefix, rows = f"micro_batch_{index:03d}/", rank.rows[begin:end]
-            if config.layout == "packed":
-                cu_seqlens = np.append(0, np.cumsum(geometry.lengths[rows])).astype(np.int32)
-                small.append((f"{prefix}cu_seqlens", cu_seqlens))
-            blocks += _blocks(prefix, columns, rows, None if config.layout == "packed" else widths[index])
-    else:
-        blocks = _blocks("", columns, rank.rows, widths[0])
-    header, size = _header(small, blocks, geometry, metadata)
-    elements = sum(_elements(block, geometry) for block in blocks if block.column.name == "sequences")
-    return Shard(address, header, small, blocks, geometry, size, elements)
+    def __init__(self, mini_batches: Sequence[MiniBatchPlan], geometry: Geometry, config: RunConfig) -> None:
+        self._geometry, self._config = geometry, config
+        self._blocks = _blocks(mini_batches, geometry, config)
+        rows = [rank.rows for mini_batch in mini_batches for rank in mini_batch.ranks]
+        placed = np.concatenate(rows) if rows else np.empty(0, np.int64)
+        blocks = [block for blocks in self._blocks for block in blocks]
+        self.placement = Placement(
+            placed, {scope: _leads(placed, blocks, scope, geometry) for scope in _SCOPES}, geometry
+        )
 
+    def place(self, columns: Sequence[Column]) -> list[Runs]:
+        """Each column's runs for all rows of all shards at once: what a shard takes of them is a slice."""
+        return [column.runs(self.placement) for column in columns]
 
-def tensors_per_micro_batch(config: RunConfig) -> bool:
-    return config.layout == "packed" or config.pad_width == "micro_batch"
-
-
-def pad_widths(
-    mini_batches: Sequence[MiniBatchPlan], geometry: Geometry, config: RunConfig
-) -> list[list[list[Widths]]]:
-    """Widths per mini-batch (of one model), rank and micro-batch; one entry in place of the micro-batches' where the
-    tensors are per shard. Padding rows count."""
-
-    def of(rows: NDArray[np.int64]) -> Widths:
-        multiple = config.pad_to_multiple_of
-        longest, response = int(geometry.lengths[rows].max()), int(geometry.responses[rows].max())
-        return Widths(-(-longest // multiple) * multiple, -(-response // multiple) * multiple)
-
-    def joined(ranks: Sequence[RankPlan]) -> NDArray[np.int64]:
-        return np.concatenate([rank.rows for rank in ranks])
-
-    if not mini_batches or config.layout == "packed":
-        return [[[] for _ in mini_batch.ranks] for mini_batch in mini_batches]
-    match config.pad_width:
-        case "batch":
-            widest = of(np.concatenate([joined(mini_batch.ranks) for mini_batch in mini_batches]))
-            return [[[widest] for _ in mini_batch.ranks] for mini_batch in mini_batches]
-        case "mini_batch":
-            return [[[of(joined(mini_batch.ranks))] for _ in mini_batch.ranks] for mini_batch in mini_batches]
-        case "shard":
-            return [[[of(rank.rows)] for rank in mini_batch.ranks] for mini_batch in mini_batches]
-        case "micro_batch":
-            return [
-                [[of(part) for part in np.split(rank.rows, rank.bounds[1:-1])] for rank in mini_batch.ranks]
-                for mini_batch in mini_batches
+    def shard(
+        self,
+        index: int,
+        address: ShardAddress,
+        columns: Sequence[Column],
+        placed: Sequence[Runs],
+        per_row: SmallTensors,
+        metadata: dict[str, Any],
+    ) -> Shard:
+        """The shard number `index` in plan order. placed: what `place` gave for the columns."""
+        blocks = self._blocks[index]
+        small = [*per_row, *self._cu_seqlens(blocks)]
+        header, size = self._header(small, blocks, columns, metadata)
+        own = [b"".join(array.tobytes() for _, array in small if array.itemsize == itemsize) for itemsize in (4, 1)]
+        wide = [
+            [
+                runs.iovec[runs.edges[block.begin] : runs.edges[block.end]]
+                for block in blocks
+                for column, runs in zip(columns, placed, strict=True)
+                if np.dtype(column.dtype).itemsize == itemsize
             ]
+            for itemsize in (4, 1)
+        ]
+        return Shard(
+            address=address,
+            header=header,
+            own=(Region(header + own[0]), Region(own[1])),
+            wide=(wide[0], wide[1]),
+            memory=placed,
+            size=size,
+            sequence_elements=sum(self._elements(block, "sequence") for block in blocks),
+        )
+
+    def _cu_seqlens(self, blocks: Sequence[Block]) -> SmallTensors:
+        if self._config.layout != "packed":
+            return []
+        lengths = self._geometry.lengths[self.placement.rows]
+        return [
+            (f"{block.prefix}cu_seqlens", np.append(0, np.cumsum(lengths[block.begin : block.end])).astype(np.int32))
+            for block in blocks
+        ]
+
+    def _elements(self, block: Block, scope: Scope) -> int:
+        """Values of a tensor. A packed one has one per token, whatever its scope."""
+        if block.widths is None:
+            return int(self._geometry.lengths[self.placement.rows[block.begin : block.end]].sum())
+        return block.widths[scope] * (block.end - block.begin)
+
+    def _header(
+        self, small: SmallTensors, blocks: Sequence[Block], columns: Sequence[Column], metadata: dict[str, Any]
+    ) -> tuple[bytes, int]:
+        """The safetensors header, and the size of the whole file. Tensors of 4-byte elements come first, so that each
+        is aligned."""
+        entries: dict[str, Any] = {
+            "__metadata__": {name: orjson.dumps(value).decode() for name, value in metadata.items()}
+        }
+        offset = 0
+        for itemsize in (4, 1):
+            shapes = [(name, array.dtype, list(array.shape)) for name, array in small if array.itemsize == itemsize]
+            for block in blocks:
+                for column in columns:
+                    dtype = np.dtype(column.dtype)
+                    if dtype.itemsize == itemsize:
+                        shapes.append((block.prefix + column.name, dtype, self._shape(block, column.scope)))
+            for name, dtype, shape in shapes:
+                end = offset + itemsize * prod(shape)
+                entries[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [offset, end]}
+                offset = end
+        text = orjson.dumps(entries)
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text, 8 + len(text) + offset
+
+    def _shape(self, block: Block, scope: Scope) -> list[int]:
+        if block.widths is None:
+            return [self._elements(block, scope)]
+        return [block.end - block.begin, block.widths[scope]]
 
 
-def _blocks(prefix: str, columns: Sequence[Column], rows: NDArray[np.int64], widths: Widths | None) -> list[Block]:
-    def width(column: Column) -> int | None:
-        if widths is None:
+def _blocks(mini_batches: Sequence[MiniBatchPlan], geometry: Geometry, config: RunConfig) -> list[list[Block]]:
+    """Per shard in plan order its blocks. `pad_width` says over which rows widths are taken, padding rows included."""
+    per_micro_batch = config.layout == "packed" or config.pad_width == "micro_batch"
+
+    def widths(rows: Int64s) -> dict[Scope, int] | None:
+        if config.layout == "packed":
             return None
-        return widths.sequence if column.scope == "sequence" else widths.response
+        multiple = config.pad_to_multiple_of
+        return {scope: -(-int(geometry.of(scope)[rows].max()) // multiple) * multiple for scope in _SCOPES}
 
-    return [Block(prefix + column.name, column, rows, width(column)) for column in columns]
+    def joined(parts: Sequence[MiniBatchPlan]) -> Int64s:
+        return np.concatenate([rank.rows for part in parts for rank in part.ranks])
+
+    blocks: list[list[Block]] = []
+    begin = 0
+    of_batch = widths(joined(mini_batches)) if mini_batches else None
+    for mini_batch in mini_batches:
+        of_mini_batch = widths(joined([mini_batch]))
+        for rank in mini_batch.ranks:
+            if per_micro_batch:
+                edges = enumerate(pairwise(rank.bounds.tolist()))
+                blocks.append(
+                    [
+                        Block(f"micro_batch_{index:03d}/", begin + first, begin + last, widths(rank.rows[first:last]))
+                        for index, (first, last) in edges
+                    ]
+                )
+            else:
+                shared = {"batch": of_batch, "mini_batch": of_mini_batch}.get(config.pad_width) or widths(rank.rows)
+                blocks.append([Block("", begin, begin + len(rank.rows), shared)])
+            begin += len(rank.rows)
+    return blocks
 
 
-def _elements(block: Block, geometry: Geometry) -> int:
-    """Values of a block. A packed column has one per token, whatever its scope."""
-    if block.width is None:
-        return int(geometry.lengths[block.rows].sum())
-    return block.width * len(block.rows)
-
-
-def _header(
-    small: Sequence[tuple[str, NDArray[Any]]], blocks: Sequence[Block], geometry: Geometry, metadata: dict[str, Any]
-) -> tuple[bytes, int]:
-    """The safetensors header, and the size of the whole file. Tensors of 4-byte elements come first, so that each is
-    aligned."""
-    entries: dict[str, Any] = {"__metadata__": {name: orjson.dumps(value).decode() for name, value in metadata.items()}}
-    offset = 0
-    for itemsize in (4, 1):
-        shapes = [(name, array.dtype, list(array.shape)) for name, array in small if array.itemsize == itemsize]
-        for block in blocks:
-            dtype = np.dtype(block.column.dtype)
-            if dtype.itemsize == itemsize:
-                count = _elements(block, geometry)
-                shapes.append((block.name, dtype, [count] if block.width is None else [len(block.rows), block.width]))
-        for name, dtype, shape in shapes:
-            end = offset + itemsize * prod(shape)
-            entries[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [offset, end]}
-            offset = end
-    text = orjson.dumps(entries)
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, 8 + len(text) + offset
+def _leads(rows: Int64s, blocks: Sequence[Block], scope: Scope, geometry: Geometry) -> Int64s:
+    """Elements before each row's own: padding, or, packed, the prompt before a response's column."""
+    own = geometry.of(scope)[rows]
+    counts = [block.end - block.begin for block in blocks]
+    if any(block.widths is None for block in blocks):
+        return geometry.lengths[rows] - own
+    widths = np.array([block.widths[scope] for block in blocks if block.widths is not None], np.int64)
+    return np.repeat(widths, counts) - own

@@ -14,19 +14,21 @@ from gristmill_service.pipeline.advantage import Denominators, Float64s
 from gristmill_service.pipeline.batch import Prepared
 from gristmill_service.pipeline.columns import (
     Column,
-    Constants,
     Geometry,
     Positions,
     Presence,
     RowScalars,
-    ScaledStepTokens,
     StepScalars,
     StepTokens,
     Tokens,
 )
-from gristmill_service.pipeline.layout import Shard, lay_out, pad_widths
+from gristmill_service.pipeline.layout import Layout, Shard
 from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan, RankPlan
 from gristmill_service.store.base import ShardAddress
+from gristmill_service.store.iovec import Region
+
+_INTEGERS = ("row", "sample", "step_first", "step_last", "policy_version")
+_FLAGS = ("is_last_step", "is_padding")
 
 
 def shards(
@@ -48,81 +50,91 @@ class _ShardBuilder:
         )
         # Widths are rounded up; a row never needs a longer run of fill than the widest padded row.
         self._longest = int(self._geometry.lengths.max()) + config.pad_to_multiple_of
-        self._constants = Constants(self._longest)
+        self._zeros = Region(np.zeros(4 * self._longest, np.uint8))
         self._shared = self._shared_columns()
-        self._per_row = self._per_row_tensors()
+        self._integers, self._flags = self._per_row_tensors()
         self._uids, self._rounds, self._stop_reasons = self._row_labels()
 
     def model_shards(self, model: Model, mini_batches: Sequence[MiniBatchPlan]) -> list[Shard]:
         own = [mini_batch for mini_batch in mini_batches if mini_batch.model == model]
-        widths = pad_widths(own, self._geometry, self._config)
-        built = []
-        for mini_batch, of_ranks in zip(own, widths, strict=True):
-            denominators = self._denominators(mini_batch)
-            columns = [*self._shared, self._advantages(mini_batch, denominators)]
-            for index, rank in enumerate(mini_batch.ranks):
-                address = ShardAddress(model, mini_batch.index, index)
-                metadata = self._metadata(address, rank, denominators)
-                built.append(
-                    lay_out(
-                        address,
-                        rank,
-                        columns,
-                        self._per_row,
-                        metadata,
-                        of_ranks[index],
-                        self._geometry,
-                        self._config,
-                    )
-                )
-        return built
+        if not own:
+            return []
+        layout = Layout(own, self._geometry, self._config)
+        denominators = [self._denominators(mini_batch) for mini_batch in own]
+        columns = [*self._shared, self._advantages(model, own, denominators)]
+        placed = layout.place(columns)
+        addressed = [
+            (ShardAddress(model, mini_batch.index, index), rank, divisors)
+            for mini_batch, divisors in zip(own, denominators, strict=True)
+            for index, rank in enumerate(mini_batch.ranks)
+        ]
+        return [
+            layout.shard(index, address, columns, placed, self._small(rank), self._metadata(address, rank, divisors))
+            for index, (address, rank, divisors) in enumerate(addressed)
+        ]
 
     def _shared_columns(self) -> list[Column]:
         """The columns that every mini-batch cuts from in the same way: all but the advantages."""
-        steps, geometry, constants = self._prepared.received.steps, self._geometry, self._constants
-        columns: list[Column] = [Tokens(steps.tokens, geometry, self._longest, self._config.pad_token_id)]
+        steps, geometry, longest, zeros = self._prepared.received.steps, self._geometry, self._longest, self._zeros
+        columns: list[Column] = [Tokens(steps.tokens, longest, self._config.pad_token_id)]
         if self._config.layout == "packed":
-            columns.append(Positions(geometry, self._longest))
+            columns.append(Positions(longest))
         else:
-            columns.append(Presence("attention_mask", "sequence", geometry, constants))
-        columns.append(Presence("response_mask", "response", geometry, constants))
-        columns.append(StepTokens("loss_mask", steps.loss_mask, geometry, constants, self._prepared.trained))
+            columns.append(Presence("attention_mask", "sequence", longest))
+        columns.append(Presence("response_mask", "response", longest))
+        columns.append(StepTokens("loss_mask", steps.loss_mask, geometry, zeros, self._prepared.trained))
         if steps.token_rewards is None:
-            columns.append(StepScalars("rewards", steps.rewards, geometry, constants))
+            columns.append(StepScalars("rewards", steps.rewards, geometry, zeros))
         else:
-            columns.append(StepTokens("rewards", _float32(steps.token_rewards), geometry, constants))
+            columns.append(StepTokens("rewards", _float32(steps.token_rewards), geometry, zeros))
         if steps.logprobs is not None:
-            columns.append(StepTokens("rollout_logprobs", steps.logprobs, geometry, constants))
+            columns.append(StepTokens("rollout_logprobs", steps.logprobs, geometry, zeros))
         return columns
 
-    def _advantages(self, mini_batch: MiniBatchPlan, denominators: Denominators) -> Column:
+    def _advantages(
+        self, model: Model, mini_batches: Sequence[MiniBatchPlan], denominators: Sequence[Denominators]
+    ) -> Column:
         """Scaled by the loss reduction for the policy, raw for the critic."""
         scale = np.ones(len(self._prepared.rows))
-        if mini_batch.model == "policy":
-            scale[mini_batch.start : mini_batch.kept_end] = denominators.scale(self._config)
+        if model == "policy":
+            for mini_batch, divisors in zip(mini_batches, denominators, strict=True):
+                scale[mini_batch.start : mini_batch.kept_end] = divisors.scale(self._config)
         tokens = self._prepared.received.steps.token_advantages
         if tokens is None:
             values: Float64s = self._prepared.advantages[self._prepared.rows.trajectories] * scale
-            return RowScalars("advantages", values, self._geometry, self._constants)
+            return RowScalars("advantages", values, self._zeros)
+        return StepTokens("advantages", self._scaled(tokens, scale), self._geometry, self._zeros)
+
+    def _scaled(self, tokens: Ragged, scale: Float64s) -> Ragged:
+        """The column times its rows' scale, in float64, as float32; itself where there is nothing to scale."""
         if (scale == 1).all():
-            return StepTokens("advantages", tokens, self._geometry, self._constants)
-        return ScaledStepTokens("advantages", tokens, scale, self._geometry, self._constants)
+            return tokens
+        rows, compact = self._prepared.rows, tokens.compact()
+        per_step = np.repeat(scale, rows.last - rows.first + 1)
+        values = compact.values * np.repeat(per_step, compact.lengths)
+        return Ragged(values.astype(np.float32), compact.starts, compact.lengths)
 
     def _denominators(self, mini_batch: MiniBatchPlan) -> Denominators:
         prepared = self._prepared
         return Denominators(mini_batch, prepared.loss_tokens, prepared.row_groups, prepared.rows.trajectories)
 
-    def _per_row_tensors(self) -> list[tuple[str, NDArray[Any]]]:
+    def _per_row_tensors(self) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        """Of every row, the padding row's at -1: `_INTEGERS` and `_FLAGS`, a line each."""
         rows, steps = self._prepared.rows, self._prepared.received.steps
-        return [
-            ("row", np.append(np.arange(len(rows)), PADDING).astype(np.int32)),
-            ("sample", np.append(steps.samples[rows.first], -1).astype(np.int32)),
-            ("step_first", np.append(steps.steps[rows.first], -1).astype(np.int32)),
-            ("step_last", np.append(steps.steps[rows.last], -1).astype(np.int32)),
-            ("policy_version", np.append(rows.policy_versions, -1).astype(np.int32)),
-            ("is_last_step", np.append(steps.is_last_steps[rows.last], True).astype(np.uint8)),
-            ("is_padding", np.append(np.zeros(len(rows)), 1).astype(np.uint8)),
-        ]
+        integers = (
+            np.arange(len(rows)),
+            steps.samples[rows.first],
+            steps.steps[rows.first],
+            steps.steps[rows.last],
+            rows.policy_versions,
+        )
+        flags = (steps.is_last_steps[rows.last], np.zeros(len(rows)))
+        padded = np.array([np.append(values, PADDING) for values in integers], np.int32)
+        return padded, np.array([np.append(values, 1) for values in flags], np.uint8)
+
+    def _small(self, rank: RankPlan) -> list[tuple[str, NDArray[Any]]]:
+        integers, flags = self._integers[:, rank.rows], self._flags[:, rank.rows]
+        return [*zip(_INTEGERS, integers, strict=True), *zip(_FLAGS, flags, strict=True)]
 
     def _row_labels(self) -> tuple[list[str], list[int], list[str]]:
         """Per row its uid, round and stop reason, the padding row's at the end."""

@@ -5,13 +5,12 @@ A batch is published as a whole: a reader sees its plan and all of its shards, o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from gristmill_service.config import Model
-
-Buffer = bytes | memoryview
+from gristmill_service.store.iovec import Iovec
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class ShardAddress:
 
 
 class ShardSource(Protocol):
-    """A shard as the pipeline lays it out: runs of bytes that make up its file, never joined in memory."""
+    """A shard as the pipeline lays it out: runs of memory that make up its file, never joined."""
 
     @property
     def address(self) -> ShardAddress: ...
@@ -38,8 +37,8 @@ class ShardSource(Protocol):
     def size(self) -> int:
         """Bytes of the whole file."""
 
-    def buffers(self) -> Iterator[Sequence[Buffer]]:
-        """The file's bytes in order, as groups of buffers for `writev`."""
+    def iovec(self) -> Iovec:
+        """The file's bytes in order. Valid while the shard lives."""
 
 
 @dataclass(frozen=True, slots=True)

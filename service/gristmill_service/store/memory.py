@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gristmill.errors import NotFoundError
 from gristmill_service.store.base import ShardAddress, ShardLocation, ShardSource
+from gristmill_service.store.iovec import join
 
 _PIECE = 1 << 20
 
@@ -26,7 +27,7 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
-        joined = {shard.address: b"".join(b"".join(group) for group in shard.buffers()) for shard in shards}
+        joined = {shard.address: join(shard.iovec()) for shard in shards}
         with self._lock:
             self._batches[run, batch] = _Published(plan, joined)
         return len(plan) + sum(map(len, joined.values()))

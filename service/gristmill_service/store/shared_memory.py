@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from gristmill.errors import NotFoundError, ResourceExhaustedError
 from gristmill_service.store.base import ShardAddress, ShardLocation, ShardSource
-from gristmill_service.store.writing import write_file, write_shards
+from gristmill_service.store.writing import write_shards
 
 _PIECE = 1 << 20
 _LONGEST_NAME = 200
@@ -50,7 +50,7 @@ class SharedMemoryStore:
             partial.parent.mkdir(mode=0o700, exist_ok=True)
             partial.mkdir(mode=0o700)
             sizes = write_shards(partial, shards)
-            write_file(partial / "plan.json", [[plan]])
+            _write_bytes(partial / "plan.json", plan)
             with self._lock:
                 partial.rename(final)
                 self._sizes[run, batch] = sizes
@@ -165,6 +165,11 @@ def _lock_path(root: Path) -> Path:
 
 def _is_ours(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
     return status.st_uid == os.geteuid() and is_kind(status.st_mode)
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(data)
 
 
 def _pieces(file: FileIO) -> Iterator[bytes]:

@@ -1,16 +1,14 @@
-"""Writing shards' runs of bytes to files, with nothing assembled in between."""
+"""Writing shards to files, with nothing assembled in between."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gristmill_service.store.base import Buffer, ShardAddress, ShardSource
-
-# The most buffers that one writev takes on Linux (IOV_MAX).
-_BUFFERS_AT_ONCE = 1024
+from gristmill_service.store import iovec
+from gristmill_service.store.base import ShardAddress, ShardSource
 
 # The kernel copies without the interpreter's lock, so that a second thread prepares what the first one writes. More
 # would take cores from the trainer that the service runs beside.
@@ -29,7 +27,7 @@ def write_shards(
     def write(shard: ShardSource) -> tuple[ShardAddress, int]:
         path = directory / shard.address.path
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        write_file(path, shard.buffers())
+        write_file(path, shard.iovec())
         on_written(shard.size)
         return shard.address, shard.size
 
@@ -37,25 +35,13 @@ def write_shards(
         return dict(pool.map(write, shards))
 
 
-def write_file(path: Path, groups: Iterable[Sequence[Buffer]]) -> None:
-    """Creates `path`, readable by its owner only, with the buffers' bytes in order.
+def write_file(path: Path, runs: iovec.Iovec) -> None:
+    """Creates `path`, readable by its owner only, with the runs' bytes in order.
 
     Raises FileExistsError, or OSError where space or permission is lacking; the file may then be there in part.
     """
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
-        for group in groups:
-            for start in range(0, len(group), _BUFFERS_AT_ONCE):
-                _write_all(descriptor, group[start : start + _BUFFERS_AT_ONCE])
+        iovec.write(descriptor, runs)
     finally:
         os.close(descriptor)
-
-
-def _write_all(descriptor: int, buffers: Sequence[Buffer]) -> None:
-    missing = sum(map(len, buffers)) - os.writev(descriptor, buffers)
-    if not missing:
-        return
-    # A short write: a signal, or more than 2 GiB at once. Rare, so the rest may be joined.
-    rest = memoryview(b"".join(buffers))[-missing:]
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]

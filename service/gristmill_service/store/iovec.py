@@ -1,0 +1,84 @@
+"""Runs of memory, as the kernel's `iovec`: an int64 array (runs, 2) of addresses and lengths in bytes.
+
+A file's bytes described this way are written by `writev` without being assembled, and the description is made by NumPy
+without a Python object a run. Whoever makes one keeps the memory alive; addresses only come from `Region`, which checks
+that every run lies within its buffer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Iovec = NDArray[np.int64]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.writev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+_libc.writev.restype = ctypes.c_ssize_t
+
+# The most runs that one writev takes on Linux (IOV_MAX).
+_RUNS_AT_ONCE = 1024
+
+
+class Region:
+    """A buffer that runs are cut from. Lives as long as they do."""
+
+    def __init__(self, buffer: NDArray[Any] | bytes) -> None:
+        array = np.frombuffer(buffer, np.uint8) if isinstance(buffer, bytes) else np.ascontiguousarray(buffer)
+        self.array, self._address, self._size = array, array.ctypes.data, array.nbytes
+
+    def runs(self, starts: NDArray[np.int64] | int, lengths: NDArray[np.int64]) -> Iovec:
+        """Runs of `lengths` bytes from `starts` on. Raises IndexError for one that is not within the buffer."""
+        iovec = np.empty((len(lengths), 2), np.int64)
+        iovec[:, 0], iovec[:, 1] = starts, lengths
+        if len(iovec) and (iovec.min() < 0 or iovec.sum(axis=1).max() > self._size):
+            raise IndexError(f"a run lies outside of its buffer of {self._size} bytes")
+        iovec[:, 0] += self._address
+        return iovec
+
+    def whole(self) -> Iovec:
+        return np.array([[self._address, self._size]], np.int64)
+
+
+def join(iovec: Iovec) -> bytes:
+    """The bytes of all runs, one after another."""
+    joined = ctypes.create_string_buffer(int(iovec[:, 1].sum()))
+    end = ctypes.addressof(joined)
+    for address, length in iovec.tolist():
+        ctypes.memmove(end, address, length)
+        end += length
+    return joined.raw
+
+
+def write(descriptor: int, iovec: Iovec) -> None:
+    """Writes all runs in order. Blocks, without the interpreter's lock. Raises OSError."""
+    iovec = np.ascontiguousarray(iovec)
+    done, runs = 0, len(iovec)
+    while done < runs:
+        count = min(_RUNS_AT_ONCE, runs - done)
+        written = _libc.writev(descriptor, iovec.ctypes.data + 16 * done, count)
+        if written < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        part = iovec[done : done + count]
+        missing = int(part[:, 1].sum()) - written
+        if missing:
+            # A short write: a signal, or more than 2 GiB at once. Rare, so that what is left may be found again.
+            iovec = np.concatenate([_rest(part, written), iovec[done + count :]])
+            done, runs = 0, len(iovec)
+        else:
+            done += count
+
+
+def _rest(iovec: Iovec, written: int) -> Iovec:
+    """The runs without their first `written` bytes."""
+    ends = np.cumsum(iovec[:, 1])
+    first = int(np.searchsorted(ends, written, side="right"))
+    rest = iovec[first:].copy()
+    into = written - (int(ends[first - 1]) if first else 0)
+    rest[0] += (into, -into)
+    return rest
