@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 LONGEST_WAIT_S = 30.0
 # A waiter looks again at most this often, so that hundreds of them cost a busy run little.
-_PAUSE_S = 0.01
+_PAUSE_S = 0.002
 
 
 class Changes(Protocol):
