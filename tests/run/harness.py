@@ -1,0 +1,171 @@
+"""A run without threads: batches are made when the test says so, the clock moves when the test moves it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gristmill.errors import InvalidArgumentError
+from gristmill.rows import from_rows
+from gristmill.steps import TrajectoryKey
+from gristmill_service.config import parse_config
+from gristmill_service.run.admission import RowBudget
+from gristmill_service.run.run import Run
+from gristmill_service.run.state import State, apply
+from gristmill_service.store.base import ShardAddress
+from gristmill_service.store.memory import MemoryStore
+
+CONFIG = {
+    "train_batch_size": 2,
+    "n_samples_per_prompt": 2,
+    "policy_mini_batch_size": 1,
+    "micro_batch": {"size": 1},
+    "dp_size": 1,
+    "step_wise": True,
+}
+
+
+def row(uid, sample=0, step=0, *, last=True, reward=1.0, response=(7,), **more):
+    """One step; reward None: it comes later."""
+    response = list(response)
+    return {
+        "uid": uid,
+        "sample": sample,
+        "step": step,
+        "is_last_step": last,
+        "prompt_token_ids": [1, 2],
+        "response_ids": response,
+        "loss_mask": [1] * len(response),
+        "reward": reward,
+    } | more
+
+
+def group_rows(uid, samples=2, **more):
+    """A whole group of one-step trajectories whose scores differ."""
+    return [row(uid, sample, reward=float(sample), **more) for sample in range(samples)]
+
+
+def table(*rows):
+    return from_rows(rows, step_wise=True)
+
+
+def key(uid, sample=0, round_=0):
+    return TrajectoryKey(round_, uid, sample)
+
+
+@dataclass
+class Shard:
+    address: ShardAddress
+    data: bytes
+    size: int = field(init=False)
+
+    def __post_init__(self):
+        self.size = len(self.data)
+
+    def buffers(self):
+        yield [self.data]
+
+
+@dataclass
+class Milled:
+    plan: dict
+    shards: list
+
+
+class Mill:
+    """Stands for the pipeline: keeps what it was given. One policy mini-batch a prompt group (and critic's, if any).
+
+    fails: batches that cannot be made. When `gate` is given, it waits there, having set `entered`.
+    """
+
+    def __init__(self, fails=(), gate=None):
+        self.batches, self.versions, self._fails = {}, {}, fails
+        self._gate, self.entered = gate, threading.Event()
+
+    def __call__(self, steps, config, *, run, batch, policy_version):
+        self.entered.set()
+        if self._gate is not None:
+            self._gate.wait(30)
+        if batch in self._fails:
+            raise InvalidArgumentError("cannot be aligned")
+        self.batches[batch], self.versions[batch] = steps, policy_version
+        prompts = len(dict.fromkeys(zip(steps.rounds.tolist(), steps.uids, strict=True)))
+        parts = [
+            {"model": model, "index": index}
+            for model in config.models
+            for index in range(-(-prompts // config.mini_batch_size(model)))
+        ]
+        shards = [
+            Shard(ShardAddress(part["model"], part["index"], rank), f"{run} {batch} {part} {rank}".encode())
+            for part in parts
+            for rank in range(config.dp_size)
+        ]
+        return Milled({"batch": batch, "mini_batches": parts}, shards)
+
+
+class RecordingLog:
+    def __init__(self):
+        self.events = []
+
+    def append(self, event):
+        self.events.append(event)
+
+
+class Bench:
+    """A run on the bench. `make_batches` does what the service's thread does."""
+
+    def __init__(self, *, mill=None, store=None, budget=None, name="run", **settings):
+        self.config = parse_config(CONFIG | settings)
+        self.mill, self.store, self.log = mill or Mill(), store or MemoryStore(), RecordingLog()
+        self.now, self.sealed = 0.0, []
+        self.run = Run(
+            name,
+            self.config,
+            self.store,
+            self.log,
+            self.mill,
+            lambda run, batch: self.sealed.append(batch),
+            lambda: self.now,
+            budget or RowBudget(8 << 30),
+        )
+
+    @property
+    def state(self):
+        return self.run._state
+
+    def submit(self, *rows):
+        return [outcome.name for outcome in self.run.submit(table(*rows))]
+
+    def begin(self, *uids, round_=0):
+        return [admission.name for admission in self.run.begin_groups(round_, uids).admissions]
+
+    def make_batches(self):
+        while self.sealed:
+            self.run.make_batch(self.sealed.pop(0))
+
+    def uids(self, batch):
+        """The groups of a batch that was made, in order."""
+        return list(dict.fromkeys(self.mill.batches[batch].uids))
+
+    def replayed(self):
+        state = State.initial(self.config)
+        for event in self.log.events:
+            apply(state, event)
+        return state
+
+
+def contents(steps):
+    """All that a batch's rows carry, to compare batches by."""
+    rewards = None if steps.token_rewards is None else [values.tolist() for values in steps.token_rewards.arrays()]
+    return {
+        "keys": [(str(steps.key(index)), int(step)) for index, step in enumerate(steps.steps)],
+        "tokens": [values.tolist() for values in steps.tokens.arrays()],
+        "loss_mask": [values.tolist() for values in steps.loss_mask.arrays()],
+        "rewards": steps.rewards.tolist(),
+        "token_rewards": rewards,
+        "pending": bool(np.any(steps.rewards_pending)),
+        "versions": steps.policy_versions.tolist(),
+        "stop_reasons": list(steps.stop_reasons),
+    }
