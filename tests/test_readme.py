@@ -29,18 +29,12 @@ class Model(torch.nn.Module):
         return self.embedding(sequences)
 
 
-def token_logprobs(logits, sequences):
-    """Of each position, the log probability of the token after it."""
-    following = sequences.long().roll(-1, 1)
-    return logits.log_softmax(-1).gather(-1, following[..., None]).squeeze(-1)
-
-
 def test_the_rollout_and_the_trainer_snippet_train_a_model_through_the_service(service):
     exec(snippet("rollout", service.grpc_address), {})
     model = Model()
     before = model.embedding.weight.clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    names = {"model": model, "optimizer": optimizer, "token_logprobs": token_logprobs, "rank": 0, "dp_size": 1}
+    names = {"model": model, "optimizer": optimizer, "rank": 0, "dp_size": 1}
     exec(snippet("trainer", service.grpc_address), names)
     assert not torch.equal(before, model.embedding.weight)
     status = service.runs.get("my-run").status()

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from gristmill import FailedPreconditionError, InvalidArgumentError
 from gristmill.rows import from_rows
 from gristmill.shards import Position, ShardAddress, is_mappable
-from gristmill.torch import Conversion, Shard, map_shard, open_shard, parse_shard
+from gristmill.torch import Conversion, Shard, map_shard, open_shard, parse_shard, token_logprobs
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import mill
 from gristmill_service.store.iovec import join
@@ -289,3 +289,14 @@ def test_streamed_bytes_and_a_mapped_file_say_the_same(path):
     assert mapped[1] == streamed[1]
     assert mapped[0].keys() == streamed[0].keys()
     assert all(np.array_equal(mapped[0][name].numpy(), streamed[0][name].numpy()) for name in mapped[0])
+
+
+def test_token_logprobs_are_those_of_the_next_token():
+    logits, sequences = torch.randn(2, 5, 7, dtype=torch.float64), torch.randint(0, 7, (2, 5), dtype=torch.int32)
+    found = token_logprobs(logits, sequences)
+    expected = logits.log_softmax(-1)
+    for row in range(2):
+        for place in range(4):
+            assert found[row, place].item() == pytest.approx(expected[row, place, sequences[row, place + 1]].item())
+    assert found[:, -1].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(token_logprobs(logits[0], sequences[0]), found[0])

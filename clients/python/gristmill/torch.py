@@ -220,6 +220,19 @@ class Shard(Rows):
         self._acknowledge()
 
 
+def token_logprobs(logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    """At each position the log probability of the token after it, as `Rows.response_logprobs` takes it.
+
+    logits: (..., tokens, vocabulary) of a causal model. sequences: (..., tokens) of any integer dtype.
+    Returns (..., tokens) of the logits' dtype, differentiable; 0 at the last position, which predicts nothing that is
+    there. The vocabulary's log-softmax is not kept.
+    """
+    following = sequences[..., 1:].long().unsqueeze(-1)
+    chosen = logits[..., :-1, :].gather(-1, following).squeeze(-1)
+    known = chosen - logits[..., :-1, :].logsumexp(-1)
+    return torch.nn.functional.pad(known, (0, 1))
+
+
 def map_shard(path: str) -> tuple[Tensors, dict[str, Any]]:
     """Tensors over a private map of a shard's file, and its metadata. Nothing is copied: under 1 ms at any size.
 
