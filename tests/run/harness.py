@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from gristmill.errors import InvalidArgumentError
+from gristmill.errors import InvalidArgumentError, NotFoundError, ResourceExhaustedError
 from gristmill.rows import from_rows
 from gristmill.steps import TrajectoryKey
 from gristmill_service.config import parse_config
 from gristmill_service.run.admission import RowBudget
 from gristmill_service.run.run import Run
 from gristmill_service.run.state import State, apply
-from gristmill_service.store.base import ShardAddress
-from gristmill_service.store.memory import MemoryStore
+from gristmill_service.store.base import ShardAddress, ShardLocation
 
 CONFIG = {
     "train_batch_size": 2,
@@ -59,13 +58,47 @@ def key(uid, sample=0, round_=0):
 class Shard:
     address: ShardAddress
     data: bytes
-    size: int = field(init=False)
 
-    def __post_init__(self):
-        self.size = len(self.data)
 
-    def buffers(self):
-        yield [self.data]
+class Shelf:
+    """A store of such shards that can be full: it takes at most `places` batches. `tried` is set with every refusal."""
+
+    def __init__(self, places=1000):
+        self.places, self.batches, self.tried = places, {}, threading.Event()
+        self._lock = threading.Lock()
+
+    def publish(self, run, batch, plan, shards):
+        with self._lock:
+            if len(self.batches) >= self.places:
+                self.tried.set()
+                raise ResourceExhaustedError("the shelf is full")
+            assert (run, batch) not in self.batches
+            self.batches[run, batch] = plan, {shard.address: shard.data for shard in shards}
+        return len(plan)
+
+    def plan(self, run, batch):
+        return self._get(run, batch)[0]
+
+    def locate(self, run, batch, address):
+        return ShardLocation(len(self._get(run, batch)[1][address]), None)
+
+    def read(self, run, batch, address):
+        return iter([self._get(run, batch)[1][address]])
+
+    def free(self, run, batch):
+        self.batches.pop((run, batch), None)
+
+    def delete_run(self, run):
+        for name in [name for name in list(self.batches) if name[0] == run]:
+            self.batches.pop(name, None)
+
+    def close(self):
+        self.batches.clear()
+
+    def _get(self, run, batch):
+        if (run, batch) not in self.batches:
+            raise NotFoundError(f"run {run!r}: batch {batch} is not on the shelf")
+        return self.batches[run, batch]
 
 
 @dataclass
@@ -118,7 +151,7 @@ class Bench:
 
     def __init__(self, *, mill=None, store=None, budget=None, name="run", **settings):
         self.config = parse_config(CONFIG | settings)
-        self.mill, self.store, self.log = mill or Mill(), store or MemoryStore(), RecordingLog()
+        self.mill, self.store, self.log = mill or Mill(), store or Shelf(), RecordingLog()
         self.now, self.sealed = 0.0, []
         self.run = Run(
             name,

@@ -213,7 +213,7 @@ def test_rows_of_an_unadmitted_group_admit_it_where_there_is_room():
 
 
 def test_a_request_that_could_never_fit_is_not_to_be_retried():
-    with pytest.raises(InvalidArgumentError, match="begins 3 prompt groups at once, .*allows 2; send fewer"):
+    with pytest.raises(InvalidArgumentError, match=r"begins 3 prompt groups at once, .*allows 2; send fewer"):
         Bench(max_buffered_batches=1).submit(row("a"), row("b"), row("c"))
 
 

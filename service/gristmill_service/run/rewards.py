@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from gristmill_service.run.events import Event, FormFixed, GroupKey, RewardsSet, RowRef, SetReward, StoredRow
 from gristmill_service.run.form import check_reward_form
@@ -77,7 +79,9 @@ def _value(row: StoredRow, update: RewardUpdate) -> float:
             f"{row.response_length}; they need one each"
         )
     else:
-        value = float(update.token_values.sum(dtype="float64"))
+        # A sum that is not finite tells of a value that is not.
+        with np.errstate(invalid="ignore", over="ignore"):
+            value = float(update.token_values.sum(dtype=np.float64))
     if not math.isfinite(value):
         raise InvalidArgumentError(f"{row.trajectory} step {row.step}: reward is {value}; it must be finite")
     return value

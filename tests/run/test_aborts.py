@@ -1,0 +1,125 @@
+"""What is given up: by clients, and when its time is over."""
+
+import pytest
+
+from gristmill.errors import InvalidArgumentError, NotFoundError
+from gristmill_service.run.events import GroupDropped, TrajectoryAborted
+from tests.run.harness import Bench, group_rows, key, row
+
+
+def test_a_group_completes_without_its_aborted_trajectories():
+    bench = Bench(train_batch_size=1, n_samples_per_prompt=3)
+    bench.submit(row("a", 0), row("a", 2), row("a", 1, last=False))
+    assert bench.run.abort_trajectories([key("a", 1), key("a", 1)], "timeout of the tool") == 1
+    bench.make_batches()
+    assert bench.mill.batches[0].samples.tolist() == [0, 2]
+    assert bench.run.abort_trajectories([key("a", 1), key("a", 0)], "again") == 0, "sealed"
+
+
+def test_a_complete_trajectory_of_an_open_group_can_be_aborted():
+    bench = Bench(train_batch_size=1)
+    bench.submit(row("a"))
+    assert bench.run.abort_trajectories([key("a")], "") == 1
+    assert bench.submit(row("a", 1)) == ["ACCEPTED"]
+    bench.make_batches()
+    assert bench.mill.batches[0].samples.tolist() == [1]
+
+
+def test_a_group_of_which_nothing_is_left_is_dropped_for_that_reason():
+    bench = Bench()
+    bench.submit(row("a"))
+    assert bench.run.abort_trajectories([key("a", 1)], "slow") == 1
+    assert bench.run.abort_trajectories([key("a", 0)], "broken tool") == 1
+    assert bench.run.status().groups_dropped == {"broken tool": 1}
+    assert bench.log.events[-2:] == [
+        TrajectoryAborted(key("a", 0), "broken tool"),
+        GroupDropped((0, "a"), "broken tool"),
+    ]
+    assert len(bench.run._rows) == 0
+    assert bench.state.row_bytes == 0
+
+
+def test_an_abort_is_done_whole_or_not_at_all():
+    bench = Bench()
+    bench.begin("a")
+    with pytest.raises(InvalidArgumentError, match=r"uid 'a' sample 7: sample is 7"):
+        bench.run.abort_trajectories([key("a", 0), key("a", 7)], "")
+    with pytest.raises(NotFoundError, match=r"uid 'nobody': this prompt group was not begun"):
+        bench.run.abort_trajectories([key("a", 0), key("nobody")], "")
+    with pytest.raises(NotFoundError, match="uid 'nobody' round 3"):
+        bench.run.abort_groups(3, ["nobody"], "")
+    with pytest.raises(NotFoundError):
+        bench.run.abort_groups(0, ["a", "nobody"], "")
+    assert not bench.state.open[0, "a"].aborted
+
+
+def test_aborting_groups_drops_their_rows_once():
+    bench = Bench()
+    bench.submit(row("a"), *group_rows("b"))
+    assert bench.run.abort_groups(0, ["a", "b", "a"], "") == 2
+    assert bench.run.abort_groups(0, ["a"], "") == 0
+    assert bench.run.status().groups_dropped == {"aborted": 2}
+    assert (bench.state.row_bytes, len(bench.run._rows)) == (0, 0)
+
+
+def test_a_straggling_group_closes_with_the_samples_it_has():
+    bench = Bench(train_batch_size=1, n_samples_per_prompt=3, group_timeout_s=10, min_samples=2)
+    bench.begin("a")
+    bench.submit(row("a", 0), row("a", 2), row("a", 1, last=False))
+    bench.now = 9.9
+    bench.run.tick()
+    assert not bench.sealed
+    bench.now = 10
+    bench.run.tick()
+    assert bench.submit(row("a", 1, step=1)) == ["SEALED"]
+    bench.make_batches()
+    assert bench.mill.batches[0].samples.tolist() == [0, 2]
+    assert len(bench.run._rows) == 0
+
+
+def test_a_straggling_group_with_too_few_samples_is_dropped():
+    bench = Bench(n_samples_per_prompt=3, group_timeout_s=10, min_samples=2)
+    bench.submit(row("a", 0), row("a", 1, reward=None))
+    bench.now = 10
+    bench.run.tick()
+    assert bench.submit(row("a", 2)) == ["DROPPED"]
+    assert bench.run.status().groups_dropped == {"timeout": 1}
+
+
+def test_time_runs_from_admission_and_only_for_what_is_incomplete():
+    bench = Bench(train_batch_size=3, group_timeout_s=10)
+    bench.submit(*group_rows("a"))
+    bench.now = 5
+    bench.submit(row("b", 0))
+    bench.now = 12
+    bench.run.tick()
+    assert list(bench.state.open) == [(0, "a"), (0, "b")]
+    bench.now = 15
+    bench.run.tick()
+    assert bench.state.complete == {(0, "a"): None, (0, "b"): None}, "one sample of b was there"
+
+
+def test_a_timeout_that_races_the_last_row_takes_the_group_in_either_order():
+    for row_first in (True, False):
+        bench = Bench(train_batch_size=1, group_timeout_s=10, min_samples=2)
+        bench.submit(row("a", 0))
+        bench.now = 10
+        if row_first:
+            assert bench.submit(row("a", 1)) == ["ACCEPTED"]
+            bench.run.tick()
+            assert bench.sealed == [0]
+        else:
+            bench.run.tick()
+            assert bench.submit(row("a", 1)) == ["DROPPED"]
+            assert bench.sealed == []
+
+
+def test_with_admission_order_a_timeout_lets_the_groups_behind_go_on():
+    bench = Bench(train_batch_size=1, seal_order="admission", group_timeout_s=10)
+    bench.begin("slow", "fast")
+    bench.submit(*group_rows("fast"))
+    assert bench.sealed == []
+    bench.now = 10
+    bench.run.tick()
+    bench.make_batches()
+    assert bench.uids(0) == ["fast"]

@@ -1,0 +1,147 @@
+"""How producers are paced."""
+
+import pytest
+
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError
+from gristmill_service.run.admission import RowBudget
+from gristmill_service.run.views import Position
+from tests.run.harness import Bench, group_rows, key, row
+
+NAMES = list("abcdefghij")
+
+
+def train(bench, batch):
+    """One rank trains on a whole batch and commits it."""
+    for mini_batch in range(len(bench.uids(batch))):
+        bench.run.acknowledge("policy", 0, Position(batch, 0, mini_batch), 0, commit=True)
+
+
+def test_groups_are_admitted_in_their_order_as_far_as_there_is_room():
+    bench = Bench(max_buffered_batches=2)
+    assert bench.begin(*NAMES[:6]) == ["ADMITTED"] * 4 + ["NO_ROOM"] * 2
+    answer = bench.run.begin_groups(0, ["e"])
+    assert answer.retry_after_s > 0
+    assert "max_buffered_batches: 2 batches of train_batch_size: 2 are held" in answer.reason
+
+
+def test_asking_again_gives_the_same_answer_and_takes_no_more_room():
+    bench = Bench(max_buffered_batches=1)
+    for _ in range(3):
+        assert bench.begin("a", "a", "b", "c") == ["ADMITTED", "ADMITTED", "ADMITTED", "NO_ROOM"]
+
+
+def test_sealed_and_dropped_groups_are_answered_as_what_they_are_also_after_the_end():
+    bench = Bench(train_batch_size=1)
+    bench.submit(*group_rows("a"))
+    bench.begin("b")
+    bench.run.abort_groups(0, ["b"], "")
+    assert bench.begin("a", "b") == ["SEALED", "DROPPED"]
+    bench.run.finish()
+    assert bench.begin("a", "b") == ["SEALED", "DROPPED"]
+    with pytest.raises(FailedPreconditionError, match="finished"):
+        bench.begin("a", "c")
+    assert bench.run.status().groups_room == 0
+
+
+def test_room_comes_back_with_what_is_dropped_and_with_what_is_freed():
+    bench = Bench(train_batch_size=1, max_buffered_batches=1)
+    bench.begin("a")
+    assert bench.begin("b") == ["NO_ROOM"]
+    bench.run.abort_groups(0, ["a"], "")
+    assert bench.begin("b") == ["ADMITTED"]
+    bench.submit(*group_rows("b"))
+    assert bench.begin("c") == ["NO_ROOM"], "sealed, not freed"
+    bench.make_batches()
+    assert bench.begin("c") == ["NO_ROOM"]
+    train(bench, 0)
+    assert bench.begin("c") == ["ADMITTED"]
+
+
+def test_with_a_bound_on_staleness_what_is_accepted_plus_running_stays_within_it():
+    bench = Bench(max_staleness=1, train_batch_size=1)
+    assert bench.begin(*NAMES[:4]) == ["ADMITTED"] * 2 + ["NO_ROOM"] * 2
+    bench.submit(*group_rows("a"))
+    bench.make_batches()
+    train(bench, 0)
+    assert bench.run.status().batches_freed == 1
+    answer = bench.run.begin_groups(0, ["c"])
+    assert "max_staleness: 1 at policy version 0 allows 2 batches in all" in answer.reason
+    bench.run.announce(1)
+    assert bench.begin("c", "d") == ["ADMITTED", "NO_ROOM"]
+    bench.run.abort_groups(0, ["b"], "")
+    assert bench.begin("d") == ["ADMITTED"], "what is dropped does not count"
+
+
+def test_a_failed_batch_gives_its_room_back_so_that_the_run_goes_on():
+    bench = Bench(max_staleness=0, train_batch_size=1, max_buffered_batches=1)
+    bench.mill._fails = {0}
+    bench.submit(*group_rows("a"))
+    assert bench.begin("b") == ["NO_ROOM"]
+    bench.make_batches()
+    assert bench.begin("b") == ["ADMITTED"]
+
+
+ROW_BYTES = 4 * 3 + 1  # two prompt tokens, one response token, its mask
+
+
+def test_groups_are_admitted_while_the_bytes_expected_of_them_fit():
+    bench = Bench(max_buffered_batches=8, max_buffered_bytes=4 * 2 * ROW_BYTES)
+    bench.submit(*group_rows("a"))  # what is expected of the others, too
+    assert bench.begin("b", "c", "d", "e") == ["ADMITTED"] * 3 + ["NO_ROOM"]
+    bench.run.abort_groups(0, ["d"], "")
+    assert bench.begin("e") == ["ADMITTED"]
+
+
+def test_row_bytes_and_shard_bytes_bound_admission_but_never_the_first_batch():
+    bench = Bench(train_batch_size=2, max_buffered_batches=8, max_buffered_bytes=1)
+    assert bench.begin("a", "b") == ["ADMITTED"] * 2, "else no batch could ever be filled"
+    bench.submit(*group_rows("a"))
+    answer = bench.run.begin_groups(0, ["c"])
+    assert [found.name for found in answer.admissions] == ["NO_ROOM"]
+    assert "of max_buffered_bytes: 1" in answer.reason
+    bench.submit(*group_rows("b"))
+    bench.make_batches()
+    assert bench.state.row_bytes == 0
+    assert bench.state.shard_bytes > 0
+    assert bench.begin("c") == ["NO_ROOM"], "a batch is held that can be freed"
+    train(bench, 0)
+    assert bench.state.shard_bytes == 0
+    assert bench.begin("c", "d", "e") == ["ADMITTED", "ADMITTED", "NO_ROOM"]
+
+
+def test_an_admitted_group_is_never_refused_for_want_of_room():
+    bench = Bench(train_batch_size=2, max_buffered_bytes=1)
+    bench.begin("a", "b")
+    for uid in "ab":
+        for sample in range(2):
+            assert bench.submit(row(uid, sample, reward=float(sample), response=range(500))) == ["ACCEPTED"]
+
+
+def test_the_rows_of_all_runs_share_the_services_bound():
+    budget = RowBudget(4 * 2 * ROW_BYTES)
+    one = Bench(budget=budget, name="one", max_buffered_batches=8)
+    other = Bench(budget=budget, name="other", max_buffered_batches=8)
+    for bench in (one, other):
+        bench.submit(*group_rows("a"))
+        bench.submit(row("b"))
+    # Each run holds three rows, and expects one more group's worth of its open group.
+    answer = one.run.begin_groups(0, ["c"])
+    assert [found.name for found in answer.admissions] == ["NO_ROOM"]
+    assert "raise the service's max_row_bytes" in answer.reason
+    other.run.abort_groups(0, ["a", "b"], "")
+    assert one.begin("c") == ["ADMITTED"]
+
+
+def test_a_round_below_zero_or_a_nameless_group_is_refused():
+    bench = Bench()
+    for round_, uids in ((-1, ["a"]), (0, ["a", ""])):
+        with pytest.raises(InvalidArgumentError, match="round is at least 0, no uid is empty"):
+            bench.run.begin_groups(round_, uids)
+    assert not bench.state.open
+
+
+def test_a_group_of_which_all_is_aborted_gives_its_room_back():
+    bench = Bench(train_batch_size=1, max_buffered_batches=1)
+    bench.begin("a")
+    bench.run.abort_trajectories([key("a", 0), key("a", 1)], "")
+    assert bench.begin("b") == ["ADMITTED"]

@@ -1,0 +1,191 @@
+"""Ranks on their way through the batches."""
+
+import pytest
+
+from gristmill.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    StaleIncarnationError,
+)
+from gristmill_service.run.views import BatchState, Position, Resumed
+from tests.run.harness import Bench, group_rows
+
+
+def published(batches=1, **settings):
+    """A bench with so many batches of two groups (two mini-batches)."""
+    bench = Bench(**settings)
+    for batch in range(batches):
+        bench.submit(*group_rows(f"a{batch}"), *group_rows(f"b{batch}"))
+    bench.make_batches()
+    return bench
+
+
+def ack(bench, *position, rank=0, model="policy", incarnation=0, commit=False):
+    return bench.run.acknowledge(model, rank, Position(*position), incarnation, commit)
+
+
+def test_positions_go_mini_batch_by_mini_batch_epoch_by_epoch_batch_by_batch():
+    bench = published(2, update_epochs_per_batch=2)
+    order = [Position(b, e, m) for b in range(2) for e in range(2) for m in range(2)]
+    for position, following in zip(order, [*order[1:], Position(2)], strict=True):
+        assert bench.run.shard("policy", 0, None, 0).position == position
+        assert ack(bench, *position) == following
+
+
+def test_acknowledging_what_is_passed_changes_nothing_and_what_is_ahead_is_refused():
+    bench = published()
+    assert ack(bench, 0, 0, 0) == Position(0, 0, 1)
+    assert ack(bench, 0, 0, 0) == Position(0, 0, 1)
+    with pytest.raises(
+        FailedPreconditionError, match=r"batch 1 epoch 0 mini-batch 0 cannot .*next is batch 0 epoch 0 mini-batch 1"
+    ):
+        ack(bench, 1)
+
+
+def test_a_batch_that_is_not_published_cannot_be_acknowledged():
+    bench = Bench(train_batch_size=1)
+    with pytest.raises(FailedPreconditionError, match="not published yet"):
+        ack(bench, 0)
+    bench.submit(*group_rows("a"))
+    with pytest.raises(FailedPreconditionError, match="not published yet"):
+        ack(bench, 0)
+
+
+def test_ranks_move_on_their_own_and_shards_may_be_pulled_in_any_order():
+    bench = published(dp_size=2, micro_batch={"size": 1})
+    ack(bench, 0, rank=1)
+    assert bench.run.shard("policy", 0, None, 0).position == Position(0)
+    assert bench.run.shard("policy", 1, None, 0).position == Position(0, 0, 1)
+    view = bench.run.shard("policy", 0, Position(0, 0, 1), 0)
+    assert view.state is BatchState.PUBLISHED
+    data = b"".join(bench.run.read_shard(0, view.address))
+    assert len(data) == view.location.size
+
+
+def test_a_batch_is_freed_when_every_rank_of_every_model_is_past_it_and_it_is_committed():
+    bench = published(2, dp_size=2, critic_mini_batch_size=2, micro_batch={"size": 1})
+    steps = [
+        *((("policy", rank), Position(0, 0, m)) for rank in range(2) for m in range(2)),
+        *((("critic", rank), Position(0)) for rank in range(2)),
+    ]
+    for (model, rank), position in steps:
+        assert bench.run.status().batches_freed == 0
+        bench.run.acknowledge(model, rank, position, 0, commit=True)
+    assert bench.run.status().batches_freed == 1
+    with pytest.raises(NotFoundError, match="batch 0 is freed"):
+        bench.run.batch(0)
+    with pytest.raises(NotFoundError):
+        bench.run.shard("policy", 0, Position(0), 0)
+    with pytest.raises(NotFoundError):
+        bench.store.plan("run", 0)
+
+
+def test_without_a_commit_nothing_is_freed_and_a_commit_ahead_of_the_ranks_waits_for_them():
+    bench = published(2)
+    for m in range(2):
+        ack(bench, 0, 0, m)
+    assert bench.run.status().batches_freed == 0
+    assert bench.run.commit("policy", Position(2), 0) == Position(2)
+    assert bench.run.status().batches_freed == 1, "no rank has acknowledged the second"
+    ack(bench, 1, 0, 0)
+    ack(bench, 1, 0, 1)
+    assert bench.run.status().batches_freed == 2
+    assert bench.run.status().shard_bytes == 0
+
+
+def test_a_commit_before_the_committed_changes_nothing_and_one_past_the_end_is_refused():
+    bench = published(2)
+    bench.run.commit("policy", Position(1), 0)
+    assert bench.run.commit("policy", Position(0, 0, 1), 0) == Position(1)
+    with pytest.raises(FailedPreconditionError, match="past the last sealed batch, number 1"):
+        bench.run.commit("policy", Position(2, 0, 1), 0)
+    with pytest.raises(InvalidArgumentError, match="not negative"):
+        bench.run.commit("policy", Position(0, -1), 0)
+
+
+def test_ranks_and_models_and_positions_that_do_not_exist_are_refused():
+    bench = published(dp_size=2, micro_batch={"size": 1})
+    for rank in (-1, 2):
+        with pytest.raises(InvalidArgumentError, match=rf"rank is {rank} and dp_size is 2"):
+            bench.run.shard("policy", rank, None, 0)
+        with pytest.raises(InvalidArgumentError, match="dp_size is 2"):
+            ack(bench, 0, rank=rank)
+    with pytest.raises(InvalidArgumentError, match="model is critic and this run has none"):
+        bench.run.shard("critic", 0, None, 0)
+    with pytest.raises(InvalidArgumentError, match="there is no epoch 0 mini-batch 2"):
+        bench.run.shard("policy", 0, Position(0, 0, 2), 0)
+    with pytest.raises(InvalidArgumentError, match="there is no epoch 1"):
+        bench.run.shard("policy", 0, Position(0, 1, 0), 0)
+    with pytest.raises(InvalidArgumentError, match="batches are numbered from 0"):
+        bench.run.batch(-1)
+
+
+class TestResuming:
+    def test_all_ranks_go_to_the_position_under_a_new_incarnation(self):
+        bench = published(2, dp_size=2, micro_batch={"size": 1})
+        for m in range(2):
+            for rank in range(2):
+                ack(bench, 0, 0, m, rank=rank)
+        found = bench.run.resume("policy", Position(0, 0, 1), "launch-1")
+        assert found == Resumed(2, Position(0, 0, 1))
+        assert [bench.run.shard("policy", rank, None, 2).position for rank in range(2)] == [Position(0, 0, 1)] * 2
+        assert bench.run.resume("policy", Position(1), "launch-2").incarnation == 3, "forward, too"
+        assert bench.run.shard("policy", 1, None, 3).position == Position(1)
+
+    def test_ranks_of_one_launch_get_the_same_also_after_the_first_has_moved_on(self):
+        bench = published()
+        first = bench.run.resume("policy", None, "launch")
+        ack(bench, 0, incarnation=2)
+        assert bench.run.resume("policy", None, "launch") == first
+        assert bench.run.resume("policy", Position(0), "launch") == first
+        assert bench.run.shard("policy", 0, None, 2).position == Position(0, 0, 1)
+        with pytest.raises(FailedPreconditionError, match="all ranks load the same checkpoint"):
+            bench.run.resume("policy", Position(0, 0, 1), "launch")
+
+    def test_calls_of_an_older_incarnation_are_refused_and_change_nothing(self):
+        bench = published()
+        bench.run.resume("policy", None, "one")
+        bench.run.resume("policy", None, "two")
+        for call in (
+            lambda: bench.run.shard("policy", 0, None, 2),
+            lambda: ack(bench, 0, incarnation=2),
+            lambda: bench.run.commit("policy", Position(1), 2),
+        ):
+            with pytest.raises(StaleIncarnationError, match="incarnation 2 was superseded by 3"):
+                call()
+        assert bench.run.shard("policy", 0, None, 0).position == Position(0), "0 is not checked"
+        assert ack(bench, 0, incarnation=3) == Position(0, 0, 1)
+
+    def test_an_incarnation_that_was_never_given_out_is_refused(self):
+        bench = published()
+        with pytest.raises(FailedPreconditionError, match="incarnation 4 was never given out, the current is 1"):
+            ack(bench, 0, incarnation=4)
+
+    def test_acknowledgements_before_a_resume_do_not_count_after_it(self):
+        bench = published(2)
+        ack(bench, 0, 0, 0)
+        ack(bench, 0, 0, 1)
+        bench.run.resume("policy", Position(0), "launch")
+        bench.run.commit("policy", Position(1), 2)
+        assert bench.run.status().batches_freed == 0, "the ranks have it before them again"
+        ack(bench, 0, 0, 0, incarnation=2)
+        ack(bench, 0, 0, 1, incarnation=2)
+        assert bench.run.status().batches_freed == 1
+
+    def test_a_position_whose_data_may_be_gone_or_that_does_not_exist_is_refused(self):
+        bench = published(2)
+        bench.run.commit("policy", Position(1), 0)
+        with pytest.raises(FailedPreconditionError, match="lies before the committed batch 1"):
+            bench.run.resume("policy", Position(0, 0, 1), "launch")
+        with pytest.raises(FailedPreconditionError, match="past the last sealed"):
+            bench.run.resume("policy", Position(3), "launch")
+        with pytest.raises(InvalidArgumentError, match="launch is empty"):
+            bench.run.resume("policy", None, "")
+        assert bench.run.resume("policy", None, "launch").position == Position(1)
+
+    def test_models_resume_by_themselves(self):
+        bench = published(critic_mini_batch_size=1)
+        bench.run.resume("policy", None, "launch")
+        assert bench.run.shard("critic", 0, None, 0).incarnation == 1
+        assert bench.run.shard("policy", 0, None, 0).incarnation == 2

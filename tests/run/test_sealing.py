@@ -1,0 +1,261 @@
+"""When groups become batches, and which."""
+
+import pytest
+
+from gristmill.errors import BatchFailedError, FailedPreconditionError
+from gristmill_service.run.events import BatchSealed
+from gristmill_service.run.views import BatchState, Position, RewardUpdate
+from tests.run.harness import Bench, group_rows, key, row
+
+
+def test_a_batch_is_sealed_with_the_group_that_fills_it_and_is_logged_before_it_is_made():
+    bench = Bench()
+    bench.submit(*group_rows("a"))
+    assert bench.sealed == []
+    bench.submit(*group_rows("b"))
+    assert bench.sealed == [0]
+    assert bench.log.events[-1] == BatchSealed(0, ((0, "a"), (0, "b")), 0)
+    assert bench.run.batch(0).state is BatchState.PENDING
+    bench.make_batches()
+    view = bench.run.batch(0)
+    assert (view.state, view.plan[:10]) == (BatchState.PUBLISHED, b'{"batch":0')
+    assert (bench.state.row_bytes, len(bench.run._rows)) == (0, 0), "rows go when their batch is there"
+
+
+def test_one_request_may_fill_several_batches():
+    bench = Bench(train_batch_size=1)
+    bench.submit(*group_rows("a"), *group_rows("b"), *group_rows("c"))
+    bench.make_batches()
+    assert [bench.uids(batch) for batch in range(3)] == [["a"], ["b"], ["c"]]
+
+
+@pytest.mark.parametrize(
+    ("order", "batches"), [("completion", [["c", "b"], ["d", "a"]]), ("admission", [["a", "b"], ["c", "d"]])]
+)
+def test_groups_are_sealed_in_the_order_asked_for(order, batches):
+    bench = Bench(seal_order=order)
+    bench.begin("a", "b", "c", "d")
+    for uid in "cbda":
+        bench.submit(*group_rows(uid))
+    bench.make_batches()
+    assert [bench.uids(0), bench.uids(1)] == batches
+
+
+def test_in_order_of_admission_a_dropped_group_is_not_waited_for():
+    bench = Bench(seal_order="admission")
+    bench.begin("a", "b", "c")
+    bench.submit(*group_rows("c"), *group_rows("b"))
+    assert bench.sealed == []
+    bench.run.abort_groups(0, ["a"], "")
+    bench.make_batches()
+    assert bench.uids(0) == ["b", "c"]
+
+
+def test_sealing_waits_while_as_many_batches_as_allowed_are_held():
+    bench = Bench(train_batch_size=2, max_buffered_batches=1)
+    bench.submit(*group_rows("a"))
+    bench.run.seal(None)
+    bench.submit(*group_rows("b"))
+    bench.make_batches()
+    assert bench.state.batches_sealed == 1
+    bench.run.acknowledge("policy", 0, Position(0), 0, commit=True)
+    assert bench.run.status().batches_freed == 1
+    bench.submit(*group_rows("c"))
+    assert bench.state.batches_sealed == 2
+
+
+class TestExplicitSealing:
+    def test_takes_what_is_complete_and_leaves_the_rest(self):
+        bench = Bench()
+        bench.submit(*group_rows("a"), row("b"))
+        assert bench.run.seal(None).prompts == 1
+        bench.make_batches()
+        assert bench.uids(0) == ["a"]
+        assert bench.submit(row("b", 1)) == ["ACCEPTED"]
+
+    def test_is_idempotent_by_number_also_after_the_batch_is_freed(self):
+        bench = Bench()
+        bench.submit(*group_rows("a"))
+        first = bench.run.seal(0)
+        bench.make_batches()
+        bench.run.acknowledge("policy", 0, Position(0), 0, commit=True)
+        assert bench.run.seal(0) == first
+        with pytest.raises(FailedPreconditionError, match="batch 5 cannot be sealed, the next is 1"):
+            bench.run.seal(5)
+
+    def test_refuses_when_nothing_is_complete(self):
+        bench = Bench()
+        bench.submit(row("a"))
+        with pytest.raises(FailedPreconditionError, match=r"no prompt group is complete \(1 are open\)"):
+            bench.run.seal(None)
+
+    def test_keeps_the_order_of_admission_and_skips_what_is_incomplete(self):
+        bench = Bench(train_batch_size=4, seal_order="admission")
+        bench.begin("a", "b", "c")
+        bench.submit(*group_rows("c"))
+        bench.submit(*group_rows("a"))
+        bench.run.seal(None)
+        bench.make_batches()
+        assert bench.uids(0) == ["a", "c"]
+
+
+class TestZeroVariance:
+    def test_a_group_of_equal_scores_is_dropped_and_its_room_is_free(self):
+        bench = Bench(zero_variance_filter="replace", train_batch_size=1, max_buffered_batches=1)
+        bench.submit(row("a", 0), row("a", 1))
+        assert bench.run.status().groups_dropped == {"zero_variance": 1}
+        assert bench.submit(*group_rows("b")) == ["ACCEPTED", "ACCEPTED"]
+        assert bench.sealed == [0]
+
+    @pytest.mark.parametrize(("score", "dropped"), [("last_step", True), ("sum", False)])
+    def test_scores_are_those_of_the_pipeline(self, score, dropped):
+        bench = Bench(zero_variance_filter="replace", trajectory_score=score)
+        bench.submit(row("a", 0), row("a", 1, step=0, last=False, reward=5.0), row("a", 1, step=1))
+        assert bool(bench.run.status().groups_dropped) is dropped
+
+    def test_it_is_judged_with_the_reward_that_comes_last(self):
+        bench = Bench(zero_variance_filter="replace")
+        bench.submit(row("a", 0, reward=0.25), row("a", 1, reward=None))
+        assert not bench.run.status().groups_dropped
+        bench.run.set_rewards([RewardUpdate(key("a", 1), None, 0.25)])
+        assert bench.run.status().groups_dropped == {"zero_variance": 1}
+
+    def test_it_is_judged_again_when_an_abort_takes_the_difference_away(self):
+        bench = Bench(zero_variance_filter="replace", n_samples_per_prompt=3)
+        bench.submit(row("a", 0), row("a", 1), row("a", 2, reward=2.0))
+        assert bench.run.status().groups_complete == 1
+        bench.run.abort_trajectories([key("a", 2)], "")
+        assert bench.run.status().groups_dropped == {"zero_variance": 1}
+
+    def test_a_lone_survivor_has_nothing_to_compare_and_stays(self):
+        bench = Bench(zero_variance_filter="replace")
+        bench.submit(row("a", 0))
+        bench.run.abort_trajectories([key("a", 1)], "")
+        assert bench.run.status().groups_complete == 1
+
+    def test_masking_is_the_pipelines_and_drops_nothing_here(self):
+        bench = Bench(zero_variance_filter="mask")
+        bench.submit(row("a", 0), row("a", 1))
+        assert bench.run.status().groups_complete == 1
+
+
+class TestStaleness:
+    def test_a_group_too_far_behind_is_dropped_when_it_completes(self):
+        bench = Bench(max_staleness=1, stale="drop")
+        bench.run.announce(2)
+        bench.submit(*group_rows("a", policy_version=1))
+        bench.submit(row("b", 0, policy_version=2), row("b", 1, policy_version=0))
+        assert bench.run.status().groups_dropped == {"stale": 1}
+        assert list(bench.state.complete) == [(0, "a")]
+
+    def test_and_when_the_version_moves_on_while_it_waits(self):
+        bench = Bench(max_staleness=1, stale="drop")
+        bench.submit(*group_rows("a", policy_version=0))
+        bench.run.announce(1)
+        assert bench.run.status().groups_complete == 1
+        bench.run.announce(2)
+        assert bench.run.status().groups_dropped == {"stale": 1}
+
+    def test_an_unknown_version_is_never_stale(self):
+        bench = Bench(max_staleness=0, stale="drop")
+        bench.run.announce(9)
+        bench.submit(*group_rows("a"))
+        assert bench.run.status().groups_complete == 1
+
+    def test_counting_only_drops_nothing(self):
+        bench = Bench(max_staleness=0, stale="count", train_batch_size=1)
+        bench.run.announce(9)
+        bench.submit(*group_rows("a", policy_version=0))
+        bench.make_batches()
+        assert bench.mill.versions == {0: 9}
+
+    def test_a_batch_is_milled_with_the_version_it_was_sealed_under(self):
+        bench = Bench(train_batch_size=1, max_staleness=1, stale="drop")
+        bench.submit(*group_rows("a", policy_version=0))
+        bench.run.announce(7)
+        bench.make_batches()
+        assert bench.mill.versions == {0: 0}, "else replaying the log would give another batch"
+
+    def test_versions_never_go_back(self):
+        bench = Bench()
+        bench.run.announce(3)
+        bench.run.announce(3)
+        with pytest.raises(FailedPreconditionError, match="policy version 2 is lower than the current 3"):
+            bench.run.announce(2)
+        assert bench.run.policy_version == 3
+
+
+class TestFinishing:
+    def test_open_groups_are_dropped_and_complete_ones_sealed_in_as_many_batches_as_it_takes(self):
+        bench = Bench(train_batch_size=2, max_buffered_batches=2)
+        bench.submit(*group_rows("a"), *group_rows("b"), *group_rows("c"), row("d"))
+        assert bench.run.finish() == 2
+        assert bench.run.finish() == 2
+        bench.make_batches()
+        assert [bench.uids(0), bench.uids(1)] == [["a", "b"], ["c"]]
+        assert bench.run.status().groups_dropped == {"finished": 1}
+        assert bench.run.batch(2).state is BatchState.END
+        assert bench.run.shard("policy", 0, Position(2), 0).state is BatchState.END
+
+    def test_what_waits_for_a_batch_to_be_freed_is_counted_and_sealed_then(self):
+        bench = Bench(train_batch_size=2, max_buffered_batches=1)
+        bench.submit(*group_rows("a"))
+        bench.run.seal(None)
+        bench.submit(*group_rows("b"))
+        assert bench.run.finish() == 2
+        bench.make_batches()
+        assert bench.run.batch(1).state is BatchState.PENDING
+        bench.run.acknowledge("policy", 0, Position(0), 0, commit=True)
+        bench.make_batches()
+        assert bench.uids(1) == ["b"]
+        assert bench.run.batch(2).state is BatchState.END
+
+    def test_the_order_of_admission_holds_to_the_end(self):
+        bench = Bench(train_batch_size=2, seal_order="admission")
+        bench.begin("a", "b", "c", "d")
+        for uid in "dcb":
+            bench.submit(*group_rows(uid))
+        bench.run.finish()
+        bench.make_batches()
+        assert [bench.uids(0), bench.uids(1)] == [["b", "c"], ["d"]]
+
+    def test_an_empty_run_ends_without_a_batch(self):
+        bench = Bench()
+        assert bench.run.finish() == 0
+        assert bench.run.shard("policy", 0, None, 0).state is BatchState.END
+
+
+class TestFailing:
+    def test_everyone_who_asks_gets_the_reason_and_later_batches_go_on(self):
+        bench = Bench(train_batch_size=1)
+        bench.mill._fails = {0}
+        bench.submit(*group_rows("a"), *group_rows("b"))
+        bench.make_batches()
+        for ask in (
+            lambda: bench.run.batch(0),
+            lambda: bench.run.shard("policy", 0, Position(0), 0),
+        ):
+            with pytest.raises(BatchFailedError, match="batch 0 failed: cannot be aligned") as caught:
+                ask()
+            assert caught.value.batch == 0
+        assert bench.run.batch(1).state is BatchState.PUBLISHED
+        status = bench.run.status()
+        assert status.failed_batches == {0: "cannot be aligned"}
+        assert status.groups_dropped == {"batch_failed": 1}
+        assert (status.batches_published, status.batches_freed, status.row_bytes) == (2, 1, 0)
+
+    def test_ranks_step_over_it(self):
+        bench = Bench(train_batch_size=1)
+        bench.mill._fails = {0, 2}
+        bench.submit(*group_rows("a"), *group_rows("b"), *group_rows("c"))
+        bench.make_batches()
+        assert bench.run.shard("policy", 0, None, 0).position == Position(1)
+        assert bench.run.acknowledge("policy", 0, Position(1), 0, commit=True) == Position(3)
+        assert bench.run.status().batches_freed == 3
+
+    def test_an_unforeseen_error_is_a_reason_too(self):
+        bench = Bench(train_batch_size=1, mill=lambda *args, **more: 1 / 0)
+        bench.submit(*group_rows("a"))
+        bench.make_batches()
+        with pytest.raises(BatchFailedError, match="division by zero"):
+            bench.run.batch(0)
