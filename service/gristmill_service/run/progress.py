@@ -74,6 +74,8 @@ def check_mini_batch(state: State, model: Model, position: Position) -> None:
 
 def settle(state: State, model: Model, position: Position) -> Position:
     """The position itself, or the next that exists where its batch has none or it is past the batch's last."""
+    # A committed position may stand at the end of a batch that is freed since.
+    position = max(position, Position(state.freed))
     while True:
         batch = state.batches.get(position.batch)
         if position.batch in state.failed:

@@ -1,0 +1,328 @@
+"""What holds whatever comes, in whatever order, how often."""
+
+import copy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gristmill.errors import GristmillError
+from gristmill_service.run.events import (
+    BatchSealed,
+    GroupClosed,
+    GroupDropped,
+    GroupKey,
+    GroupsAdmitted,
+    RowsStored,
+    TrajectoryAborted,
+)
+from gristmill_service.run.views import Position, RewardUpdate
+from tests.run.harness import Bench, contents, key, row
+
+UIDS = st.sampled_from("abcd")
+SAMPLES = st.integers(0, 1)
+
+
+@st.composite
+def rows(draw):
+    step = draw(st.integers(0, 1))
+    return row(
+        draw(UIDS),
+        draw(SAMPLES),
+        step,
+        last=step == 1 or draw(st.booleans()),
+        reward=draw(st.sampled_from([0.0, 1.0, None])),
+        response=draw(st.sampled_from([(7,), (7, 8, 9)])),
+        attempt=draw(st.sampled_from([0, 0, 0, 1])),
+        round=draw(st.sampled_from([0, 0, 0, 1])),
+        policy_version=draw(st.integers(-1, 1)),
+    )
+
+
+@st.composite
+def whole_groups(draw):
+    uid, round_ = draw(UIDS), draw(st.integers(0, 2))
+    return [row(uid, sample, reward=float(sample), round=round_) for sample in range(2)]
+
+
+POSITIONS = st.builds(Position, st.integers(0, 2), st.integers(0, 1), st.integers(0, 1))
+TRAJECTORIES = st.builds(key, UIDS, SAMPLES)
+COMMANDS = st.one_of(
+    st.tuples(st.just("submit"), st.lists(rows(), min_size=1, max_size=6)),
+    st.tuples(st.just("submit"), whole_groups()),
+    st.tuples(st.just("begin_groups"), st.integers(0, 1), st.lists(UIDS, max_size=4)),
+    st.tuples(
+        st.just("set_rewards"),
+        st.lists(
+            st.builds(RewardUpdate, TRAJECTORIES, st.sampled_from([None, 0, 1]), st.sampled_from([0.0, 1.0])),
+            min_size=1,
+            max_size=3,
+        ),
+    ),
+    st.tuples(st.just("abort_trajectories"), st.lists(TRAJECTORIES, min_size=1, max_size=3), st.just("")),
+    st.tuples(st.just("abort_groups"), st.integers(0, 1), st.lists(UIDS, min_size=1, max_size=2), st.just("")),
+    st.tuples(st.just("seal"), st.sampled_from([None, 0, 1, 2])),
+    st.tuples(st.just("announce"), st.integers(0, 3)),
+    st.tuples(st.just("acknowledge"), st.just("policy"), st.integers(0, 1), POSITIONS, st.just(0), st.booleans()),
+    st.tuples(st.just("commit"), st.just("policy"), POSITIONS, st.integers(0, 2)),
+    st.tuples(st.just("resume"), st.just("policy"), st.none() | POSITIONS, st.sampled_from(["one", "two", "three"])),
+    st.tuples(st.just("make_batches")),
+    st.tuples(st.just("wait"), st.sampled_from([1.0, 5.0])),
+    st.tuples(st.just("finish")),
+)
+SETTINGS = st.fixed_dictionaries(
+    {
+        "train_batch_size": st.integers(1, 2),
+        "dp_size": st.just(2),
+        "update_epochs_per_batch": st.integers(1, 2),
+        "seal_order": st.sampled_from(["completion", "admission"]),
+        "zero_variance_filter": st.sampled_from([None, "replace"]),
+        "max_buffered_batches": st.integers(1, 3),
+        "max_buffered_bytes": st.sampled_from([60, 1 << 30]),
+        "group_timeout_s": st.sampled_from([None, 7.0]),
+    },
+    optional={"max_staleness": st.integers(0, 1)},
+).map(lambda drawn: drawn | ({"stale": "drop"} if drawn.get("max_staleness") == 1 else {}))
+
+
+def act(bench, command, *arguments):
+    """Does what the command says. What is refused must leave everything as it was."""
+    match command:
+        case "make_batches":
+            bench.make_batches()
+        case "wait":
+            bench.now += arguments[0]
+            bench.run.tick()
+        case _:
+            before, held = snapshot(bench), len(bench.log.events)
+            try:
+                bench.submit(*arguments[0]) if command == "submit" else getattr(bench.run, command)(*arguments)
+            except GristmillError:
+                assert snapshot(bench) == before
+                assert len(bench.log.events) == held
+
+
+def snapshot(bench):
+    state = copy.deepcopy(bench.state)
+    return state, list(state.open), list(state.complete), len(bench.run._rows)
+
+
+def check_invariants(bench):
+    state, config = bench.state, bench.config
+    groups = [*state.open.values(), *(group for batch in state.batches.values() for group in batch.groups)]
+    refs = [ref for group in groups for ref in group.refs()]
+    assert state.row_bytes == sum(row.nbytes for group in groups for row in group.ordered_rows())
+    assert sorted(refs) == sorted(
+        (number, row) for number, chunk in bench.run._rows._chunks.items() for row in chunk.live
+    )
+    assert len(bench.run._rows) <= 2 * len(refs), "what is held is at most twice what is accounted for"
+    assert set(state.complete) == {name for name, group in state.open.items() if group.is_complete}
+    for group in groups:
+        assert group.done == sum(trajectory.is_complete for trajectory in group.trajectories.values())
+    if config.seal_order == "completion" and len(state.batches) < config.max_buffered_batches:
+        assert len(state.complete) < config.train_batch_size, "what can be sealed is sealed"
+    assert set(state.batches) == {
+        number for number in range(state.batches_sealed) if number >= state.freed and number not in state.failed
+    }
+
+
+@settings(max_examples=400, deadline=None)
+@given(SETTINGS, st.lists(COMMANDS, max_size=30))
+def test_replaying_the_log_gives_the_same_state_and_what_is_refused_changes_nothing(chosen, commands):
+    bench = Bench(**chosen)
+    for command in commands:
+        act(bench, *command)
+        check_invariants(bench)
+    replayed = bench.replayed()
+    assert replayed == bench.state
+    assert list(replayed.open) == list(bench.state.open)
+    assert list(replayed.complete) == list(bench.state.complete)
+
+
+@settings(max_examples=300, deadline=None)
+@given(SETTINGS, st.lists(COMMANDS, max_size=30))
+def test_an_accepted_row_ends_in_exactly_one_batch_or_is_dropped_exactly_once(chosen, commands):
+    bench = Bench(**chosen)
+    for command in commands:
+        act(bench, *command)
+    try:
+        bench.run.finish()
+    except GristmillError:
+        pytest.fail("a run can always be finished")
+    drain(bench)
+    accepted, ends = follow(bench.log.events)
+    trained = [
+        (steps.key(index), int(steps.steps[index]), int(steps.attempts[index]))
+        for steps in bench.mill.batches.values()
+        for index in range(len(steps))
+    ]
+    assert sorted(trained) == sorted(name for name, end in ends if end == "sealed")
+    assert sorted(name for name, _ in ends) == sorted(accepted)
+    assert (bench.state.row_bytes, len(bench.run._rows)) == (0, 0)
+
+
+def drain(bench):
+    """Trains on everything."""
+    bench.run.resume("policy", None, "drain")
+    bench.make_batches()
+    for _ in range(200):
+        position = bench.run.shard("policy", 0, None, 0).position
+        if position.batch == bench.state.batches_sealed:
+            break
+        for rank in range(2):
+            bench.run.acknowledge("policy", rank, position, 0, commit=True)
+        bench.make_batches()
+    assert not bench.state.complete
+    assert bench.state.freed == bench.state.batches_sealed
+
+
+def follow(events):
+    """What was accepted, and how each of it ended: an independent reading of the log."""
+    accepted, ends, held = [], [], {}
+
+    def end(names, how):
+        for name in list(names):
+            ends.append(((name[0], name[1], held[name]), how))
+            del held[name]
+
+    def of_group(group):
+        return [name for name in held if name[0][:2] == tuple(group)]
+
+    for event in events:
+        match event:
+            case RowsStored(stored):
+                for one in stored:
+                    older = [n for n in held if n[0] == one.trajectory and held[n] < one.attempt]
+                    end(older, "superseded")
+                    assert (one.trajectory, one.step) not in held
+                    held[one.trajectory, one.step] = one.attempt
+                    accepted.append((one.trajectory, one.step, one.attempt))
+            case TrajectoryAborted(trajectory, _):
+                end([name for name in held if name[0] == trajectory], "aborted")
+            case GroupClosed(group, _):
+                by_trajectory = {}
+                for name in of_group(group):
+                    by_trajectory.setdefault(name[0], []).append(name)
+                # Which of them were complete is for the batch to tell: what is not in it was closed.
+                held |= {name: held[name] for names in by_trajectory.values() for name in names}
+                end(_incomplete(events, event, by_trajectory), "closed")
+            case GroupDropped(group, _):
+                end(of_group(group), "dropped")
+            case BatchSealed(_, groups, _):
+                for group in groups:
+                    end(of_group(group), "sealed")
+    assert not held
+    return accepted, ends
+
+
+def _incomplete(events, until, by_trajectory):
+    """Rows of trajectories that lacked a step or a reward when the group was closed."""
+    rows_of, rewarded = {}, set()
+    for event in events[: next(index for index, event in enumerate(events) if event is until)]:
+        if isinstance(event, RowsStored):
+            for one in event.rows:
+                rows_of[one.trajectory, one.step, one.attempt] = one
+        elif hasattr(event, "rewards"):
+            rewarded |= {(reward.trajectory, reward.step) for reward in event.rewards}
+    for trajectory, names in by_trajectory.items():
+        attempt = max(attempt for t, _, attempt in rows_of if t == trajectory)
+        own = [rows_of[trajectory, step, attempt] for _, step in names]
+        whole = any(one.is_last and one.step + 1 == len(own) for one in own)
+        paid = all(one.reward is not None or (trajectory, one.step) in rewarded for one in own)
+        if not (whole and paid):
+            yield from names
+
+
+@settings(max_examples=200, deadline=None)
+@given(SETTINGS, st.lists(COMMANDS, max_size=30))
+def test_no_more_groups_are_admitted_than_there_is_room_for(chosen, commands):
+    bench = Bench(**chosen)
+    for command in commands:
+        admitted = len(bench.state.open)
+        act(bench, *command)
+        state, config = bench.state, bench.config
+        if len(state.open) <= admitted:
+            continue
+        batch = config.train_batch_size
+        assert len(state.open) + state.groups_buffered <= config.max_buffered_batches * batch
+        if config.max_staleness is not None:
+            dropped = sum(isinstance(event, GroupDropped) for event in bench.log.events)
+            begun = sum(len(event.groups) for event in bench.log.events if isinstance(event, GroupsAdmitted))
+            assert begun - dropped <= (config.max_staleness + state.policy_version + 1) * batch
+
+
+@settings(max_examples=150, deadline=None)
+@given(SETTINGS, st.permutations(range(16)), st.integers(1, 8))
+def test_an_admitted_group_can_always_finish(chosen, order, size):
+    bench = Bench(**chosen)
+    bench.now = 0.0
+    begun = [uid for uid, found in zip("abcd", bench.begin(*"abcd"), strict=True) if found == "ADMITTED"]
+    assert begun, "there is room at the start, whatever the limits"
+    steps = [
+        row(u, s, t, last=t == 1, reward=float(s), response=range(50)) for u in begun for s in (0, 1) for t in (0, 1)
+    ]
+    mixed = [steps[index] for index in order if index < len(steps)]
+    for start in range(0, len(mixed), size):
+        bench.submit(*mixed[start : start + size])
+    assert {(0, uid) for uid in begun} == set(bench.state.closed) | set(bench.state.complete)
+
+
+@st.composite
+def deliveries(draw):
+    """The rows of six groups of two trajectories of up to three steps, and two orders of delivering them."""
+    late = draw(st.booleans())
+    per_token = draw(st.booleans())
+    all_rows = []
+    for uid in "abcdef":
+        for sample in range(2):
+            count = draw(st.integers(1, 3))
+            for step in range(count):
+                response = range(draw(st.integers(1, 3)))
+                reward = [float(step + token) for token in response] if per_token else sample + step / 2
+                all_rows.append(row(uid, sample, step, last=step == count - 1, reward=reward, response=response))
+    orders = []
+    for _ in range(2):
+        sent = draw(st.permutations(all_rows + draw(st.lists(st.sampled_from(all_rows), max_size=5))))
+        cuts = sorted(draw(st.sets(st.integers(1, len(sent) - 1), max_size=8)))
+        orders.append([sent[a:b] for a, b in zip([0, *cuts], [*cuts, len(sent)], strict=True)])
+    return late, orders
+
+
+@settings(max_examples=100, deadline=None)
+@given(deliveries())
+def test_in_order_of_admission_no_interleaving_repetition_or_splitting_changes_a_batch(drawn):
+    late, orders = drawn
+    found = []
+    for requests in orders:
+        bench = Bench(seal_order="admission", train_batch_size=3)
+        bench.begin(*"abcdef")
+        for request in requests:
+            if late:
+                bench.submit(*(one | {"reward": None} for one in request))
+                bench.run.set_rewards([reward_of(one) for one in request])
+            else:
+                bench.submit(*request)
+        bench.make_batches()
+        found.append([contents(bench.mill.batches[batch]) for batch in range(2)])
+    assert found[0] == found[1]
+    assert [[name.split("'")[1] for name, _ in batch["keys"]] for batch in found[0]] == [
+        sorted(name.split("'")[1] for name, _ in batch["keys"]) for batch in found[0]
+    ]
+
+
+def reward_of(one):
+    import numpy as np
+
+    reward = one["reward"]
+    per_token = isinstance(reward, list)
+    return RewardUpdate(
+        key(one["uid"], one["sample"]),
+        one["step"],
+        None if per_token else reward,
+        np.array(reward) if per_token else None,
+    )
+
+
+def test_group_keys_name_their_round_only_where_there_is_one():
+    assert str(GroupKey(0, "a")) == "uid 'a'"
+    assert str(GroupKey(2, "a")) == "uid 'a' round 2"
