@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -311,8 +312,6 @@ def test_in_order_of_admission_no_interleaving_repetition_or_splitting_changes_a
 
 
 def reward_of(one):
-    import numpy as np
-
     reward = one["reward"]
     per_token = isinstance(reward, list)
     return RewardUpdate(

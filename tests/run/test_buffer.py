@@ -1,0 +1,108 @@
+"""The rows that a run holds: memory goes with the rows that need it."""
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill_service.run.buffer import RowBuffer, compacted, gather
+from gristmill_service.run.intake import describe_rows
+from gristmill_service.run.views import RewardUpdate
+from tests.run.harness import Bench, contents, group_rows, key, row, table
+
+
+def test_a_request_is_forgotten_with_its_last_row():
+    buffer, steps = RowBuffer(), table(row("a"), row("b"))
+    described = describe_rows(steps, 0)
+    buffer.add(0, steps, [0, 1])
+    buffer.release([described[0].ref])
+    assert len(buffer) == 2
+    buffer.release([described[1].ref])
+    assert len(buffer) == 0
+    assert buffer.take_sparse() == []
+
+
+def test_a_table_of_which_half_is_not_needed_shrinks_to_the_rest():
+    bench = Bench(train_batch_size=9)
+    uids = [f"u{index}" for index in range(8)]
+    bench.submit(*(one for uid in uids for one in group_rows(uid, response=range(100))))
+    held = bench.run._rows
+    assert len(held) == 16
+    bench.run.abort_groups(0, uids[:4], "")
+    assert len(held) == 8
+    chunk = held._chunks[0].steps
+    assert len(chunk.tokens.values) == chunk.tokens.total == 8 * 102, "a copy, not a view of all that was sent"
+    bench.run.seal(None)
+    bench.make_batches()
+    assert contents(bench.mill.batches[0])["tokens"][:2] == [[1, 2, *range(100)]] * 2
+
+
+def test_repeated_rows_of_a_request_are_not_held_a_second_time():
+    bench = Bench()
+    sent = [row("a", 0, step, last=False) for step in range(10)]
+    bench.submit(*sent)
+    bench.submit(*sent, row("a", 0, 10))
+    assert len(bench.run._rows) == 11
+
+
+def test_a_table_may_shrink_while_its_rows_are_gathered():
+    buffer, steps = RowBuffer(), table(*(row(f"u{index}", response=[index]) for index in range(6)))
+    described = describe_rows(steps, 0)
+    buffer.add(0, steps, range(6))
+    wanted = [described[5], described[1]]
+    before = buffer.pick(wanted)
+    buffer.release([one.ref for one in described if one not in wanted])
+    [(number, table_before, live)] = buffer.take_sparse()
+    buffer.replace(number, table_before, *compacted(table_before, live))
+    after = buffer.pick(wanted)
+    assert contents(gather(before, False)) == contents(gather(after, False))
+    assert contents(gather(after, False))["tokens"] == [[1, 2, 5], [1, 2, 1]]
+
+
+def test_a_copy_that_comes_late_replaces_nothing_and_keeps_what_was_released_meanwhile_away():
+    buffer, steps = RowBuffer(), table(*(row(f"u{index}") for index in range(6)))
+    described = describe_rows(steps, 0)
+    buffer.add(0, steps, range(6))
+    buffer.release([one.ref for one in described[:3]])
+    [(number, before, live)] = buffer.take_sparse()
+    copy = compacted(before, live)
+    buffer.release([described[3].ref])
+    buffer.replace(number, before, *copy)
+    assert sorted(buffer._chunks[0].live) == [4, 5]
+    buffer.replace(number, before, *copy)
+    buffer.release([one.ref for one in described[4:]])
+    buffer.replace(number, before, *copy)
+    assert len(buffer) == 0
+
+
+@given(st.permutations(range(12)), st.lists(st.integers(1, 11), max_size=4), st.booleans())
+def test_rows_are_gathered_in_the_order_asked_for_from_however_many_requests(order, cuts, token_rewards):
+    rows = [
+        row(f"u{index}", response=range(index + 1), reward=[float(index)] * (index + 1) if token_rewards else index)
+        for index in range(12)
+    ]
+    buffer, described = RowBuffer(), []
+    edges = [0, *sorted(set(cuts)), 12]
+    for chunk, (start, end) in enumerate(pairwise(edges)):
+        steps = table(*rows[start:end])
+        described += describe_rows(steps, chunk)
+        buffer.add(chunk, steps, range(end - start))
+    gathered = gather(buffer.pick(described[index] for index in order), token_rewards)
+    assert contents(gathered) == contents(table(*(rows[index] for index in order)))
+
+
+def test_widths_of_rewards_per_token_may_differ_between_requests():
+    bench = Bench(train_batch_size=1)
+    for sample, width in enumerate((np.float32, np.float64)):
+        bench.submit(row("a", sample, reward=np.array([0.5], width)))
+    bench.make_batches()
+    assert contents(bench.mill.batches[0])["token_rewards"] == [[0.5], [0.5]]
+
+
+def test_an_aborted_trajectorys_late_rewards_go_with_it():
+    bench = Bench()
+    bench.submit(row("a", reward=None), row("a", 1, last=False, reward=None))
+    bench.run.set_rewards([RewardUpdate(key("a"), None, None, np.ones(1))])
+    bench.run.abort_trajectories([key("a")], "")
+    assert not bench.run._rows._rewards

@@ -1,0 +1,358 @@
+"""The runs of a service, with its threads."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from gristmill.errors import (
+    AlreadyExistsError,
+    BatchFailedError,
+    GristmillError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
+from gristmill_service.pipeline import mill as pipeline_mill
+from gristmill_service.run.runs import Runs
+from gristmill_service.run.views import BatchState, Outcome, Position
+from gristmill_service.store.memory import MemoryStore
+from gristmill_service.store.shared_memory import SharedMemoryStore
+from tests.run.harness import CONFIG, Mill, Shelf, group_rows, row, table
+
+PATIENCE_S = 30
+
+
+@pytest.fixture
+def serve():
+    """Starts the runs of a service; closed with the test."""
+    started = []
+
+    def start(store=None, **more):
+        runs = Runs(store or Shelf(), **({"mill": Mill()} | more))
+        started.append(runs)
+        return runs
+
+    yield start
+    for runs in started:
+        runs.close(PATIENCE_S)
+
+
+def await_change(run, ready):
+    """Waits, without polling, until `ready()` is true."""
+    changed = threading.Event()
+    run.changes.subscribe(changed.set)
+    try:
+        while not ready():
+            assert changed.wait(PATIENCE_S), "nothing changed"
+            changed.clear()
+    finally:
+        run.changes.unsubscribe(changed.set)
+
+
+def await_batch(run, number):
+    await_change(run, lambda: run.batch(number).state is not BatchState.PENDING)
+    return json.loads(run.batch(number).plan)
+
+
+def train(run, batch):
+    plan = await_batch(run, batch)
+    for index in range(len([part for part in plan["mini_batches"] if part["model"] == "policy"])):
+        run.acknowledge("policy", 0, Position(batch, 0, index), 0, commit=True)
+
+
+class TestNames:
+    def test_the_same_name_with_the_same_configuration_is_the_same_run(self, serve):
+        runs = serve()
+        assert runs.create("run", CONFIG) == ([], True)
+        run = runs.get("run")
+        assert runs.create("run", dict(CONFIG)) == ([], False)
+        assert runs.get("run") is run
+        with pytest.raises(AlreadyExistsError, match="train_batch_size was 2 and is now 4"):
+            runs.create("run", CONFIG | {"train_batch_size": 4})
+
+    @pytest.mark.parametrize("name", ["", "x" * 129, "a\nb", "\ud800"])
+    def test_a_name_that_is_no_name_is_refused(self, serve, name):
+        with pytest.raises(InvalidArgumentError, match="1 to 128 printable characters"):
+            serve().create(name, CONFIG)
+
+    def test_a_wrong_configuration_creates_nothing(self, serve):
+        runs = serve()
+        with pytest.raises(InvalidArgumentError, match="train_batch_size"):
+            runs.create("run", CONFIG | {"train_batch_size": 0})
+        assert runs.names() == []
+
+    def test_an_unknown_run_is_named_with_those_that_exist(self, serve):
+        runs = serve()
+        runs.create("b", CONFIG)
+        runs.create("a", CONFIG)
+        assert runs.names() == ["a", "b"]
+        with pytest.raises(NotFoundError, match=r"run 'c' does not exist.*a, b"):
+            runs.get("c")
+
+    def test_many_who_create_the_same_run_at_once_create_it_once(self, serve):
+        runs = serve()
+        with ThreadPoolExecutor(8) as pool:
+            created = list(pool.map(lambda _: runs.create("run", CONFIG)[1], range(64)))
+        assert created.count(True) == 1
+
+
+@pytest.mark.parametrize("store", ["memory", "shared memory"])
+def test_rollouts_become_shards_with_the_real_pipeline_and_stores(serve, store, tmp_path):
+    kept = MemoryStore() if store == "memory" else SharedMemoryStore(tmp_path)
+    runs = serve(kept, mill=pipeline_mill)
+    runs.create("run", CONFIG | {"merge": "prefix", "dp_size": 2})
+    run = runs.get("run")
+    for uid in "ab":
+        run.submit(table(*group_rows(uid)))
+    plan = await_batch(run, 0)
+    assert (plan["rows"], plan["prompts"], plan["optimizer_steps"]) == (4, 2, 2)
+    for rank in range(2):
+        for mini_batch in range(2):
+            view = run.shard("policy", rank, Position(0, 0, mini_batch), 0)
+            data = b"".join(run.read_shard(0, view.address))
+            assert len(data) == view.location.size
+            assert run.acknowledge("policy", rank, view.position, 0, commit=True) > view.position
+    status = run.status()
+    assert (status.batches_freed, status.row_bytes, status.shard_bytes) == (1, 0, 0)
+    with pytest.raises(NotFoundError):
+        kept.plan("run", 0)
+    runs.close(PATIENCE_S)
+    kept.close()
+
+
+def test_many_workers_and_ranks_at_once_lose_nothing_and_train_nothing_twice(serve):
+    mill = Mill()
+    runs = serve(mill=mill)
+    runs.create("run", CONFIG | {"train_batch_size": 4, "policy_mini_batch_size": 2, "dp_size": 3})
+    run, groups, workers = runs.get("run"), 200, 8
+    freed = threading.Condition()
+    run.changes.subscribe(lambda: notify(freed))
+
+    def produce(worker):
+        for number in range(worker, groups, workers):
+            uid = f"u{number}"
+            while run.begin_groups(0, [uid]).admissions[0].name == "NO_ROOM":
+                with freed:
+                    freed.wait(0.05)
+            for one in group_rows(uid):
+                request = table(one)
+                assert run.submit(request)[0] is Outcome.ACCEPTED
+                assert run.submit(request)[0] in (Outcome.DUPLICATE, Outcome.SEALED)
+
+    def consume(rank):
+        done = []
+        while len(done) < groups // 2:
+            await_change(run, lambda: run.shard("policy", rank, None, 0).state is BatchState.PUBLISHED)
+            view = run.shard("policy", rank, None, 0)
+            assert b"".join(run.read_shard(view.position.batch, view.address))
+            run.acknowledge("policy", rank, view.position, 0, commit=True)
+            done.append(view.position)
+        return done
+
+    with ThreadPoolExecutor(workers + 3) as pool:
+        ranks = [pool.submit(consume, rank) for rank in range(3)]
+        for producer in [pool.submit(produce, worker) for worker in range(workers)]:
+            producer.result(PATIENCE_S)
+        done = [rank.result(PATIENCE_S) for rank in ranks]
+    assert done[0] == done[1] == done[2] == [Position(b, 0, m) for b in range(50) for m in range(2)]
+    trained = [name for steps in mill.batches.values() for name in zip(steps.uids, steps.samples.tolist(), strict=True)]
+    assert sorted(trained) == sorted((f"u{number}", sample) for number in range(groups) for sample in range(2))
+    status = run.status()
+    assert (status.batches_freed, status.row_bytes, status.shard_bytes) == (50, 0, 0)
+
+
+def notify(condition):
+    with condition:
+        condition.notify_all()
+
+
+def test_a_run_is_milled_in_the_order_of_its_batches(serve):
+    mill = Mill()
+    runs = serve(mill=mill)
+    runs.create("run", CONFIG | {"train_batch_size": 1, "max_buffered_batches": 8})
+    run = runs.get("run")
+    run.submit(table(*(one for uid in "abcdefgh" for one in group_rows(uid))))
+    await_batch(run, 7)
+    assert list(mill.batches) == list(range(8))
+
+
+def test_stragglers_are_closed_by_the_clock(serve):
+    now = [0.0]
+    runs = serve(clock=lambda: now[0])
+    runs.create("run", CONFIG | {"group_timeout_s": 60.0})
+    runs.get("run").submit(table(row("a")))
+    runs.tick()
+    assert runs.get("run").status().groups_complete == 0
+    now[0] = 60.0
+    await_change(runs.get("run"), lambda: runs.get("run").status().groups_complete == 1)
+
+
+class TestFullStore:
+    def test_a_batch_waits_for_the_room_that_another_will_give_back(self, serve):
+        shelf = Shelf(places=1)
+        runs = serve(shelf)
+        runs.create("run", CONFIG | {"train_batch_size": 1})
+        run = runs.get("run")
+        run.submit(table(*group_rows("a"), *group_rows("b")))
+        await_batch(run, 0)
+        assert shelf.tried.wait(PATIENCE_S)
+        assert run.batch(1).state is BatchState.PENDING
+        train(run, 0)
+        await_batch(run, 1)
+        assert run.status().failed_batches == {}
+
+    def test_it_is_not_failed_while_what_was_freed_is_still_being_removed(self, serve):
+        class SlowShelf(Shelf):
+            removing, may_remove = threading.Event(), threading.Event()
+
+            def free(self, run, batch):
+                self.removing.set()
+                assert self.may_remove.wait(PATIENCE_S)
+                super().free(run, batch)
+
+        shelf = SlowShelf(places=1)
+        runs = serve(shelf)
+        runs.create("run", CONFIG | {"train_batch_size": 1})
+        run = runs.get("run")
+        run.submit(table(*group_rows("a")))
+        await_batch(run, 0)
+        with ThreadPoolExecutor(1) as pool:
+            training = pool.submit(train, run, 0)
+            assert shelf.removing.wait(PATIENCE_S)
+            run.submit(table(*group_rows("b")))
+            assert shelf.tried.wait(PATIENCE_S)
+            shelf.may_remove.set()
+            training.result(PATIENCE_S)
+        await_batch(run, 1)
+
+    def test_a_batch_that_can_never_fit_fails_with_the_reason(self, serve):
+        runs = serve(Shelf(places=0))
+        runs.create("run", CONFIG | {"train_batch_size": 1})
+        run = runs.get("run")
+        run.submit(table(*group_rows("a")))
+        with pytest.raises(BatchFailedError, match="batch 0 failed: the shelf is full"):
+            await_batch(run, 0)
+
+    def test_who_waits_for_room_is_ended_by_shutting_down(self, serve):
+        shelf = Shelf(places=1)
+        runs = serve(shelf)
+        runs.create("run", CONFIG | {"train_batch_size": 1})
+        runs.get("run").submit(table(*group_rows("a"), *group_rows("b")))
+        assert shelf.tried.wait(PATIENCE_S)
+        runs.close(PATIENCE_S)
+        assert not runs._sealer.is_alive()
+
+
+class TestDeleting:
+    def test_a_deleted_run_is_gone_with_all_it_held_and_who_waits_is_told(self, serve):
+        shelf = Shelf()
+        runs = serve(shelf)
+        runs.create("run", CONFIG)
+        run = runs.get("run")
+        run.submit(table(*group_rows("a"), *group_rows("b")))
+        await_batch(run, 0)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(await_change, run, lambda: run.batch(1).state is not BatchState.PENDING)
+            runs.delete("run")
+            with pytest.raises(NotFoundError, match="run 'run' was deleted"):
+                waiting.result(PATIENCE_S)
+        assert shelf.batches == {}
+        assert runs.names() == []
+        for call in (run.status, run.finish, lambda: run.submit(table(row("c"))), lambda: run.policy_version):
+            with pytest.raises(NotFoundError):
+                call()
+        with pytest.raises(NotFoundError):
+            runs.delete("run")
+
+    def test_a_batch_that_is_being_made_leaves_nothing_and_does_not_meet_a_new_run_of_the_name(self, serve):
+        gate, shelf = threading.Event(), Shelf()
+        mill = Mill(gate=gate)
+        runs = serve(shelf, mill=mill)
+        runs.create("run", CONFIG | {"train_batch_size": 1})
+        runs.get("run").submit(table(*group_rows("old"), *group_rows("older")))
+        assert mill.entered.wait(PATIENCE_S)
+        runs.delete("run")
+        runs.create("run", CONFIG)
+        run = runs.get("run")
+        run.submit(table(*group_rows("new"), *group_rows("newer")))
+        assert run.batch(0).state is BatchState.PENDING
+        gate.set()
+        await_batch(run, 0)
+        assert list(dict.fromkeys(mill.batches[0].uids)) == ["new", "newer"]
+        assert list(shelf.batches) == [("run", 0)]
+
+    def test_its_bytes_are_given_back_to_the_other_runs(self, serve):
+        runs = serve(max_row_bytes=100)
+        for name in ("one", "other"):
+            runs.create(name, CONFIG | {"max_buffered_batches": 9})
+        runs.get("one").submit(table(row("a", response=range(100))))
+        other = runs.get("other")
+        assert [found.name for found in other.begin_groups(0, ["a", "b", "c"]).admissions].count("NO_ROOM") == 1
+        runs.delete("one")
+        assert other.begin_groups(0, ["c"]).admissions[0].name == "ADMITTED"
+
+    def test_creating_and_deleting_at_once_never_breaks(self, serve):
+        runs = serve()
+        seen = []
+
+        def churn(_):
+            try:
+                runs.create("run", CONFIG | {"train_batch_size": 1})
+                runs.get("run").submit(table(*group_rows("a")))
+                runs.delete("run")
+            except GristmillError as error:
+                seen.append(type(error))
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(churn, range(200)))
+        assert set(seen) <= {NotFoundError, UnavailableError}
+        runs.create("run", CONFIG)
+
+
+class TestClosing:
+    def test_what_is_being_made_is_finished_and_every_call_is_refused(self, serve):
+        gate, shelf = threading.Event(), Shelf()
+        mill = Mill(gate=gate)
+        runs = serve(shelf, mill=mill)
+        runs.create("run", CONFIG)
+        run = runs.get("run")
+        run.submit(table(*group_rows("a"), *group_rows("b")))
+        assert mill.entered.wait(PATIENCE_S)
+        with ThreadPoolExecutor(2) as pool:
+            waiting = pool.submit(await_batch, run, 0)
+            closing = pool.submit(runs.close, PATIENCE_S)
+            with pytest.raises(UnavailableError, match="shutting down"):
+                waiting.result(PATIENCE_S)
+            gate.set()
+            closing.result(PATIENCE_S)
+        assert ("run", 0) in shelf.batches
+        for call in (run.status, lambda: runs.create("new", CONFIG), lambda: run.announce(1)):
+            with pytest.raises(UnavailableError):
+                call()
+        runs.tick()
+        runs.close(PATIENCE_S)
+
+    def test_it_does_not_wait_longer_than_told(self, serve):
+        gate = threading.Event()
+        mill = Mill(gate=gate)
+        runs = serve(mill=mill)
+        runs.create("run", CONFIG | {"train_batch_size": 1})
+        runs.get("run").submit(table(*group_rows("a")))
+        assert mill.entered.wait(PATIENCE_S)
+        runs.close(0.01)
+        assert runs._sealer.is_alive()
+        gate.set()
+        runs._sealer.join(PATIENCE_S)
+
+
+def test_a_callback_that_fails_hurts_neither_the_run_nor_the_others(serve):
+    runs = serve()
+    runs.create("run", CONFIG)
+    run, called = runs.get("run"), []
+    run.changes.subscribe(lambda: 1 / 0)
+    run.changes.subscribe(lambda: called.append(1))
+    run.announce(1)
+    assert run.policy_version == 1
+    assert called
