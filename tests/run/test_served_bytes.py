@@ -1,0 +1,125 @@
+"""However rows come, a run serves the bytes that the offline command writes of the same rows. The real pipeline."""
+
+import json
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gristmill.errors import BatchFailedError
+from gristmill.rows import from_rows
+from gristmill.steps import TrajectoryKey
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline import mill
+from gristmill_service.run.run import Run
+from gristmill_service.run.runs import Runs
+from gristmill_service.run.views import BatchState, Position, RewardUpdate
+from gristmill_service.store.iovec import join
+from gristmill_service.store.memory import MemoryStore
+from tests.run.harness import CONFIG, group_rows, row, table
+from tests.strategies import Row, batches_and_settings
+
+PATIENCE_S = 30
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    serving = Runs(MemoryStore(), clock=lambda: 0.0)
+    yield serving
+    serving.close(PATIENCE_S)
+
+
+def await_batch(run: Run, number: int) -> bytes:
+    """The batch's plan, when it is there."""
+    changed = threading.Event()
+    run.changes.subscribe(changed.set)
+    try:
+        while run.batch(number).state is BatchState.PENDING:
+            assert changed.wait(PATIENCE_S), "nothing changed"
+            changed.clear()
+        return run.batch(number).plan
+    finally:
+        run.changes.unsubscribe(changed.set)
+
+
+def served(run: Run, number: int) -> tuple[bytes, dict[str, bytes]]:
+    """All that ranks see of a batch: its plan, and each shard's bytes by its path."""
+    plan = await_batch(run, number)
+    shards = {}
+    for part in json.loads(plan)["mini_batches"]:
+        for rank in range(run.config.dp_size):
+            view = run.shard(part["model"], rank, Position(number, 0, part["index"]), 0)
+            assert view.address is not None
+            shards[view.address.path] = b"".join(run.read_shard(number, view.address))
+    return plan, shards
+
+
+def reward_of(sent: Row) -> RewardUpdate:
+    key, reward = TrajectoryKey(0, sent["uid"], sent["sample"]), sent["reward"]
+    if isinstance(reward, list):
+        return RewardUpdate(key, sent["step"], None, np.array(reward, np.float64))
+    return RewardUpdate(key, sent["step"], reward)
+
+
+@st.composite
+def deliveries(draw: st.DrawFn, count: int) -> list[list[tuple[int, bool]]]:
+    """Requests that bring so many rows, each at least once, in any order: row numbers, and whether its reward is late."""
+    late = [draw(st.booleans()) for _ in range(count)]
+    sent = draw(st.permutations([*range(count), *draw(st.lists(st.integers(0, count - 1), max_size=4))]))
+    cuts = sorted(draw(st.sets(st.integers(0, len(sent)), max_size=4)))
+    edges = [0, *cuts, len(sent)]
+    return [[(index, late[index]) for index in sent[a:b]] for a, b in zip(edges, edges[1:], strict=False)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches_and_settings(seal_order="admission"), st.data())
+def test_a_run_serves_what_the_offline_pipeline_makes_of_the_same_rows(
+    runs: Runs, drawn: tuple[list[Row], dict[str, object]], data: st.DataObject
+) -> None:
+    rows, config = drawn
+    uids = list(dict.fromkeys(sent["uid"] for sent in rows))
+    expected = mill(from_rows(rows), parse_config(config), run="run", batch=0, policy_version=0)
+    runs.create("run", config)
+    run = runs.get("run")
+    try:
+        run.begin_groups(0, uids)
+        absent = {(uid, sample) for uid in uids for sample in range(3)} - {(s["uid"], s["sample"]) for s in rows}
+        run.abort_trajectories([TrajectoryKey(0, *which) for which in sorted(absent)], "not sampled")
+        for request in data.draw(deliveries(len(rows))):
+            _deliver(run, [rows[index] | ({"reward": None} if late else {}) for index, late in request])
+            run.set_rewards([reward_of(rows[index]) for index, late in request if late])
+        plan, shards = served(run, 0)
+        assert json.loads(plan) == expected.plan
+        assert shards == {shard.address.path: join(shard.iovec()) for shard in expected.shards}
+    finally:
+        runs.delete("run")
+
+
+def _deliver(run: Run, rows: list[Row]) -> None:
+    # Where some wait for rewards per token and others have them, they are one table; where rewards are scalar, too.
+    run.submit(from_rows(rows))
+    assert {outcome.name for outcome in run.submit(from_rows(rows))} <= {"DUPLICATE", "SEALED"}
+
+
+def test_a_batch_that_cannot_be_aligned_fails_with_the_setting_to_change_and_the_run_goes_on(runs: Runs) -> None:
+    config = CONFIG | {
+        "train_batch_size": 1,
+        "dp_size": 4,
+        "micro_batch": {"max_tokens": 8},
+        "on_misaligned": "drop_trailing",
+    }
+    runs.create("misaligned", config)
+    run = runs.get("misaligned")
+    run.submit(table(*group_rows("a")))
+    with pytest.raises(BatchFailedError, match="batch 0 failed: .*on_misaligned"):
+        await_batch(run, 0)
+    with pytest.raises(BatchFailedError, match="on_misaligned"):
+        run.shard("policy", 0, Position(0), 0)
+    run.submit(table(*(row("b", sample, step, last=step == 1) for sample in range(2) for step in range(2))))
+    assert json.loads(await_batch(run, 1))["rows"] == 4
+    assert run.shard("policy", 0, None, 0).position == Position(1), "ranks step over what failed"
+    status = run.status()
+    assert (status.groups_dropped, list(status.failed_batches), status.row_bytes) == ({"batch_failed": 1}, [0], 0)
