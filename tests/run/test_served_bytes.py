@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -66,12 +67,12 @@ def reward_of(sent: Row) -> RewardUpdate:
 
 @st.composite
 def deliveries(draw: st.DrawFn, count: int) -> list[list[tuple[int, bool]]]:
-    """Requests that bring so many rows, each at least once, in any order: row numbers, and whether its reward is late."""
+    """Requests that bring so many rows, each at least once, in any order: their numbers, and whose reward is late."""
     late = [draw(st.booleans()) for _ in range(count)]
     sent = draw(st.permutations([*range(count), *draw(st.lists(st.integers(0, count - 1), max_size=4))]))
     cuts = sorted(draw(st.sets(st.integers(0, len(sent)), max_size=4)))
     edges = [0, *cuts, len(sent)]
-    return [[(index, late[index]) for index in sent[a:b]] for a, b in zip(edges, edges[1:], strict=False)]
+    return [[(index, late[index]) for index in sent[a:b]] for a, b in pairwise(edges)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -99,7 +100,6 @@ def test_a_run_serves_what_the_offline_pipeline_makes_of_the_same_rows(
 
 
 def _deliver(run: Run, rows: list[Row]) -> None:
-    # Where some wait for rewards per token and others have them, they are one table; where rewards are scalar, too.
     run.submit(from_rows(rows))
     assert {outcome.name for outcome in run.submit(from_rows(rows))} <= {"DUPLICATE", "SEALED"}
 
@@ -114,7 +114,7 @@ def test_a_batch_that_cannot_be_aligned_fails_with_the_setting_to_change_and_the
     runs.create("misaligned", config)
     run = runs.get("misaligned")
     run.submit(table(*group_rows("a")))
-    with pytest.raises(BatchFailedError, match="batch 0 failed: .*on_misaligned"):
+    with pytest.raises(BatchFailedError, match=r"batch 0 failed: .*on_misaligned"):
         await_batch(run, 0)
     with pytest.raises(BatchFailedError, match="on_misaligned"):
         run.shard("policy", 0, Position(0), 0)
