@@ -70,7 +70,8 @@ def test_a_copy_that_comes_late_replaces_nothing_and_keeps_what_was_released_mea
     buffer.release([described[3].ref])
     buffer.replace(number, before, *copy)
     assert sorted(buffer._chunks[0].live) == [4, 5]
-    buffer.replace(number, before, *copy)
+    buffer.replace(number, before, before, {row: row for row in range(6)})
+    assert len(buffer) == 3, "what it would replace is gone"
     buffer.release([one.ref for one in described[4:]])
     buffer.replace(number, before, *copy)
     assert len(buffer) == 0

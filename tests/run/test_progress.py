@@ -184,6 +184,15 @@ class TestResuming:
             bench.run.resume("policy", None, "")
         assert bench.run.resume("policy", None, "launch").position == Position(1)
 
+    def test_a_position_at_the_end_of_a_batch_that_is_freed_since_goes_on_with_the_next(self):
+        bench = published(2)
+        ack(bench, 0, 0, 0)
+        ack(bench, 0, 0, 1)
+        assert bench.run.commit("policy", Position(0, 0, 2), 0) == Position(0, 0, 2)
+        assert bench.run.status().batches_freed == 1
+        bench.run.resume("policy", None, "launch")
+        assert bench.run.shard("policy", 0, None, 0).position == Position(1)
+
     def test_models_resume_by_themselves(self):
         bench = published(critic_mini_batch_size=1)
         bench.run.resume("policy", None, "launch")

@@ -283,6 +283,60 @@ class TestDeleting:
         assert list(dict.fromkeys(mill.batches[0].uids)) == ["new", "newer"]
         assert list(shelf.batches) == [("run", 0)]
 
+    def test_the_name_is_free_only_when_nothing_of_the_run_is_left(self, serve):
+        class SlowShelf(Shelf):
+            deleting, may_delete = threading.Event(), threading.Event()
+
+            def delete_run(self, run):
+                self.deleting.set()
+                assert self.may_delete.wait(PATIENCE_S)
+                super().delete_run(run)
+
+        shelf = SlowShelf()
+        runs = serve(shelf)
+        runs.create("run", CONFIG)
+        with ThreadPoolExecutor(1) as pool:
+            deleting = pool.submit(runs.delete, "run")
+            assert shelf.deleting.wait(PATIENCE_S)
+            with pytest.raises(UnavailableError, match="run 'run' is being deleted; create it again"):
+                runs.create("run", CONFIG)
+            shelf.may_delete.set()
+            deleting.result(PATIENCE_S)
+        assert runs.create("run", CONFIG)[1]
+
+    def test_what_it_was_about_to_remove_is_not_removed_from_a_new_run_of_the_name(self, serve):
+        order = []
+
+        class SlowShelf(Shelf):
+            removing, may_remove = threading.Event(), threading.Event()
+
+            def free(self, run, batch):
+                self.removing.set()
+                assert self.may_remove.wait(PATIENCE_S)
+                super().free(run, batch)
+                order.append("freed")
+
+            def delete_run(self, run):
+                order.append("deleted")
+                super().delete_run(run)
+
+        shelf, closed = SlowShelf(), threading.Event()
+        runs = serve(shelf)
+        runs.create("run", CONFIG | {"train_batch_size": 1})
+        run = runs.get("run")
+        run.submit(table(*group_rows("a")))
+        await_batch(run, 0)
+        with ThreadPoolExecutor(2) as pool:
+            training = pool.submit(train, run, 0)
+            assert shelf.removing.wait(PATIENCE_S)
+            run.changes.subscribe(closed.set)
+            deleting = pool.submit(runs.delete, "run")
+            assert closed.wait(PATIENCE_S)
+            shelf.may_remove.set()
+            training.result(PATIENCE_S)
+            deleting.result(PATIENCE_S)
+        assert order == ["freed", "deleted"]
+
     def test_its_bytes_are_given_back_to_the_other_runs(self, serve):
         runs = serve(max_row_bytes=100)
         for name in ("one", "other"):
