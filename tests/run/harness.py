@@ -12,6 +12,7 @@ from gristmill.rows import from_rows
 from gristmill.steps import TrajectoryKey
 from gristmill_service.config import parse_config
 from gristmill_service.run.admission import RowBudget
+from gristmill_service.run.patience import PatientStore
 from gristmill_service.run.run import Run
 from gristmill_service.run.state import State, apply
 from gristmill_service.store.base import ShardAddress, ShardLocation
@@ -156,7 +157,7 @@ class Bench:
         self.run = Run(
             name,
             self.config,
-            self.store,
+            PatientStore(self.store),
             self.log,
             self.mill,
             lambda run, batch: self.sealed.append(batch),

@@ -21,7 +21,6 @@ from gristmill.errors import (
     GristmillError,
     InvalidArgumentError,
     NotFoundError,
-    ResourceExhaustedError,
 )
 from gristmill.steps import Steps, TrajectoryKey
 from gristmill_service.config import Model, RunConfig
@@ -43,6 +42,7 @@ from gristmill_service.run.events import (
 )
 from gristmill_service.run.form import check_form
 from gristmill_service.run.log import Log
+from gristmill_service.run.patience import PatientStore
 from gristmill_service.run.rewards import take_rewards
 from gristmill_service.run.state import State, apply
 from gristmill_service.run.status import status
@@ -59,7 +59,7 @@ from gristmill_service.run.views import (
     Sealed,
     ShardView,
 )
-from gristmill_service.store.base import ShardAddress, ShardSource, Store
+from gristmill_service.store.base import ShardAddress, ShardSource
 
 _log = structlog.get_logger(__name__)
 
@@ -90,7 +90,7 @@ class Run:
         self,
         name: str,
         config: RunConfig,
-        store: Store,
+        store: PatientStore,
         log: Log,
         mill: Mill,
         on_sealed: Callable[[Run, int], None],
@@ -112,7 +112,6 @@ class Run:
         self._wakes = False
         self._freed: list[int] = []
         self._removing = threading.Lock()
-        self._being_removed = 0
 
     # --- Rollout workers
 
@@ -275,9 +274,12 @@ class Run:
         Returns when this run removes nothing from the store any more: the name may then be another run's.
         """
         with self._locked():
-            self._closed = error
+            # A deleted run stays deleted when the service shuts down meanwhile.
+            if not self.is_deleted:
+                self._closed = error
             self._wakes = True
             self._budget.hold(self.name, 0)
+        self._store.wake()
         with self._removing:
             pass
 
@@ -301,7 +303,9 @@ class Run:
             mini_batches: dict[Model, int] = dict.fromkeys(self.config.models, 0)
             for part in milled.plan["mini_batches"]:
                 mini_batches[part["model"]] += 1
-            nbytes = self._publish(number, milled)
+            nbytes = self._store.publish(
+                self.name, number, orjson.dumps(milled.plan), milled.shards, lambda: self._closed is None
+            )
         except Exception as error:  # noqa: BLE001 - whatever went wrong is the batch's reason, not the thread's end
             if not isinstance(error, GristmillError):
                 _log.exception("batch failed", run=self.name, batch=number)
@@ -310,29 +314,6 @@ class Run:
         self._settle_batch(BatchPublished(number, mini_batches, nbytes))
         seconds = round(time.monotonic() - started, 3)
         _log.info("batch published", run=self.name, batch=number, rows=len(rows), bytes=nbytes, seconds=seconds)
-
-    def _publish(self, number: int, milled: MilledBatch) -> int:
-        """Waits for room where there is none while another batch is held that will be freed."""
-        plan = orjson.dumps(milled.plan)
-        changed = threading.Event()
-        self.changes.subscribe(changed.set)
-        try:
-            while True:
-                changed.clear()
-                room_may_come = self._room_may_come()
-                try:
-                    return self._store.publish(self.name, number, plan, milled.shards)
-                except ResourceExhaustedError:
-                    if not room_may_come:
-                        raise
-                    changed.wait()
-        finally:
-            self.changes.unsubscribe(changed.set)
-
-    def _room_may_come(self) -> bool:
-        with self._locked() as state:
-            held = self._being_removed or any(batch.is_published for batch in state.batches.values())
-            return self._closed is None and bool(held)
 
     def _settle_batch(self, event: BatchPublished | BatchFailed) -> None:
         with self._locked():
@@ -376,10 +357,6 @@ class Run:
                 except OSError:
                     # Whoever acknowledged is not to blame; what is left goes with the run.
                     _log.exception("a freed batch could not be removed", run=self.name, batch=batch)
-        with self._lock:
-            self._being_removed -= len(freed)
-        # Who waits for the memory can have it only now.
-        self.changes.notify()
 
     @property
     def is_deleted(self) -> bool:
@@ -405,7 +382,6 @@ class Run:
             self._on_sealed(self, event.batch)
         elif isinstance(event, BatchFreed):
             self._freed.append(event.batch)
-            self._being_removed += 1
 
     def _room(self) -> Room:
         return admission.room(self._state, self.config, self._budget.left_for(self.name))

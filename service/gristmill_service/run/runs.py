@@ -14,6 +14,7 @@ from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline import mill as pipeline_mill
 from gristmill_service.run.admission import RowBudget
 from gristmill_service.run.log import MemoryLog
+from gristmill_service.run.patience import PatientStore
 from gristmill_service.run.run import Mill, Run
 from gristmill_service.store.base import Store
 
@@ -33,7 +34,7 @@ class Runs:
         mill: Mill = pipeline_mill,
         max_row_bytes: int = _MAX_ROW_BYTES,
     ) -> None:
-        self._store, self._clock, self._mill = store, clock, mill
+        self._store, self._clock, self._mill = PatientStore(store), clock, mill
         self._budget = RowBudget(max_row_bytes)
         self._lock = threading.Lock()
         self._deleting = threading.Lock()

@@ -1,0 +1,77 @@
+"""The store as the runs of a service use it: a batch that finds it full waits for another to be removed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from gristmill.errors import ResourceExhaustedError
+from gristmill_service.store.base import ShardAddress, ShardLocation, ShardSource, Store
+
+
+class PatientStore:
+    """Thread-safe. One for all runs of a store: what any of them gives back is room for whichever waits."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._changed = threading.Condition()
+        self._held: set[tuple[str, int]] = set()
+        self._looks = 0
+
+    def publish(
+        self, run: str, batch: int, plan: bytes, shards: Sequence[ShardSource], is_wanted: Callable[[], bool]
+    ) -> int:
+        """As the store's, but waits for room while any batch of any run is held.
+
+        Raises ResourceExhaustedError where none is, or where this one is not wanted any more: asked after each `wake`.
+        """
+        while True:
+            with self._changed:
+                looks, room_may_come = self._looks, bool(self._held)
+            try:
+                nbytes = self._store.publish(run, batch, plan, shards)
+            except ResourceExhaustedError:
+                if not room_may_come or not is_wanted():
+                    raise
+                with self._changed:
+                    # What was removed since the attempt began is not waited for.
+                    while self._looks == looks:
+                        self._changed.wait()
+                continue
+            with self._changed:
+                self._held.add((run, batch))
+            return nbytes
+
+    def wake(self) -> None:
+        """Whoever waits tries again, and gives up where it is not wanted any more."""
+        with self._changed:
+            self._looks += 1
+            self._changed.notify_all()
+
+    def plan(self, run: str, batch: int) -> bytes:
+        return self._store.plan(run, batch)
+
+    def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
+        return self._store.locate(run, batch, address)
+
+    def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
+        return self._store.read(run, batch, address)
+
+    def free(self, run: str, batch: int) -> None:
+        try:
+            self._store.free(run, batch)
+        finally:
+            self._forget({(run, batch)})
+
+    def delete_run(self, run: str) -> None:
+        try:
+            self._store.delete_run(run)
+        finally:
+            with self._changed:
+                found = {held for held in self._held if held[0] == run}
+            self._forget(found)
+
+    def _forget(self, batches: set[tuple[str, int]]) -> None:
+        with self._changed:
+            self._held -= batches
+        self.wake()
