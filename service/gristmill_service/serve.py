@@ -45,6 +45,7 @@ def serve_command(
     store: Annotated[str | None, _flag("store")] = None,
     shared_memory_dir: Annotated[Path | None, _flag("shared_memory_dir")] = None,
     max_message_bytes: Annotated[str | None, _flag("max_message_bytes")] = None,
+    max_row_bytes: Annotated[str | None, _flag("max_row_bytes")] = None,
     max_waiters: Annotated[int | None, _flag("max_waiters")] = None,
     max_streams: Annotated[int | None, _flag("max_streams")] = None,
     shutdown_grace_s: Annotated[float | None, _flag("shutdown_grace_s")] = None,

@@ -33,7 +33,7 @@ class Service:
         with ExitStack() as undo:
             self._store = make_store(settings)
             undo.callback(self._store.close)
-            self.runs = Runs(self._store)
+            self.runs = Runs(self._store, max_row_bytes=int(settings.max_row_bytes))
             undo.callback(self.runs.close, 0.0)
             self.waiting = Waiting(settings.max_waiters)
             metrics = Metrics()

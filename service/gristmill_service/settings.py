@@ -34,6 +34,9 @@ class Settings(BaseModel):
     max_message_bytes: ByteSize = Field(
         ByteSize(64 << 20), gt=0, description="The largest request, compressed or not (64MiB, 1GiB, or bytes)."
     )
+    max_row_bytes: ByteSize = Field(
+        ByteSize(8 << 30), gt=0, description="Rows that all runs together may hold; beyond it producers wait."
+    )
     max_waiters: PositiveInt = Field(
         512, description="Calls that may wait at once, each for a thread over gRPC; others are answered at once."
     )
