@@ -20,6 +20,10 @@ LossReduction = Literal[
 ]
 Model = Literal["policy", "critic"]
 
+# Far beyond what anyone runs, and small enough that a slip of the keyboard is refused before memory is.
+Size = Annotated[int, Field(gt=0, le=1 << 14)]
+Count = Annotated[int, Field(gt=0, le=1 << 24)]
+
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
@@ -51,12 +55,12 @@ class RunConfig(BaseModel):
 
     model_config = _STRICT
 
-    train_batch_size: PositiveInt
-    n_samples_per_prompt: PositiveInt
-    policy_mini_batch_size: PositiveInt
-    critic_mini_batch_size: PositiveInt | None = None
+    train_batch_size: Count
+    n_samples_per_prompt: Size
+    policy_mini_batch_size: Count
+    critic_mini_batch_size: Count | None = None
     mini_batch_unit: Literal["prompt", "sequence"] = "prompt"
-    update_epochs_per_batch: PositiveInt = 1
+    update_epochs_per_batch: Count = 1
     step_wise: bool = False
     merge: Literal["none", "prefix", "tree"] = "none"
     trajectory_score: Literal["last_step", "sum"] = "last_step"
@@ -67,22 +71,22 @@ class RunConfig(BaseModel):
     overlong_filter: tuple[str, ...] = Field(default=(), strict=False)
     max_staleness: NonNegativeInt | None = None
     stale: Literal["drop", "count"] = "count"
-    dp_size: PositiveInt = 1
-    cp_size: PositiveInt = 1
-    vpp_size: PositiveInt = 1
-    microbatch_group_size: PositiveInt = 1
+    dp_size: Size = 1
+    cp_size: Size = 1
+    vpp_size: Size = 1
+    microbatch_group_size: Size = 1
     micro_batch: MicroBatch
     on_misaligned: Literal["pad", "drop_trailing", "error"] = "pad"
     balance: Literal["none", "tokens", "flops"] = "none"
     flops: Flops | None = None
     seal_order: Literal["completion", "admission"] = "completion"
     group_timeout_s: Annotated[float, Field(gt=0)] | None = None
-    min_samples: PositiveInt = 1
-    max_buffered_batches: PositiveInt = 4
+    min_samples: Size = 1
+    max_buffered_batches: Count = 4
     max_buffered_bytes: PositiveInt = 4 << 30
     layout: Literal["left_padded", "packed"] = "left_padded"
     pad_width: Literal["batch", "mini_batch", "shard", "micro_batch"] = "shard"
-    pad_to_multiple_of: PositiveInt = 1
+    pad_to_multiple_of: Size = 1
     pad_token_id: Annotated[int, Field(ge=0, lt=2**31)] = 0
     max_seq_len: PositiveInt | None = None
     columns: tuple[dict[str, Any], ...] = Field(default=(), strict=False)

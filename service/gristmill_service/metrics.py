@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,6 +17,9 @@ from gristmill_service.run.views import Outcome, RunStatus
 
 # From a small call to a wait that lasts as long as the service allows.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+_REASONS = frozenset(["aborted", "batch_failed", "finished", "stale", "timeout", "zero_variance"])
 
 
 class Metrics:
@@ -120,9 +123,18 @@ def _groups(statuses: Sequence[RunStatus]) -> Iterator[Metric]:
         groups.add_metric((status.run, "open"), status.groups_open)
         groups.add_metric((status.run, "complete"), status.groups_complete)
         groups.add_metric((status.run, "room"), status.groups_room)
-        for reason, count in status.groups_dropped.items():
+        for reason, count in _bounded(status.groups_dropped).items():
             dropped.add_metric((status.run, reason), count)
     yield from (groups, dropped)
+
+
+def _bounded(dropped: Mapping[str, int]) -> dict[str, int]:
+    """Counts by reason, with what clients call their reasons under one: labels are ours, so that they are few."""
+    counts: dict[str, int] = {}
+    for reason, count in dropped.items():
+        label = reason if reason in _REASONS else "aborted"
+        counts[label] = counts.get(label, 0) + count
+    return counts
 
 
 def _batches(statuses: Sequence[RunStatus]) -> Iterator[Metric]:

@@ -25,6 +25,7 @@ from gristmill_service.config import RunConfig
 Progress = Callable[[int], None]
 """Called with the bytes of the file that are read so far."""
 
+_NO_ROW = object()
 _LENGTH_FIELDS = ("prompt_len", "response_len")
 
 
@@ -36,8 +37,8 @@ def read_batches(path: Path, config: RunConfig, progress: Progress) -> tuple[lis
     """
     try:
         rows = _read_parquet(path) if path.suffix == ".parquet" else _read_lines(path, progress)
-        first = next(rows, None)
-        if first is None:
+        first = next(rows, _NO_ROW)
+        if first is _NO_ROW:
             raise InvalidArgumentError("holds no rows")
         is_lengths = isinstance(first, Mapping) and not first.keys().isdisjoint(_LENGTH_FIELDS)
         table = (
@@ -74,7 +75,7 @@ def _parse(line: bytes, number: int) -> Any:
     try:
         # The slower parser takes NaN and Infinity, so that they can be refused with the trajectory's name.
         return json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"line {number} is not valid JSON ({error}); one row a line is expected") from None
 
 

@@ -162,6 +162,12 @@ def test_show_counts_padding_of_every_layout(config, tmp_path, layout):
         (b"", "holds no rows"),
         (b'{"uid": "a", "sample"', "line 1 is not valid JSON"),
         (b"[1, 2]\n", "row 0: expected a mapping of fields, got list"),
+        (b"null\n[1]\n", "row 0: expected a mapping of fields, got NoneType"),
+        (b"[" * 200_000, "line 1 is not valid JSON"),
+        (b'{"a":' * 200_000, "line 1 is not valid JSON"),
+        (b'{"uid": ' + b"1" * 5000 + b"}", "line 1 is not valid JSON"),
+        (lines(rollouts()).replace("1.0", "1" + "0" * 400, 1).encode(), "uid 'p0' sample 0 step 1: reward is inf"),
+        (lines(rollouts()).replace("p3", "\\ud800").encode(), "not valid Unicode"),
         (b"\x00\x01\x02\xff\xfe", "line 1 is not valid JSON"),
         (lines(rollouts(3)).encode(), "holds 3 prompt groups, which is 1 batches of train_batch_size: 2 and 1 more"),
         (

@@ -5,7 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gristmill.errors import InvalidArgumentError
+from gristmill.rows import from_rows
 from gristmill_service.config import parse_config
+from gristmill_service.pipeline import mill
 from gristmill_service.pipeline.advantage import group_advantages, trajectory_scores
 
 
@@ -86,3 +89,21 @@ def test_the_score_is_the_last_steps_reward_or_the_sum_over_steps():
     rewards, bounds = np.array([1.0, 2.0, 4.0, 8.0]), np.array([0, 3, 4])
     assert trajectory_scores(rewards, bounds, "last_step").tolist() == [4.0, 8.0]
     assert trajectory_scores(rewards, bounds, "sum").tolist() == [7.0, 8.0]
+
+
+def test_scores_too_far_apart_for_the_float32_of_a_shard_are_refused_with_the_trajectory():
+    rows = [
+        {
+            "uid": "p",
+            "sample": sample,
+            "prompt_token_ids": [1],
+            "response_ids": [2],
+            "loss_mask": [1],
+            "reward": reward,
+        }
+        for sample, reward in enumerate([3e38, -3e38])
+    ]
+    with pytest.raises(
+        InvalidArgumentError, match=r"uid 'p' sample 0: advantage is 6e\+38, which float32 does not hold"
+    ):
+        mill(from_rows(rows, step_wise=False), config("rloo", 2), run="r", batch=0)

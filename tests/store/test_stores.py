@@ -3,10 +3,12 @@
 import ctypes
 import errno
 import os
+import shutil
 import stat
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill.errors import NotFoundError, ResourceExhaustedError
+from gristmill.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 from gristmill_service.store import iovec
 from gristmill_service.store.base import ShardAddress
 from gristmill_service.store.iovec import Region
@@ -107,6 +109,18 @@ class TestEveryStore:
         with pytest.raises(NotFoundError):
             store.plan("one", 0)
         assert store.plan("other", 0) == b"{}"
+
+    def test_freeing_batches_while_their_run_is_deleted_is_no_error(self, store):
+        for _ in range(20):
+            for batch in range(8):
+                store.publish("run", batch, b"{}", sources())
+            with ThreadPoolExecutor(4) as pool:
+                calls = [pool.submit(store.free, "run", batch) for batch in range(8)]
+                calls += [pool.submit(store.delete_run, "run") for _ in range(2)]
+            for call in calls:
+                call.result()
+            with pytest.raises(NotFoundError):
+                store.plan("run", 0)
 
     @pytest.mark.parametrize(
         "run", ["..", ".", "a/b", "/etc", "~root", "x" * 128, "日本語" * 40, "a\0b", "%2e%2e", "-"]
@@ -203,6 +217,30 @@ def test_leftovers_of_a_dead_process_are_removed_at_start_and_a_living_ones_are_
     finally:
         living.communicate("")
         store.close()
+
+
+def test_a_batch_that_is_being_written_while_the_store_closes_is_refused_and_leaves_nothing(tmp_path):
+    store = SharedMemoryStore(tmp_path)
+
+    class ClosesMeanwhile(Source):
+        def iovec(self):
+            store.close()
+            return super().iovec()
+
+    with pytest.raises((UnavailableError, FileNotFoundError)):
+        store.publish("run", 0, b"{}", [ClosesMeanwhile(b"data", FIRST)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_could_not_be_removed_keeps_its_lock_for_the_next_start(tmp_path, monkeypatch):
+    store = SharedMemoryStore(tmp_path)
+    store.publish("run", 0, b"{}", sources())
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)
+        store.close()
+    assert store.root.exists()
+    SharedMemoryStore(tmp_path).close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_planted_lock_does_not_lead_the_clean_up_astray(tmp_path):

@@ -54,6 +54,11 @@ def table(*rows, **kwargs):
         ({"reward": [0.0, float("nan")]}, r"reward\[1\] is nan"),
         ({"rollout_logprobs": [-1.0, float("-inf")]}, r"rollout_logprobs\[1\] is -inf"),
         ({"advantage": float("nan")}, "advantage is nan"),
+        ({"reward": 1e39}, r"reward is 1e\+39; it must be finite, also as float32"),
+        ({"reward": 10**400}, "reward is inf"),
+        ({"reward": [0.0, -1e39]}, r"reward\[1\] is -1e\+39"),
+        ({"advantage": 1e39}, r"advantage is 1e\+39"),
+        ({"stop_reason": "\ud800"}, "stop_reason is .* not valid Unicode: surrogates not allowed"),
         ({"reward": "high"}, "reward is 'high'; expected a number"),
         ({"sample": -1}, "sample is -1"),
         ({"sample": 1.5}, "sample is 1.5; expected an integer"),
@@ -71,6 +76,11 @@ def test_a_wrong_row_is_refused_naming_the_trajectory_the_field_and_the_value(ch
         table(change)
     if change.get("uid", "") != 17:
         assert "'math/17'" in str(refusal.value)
+
+
+def test_a_uid_that_is_no_unicode_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"uid is .* not valid Unicode"):
+        table({"uid": "bad\ud800"})
 
 
 def test_an_empty_uid_is_refused():

@@ -5,6 +5,7 @@ Here, and only here, Python lists of ints become arrays. Types and shapes are re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from gristmill.columns import Array, Ragged
 from gristmill.errors import InvalidArgumentError
-from gristmill.steps import INT32_MAX, UNKNOWN, Steps, check
+from gristmill.steps import FLOAT32_MAX, INT32_MAX, UNKNOWN, Steps, check, check_text
 
 _REQUIRED = ("uid", "sample", "prompt_token_ids", "response_ids", "loss_mask")
 _ARRAYS = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward", "advantage")
@@ -172,13 +173,16 @@ def _scalar(value: Any, name: str, kind: type, where: str) -> Any:
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         value = value.item()
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        # Beyond float64 it is infinite, which is refused with the other values that are not finite.
+        return float(value) if abs(value) <= FLOAT32_MAX else math.inf
     if kind is bool and value in (0, 1):
         return bool(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise InvalidArgumentError(f"{where}: {name} is {value!r}; expected {_KIND_NAMES[kind]}")
     if isinstance(value, int) and not -INT32_MAX <= value <= INT32_MAX:
         raise InvalidArgumentError(f"{where}: {name} is {value}; it must fit a 32-bit integer")
+    if isinstance(value, str):
+        check_text(value, f"{where}: {name}")
     return value
 
 

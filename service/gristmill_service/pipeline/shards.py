@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill.columns import Ragged
+from gristmill.errors import InvalidArgumentError
+from gristmill.steps import FLOAT32_MAX
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.advantage import Denominators, Float64s
 from gristmill_service.pipeline.batch import Prepared
@@ -102,8 +104,19 @@ class _ShardBuilder:
         tokens = self._prepared.received.steps.token_advantages
         if tokens is None:
             values: Float64s = self._prepared.advantages[self._prepared.rows.trajectories] * scale
+            self._check_fits(values)
             return RowScalars("advantages", values, self._zeros)
         return StepTokens("advantages", self._scaled(tokens, scale), self._geometry, self._zeros)
+
+    def _check_fits(self, advantages: Float64s) -> None:
+        """Finite scores may still be so far apart that an advantage is infinite as the float32 of a shard."""
+        outside = np.flatnonzero(~(np.abs(advantages) <= FLOAT32_MAX))
+        if outside.size:
+            row = int(outside[0])
+            raise InvalidArgumentError(
+                f"{self._prepared.received.steps.key(int(self._prepared.rows.first[row]))}: advantage is "
+                f"{advantages[row]}, which float32 does not hold; scale the rewards down"
+            )
 
     def _scaled(self, tokens: Ragged, scale: Float64s) -> Ragged:
         """The column times its rows' scale, in float64, as float32; itself where there is nothing to scale."""

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from gristmill.errors import InvalidArgumentError, NotFoundError
-from gristmill.steps import TrajectoryKey
+from gristmill.steps import TrajectoryKey, check_text
 from gristmill_service.config import RunConfig
 from gristmill_service.run.events import Event, GroupClosed, GroupDropped, GroupKey, TrajectoryAborted
 from gristmill_service.run.groups import Group
 from gristmill_service.run.state import State
 
 _UNNAMED_REASON = "aborted"
+_LONGEST_REASON = 200
 
 
 def abort_trajectories(
@@ -38,7 +39,7 @@ def abort_trajectories(
     left = {key: state.samples - len(group.aborted) for key, group in touched.items()}
     for trajectory in aborted:
         left[GroupKey(trajectory.round, trajectory.uid)] -= 1
-    reason = reason or _UNNAMED_REASON
+    reason = _checked(reason)
     return (
         [TrajectoryAborted(trajectory, reason) for trajectory in aborted],
         [GroupDropped(key, reason) for key, samples in left.items() if not samples],
@@ -47,7 +48,8 @@ def abort_trajectories(
 
 def abort_groups(state: State, keys: Sequence[GroupKey], reason: str) -> list[GroupDropped]:
     opened = [key for key in dict.fromkeys(keys) if _open_group(state, key) is not None]
-    return [GroupDropped(key, reason or _UNNAMED_REASON) for key in opened]
+    reason = _checked(reason)
+    return [GroupDropped(key, reason) for key in opened]
 
 
 def timeouts(state: State, config: RunConfig, now: float) -> list[Event]:
@@ -61,6 +63,17 @@ def timeouts(state: State, config: RunConfig, now: float) -> list[Event]:
         for group in late
         if not group.is_complete
     ]
+
+
+def _checked(reason: str) -> str:
+    """Reasons are counted by name, so that they are names and not reports."""
+    if len(reason) > _LONGEST_REASON:
+        raise InvalidArgumentError(
+            f"reason has {len(reason)} characters and {_LONGEST_REASON} are allowed; name the kind of problem, "
+            "for it is counted"
+        )
+    check_text(reason, "reason")
+    return reason or _UNNAMED_REASON
 
 
 def _open_group(state: State, key: GroupKey) -> Group | None:

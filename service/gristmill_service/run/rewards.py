@@ -5,12 +5,12 @@ A request is taken whole or refused whole.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from gristmill.steps import FLOAT32_MAX
 from gristmill_service.run.events import Event, FormFixed, GroupKey, RewardsSet, RowRef, SetReward, StoredRow
 from gristmill_service.run.form import check_reward_form
 from gristmill_service.run.state import State
@@ -82,6 +82,8 @@ def _value(row: StoredRow, update: RewardUpdate) -> float:
         # A sum that is not finite tells of a value that is not.
         with np.errstate(invalid="ignore", over="ignore"):
             value = float(update.token_values.sum(dtype=np.float64))
-    if not math.isfinite(value):
-        raise InvalidArgumentError(f"{row.trajectory} step {row.step}: reward is {value}; it must be finite")
+    if not abs(value) <= FLOAT32_MAX:
+        raise InvalidArgumentError(
+            f"{row.trajectory} step {row.step}: reward is {value}; it must be finite, also as float32"
+        )
     return value

@@ -22,7 +22,7 @@ from gristmill.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
-from gristmill.steps import Steps, TrajectoryKey
+from gristmill.steps import Steps, TrajectoryKey, check_text
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.run import aborts, admission, intake, progress, sealing
 from gristmill_service.run.admission import Room, RowBudget
@@ -120,6 +120,8 @@ class Run:
             raise InvalidArgumentError(
                 f"round is {round_} and uids are {list(uids)!r}; round is at least 0, no uid is empty"
             )
+        for uid in uids:
+            check_text(uid, "uid")
         keys = [GroupKey(round_, uid) for uid in uids]
         with self._deciding() as state:
             room = self._room()

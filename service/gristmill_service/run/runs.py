@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import structlog
+
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline import mill as pipeline_mill
@@ -17,6 +19,8 @@ from gristmill_service.run.log import MemoryLog
 from gristmill_service.run.patience import PatientStore
 from gristmill_service.run.run import Mill, Run
 from gristmill_service.store.base import Store
+
+_log = structlog.get_logger(__name__)
 
 _LONGEST_NAME = 128
 _TICK_S = 0.2
@@ -117,11 +121,18 @@ class Runs:
     def _make_batches(self) -> None:
         while (item := self._sealed.get()) is not None:
             run, batch = item
-            run.make_batch(batch)
+            try:
+                run.make_batch(batch)
+            except Exception:  # noqa: BLE001
+                # One batch must not end the making of all others.
+                _log.exception("batch could not be made", run=run.name, batch=batch)
 
     def _keep_time(self) -> None:
         while not self._stopped.wait(_TICK_S):
-            self.tick()
+            try:
+                self.tick()
+            except Exception:  # noqa: BLE001
+                _log.exception("tick failed")
 
     def _check_serving(self) -> None:
         if self._closing:

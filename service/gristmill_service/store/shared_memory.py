@@ -20,7 +20,7 @@ from io import FileIO
 from pathlib import Path
 from urllib.parse import quote
 
-from gristmill.errors import NotFoundError, ResourceExhaustedError
+from gristmill.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 from gristmill_service.store.base import ShardAddress, ShardLocation, ShardSource
 from gristmill_service.store.writing import write_shards
 
@@ -37,6 +37,7 @@ class SharedMemoryStore:
         self._root, self._lock_file = _claim(directory, prefix)
         self._sizes: dict[tuple[str, int], dict[ShardAddress, int]] = {}
         self._lock = threading.Lock()
+        self._closed = False
 
     @property
     def root(self) -> Path:
@@ -52,6 +53,8 @@ class SharedMemoryStore:
             sizes = write_shards(partial, shards)
             _write_bytes(partial / "plan.json", plan)
             with self._lock:
+                if self._closed:
+                    raise UnavailableError(f"run {run!r}: batch {batch} came after the store was closed")
                 partial.rename(final)
                 self._sizes[run, batch] = sizes
         except BaseException as error:
@@ -94,20 +97,27 @@ class SharedMemoryStore:
                 return
             freed = path.with_name(f".{path.name}.freed-{secrets.token_hex(4)}")
             path.rename(freed)
-        shutil.rmtree(freed)
+        # Another thread may remove the whole run at the same time.
+        shutil.rmtree(freed, ignore_errors=True)
 
     def delete_run(self, run: str) -> None:
+        root = self._root / _directory_name(run)
+        deleted = root.with_name(f".deleted-{secrets.token_hex(8)}")
         with self._lock:
-            batches = [batch for name, batch in self._sizes if name == run]
-        for batch in batches:
-            self.free(run, batch)
-        shutil.rmtree(self._root / _directory_name(run), ignore_errors=True)
+            for key in [key for key in self._sizes if key[0] == run]:
+                del self._sizes[key]
+            # Away at once, so that a new run of the name starts with nothing.
+            if root.exists():
+                root.rename(deleted)
+        shutil.rmtree(deleted, ignore_errors=True)
 
     def close(self) -> None:
         with self._lock:
+            if self._closed:
+                return
+            self._closed = True
             self._sizes.clear()
-        shutil.rmtree(self._root, ignore_errors=True)
-        _lock_path(self._root).unlink(missing_ok=True)
+        _remove(self._root)
         os.close(self._lock_file)
 
     def _path(self, run: str, batch: int) -> Path:
@@ -133,9 +143,8 @@ def remove_leftovers(directory: Path, prefix: str) -> None:
                 continue
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             root = path.with_suffix("")
-            if root.exists() and _is_ours(root.lstat(), stat.S_ISDIR):
-                shutil.rmtree(root, ignore_errors=True)
-            path.unlink(missing_ok=True)
+            if not os.path.lexists(root) or _is_ours(root.lstat(), stat.S_ISDIR):
+                _remove(root)
         except BlockingIOError:
             continue
         finally:
@@ -157,6 +166,14 @@ def _claim(directory: Path, prefix: str) -> tuple[Path, int]:
         except (BlockingIOError, FileNotFoundError):
             pass
         os.close(descriptor)
+
+
+def _remove(root: Path) -> None:
+    """The directory and then its lock, which stays as long as anything of the directory does: without it, no later
+    start would know what is left."""
+    shutil.rmtree(root, ignore_errors=True)
+    if not root.exists():
+        _lock_path(root).unlink(missing_ok=True)
 
 
 def _lock_path(root: Path) -> Path:
