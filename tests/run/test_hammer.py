@@ -1,0 +1,200 @@
+"""Many threads at once, with all that clients may do: what holds for one caller holds for them together."""
+
+import itertools
+import random
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gristmill.errors import FailedPreconditionError, GristmillError, NotFoundError, ResourceExhaustedError
+from gristmill_service.run import runs as runs_module
+from gristmill_service.run.run import Run
+from gristmill_service.run.runs import Runs
+from gristmill_service.run.state import State, apply
+from gristmill_service.run.views import Admission, BatchState, Position, RewardUpdate
+from gristmill_service.store.memory import MemoryStore
+from tests.run.harness import CONFIG, RecordingLog, group_rows, key, row, table
+from tests.run.test_laws import check_invariants, follow
+from tests.run.test_served_bytes import PATIENCE_S
+
+WORKERS, GROUPS, RANKS = 8, 25, 2
+CHAOS: dict[str, Any] = {
+    "train_batch_size": 3,
+    "n_samples_per_prompt": 3,
+    "dp_size": RANKS,
+    "max_buffered_batches": 3,
+    "max_buffered_bytes": 20_000,
+    "zero_variance_filter": "replace",
+    "max_staleness": 1000,
+    "group_timeout_s": 50.0,
+}
+
+
+class Worker:
+    """Rolls its groups out with all that can go wrong on the way."""
+
+    def __init__(self, run: Run, number: int) -> None:
+        self._run, self._number, self._random = run, number, random.Random(number)
+
+    def work(self) -> None:
+        for index in range(GROUPS):
+            uid = f"w{self._number}-{index}"
+            if self._random.random() < 0.5:
+                self._await(lambda uid=uid: self._run.begin_groups(0, [uid]).admissions[0] is not Admission.NO_ROOM)
+            self._roll_out(uid)
+
+    def _roll_out(self, uid: str) -> None:
+        rows = [
+            row(uid, sample, step, last=step == 1, reward=self._random.choice([0.0, 1.0, 2.0]), attempt=attempt)
+            for sample in range(3)
+            for attempt in range(1 + (self._random.random() < 0.2))
+            for step in range(2)
+        ]
+        late = [self._random.random() < 0.3 for _ in rows]
+        for one, is_late in zip(rows, late, strict=True):
+            sent = table(one | ({"reward": None} if is_late else {}))
+            self._await(lambda sent=sent: self._run.submit(sent))
+            if is_late:
+                update = RewardUpdate(key(uid, one["sample"]), one["step"], one["reward"])
+                self._run.set_rewards([update, update])
+            self._run.submit(sent)
+            if self._random.random() < 0.03:
+                self._run.abort_trajectories([key(uid, one["sample"])], "broken")
+        if self._random.random() < 0.1:
+            self._run.abort_groups(0, [uid], "tired")
+
+    def _await(self, attempt: Any) -> None:
+        """Again with every change, until there is room."""
+        changed = threading.Event()
+        self._run.changes.subscribe(changed.set)
+        try:
+            while True:
+                changed.clear()
+                try:
+                    if attempt():
+                        return
+                except ResourceExhaustedError:
+                    pass
+                assert changed.wait(PATIENCE_S), "there is never room again"
+        finally:
+            self._run.changes.unsubscribe(changed.set)
+
+
+def consume(run: Run, rank: int) -> list[Position]:
+    """Trains on whatever comes, in order, until the end."""
+    done: list[Position] = []
+    changed = threading.Event()
+    run.changes.subscribe(changed.set)
+    while True:
+        changed.clear()
+        view = run.shard("policy", rank, None, 0)
+        if view.state is BatchState.END:
+            return done
+        if view.state is BatchState.PENDING:
+            assert changed.wait(PATIENCE_S), "nothing comes any more"
+            continue
+        assert view.position is not None
+        assert view.address is not None
+        assert b"".join(run.read_shard(view.position.batch, view.address))
+        done.append(view.position)
+        run.acknowledge("policy", rank, view.position, 0, commit=True)
+
+
+def disturb(run: Run, stopped: threading.Event) -> None:
+    """What others do meanwhile."""
+    version = 0
+    while not stopped.wait(0.002):
+        version += 1
+        run.announce(version)
+        run.tick()
+        status = run.status()
+        assert status.row_bytes >= 0
+        assert status.shard_bytes >= 0
+        try:
+            run.seal(None)
+        except FailedPreconditionError:
+            continue
+
+
+def test_whatever_many_threads_do_every_row_ends_once_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, store, stopped = RecordingLog(), MemoryStore(), threading.Event()  # type: ignore[no-untyped-call]
+    monkeypatch.setattr(runs_module, "MemoryLog", lambda: log)
+    runs = Runs(store, clock=lambda: 0.0)
+    runs.create("run", CONFIG | CHAOS)
+    run = runs.get("run")
+    with ThreadPoolExecutor(WORKERS + RANKS + 1) as pool:
+        ranks = [pool.submit(consume, run, rank) for rank in range(RANKS)]
+        disturbing = pool.submit(disturb, run, stopped)
+        workers = [pool.submit(Worker(run, number).work) for number in range(WORKERS)]
+        try:
+            for worker in workers:
+                worker.result(PATIENCE_S)
+        finally:
+            stopped.set()
+            disturbing.result(PATIENCE_S)
+            run.finish()
+        done = [rank.result(PATIENCE_S) for rank in ranks]
+    check_outcome(run, log.events, done)
+    with pytest.raises(NotFoundError):
+        store.plan("run", 0)
+    runs.close(PATIENCE_S)
+
+
+def check_outcome(run: Run, events: list[Any], done: list[list[Position]]) -> None:
+    state = State.initial(run.config)
+    for event in events:
+        apply(state, event)
+    assert state == run._state, "the log is what happened"
+    check_invariants(SimpleNamespace(state=run._state, config=run.config, run=run))
+    accepted, ends = follow(events)
+    assert Counter(name for name, _ in ends) == Counter(accepted)
+    assert len(set(accepted)) == len(accepted)
+    status = run.status()
+    assert status.failed_batches == {}
+    assert len(state.closed) == WORKERS * GROUPS
+    sealed = sum(isinstance(end, int) for end in state.closed.values())
+    assert sealed + sum(status.groups_dropped.values()) == WORKERS * GROUPS
+    assert (status.row_bytes, status.shard_bytes, len(run._rows), len(run._rows._rewards)) == (0, 0, 0, 0)
+    assert status.batches_freed == status.batches_published == status.batches_sealed
+    assert done[0] == done[1] == [Position(b, 0, m) for b, count in enumerate(state.prompts) for m in range(count)]
+
+
+def test_a_run_deleted_under_load_ends_every_call_and_leaves_nothing() -> None:
+    store = MemoryStore()
+    runs = Runs(store)
+    for number in range(20):
+        runs.create("run", CONFIG | {"train_batch_size": 1, "max_buffered_batches": 50})
+        run, begun = runs.get("run"), threading.Barrier(5)
+
+        def load(worker: int, run: Run = run, begun: threading.Barrier = begun) -> type[GristmillError]:
+            begun.wait(PATIENCE_S)
+            for index in itertools.count():
+                try:
+                    run.submit(table(*group_rows(f"w{worker}-{index}")))
+                except ResourceExhaustedError:
+                    continue
+                except GristmillError as error:
+                    return type(error)
+            raise AssertionError("it never ends")
+
+        with ThreadPoolExecutor(4) as pool:
+            loading = [pool.submit(load, worker) for worker in range(4)]
+            begun.wait(PATIENCE_S)
+            if number % 2:
+                _await_sealed(run)
+            runs.delete("run")
+            assert {one.result(PATIENCE_S) for one in loading} == {NotFoundError}
+    runs.close(PATIENCE_S)
+    assert store._batches == {}
+
+
+def _await_sealed(run: Run) -> None:
+    changed = threading.Event()
+    run.changes.subscribe(changed.set)
+    while not run.status().batches_sealed:
+        assert changed.wait(PATIENCE_S)
+        changed.clear()
