@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -87,7 +86,7 @@ def serve(settings: Settings) -> int:
         try:
             with _announced(service, settings.announce):
                 print(_ready_line(service), flush=True)
-                stop_asked.wait()
+                stop_asked()
         except OSError as error:
             print(f"gristmill serve: announce: cannot write {settings.announce}: {error.strerror}", file=sys.stderr)
             return CANNOT_START
@@ -101,21 +100,28 @@ def _ready_line(service: Service) -> str:
 
 
 @contextmanager
-def _stop_asked() -> Iterator[threading.Event]:
-    """Set by the first SIGTERM or SIGINT; the second ends the process there and then."""
-    asked = threading.Event()
+def _stop_asked() -> Iterator[Callable[[], object]]:
+    """A function that returns with the first SIGTERM or SIGINT; the second ends the process there and then.
+
+    Signals interrupt each other's handlers, which therefore take no lock: a pipe is what wakes the main thread.
+    """
+    woken, wake = os.pipe()
+    asked: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:
-        if asked.is_set():
+        asked.append(number)
+        if len(asked) > 1:
             os._exit(128 + number)
-        asked.set()
+        os.write(wake, b"!")
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield asked
+        yield lambda: os.read(woken, 1)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        os.close(woken)
+        os.close(wake)
 
 
 @contextmanager
