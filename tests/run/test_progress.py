@@ -143,6 +143,15 @@ class TestResuming:
         with pytest.raises(FailedPreconditionError, match="all ranks load the same checkpoint"):
             bench.run.resume("policy", Position(0, 0, 1), "launch")
 
+    def test_a_rank_of_an_older_launch_that_comes_late_takes_nothing_from_the_newer(self):
+        bench = published()
+        bench.run.resume("policy", None, "one")
+        newer = bench.run.resume("policy", None, "two")
+        for position in (None, Position(0)):
+            with pytest.raises(StaleIncarnationError, match="launch 'one' was superseded by 'two'"):
+                bench.run.resume("policy", position, "one")
+        assert bench.run.resume("policy", None, "two") == newer
+
     def test_calls_of_an_older_incarnation_are_refused_and_change_nothing(self):
         bench = published()
         bench.run.resume("policy", None, "one")

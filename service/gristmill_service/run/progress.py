@@ -157,6 +157,12 @@ def resume(state: State, model: Model, position: Position | None, launch: str) -
                 f"{_text(position)}; all ranks load the same checkpoint"
             )
         return []
+    if launch in current.superseded:
+        # A rank of it that comes late must not take the run from the launch that came after.
+        raise StaleIncarnationError(
+            f"{model}: launch {launch!r} was superseded by {current.launch!r}: the trainer was started again; end this "
+            "process"
+        )
     target = current.committed if position is None else position
     _check_exists(state, model, target)
     if target < current.committed:

@@ -56,13 +56,14 @@ class Batch:
 @dataclass(slots=True)
 class ModelState:
     """How far a model's ranks are. `resumed_at` is where its current incarnation started; a call with incarnation 0 is
-    not checked, so they count from 1."""
+    not checked, so they count from 1. `superseded`: launches before the current one."""
 
     next: list[Position]
     committed: Position = START
     incarnation: int = 1
     launch: str = ""
     resumed_at: Position = START
+    superseded: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -238,4 +239,5 @@ def _apply_progress(state: State, event: Acknowledged | PositionCommitted | Mode
             model.committed = position
         case ModelResumed(_, position, incarnation, launch):
             model.next = [position] * len(model.next)
+            model.superseded.add(model.launch)
             model.incarnation, model.launch, model.resumed_at = incarnation, launch, position
