@@ -121,7 +121,8 @@ class TrainerServiceServicer(object):
 
     def Resume(self, request, context):
         """Puts all ranks of a model back (or forward) to `position`, under a new incarnation: calls that name an older one are
-        refused from then on. Ranks of one launch give the same `launch` and get the same incarnation, whoever is first.
+        refused from then on. Ranks of one launch give the same `launch` and get the same incarnation, whoever is first; a
+        late rank of a launch that a newer one took over from is refused, like its calls.
         FAILED_PRECONDITION for a position before the committed one (its data is gone) or past what is sealed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
