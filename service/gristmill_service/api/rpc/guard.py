@@ -8,7 +8,9 @@ from typing import Any, NoReturn
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
+from gristmill.errors import InvalidArgumentError
 from gristmill_service.api.errors import refusal
 from gristmill_service.metrics import Metrics
 
@@ -30,16 +32,16 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
                 if handler.request_streaming
                 else (grpc.unary_stream_rpc_method_handler)
             )
-            answer = self._stream(name, handler.stream_stream or handler.unary_stream)
+            answer = self._stream(name, handler.stream_stream or handler.unary_stream, handler.request_streaming)
         else:
             make, answer = grpc.unary_unary_rpc_method_handler, self._unary(name, handler.unary_unary)
-        return make(answer, handler.request_deserializer, handler.response_serializer)
+        return make(answer, _told_later(handler.request_deserializer), handler.response_serializer)
 
     def _unary(self, name: str, method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         def answer(request: Any, context: grpc.ServicerContext) -> Any:
             start = time.monotonic()
             try:
-                response = method(request, context)
+                response = method(_checked(request), context)
             except Exception as error:  # noqa: BLE001  the edge: _refuse logs what is not ours
                 self._refuse(name, start, error, context)
             self._observe(name, "OK", start)
@@ -47,11 +49,13 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
 
         return answer
 
-    def _stream(self, name: str, method: Callable[[Any, Any], Iterator[Any]]) -> Callable[[Any, Any], Iterator[Any]]:
+    def _stream(
+        self, name: str, method: Callable[[Any, Any], Iterator[Any]], takes_stream: bool
+    ) -> Callable[[Any, Any], Iterator[Any]]:
         def answer(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             start = time.monotonic()
             try:
-                yield from method(request, context)
+                yield from method(map(_checked, request) if takes_stream else _checked(request), context)
             except Exception as error:  # noqa: BLE001  the edge: _refuse logs what is not ours
                 self._refuse(name, start, error, context)
             self._observe(name, "OK", start)
@@ -74,3 +78,23 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
 
     def _observe(self, name: str, status: str, start: float) -> None:
         self._metrics.observe_call("grpc", name, status, time.monotonic() - start)
+
+
+def _told_later(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Gives the error in place of the request: gRPC itself would answer INTERNAL, as if it were our fault."""
+
+    def deserialize(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            return error
+
+    return deserialize
+
+
+def _checked(request: Any) -> Any:
+    if isinstance(request, DecodeError):
+        raise InvalidArgumentError(
+            f"the request is no message of gristmill.v1: {request}; send what the protos describe"
+        )
+    return request
