@@ -82,6 +82,18 @@ def test_a_token_buffer_of_the_wrong_size_is_refused_with_both(grpc_door: GrpcDo
     assert "tokens has 19 bytes" in error.message
 
 
+@pytest.mark.parametrize("method", ["SubmitRows", "StreamRows"])
+def test_bytes_that_are_no_message_are_the_callers_fault(service: Service, method: str) -> None:
+    path = f"/gristmill.v1.RolloutService/{method}"
+    with grpc.insecure_channel(service.grpc_address) as channel, pytest.raises(grpc.RpcError) as caught:
+        if method == "SubmitRows":
+            channel.unary_unary(path)(b"\xff\xff garbage", timeout=20)
+        else:
+            list(channel.stream_stream(path)(iter([b"\xff\xff garbage"]), timeout=20))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "no message of gristmill.v1" in caught.value.details()
+
+
 def test_a_reward_needs_a_value(grpc_door: GrpcDoor, run_name: str) -> None:
     grpc_door.create(run_name, CONFIG)
     reward = rollout_pb2.Reward(trajectory=rollout_pb2.TrajectoryKey(uid="a"))
