@@ -85,11 +85,14 @@ def test_a_token_buffer_of_the_wrong_size_is_refused_with_both(grpc_door: GrpcDo
 @pytest.mark.parametrize("method", ["SubmitRows", "StreamRows"])
 def test_bytes_that_are_no_message_are_the_callers_fault(service: Service, method: str) -> None:
     path = f"/gristmill.v1.RolloutService/{method}"
-    with grpc.insecure_channel(service.grpc_address) as channel, pytest.raises(grpc.RpcError) as caught:
-        if method == "SubmitRows":
-            channel.unary_unary(path)(b"\xff\xff garbage", timeout=20)
-        else:
-            list(channel.stream_stream(path)(iter([b"\xff\xff garbage"]), timeout=20))
+    garbage = b"\xff\xff garbage"
+    with grpc.insecure_channel(service.grpc_address) as channel:
+        calls = {
+            "SubmitRows": lambda: channel.unary_unary(path)(garbage, timeout=20),
+            "StreamRows": lambda: list(channel.stream_stream(path)(iter([garbage]), timeout=20)),
+        }
+        with pytest.raises(grpc.RpcError) as caught:
+            calls[method]()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "no message of gristmill.v1" in caught.value.details()
 
