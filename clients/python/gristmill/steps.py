@@ -6,6 +6,7 @@ need more than one row (steps 0..T-1, samples in range, mixed batches) belong to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill.columns import Int64s, Ragged
+from gristmill.columns import Array, Int64s, Ragged
 from gristmill.errors import InvalidArgumentError
 
 UNKNOWN = -1
@@ -199,9 +200,17 @@ def _check_numbers(table: Steps) -> None:
             raise InvalidArgumentError(f"{table.name(row)}: advantage is {table.advantages[row]}; {_FINITE}")
     for name, column in _response_columns(table):
         values = column.values
-        # One pass without temporaries on the good path: NaN and infinity show in the extremes.
-        if values.dtype.kind == "f" and values.size and not -FLOAT32_MAX <= values.min() <= values.max() <= FLOAT32_MAX:
+        if values.dtype.kind == "f" and values.size and _is_suspicious(values):
             _refuse_value(table, name, column, _not_finite, _FINITE)
+
+
+def _is_suspicious(values: Array) -> bool:
+    """Whether any may not be finite as float32, found without temporaries: NaN and infinity show in the sum, as may a
+    sum that overflows; what float64 holds and float32 does not shows in the extremes."""
+    if values.dtype == np.float32:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return not math.isfinite(float(values.sum()))
+    return not -FLOAT32_MAX <= values.min() <= values.max() <= FLOAT32_MAX
 
 
 def _not_finite(values: NDArray[Any]) -> NDArray[np.bool_]:

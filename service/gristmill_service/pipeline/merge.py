@@ -95,19 +95,24 @@ def _joins(received: Received) -> tuple[NDArray[np.bool_], list[Mismatch]]:
     return joins, mismatches
 
 
-def _extend(tokens: Ragged, followers: Int64s) -> list[bool]:
+def _extend(tokens: Ragged, followers: Int64s) -> NDArray[np.bool_]:
     """Of each of these rows, whether it begins with the whole row before it."""
-    values = tokens.values
     counts = tokens.lengths[followers - 1]
+    ones, others = tokens.starts[followers - 1], tokens.starts[followers]
+    is_long = counts >= _SHORT
+    same = np.empty(len(followers), np.bool_)
     # Short ones as bytes, whose comparison has the least fixed cost; long ones without a copy.
-    data, item = bytes_of(values), values.itemsize
-    spans = zip(tokens.starts[followers - 1].tolist(), tokens.starts[followers].tolist(), counts.tolist(), strict=True)
-    return [
-        data[item * one : item * (one + count)].tobytes() == data[item * other : item * (other + count)].tobytes()
-        if count < _SHORT
-        else bool((values[one : one + count] == values[other : other + count]).all())
-        for one, other, count in spans
+    data, item = bytes_of(tokens.values), tokens.values.itemsize
+    edges = [item * edge[~is_long] for edge in (ones, ones + counts, others, others + counts)]
+    spans = zip(*(edge.tolist() for edge in edges), strict=True)
+    same[~is_long] = [data[a:b].tobytes() == data[c:d].tobytes() for a, b, c, d in spans]
+    same[is_long] = [
+        bool((tokens.values[one : one + count] == tokens.values[other : other + count]).all())
+        for one, other, count in zip(
+            ones[is_long].tolist(), others[is_long].tolist(), counts[is_long].tolist(), strict=True
+        )
     ]
+    return same
 
 
 def _first_difference(before: NDArray[np.int32], prompt: NDArray[np.int32]) -> int:

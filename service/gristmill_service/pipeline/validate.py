@@ -69,7 +69,7 @@ def receive(steps: Steps, config: RunConfig) -> Received:
 def _ordered(steps: Steps) -> tuple[Steps, list[tuple[int, str]], Int64s]:
     index: dict[tuple[int, str], int] = {}
     keys = zip(steps.rounds.tolist(), steps.uids, strict=True)
-    group_of_step = np.fromiter((index.setdefault(key, len(index)) for key in keys), np.int64, len(steps))
+    group_of_step = np.array([index.setdefault(key, len(index)) for key in keys], np.int64)
     order = np.lexsort((steps.steps, steps.samples, group_of_step))
     if not np.array_equal(order, np.arange(len(order))):
         steps, group_of_step = steps.take(order), group_of_step[order]

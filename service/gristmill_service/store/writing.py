@@ -25,12 +25,13 @@ def write_shards(
     """
 
     def write(shard: ShardSource) -> tuple[ShardAddress, int]:
-        path = directory / shard.address.path
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        write_file(path, shard.iovec())
+        write_file(directory / shard.address.path, shard.iovec())
         on_written(shard.size)
         return shard.address, shard.size
 
+    shards = list(shards)
+    for parent in {os.path.dirname(shard.address.path) for shard in shards}:
+        (directory / parent).mkdir(mode=0o700)
     with ThreadPoolExecutor(_WRITERS, "gristmill-writer") as pool:
         return dict(pool.map(write, shards))
 
