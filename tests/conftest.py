@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.serving import FREE_PORTS, ServiceProcess, StartService
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from gristmill_service.service import Service
 
 _run_numbers = itertools.count()
+
+# Laws are about values, not about how fast a busy machine draws and checks them; hangs end by pytest's timeout.
+settings.register_profile("laws", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("laws")
 
 
 @pytest.fixture(scope="module")
