@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _run_numbers = itertools.count()
 
-# Laws are about values, not about how fast a busy machine draws and checks them; hangs end by pytest's timeout. The gate
-# draws the same examples each time, so that it judges the change; people's runs go on looking for new ones.
+# Laws are about values, not about how fast a busy machine draws and checks them; hangs end by pytest's timeout. The
+# gate draws the same examples each time, so that it judges the change; people's runs go on looking for new ones.
 settings.register_profile(
     "laws", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
 )
