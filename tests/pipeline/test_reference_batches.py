@@ -38,8 +38,8 @@ def test_rows_after_merging_are_those_of_the_reference(case):
         if shard.address.model != "policy":
             continue
         tensors = load(naive.shard_bytes(shard))
-        uids = json.loads(json.loads(shard.header[8:])["__metadata__"]["uids"])
-        stop_reasons = json.loads(json.loads(shard.header[8:])["__metadata__"]["stop_reasons"])
+        _, metadata = naive.read_shard(shard)
+        uids, stop_reasons = metadata["uids"], metadata["stop_reasons"]
         for i, row in enumerate(tensors["row"].tolist()):
             if row >= 0:
                 seen[row] = {

@@ -48,7 +48,6 @@ class Shard:
     """One shard's file: the bytes that are its own (header, per-row tensors), and runs of the batch's memory."""
 
     address: ShardAddress
-    header: bytes
     own: tuple[Region, Region]
     """What stands before the wide tensors of 4-byte elements, and before those of 1-byte elements."""
     wide: tuple[Sequence[Iovec], Sequence[Iovec]]
@@ -104,7 +103,6 @@ class Layout:
         ]
         return Shard(
             address=address,
-            header=header,
             own=(Region(header + own[0]), Region(own[1])),
             wide=(wide[0], wide[1]),
             memory=placed,

@@ -127,16 +127,20 @@ def _check_rewards(steps: Steps) -> None:
         raise InvalidArgumentError(f"{steps.name(int(pending[0]))}: reward is missing; every row needs one")
 
 
-def _check_advantages(steps: Steps, bounds: Int64s, config: RunConfig) -> None:
+def check_advantage_form(steps: Steps, config: RunConfig) -> None:
+    """Rows carry advantages with `advantage_estimator: none`, and only then. Of at least one row."""
     given = steps.advantages is not None or steps.token_advantages is not None
-    if not len(steps) or given != (config.advantage_estimator == "none"):
-        if not len(steps):
-            return
+    if given != (config.advantage_estimator == "none"):
         remedy = "leave it out, or set advantage_estimator: none" if given else "send one with each row"
         raise InvalidArgumentError(
             f"{steps.name(0)}: advantage is {'given' if given else 'missing'} with advantage_estimator: "
             f"{config.advantage_estimator}; {remedy}"
         )
+
+
+def _check_advantages(steps: Steps, bounds: Int64s, config: RunConfig) -> None:
+    if len(steps):
+        check_advantage_form(steps, config)
     if steps.advantages is not None:
         first = np.repeat(steps.advantages[bounds[:-1]], np.diff(bounds))
         differs = np.flatnonzero(steps.advantages != first)

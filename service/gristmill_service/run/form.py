@@ -7,6 +7,7 @@ from dataclasses import replace
 from gristmill.errors import InvalidArgumentError
 from gristmill.steps import Steps
 from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.validate import check_advantage_form
 from gristmill_service.run.events import RowForm, StoredRow
 from gristmill_service.run.views import RewardUpdate
 
@@ -19,13 +20,7 @@ _NAMES = {
 
 def check_form(steps: Steps, form: RowForm, config: RunConfig) -> RowForm:
     """The run's row form with what these rows fix of it. Raises InvalidArgumentError where they disagree with it."""
-    given = steps.advantages is not None or steps.token_advantages is not None
-    if given != (config.advantage_estimator == "none"):
-        remedy = "leave it out, or set advantage_estimator: none" if given else "send one with each row"
-        raise InvalidArgumentError(
-            f"{steps.name(0)}: advantage is {'given' if given else 'missing'} with advantage_estimator: "
-            f"{config.advantage_estimator}; {remedy}"
-        )
+    check_advantage_form(steps, config)
     if steps.advantages is not None and steps.token_advantages is not None:
         raise InvalidArgumentError(
             f"{steps.name(0)}: advantage is given twice, as one number and per response token; send one of them"
@@ -35,7 +30,7 @@ def check_form(steps: Steps, form: RowForm, config: RunConfig) -> RowForm:
     found = {
         "logprobs": steps.logprobs is not None,
         "token_rewards": None if waits else steps.token_rewards is not None,
-        "token_advantages": steps.token_advantages is not None if given else None,
+        "token_advantages": steps.token_advantages is not None if config.advantage_estimator == "none" else None,
     }
     for name, value in found.items():
         before = getattr(form, name)
