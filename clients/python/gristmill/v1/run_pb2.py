@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16gristmill/v1/run.proto\x12\x0cgristmill.v1\"<\n\x08Position\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x05\x12\x12\n\nmini_batch\x18\x03 \x01(\x05\"4\n\x10\x43reateRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\"6\n\x11\x43reateRunResponse\x12\x10\n\x08warnings\x18\x01 \x03(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x08\"\x1c\n\rGetRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"9\n\x0eGetRunResponse\x12\'\n\x06status\x18\x01 \x01(\x0b\x32\x17.gristmill.v1.RunStatus\"f\n\x0cRankProgress\x12\"\n\x05model\x18\x01 \x01(\x0e\x32\x13.gristmill.v1.Model\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12$\n\x04next\x18\x03 \x01(\x0b\x32\x16.gristmill.v1.Position\"s\n\rModelProgress\x12\"\n\x05model\x18\x01 \x01(\x0e\x32\x13.gristmill.v1.Model\x12)\n\tcommitted\x18\x02 \x01(\x0b\x32\x16.gristmill.v1.Position\x12\x13\n\x0bincarnation\x18\x03 \x01(\x03\"\x87\x05\n\tRunStatus\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x05\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\x12\x13\n\x0bgroups_open\x18\x05 \x01(\x03\x12\x17\n\x0fgroups_complete\x18\x06 \x01(\x03\x12\x13\n\x0bgroups_room\x18\x07 \x01(\x03\x12\x16\n\x0e\x62\x61tches_sealed\x18\x08 \x01(\x03\x12\x19\n\x11\x62\x61tches_published\x18\t \x01(\x03\x12\x15\n\rbatches_freed\x18\n \x01(\x03\x12\x11\n\trow_bytes\x18\x0b \x01(\x03\x12\x13\n\x0bshard_bytes\x18\x0c \x01(\x03\x12\x15\n\rrows_accepted\x18\r \x01(\x03\x12\x16\n\x0erows_duplicate\x18\x0e \x01(\x03\x12\x42\n\x0egroups_dropped\x18\x0f \x03(\x0b\x32*.gristmill.v1.RunStatus.GroupsDroppedEntry\x12)\n\x05ranks\x18\x10 \x03(\x0b\x32\x1a.gristmill.v1.RankProgress\x12+\n\x06models\x18\x11 \x03(\x0b\x32\x1b.gristmill.v1.ModelProgress\x12\x42\n\x0e\x66\x61iled_batches\x18\x12 \x03(\x0b\x32*.gristmill.v1.RunStatus.FailedBatchesEntry\x1a\x34\n\x12GroupsDroppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x34\n\x12\x46\x61iledBatchesEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x11\n\x0fListRunsRequest\" \n\x10ListRunsResponse\x12\x0c\n\x04runs\x18\x01 \x03(\t\"\x1f\n\x10\x46inishRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"$\n\x11\x46inishRunResponse\x12\x0f\n\x07\x62\x61tches\x18\x01 \x01(\x03\"\x1f\n\x10\x44\x65leteRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"\x13\n\x11\x44\x65leteRunResponse\"<\n\x1c\x41nnouncePolicyVersionRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x05\"\x1f\n\x1d\x41nnouncePolicyVersionResponse\"I\n\x18WaitPolicyVersionRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08\x61t_least\x18\x02 \x01(\x05\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\",\n\x19WaitPolicyVersionResponse\x12\x0f\n\x07version\x18\x01 \x01(\x05*B\n\x05Model\x12\x15\n\x11MODEL_UNSPECIFIED\x10\x00\x12\x10\n\x0cMODEL_POLICY\x10\x01\x12\x10\n\x0cMODEL_CRITIC\x10\x02\x32\xde\x04\n\nRunService\x12L\n\tCreateRun\x12\x1e.gristmill.v1.CreateRunRequest\x1a\x1f.gristmill.v1.CreateRunResponse\x12\x43\n\x06GetRun\x12\x1b.gristmill.v1.GetRunRequest\x1a\x1c.gristmill.v1.GetRunResponse\x12I\n\x08ListRuns\x12\x1d.gristmill.v1.ListRunsRequest\x1a\x1e.gristmill.v1.ListRunsResponse\x12L\n\tFinishRun\x12\x1e.gristmill.v1.FinishRunRequest\x1a\x1f.gristmill.v1.FinishRunResponse\x12L\n\tDeleteRun\x12\x1e.gristmill.v1.DeleteRunRequest\x1a\x1f.gristmill.v1.DeleteRunResponse\x12p\n\x15\x41nnouncePolicyVersion\x12*.gristmill.v1.AnnouncePolicyVersionRequest\x1a+.gristmill.v1.AnnouncePolicyVersionResponse\x12\x64\n\x11WaitPolicyVersion\x12&.gristmill.v1.WaitPolicyVersionRequest\x1a\'.gristmill.v1.WaitPolicyVersionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16gristmill/v1/run.proto\x12\x0cgristmill.v1\"<\n\x08Position\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x05\x12\x12\n\nmini_batch\x18\x03 \x01(\x05\"4\n\x10\x43reateRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\"6\n\x11\x43reateRunResponse\x12\x10\n\x08warnings\x18\x01 \x03(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x08\"\x1c\n\rGetRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"9\n\x0eGetRunResponse\x12\'\n\x06status\x18\x01 \x01(\x0b\x32\x17.gristmill.v1.RunStatus\"f\n\x0cRankProgress\x12\"\n\x05model\x18\x01 \x01(\x0e\x32\x13.gristmill.v1.Model\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12$\n\x04next\x18\x03 \x01(\x0b\x32\x16.gristmill.v1.Position\"s\n\rModelProgress\x12\"\n\x05model\x18\x01 \x01(\x0e\x32\x13.gristmill.v1.Model\x12)\n\tcommitted\x18\x02 \x01(\x0b\x32\x16.gristmill.v1.Position\x12\x13\n\x0bincarnation\x18\x03 \x01(\x03\"\x87\x05\n\tRunStatus\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x05\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\x12\x13\n\x0bgroups_open\x18\x05 \x01(\x03\x12\x17\n\x0fgroups_complete\x18\x06 \x01(\x03\x12\x13\n\x0bgroups_room\x18\x07 \x01(\x03\x12\x16\n\x0e\x62\x61tches_sealed\x18\x08 \x01(\x03\x12\x19\n\x11\x62\x61tches_published\x18\t \x01(\x03\x12\x15\n\rbatches_freed\x18\n \x01(\x03\x12\x11\n\trow_bytes\x18\x0b \x01(\x03\x12\x13\n\x0bshard_bytes\x18\x0c \x01(\x03\x12\x15\n\rrows_accepted\x18\r \x01(\x03\x12\x16\n\x0erows_duplicate\x18\x0e \x01(\x03\x12\x42\n\x0egroups_dropped\x18\x0f \x03(\x0b\x32*.gristmill.v1.RunStatus.GroupsDroppedEntry\x12)\n\x05ranks\x18\x10 \x03(\x0b\x32\x1a.gristmill.v1.RankProgress\x12+\n\x06models\x18\x11 \x03(\x0b\x32\x1b.gristmill.v1.ModelProgress\x12\x42\n\x0e\x66\x61iled_batches\x18\x12 \x03(\x0b\x32*.gristmill.v1.RunStatus.FailedBatchesEntry\x1a\x34\n\x12GroupsDroppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x34\n\x12\x46\x61iledBatchesEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x11\n\x0fListRunsRequest\" \n\x10ListRunsResponse\x12\x0c\n\x04runs\x18\x01 \x03(\t\" \n\x11ListGroupsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"q\n\x0bGroupStatus\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.gristmill.v1.GroupState\x12\r\n\x05\x62\x61tch\x18\x04 \x01(\x03\x12\x0e\n\x06reason\x18\x05 \x01(\t\"?\n\x12ListGroupsResponse\x12)\n\x06groups\x18\x01 \x03(\x0b\x32\x19.gristmill.v1.GroupStatus\"\x1f\n\x10\x46inishRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"$\n\x11\x46inishRunResponse\x12\x0f\n\x07\x62\x61tches\x18\x01 \x01(\x03\"\x1f\n\x10\x44\x65leteRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"\x13\n\x11\x44\x65leteRunResponse\"<\n\x1c\x41nnouncePolicyVersionRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x05\"\x1f\n\x1d\x41nnouncePolicyVersionResponse\"I\n\x18WaitPolicyVersionRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08\x61t_least\x18\x02 \x01(\x05\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\",\n\x19WaitPolicyVersionResponse\x12\x0f\n\x07version\x18\x01 \x01(\x05*B\n\x05Model\x12\x15\n\x11MODEL_UNSPECIFIED\x10\x00\x12\x10\n\x0cMODEL_POLICY\x10\x01\x12\x10\n\x0cMODEL_CRITIC\x10\x02*\x8a\x01\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10GROUP_STATE_OPEN\x10\x01\x12\x18\n\x14GROUP_STATE_COMPLETE\x10\x02\x12\x16\n\x12GROUP_STATE_SEALED\x10\x03\x12\x17\n\x13GROUP_STATE_DROPPED\x10\x04\x32\xb1\x05\n\nRunService\x12L\n\tCreateRun\x12\x1e.gristmill.v1.CreateRunRequest\x1a\x1f.gristmill.v1.CreateRunResponse\x12\x43\n\x06GetRun\x12\x1b.gristmill.v1.GetRunRequest\x1a\x1c.gristmill.v1.GetRunResponse\x12I\n\x08ListRuns\x12\x1d.gristmill.v1.ListRunsRequest\x1a\x1e.gristmill.v1.ListRunsResponse\x12Q\n\nListGroups\x12\x1f.gristmill.v1.ListGroupsRequest\x1a .gristmill.v1.ListGroupsResponse0\x01\x12L\n\tFinishRun\x12\x1e.gristmill.v1.FinishRunRequest\x1a\x1f.gristmill.v1.FinishRunResponse\x12L\n\tDeleteRun\x12\x1e.gristmill.v1.DeleteRunRequest\x1a\x1f.gristmill.v1.DeleteRunResponse\x12p\n\x15\x41nnouncePolicyVersion\x12*.gristmill.v1.AnnouncePolicyVersionRequest\x1a+.gristmill.v1.AnnouncePolicyVersionResponse\x12\x64\n\x11WaitPolicyVersion\x12&.gristmill.v1.WaitPolicyVersionRequest\x1a\'.gristmill.v1.WaitPolicyVersionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNSTATUS_GROUPSDROPPEDENTRY']._serialized_options = b'8\001'
   _globals['_RUNSTATUS_FAILEDBATCHESENTRY']._loaded_options = None
   _globals['_RUNSTATUS_FAILEDBATCHESENTRY']._serialized_options = b'8\001'
-  _globals['_MODEL']._serialized_start=1566
-  _globals['_MODEL']._serialized_end=1632
+  _globals['_MODEL']._serialized_start=1780
+  _globals['_MODEL']._serialized_end=1846
+  _globals['_GROUPSTATE']._serialized_start=1849
+  _globals['_GROUPSTATE']._serialized_end=1987
   _globals['_POSITION']._serialized_start=40
   _globals['_POSITION']._serialized_end=100
   _globals['_CREATERUNREQUEST']._serialized_start=102
@@ -61,22 +63,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTRUNSREQUEST']._serialized_end=1189
   _globals['_LISTRUNSRESPONSE']._serialized_start=1191
   _globals['_LISTRUNSRESPONSE']._serialized_end=1223
-  _globals['_FINISHRUNREQUEST']._serialized_start=1225
-  _globals['_FINISHRUNREQUEST']._serialized_end=1256
-  _globals['_FINISHRUNRESPONSE']._serialized_start=1258
-  _globals['_FINISHRUNRESPONSE']._serialized_end=1294
-  _globals['_DELETERUNREQUEST']._serialized_start=1296
-  _globals['_DELETERUNREQUEST']._serialized_end=1327
-  _globals['_DELETERUNRESPONSE']._serialized_start=1329
-  _globals['_DELETERUNRESPONSE']._serialized_end=1348
-  _globals['_ANNOUNCEPOLICYVERSIONREQUEST']._serialized_start=1350
-  _globals['_ANNOUNCEPOLICYVERSIONREQUEST']._serialized_end=1410
-  _globals['_ANNOUNCEPOLICYVERSIONRESPONSE']._serialized_start=1412
-  _globals['_ANNOUNCEPOLICYVERSIONRESPONSE']._serialized_end=1443
-  _globals['_WAITPOLICYVERSIONREQUEST']._serialized_start=1445
-  _globals['_WAITPOLICYVERSIONREQUEST']._serialized_end=1518
-  _globals['_WAITPOLICYVERSIONRESPONSE']._serialized_start=1520
-  _globals['_WAITPOLICYVERSIONRESPONSE']._serialized_end=1564
-  _globals['_RUNSERVICE']._serialized_start=1635
-  _globals['_RUNSERVICE']._serialized_end=2241
+  _globals['_LISTGROUPSREQUEST']._serialized_start=1225
+  _globals['_LISTGROUPSREQUEST']._serialized_end=1257
+  _globals['_GROUPSTATUS']._serialized_start=1259
+  _globals['_GROUPSTATUS']._serialized_end=1372
+  _globals['_LISTGROUPSRESPONSE']._serialized_start=1374
+  _globals['_LISTGROUPSRESPONSE']._serialized_end=1437
+  _globals['_FINISHRUNREQUEST']._serialized_start=1439
+  _globals['_FINISHRUNREQUEST']._serialized_end=1470
+  _globals['_FINISHRUNRESPONSE']._serialized_start=1472
+  _globals['_FINISHRUNRESPONSE']._serialized_end=1508
+  _globals['_DELETERUNREQUEST']._serialized_start=1510
+  _globals['_DELETERUNREQUEST']._serialized_end=1541
+  _globals['_DELETERUNRESPONSE']._serialized_start=1543
+  _globals['_DELETERUNRESPONSE']._serialized_end=1562
+  _globals['_ANNOUNCEPOLICYVERSIONREQUEST']._serialized_start=1564
+  _globals['_ANNOUNCEPOLICYVERSIONREQUEST']._serialized_end=1624
+  _globals['_ANNOUNCEPOLICYVERSIONRESPONSE']._serialized_start=1626
+  _globals['_ANNOUNCEPOLICYVERSIONRESPONSE']._serialized_end=1657
+  _globals['_WAITPOLICYVERSIONREQUEST']._serialized_start=1659
+  _globals['_WAITPOLICYVERSIONREQUEST']._serialized_end=1732
+  _globals['_WAITPOLICYVERSIONRESPONSE']._serialized_start=1734
+  _globals['_WAITPOLICYVERSIONRESPONSE']._serialized_end=1778
+  _globals['_RUNSERVICE']._serialized_start=1990
+  _globals['_RUNSERVICE']._serialized_end=2679
 # @@protoc_insertion_point(module_scope)

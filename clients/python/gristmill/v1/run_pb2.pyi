@@ -39,6 +39,35 @@ MODEL_POLICY: Model.ValueType  # 1
 MODEL_CRITIC: Model.ValueType  # 2
 global___Model = Model
 
+class _GroupState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _GroupStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_GroupState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    GROUP_STATE_UNSPECIFIED: _GroupState.ValueType  # 0
+    GROUP_STATE_OPEN: _GroupState.ValueType  # 1
+    """Admitted, and not complete."""
+    GROUP_STATE_COMPLETE: _GroupState.ValueType  # 2
+    """Complete, and not sealed yet."""
+    GROUP_STATE_SEALED: _GroupState.ValueType  # 3
+    """Sealed into a batch."""
+    GROUP_STATE_DROPPED: _GroupState.ValueType  # 4
+    """Dropped, for a reason."""
+
+class GroupState(_GroupState, metaclass=_GroupStateEnumTypeWrapper): ...
+
+GROUP_STATE_UNSPECIFIED: GroupState.ValueType  # 0
+GROUP_STATE_OPEN: GroupState.ValueType  # 1
+"""Admitted, and not complete."""
+GROUP_STATE_COMPLETE: GroupState.ValueType  # 2
+"""Complete, and not sealed yet."""
+GROUP_STATE_SEALED: GroupState.ValueType  # 3
+"""Sealed into a batch."""
+GROUP_STATE_DROPPED: GroupState.ValueType  # 4
+"""Dropped, for a reason."""
+global___GroupState = GroupState
+
 @typing.final
 class Position(google.protobuf.message.Message):
     """A place in a model's training order: batch by batch, epoch by epoch over the batch, mini-batch by mini-batch."""
@@ -327,6 +356,66 @@ class ListRunsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["runs", b"runs"]) -> None: ...
 
 global___ListRunsResponse = ListRunsResponse
+
+@typing.final
+class ListGroupsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["run", b"run"]) -> None: ...
+
+global___ListGroupsRequest = ListGroupsRequest
+
+@typing.final
+class GroupStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UID_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    BATCH_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    uid: builtins.str
+    round: builtins.int
+    state: global___GroupState.ValueType
+    batch: builtins.int
+    """Of a sealed group."""
+    reason: builtins.str
+    """Of a dropped group; `batch_failed` where it was sealed into a batch that could not be made."""
+    def __init__(
+        self,
+        *,
+        uid: builtins.str = ...,
+        round: builtins.int = ...,
+        state: global___GroupState.ValueType = ...,
+        batch: builtins.int = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch", b"batch", "reason", b"reason", "round", b"round", "state", b"state", "uid", b"uid"]) -> None: ...
+
+global___GroupStatus = GroupStatus
+
+@typing.final
+class ListGroupsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: builtins.int
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupStatus]: ...
+    def __init__(
+        self,
+        *,
+        groups: collections.abc.Iterable[global___GroupStatus] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups"]) -> None: ...
+
+global___ListGroupsResponse = ListGroupsResponse
 
 @typing.final
 class FinishRunRequest(google.protobuf.message.Message):

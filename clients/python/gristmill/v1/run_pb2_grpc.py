@@ -50,6 +50,11 @@ class RunServiceStub(object):
                 request_serializer=gristmill_dot_v1_dot_run__pb2.ListRunsRequest.SerializeToString,
                 response_deserializer=gristmill_dot_v1_dot_run__pb2.ListRunsResponse.FromString,
                 _registered_method=True)
+        self.ListGroups = channel.unary_stream(
+                '/gristmill.v1.RunService/ListGroups',
+                request_serializer=gristmill_dot_v1_dot_run__pb2.ListGroupsRequest.SerializeToString,
+                response_deserializer=gristmill_dot_v1_dot_run__pb2.ListGroupsResponse.FromString,
+                _registered_method=True)
         self.FinishRun = channel.unary_unary(
                 '/gristmill.v1.RunService/FinishRun',
                 request_serializer=gristmill_dot_v1_dot_run__pb2.FinishRunRequest.SerializeToString,
@@ -93,6 +98,14 @@ class RunServiceServicer(object):
 
     def ListRuns(self, request, context):
         """The names of the runs that the service holds. Reads only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListGroups(self, request, context):
+        """Every prompt group that was ever admitted, and what became of it: which uids a data loader that starts again need
+        not sample any more. In pages, the decided ones first. Reads only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,6 +158,11 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.ListRuns,
                     request_deserializer=gristmill_dot_v1_dot_run__pb2.ListRunsRequest.FromString,
                     response_serializer=gristmill_dot_v1_dot_run__pb2.ListRunsResponse.SerializeToString,
+            ),
+            'ListGroups': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListGroups,
+                    request_deserializer=gristmill_dot_v1_dot_run__pb2.ListGroupsRequest.FromString,
+                    response_serializer=gristmill_dot_v1_dot_run__pb2.ListGroupsResponse.SerializeToString,
             ),
             'FinishRun': grpc.unary_unary_rpc_method_handler(
                     servicer.FinishRun,
@@ -249,6 +267,33 @@ class RunService(object):
             '/gristmill.v1.RunService/ListRuns',
             gristmill_dot_v1_dot_run__pb2.ListRunsRequest.SerializeToString,
             gristmill_dot_v1_dot_run__pb2.ListRunsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gristmill.v1.RunService/ListGroups',
+            gristmill_dot_v1_dot_run__pb2.ListGroupsRequest.SerializeToString,
+            gristmill_dot_v1_dot_run__pb2.ListGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

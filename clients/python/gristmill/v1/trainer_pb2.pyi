@@ -7,6 +7,7 @@ import builtins
 import google.protobuf.descriptor
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import gristmill.v1.rows_pb2
 import gristmill.v1.run_pb2
 import sys
 import typing
@@ -161,11 +162,14 @@ class ReadShardRequest(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     BATCH_FIELD_NUMBER: builtins.int
     MINI_BATCH_FIELD_NUMBER: builtins.int
+    ACCEPTS_COMPACT_FIELD_NUMBER: builtins.int
     run: builtins.str
     model: gristmill.v1.run_pb2.Model.ValueType
     rank: builtins.int
     batch: builtins.int
     mini_batch: builtins.int
+    accepts_compact: builtins.bool
+    """Whether the caller restores shards that come without their padding (docs/compact-shards.md)."""
     def __init__(
         self,
         *,
@@ -174,8 +178,9 @@ class ReadShardRequest(google.protobuf.message.Message):
         rank: builtins.int = ...,
         batch: builtins.int = ...,
         mini_batch: builtins.int = ...,
+        accepts_compact: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch", b"batch", "mini_batch", b"mini_batch", "model", b"model", "rank", b"rank", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepts_compact", b"accepts_compact", "batch", b"batch", "mini_batch", b"mini_batch", "model", b"model", "rank", b"rank", "run", b"run"]) -> None: ...
 
 global___ReadShardRequest = ReadShardRequest
 
@@ -184,15 +189,54 @@ class ReadShardResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DATA_FIELD_NUMBER: builtins.int
+    IS_COMPACT_FIELD_NUMBER: builtins.int
     data: builtins.bytes
+    is_compact: builtins.bool
+    """Set on every message of a shard that comes in its compact form."""
     def __init__(
         self,
         *,
         data: builtins.bytes = ...,
+        is_compact: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "is_compact", b"is_compact"]) -> None: ...
 
 global___ReadShardResponse = ReadShardResponse
+
+@typing.final
+class ExportBatchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    BATCH_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    batch: builtins.int
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        batch: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch", b"batch", "run", b"run"]) -> None: ...
+
+global___ExportBatchRequest = ExportBatchRequest
+
+@typing.final
+class ExportBatchResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: builtins.int
+    @property
+    def rows(self) -> gristmill.v1.rows_pb2.Rows: ...
+    def __init__(
+        self,
+        *,
+        rows: gristmill.v1.rows_pb2.Rows | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["rows", b"rows"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["rows", b"rows"]) -> None: ...
+
+global___ExportBatchResponse = ExportBatchResponse
 
 @typing.final
 class AcknowledgeRequest(google.protobuf.message.Message):
@@ -297,10 +341,13 @@ class ResumeRequest(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     POSITION_FIELD_NUMBER: builtins.int
     LAUNCH_FIELD_NUMBER: builtins.int
+    DP_SIZE_FIELD_NUMBER: builtins.int
     run: builtins.str
     model: gristmill.v1.run_pb2.Model.ValueType
     launch: builtins.str
     """Names this start of the trainer, the same on all its ranks."""
+    dp_size: builtins.int
+    """How many data-parallel ranks the trainer has now, the same on all of them; 0: as many as before."""
     @property
     def position(self) -> gristmill.v1.run_pb2.Position:
         """Unset: stay at the committed position."""
@@ -312,9 +359,10 @@ class ResumeRequest(google.protobuf.message.Message):
         model: gristmill.v1.run_pb2.Model.ValueType = ...,
         position: gristmill.v1.run_pb2.Position | None = ...,
         launch: builtins.str = ...,
+        dp_size: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["position", b"position"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["launch", b"launch", "model", b"model", "position", b"position", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dp_size", b"dp_size", "launch", b"launch", "model", b"model", "position", b"position", "run", b"run"]) -> None: ...
 
 global___ResumeRequest = ResumeRequest
 

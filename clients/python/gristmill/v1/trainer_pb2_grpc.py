@@ -55,6 +55,11 @@ class TrainerServiceStub(object):
                 request_serializer=gristmill_dot_v1_dot_trainer__pb2.ReadShardRequest.SerializeToString,
                 response_deserializer=gristmill_dot_v1_dot_trainer__pb2.ReadShardResponse.FromString,
                 _registered_method=True)
+        self.ExportBatch = channel.unary_stream(
+                '/gristmill.v1.TrainerService/ExportBatch',
+                request_serializer=gristmill_dot_v1_dot_trainer__pb2.ExportBatchRequest.SerializeToString,
+                response_deserializer=gristmill_dot_v1_dot_trainer__pb2.ExportBatchResponse.FromString,
+                _registered_method=True)
         self.Acknowledge = channel.unary_unary(
                 '/gristmill.v1.TrainerService/Acknowledge',
                 request_serializer=gristmill_dot_v1_dot_trainer__pb2.AcknowledgeRequest.SerializeToString,
@@ -97,7 +102,16 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReadShard(self, request, context):
-        """The bytes of a shard's safetensors file, in order. Reads only.
+        """The bytes of a shard's safetensors file, in order, or of its compact form where the caller takes that and the
+        service has it. Reads only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExportBatch(self, request, context):
+        """The rows of a sealed batch as they were submitted, in the batch's order, to lay it out again offline. May be asked
+        for until the batch is freed. Reads only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,6 +137,9 @@ class TrainerServiceServicer(object):
         """Puts all ranks of a model back (or forward) to `position`, under a new incarnation: calls that name an older one are
         refused from then on. Ranks of one launch give the same `launch` and get the same incarnation, whoever is first; a
         late rank of a launch that a newer one took over from is refused, like its calls.
+
+        With another `dp_size` than the run's, unacknowledged mini-batches are planned and cut again for it, from the same
+        rows; what all ranks have acknowledged stays done. The run's other model has to resume, too.
         FAILED_PRECONDITION for a position before the committed one (its data is gone) or past what is sealed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -146,6 +163,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ReadShard,
                     request_deserializer=gristmill_dot_v1_dot_trainer__pb2.ReadShardRequest.FromString,
                     response_serializer=gristmill_dot_v1_dot_trainer__pb2.ReadShardResponse.SerializeToString,
+            ),
+            'ExportBatch': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportBatch,
+                    request_deserializer=gristmill_dot_v1_dot_trainer__pb2.ExportBatchRequest.FromString,
+                    response_serializer=gristmill_dot_v1_dot_trainer__pb2.ExportBatchResponse.SerializeToString,
             ),
             'Acknowledge': grpc.unary_unary_rpc_method_handler(
                     servicer.Acknowledge,
@@ -250,6 +272,33 @@ class TrainerService(object):
             '/gristmill.v1.TrainerService/ReadShard',
             gristmill_dot_v1_dot_trainer__pb2.ReadShardRequest.SerializeToString,
             gristmill_dot_v1_dot_trainer__pb2.ReadShardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gristmill.v1.TrainerService/ExportBatch',
+            gristmill_dot_v1_dot_trainer__pb2.ExportBatchRequest.SerializeToString,
+            gristmill_dot_v1_dot_trainer__pb2.ExportBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,
