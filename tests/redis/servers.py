@@ -21,6 +21,7 @@ from urllib.parse import quote
 
 import redis
 from redis.backoff import NoBackoff
+from redis.crc import key_slot
 from redis.retry import Retry
 
 HOST = "127.0.0.1"
@@ -210,6 +211,7 @@ class RedisServer:
         return True
 
     def _modes(self) -> list[str]:
+        """Flags after the configuration's path."""
         return []
 
     def stop(self) -> None:
@@ -267,3 +269,188 @@ def _userinfo(username: str | None, password: str | None) -> str:
     if password is None:
         return ""
     return f"{quote(username or '', safe='')}:{quote(password, safe='')}@"
+
+
+class RedisCluster:
+    """Three masters without replicas, each with a third of the slots."""
+
+    def __init__(self, directory: Path, *, appendonly: Appendonly = "no", arguments: Sequence[str] = ()) -> None:
+        lines = ["cluster-enabled yes", "cluster-node-timeout 2000", *arguments]
+        self.nodes = [
+            RedisServer(directory / f"node-{number}", appendonly=appendonly, arguments=lines) for number in range(3)
+        ]
+
+    @property
+    def url(self) -> str:
+        return f"redis+cluster://{self.nodes[0].address}"
+
+    def start(self) -> Self:
+        """Returns when every node knows the others and serves its slots."""
+        try:
+            for node in self.nodes:
+                node.start()
+            self._join()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        for node in self.nodes:
+            node.stop()
+
+    def node_of(self, key: bytes) -> RedisServer:
+        """The node that serves this key now."""
+        slot = key_slot(key)
+        for line in self.nodes[0].client().execute_command("CLUSTER", "SLOTS"):
+            if line[0] <= slot <= line[1]:
+                return next(node for node in self.nodes if node.port == line[2][1])
+        raise LookupError(f"no node serves slot {slot}")
+
+    def begin_move(self, key: bytes) -> RedisServer:
+        """Begins to move the key's slot to another node, which it returns: keys that are not there yet answer ASK."""
+        source = self.node_of(key)
+        target = next(node for node in self.nodes if node is not source)
+        slot = key_slot(key)
+        target.client().execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", _node_id(source))
+        source.client().execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", _node_id(target))
+        return target
+
+    def move(self, key: bytes) -> RedisServer:
+        """Moves the key's slot with all of its keys to another node, which it returns: the old one answers MOVED."""
+        source = self.node_of(key)
+        target = self.begin_move(key)
+        slot = key_slot(key)
+        client = source.client()
+        for name in client.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 10_000):
+            client.execute_command("MIGRATE", HOST, target.port, name, 0, 5000)
+        for node in (target, source, *self.nodes):
+            node.client().execute_command("CLUSTER", "SETSLOT", slot, "NODE", _node_id(target))
+        return target
+
+    def _join(self) -> None:
+        first, *others = self.nodes
+        share = -(-16384 // len(self.nodes))
+        for number, node in enumerate(self.nodes):
+            client = node.client()
+            # Epochs that differ from the start spare the nodes a dispute.
+            client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+            client.execute_command("CLUSTER", "ADDSLOTS", *range(number * share, min((number + 1) * share, 16384)))
+        for other in others:
+            first.client().execute_command("CLUSTER", "MEET", HOST, other.port)
+        clients = [node.client() for node in self.nodes]
+        wait_until(lambda: all(self._serves(client) for client in clients), "the cluster is whole")
+
+    def _serves(self, client: redis.Redis) -> bool:
+        lines = client.execute_command("CLUSTER", "INFO").decode().split()
+        return {"cluster_state:ok", f"cluster_size:{len(self.nodes)}"} <= set(lines)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+
+def _node_id(node: RedisServer) -> str:
+    return str(node.client().execute_command("CLUSTER", "MYID").decode())
+
+
+class _SentinelServer(RedisServer):
+    def __init__(self, directory: Path, master: RedisServer) -> None:
+        super().__init__(directory, appendonly="no")
+        watched = [
+            f"sentinel monitor {Sentinel.NAME} {HOST} {master.port} 1",
+            f"sentinel down-after-milliseconds {Sentinel.NAME} 300",
+            f"sentinel failover-timeout {Sentinel.NAME} 3000",
+        ]
+        if master.username is not None:
+            watched.append(f"sentinel auth-user {Sentinel.NAME} {master.username}")
+        if master.password is not None:
+            watched.append(f"sentinel auth-pass {Sentinel.NAME} {master.password}")
+        self._lines = [f"bind {HOST}", *watched]
+
+    def _modes(self) -> list[str]:
+        return ["--sentinel"]
+
+
+class Sentinel:
+    """A master with a replica, and one sentinel that promotes the replica soon after the master fails."""
+
+    NAME = "mymaster"
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        appendonly: Appendonly = "no",
+        username: str | None = None,
+        password: str | None = None,
+    ) -> None:
+        self._directory = directory
+        self._options: dict[str, Any] = {"appendonly": appendonly, "username": username, "password": password}
+        self.master = RedisServer(directory / "redis-0", **self._options)
+        self.replica: RedisServer | None = None
+        self.sentinel: RedisServer | None = None
+
+    @property
+    def url(self) -> str:
+        assert self.sentinel is not None, "the sentinel is not running"
+        userinfo = _userinfo(self.master.username, self.master.password)
+        return f"redis+sentinel://{userinfo}{self.sentinel.address}/{self.NAME}"
+
+    def start(self) -> Self:
+        """Returns when the replica follows and the sentinel knows of it."""
+        try:
+            self.master.start()
+            lines = [f"replicaof {HOST} {self.master.port}"]
+            if self.master.password is not None:
+                lines.append(f"masterauth {self.master.password}")
+            if self.master.username is not None:
+                lines.append(f"masteruser {self.master.username}")
+            self.replica = RedisServer(self._directory / "redis-1", arguments=lines, **self._options).start()
+            self._wait_for_the_replica()
+            self.sentinel = _SentinelServer(self._directory / "sentinel", self.master).start()
+            client = self.sentinel.client()
+            wait_until(lambda: self._state(client)["num-slaves"] == "1", "the sentinel knows the replica")
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        for server in (self.sentinel, self.replica, self.master):
+            if server is not None:
+                server.stop()
+
+    def kill_master(self) -> RedisServer:
+        """Kills the master, waits until the replica is promoted, and returns the dead server.
+
+        `master` is then the promoted one; the dead one may be started again and becomes its replica.
+        """
+        assert self.replica is not None
+        assert self.sentinel is not None
+        dead, heir = self.master, self.replica
+        dead.kill()
+        watching, promoted = self.sentinel.client(), heir.client()
+        wait_until(
+            lambda: self._state(watching)["port"] == str(heir.port) and promoted.role()[0] == b"master",
+            "the replica is promoted",
+        )
+        self.master, self.replica = heir, dead
+        return dead
+
+    def _wait_for_the_replica(self) -> None:
+        assert self.replica is not None
+        client = self.replica.client()
+        wait_until(lambda: client.info("replication")["master_link_status"] == "up", "the replica follows")
+
+    def _state(self, client: redis.Redis) -> dict[str, str]:
+        fields = [field.decode() for field in client.execute_command("SENTINEL", "MASTER", self.NAME)]
+        return dict(zip(fields[::2], fields[1::2], strict=True))
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -13,7 +14,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tests.redis.proxy import Proxy
-from tests.redis.servers import HOST, RedisServer, StartRedis
+from tests.redis.servers import HOST, RedisCluster, RedisServer, Sentinel, StartRedis
 
 
 def client_of(server: RedisServer | Proxy, **options: object) -> redis.Redis:
@@ -197,3 +198,33 @@ class TestProxy:
                 stranger.ping()
             with client_of(proxy) as plain, pytest.raises(redis.ConnectionError):
                 plain.ping()
+
+
+def test_a_cluster_spreads_keys_over_its_nodes_and_moves_them(tmp_path: Path) -> None:
+    with RedisCluster(tmp_path) as cluster:
+        first, *_ = (node.client() for node in cluster.nodes)
+        assert {cluster.node_of(b"%d" % number) for number in range(20)} == set(cluster.nodes)
+        key = next(key for key in (b"%d" % number for number in range(20)) if cluster.node_of(key) is cluster.nodes[0])
+        first.set(key, "here")
+        target = cluster.begin_move(key)
+        assert first.get(key) == b"here"
+        first.delete(key)
+        with pytest.raises(redis.exceptions.AskError):
+            first.get(key)
+        assert cluster.move(key) is target is cluster.node_of(key)
+        with pytest.raises(redis.exceptions.MovedError):
+            first.get(key)
+        target.client().set(key, "there")
+
+
+@pytest.mark.parametrize("password", [None, "secret"])
+def test_a_sentinel_promotes_the_replica_of_a_master_that_was_killed(tmp_path: Path, password: str | None) -> None:
+    with Sentinel(tmp_path, password=password) as sentinel:
+        client = sentinel.master.client()
+        client.set("a", "b")
+        assert client.wait(1, 5000) == 1
+        replica = sentinel.replica
+        dead = sentinel.kill_master()
+        assert sentinel.master is replica
+        assert sentinel.master.client().get("a") == b"b"
+        assert dead.process is None
