@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill.columns import Int64s, Ragged
+from gristmill.compact import Form
 from gristmill_service.pipeline.merge import Rows
 from gristmill_service.store.iovec import Iovec, Region
 
@@ -55,6 +56,10 @@ class Runs:
     edges: Int64s
     memory: tuple[Region, ...]
 
+    def of(self, begin: int, end: int) -> Iovec:
+        """The runs of the rows `begin:end`."""
+        return self.iovec[self.edges[begin] : self.edges[end]]
+
 
 class Placement:
     """Rows in the order in which they are laid out, and how much fill stands before each.
@@ -64,6 +69,12 @@ class Placement:
 
     def __init__(self, rows: Int64s, leads: dict[Scope, Int64s], geometry: Geometry) -> None:
         self.rows, self.leads, self.geometry = rows, leads, geometry
+
+    @cached_property
+    def bare(self) -> Placement:
+        """The same rows with nothing before them."""
+        nothing = np.zeros(len(self.rows), np.int64)
+        return Placement(self.rows, {"sequence": nothing, "response": nothing}, self.geometry)
 
     @cached_property
     def step_counts(self) -> Int64s:
@@ -84,15 +95,22 @@ class Placement:
 
 
 class Column(ABC):
-    """One tensor of a shard. name, dtype: as in the shard. scope: over the whole sequence, or the response only."""
+    """One tensor of a shard. name, dtype: as in the shard. scope: over the whole sequence, or the response only.
+    form, fill: how it travels without its padding, and what that is (`gristmill.compact`)."""
 
     name: str
     dtype: Any
     scope: Scope
+    form: Form = Form.VALUES
+    fill: int = 0
 
     @abstractmethod
     def runs(self, placement: Placement) -> Runs:
         """Of each row `lead` elements of fill, then its values."""
+
+    def compact(self, placement: Placement) -> tuple[Runs, ...]:
+        """What travels of each row, as `form` has it: runs for each of the things that stand one after another."""
+        return (self.runs(placement.bare),)
 
 
 class Tokens(Column):
@@ -101,6 +119,7 @@ class Tokens(Column):
     name, dtype, scope = "sequences", np.int32, "sequence"
 
     def __init__(self, tokens: Ragged, longest: int, pad_token_id: int) -> None:
+        self.fill = pad_token_id
         self._values, self._fill = Region(tokens.values), Region(np.full(longest, pad_token_id, np.int32))
         self._starts = tokens.starts
 
@@ -118,7 +137,7 @@ class Tokens(Column):
 class Presence(Column):
     """`attention_mask` and `response_mask`: 1 where the row has a token; a padding row has a sequence, no response."""
 
-    dtype = np.uint8
+    dtype, form = np.uint8, Form.CONSTANTS
 
     def __init__(self, name: str, scope: Scope, longest: int) -> None:
         self.name, self.scope = name, scope
@@ -132,6 +151,9 @@ class Presence(Column):
             absent, present = absent + is_padding * present, present * ~is_padding
         iovec = self._step.runs(self._longest - absent, absent + present)
         return Runs(iovec, np.arange(len(iovec) + 1), (self._step,))
+
+    def compact(self, placement: Placement) -> tuple[Runs, ...]:
+        return (_lines((placement.rows >= 0) | (self.scope == "sequence")),)
 
 
 class StepTokens(Column):
@@ -164,12 +186,13 @@ class StepTokens(Column):
 class StepScalars(Column):
     """A number per step on its last response token, 0 elsewhere: rewards given one a step."""
 
-    dtype, scope = np.float32, "response"
+    dtype, scope, form = np.float32, "response", Form.SPARSE
 
     def __init__(self, name: str, values: NDArray[np.float64], geometry: Geometry, zeros: Region) -> None:
         self.name = name
         self._values, self._zeros = Region(np.append(values, 0).astype(np.float32)), zeros
-        before = 4 * (geometry.gaps + geometry.step_lengths - 1)
+        self._advances = geometry.gaps + geometry.step_lengths
+        before = 4 * (self._advances - 1)
         self._of_step = _pairs(len(before))
         self._of_step[:, 0] = zeros.runs(0, before)
         self._of_step[:, 1] = self._values.runs(4 * np.arange(len(before)), np.full(len(before), 4))
@@ -179,11 +202,20 @@ class StepScalars(Column):
         iovec[placement.step_edges[:-1], 0, 1] += 4 * placement.leads["response"]
         return _two_a_row(iovec, self._values, self._zeros, edges=placement.step_edges)
 
+    def compact(self, placement: Placement) -> tuple[Runs, ...]:
+        steps, edges, counts = placement.steps, placement.step_edges, placement.step_counts
+        ends = np.append(0, np.cumsum(self._advances[steps]))
+        # A row ends where its last step does.
+        before = np.repeat(ends[edges[1:]], counts) - ends[1:] + 1
+        numbers = _lines(counts.astype(np.uint32))
+        places = _lines(before.astype(np.uint32), edges)
+        return numbers, places, Runs(self._of_step[steps, 1], edges, (self._values,))
+
 
 class RowScalars(Column):
     """A number per row on each of its response positions: advantages of trajectories."""
 
-    dtype, scope = np.float32, "response"
+    dtype, scope, form = np.float32, "response", Form.CONSTANTS
 
     def __init__(self, name: str, values: NDArray[np.float64], zeros: Region) -> None:
         self.name = name
@@ -197,11 +229,14 @@ class RowScalars(Column):
         iovec[:, 1] = constants.runs(4 * (np.cumsum(lengths) - lengths), 4 * lengths)
         return _two_a_row(iovec, constants, self._zeros)
 
+    def compact(self, placement: Placement) -> tuple[Runs, ...]:
+        return (_lines(self._values[placement.rows]),)
+
 
 class Positions(Column):
     """`position_ids` of the packed layout: 0, 1, ... in every row."""
 
-    name, dtype, scope = "position_ids", np.int32, "sequence"
+    name, dtype, scope, form = "position_ids", np.int32, "sequence", Form.POSITIONS
 
     def __init__(self, longest: int) -> None:
         self._positions = Region(np.arange(longest, dtype=np.int32))
@@ -209,6 +244,9 @@ class Positions(Column):
     def runs(self, placement: Placement) -> Runs:
         iovec = self._positions.runs(0, 4 * placement.geometry.lengths[placement.rows])
         return Runs(iovec, np.arange(len(iovec) + 1), (self._positions,))
+
+    def compact(self, placement: Placement) -> tuple[Runs, ...]:
+        return ()
 
 
 def _pairs(count: int) -> NDArray[np.int64]:
@@ -220,3 +258,10 @@ def _two_a_row(pairs: NDArray[np.int64], *memory: Region, edges: Int64s | None =
     """Runs from pairs of them; `edges` where a row has several pairs."""
     edges = np.arange(len(pairs) + 1) if edges is None else edges
     return Runs(pairs.reshape(-1, 2), 2 * edges, memory)
+
+
+def _lines(values: NDArray[Any], edges: Int64s | None = None) -> Runs:
+    """A run for each value; `edges` where a row has several values, or none."""
+    edges = np.arange(len(values) + 1) if edges is None else edges
+    memory, item = Region(values), values.itemsize
+    return Runs(memory.runs(item * np.arange(len(values)), np.full(len(values), item)), edges, (memory,))

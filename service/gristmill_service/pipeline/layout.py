@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from gristmill.columns import Int64s
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.columns import Column, Geometry, Placement, Runs, Scope
+from gristmill_service.pipeline.compact import Block, Compaction, CompactShard
 from gristmill_service.pipeline.plan import MiniBatchPlan
 from gristmill_service.store.base import ShardAddress
 from gristmill_service.store.iovec import Iovec, Region
@@ -27,20 +28,6 @@ _SAFETENSORS_NAMES = {np.dtype(np.int32): "I32", np.dtype(np.float32): "F32", np
 _SCOPES: tuple[Scope, Scope] = ("sequence", "response")
 
 SmallTensors = Sequence[tuple[str, NDArray[Any]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Rows whose tensors are laid out together: a shard's, or a micro-batch's where those have their own.
-
-    prefix: of their names. begin, end: which rows of the placement. widths: per scope the columns of the padded
-    tensors; None: packed, one row after another.
-    """
-
-    prefix: str
-    begin: int
-    end: int
-    widths: dict[Scope, int] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,10 +42,22 @@ class Shard:
     size: int
     sequence_elements: int
     """Elements of all `sequences` tensors, padding included."""
+    without_padding: CompactShard
 
     def iovec(self) -> Iovec:
         (head, tail), (words, bytes_) = self.own, self.wide
         return np.concatenate([head.whole(), *words, tail.whole(), *bytes_])
+
+    def compact(self) -> Iovec:
+        return self.without_padding.iovec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """The columns of all rows of all shards of a model: as they stand in files, and as they travel."""
+
+    runs: Sequence[Runs]
+    compaction: Compaction
 
 
 class Layout:
@@ -74,16 +73,16 @@ class Layout:
             placed, {scope: _leads(placed, blocks, scope, geometry) for scope in _SCOPES}, geometry
         )
 
-    def place(self, columns: Sequence[Column]) -> list[Runs]:
+    def place(self, columns: Sequence[Column]) -> Placed:
         """Each column's runs for all rows of all shards at once: what a shard takes of them is a slice."""
-        return [column.runs(self.placement) for column in columns]
+        return Placed([column.runs(self.placement) for column in columns], Compaction(self.placement, columns))
 
     def shard(
         self,
         index: int,
         address: ShardAddress,
         columns: Sequence[Column],
-        placed: Sequence[Runs],
+        placed: Placed,
         per_row: SmallTensors,
         metadata: dict[str, Any],
     ) -> Shard:
@@ -94,20 +93,22 @@ class Layout:
         own = [b"".join(array.tobytes() for _, array in small if array.itemsize == itemsize) for itemsize in (4, 1)]
         wide = [
             [
-                runs.iovec[runs.edges[block.begin] : runs.edges[block.end]]
+                runs.of(block.begin, block.end)
                 for block in blocks
-                for column, runs in zip(columns, placed, strict=True)
+                for column, runs in zip(columns, placed.runs, strict=True)
                 if np.dtype(column.dtype).itemsize == itemsize
             ]
             for itemsize in (4, 1)
         ]
+        regions = Region(header + own[0]), Region(own[1])
         return Shard(
             address=address,
-            own=(Region(header + own[0]), Region(own[1])),
+            own=regions,
             wide=(wide[0], wide[1]),
-            memory=placed,
+            memory=placed.runs,
             size=size,
             sequence_elements=sum(self._elements(block, "sequence") for block in blocks),
+            without_padding=CompactShard(placed.compaction, blocks, regions, size),
         )
 
     def _cu_seqlens(self, blocks: Sequence[Block]) -> SmallTensors:

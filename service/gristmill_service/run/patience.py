@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from gristmill.errors import ResourceExhaustedError
+from gristmill.errors import NotFoundError, ResourceExhaustedError
 from gristmill_service.store.base import ShardAddress, ShardLocation, ShardSource, Store
 
 
@@ -48,6 +48,16 @@ class PatientStore:
             self._looks += 1
             self._changed.notify_all()
 
+    def holds(self, run: str, batch: int) -> bool:
+        """Whether the store still has a batch that was published before this process was."""
+        try:
+            self._store.plan(run, batch)
+        except NotFoundError:
+            return False
+        with self._changed:
+            self._held.add((run, batch))
+        return True
+
     def plan(self, run: str, batch: int) -> bytes:
         return self._store.plan(run, batch)
 
@@ -56,6 +66,9 @@ class PatientStore:
 
     def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
         return self._store.read(run, batch, address)
+
+    def read_compact(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes] | None:
+        return self._store.read_compact(run, batch, address)
 
     def free(self, run: str, batch: int) -> None:
         try:

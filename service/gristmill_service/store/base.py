@@ -40,6 +40,9 @@ class ShardSource(Protocol):
     def iovec(self) -> Iovec:
         """The file's bytes in order. Valid while the shard lives."""
 
+    def compact(self) -> Iovec:
+        """The bytes of its compact form in order (`gristmill.compact`). Valid while the shard lives."""
+
 
 @dataclass(frozen=True, slots=True)
 class ShardLocation:
@@ -60,6 +63,9 @@ class Store(Protocol):
 
     def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
         """The shard's bytes in order, in pieces of at most a few MiB."""
+
+    def read_compact(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes] | None:
+        """The bytes of its compact form in order, or None where this store holds whole files only."""
 
     def free(self, run: str, batch: int) -> None:
         """Removes a batch; one that is gone already is no error. Mappings that readers hold stay valid."""

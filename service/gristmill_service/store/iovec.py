@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,31 @@ class Region:
 
     def whole(self) -> Iovec:
         return np.array([[self._address, self._size]], np.int64)
+
+
+def coalesced(iovec: Iovec) -> Iovec:
+    """The same bytes in as few runs as there can be: without empty ones, neighbours in memory as one."""
+    iovec = iovec[iovec[:, 1] > 0]
+    if not len(iovec):
+        return iovec
+    begins = np.flatnonzero(np.append(True, iovec[:-1].sum(axis=1) != iovec[1:, 0]))
+    return np.stack([iovec[begins, 0], np.add.reduceat(iovec[:, 1], begins)], axis=1)
+
+
+def cut(iovec: Iovec, nbytes: int) -> Iterator[Iovec]:
+    """The runs in groups of exactly `nbytes` bytes, the last one of what is left."""
+    ends = np.cumsum(iovec[:, 1])
+    done, total = 0, int(ends[-1]) if len(ends) else 0
+    while done < total:
+        upto = min(done + nbytes, total)
+        first = int(np.searchsorted(ends, done, "right"))
+        last = int(np.searchsorted(ends, upto, "left"))
+        group = iovec[first : last + 1].copy()
+        group[-1, 1] -= ends[last] - upto
+        into = done - (int(ends[first - 1]) if first else 0)
+        group[0] += (into, -into)
+        yield group
+        done = upto
 
 
 def join(iovec: Iovec) -> bytes:

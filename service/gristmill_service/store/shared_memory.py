@@ -90,6 +90,9 @@ class SharedMemoryStore:
             raise _gone(run, batch) from None
         return _pieces(file)
 
+    def read_compact(self, run: str, batch: int, address: ShardAddress) -> None:
+        """Whole files are all that it holds."""
+
     def free(self, run: str, batch: int) -> None:
         path = self._path(run, batch)
         with self._lock:

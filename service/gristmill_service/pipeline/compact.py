@@ -1,0 +1,80 @@
+"""A shard's compact form, described as runs of memory like its file: what padding and lengths do not tell.
+
+The format is `gristmill.compact`'s. Made only for who asks: a store that holds whole files never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from gristmill import compact
+from gristmill.compact import PACKED, PART, Form
+from gristmill_service.pipeline.columns import Column, Placement, Runs, Scope
+from gristmill_service.store.iovec import Iovec, Region, coalesced
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows whose tensors are laid out together: a shard's, or a micro-batch's where those have their own.
+
+    prefix: of their names. begin, end: which rows of the placement. widths: per scope the columns of the padded
+    tensors; None: packed, one row after another.
+    """
+
+    prefix: str
+    begin: int
+    end: int
+    widths: dict[Scope, int] | None
+
+
+class Compaction:
+    """The columns of all rows of a model's shards as they travel."""
+
+    def __init__(self, placement: Placement, columns: Sequence[Column]) -> None:
+        self.placement, self.columns = placement, columns
+
+    @cached_property
+    def runs(self) -> list[tuple[Runs, ...]]:
+        """Of each column. Shards of several threads may make them twice, which does no harm."""
+        return [column.compact(self.placement) for column in self.columns]
+
+
+class CompactShard:
+    """One shard's compact form. own: the bytes that are its own, before the tensors of 4-byte and of 1-byte elements;
+    size: of its file."""
+
+    def __init__(self, compaction: Compaction, blocks: Sequence[Block], own: tuple[Region, Region], size: int) -> None:
+        self._compaction, self._blocks, self._own, self._size = compaction, blocks, own, size
+
+    @cached_property
+    def iovec(self) -> Iovec:
+        described = list(self._parts())
+        parts = np.array([part for part, _ in described], PART)
+        parts["nbytes"] = [int(iovec[:, 1].sum()) for _, iovec in described]
+        placement, begin, end = self._compaction.placement, self._blocks[0].begin, self._blocks[-1].end
+        rows, geometry = placement.rows[begin:end], placement.geometry
+        self._head = Region(compact.head(parts, geometry.lengths[rows], geometry.responses[rows], self._size))
+        return coalesced(np.concatenate([self._head.whole(), *(iovec for _, iovec in described)]))
+
+    def _parts(self) -> Iterator[tuple[tuple[Any, ...], Iovec]]:
+        """The parts in the file's order, as the table has them but for their bytes, and these."""
+        first = self._blocks[0].begin
+        for itemsize, own in zip((4, 1), self._own, strict=True):
+            yield (Form.VERBATIM, 0, 0, 0, 0, 0, 0, 0, 0, 0), own.whole()
+            for block in self._blocks:
+                rows = block.begin - first, block.end - first
+                for column, runs in zip(self._compaction.columns, self._compaction.runs, strict=True):
+                    if np.dtype(column.dtype).itemsize == itemsize:
+                        width = PACKED if block.widths is None else block.widths[column.scope]
+                        scope = compact.SCOPES.index(column.scope)
+                        part = (column.form, scope, itemsize, 0, column.fill, *rows, width, 0, 0)
+                        yield part, _joined([one.of(block.begin, block.end) for one in runs])
+
+
+def _joined(parts: Sequence[Iovec]) -> Iovec:
+    return np.concatenate(parts) if parts else np.empty((0, 2), np.int64)
