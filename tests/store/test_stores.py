@@ -16,13 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gristmill.compact import PART, Form, head
 from gristmill.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 from gristmill_service.store import iovec
 from gristmill_service.store.base import ShardAddress
 from gristmill_service.store.iovec import Region
 from gristmill_service.store.memory import MemoryStore
+from gristmill_service.store.redis.shards import RedisShards
 from gristmill_service.store.shared_memory import SharedMemoryStore
 from gristmill_service.store.writing import write_file
+from tests.redis.servers import RedisServer
 
 
 class Source:
@@ -42,6 +45,13 @@ class Source:
         self._regions = [Region(self._data[:half]), Region(b""), Region(self._data[half:])]
         return np.concatenate([region.whole() for region in self._regions])
 
+    def compact(self):
+        parts = np.array([(Form.VERBATIM, 0, 0, 0, 0, 0, 0, 0, 0, self.size)], PART)
+        nobody = np.empty(0, np.int64)
+        runs = self.iovec()
+        self._regions.append(Region(head(parts, nobody, nobody, self.size)))
+        return np.concatenate([self._regions[-1].whole(), runs])
+
 
 FIRST, SECOND = ShardAddress("policy", 0, 0), ShardAddress("critic", 1, 7)
 
@@ -50,12 +60,33 @@ def sources(first=b"first shard", second=b"second"):
     return [Source(first, FIRST), Source(second, SECOND)]
 
 
-@pytest.fixture(params=["shared_memory", "memory"])
-def store(request, tmp_path):
-    made = SharedMemoryStore(tmp_path) if request.param == "shared_memory" else MemoryStore()
-    yield made
-    made.close()
-    assert list(tmp_path.iterdir()) == []
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory):
+    with RedisServer(tmp_path_factory.mktemp("redis"), appendonly="no") as server:
+        yield server
+
+
+def in_shared_memory(request):
+    directory = request.getfixturevalue("tmp_path")
+    store = SharedMemoryStore(directory)
+    yield store
+    store.close()
+    assert list(directory.iterdir()) == []
+
+
+def in_memory(request):
+    yield MemoryStore()
+
+
+def in_redis(request):
+    client = request.getfixturevalue("redis_server").client()
+    client.flushall()
+    yield RedisShards(client)
+
+
+@pytest.fixture(params=[in_shared_memory, in_memory, in_redis], ids=["shared_memory", "memory", "redis"])
+def store(request):
+    yield from request.param(request)
 
 
 class TestEveryStore:
@@ -188,6 +219,7 @@ def test_a_full_tmpfs_refuses_the_batch_and_keeps_nothing_of_it(tmp_path):
 DIES = """
 import os, sys
 from pathlib import Path
+from gristmill_service.store.redis.shards import RedisShards
 from gristmill_service.store.shared_memory import SharedMemoryStore
 store = SharedMemoryStore(Path(sys.argv[1]))
 (store.root / "left").write_bytes(b"behind")

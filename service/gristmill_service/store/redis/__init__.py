@@ -1,0 +1,1 @@
+"""What lasts in Redis: shards without their padding."""

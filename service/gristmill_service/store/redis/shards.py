@@ -1,0 +1,221 @@
+"""Published batches in Redis, one server or a cluster: shards without their padding, in values of a few MiB.
+
+A batch is visible once its index is there, which is written last and removed first. What it is made of has keys of its
+publication alone, so that two publications of a batch never mix; one that died half way leaves keys that nothing names,
+and that go with the run. One process at a time publishes and frees a run's batches.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import islice
+from typing import cast
+
+import msgspec
+import redis
+from redis.cluster import RedisCluster
+
+from gristmill.compact import restore
+from gristmill.errors import FailedPreconditionError, NotFoundError, UnavailableError
+from gristmill_service.config import Model
+from gristmill_service.store.base import ShardAddress, ShardLocation, ShardSource
+from gristmill_service.store.iovec import cut, join
+from gristmill_service.store.redis.failures import explained
+from gristmill_service.store.redis.keys import ShardKeys
+
+VERSION = 1
+
+# Of a value in Redis: small enough that it answers others in between.
+VALUE_BYTES = 8 << 20
+
+_READ_BYTES = 1 << 20
+_KEYS_AT_ONCE = 500
+
+# One packs while the other one's bytes are on their way.
+_WRITERS = 2
+
+
+class _StoredShard(msgspec.Struct, frozen=True, array_like=True):
+    model: Model
+    mini_batch: int
+    rank: int
+    size: int
+    compact_size: int
+    pieces: int
+
+    @property
+    def address(self) -> ShardAddress:
+        return ShardAddress(self.model, self.mini_batch, self.rank)
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """nonce: of the publication, in the keys of what it is made of."""
+
+    nonce: str
+    shards: tuple[_StoredShard, ...]
+
+
+class _ReplacedError(UnavailableError):
+    """The batch was published anew while it was read."""
+
+
+class RedisShards:
+    """See `gristmill_service.store.base.Store`; what is published outlives this process.
+
+    client: without `decode_responses`; stays the caller's to close. Every method raises UnavailableError when Redis
+    cannot be reached.
+    """
+
+    def __init__(self, client: redis.Redis | RedisCluster, prefix: str = "gristmill") -> None:
+        self._client, self._prefix = client, prefix
+
+    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
+        """As the protocol has it; replaces the batch where it is there. Returns the bytes of the whole files and the
+        plan. Raises ResourceExhaustedError when Redis is full."""
+        keys, nonce, written = self._keys(run), secrets.token_hex(8), list[str]()
+        with explained(f"run {run!r}: publishing batch {batch}"):
+            try:
+                stored = self._write_shards(keys, nonce, shards, written)
+                self._write(keys.plan(nonce), plan, written)
+                replaced = self._find(keys, batch)
+                index = bytes([VERSION]) + msgspec.msgpack.encode(_Index(nonce, stored))
+                self._client.set(keys.index(batch), index)
+            except BaseException:
+                with suppress(Exception):
+                    self._undo(keys, batch, nonce, written)
+                raise
+        if replaced is not None:
+            # The batch is published; pieces of the old one that cannot be removed now go with the run.
+            with suppress(redis.RedisError, redis.exceptions.RedisClusterException):
+                self._unlink(_keys_of(keys, replaced))
+        return len(plan) + sum(shard.size for shard in stored)
+
+    def plan(self, run: str, batch: int) -> bytes:
+        keys = self._keys(run)
+        while True:
+            with explained(f"run {run!r}: reading the plan of batch {batch}"):
+                index = self._index(run, batch)
+                try:
+                    return self._get(run, batch, index, keys.plan(index.nonce))
+                except _ReplacedError:
+                    continue
+
+    def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
+        return ShardLocation(self._shard(run, batch, address)[1].size, None)
+
+    def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
+        """Holds the whole shard: only its compact form comes in pieces."""
+        while True:
+            try:
+                data = restore(list(self.read_compact(run, batch, address)))
+            except _ReplacedError:
+                continue
+            return (data[start : start + _READ_BYTES].tobytes() for start in range(0, len(data), _READ_BYTES))
+
+    def read_compact(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
+        """Its compact form, in pieces of at most 8 MiB. Looking further raises NotFoundError once the batch is freed,
+        and UnavailableError where it is published anew meanwhile."""
+        index, shard = self._shard(run, batch, address)
+        keys = _piece_keys(self._keys(run), index.nonce, shard)
+        return (self._get(run, batch, index, key) for key in keys)
+
+    def free(self, run: str, batch: int) -> None:
+        keys = self._keys(run)
+        with explained(f"run {run!r}: freeing batch {batch}"):
+            index = self._find(keys, batch)
+            if index is not None:
+                self._unlink([keys.index(batch)])
+                self._unlink(_keys_of(keys, index))
+
+    def delete_run(self, run: str) -> None:
+        with explained(f"run {run!r}: deleting it"):
+            for pattern in self._keys(run).patterns:
+                found = self._client.scan_iter(match=pattern, count=_KEYS_AT_ONCE)
+                while some := list(islice(found, _KEYS_AT_ONCE)):
+                    self._unlink(some)
+
+    def close(self) -> None:
+        """Leaves all that is published to the other replicas."""
+
+    def _keys(self, run: str) -> ShardKeys:
+        return ShardKeys(self._prefix, run)
+
+    def _write_shards(
+        self, keys: ShardKeys, nonce: str, shards: Iterable[ShardSource], written: list[str]
+    ) -> tuple[_StoredShard, ...]:
+        def write(shard: ShardSource) -> _StoredShard:
+            runs, address, pieces = shard.compact(), shard.address, 0
+            for part in cut(runs, VALUE_BYTES):
+                self._write(keys.piece(nonce, address, pieces), join(part), written)
+                pieces += 1
+            size = int(runs[:, 1].sum())
+            return _StoredShard(address.model, address.mini_batch, address.rank, shard.size, size, pieces)
+
+        with ThreadPoolExecutor(_WRITERS, "gristmill-writer") as pool:
+            return tuple(pool.map(write, shards))
+
+    def _write(self, key: str, value: bytes, written: list[str]) -> None:
+        # Noted before: a write whose answer is lost may have been made.
+        written.append(key)
+        self._client.set(key, value)
+
+    def _undo(self, keys: ShardKeys, batch: int, nonce: str, written: Sequence[str]) -> None:
+        index = self._find(keys, batch)
+        if index is not None and index.nonce == nonce:
+            self._unlink([keys.index(batch)])
+        self._unlink(written)
+
+    def _unlink(self, keys: Sequence[str | bytes]) -> None:
+        """On a cluster, each on the node that has it."""
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
+            self._client.unlink(*keys[start : start + _KEYS_AT_ONCE])
+
+    def _find(self, keys: ShardKeys, batch: int) -> _Index | None:
+        found = cast(bytes | None, self._client.get(keys.index(batch)))
+        if found is None:
+            return None
+        if found[0] != VERSION:
+            raise FailedPreconditionError(
+                f"batch {batch} was published by a gristmill whose format has version {found[0]}, and this one reads "
+                f"version {VERSION}; upgrade it"
+            )
+        return msgspec.msgpack.decode(memoryview(found)[1:], type=_Index)
+
+    def _index(self, run: str, batch: int) -> _Index:
+        with explained(f"run {run!r}: looking for batch {batch}"):
+            index = self._find(self._keys(run), batch)
+        if index is None:
+            raise NotFoundError(f"run {run!r}: batch {batch} is not published, or freed already")
+        return index
+
+    def _shard(self, run: str, batch: int, address: ShardAddress) -> tuple[_Index, _StoredShard]:
+        index = self._index(run, batch)
+        for shard in index.shards:
+            if shard.address == address:
+                return index, shard
+        raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}")
+
+    def _get(self, run: str, batch: int, index: _Index, key: str) -> bytes:
+        with explained(f"run {run!r}: reading batch {batch}"):
+            value = cast(bytes | None, self._client.get(key))
+        if value is not None:
+            return value
+        if self._index(run, batch).nonce != index.nonce:
+            raise _ReplacedError(f"run {run!r}: batch {batch} was published anew while it was read; read it again")
+        raise FailedPreconditionError(
+            f"run {run!r}: Redis has lost a part of batch {batch}, {key}; it must not evict keys: set its "
+            "maxmemory-policy to noeviction"
+        )
+
+
+def _piece_keys(keys: ShardKeys, nonce: str, shard: _StoredShard) -> list[str]:
+    return [keys.piece(nonce, shard.address, number) for number in range(shard.pieces)]
+
+
+def _keys_of(keys: ShardKeys, index: _Index) -> list[str]:
+    """What a batch is made of."""
+    pieces = [key for shard in index.shards for key in _piece_keys(keys, index.nonce, shard)]
+    return [keys.plan(index.nonce), *pieces]
