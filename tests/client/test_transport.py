@@ -5,16 +5,22 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load
 
 from gristmill import errors
 from gristmill.errors import BatchFailedError, GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill.pull import stream
+from gristmill.rows import from_rows
 from gristmill.shards import ShardAddress
 from gristmill.transport import Backoff, Failure, Patience, Retry, Transport, failure_of
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline import mill
+from gristmill_service.store.iovec import join
 from tests.client.test_shards import CONFIG, ROWS, shard_bytes
 
 
@@ -129,14 +135,15 @@ def test_a_wait_is_made_of_parts_and_not_asked_without_pause():
 class Streams(trainer_pb2_grpc.TrainerServiceServicer):
     """Answers ReadShard with the next of these pieces; an exception among them breaks the stream there."""
 
-    def __init__(self, *answers):
-        self.answers = list(answers)
+    def __init__(self, *answers, are_compact):
+        self.answers, self.are_compact = list(answers), are_compact
 
     def ReadShard(self, request, context):
         for piece in self.answers.pop(0):
             if not isinstance(piece, bytes):
                 context.abort(piece, "broken")
-            yield trainer_pb2.ReadShardResponse(data=piece)
+            assert request.accepts_compact
+            yield trainer_pb2.ReadShardResponse(data=piece, is_compact=self.are_compact)
 
 
 @pytest.fixture
@@ -146,8 +153,8 @@ def read():
     port = server.add_insecure_port("127.0.0.1:0")
     transport = Transport(f"127.0.0.1:{port}", 20.0, "TrainerClient")
 
-    def read(size, *answers):
-        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Streams(*answers), server)
+    def read(size, *answers, are_compact=False):
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Streams(*answers, are_compact=are_compact), server)
         server.start()
         return stream(transport, ShardAddress("run", "policy", 0, 0, 0), size)
 
@@ -168,6 +175,23 @@ def test_a_stream_that_ends_early_is_an_error(read):
     (data,) = shard_bytes(ROWS, CONFIG)
     with pytest.raises(UnavailableError, match=rf"100 bytes came where the service told {len(data)}"):
         read(len(data), [data[:100]])
+
+
+def test_a_shard_that_comes_without_its_padding_is_restored(read):
+    (shard,) = mill(from_rows(ROWS), parse_config(CONFIG), run="run", batch=0).shards
+    data = join(shard.compact())
+    tensors, metadata = read(
+        shard.size, [data[:10], grpc.StatusCode.UNAVAILABLE], [data[:100], data[100:777], data[777:]], are_compact=True
+    )
+    assert len(metadata["uids"]) == 6
+    for name, tensor in load(join(shard.iovec())).items():
+        assert np.array_equal(tensors[name].numpy(), tensor)
+
+
+def test_a_compact_shard_that_ends_early_is_an_error(read):
+    (shard,) = mill(from_rows(ROWS), parse_config(CONFIG), run="run", batch=0).shards
+    with pytest.raises(InvalidArgumentError, match="no whole compact shard"):
+        read(shard.size, [join(shard.compact())[:-1]], are_compact=True)
 
 
 def test_bytes_that_are_no_shard_are_an_error(read):

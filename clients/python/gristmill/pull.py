@@ -1,11 +1,15 @@
-"""Gets a shard's tensors: maps the service's shared memory where it is this machine's, else streams the bytes."""
+"""Gets a shard's tensors: maps the service's shared memory where it is this machine's, else streams the bytes, without
+their padding where the service has them so."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import grpc
+import numpy as np
+from numpy.typing import NDArray
 
+from gristmill.compact import restore
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill.shards import ShardAddress, is_mappable
 from gristmill.torch import Tensors, map_shard, parse_shard
@@ -29,7 +33,7 @@ def map_published(address: ShardAddress, path: str, size: int) -> tuple[Tensors,
 
 
 def stream(transport: Transport, address: ShardAddress, size: int) -> tuple[Tensors, dict[str, Any]]:
-    """A copy, over the connection; blocks until all `size` bytes have come. A stream that breaks is made again.
+    """A copy, over the connection; blocks until the file's `size` bytes are here. A stream that breaks is made again.
 
     Raises what the call ends with, NotFoundError for instance when the batch is freed.
     """
@@ -46,6 +50,11 @@ def stream(transport: Transport, address: ShardAddress, size: int) -> tuple[Tens
         return parse_shard(data, str(address))
 
 
-def _read(transport: Transport, address: ShardAddress, timeout_s: float) -> bytes:
+def _read(transport: Transport, address: ShardAddress, timeout_s: float) -> NDArray[np.uint8]:
     request: trainer_pb2.ReadShardRequest = address.request()
-    return b"".join(piece.data for piece in transport.trainers.ReadShard(request, timeout=timeout_s))
+    request.accepts_compact = True
+    is_compact, pieces = False, []
+    for message in transport.trainers.ReadShard(request, timeout=timeout_s):
+        is_compact = message.is_compact
+        pieces.append(message.data)
+    return restore(pieces) if is_compact else np.frombuffer(bytearray().join(pieces), np.uint8)

@@ -69,19 +69,28 @@ def is_mappable(path: str, size: int) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_size == size and os.access(path, os.R_OK)
 
 
-def read_metadata(file: IO[bytes], size: int, where: str) -> dict[str, Any]:
-    """What a shard's header says of it, each value read as JSON.
+class Header(NamedTuple):
+    """What stands before a shard's tensors.
 
-    Raises InvalidArgumentError where the `size` bytes are not those of a shard.
+    metadata: what it says of the shard, each value read as JSON. entries: per tensor its dtype, shape and data_offsets.
+    size: its bytes, from which the offsets count.
     """
+
+    metadata: dict[str, Any]
+    entries: dict[str, dict[str, Any]]
+    size: int
+
+
+def read_header(file: IO[bytes], size: int, where: str) -> Header:
+    """Raises InvalidArgumentError where the `size` bytes are not those of a shard."""
     try:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if not 2 <= length <= min(size - _LENGTH_BYTES, _LONGEST_HEADER):
             raise ValueError(f"its header would have {length} bytes")
-        described = json.loads(file.read(length)).get("__metadata__", {})
-        metadata = {name: json.loads(value) for name, value in described.items()}
+        entries = json.loads(file.read(length))
+        metadata = {name: json.loads(value) for name, value in entries.pop("__metadata__", {}).items()}
         if "micro_batches" not in metadata:
             raise ValueError("it does not say micro_batches")
     except (ValueError, AttributeError, TypeError) as error:
         raise InvalidArgumentError(f"{where} ({size} bytes) is no shard of gristmill: {error}; make it anew") from None
-    return metadata
+    return Header(metadata, entries, _LENGTH_BYTES + length)

@@ -12,13 +12,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
-from gristmill.shards import Position, read_metadata
+from gristmill.shards import Position, read_header
 
 try:
     import torch
     from safetensors import SafetensorError
-    from safetensors.torch import load, load_file
+    from safetensors.torch import load_file
 except ImportError as missing:
     raise ImportError(
         f"shards are read by PyTorch and safetensors ({missing}): pip install gristmill[torch]"
@@ -31,6 +34,7 @@ _KINDS = {
     "masks": ("attention_mask", "response_mask", "loss_mask"),
     "floats": ("rewards", "advantages", "rollout_logprobs"),
 }
+_NUMPY_DTYPES: dict[str, Any] = {"I32": np.int32, "F32": np.float32, "U8": np.uint8}
 # Metadata with one value a row, also within loss_denominators.
 _OF_ROWS = ("uids", "rounds", "stop_reasons", "row_tokens", "prompt_tokens", "trajectory_tokens")
 
@@ -239,20 +243,32 @@ def map_shard(path: str) -> tuple[Tensors, dict[str, Any]]:
     Raises OSError or InvalidArgumentError.
     """
     with Path(path).open("rb") as file:
-        metadata = read_metadata(file, os.fstat(file.fileno()).st_size, path)
+        metadata = read_header(file, os.fstat(file.fileno()).st_size, path).metadata
     try:
         return load_file(path), metadata
     except SafetensorError as error:
         raise InvalidArgumentError(f"{path} is not a whole shard: {error}; make it anew") from None
 
 
-def parse_shard(data: bytes, where: str) -> tuple[Tensors, dict[str, Any]]:
-    """The same from a shard's bytes. Raises InvalidArgumentError."""
-    metadata = read_metadata(io.BytesIO(data), len(data), where)
+def parse_shard(data: NDArray[np.uint8], where: str) -> tuple[Tensors, dict[str, Any]]:
+    """The same over a shard's bytes in memory of our own, uint8 (size,): views of it. Raises InvalidArgumentError."""
+    head = data[: 8 + int.from_bytes(data[:8].tobytes(), "little")]
+    metadata, entries, begin = read_header(io.BytesIO(head.tobytes()), len(data), where)
+    body = data[begin:]
     try:
-        return load(data), metadata
-    except SafetensorError as error:
+        tensors = {name: _view(body, **entry) for name, entry in entries.items()}
+        if sum(tensor.nbytes for tensor in tensors.values()) != len(body):
+            raise ValueError(f"its tensors do not fill its {len(body)} bytes")
+    except (ValueError, TypeError, KeyError) as error:
         raise InvalidArgumentError(f"{where} is not a whole shard: {error}; read it again") from None
+    return tensors, metadata
+
+
+def _view(body: NDArray[np.uint8], dtype: str, shape: list[int], data_offsets: list[int]) -> torch.Tensor:
+    begin, end = data_offsets
+    if not 0 <= begin <= end <= len(body):
+        raise ValueError(f"a tensor stands at {begin}:{end} of {len(body)} bytes")
+    return torch.from_numpy(body[begin:end].view(_NUMPY_DTYPES[dtype]).reshape(shape))
 
 
 def open_shard(

@@ -229,6 +229,11 @@ class Run:
         self._check_open()
         return self._store.read(self.name, batch, address)
 
+    def read_compact_shard(self, batch: int, address: ShardAddress) -> Iterator[bytes] | None:
+        """Its compact form, or None where the store has whole files only."""
+        self._check_open()
+        return self._store.read_compact(self.name, batch, address)
+
     def acknowledge(self, model: Model, rank: int, position: Position, incarnation: int, commit: bool) -> Position:
         with self._deciding() as state:
             progress.check_rank(state, model, rank)

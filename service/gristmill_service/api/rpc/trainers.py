@@ -45,10 +45,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         address = ShardAddress(messages.model_of(request.model), request.mini_batch, request.rank)
         run = self._backend.runs.get(request.run)
         with self._streams.place():
-            for data in run.read_shard(request.batch, address):
+            compact = run.read_compact_shard(request.batch, address) if request.accepts_compact else None
+            pieces = run.read_shard(request.batch, address) if compact is None else compact
+            for data in pieces:
                 view = memoryview(data)
                 for start in range(0, len(view), _PIECE_BYTES):
-                    yield trainer_pb2.ReadShardResponse(data=bytes(view[start : start + _PIECE_BYTES]))
+                    yield trainer_pb2.ReadShardResponse(
+                        data=bytes(view[start : start + _PIECE_BYTES]), is_compact=compact is not None
+                    )
 
     def Acknowledge(  # noqa: N802
         self, request: trainer_pb2.AcknowledgeRequest, context: grpc.ServicerContext
