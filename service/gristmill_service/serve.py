@@ -43,6 +43,8 @@ def serve_command(
     http_address: Annotated[str | None, _flag("http_address")] = None,
     store: Annotated[str | None, _flag("store")] = None,
     shared_memory_dir: Annotated[Path | None, _flag("shared_memory_dir")] = None,
+    journal_dir: Annotated[Path | None, _flag("journal_dir")] = None,
+    journal_fsync: Annotated[str | None, _flag("journal_fsync")] = None,
     max_message_bytes: Annotated[str | None, _flag("max_message_bytes")] = None,
     max_row_bytes: Annotated[str | None, _flag("max_row_bytes")] = None,
     max_waiters: Annotated[int | None, _flag("max_waiters")] = None,

@@ -21,6 +21,7 @@ from gristmill_service.run.runs import Runs
 from gristmill_service.run.views import RunStatus
 from gristmill_service.settings import Settings
 from gristmill_service.store.base import Store
+from gristmill_service.store.ledger import Ledger
 
 _log = structlog.get_logger(__name__)
 
@@ -33,7 +34,9 @@ class Service:
         with ExitStack() as undo:
             self._store = make_store(settings)
             undo.callback(self._store.close)
-            self.runs = Runs(self._store, max_row_bytes=int(settings.max_row_bytes))
+            self._ledger = make_ledger(settings)
+            undo.callback(self._ledger.close)
+            self.runs = Runs(self._store, self._ledger, max_row_bytes=int(settings.max_row_bytes))
             undo.callback(self.runs.close, 0.0)
             self.waiting = Waiting(settings.max_waiters)
             metrics = Metrics()
@@ -60,6 +63,7 @@ class Service:
         with ExitStack() as whatever_fails:
             # Memory that outlives the process is given back in any case.
             whatever_fails.callback(self._store.close)
+            whatever_fails.callback(self._ledger.close)
             self._grpc.refuse_new_calls(self._grace_s)
             self._http.refuse_new_calls()
             self.runs.close(self._grace_s)
@@ -75,6 +79,16 @@ class Service:
             except NotFoundError:
                 # Deleted since the names were listed.
                 continue
+
+
+def make_ledger(settings: Settings) -> Ledger:
+    if settings.journal_dir is None:
+        from gristmill_service.store.memory_ledger import MemoryLedger
+
+        return MemoryLedger()
+    from gristmill_service.store.journal.ledger import FileLedger
+
+    return FileLedger(settings.journal_dir, settings.journal_fsync)
 
 
 def make_store(settings: Settings) -> Store:

@@ -31,6 +31,15 @@ class Settings(BaseModel):
         "shared_memory", description="Where shards are kept: shared_memory (trainers map them) or memory (for tests)."
     )
     shared_memory_dir: Path = Field(Path("/dev/shm"), description="The tmpfs that shared_memory writes to.")  # noqa: S108
+    journal_dir: Path | None = Field(
+        None,
+        description="Where runs are kept, so that they outlive the process: a disk, or a tmpfs. None: in memory only.",
+    )
+    journal_fsync: Literal["always", "interval", "never"] = Field(
+        "interval",
+        description="When the journal is made safe from the machine's death, not only the process's: always (before "
+        "each answer), interval (each second), never.",
+    )
     max_message_bytes: ByteSize = Field(
         ByteSize(64 << 20), gt=0, description="The largest request, compressed or not (64MiB, 1GiB, or bytes)."
     )

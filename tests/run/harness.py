@@ -7,15 +7,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gristmill.errors import InvalidArgumentError, NotFoundError, ResourceExhaustedError
+from gristmill.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from gristmill.rows import from_rows
 from gristmill.steps import TrajectoryKey
 from gristmill_service.config import parse_config
 from gristmill_service.run.admission import RowBudget
+from gristmill_service.run.codec import decode_events
 from gristmill_service.run.patience import PatientStore
 from gristmill_service.run.run import Run
 from gristmill_service.run.state import State, apply
 from gristmill_service.store.base import ShardAddress, ShardLocation
+from gristmill_service.store.memory_ledger import MemoryBook
 
 CONFIG = {
     "train_batch_size": 2,
@@ -62,7 +70,8 @@ class Shard:
 
 
 class Shelf:
-    """A store of such shards that can be full: it takes at most `places` batches. `tried` is set with every refusal."""
+    """A store of such shards that can be full: it takes at most `places` batches; below 0 it could never take
+    one. `tried` is set with every refusal."""
 
     def __init__(self, places=1000):
         self.places, self.batches, self.tried = places, {}, threading.Event()
@@ -70,6 +79,8 @@ class Shelf:
 
     def publish(self, run, batch, plan, shards):
         with self._lock:
+            if self.places < 0:
+                raise FailedPreconditionError("the shelf is too small")
             if len(self.batches) >= self.places:
                 self.tried.set()
                 raise ResourceExhaustedError("the shelf is full")
@@ -139,12 +150,26 @@ class Mill:
         return Milled({"batch": batch, "mini_batches": parts}, shards)
 
 
-class RecordingLog:
-    def __init__(self):
-        self.events = []
+class RecordingBook(MemoryBook):
+    """Keeps the events. `refuses`: how many of the next appends fail."""
 
-    def append(self, event):
-        self.events.append(event)
+    def __init__(self):
+        super().__init__()
+        self.records, self.refuses = [], 0
+
+    def of(self, config):
+        self.config = config
+        return self
+
+    @property
+    def events(self):
+        return [event for record in self.records for event in decode_events(record)]
+
+    def append(self, record):
+        if self.refuses:
+            self.refuses -= 1
+            raise UnavailableError("the book is full")
+        self.records.append(record)
 
 
 class Bench:
@@ -152,7 +177,7 @@ class Bench:
 
     def __init__(self, *, mill=None, store=None, budget=None, name="run", **settings):
         self.config = parse_config(CONFIG | settings)
-        self.mill, self.store, self.log = mill or Mill(), store or Shelf(), RecordingLog()
+        self.mill, self.store, self.log = mill or Mill(), store or Shelf(), RecordingBook()
         self.now, self.sealed = 0.0, []
         self.run = Run(
             name,
@@ -164,6 +189,7 @@ class Bench:
             lambda: self.now,
             budget or RowBudget(8 << 30),
         )
+        self.run.start()
 
     @property
     def state(self):

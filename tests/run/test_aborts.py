@@ -5,6 +5,7 @@ import pytest
 from gristmill.errors import InvalidArgumentError, NotFoundError
 from gristmill_service.run.events import GroupDropped, TrajectoryAborted
 from tests.run.harness import Bench, group_rows, key, row
+from tests.run.test_admission import train
 
 
 def test_a_group_completes_without_its_aborted_trajectories():
@@ -74,6 +75,7 @@ def test_a_straggling_group_closes_with_the_samples_it_has():
     assert bench.submit(row("a", 1, step=1)) == ["SEALED"]
     bench.make_batches()
     assert bench.mill.batches[0].samples.tolist() == [0, 2]
+    train(bench, 0)
     assert len(bench.run._rows) == 0
 
 

@@ -13,7 +13,7 @@ from tests.run.harness import Bench, contents, group_rows, key, row, table
 
 
 def test_a_request_is_forgotten_with_its_last_row():
-    buffer, steps = RowBuffer(), table(row("a"), row("b"))
+    buffer, steps = RowBuffer(compacts=True), table(row("a"), row("b"))
     described = describe_rows(steps, 0)
     buffer.add(0, steps, [0, 1])
     buffer.release([described[0].ref])
@@ -31,7 +31,7 @@ def test_a_table_of_which_half_is_not_needed_shrinks_to_the_rest():
     assert len(held) == 16
     bench.run.abort_groups(0, uids[:4], "")
     assert len(held) == 8
-    chunk = held._chunks[0].steps
+    chunk = held._tables[0].steps
     assert len(chunk.tokens.values) == chunk.tokens.total == 8 * 102, "a copy, not a view of all that was sent"
     bench.run.seal(None)
     bench.make_batches()
@@ -47,7 +47,7 @@ def test_repeated_rows_of_a_request_are_not_held_a_second_time():
 
 
 def test_a_table_may_shrink_while_its_rows_are_gathered():
-    buffer, steps = RowBuffer(), table(*(row(f"u{index}", response=[index]) for index in range(6)))
+    buffer, steps = RowBuffer(compacts=True), table(*(row(f"u{index}", response=[index]) for index in range(6)))
     described = describe_rows(steps, 0)
     buffer.add(0, steps, range(6))
     wanted = [described[5], described[1]]
@@ -56,12 +56,12 @@ def test_a_table_may_shrink_while_its_rows_are_gathered():
     [(number, table_before, live)] = buffer.take_sparse()
     buffer.replace(number, table_before, *compacted(table_before, live))
     after = buffer.pick(wanted)
-    assert contents(gather(before, False)) == contents(gather(after, False))
-    assert contents(gather(after, False))["tokens"] == [[1, 2, 5], [1, 2, 1]]
+    assert contents(gather(before, False, None)) == contents(gather(after, False, None))
+    assert contents(gather(after, False, None))["tokens"] == [[1, 2, 5], [1, 2, 1]]
 
 
 def test_a_copy_that_comes_late_replaces_nothing_and_keeps_what_was_released_meanwhile_away():
-    buffer, steps = RowBuffer(), table(*(row(f"u{index}") for index in range(6)))
+    buffer, steps = RowBuffer(compacts=True), table(*(row(f"u{index}") for index in range(6)))
     described = describe_rows(steps, 0)
     buffer.add(0, steps, range(6))
     buffer.release([one.ref for one in described[:3]])
@@ -69,12 +69,24 @@ def test_a_copy_that_comes_late_replaces_nothing_and_keeps_what_was_released_mea
     copy = compacted(before, live)
     buffer.release([described[3].ref])
     buffer.replace(number, before, *copy)
-    assert sorted(buffer._chunks[0].live) == [4, 5]
+    assert sorted(buffer._tables[0].live) == [4, 5]
     buffer.replace(number, before, before, {row: row for row in range(6)})
     assert len(buffer) == 3, "what it would replace is gone"
     buffer.release([one.ref for one in described[4:]])
     buffer.replace(number, before, *copy)
     assert len(buffer) == 0
+
+
+def test_a_table_that_is_left_to_the_book_is_read_again_whatever_shrank_before():
+    buffer, steps = RowBuffer(compacts=True), table(*(row(f"u{index}", response=[index]) for index in range(6)))
+    described = describe_rows(steps, 7)
+    buffer.add(7, steps, range(6))
+    buffer.release([one.ref for one in described[:4]])
+    [(number, before, live)] = buffer.take_sparse()
+    buffer.replace(number, before, *compacted(before, live))
+    buffer.unload([described[4].ref])
+    gathered = gather(buffer.pick(described[4:]), False, {7: steps}.__getitem__)
+    assert contents(gathered)["tokens"] == [[1, 2, 4], [1, 2, 5]]
 
 
 @given(st.permutations(range(12)), st.lists(st.integers(1, 11), max_size=4), st.booleans())
@@ -83,13 +95,13 @@ def test_rows_are_gathered_in_the_order_asked_for_from_however_many_requests(ord
         row(f"u{index}", response=range(index + 1), reward=[float(index)] * (index + 1) if token_rewards else index)
         for index in range(12)
     ]
-    buffer, described = RowBuffer(), []
+    buffer, described = RowBuffer(compacts=True), []
     edges = [0, *sorted(set(cuts)), 12]
     for chunk, (start, end) in enumerate(pairwise(edges)):
         steps = table(*rows[start:end])
         described += describe_rows(steps, chunk)
         buffer.add(chunk, steps, range(end - start))
-    gathered = gather(buffer.pick(described[index] for index in order), token_rewards)
+    gathered = gather(buffer.pick(described[index] for index in order), token_rewards, None)
     assert contents(gathered) == contents(table(*(rows[index] for index in order)))
 
 
@@ -103,7 +115,11 @@ def test_widths_of_rewards_per_token_may_differ_between_requests():
 
 def test_an_aborted_trajectorys_late_rewards_go_with_it():
     bench = Bench()
-    bench.submit(row("a", reward=None), row("a", 1, last=False, reward=None))
+    bench.submit(row("a", 1, last=False, reward=None))
+    held = bench.state.row_bytes
+    bench.submit(row("a", reward=None))
+    before = bench.state.row_bytes
     bench.run.set_rewards([RewardUpdate(key("a"), None, None, np.ones(1))])
+    assert bench.state.row_bytes == before + 8
     bench.run.abort_trajectories([key("a")], "")
-    assert not bench.run._rows._rewards
+    assert bench.state.row_bytes == held

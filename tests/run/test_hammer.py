@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from gristmill.errors import FailedPreconditionError, GristmillError, NotFoundError, ResourceExhaustedError
-from gristmill_service.run import runs as runs_module
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
 from gristmill_service.run.state import State, apply
 from gristmill_service.run.views import Admission, BatchState, Position, RewardUpdate
 from gristmill_service.store.memory import MemoryStore
-from tests.run.harness import CONFIG, RecordingLog, group_rows, key, row, table
+from gristmill_service.store.memory_ledger import MemoryLedger
+from tests.run.harness import CONFIG, RecordingBook, group_rows, key, row, table
 from tests.run.test_laws import check_invariants, follow
 from tests.run.test_served_bytes import PATIENCE_S
 
@@ -121,9 +121,10 @@ def disturb(run: Run, stopped: threading.Event) -> None:
 
 
 def test_whatever_many_threads_do_every_row_ends_once_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    log, store, stopped = RecordingLog(), MemoryStore(), threading.Event()  # type: ignore[no-untyped-call]
-    monkeypatch.setattr(runs_module, "MemoryLog", lambda: log)
-    runs = Runs(store, clock=lambda: 0.0)
+    log, store, stopped = RecordingBook(), MemoryStore(), threading.Event()  # type: ignore[no-untyped-call]
+    ledger = MemoryLedger()  # type: ignore[no-untyped-call]
+    monkeypatch.setattr(ledger, "create", lambda name, config: log.of(config))
+    runs = Runs(store, ledger, clock=lambda: 0.0)
     runs.create("run", CONFIG | CHAOS)
     run = runs.get("run")
     with ThreadPoolExecutor(WORKERS + RANKS + 1) as pool:
@@ -158,7 +159,7 @@ def check_outcome(run: Run, events: list[Any], done: list[list[Position]]) -> No
     assert len(state.closed) == WORKERS * GROUPS
     sealed = sum(isinstance(end, int) for end in state.closed.values())
     assert sealed + sum(status.groups_dropped.values()) == WORKERS * GROUPS
-    assert (status.row_bytes, status.shard_bytes, len(run._rows), len(run._rows._rewards)) == (0, 0, 0, 0)
+    assert (status.row_bytes, status.shard_bytes, len(run._rows)) == (0, 0, 0)
     assert status.batches_freed == status.batches_published == status.batches_sealed
     assert done[0] == done[1] == [Position(b, 0, m) for b, count in enumerate(state.prompts) for m in range(count)]
 

@@ -114,7 +114,7 @@ def check_invariants(bench):
     refs = [ref for group in groups for ref in group.refs()]
     assert state.row_bytes == sum(row.nbytes for group in groups for row in group.ordered_rows())
     assert sorted(refs) == sorted(
-        (number, row) for number, chunk in bench.run._rows._chunks.items() for row in chunk.live
+        (number, row) for number, held in bench.run._rows._tables.items() for row in held.live
     )
     assert len(bench.run._rows) <= 2 * len(refs), "what is held is at most twice what is accounted for"
     assert set(state.complete) == {name for name, group in state.open.items() if group.is_complete}

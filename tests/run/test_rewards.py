@@ -123,4 +123,3 @@ def test_a_superseded_row_takes_its_late_reward_with_it():
     bench.run.set_rewards([per_token("a", [5.0])])
     bench.make_batches()
     assert contents(bench.mill.batches[0])["token_rewards"] == [[5.0]]
-    assert not bench.run._rows._rewards

@@ -228,12 +228,27 @@ class TestFullStore:
         await_batch(run, 1)
 
     def test_a_batch_that_can_never_fit_fails_with_the_reason(self, serve):
-        runs = serve(Shelf(places=0))
+        runs = serve(Shelf(places=-1))
         runs.create("run", CONFIG | {"train_batch_size": 1})
         run = runs.get("run")
         run.submit(table(*group_rows("a")))
-        with pytest.raises(BatchFailedError, match="batch 0 failed: the shelf is full"):
+        with pytest.raises(BatchFailedError, match="batch 0 failed: the shelf is too small"):
             await_batch(run, 0)
+
+    def test_a_batch_waits_also_for_room_that_somebody_else_takes(self, serve):
+        shelf = Shelf(places=0)
+        runs = serve(shelf)
+        runs.create("run", CONFIG | {"train_batch_size": 1})
+        run = runs.get("run")
+        run.submit(table(*group_rows("a")))
+        assert shelf.tried.wait(PATIENCE_S)
+        while not runs.trouble():
+            assert run.batch(0).state is BatchState.PENDING
+        assert "batch 0 waits: the shelf is full" in runs.trouble()
+        shelf.places = 1
+        await_batch(run, 0)
+        while runs.trouble():
+            pass
 
     def test_who_waits_for_room_is_ended_by_shutting_down(self, serve):
         shelf = Shelf(places=1)

@@ -6,7 +6,7 @@ Here, and only here, Python lists of ints become arrays. Types and shapes are re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +46,35 @@ def from_rows(rows: Iterable[Mapping[str, Any]], *, step_wise: bool = True) -> S
     for position, row in enumerate(rows):
         builder.add(row, position)
     return check(builder.build())
+
+
+def to_rows(table: Steps) -> Iterator[dict[str, Any]]:
+    """The table's rows as `from_rows` takes them, with plain lists and numbers: a rollout file's lines."""
+    optional = (
+        ("rollout_logprobs", table.logprobs),
+        ("reward", table.token_rewards),
+        ("advantage", table.token_advantages),
+    )
+    for index in range(len(table)):
+        tokens, split = table.tokens[index], int(table.prompt_lengths[index])
+        row: dict[str, Any] = {
+            "uid": table.uids[index],
+            "round": int(table.rounds[index]),
+            "sample": int(table.samples[index]),
+            "step": int(table.steps[index]),
+            "attempt": int(table.attempts[index]),
+            "is_last_step": bool(table.is_last_steps[index]),
+            "stop_reason": table.stop_reasons[index],
+            "policy_version": int(table.policy_versions[index]),
+            "prompt_token_ids": tokens[:split].tolist(),
+            "response_ids": tokens[split:].tolist(),
+            "loss_mask": table.loss_mask[index].tolist(),
+            "reward": None if table.rewards_pending[index] else float(table.rewards[index]),
+        }
+        if table.advantages is not None:
+            row["advantage"] = float(table.advantages[index])
+        row |= {name: column[index].tolist() for name, column in optional if column is not None}
+        yield row
 
 
 class _Builder:

@@ -27,6 +27,10 @@ class Backend:
     not_ready: str = "starting"
     """Why new work should go elsewhere; empty when ready."""
 
+    def trouble(self) -> str:
+        """Why the service is not ready; empty when it is."""
+        return self.not_ready or self.runs.trouble()
+
     def submit(self, run: Run, steps: Steps) -> list[Outcome]:
         outcomes = run.submit(steps)
         self.metrics.count_rows(run.name, outcomes, int(steps.tokens.total))

@@ -13,7 +13,17 @@ from gristmill.errors import InvalidArgumentError
 from gristmill.steps import TrajectoryKey
 from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
 from gristmill_service.config import Model
-from gristmill_service.run.views import Admissions, BatchView, Outcome, Position, RewardUpdate, RunStatus, ShardView
+from gristmill_service.run.views import (
+    Admissions,
+    BatchView,
+    GroupState,
+    GroupView,
+    Outcome,
+    Position,
+    RewardUpdate,
+    RunStatus,
+    ShardView,
+)
 
 _MODELS: dict[int, Model] = {
     run_pb2.MODEL_UNSPECIFIED: "policy",
@@ -21,6 +31,12 @@ _MODELS: dict[int, Model] = {
     run_pb2.MODEL_CRITIC: "critic",
 }
 _MODEL_NUMBERS: dict[Model, Any] = {"policy": run_pb2.MODEL_POLICY, "critic": run_pb2.MODEL_CRITIC}
+_GROUP_STATES: dict[GroupState, Any] = {
+    "open": run_pb2.GROUP_STATE_OPEN,
+    "complete": run_pb2.GROUP_STATE_COMPLETE,
+    "sealed": run_pb2.GROUP_STATE_SEALED,
+    "dropped": run_pb2.GROUP_STATE_DROPPED,
+}
 
 
 def config_mapping(config_json: str) -> Any:
@@ -43,6 +59,15 @@ def position_of(message: run_pb2.Position) -> Position:
 def optional_position(message: Any) -> Position | None:
     """The `position` field of a request, which may be unset."""
     return position_of(message.position) if message.HasField("position") else None
+
+
+def dp_size_of(number: int) -> int:
+    """0: not given."""
+    if number < 0:
+        raise InvalidArgumentError(
+            f"dp_size is {number}; give how many ranks the trainer has, or 0 for as many as before"
+        )
+    return number
 
 
 def key_of(message: rollout_pb2.TrajectoryKey) -> TrajectoryKey:
@@ -97,6 +122,21 @@ def shard_to(view: ShardView) -> trainer_pb2.GetShardResponse:
         size_bytes=0 if location is None else location.size,
         shared_memory_path="" if location is None else location.shared_memory_path or "",
         incarnation=view.incarnation,
+    )
+
+
+def groups_to(views: Iterable[GroupView]) -> run_pb2.ListGroupsResponse:
+    return run_pb2.ListGroupsResponse(
+        groups=[
+            run_pb2.GroupStatus(
+                uid=view.uid,
+                round=view.round,
+                state=_GROUP_STATES[view.state],
+                batch=0 if view.batch is None else view.batch,
+                reason=view.reason,
+            )
+            for view in views
+        ]
     )
 
 

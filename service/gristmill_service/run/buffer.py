@@ -1,11 +1,11 @@
-"""The rows that a run holds until their batch is published: the requests' own buffers, kept while a row is needed.
+"""The rows that a run holds until their batch is freed: the requests' own tables, kept while a row is needed.
 
 Guarded by the run's lock, but for the functions, which read what cannot change: work per token needs no lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -63,76 +63,98 @@ def values_digest(values: Array) -> bytes:
 
 
 @dataclass(slots=True)
-class _Chunk:
-    """A request's table. live: the rows that are needed, by their number in the request: where each is in the table."""
+class _Table:
+    """steps: None where the book alone has them. live: the rows that are needed, by their number in the request: where
+    each is in `steps`."""
 
-    steps: Steps
+    steps: Steps | None
     live: dict[int, int]
 
     @property
     def is_sparse(self) -> bool:
-        return 2 * len(self.live) <= len(self.steps)
+        return self.steps is not None and 2 * len(self.live) <= len(self.steps)
 
 
 class PickedRow(NamedTuple):
-    """A row, and the table and place in it where its data is; `rewards` per token where they came after the row."""
+    """A row, the table that it is in, and its place there. steps: None where the book has to be asked."""
 
-    steps: Steps
+    table: int
+    steps: Steps | None
     at: int
     row: StoredRow
-    rewards: Array | None
 
 
 class RowBuffer:
-    """Rows by reference. A request's buffers go when the last of its rows is released, and shrink before that."""
+    """Rows by reference. A table goes when the last of its rows is released; one that only the heap holds shrinks
+    before that. compacts: whether they do."""
 
-    def __init__(self) -> None:
-        self._chunks: dict[int, _Chunk] = {}
+    def __init__(self, compacts: bool) -> None:
+        self._tables: dict[int, _Table] = {}
+        self._compacts = compacts
         self._sparse: set[int] = set()
-        self._rewards: dict[RowRef, Array] = {}
+        self._empty: list[int] = []
 
     def __len__(self) -> int:
         """Rows of all tables that are held, needed or not."""
-        return sum(len(chunk.steps) for chunk in self._chunks.values())
+        return sum(len(table.live if table.steps is None else table.steps) for table in self._tables.values())
 
-    def add(self, chunk: int, steps: Steps, rows: Iterable[int]) -> None:
+    def add(self, number: int, steps: Steps | None, rows: Iterable[int]) -> None:
         """Keeps a request's table, of which these rows are referenced."""
-        added = self._chunks[chunk] = _Chunk(steps, {row: row for row in rows})
+        added = self._tables[number] = _Table(steps, {row: row for row in rows})
         if added.is_sparse:
-            self._sparse.add(chunk)
-
-    def set_token_rewards(self, ref: RowRef, values: Array) -> None:
-        self._rewards[ref] = values
+            self._sparse.add(number)
 
     def release(self, refs: Iterable[RowRef]) -> None:
         for ref in refs:
-            self._rewards.pop(ref, None)
-            chunk = self._chunks[ref.chunk]
-            del chunk.live[ref.row]
-            if not chunk.live:
-                del self._chunks[ref.chunk]
-                self._sparse.discard(ref.chunk)
-            elif chunk.is_sparse:
-                self._sparse.add(ref.chunk)
+            table = self._tables[ref.table]
+            del table.live[ref.row]
+            if not table.live:
+                self.drop(ref.table)
+                self._empty.append(ref.table)
+            elif table.is_sparse:
+                self._sparse.add(ref.table)
+
+    def drop(self, number: int) -> None:
+        """Holds the table no more."""
+        del self._tables[number]
+        self._sparse.discard(number)
+
+    def unload(self, refs: Iterable[RowRef]) -> None:
+        """Leaves the tables of these rows to the book."""
+        for number in {ref.table for ref in refs}:
+            table = self._tables[number]
+            table.steps, table.live = None, {row: row for row in table.live}
+            self._sparse.discard(number)
 
     def pick(self, rows: Iterable[StoredRow]) -> list[PickedRow]:
         """What `gather` needs, to be read after the lock is given back."""
         found = []
         for row in rows:
-            chunk = self._chunks[row.ref.chunk]
-            found.append(PickedRow(chunk.steps, chunk.live[row.ref.row], row, self._rewards.get(row.ref)))
+            table = self._tables[row.ref.table]
+            found.append(PickedRow(row.ref.table, table.steps, table.live[row.ref.row], row))
         return found
+
+    def take_empty(self) -> list[int]:
+        """Tables that are needed no more since this was last asked."""
+        empty, self._empty = self._empty, []
+        return empty
 
     def take_sparse(self) -> list[tuple[int, Steps, dict[int, int]]]:
         """Tables at most half of which is needed, so that they hold more memory than is accounted for."""
+        if not self._compacts:
+            return []
         sparse, self._sparse = self._sparse, set()
-        return [(number, chunk.steps, dict(chunk.live)) for number in sparse if (chunk := self._chunks.get(number))]
+        return [
+            (number, table.steps, dict(table.live))
+            for number in sparse
+            if (table := self._tables.get(number)) and table.steps is not None
+        ]
 
     def replace(self, number: int, before: Steps, after: Steps, index: dict[int, int]) -> None:
         """Holds `after` in place of `before`, unless that is gone meanwhile. index: where each row is in it."""
-        chunk = self._chunks.get(number)
-        if chunk is not None and chunk.steps is before:
-            chunk.steps, chunk.live = after, {row: index[row] for row in chunk.live}
+        table = self._tables.get(number)
+        if table is not None and table.steps is before:
+            table.steps, table.live = after, {row: index[row] for row in table.live}
 
 
 def compacted(steps: Steps, live: dict[int, int]) -> tuple[Steps, dict[int, int]]:
@@ -146,34 +168,43 @@ def compacted(steps: Steps, live: dict[int, int]) -> tuple[Steps, dict[int, int]
     return replace(table, **copies), {row: index for index, row in enumerate(live)}
 
 
-def gather(picked: Sequence[PickedRow], token_rewards: bool) -> Steps:
-    """The rows as one table, in this order, with the rewards that came later. Token data is copied once."""
-    chunks: dict[int, list[int]] = {}
+def gather(picked: Sequence[PickedRow], token_rewards: bool, load: Callable[[int], Steps]) -> Steps:
+    """The rows as one table, in this order, with the rewards that came later. Token data is copied once.
+
+    load: gives a table, by its number, that nobody holds.
+    """
+    places: dict[int, list[int]] = {}
     for position, one in enumerate(picked):
-        chunks.setdefault(id(one.steps), []).append(position)
-    table = concat([_part([picked[position] for position in positions]) for positions in chunks.values()])
+        places.setdefault(one.table, []).append(position)
+    parts = []
+    for number, positions in places.items():
+        steps = picked[positions[0]].steps
+        part = (load(number) if steps is None else steps).take(np.array([picked[at].at for at in positions], np.int64))
+        parts.append(_with_rewards(part, [picked[at].row for at in positions], token_rewards))
     order = np.empty(len(picked), np.int64)
-    order[[position for positions in chunks.values() for position in positions]] = np.arange(len(picked))
-    table = replace(
-        table.take(order),
-        rewards=np.array([one.row.reward for one in picked], np.float64),
-        rewards_pending=np.zeros(len(picked), np.bool_),
-    )
-    return _with_token_rewards(table, picked) if token_rewards else replace(table, token_rewards=None)
+    order[[position for positions in places.values() for position in positions]] = np.arange(len(picked))
+    return concat(parts).take(order)
 
 
-def _part(picked: list[PickedRow]) -> Steps:
+def _with_rewards(part: Steps, rows: Sequence[StoredRow], token_rewards: bool) -> Steps:
     """Rows of one request. Which have rewards per token, and which wait for them, differs between requests."""
-    return replace(picked[0].steps.take(np.array([one.at for one in picked], np.int64)), token_rewards=None)
+    return replace(
+        part,
+        rewards=np.array([row.reward for row in rows], np.float64),
+        rewards_pending=np.zeros(len(rows), np.bool_),
+        token_rewards=_token_rewards(part, rows) if token_rewards else None,
+    )
 
 
-def _with_token_rewards(table: Steps, picked: Sequence[PickedRow]) -> Steps:
-    values = []
-    for one in picked:
-        sent = one.steps.token_rewards
-        if one.rewards is not None:
-            values.append(one.rewards)
+def _token_rewards(part: Steps, rows: Sequence[StoredRow]) -> Ragged:
+    sent = part.token_rewards
+    if sent is not None and not any(row.late_rewards for row in rows):
+        return sent if sent.values.dtype == np.float64 else Ragged.from_arrays(sent.arrays(), np.float64)
+    values: list[Array] = []
+    for at, row in enumerate(rows):
+        if row.late_rewards:
+            values.append(np.frombuffer(row.late_rewards, np.float64))
         else:
             assert sent is not None, "a row without a later reward brought its own"
-            values.append(sent[one.at])
-    return replace(table, token_rewards=Ragged.from_arrays(values, np.float64))
+            values.append(sent[at])
+    return Ragged.from_arrays(values, np.float64)

@@ -1,7 +1,7 @@
 """What can happen to a run, as small values in one ordered log.
 
-An event says what was decided, never how. Bulk data (token rows, rewards per token) is referenced, not contained, so
-that every event can later be written as JSON. Only `state.apply` gives events their meaning.
+An event says what was decided, never how. Rows of tokens are referenced, not contained. Only `state.apply` gives events
+their meaning; `codec` writes them down.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class GroupKey(NamedTuple):
 
 
 class RowRef(NamedTuple):
-    """Where a row's bulk data lies in the row buffer: which request, and which row of it."""
+    """Where a row's tokens are: in which table of the run's book, and which row of it."""
 
-    chunk: int
+    table: int
     row: int
 
 
@@ -37,6 +37,7 @@ class StoredRow(NamedTuple):
 
     digest: of all that the client sent, to tell a repeated row from another one.
     reward: the step's reward, None while it is pending; reward_digest: of the values, where they are per token.
+    late_rewards: those values, float64, where they came after the row.
     """
 
     trajectory: TrajectoryKey
@@ -51,6 +52,7 @@ class StoredRow(NamedTuple):
     reward: float | None
     reward_digest: bytes = b""
     advantage: float | None = None
+    late_rewards: bytes = b""
 
     @property
     def group(self) -> GroupKey:
@@ -62,6 +64,8 @@ class SetReward(NamedTuple):
     step: int
     value: float
     digest: bytes = b""
+    token_values: bytes = b""
+    """float64, one a response token, where rewards are given so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +149,13 @@ class BatchPublished(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class BatchWithdrawn(Event):
+    """Its shards are gone, or no longer what ranks need; it will be published again, made of the same rows."""
+
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
 class BatchFailed(Event):
     batch: int
     reason: str
@@ -176,6 +187,13 @@ class ModelResumed(Event):
     position: Position
     incarnation: int
     launch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resized(Event):
+    """The trainer has another number of data-parallel ranks from now on."""
+
+    dp_size: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,12 @@ class Trajectory:
 
     def set_reward(self, reward: SetReward) -> None:
         row = self.rows[reward.step]
-        self.rows[reward.step] = row._replace(reward=reward.value, reward_digest=reward.digest)
+        self.rows[reward.step] = row._replace(
+            reward=reward.value,
+            reward_digest=reward.digest,
+            late_rewards=reward.token_values,
+            nbytes=row.nbytes + len(reward.token_values),
+        )
         self.pending -= 1
 
     def ordered_rows(self) -> list[StoredRow]:
@@ -87,6 +92,7 @@ class Group:
         trajectory = self.trajectories[reward.trajectory.sample]
         trajectory.set_reward(reward)
         self.done += trajectory.is_complete
+        self.nbytes += len(reward.token_values)
 
     def abort(self, sample: int, reason: str) -> list[RowRef]:
         """Gives a trajectory up; returns its rows."""

@@ -33,8 +33,8 @@ from gristmill_service.run.state import State
 from gristmill_service.run.views import Outcome
 
 
-def describe_rows(steps: Steps, chunk: int) -> list[StoredRow]:
-    """The rows of a request as the state knows them, should they be stored as this chunk.
+def describe_rows(steps: Steps, table: int) -> list[StoredRow]:
+    """The rows of a request as the state knows them, should they be stored as this table.
 
     All work per token is here, and none of it needs the state.
     """
@@ -65,7 +65,7 @@ def describe_rows(steps: Steps, chunk: int) -> list[StoredRow]:
             step=step,
             attempt=attempt,
             is_last=last,
-            ref=RowRef(chunk, row),
+            ref=RowRef(table, row),
             digest=digests[row],
             nbytes=nbytes[row],
             response_length=response,

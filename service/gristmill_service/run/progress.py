@@ -14,7 +14,15 @@ from gristmill.errors import (
     StaleIncarnationError,
 )
 from gristmill_service.config import Model
-from gristmill_service.run.events import Acknowledged, BatchFreed, Event, ModelResumed, PositionCommitted
+from gristmill_service.run.events import (
+    Acknowledged,
+    BatchFreed,
+    BatchWithdrawn,
+    Event,
+    ModelResumed,
+    PositionCommitted,
+    Resized,
+)
 from gristmill_service.run.state import ModelState, State
 from gristmill_service.run.views import BatchState, Position
 
@@ -103,7 +111,7 @@ def acknowledge(state: State, model: Model, rank: int, position: Position) -> li
         return []
     _check_made(state, position.batch)
     batch = state.batches.get(position.batch)
-    if position != expected or batch is None or not batch.is_published:
+    if position != expected or batch is None or batch.mini_batches is None:
         raise FailedPreconditionError(
             f"{model} rank {rank}: {_text(position)} cannot be acknowledged, the next is {_text(expected)}"
             + ("" if position != expected else ", which is not published yet")
@@ -131,7 +139,7 @@ def freed(state: State) -> list[Event]:
     # Commits come with checkpoints, seldom: without one the ranks, of which there may be hundreds, need no look.
     for bound in (_committed, _reached):
         safe = min((settle(state, model, bound(own)).batch for model, own in state.models.items()))
-        found = [BatchFreed(number) for number, batch in state.batches.items() if number < safe and batch.is_published]
+        found = [BatchFreed(number) for number, batch in state.batches.items() if number < safe and batch.mini_batches]
         if not found:
             return []
     return [*found]
@@ -145,8 +153,11 @@ def _reached(model: ModelState) -> Position:
     return min(model.committed, *model.next)
 
 
-def resume(state: State, model: Model, position: Position | None, launch: str) -> list[Event]:
-    """Puts all ranks to the position under a new incarnation; nothing where this launch did so already."""
+def resume(state: State, model: Model, position: Position | None, launch: str, dp_size: int) -> list[Event]:
+    """Puts all ranks to the position under a new incarnation; nothing where this launch did so already.
+
+    With another `dp_size`, batches that are published are withdrawn, and a run's other model has to resume, too.
+    """
     current = model_state(state, model)
     if not launch:
         raise InvalidArgumentError("launch is empty; name this start of the trainer, the same on all its ranks")
@@ -155,6 +166,11 @@ def resume(state: State, model: Model, position: Position | None, launch: str) -
             raise FailedPreconditionError(
                 f"{model}: launch {launch!r} resumed at {_text(current.resumed_at)}, and this rank asks for "
                 f"{_text(position)}; all ranks load the same checkpoint"
+            )
+        if dp_size != state.dp_size:
+            raise FailedPreconditionError(
+                f"{model}: launch {launch!r} resumed with dp_size {state.dp_size}, and this rank asks for {dp_size}; "
+                "all ranks have the same"
             )
         return []
     if launch in current.superseded:
@@ -170,7 +186,19 @@ def resume(state: State, model: Model, position: Position | None, launch: str) -
             f"{model}: {_text(target)} lies before the committed {_text(current.committed)}, and its data may be gone; "
             "resume from the newer checkpoint, and commit only what a checkpoint holds"
         )
-    return [ModelResumed(model, target, current.incarnation + 1, launch)]
+    resumed = ModelResumed(model, target, current.incarnation + 1, launch)
+    return [resumed] if dp_size == state.dp_size else [*_resized(state, dp_size, model), resumed]
+
+
+def _resized(state: State, dp_size: int, asked: Model) -> list[Event]:
+    """Ranks of the other model, which there may not be as many of any more, are refused from now on."""
+    others = [
+        ModelResumed(model, min(own.next), own.incarnation + 1, "")
+        for model, own in state.models.items()
+        if model != asked
+    ]
+    withdrawn = [BatchWithdrawn(number) for number, batch in state.batches.items() if batch.is_published]
+    return [Resized(dp_size), *others, *withdrawn]
 
 
 def _check_made(state: State, number: int) -> None:

@@ -17,14 +17,11 @@ from gristmill_service.run.state import State
 from gristmill_service.run.views import RewardUpdate
 
 
-def take_rewards(
-    state: State, updates: Sequence[RewardUpdate], digests: Sequence[bytes]
-) -> tuple[dict[RowRef, RewardUpdate], list[Event]]:
-    """The rewards that change something, by the row that each belongs to, and what happened.
+def take_rewards(state: State, updates: Sequence[RewardUpdate], digests: Sequence[bytes]) -> tuple[int, list[Event]]:
+    """How many rewards change something, and what happened.
 
     digests: of each update's values per token, empty where it has none.
     """
-    changed: dict[RowRef, RewardUpdate] = {}
     form = state.form
     seen: dict[RowRef, SetReward] = {}
     for update, digest in zip(updates, digests, strict=True):
@@ -32,22 +29,28 @@ def take_rewards(
         if row is None:
             continue
         form = check_reward_form(row, update, form)
-        reward = SetReward(row.trajectory, row.step, _value(row, update), digest)
-        known = seen.get(row.ref)
+        value = _value(row, update)
         if row.reward is not None:
-            known = SetReward(row.trajectory, row.step, row.reward, row.reward_digest)
-        if known is None:
-            seen[row.ref] = reward
-            changed[row.ref] = update
-        elif known != reward:
-            raise AlreadyExistsError(
-                f"{row.trajectory} step {row.step}: reward is {known.value} already, and now {reward.value}; a reward "
-                "is given once"
-            )
-    if not changed:
-        return {}, []
+            _check_same(row, row.reward, row.reward_digest, value, digest)
+        elif row.ref in seen:
+            _check_same(row, seen[row.ref].value, seen[row.ref].digest, value, digest)
+        else:
+            seen[row.ref] = SetReward(row.trajectory, row.step, value, digest, _bytes(update))
+    if not seen:
+        return 0, []
     fixed = [FormFixed(form)] if form != state.form else []
-    return changed, [*fixed, RewardsSet(tuple(seen.values()))]
+    return len(seen), [*fixed, RewardsSet(tuple(seen.values()))]
+
+
+def _check_same(row: StoredRow, known: float, known_digest: bytes, value: float, digest: bytes) -> None:
+    if (known, known_digest) != (value, digest):
+        raise AlreadyExistsError(
+            f"{row.trajectory} step {row.step}: reward is {known} already, and now {value}; a reward is given once"
+        )
+
+
+def _bytes(update: RewardUpdate) -> bytes:
+    return b"" if update.token_values is None else np.ascontiguousarray(update.token_values, np.float64).tobytes()
 
 
 def _row_of(state: State, update: RewardUpdate) -> StoredRow | None:

@@ -1,4 +1,7 @@
-"""The runs of this process, and the threads that work for them: one that makes sealed batches, one that keeps time."""
+"""The runs of this process, and the threads that work for them: one that makes sealed batches, one that keeps time.
+
+Runs are kept in a ledger: those that it has when the service starts go on where they stopped.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +18,39 @@ from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundE
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline import mill as pipeline_mill
 from gristmill_service.run.admission import RowBudget
-from gristmill_service.run.log import MemoryLog
 from gristmill_service.run.patience import PatientStore
 from gristmill_service.run.run import Mill, Run
 from gristmill_service.store.base import Store
+from gristmill_service.store.ledger import Book, Ledger
+from gristmill_service.store.memory_ledger import MemoryLedger
 
 _log = structlog.get_logger(__name__)
 
 _LONGEST_NAME = 128
 _TICK_S = 0.2
+_FLUSH_S = 1.0
 _MAX_ROW_BYTES = 8 << 30
 
 
 class Runs:
-    """Thread-safe. Owns its threads, not the store. max_row_bytes: what rows of all runs together may hold."""
+    """Thread-safe. Owns its threads, neither the store nor the ledger.
+
+    max_row_bytes: what rows of all runs together may hold.
+
+    Raises InvalidArgumentError where a run of the ledger cannot be read, and UnavailableError where it cannot go on.
+    """
 
     def __init__(
         self,
         store: Store,
+        ledger: Ledger | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         mill: Mill = pipeline_mill,
         max_row_bytes: int = _MAX_ROW_BYTES,
     ) -> None:
         self._store, self._clock, self._mill = PatientStore(store), clock, mill
+        self._ledger = ledger or MemoryLedger()
         self._budget = RowBudget(max_row_bytes)
         self._lock = threading.Lock()
         self._deleting = threading.Lock()
@@ -48,6 +60,8 @@ class Runs:
         self._stopped = threading.Event()
         self._sealer = threading.Thread(target=self._make_batches, name="gristmill-sealer", daemon=True)
         self._timer = threading.Thread(target=self._keep_time, name="gristmill-timer", daemon=True)
+        for name in self._ledger.names():
+            self._runs[name] = self._started(name, self._ledger.open(name))
         self._sealer.start()
         self._timer.start()
 
@@ -60,12 +74,13 @@ class Runs:
             self._check_serving()
             run = self._runs.get(name)
             if run is None:
-                self._runs[name] = self._make_run(name, parsed)
+                book = self._ledger.create(name, parsed.model_dump_json().encode())
+                self._runs[name] = self._started(name, book)
             elif run.is_deleted:
                 raise UnavailableError(f"run {name!r} is being deleted; create it again when that is done")
-            elif run.config != parsed:
+            elif parsed not in (run.created_with, run.config):
                 raise AlreadyExistsError(
-                    f"run {name!r} exists with another configuration: {_difference(run.config, parsed)}"
+                    f"run {name!r} exists with another configuration: {_difference(run.created_with, parsed)}"
                 )
         return parsed.warnings(), run is None
 
@@ -75,7 +90,15 @@ class Runs:
             if run is None:
                 known = ", ".join(sorted(self._runs)[:10]) or "none"
                 raise NotFoundError(f"run {name!r} does not exist; create it first (there are: {known})")
+            if run.is_lost and not self._closing:
+                run = self._reopened(run)
             return run
+
+    def trouble(self) -> str:
+        """Why batches or calls have to wait for what keeps them; empty when all is well."""
+        with self._lock:
+            runs = list(self._runs.values())
+        return self._ledger.trouble() or next((run.trouble for run in runs if run.trouble), "")
 
     def names(self) -> list[str]:
         with self._lock:
@@ -87,6 +110,8 @@ class Runs:
             run = self.get(name)
             run.close(NotFoundError(f"run {name!r} was deleted"))
             self._store.delete_run(name)
+            self._ledger.delete(name)
+            run.close_book()
             with self._lock:
                 del self._runs[name]
 
@@ -95,7 +120,8 @@ class Runs:
         for name in self.names():
             try:
                 self.get(name).tick()
-            except NotFoundError:
+            except (NotFoundError, UnavailableError):
+                # Deleted meanwhile; or what keeps it does not take anything, which `trouble` tells.
                 continue
 
     def close(self, timeout_s: float) -> None:
@@ -111,9 +137,26 @@ class Runs:
         self._sealed.put(None)
         self._sealer.join(timeout_s)
         self._timer.join()
+        for run in runs:
+            run.close_book()
 
-    def _make_run(self, name: str, config: RunConfig) -> Run:
-        return Run(name, config, self._store, MemoryLog(), self._mill, self._enqueue, self._clock, self._budget)
+    def _started(self, name: str, book: Book) -> Run:
+        try:
+            config = parse_config(json.loads(book.config))
+            run = Run(name, config, self._store, book, self._mill, self._enqueue, self._clock, self._budget)
+            run.start()
+        except BaseException:
+            book.close()
+            raise
+        return run
+
+    def _reopened(self, run: Run) -> Run:
+        """The run as its book tells it now. With the lock held."""
+        run.close(UnavailableError(f"run {run.name!r} is read anew from where it is kept; ask again"))
+        run.close_book()
+        again = self._runs[run.name] = self._started(run.name, self._ledger.open(run.name))
+        _log.warning("run read anew", run=run.name)
+        return again
 
     def _enqueue(self, run: Run, batch: int) -> None:
         self._sealed.put((run, batch))
@@ -128,11 +171,22 @@ class Runs:
                 _log.exception("batch could not be made", run=run.name, batch=batch)
 
     def _keep_time(self) -> None:
+        flushed = self._clock()
         while not self._stopped.wait(_TICK_S):
             try:
                 self.tick()
+                if self._clock() - flushed >= _FLUSH_S:
+                    flushed = self._clock()
+                    self._flush()
             except Exception:  # noqa: BLE001
                 _log.exception("tick failed")
+
+    def _flush(self) -> None:
+        for name in self.names():
+            try:
+                self.get(name).flush()
+            except (NotFoundError, UnavailableError):
+                continue
 
     def _check_serving(self) -> None:
         if self._closing:

@@ -25,14 +25,15 @@ from gristmill_service.run.groups import Group
 from gristmill_service.run.state import State
 
 
-def due(state: State, config: RunConfig, happened: Sequence[Event]) -> list[Event]:
-    """What follows from what just happened; empty when nothing does. Apply it and ask again with it.
+def due(state: State, config: RunConfig, happened: Sequence[Event] | None) -> list[Event]:
+    """What follows from what just happened; empty when nothing does. Apply it and ask again with it. None asks what
+    follows from anything before.
 
     Groups are judged when they complete and when the policy version moves, not at every call: a run holds thousands.
     """
     dropped = [
         GroupDropped(key, reason)
-        for key in _touched(state, happened)
+        for key in (list(state.complete) if happened is None else _touched(state, happened))
         if (reason := _unfit(state.open[key], state, config))
     ]
     if dropped:

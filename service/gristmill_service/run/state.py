@@ -1,12 +1,12 @@
 """The fold: a run's state is what its log's events, applied in order, make of an empty state.
 
 `apply` is the one place where state changes. It never fails and never decides; decisions (`intake`, `admission`,
-`sealing`, `progress`, ...) read the state and return events. It holds no bulk data and no clock.
+`sealing`, `progress`, ...) read the state and return events. It holds no tokens and no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gristmill_service.config import Model, RunConfig
@@ -16,6 +16,7 @@ from gristmill_service.run.events import (
     BatchFreed,
     BatchPublished,
     BatchSealed,
+    BatchWithdrawn,
     Event,
     FormFixed,
     GroupClosed,
@@ -25,6 +26,7 @@ from gristmill_service.run.events import (
     ModelResumed,
     PolicyVersionAnnounced,
     PositionCommitted,
+    Resized,
     RewardsSet,
     RowForm,
     RowRef,
@@ -40,17 +42,15 @@ START = Position(0)
 
 @dataclass(slots=True)
 class Batch:
-    """A sealed batch that is not freed. `groups` is its rows, until it is published; `mini_batches` is set then."""
+    """A sealed batch that is not freed. `groups` is its rows; `mini_batches` is known from its first publication on,
+    also while it is withdrawn."""
 
     policy_version: int
     prompts: int
     groups: list[Group]
-    mini_batches: Mapping[Model, int] | None = None
+    mini_batches: dict[Model, int] | None = None
+    is_published: bool = False
     nbytes: int = 0
-
-    @property
-    def is_published(self) -> bool:
-        return self.mini_batches is not None
 
 
 @dataclass(slots=True)
@@ -74,11 +74,13 @@ class State:
     closed: what became of every other group that was ever admitted: the batch it was sealed into, or why it was
         dropped.
     batches: sealed and neither failed nor freed. prompts: of every batch ever sealed, how many groups it has.
-    settled: batches before this number are published or failed. freed: batches before it are freed or failed.
+    freed: batches before this number are freed or failed.
     groups_sealed: groups in all sealed batches but failed ones.
     completions, completed_bytes: how often a group became complete, and the bytes of all those together.
+    now: the run's own time when it was last told, in seconds.
     """
 
+    dp_size: int
     samples: int
     epochs: int
     models: dict[Model, ModelState]
@@ -88,7 +90,6 @@ class State:
     batches: dict[int, Batch] = field(default_factory=dict)
     prompts: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
-    settled: int = 0
     freed: int = 0
     form: RowForm = field(default_factory=RowForm)
     policy_version: int = 0
@@ -100,15 +101,23 @@ class State:
     groups_dropped: dict[str, int] = field(default_factory=dict)
     completions: int = 0
     completed_bytes: int = 0
+    now: float = 0.0
 
     @classmethod
     def initial(cls, config: RunConfig) -> State:
         models = {model: ModelState([START] * config.dp_size) for model in config.models}
-        return cls(config.n_samples_per_prompt, config.update_epochs_per_batch, models)
+        return cls(config.dp_size, config.n_samples_per_prompt, config.update_epochs_per_batch, models)
 
     @property
     def batches_sealed(self) -> int:
         return len(self.prompts)
+
+    @property
+    def batches_made(self) -> int:
+        """Batches before this number were published or failed."""
+        return min(
+            (number for number, batch in self.batches.items() if not batch.mini_batches), default=len(self.prompts)
+        )
 
     @property
     def groups_buffered(self) -> int:
@@ -123,6 +132,7 @@ def apply(state: State, event: Event) -> list[RowRef]:
             return _store_rows(state, event)
         case GroupsAdmitted(groups, at):
             state.open.update({key: Group(key, state.samples, at) for key in groups})
+            state.now = at
         case FormFixed(form):
             state.form = form
         case RewardsSet():
@@ -139,7 +149,11 @@ def apply(state: State, event: Event) -> list[RowRef]:
             state.policy_version = version
         case RunFinished():
             state.finished = True
-        case BatchSealed() | BatchPublished() | BatchFailed() | BatchFreed():
+        case Resized(dp_size):
+            state.dp_size = dp_size
+            for model in state.models.values():
+                model.next = [min(model.next)] * dp_size
+        case BatchSealed() | BatchPublished() | BatchWithdrawn() | BatchFailed() | BatchFreed():
             return _apply_batch(state, event)
         case Acknowledged() | PositionCommitted() | ModelResumed():
             _apply_progress(state, event)
@@ -162,6 +176,7 @@ def _set_rewards(state: State, event: RewardsSet) -> None:
     for reward in event.rewards:
         group = state.open[GroupKey(reward.trajectory.round, reward.trajectory.uid)]
         group.set_reward(reward)
+        state.row_bytes += len(reward.token_values)
         _note_completion(state, group)
 
 
@@ -192,7 +207,9 @@ def _drop_group(state: State, event: GroupDropped) -> list[RowRef]:
     return group.refs()
 
 
-def _apply_batch(state: State, event: BatchSealed | BatchPublished | BatchFailed | BatchFreed) -> list[RowRef]:
+def _apply_batch(
+    state: State, event: BatchSealed | BatchPublished | BatchWithdrawn | BatchFailed | BatchFreed
+) -> list[RowRef]:
     match event:
         case BatchSealed(number, keys, version):
             groups = [state.open.pop(key) for key in keys]
@@ -205,22 +222,27 @@ def _apply_batch(state: State, event: BatchSealed | BatchPublished | BatchFailed
             return []
         case BatchPublished(number, mini_batches, nbytes):
             batch = state.batches[number]
-            batch.mini_batches, batch.nbytes = mini_batches, nbytes
+            batch.mini_batches, batch.nbytes, batch.is_published = dict(mini_batches), nbytes, True
             state.shard_bytes += nbytes
-            state.settled = number + 1
-            return _release_rows(state, batch)
+            return []
+        case BatchWithdrawn(number):
+            batch = state.batches[number]
+            state.shard_bytes -= batch.nbytes
+            batch.nbytes, batch.is_published = 0, False
+            return []
         case BatchFailed(number, reason):
             batch = state.batches.pop(number)
+            state.shard_bytes -= batch.nbytes
             state.failed[number] = reason
             state.groups_sealed -= batch.prompts
             state.groups_dropped["batch_failed"] = state.groups_dropped.get("batch_failed", 0) + batch.prompts
-            state.settled = number + 1
             state.freed = min(state.batches, default=len(state.prompts))
             return _release_rows(state, batch)
         case BatchFreed(number):
-            state.shard_bytes -= state.batches.pop(number).nbytes
+            batch = state.batches.pop(number)
+            state.shard_bytes -= batch.nbytes
             state.freed = min(state.batches, default=len(state.prompts))
-            return []
+            return _release_rows(state, batch)
 
 
 def _release_rows(state: State, batch: Batch) -> list[RowRef]:

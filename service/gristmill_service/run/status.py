@@ -18,7 +18,7 @@ def status(state: State, *, run: str, config_json: str, room: int, duplicates: i
         groups_complete=len(state.complete),
         groups_room=0 if state.finished else room,
         batches_sealed=state.batches_sealed,
-        batches_published=state.settled,
+        batches_published=state.batches_made,
         batches_freed=state.freed,
         row_bytes=state.row_bytes,
         shard_bytes=state.shard_bytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from gristmill.columns import Array
 from gristmill.steps import TrajectoryKey
@@ -84,6 +84,20 @@ class ShardView:
     address: ShardAddress | None = None
     location: ShardLocation | None = None
     incarnation: int = 0
+
+
+GroupState = Literal["open", "complete", "sealed", "dropped"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """batch: which it was sealed into; reason: why it was dropped, `batch_failed` with its batch."""
+
+    round: int
+    uid: str
+    state: GroupState
+    batch: int | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

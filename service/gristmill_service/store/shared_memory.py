@@ -15,17 +15,15 @@ import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from hashlib import sha256
 from io import FileIO
 from pathlib import Path
-from urllib.parse import quote
 
-from gristmill.errors import NotFoundError, ResourceExhaustedError, UnavailableError
+from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError, UnavailableError
 from gristmill_service.store.base import ShardAddress, ShardLocation, ShardSource
+from gristmill_service.store.names import directory_name
 from gristmill_service.store.writing import write_shards
 
 _PIECE = 1 << 20
-_LONGEST_NAME = 200
 
 
 class SharedMemoryStore:
@@ -44,7 +42,7 @@ class SharedMemoryStore:
         return self._root
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
-        final = self._path(run, batch)
+        final, shards = self._path(run, batch), list(shards)
         partial = final.with_name(f".{final.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -60,12 +58,21 @@ class SharedMemoryStore:
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._check_ever_fits(run, batch, sum(shard.size for shard in shards))
                 raise ResourceExhaustedError(
                     f"run {run!r}: batch {batch} does not fit into {self._root.parent}, which is full; give it "
                     "more room, or lower max_buffered_batches"
                 ) from None
             raise
         return len(plan) + sum(sizes.values())
+
+    def _check_ever_fits(self, run: str, batch: int, size: int) -> None:
+        found = os.statvfs(self._root)
+        if size > (room := found.f_blocks * found.f_frsize):
+            raise FailedPreconditionError(
+                f"run {run!r}: batch {batch} has {size} bytes and {self._root.parent} has {room} in all; give it "
+                "more, or lower train_batch_size"
+            )
 
     def plan(self, run: str, batch: int) -> bytes:
         self._shards(run, batch)
@@ -104,7 +111,7 @@ class SharedMemoryStore:
         shutil.rmtree(freed, ignore_errors=True)
 
     def delete_run(self, run: str) -> None:
-        root = self._root / _directory_name(run)
+        root = self._root / directory_name(run)
         deleted = root.with_name(f".deleted-{secrets.token_hex(8)}")
         with self._lock:
             for key in [key for key in self._sizes if key[0] == run]:
@@ -124,7 +131,7 @@ class SharedMemoryStore:
         os.close(self._lock_file)
 
     def _path(self, run: str, batch: int) -> Path:
-        return self._root / _directory_name(run) / f"batch-{batch:05d}"
+        return self._root / directory_name(run) / f"batch-{batch:05d}"
 
     def _shards(self, run: str, batch: int) -> dict[ShardAddress, int]:
         with self._lock:
@@ -196,14 +203,6 @@ def _pieces(file: FileIO) -> Iterator[bytes]:
     with file:
         while piece := file.read(_PIECE):
             yield piece
-
-
-def _directory_name(run: str) -> str:
-    """A file name for any run name: escaped, and by its hash where that is too long. Never `..`, never a separator."""
-    escaped = quote(run, safe="")
-    if len(escaped) <= _LONGEST_NAME:
-        return f"run-{escaped}"
-    return f"hash-{sha256(run.encode()).hexdigest()}"
 
 
 def _gone(run: str, batch: int) -> NotFoundError:

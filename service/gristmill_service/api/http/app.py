@@ -58,8 +58,8 @@ def _add_probes(app: FastAPI) -> None:
     @app.get("/readyz", tags=["probes"], responses={503: {"model": models.Error, "description": "UNAVAILABLE"}})
     async def readyz(backend: BackendDep) -> dict[str, str]:
         """The service takes calls; 503 says why not."""
-        if backend.not_ready:
-            raise UnavailableError(f"not ready: {backend.not_ready}; send new work elsewhere or later")
+        if reason := backend.trouble():
+            raise UnavailableError(f"not ready: {reason}; send new work elsewhere or later")
         return {"status": "ready"}
 
     @app.get("/metrics", tags=["probes"], response_class=PlainTextResponse)

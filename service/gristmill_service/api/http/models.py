@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from gristmill_service.config import Model
-from gristmill_service.run.views import Position
+from gristmill_service.run.views import GroupState, Position
 
 _STRICT = ConfigDict(extra="forbid")
 
@@ -195,11 +195,24 @@ class Resume(BaseModel):
     model: Model = "policy"
     position: Place | None = Field(None, description="null: stay at the committed position.")
     launch: str = Field(description="Names this start of the trainer, the same on all its ranks.", examples=["job-7"])
+    dp_size: Int32 = Field(0, ge=0, description="How many data-parallel ranks it has now; 0: as many as before.")
 
 
 class Resumed(BaseModel):
     incarnation: int
     position: Place
+
+
+class Group(BaseModel):
+    uid: str
+    round: int
+    state: GroupState
+    batch: int | None = Field(description="The batch that it was sealed into.")
+    reason: str = Field(description="Why it was dropped.")
+
+
+class Groups(BaseModel):
+    groups: list[Group]
 
 
 class PolicyVersion(BaseModel):

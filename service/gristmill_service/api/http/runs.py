@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import orjson
@@ -43,6 +44,12 @@ def get_run(run: RunDep) -> models.RunState:
 def delete_run(run: str, backend: BackendDep) -> None:
     """Ends a run at once and removes all it holds."""
     backend.delete(run)
+
+
+@router.get("/{run}/groups")
+def list_groups(run: RunDep) -> models.Groups:
+    """Every prompt group that was ever admitted, and what became of it."""
+    return models.Groups(groups=[models.Group(**asdict(view)) for view in run.groups()])
 
 
 @router.post("/{run}/finish")

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Annotated
 
+import orjson
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from gristmill.errors import InvalidArgumentError
+from gristmill.rows import to_rows
+from gristmill.steps import Steps
 from gristmill_service.api.backend import ask_batch, ask_shard
 from gristmill_service.api.http import models
 from gristmill_service.api.http.access import BackendDep, RunDep, gone
@@ -78,6 +81,19 @@ def read_shard(
     return StreamingResponse(chain(first, pieces), media_type="application/octet-stream")
 
 
+@router.get(
+    "/batches/{batch}/rollouts",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}},
+)
+def export_batch(run: RunDep, batch: models.Int64) -> StreamingResponse:
+    """The rows of a sealed batch as a rollout file, JSON lines, to lay it out again with `gristmill batch`."""
+    tables = run.export(batch)
+    first: Iterator[Steps] = iter([next(tables)])
+    lines = (orjson.dumps(row) + b"\n" for steps in chain(first, tables) for row in to_rows(steps))
+    return StreamingResponse(lines, media_type="application/x-ndjson")
+
+
 @router.post("/ack")
 def acknowledge(run: RunDep, body: models.Acknowledge) -> models.Acknowledged:
     """A rank has trained on the mini-batch at this position and moves past it."""
@@ -95,7 +111,8 @@ def commit(run: RunDep, body: models.Commit) -> models.Committed:
 @router.post("/resume")
 def resume(run: RunDep, body: models.Resume) -> models.Resumed:
     """Puts all ranks of a model to a position, under a new incarnation."""
-    resumed = run.resume(body.model, None if body.position is None else body.position.position(), body.launch)
+    position = None if body.position is None else body.position.position()
+    resumed = run.resume(body.model, position, body.launch, body.dp_size)
     return models.Resumed(incarnation=resumed.incarnation, position=models.Place.of(resumed.position))
 
 

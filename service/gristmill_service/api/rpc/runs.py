@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import grpc
 
 from gristmill.v1 import run_pb2, run_pb2_grpc
 from gristmill_service.api import messages
 from gristmill_service.api.backend import Backend, ask_policy_version
+
+_GROUPS_AT_ONCE = 4096
 
 
 class RunServicer(run_pb2_grpc.RunServiceServicer):
@@ -28,6 +32,13 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         self, request: run_pb2.ListRunsRequest, context: grpc.ServicerContext
     ) -> run_pb2.ListRunsResponse:
         return run_pb2.ListRunsResponse(runs=self._backend.runs.names())
+
+    def ListGroups(  # noqa: N802
+        self, request: run_pb2.ListGroupsRequest, context: grpc.ServicerContext
+    ) -> Iterator[run_pb2.ListGroupsResponse]:
+        groups = self._backend.runs.get(request.run).groups()
+        for start in range(0, len(groups), _GROUPS_AT_ONCE):
+            yield messages.groups_to(groups[start : start + _GROUPS_AT_ONCE])
 
     def FinishRun(  # noqa: N802
         self, request: run_pb2.FinishRunRequest, context: grpc.ServicerContext

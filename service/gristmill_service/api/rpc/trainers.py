@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import grpc
 
+from gristmill import wire
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
 from gristmill_service.api import messages
 from gristmill_service.api.backend import Backend, ask_batch, ask_shard
@@ -54,6 +55,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                         data=bytes(view[start : start + _PIECE_BYTES]), is_compact=compact is not None
                     )
 
+    def ExportBatch(  # noqa: N802
+        self, request: trainer_pb2.ExportBatchRequest, context: grpc.ServicerContext
+    ) -> Iterator[trainer_pb2.ExportBatchResponse]:
+        run = self._backend.runs.get(request.run)
+        with self._streams.place():
+            for steps in run.export(request.batch):
+                yield trainer_pb2.ExportBatchResponse(rows=wire.encode(steps))
+
     def Acknowledge(  # noqa: N802
         self, request: trainer_pb2.AcknowledgeRequest, context: grpc.ServicerContext
     ) -> trainer_pb2.AcknowledgeResponse:
@@ -78,7 +87,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.ResumeRequest, context: grpc.ServicerContext
     ) -> trainer_pb2.ResumeResponse:
         resumed = self._backend.runs.get(request.run).resume(
-            messages.model_of(request.model), messages.optional_position(request), request.launch
+            messages.model_of(request.model),
+            messages.optional_position(request),
+            request.launch,
+            messages.dp_size_of(request.dp_size),
         )
         return trainer_pb2.ResumeResponse(
             incarnation=resumed.incarnation, position=messages.position_to(resumed.position)

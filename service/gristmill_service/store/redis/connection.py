@@ -60,8 +60,9 @@ class RedisAddress:
         return f"RedisAddress({self})"
 
     def __str__(self) -> str:
-        scheme, separator, rest = self.url.rpartition("://")
-        return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+        shown = self.url.rpartition("@")[2]
+        scheme, separator, _ = self.url.partition("://")
+        return f"{scheme}{separator}{shown}" if separator and shown != self.url else shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +158,8 @@ def _parse(address: RedisAddress) -> _Target:
     if "?" in location or "#" in location:
         raise wrong("it takes no options after ? or #")
     nodes = [_split_node(node, 26379 if kind == "sentinel" else 6379) for node in hosts.split(",")]
-    if (
-        first_wrong := next((host for host, node in zip(hosts.split(","), nodes, strict=True) if not node), None)
-    ) is not None:
-        raise wrong(f"{first_wrong!r} is no HOST:PORT with a port of 1..65535")
+    if None in nodes:
+        raise wrong(f"{hosts.split(',')[nodes.index(None)]!r} is no HOST:PORT with a port of 1..65535")
     if kind == "" and len(nodes) > 1:
         raise wrong("several hosts are for redis+sentinel:// and redis+cluster://")
     service, _, database = path.partition("/") if kind == "sentinel" else ("", "", path)
@@ -230,13 +229,13 @@ class _Master(redis.Redis):
 
     def close(self) -> None:
         super().close()
-        for sentinel in self.connection_pool.sentinel_manager.sentinels:
+        for sentinel in cast(SentinelConnectionPool, self.connection_pool).sentinel_manager.sentinels:
             sentinel.close()
 
 
 def _connect_master(target: _Target, options: dict[str, Any]) -> redis.Redis:
     apart = {name: value for name, value in options.items() if name not in ("username", "password")}
-    manager = SentinelManager(target.nodes, sentinel_kwargs={**apart, "retry": _once()}, **options)
+    manager: Any = cast(Any, SentinelManager)(target.nodes, sentinel_kwargs=apart | {"retry": _once()}, **options)
     if target.password is not None:
         # Sentinels may need the same password or none, and refuse one that they do not need: each is tried both ways,
         # and the manager goes on with the way that worked.
@@ -245,15 +244,20 @@ def _connect_master(target: _Target, options: dict[str, Any]) -> redis.Redis:
             *(redis.Redis(host, port, **with_password) for host, port in target.nodes),
             *manager.sentinels,
         ]
-    return cast(redis.Redis, manager.master_for(target.service, redis_class=_Master, db=target.database, retry=_once()))
+    master: redis.Redis = manager.master_for(target.service, redis_class=_Master, db=target.database, retry=_once())
+    return master
 
 
 def _connect_cluster(target: _Target, options: dict[str, Any]) -> redis.RedisCluster:
     # After a broken connection the library sends the commands of a pipeline again, whatever `retry` says, though some
     # may have been carried out. Only redirects are safe to follow; there is no other switch for it.
-    ClusterPipeline.ERRORS_ALLOW_RETRY = (exceptions.MovedError, exceptions.AskError, exceptions.TryAgainError)
+    cast(Any, ClusterPipeline).ERRORS_ALLOW_RETRY = (
+        exceptions.MovedError,
+        exceptions.AskError,
+        exceptions.TryAgainError,
+    )
     return redis.RedisCluster(
-        startup_nodes=[ClusterNode(host, port) for host, port in target.nodes],
+        startup_nodes=[cast(Any, ClusterNode)(host, port) for host, port in target.nodes],
         retry=_once(),
         # A transaction learns of a failover only so: it counts its own failures, and there are seldom more than one.
         reinitialize_steps=1,
@@ -316,12 +320,13 @@ class Translated:
         if isinstance(error, exceptions.CrossSlotTransactionError | exceptions.InvalidPipelineStack):
             return None
         # The reason why no node served is only in what led to this.
-        reason: BaseException | None = error
-        while (reason := reason.__cause__ or reason.__context__) is not None:
+        reason = error.__cause__ or error.__context__
+        while reason is not None:
             if isinstance(reason, redis.RedisError):
                 translation = self._translate(reason)
                 if isinstance(translation, FailedPreconditionError):
                     return translation
+            reason = reason.__cause__ or reason.__context__
         if "Cluster mode is not enabled" in text:
             return FailedPreconditionError(f"Redis at {where} is no cluster; let redis_url begin with redis://")
         if isinstance(error, exceptions.SlotNotCoveredError) or _CLUSTER_DOWN.search(text):
@@ -364,7 +369,8 @@ def _describe(client: Client) -> str:
 
 def _servers(client: Client) -> list[tuple[str, redis.Redis]]:
     if isinstance(client, redis.RedisCluster):
-        return [(node.name, client.get_redis_connection(node)) for node in client.get_primaries()]
+        primaries = cast(Any, client).get_primaries()
+        return [(node.name, client.get_redis_connection(node)) for node in primaries]
     return [(_describe(client), client)]
 
 
@@ -385,7 +391,7 @@ def _check(name: str, server: redis.Redis) -> list[str]:
     configuration = _configuration(server)
     if configuration.get("appendonly", "yes") == "no":
         findings.append(
-            "appendonly is no: when the server ends, all that was accepted since its last snapshot is lost; set it to yes"
+            "appendonly is no: when the server ends, what was accepted since its last snapshot is lost; set it to yes"
         )
     elif configuration.get("appendfsync", "always") != "always":
         findings.append(
@@ -394,15 +400,15 @@ def _check(name: str, server: redis.Redis) -> list[str]:
         )
     if replicas := int(about.get("connected_slaves", 0)):
         findings.append(
-            f"it has {replicas} replica{'s' * (replicas > 1)}, which follow a moment later: a failover may lose what was "
-            "accepted last"
+            f"it has {replicas} replica{'s' * (replicas > 1)}, which follow a moment later: a failover may lose what "
+            "was accepted last"
         )
     return findings
 
 
 def _info(server: redis.Redis) -> dict[str, Any]:
     try:
-        return cast(dict[str, Any], server.info())
+        return server.info()
     except exceptions.ResponseError:  # forbidden
         return {}
 

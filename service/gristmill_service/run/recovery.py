@@ -1,0 +1,75 @@
+"""A run as its book tells it: the state that the log makes, and what became of the rows that it speaks of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from gristmill.steps import Steps
+from gristmill_service.config import RunConfig
+from gristmill_service.run.buffer import row_digests
+from gristmill_service.run.codec import decode_events, decode_state
+from gristmill_service.run.events import BatchFailed, BatchWithdrawn, Event, GroupDropped, StoredRow
+from gristmill_service.run.groups import Group
+from gristmill_service.run.state import State, apply
+from gristmill_service.store.ledger import Book
+
+ROWS_LOST = "rows_lost"
+
+
+def replayed(book: Book, config: RunConfig) -> State:
+    """Raises InvalidArgumentError for a log that this version does not read."""
+    snapshot, records = book.replay()
+    state = State.initial(config) if snapshot is None else decode_state(snapshot)
+    for record in records:
+        for event in decode_events(record):
+            apply(state, event)
+    return state
+
+
+class Needed:
+    """The rows that a state speaks of, by the table that they are in."""
+
+    def __init__(self, state: State) -> None:
+        self.tables: dict[int, dict[int, bytes]] = {}
+        for row in _rows(state):
+            self.tables.setdefault(row.ref.table, {})[row.ref.row] = row.digest
+
+    def is_whole(self, number: int, steps: Steps) -> bool:
+        """Whether the table's rows are those that were accepted."""
+        rows = self.tables[number]
+        if len(steps) <= max(rows):
+            return False
+        digests = row_digests(steps)
+        return all(digests[row] == digest for row, digest in rows.items())
+
+
+def losses(state: State, lost: Collection[int]) -> list[Event]:
+    """What follows where tables are lost: a recorded reason in place of rows."""
+    if not lost:
+        return []
+    dropped: list[Event] = [GroupDropped(key, ROWS_LOST) for key, group in state.open.items() if _touches(group, lost)]
+    failed = [
+        BatchFailed(number, "rows of it are lost, though the log tells of them: the journal's disk or Redis lost them")
+        for number, batch in state.batches.items()
+        if any(_touches(group, lost) for group in batch.groups)
+    ]
+    return dropped + failed
+
+
+def withdrawn(state: State, kept: Collection[int]) -> list[Event]:
+    """Batches whose shards did not outlast the process that published them. kept: those whose did."""
+    return [
+        BatchWithdrawn(number) for number, batch in state.batches.items() if batch.is_published and number not in kept
+    ]
+
+
+def _touches(group: Group, lost: Collection[int]) -> bool:
+    return any(ref.table in lost for ref in group.refs())
+
+
+def _rows(state: State) -> Iterator[StoredRow]:
+    for group in state.open.values():
+        yield from group.ordered_rows()
+    for batch in state.batches.values():
+        for group in batch.groups:
+            yield from group.ordered_rows()

@@ -1,0 +1,73 @@
+"""The ledger of a service that keeps nothing: what is appended goes, and rows live on the heap."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+
+from gristmill.errors import NotFoundError
+from gristmill.steps import Steps
+from gristmill_service.store.ledger import CheckTable, Replay
+
+
+class MemoryLedger:
+    """See `gristmill_service.store.ledger.Ledger`. Knows no run: those that were created are their makers' to know."""
+
+    def names(self) -> list[str]:
+        return []
+
+    def create(self, name: str, config: bytes) -> MemoryBook:
+        return MemoryBook(config)
+
+    def open(self, name: str) -> MemoryBook:
+        raise NotFoundError(f"run {name!r} is kept nowhere; create it first")
+
+    def delete(self, name: str) -> None:
+        pass
+
+    def trouble(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        pass
+
+
+class MemoryBook:
+    """See `gristmill_service.store.ledger.Book`. Tables are held by whoever put them."""
+
+    maps_rows = reads_rows = False
+    is_long = False
+
+    def __init__(self, config: bytes = b"{}") -> None:
+        self.config = config
+        self._numbers = itertools.count()
+
+    def replay(self) -> Replay:
+        return Replay(None, ())
+
+    def append(self, record: bytes) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def compact(self, snapshot: bytes) -> None:
+        pass
+
+    def put(self, table: Steps) -> tuple[int, Steps]:
+        return next(self._numbers), table
+
+    def get(self, number: int) -> Steps:
+        raise NotFoundError(f"table {number} of rows is held by its run")
+
+    def remove(self, numbers: Collection[int]) -> None:
+        pass
+
+    def keep(self, numbers: Collection[int], check: CheckTable) -> set[int]:
+        return set(numbers)
+
+    def close(self) -> None:
+        pass
