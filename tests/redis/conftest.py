@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.redis.servers import RedisServer, StartRedis
+from tests.redis.servers import RedisCluster, RedisServer, StartRedis
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,20 @@ def redis_server(_module_redis: RedisServer) -> RedisServer:
     """A module's server that keeps nothing on disk, empty at the start of each test. Leave it running."""
     _module_redis.client().flushall()
     return _module_redis
+
+
+@pytest.fixture(scope="module")
+def _module_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    with RedisCluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def redis_cluster(_module_cluster: RedisCluster) -> RedisCluster:
+    """A module's cluster that keeps nothing on disk, empty at the start of each test. Leave its nodes running."""
+    for node in _module_cluster.nodes:
+        node.client().flushall()
+    return _module_cluster
 
 
 @pytest.fixture

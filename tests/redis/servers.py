@@ -14,6 +14,7 @@ import subprocess
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -220,12 +221,12 @@ class RedisServer:
         if self.process is None:
             return
         self.resume()
-        self.process.terminate()
-        try:
-            self.process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        deadline = time.monotonic() + 10
+        while self.process.poll() is None:
+            # Asked anew each time: one that is writing its first log forgets that it was asked.
+            self.process.terminate() if time.monotonic() < deadline else self.process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=0.2)
         self.process = None
 
     def kill(self) -> None:
@@ -411,8 +412,7 @@ class Sentinel:
             self.replica = RedisServer(self._directory / "redis-1", arguments=lines, **self._options).start()
             self._wait_for_the_replica()
             self.sentinel = _SentinelServer(self._directory / "sentinel", self.master).start()
-            client = self.sentinel.client()
-            wait_until(lambda: self._state(client)["num-slaves"] == "1", "the sentinel knows the replica")
+            self._introduce_the_replica(self.sentinel.client())
         except BaseException:
             self.stop()
             raise
@@ -444,6 +444,15 @@ class Sentinel:
         assert self.replica is not None
         client = self.replica.client()
         wait_until(lambda: client.info("replication")["master_link_status"] == "up", "the replica follows")
+
+    def _introduce_the_replica(self, sentinel: redis.Redis) -> None:
+        for _ in range(10):
+            try:
+                wait_until(lambda: self._state(sentinel)["num-slaves"] == "1", "the sentinel knows the replica", 1)
+                return
+            except TimeoutError:  # it asks the master every 10 s; anew, at once
+                sentinel.execute_command("SENTINEL", "RESET", self.NAME)
+        raise TimeoutError(f"the sentinel does not learn of the replica: {self._state(sentinel)}")
 
     def _state(self, client: redis.Redis) -> dict[str, str]:
         fields = [field.decode() for field in client.execute_command("SENTINEL", "MASTER", self.NAME)]
