@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench import pipeline, serving
+from tests.bench import pipeline, redis, serving
 from tests.bench.figures import OUTPUT, Figure, write
 
 
@@ -15,7 +15,7 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 110)
     found: list[Figure] = []
     with console.status("measuring") as status:
-        for source in (pipeline.figures, serving.figures):
+        for source in (pipeline.figures, serving.figures, redis.figures):
             for figure in source():
                 found.append(figure)
                 status.update(f"measured {figure.name}")

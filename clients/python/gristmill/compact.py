@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import struct
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,41 +144,44 @@ class _Pieces:
 
     def __init__(self, pieces: Sequence[bytes | memoryview]) -> None:
         self._views = [memoryview(piece).cast("B") for piece in pieces]
-        self._edges = np.append(0, np.cumsum([len(view) for view in self._views], dtype=np.int64))
-        self.size = int(self._edges[-1])
+        self._edges = [0, *accumulate(map(len, self._views))]
+        self.size = self._edges[-1]
 
     def spans(self, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
         """The bytes `begin:end` in order, as views, each with where it begins."""
-        first = int(np.searchsorted(self._edges, begin, "right")) - 1
-        last = int(np.searchsorted(self._edges, end, "left"))
-        for index, (low, high) in enumerate(pairwise(self._edges[first : last + 1].tolist()), first):
-            start = max(begin, low)
-            if start < min(end, high):
-                yield start, self._views[index][start - low : min(end, high) - low]
+        index = bisect_right(self._edges, begin) - 1
+        while begin < end:
+            low, high = self._edges[index], min(self._edges[index + 1], end)
+            if begin < high:
+                yield begin, self._views[index][begin - low : high - low]
+                begin = high
+            index += 1
 
     def take(self, begin: int, count: int) -> bytes | memoryview:
         """Bytes in one; copied only where they stand in several pieces."""
         spans = [view for _, view in self.spans(begin, begin + count)]
         return spans[0] if len(spans) == 1 else b"".join(spans)
 
-    def array(self, begin: int, count: int, dtype: Any) -> NDArray[Any]:
-        return np.frombuffer(self.take(begin, count * np.dtype(dtype).itemsize), dtype)
+    def array(self, begin: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        return np.frombuffer(self.take(begin, count * dtype.itemsize), dtype)
+
+    def copy(self, begin: int, target: NDArray[np.uint8]) -> None:
+        into = target.data
+        for low, view in self.spans(begin, begin + len(into)):
+            into[low - begin : low - begin + len(view)] = view
 
     def copy_rows(self, begin: int, lengths: Int64s, target: NDArray[np.uint8], starts: Int64s) -> None:
         """Copies rows that stand one after another from `begin` on, to their `starts` in `target`; all in bytes."""
         into = target.data
         ends = begin + np.cumsum(lengths)
         begins = ends - lengths
-        for low, view in self.spans(begin, begin + int(lengths.sum())):
-            high = low + len(view)
-            some = slice(np.searchsorted(ends, low, "right"), np.searchsorted(begins, high, "left"))
-            first, last = np.maximum(begins[some], low), np.minimum(ends[some], high)
+        for low, view in self.spans(begin, int(ends[-1])):
+            # What of the rows is in this piece: all of most, the end of the first, the beginning of the last.
+            some = slice(ends.searchsorted(low, "right"), begins.searchsorted(low + len(view)))
+            first, last = np.maximum(begins[some], low), np.minimum(ends[some], low + len(view))
             to = starts[some] + first - begins[some]
-            for at, here, count in zip(to.tolist(), (first - low).tolist(), (last - first).tolist(), strict=True):
-                into[at : at + count] = view[here : here + count]
-
-    def copy(self, begin: int, target: NDArray[np.uint8]) -> None:
-        self.copy_rows(begin, np.array([len(target)]), target, np.zeros(1, np.int64))
+            for at, here, there in zip(to.tolist(), (first - low).tolist(), (last - low).tolist(), strict=True):
+                into[at : at + there - here] = view[here:there]
 
 
 def _read_parts(source: _Pieces) -> tuple[list[tuple[_Part, _Rows, int, int]], int]:
@@ -285,7 +289,7 @@ def _write_constants(source: _Pieces, part: _Part, rows: _Rows, target: NDArray[
     if rows.are_short:
         tensor[rows.mask] = np.repeat(values, rows.own)
     else:
-        for start, end, value in zip(rows.starts.tolist(), rows.ends.tolist(), values, strict=True):
+        for start, end, value in zip(rows.starts.tolist(), rows.ends.tolist(), values.tolist(), strict=True):
             tensor[start:end] = value
 
 
@@ -304,8 +308,8 @@ def _write_sparse(source: _Pieces, part: _Part, rows: _Rows, target: NDArray[np.
     tensor = _elements(part, target)
     count = len(rows.own)
     values = (part.nbytes - 4 * count) // (4 + part.itemsize)
-    counts = source.array(part.at, count, "<u4").astype(np.int64)
-    before = source.array(part.at + 4 * count, values, "<u4")
+    counts = source.array(part.at, count, _UNSIGNED[4]).astype(np.int64)
+    before = source.array(part.at + 4 * count, values, _UNSIGNED[4])
     if int(counts.sum()) != values:
         raise _wrong(f"its rows count {counts.sum()} values, and {values} are there")
     if not ((before > 0) & (before <= np.repeat(rows.own, counts))).all():

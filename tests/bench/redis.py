@@ -1,0 +1,84 @@
+"""Shards through Redis over loopback TCP: what they weigh there, and what a pull costs beside fetching the same bytes
+and writing the padded output once."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import redis
+from safetensors.numpy import load
+
+from gristmill.compact import restore
+from gristmill_service.pipeline import mill
+from gristmill_service.pipeline.layout import Shard
+from gristmill_service.store.iovec import join
+from gristmill_service.store.redis.shards import RedisShards
+from tests.bench.figures import Figure, paired
+from tests.bench.workloads import workload
+from tests.redis.servers import RedisServer
+
+NAMES = ("agent", "short")
+MERGES = ("none", "prefix")
+SHARDS = 10
+ROUNDS = 5
+
+
+def figures() -> Iterator[Figure]:
+    with tempfile.TemporaryDirectory() as directory, RedisServer(Path(directory), appendonly="no") as server:
+        for name in NAMES:
+            for merge in MERGES:
+                yield from _figures(server.client(), name, merge)
+
+
+def _figures(client: redis.Redis, name: str, merge: str) -> Iterator[Figure]:
+    client.flushall()
+    work = workload(name)
+    batch = mill(work.steps, work.config(merge), run="bench", batch=0)
+    store = RedisShards(client)
+    store.publish("bench", 0, b"{}", batch.shards)
+    stored = sum(client.strlen(key) for key in client.scan_iter("*:shard:*"))
+    real = sum(_real_bytes(shard) for shard in batch.shards)
+    yield Figure(f"redis.bytes_ratio.{name}.{merge}", stored / real, "x real tokens", 1.1, real / 2**20, "MiB")
+    ratio, limit = _pull(client, store, batch.shards)
+    yield Figure(f"redis.pull_ratio.{name}.{merge}", ratio, "x bound", 1.4, limit * 1e3, "ms")
+
+
+def _real_bytes(shard: Shard) -> int:
+    """Bytes of a shard's tensors over the tokens of real rows alone."""
+    tensors = load(join(shard.iovec()))
+    real = tensors["is_padding"] == 0
+    lengths, responses = (tensors[name].sum(axis=1)[real].sum() for name in ("attention_mask", "response_mask"))
+    return sum(
+        tensor.itemsize * int({"sequences": lengths, "attention_mask": lengths}.get(name, responses))
+        if tensor.ndim == 2
+        else tensor[real].nbytes
+        for name, tensor in tensors.items()
+    )
+
+
+def _pull(client: redis.Redis, store: RedisShards, shards: list[Shard]) -> tuple[float, float]:
+    """Shard after shard, as ranks pull them. What came is kept, so that memory is fresh each time, for both alike."""
+    kept: list[np.ndarray] = []
+    found = [_pull_one(client, store, shard, kept) for shard in shards[:SHARDS]]
+    return statistics.median(ratio for ratio, _ in found), statistics.median(limit for _, limit in found)
+
+
+def _pull_one(client: redis.Redis, store: RedisShards, shard: Shard, kept: list[np.ndarray]) -> tuple[float, float]:
+    address, output = shard.address, np.frombuffer(join(shard.iovec()), np.uint8)
+    keys = sorted(client.scan_iter(f"*:{address.model}:{address.mini_batch}:{address.rank}:*"))
+
+    def ours() -> None:
+        kept.append(restore(list(store.read_compact("bench", 0, address))))
+
+    def bound() -> None:
+        for key in keys:
+            client.get(key)
+        kept.append(output.copy())
+
+    ratio, limit = paired(ours, bound, ROUNDS)
+    assert all(np.array_equal(one, output) for one in kept[-2:])
+    return ratio, limit
