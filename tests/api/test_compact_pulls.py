@@ -1,0 +1,92 @@
+"""Shards pulled through a replica of the service from Redis: without their padding for who takes them so."""
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import grpc
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+from gristmill.pull import stream
+from gristmill.shards import ShardAddress
+from gristmill.transport import Transport
+from gristmill.v1 import trainer_pb2_grpc
+from gristmill_service.api.rpc.streams import Streams
+from gristmill_service.api.rpc.trainers import TrainerServicer
+from gristmill_service.pipeline import mill
+from gristmill_service.store.memory import MemoryStore
+from gristmill_service.store.redis.shards import RedisShards
+from tests import naive
+from tests.bench.workloads import workload
+from tests.redis.servers import RedisServer
+
+ADDRESS = ShardAddress("run", "policy", 3, 0, 1)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    work = workload("agent")
+    return mill(work.steps, work.config("prefix"), run="run", batch=0)
+
+
+@pytest.fixture
+def shard(batch):
+    return next(one for one in batch.shards if (one.address.mini_batch, one.address.rank) == (1, 3))
+
+
+@pytest.fixture(scope="module", params=["redis", "memory"])
+def store(request, tmp_path_factory, batch):
+    with RedisServer(tmp_path_factory.mktemp("redis"), appendonly="no") as server:
+        made = RedisShards(server.client()) if request.param == "redis" else MemoryStore()
+        made.publish("run", 0, b"{}", batch.shards)
+        yield made
+
+
+@pytest.fixture
+def transport(store):
+    """To a service that has this one run; of a run's calls only those that read shards."""
+    run = SimpleNamespace(
+        read_shard=lambda batch, address: store.read("run", batch, address),
+        read_compact_shard=lambda batch, address: store.read_compact("run", batch, address),
+    )
+    server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
+    backend = SimpleNamespace(runs={"run": run})
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(TrainerServicer(backend, Streams(2)), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    made = Transport(f"127.0.0.1:{port}", 20.0, "TrainerClient")
+    yield made
+    made.close()
+    server.stop(None).wait()
+
+
+def test_a_trainer_gets_the_same_tensors_whatever_the_store_holds(transport, shard):
+    tensors, metadata = stream(transport, ADDRESS, shard.size)
+    expected = load(naive.shard_bytes(shard))
+    assert metadata["rank"] == 3
+    assert tensors.keys() == expected.keys()
+    assert all(np.array_equal(tensors[name].numpy(), expected[name]) for name in expected)
+
+
+def test_padding_is_sent_only_to_who_does_not_restore_it(transport, store, shard):
+    def messages(*, accepts_compact):
+        request = ADDRESS.request()
+        request.accepts_compact = accepts_compact
+        return list(transport.trainers.ReadShard(request, timeout=20))
+
+    whole, accepted = messages(accepts_compact=False), messages(accepts_compact=True)
+    assert b"".join(one.data for one in whole) == naive.shard_bytes(shard)
+    assert not any(one.is_compact for one in whole)
+    is_compact = isinstance(store, RedisShards)
+    assert {one.is_compact for one in accepted} == {is_compact}
+    sizes = [sum(len(one.data) for one in some) for some in (whole, accepted)]
+    assert sizes[1] < 0.4 * sizes[0] if is_compact else sizes[1] == sizes[0]
+    assert max(len(one.data) for one in whole + accepted) <= 1 << 20
+
+
+def test_memory_that_a_trainer_gets_is_its_own_to_write_to(transport, shard):
+    tensors, _ = stream(transport, ADDRESS, shard.size)
+    tensors["rewards"] += 1.0
+    again, _ = stream(transport, ADDRESS, shard.size)
+    assert not np.array_equal(again["rewards"].numpy(), tensors["rewards"].numpy())
