@@ -12,6 +12,8 @@ import pytest
 import redis
 import trustme
 from redis import exceptions
+from redis.cluster import NodesManager
+from redis.sentinel import Sentinel as SentinelManager
 
 from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError, UnavailableError
 from gristmill_service.store.redis import connection
@@ -134,6 +136,50 @@ class TestReaching:
         self.exercise(opened(redis_cluster.url))
         assert all(node.client().dbsize() for node in redis_cluster.nodes)
 
+    def test_a_cluster_over_tls(
+        self,
+        redis_cluster: RedisCluster,
+        authority: trustme.CA,
+        ca_file: Path,
+        opened: Open,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        with ExitStack() as proxies:
+            doors = {
+                node.port: proxies.enter_context(Proxy(node.port, certificate=authority.issue_cert(HOST)))
+                for node in redis_cluster.nodes
+            }
+            # Nodes tell their own ports, which do not speak TLS.
+            monkeypatch.setattr(NodesManager, "remap_host_port", lambda _, host, port: (host, doors[port].port))
+            url = f"rediss+cluster://{HOST}:{doors[redis_cluster.nodes[2].port].port}"
+            with closing(connect(RedisAddress(url=url, ca_file=ca_file))) as client:
+                self.exercise(client)
+
+    def test_sentinels_over_tls(
+        self, tmp_path: Path, authority: trustme.CA, ca_file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        certificate = authority.issue_cert(HOST)
+        with Sentinel(tmp_path, password="secret") as sentinel:
+            assert sentinel.sentinel is not None
+            with (
+                Proxy(sentinel.master.port, certificate=certificate) as master,
+                Proxy(sentinel.sentinel.port, certificate=certificate) as watching,
+            ):
+                ask = SentinelManager.discover_master
+                asked = []
+
+                def discover(manager: SentinelManager, name: str) -> tuple[str, int]:
+                    asked.append(ask(manager, name))
+                    return HOST, master.port  # the sentinel tells a port that does not speak TLS
+
+                monkeypatch.setattr(SentinelManager, "discover_master", discover)
+                address = RedisAddress(
+                    url=f"rediss+sentinel://{HOST}:{watching.port}/mymaster", password="secret", ca_file=ca_file
+                )
+                with closing(connect(address)) as client:
+                    self.exercise(client)
+                assert set(asked) == {(HOST, sentinel.master.port)}
+
     def test_through_any_host_that_is_there(self, redis_cluster: RedisCluster, tmp_path: Path, opened: Open) -> None:
         down = f"{HOST}:{free_port()}"
         opened(f"redis+cluster://{down},{redis_cluster.nodes[1].address}").set("a", "b")
@@ -243,6 +289,17 @@ class TestRedirects:
         assert not outcome_unknown(caught.value)
         with client.pipeline(transaction=True) as pipeline:
             assert pipeline.incr("{a}n").execute() == [1]
+
+    def test_one_who_only_makes_transactions_learns_that_a_node_is_gone(self, tmp_path: Path, opened: Open) -> None:
+        with RedisCluster(tmp_path, arguments=["cluster-require-full-coverage no"]) as cluster:
+            client = opened(cluster.url)
+            gone = cluster.node_of(b"a")
+            assert cluster.move(b"a") is not gone
+            gone.kill()
+            with client.pipeline(transaction=True) as pipeline, pytest.raises(UnavailableError), translated(client):
+                pipeline.incr("a").execute()
+            with client.pipeline(transaction=True) as pipeline:
+                assert pipeline.incr("a").execute() == [1]
 
 
 class TestWrongAddress:
