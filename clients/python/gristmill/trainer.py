@@ -28,7 +28,8 @@ class TrainerClient:
 
     address, run: as for RolloutClient. The run exists before the first call.
     rank: this data-parallel rank, from 0.
-    dp_size: when given, checked against the run's, so that a trainer of another size does not start.
+    dp_size: when given, checked against the run's, so that a trainer of another size does not start unknowingly:
+        `load_state_dict` is how it comes back with other ranks.
     model: `policy`, or `critic` where the run has one; each has an order of its own.
     device, dtypes: what tensors become when they are used, such as `device="cuda"` and
         `dtypes={"tokens": torch.int64, "masks": torch.float32}` (and `floats`); left alone, they are int32, uint8 and
@@ -114,6 +115,9 @@ class TrainerClient:
         calls it, with the state of the same checkpoint, before its first batch. Calls of processes that were started
         earlier are refused from then on, with StaleIncarnationError.
 
+        With another `dp_size` than the run has (given to the constructor), mini-batches that not all ranks have
+        acknowledged are planned and cut again for it, from the same rows.
+
         state: of `state_dict`; `{}`, where there is no checkpoint, stands for the committed position, which brings
             ranks together that a crash left at different mini-batches.
         launch: names this start of the trainer, the same on all its ranks and never used before. Not given, it is
@@ -126,12 +130,14 @@ class TrainerClient:
         from gristmill.launch import launch_name
 
         position = self._position_of(state) if state else None
-        self._start()
+        self._read_run(self._expected_dp_size)
+        self._check_rank()
         request = trainer_pb2.ResumeRequest(
             run=self.run,
             model=MODELS[self.model],
             position=None if position is None else position.message(),
             launch=launch or launch_name(self._dp_size),
+            dp_size=self._dp_size,
         )
         response = self._transport.call(self._transport.trainers.Resume, request)
         resumed = Position.of(response.position)
@@ -162,18 +168,13 @@ class TrainerClient:
 
     def _start(self) -> Position:
         """Checks the run against what this rank expects, and returns the rank's place."""
-        status = self._transport.call(self._transport.runs.GetRun, run_pb2.GetRunRequest(run=self.run)).status
-        config = json.loads(status.config_json)
-        self._epochs, self._dp_size = config.get("update_epochs_per_batch", 1), config.get("dp_size", 1)
+        status = self._read_run(None)
         if self._expected_dp_size not in (None, self._dp_size):
             raise InvalidArgumentError(
                 f"run {self.run!r}: its dp_size is {self._dp_size} and this trainer's {self._expected_dp_size}; create "
-                "the run with the trainer's"
+                "the run with the trainer's, or call load_state_dict first, which has the run's batches cut anew"
             )
-        if not 0 <= self.rank < self._dp_size:
-            raise InvalidArgumentError(
-                f"run {self.run!r}: rank is {self.rank}; with dp_size {self._dp_size} it is 0..{self._dp_size - 1}"
-            )
+        self._check_rank()
         number = MODELS[self.model]
         for progress in status.models:
             if progress.model == number:
@@ -184,6 +185,19 @@ class TrainerClient:
         raise InvalidArgumentError(
             f"run {self.run!r}: it has no {self.model}; give critic_mini_batch_size when it is created"
         )
+
+    def _read_run(self, dp_size: int | None) -> run_pb2.RunStatus:
+        """The run's state. dp_size: what it is to have; None: what it has."""
+        status = self._transport.call(self._transport.runs.GetRun, run_pb2.GetRunRequest(run=self.run)).status
+        config = json.loads(status.config_json)
+        self._epochs, self._dp_size = config.get("update_epochs_per_batch", 1), dp_size or config.get("dp_size", 1)
+        return status
+
+    def _check_rank(self) -> None:
+        if not 0 <= self.rank < self._dp_size:
+            raise InvalidArgumentError(
+                f"run {self.run!r}: rank is {self.rank}; with dp_size {self._dp_size} it is 0..{self._dp_size - 1}"
+            )
 
     def _position_of(self, state: Mapping[str, Any]) -> Position:
         expected = {"version": _STATE_VERSION, "run": self.run, "model": self.model}

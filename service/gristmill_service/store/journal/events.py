@@ -53,7 +53,7 @@ class EventLog:
     def replay(self) -> Replay:
         """Reads the whole file; a torn tail is cut and told. Raises InvalidArgumentError for a newer format, or for a
         file without its snapshot."""
-        data = self._path.read_bytes()
+        data, self._numbers = self._path.read_bytes(), 0
         records = list(self._scan(memoryview(data)))
         if len(data) > self._end:
             torn = len(data) - self._end
@@ -82,6 +82,7 @@ class EventLog:
 
     def append(self, payload: bytes) -> None:
         """Raises UnavailableError; nothing is appended then."""
+        assert self._end, "replayed first"
         with explained(self._path):
             try:
                 write_at(self._descriptor, [_header(self._numbers, payload), payload], self._end)

@@ -1,0 +1,429 @@
+"""A run over the death of its process: what was accepted is there again, and batches are the same, byte for byte."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill.errors import (
+    BatchFailedError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    StaleIncarnationError,
+    UnavailableError,
+)
+from gristmill.rows import from_rows, to_rows
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline import mill
+from gristmill_service.run.admission import RowBudget
+from gristmill_service.run.codec import decode_state, encode_state
+from gristmill_service.run.patience import PatientStore
+from gristmill_service.run.run import Run
+from gristmill_service.run.state import State, apply
+from gristmill_service.run.views import BatchState, Outcome, Position, RewardUpdate
+from gristmill_service.store.base import ShardAddress
+from gristmill_service.store.journal.ledger import FileLedger
+from gristmill_service.store.memory import MemoryStore
+from tests.run.harness import CONFIG, Bench, contents, group_rows, key, row, table
+from tests.run.test_laws import COMMANDS, SETTINGS, act
+
+
+class Machine:
+    """A run in a journal, whose process can die at any moment: nothing is closed then but the directory's lock."""
+
+    def __init__(self, directory, **settings):
+        self.directory, self.config = directory, parse_config(CONFIG | settings)
+        self.now, self.deaths = 0.0, 0
+        self.ledger = FileLedger(directory, "never")
+        self._begin(self.ledger.create("run", b"{}"))
+
+    def _begin(self, book):
+        self.sealed, self.store = [], MemoryStore()
+        self.run = Run(
+            "run",
+            self.config,
+            PatientStore(self.store),
+            book,
+            mill,
+            lambda run, batch: self.sealed.append(batch),
+            lambda: self.now,
+            RowBudget(8 << 30),
+        )
+        self.run.start()
+
+    def die(self):
+        self.deaths += 1
+        self.ledger.close()
+        self.now = 1000.0 * self.deaths  # the clock of another process
+        self.ledger = FileLedger(self.directory, "never")
+        self._begin(self.ledger.open("run"))
+
+    def submit(self, *rows):
+        return [outcome.name for outcome in self.run.submit(table(*rows))]
+
+    def make_batches(self):
+        while self.sealed:
+            self.run.make_batch(self.sealed.pop(0))
+
+    def shard(self, position, rank=0):
+        view = self.run.shard("policy", rank, position, 0)
+        assert view.state is BatchState.PUBLISHED
+        return b"".join(self.run.read_shard(position.batch, view.address))
+
+    def train(self, position, rank=0, commit=True):
+        self.run.acknowledge("policy", rank, position, 0, commit)
+
+
+@pytest.fixture
+def machine(tmp_path):
+    machines = []
+
+    def start(**settings):
+        machines.append(Machine(tmp_path / str(len(machines)), **settings))
+        return machines[-1]
+
+    yield start
+    for each in machines:
+        each.ledger.close()
+
+
+def test_what_was_accepted_is_accepted_still(machine):
+    one = machine()
+    one.submit(*group_rows("a"), row("b"))
+    one.die()
+    assert one.submit(*group_rows("a"), row("b")) == ["DUPLICATE"] * 3
+    assert one.submit(row("b", 1)) == ["ACCEPTED"]
+    one.make_batches()
+    assert one.run.batch(0).state is BatchState.PUBLISHED
+
+
+def test_a_sealed_batch_is_made_again_byte_for_byte(machine):
+    one = machine(train_batch_size=2, policy_mini_batch_size=1, merge="prefix", update_epochs_per_batch=2)
+    steps = [row("a", 0, 0, last=False), row("a", 0, 1, prompt_token_ids=[1, 2, 7, 9]), row("a", 1)]
+    one.submit(*steps, *group_rows("b"))
+    one.make_batches()
+    plan, shards = one.run.batch(0).plan, [one.shard(Position(0, 0, index)) for index in range(2)]
+    one.train(Position(0))
+    one.die()
+    assert one.run.batch(0).state is BatchState.PENDING, "shards in memory go with the process"
+    one.make_batches()
+    assert one.run.batch(0).plan == plan
+    assert [one.shard(Position(0, 0, index)) for index in range(2)] == shards
+    assert one.run.shard("policy", 0, None, 0).position == Position(0, 0, 1), "what was acknowledged stays so"
+
+
+def test_a_rank_may_acknowledge_what_it_trained_on_while_the_batch_is_made_again(machine):
+    one = machine(train_batch_size=1)
+    one.submit(*group_rows("a"))
+    one.make_batches()
+    one.die()
+    one.train(Position(0))
+    assert one.run.status().batches_freed == 1
+    one.make_batches()
+    assert one.store._batches == {}
+
+
+def test_rows_go_with_their_batch_and_the_directory_shrinks(machine):
+    one = machine(train_batch_size=1)
+    for number in range(30):
+        one.submit(*group_rows(f"u{number}", response=range(20_000)))
+        one.make_batches()
+        one.train(Position(number))
+    size = sum(path.stat().st_blocks * 512 for path in one.directory.glob("run-run/rows-*"))
+    assert size < 100_000, "each of thirty groups had more"
+    one.die()
+    status = one.run.status()
+    assert (status.batches_freed, status.row_bytes, len(one.run._rows)) == (30, 0, 0)
+
+
+def test_positions_incarnations_and_versions_are_remembered(machine):
+    one = machine(train_batch_size=1, dp_size=2, n_samples_per_prompt=2)
+    one.submit(*group_rows("a"), *group_rows("b"))
+    one.make_batches()
+    one.run.announce(3)
+    one.run.resume("policy", Position(0), "first")
+    one.train(Position(0), rank=1, commit=False)
+    one.die()
+    assert one.run.policy_version == 3
+    with pytest.raises(StaleIncarnationError):
+        one.run.shard("policy", 0, None, 1)
+    assert [one.run.shard("policy", rank, None, 2).position for rank in range(2)] == [Position(0), Position(1)]
+
+
+def test_rewards_that_came_later_are_kept_also_per_token(machine):
+    one = machine(train_batch_size=1)
+    one.submit(row("a", 0, reward=None, response=(5, 6)), row("a", 1, reward=[0.25, 0.5], response=(5, 6)))
+    one.run.set_rewards([RewardUpdate(key("a"), None, None, np.array([1.0, 2.0]))])
+    one.die()
+    assert one.run.set_rewards([RewardUpdate(key("a"), None, None, np.array([1.0, 2.0]))]) == 0
+    one.make_batches()
+    [steps] = one.run.export(0)
+    assert contents(steps)["token_rewards"] == [[1.0, 2.0], [0.25, 0.5]]
+
+
+def test_only_time_in_which_workers_could_come_counts_for_stragglers(machine):
+    one = machine(train_batch_size=1, group_timeout_s=10)
+    one.run.begin_groups(0, ["early"])
+    one.now = 8.0
+    one.run.begin_groups(0, ["late"])
+    one.die()  # a clock that stands at another time, and a service that was away for as long
+    one.run.tick()
+    assert [view.state for view in one.run.groups()] == ["open", "open"]
+    one.now += 2.0
+    one.run.tick()
+    assert [(view.uid, view.reason) for view in one.run.groups()] == [("early", "timeout"), ("late", "")]
+
+
+def test_rows_that_the_disk_lost_are_dropped_with_a_reason_and_the_others_go_on(machine):
+    one = machine(train_batch_size=1)
+    one.submit(*group_rows("a", response=range(2000)))
+    one.submit(row("b", response=range(2000)))
+    one.submit(row("c"))
+    [path] = one.directory.glob("run-run/rows-*.seg")
+    content = bytearray(path.read_bytes())
+    content[2000:3000] = bytes(1000)
+    path.write_bytes(content)
+    one.die()
+    one.make_batches()
+    with pytest.raises(BatchFailedError, match="rows of it are lost"):
+        one.run.batch(0)
+    assert one.submit(row("b", 1), row("c", 1)) == ["ACCEPTED"] * 2
+    one.make_batches()
+    assert {view.uid: (view.state, view.reason) for view in one.run.groups()} == {
+        "a": ("dropped", "batch_failed"),
+        "b": ("sealed", ""),
+        "c": ("sealed", ""),
+    }
+
+
+def test_what_follows_from_a_logged_event_happens_after_a_death_in_between(machine):
+    one = machine(train_batch_size=1)
+    append, left = one.run._book.append, [2]  # the groups, then the rows in one record; not the seal
+
+    def dying(record):
+        if not left[0]:
+            raise UnavailableError("dead")
+        left[0] -= 1
+        append(record)
+
+    one.run._book.append = dying
+    assert one.submit(*group_rows("a")) == ["ACCEPTED"] * 2
+    left[0] = 0
+    assert one.submit(*group_rows("a")) in (["SEALED"] * 2, ["DUPLICATE"] * 2)
+    one.die()
+    one.make_batches()
+    assert one.run.batch(0).state is BatchState.PUBLISHED
+
+
+def test_a_book_that_refuses_refuses_the_call_whole_and_the_run_goes_on_when_it_takes_again():
+    bench = Bench(train_batch_size=1)
+    bench.log.refuses = 1
+    with pytest.raises(UnavailableError):
+        bench.submit(*group_rows("a"))
+    assert len(bench.run._rows) == 0
+    assert bench.run.status().rows_accepted == 0
+    assert bench.submit(*group_rows("a")) == ["ACCEPTED"] * 2
+    bench.log.refuses = 1
+    bench.make_batches()
+    assert bench.run.batch(0).state is BatchState.PENDING
+    assert bench.store.batches == {}, "what is not logged as published is not there"
+    assert "batch 0 waits" in bench.run.trouble
+    bench.now += 10
+    bench.run.tick()
+    bench.make_batches()
+    assert bench.run.batch(0).state is BatchState.PUBLISHED
+    assert bench.run.trouble == ""
+    assert bench.replayed() == bench.state
+
+
+def test_what_becomes_due_while_the_book_refuses_is_done_at_the_next_tick():
+    bench = Bench(train_batch_size=1)
+    append = bench.log.append
+
+    def refuse_the_second(record, calls=itertools.count()):
+        if next(calls) == 1:
+            raise UnavailableError("the book is full")
+        append(record)
+
+    bench.log.append = refuse_the_second
+    assert bench.submit(*group_rows("a")) == ["ACCEPTED"] * 2
+    assert bench.sealed == []
+    bench.run.tick()
+    assert bench.sealed == [0]
+    assert bench.replayed() == bench.state
+
+
+@given(SETTINGS, st.lists(COMMANDS, max_size=30))
+def test_a_snapshot_is_the_state_and_is_folded_on_from(chosen, commands):
+    bench = Bench(**chosen)
+    half = None
+    for index, command in enumerate(commands):
+        act(bench, *command)
+        if index == len(commands) // 2:
+            half = encode_state(bench.state), len(bench.log.events)
+    if half is None:
+        return
+    snapshot, count = half
+    state = decode_state(snapshot)
+    for event in bench.log.events[count:]:
+        apply(state, event)
+    assert state == bench.state
+    assert (list(state.open), list(state.complete)) == (list(bench.state.open), list(bench.state.complete))
+    assert decode_state(encode_state(state)) == state
+
+
+def test_a_newer_log_is_refused():
+    state = State.initial(parse_config(CONFIG))
+    newer = b"\x92\x02" + encode_state(state)[2:]
+    with pytest.raises(InvalidArgumentError, match="has format 2 and this version reads up to 1"):
+        decode_state(newer)
+
+
+class TestExport:
+    def test_a_sealed_batch_laid_out_offline_has_the_same_tensors(self, machine):
+        settings = {"train_batch_size": 2, "policy_mini_batch_size": 2, "merge": "prefix"}
+        one = machine(**settings)
+        steps = [row("a", 0, 0, last=False), row("a", 0, 1, prompt_token_ids=[1, 2, 7, 9]), row("a", 1)]
+        one.submit(*steps, *group_rows("b", rollout_logprobs=None))
+        one.make_batches()
+        rows = [line for part in one.run.export(0) for line in to_rows(part)]
+        again = mill(from_rows(rows), one.config, run="run", batch=0, policy_version=0)
+        from gristmill_service.store.iovec import join
+
+        assert [join(shard.iovec()) for shard in again.shards] == [one.shard(Position(0))]
+
+    def test_rows_that_are_not_decided_yet_are_not_exported(self, machine):
+        one = machine()
+        with pytest.raises(FailedPreconditionError, match="batch 0 is not sealed yet"):
+            next(one.run.export(0))
+
+
+class TestOtherRanks:
+    def begin(self, machine, **settings):
+        one = machine(**({"train_batch_size": 4, "policy_mini_batch_size": 2, "dp_size": 2} | settings))
+        one.submit(*(each for uid in "abcdefgh" for each in group_rows(uid)))
+        one.make_batches()
+        return one
+
+    def rows_of(self, one, position, ranks):
+        metadata = [_uids(one.shard(position, rank)) for rank in range(ranks)]
+        return sorted(uid for uids in metadata for uid in uids)
+
+    def test_unacknowledged_mini_batches_are_cut_again_from_the_same_rows(self, machine):
+        one = self.begin(machine)
+        before = self.rows_of(one, Position(0, 0, 1), 2)
+        for rank in range(2):
+            one.train(Position(0), rank)
+        resumed = one.run.resume("policy", None, "bigger", 4)
+        assert resumed.position == Position(0, 0, 1), "what all ranks have acknowledged stays done"
+        assert one.run.status().shard_bytes == 0
+        assert one.run.shard("policy", 3, None, resumed.incarnation).state is BatchState.PENDING
+        one.make_batches()
+        assert self.rows_of(one, Position(0, 0, 1), 4) == before
+        assert one.run.status().config_json.count('"dp_size":4') == 1
+        for batch, first in ((0, 1), (1, 0)):
+            for index in range(first, 2):
+                for rank in range(4):
+                    one.train(Position(batch, 0, index), rank)
+        status = one.run.status()
+        assert (status.batches_freed, status.row_bytes, status.shard_bytes) == (2, 0, 0)
+
+    def test_ranks_of_one_launch_ask_for_the_same_size(self, machine):
+        one = self.begin(machine)
+        one.run.resume("policy", None, "bigger", 4)
+        one.run.resume("policy", None, "bigger", 4)
+        with pytest.raises(FailedPreconditionError, match="resumed with dp_size 4, and this rank asks for 2"):
+            one.run.resume("policy", None, "bigger", 2)
+
+    def test_the_old_ranks_and_the_other_model_are_refused(self, machine):
+        one = self.begin(machine, critic_mini_batch_size=2)
+        one.run.resume("policy", None, "bigger", 1)
+        for model in ("policy", "critic"):
+            with pytest.raises(StaleIncarnationError):
+                one.run.acknowledge(model, 0, Position(0), 1, False)
+        one.make_batches()
+        assert one.run.resume("critic", None, "bigger", 1).position == Position(0)
+
+    def test_a_size_that_the_settings_do_not_allow_changes_nothing(self, machine):
+        one = self.begin(machine, mini_batch_unit="sequence", micro_batch={"size": 1})
+        with pytest.raises(InvalidArgumentError, match="dp_size"):
+            one.run.resume("policy", None, "odd", 3)
+        assert one.run.shard("policy", 1, None, 1).state is BatchState.PUBLISHED
+
+    def test_it_is_remembered(self, machine):
+        one = self.begin(machine)
+        one.run.resume("policy", None, "bigger", 4)
+        one.die()
+        one.make_batches()
+        assert one.run.config.dp_size == 4
+        assert one.run.shard("policy", 3, None, 0).state is BatchState.PUBLISHED
+
+    def test_a_batch_being_made_meanwhile_is_made_for_the_new_ranks(self):
+        bench = Bench(train_batch_size=1, dp_size=2)
+        bench.mill._gate = threading.Event()
+        bench.submit(*group_rows("a"))
+        making = threading.Thread(target=bench.make_batches)
+        making.start()
+        bench.mill.entered.wait(30)
+        bench.run.resume("policy", None, "smaller", 1)
+        bench.mill._gate.set()
+        making.join()
+        bench.make_batches()
+        view = bench.run.shard("policy", 0, None, 0)
+        assert view.state is BatchState.PUBLISHED
+        _, shards = bench.store.batches["run", 0]
+        assert set(shards) == {ShardAddress("policy", 0, 0)}
+
+
+@given(st.data())
+def test_whenever_it_dies_every_row_is_in_one_batch_or_dropped_once(tmp_path_factory, data):
+    one = Machine(tmp_path_factory.mktemp("journal"), train_batch_size=2, max_buffered_batches=3)
+    left = [each for number in range(8) for each in group_rows(f"u{number}")]
+    seen: dict[int, list[str]] = {}
+    position, finished = 0, False
+    for _ in range(200):
+        match data.draw(st.sampled_from(["die", "submit", "submit", "make", "train", "train"])):
+            case "die":
+                one.die()
+            case "submit" if left:
+                try:
+                    outcomes = one.run.submit(table(left[0]))
+                    assert outcomes[0] in (Outcome.ACCEPTED, Outcome.DUPLICATE, Outcome.SEALED)
+                    if data.draw(st.booleans()):
+                        left.pop(0)  # else the answer was lost, and it is sent again
+                except Exception as error:
+                    assert "no room" in str(error)
+            case "submit":
+                finished = bool(one.run.finish()) or True
+            case "make":
+                one.make_batches()
+            case "train":
+                view = one.run.shard("policy", 0, None, 0)
+                if view.state is BatchState.PUBLISHED:
+                    seen.setdefault(view.position.batch, []).extend(_uids(one.shard(view.position)))
+                    one.train(view.position)
+                    position += 1
+                elif view.state is BatchState.END:
+                    break
+    for batch, uids in seen.items():
+        assert len(uids) == len(set(uids)) * 2, batch
+    flat = [uid for uids in seen.values() for uid in set(uids)]
+    assert len(flat) == len(set(flat)), "no group is in two batches"
+    states = {view.uid: view.state for view in one.run.groups()}
+    assert set(flat) <= {uid for uid, state in states.items() if state == "sealed"}
+    if finished and one.run.shard("policy", 0, None, 0).state is BatchState.END:
+        assert len(flat) == 8
+    one.ledger.close()
+
+
+def _uids(data: bytes) -> list[str]:
+    import json
+
+    length = int.from_bytes(data[:8], "little")
+    metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+    return [uid for uid in json.loads(metadata["uids"]) if not uid.startswith("padding")]
