@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from gristmill.errors import (
     BatchFailedError,
     FailedPreconditionError,
     InvalidArgumentError,
+    ResourceExhaustedError,
     StaleIncarnationError,
     UnavailableError,
 )
@@ -27,6 +30,7 @@ from gristmill_service.run.run import Run
 from gristmill_service.run.state import State, apply
 from gristmill_service.run.views import BatchState, Outcome, Position, RewardUpdate
 from gristmill_service.store.base import ShardAddress
+from gristmill_service.store.iovec import join
 from gristmill_service.store.journal.ledger import FileLedger
 from gristmill_service.store.memory import MemoryStore
 from tests.run.harness import CONFIG, Bench, contents, group_rows, key, row, table
@@ -293,8 +297,6 @@ class TestExport:
         one.make_batches()
         rows = [line for part in one.run.export(0) for line in to_rows(part)]
         again = mill(from_rows(rows), one.config, run="run", batch=0, policy_version=0)
-        from gristmill_service.store.iovec import join
-
         assert [join(shard.iovec()) for shard in again.shards] == [one.shard(Position(0))]
 
     def test_rows_that_are_not_decided_yet_are_not_exported(self, machine):
@@ -391,13 +393,11 @@ def test_whenever_it_dies_every_row_is_in_one_batch_or_dropped_once(tmp_path_fac
             case "die":
                 one.die()
             case "submit" if left:
-                try:
+                with suppress(ResourceExhaustedError):
                     outcomes = one.run.submit(table(left[0]))
                     assert outcomes[0] in (Outcome.ACCEPTED, Outcome.DUPLICATE, Outcome.SEALED)
                     if data.draw(st.booleans()):
                         left.pop(0)  # else the answer was lost, and it is sent again
-                except Exception as error:
-                    assert "no room" in str(error)
             case "submit":
                 finished = bool(one.run.finish()) or True
             case "make":
@@ -422,8 +422,6 @@ def test_whenever_it_dies_every_row_is_in_one_batch_or_dropped_once(tmp_path_fac
 
 
 def _uids(data: bytes) -> list[str]:
-    import json
-
     length = int.from_bytes(data[:8], "little")
     metadata = json.loads(data[8 : 8 + length])["__metadata__"]
     return [uid for uid in json.loads(metadata["uids"]) if not uid.startswith("padding")]

@@ -188,10 +188,12 @@ class TrainerClient:
 
     def _read_run(self, dp_size: int | None) -> run_pb2.RunStatus:
         """The run's state. dp_size: what it is to have; None: what it has."""
-        status = self._transport.call(self._transport.runs.GetRun, run_pb2.GetRunRequest(run=self.run)).status
-        config = json.loads(status.config_json)
+        answer: run_pb2.GetRunResponse = self._transport.call(
+            self._transport.runs.GetRun, run_pb2.GetRunRequest(run=self.run)
+        )
+        config = json.loads(answer.status.config_json)
         self._epochs, self._dp_size = config.get("update_epochs_per_batch", 1), dp_size or config.get("dp_size", 1)
-        return status
+        return answer.status
 
     def _check_rank(self) -> None:
         if not 0 <= self.rank < self._dp_size:
