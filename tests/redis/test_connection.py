@@ -250,6 +250,28 @@ class TestOneTry:
         assert outcome_unknown(error)
         assert client.incr("n") == 2
 
+    @pytest.mark.parametrize(
+        ("error", "unknown"),
+        [
+            (exceptions.ConnectionError("Error 111 connecting to host:1. Connection refused."), False),
+            (exceptions.ConnectionError("Error -2 connecting to host:1. Name or service not known."), False),
+            (exceptions.TimeoutError("Timeout connecting to server"), False),
+            (exceptions.MaxConnectionsError("Too many connections"), False),
+            (exceptions.TimeoutError("Timeout reading from host:1"), True),
+            (exceptions.ConnectionError("Connection closed by server."), True),
+            (
+                exceptions.ConnectionError("Command # 1 (SET a Error 1 connecting to b) of pipeline caused error: x"),
+                True,
+            ),
+            (exceptions.RedisClusterException("Redis Cluster cannot be connected: Error 1 connecting to host:1"), True),
+        ],
+    )
+    def test_an_error_tells_whether_the_command_may_have_been_sent(self, error: Exception, unknown: bool) -> None:
+        assert outcome_unknown(error) is unknown
+        with pytest.raises(UnavailableError) as caught, Translated("host:1"):
+            raise error
+        assert outcome_unknown(caught.value) is unknown
+
     def test_what_the_server_refused_is_known(self, through: Client) -> None:
         with pytest.raises(exceptions.ResponseError) as caught, translated(through):
             through.execute_command("INCR")

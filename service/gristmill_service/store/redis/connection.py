@@ -65,7 +65,7 @@ class RedisAddress:
         return f"{scheme}{separator}{shown}" if separator and shown != self.url else shown
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class _Target:
     kind: Literal["", "sentinel", "cluster"]
     tls: bool
@@ -108,14 +108,22 @@ def translated(client: Client) -> Translated:
 def outcome_unknown(error: BaseException) -> bool:
     """Whether the command that failed may have been carried out all the same, now or later; if in doubt, it may.
 
-    For an error of Redis, or what `translated` made of it. A script that failed halfway has an answer, and is known.
+    For an error of Redis, or what `translated` made of it, from a command or transaction on keys of one slot: of a
+    pipeline over several nodes some may have done their part. A script that failed halfway has an answer, and is known.
     """
     cause = error.__cause__ if isinstance(error, GristmillError) else error
-    if not isinstance(cause, exceptions.ConnectionError | exceptions.TimeoutError | exceptions.RedisClusterException):
-        return False
     if isinstance(cause, _NEVER_SENT):
         return False
-    return " connecting to " not in str(cause)
+    if isinstance(cause, exceptions.RedisClusterException):
+        return True  # also raised where a command's connection broke, and then no node told of the slots
+    if not isinstance(cause, exceptions.ConnectionError | exceptions.TimeoutError):
+        return False
+    # A transaction's error quotes the command before the reason.
+    reason = str(cause).rpartition(" of pipeline caused error: ")[2]
+    return _CONNECTING.match(reason) is None
+
+
+_CONNECTING = re.compile(r"(Error( -?\d+)?|Timeout) connecting to ")
 
 
 _NEVER_SENT = (
