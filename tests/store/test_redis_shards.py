@@ -135,7 +135,7 @@ def test_a_full_redis_refuses_the_batch_and_keeps_nothing_of_it_but_the_one_befo
     before = set(client.keys())
     client.config_set("maxmemory", client.info("memory")["used_memory"] + (1 << 20))
     try:
-        with pytest.raises(ResourceExhaustedError, match=r"publishing batch 0: it does not fit into Redis.*maxmemory"):
+        with pytest.raises(ResourceExhaustedError, match=r"batch 0 does not fit into Redis.*maxmemory"):
             store.publish("run", 0, b"{}", [Source(b"x" * (1 << 20), ShardAddress("policy", 0, i)) for i in range(8)])
     finally:
         client.config_set("maxmemory", 0)
@@ -214,7 +214,7 @@ def test_a_redis_that_is_not_there_is_unavailable(tmp_path):
         lambda: store.delete_run("run"),
         lambda: read(store),
     ):
-        with pytest.raises(UnavailableError, match="Redis is not there"):
+        with pytest.raises(UnavailableError, match=r"Redis at .* refused; retry"):
             call()
 
 

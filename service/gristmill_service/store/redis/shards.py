@@ -16,14 +16,13 @@ from typing import cast
 
 import msgspec
 import redis
-from redis.cluster import RedisCluster
 
 from gristmill.compact import restore
-from gristmill.errors import FailedPreconditionError, NotFoundError, UnavailableError
+from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError, UnavailableError
 from gristmill_service.config import Model
 from gristmill_service.store.base import ShardAddress, ShardLocation, ShardSource
 from gristmill_service.store.iovec import cut, join
-from gristmill_service.store.redis.failures import explained
+from gristmill_service.store.redis.connection import Client, translated
 from gristmill_service.store.redis.keys import ShardKeys
 
 VERSION = 1
@@ -65,27 +64,32 @@ class _ReplacedError(UnavailableError):
 class RedisShards:
     """See `gristmill_service.store.base.Store`; what is published outlives this process.
 
-    client: without `decode_responses`; stays the caller's to close. Every method raises UnavailableError when Redis
-    cannot be reached.
+    client: without `decode_responses`; stays the caller's to close. Every method raises what `translated` does,
+    UnavailableError when Redis cannot be reached for instance; all of them may be tried again.
     """
 
-    def __init__(self, client: redis.Redis | RedisCluster, prefix: str = "gristmill") -> None:
+    def __init__(self, client: Client, prefix: str = "gristmill") -> None:
         self._client, self._prefix = client, prefix
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
         """As the protocol has it; replaces the batch where it is there. Returns the bytes of the whole files and the
         plan. Raises ResourceExhaustedError when Redis is full."""
         keys, nonce, written = self._keys(run), secrets.token_hex(8), list[str]()
-        with explained(f"run {run!r}: publishing batch {batch}"):
+        with translated(self._client):
             try:
                 stored = self._write_shards(keys, nonce, shards, written)
                 self._write(keys.plan(nonce), plan, written)
                 replaced = self._find(keys, batch)
                 index = bytes([VERSION]) + msgspec.msgpack.encode(_Index(nonce, stored))
                 self._client.set(keys.index(batch), index)
-            except BaseException:
+            except BaseException as error:
                 with suppress(Exception):
                     self._undo(keys, batch, nonce, written)
+                if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM command not allowed" in str(error):
+                    raise ResourceExhaustedError(
+                        f"run {run!r}: batch {batch} does not fit into Redis, which is full; raise its maxmemory, or "
+                        "lower max_buffered_batches"
+                    ) from error
                 raise
         if replaced is not None:
             # The batch is published; pieces of the old one that cannot be removed now go with the run.
@@ -96,12 +100,11 @@ class RedisShards:
     def plan(self, run: str, batch: int) -> bytes:
         keys = self._keys(run)
         while True:
-            with explained(f"run {run!r}: reading the plan of batch {batch}"):
-                index = self._index(run, batch)
-                try:
-                    return self._get(run, batch, index, keys.plan(index.nonce))
-                except _ReplacedError:
-                    continue
+            index = self._index(run, batch)
+            try:
+                return self._get(run, batch, index, keys.plan(index.nonce))
+            except _ReplacedError:
+                continue
 
     def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
         return ShardLocation(self._shard(run, batch, address)[1].size, None)
@@ -124,14 +127,14 @@ class RedisShards:
 
     def free(self, run: str, batch: int) -> None:
         keys = self._keys(run)
-        with explained(f"run {run!r}: freeing batch {batch}"):
+        with translated(self._client):
             index = self._find(keys, batch)
             if index is not None:
                 self._unlink([keys.index(batch)])
                 self._unlink(_keys_of(keys, index))
 
     def delete_run(self, run: str) -> None:
-        with explained(f"run {run!r}: deleting it"):
+        with translated(self._client):
             for pattern in self._keys(run).patterns:
                 found = self._client.scan_iter(match=pattern, count=_KEYS_AT_ONCE)
                 while some := list(islice(found, _KEYS_AT_ONCE)):
@@ -185,7 +188,7 @@ class RedisShards:
         return msgspec.msgpack.decode(memoryview(found)[1:], type=_Index)
 
     def _index(self, run: str, batch: int) -> _Index:
-        with explained(f"run {run!r}: looking for batch {batch}"):
+        with translated(self._client):
             index = self._find(self._keys(run), batch)
         if index is None:
             raise NotFoundError(f"run {run!r}: batch {batch} is not published, or freed already")
@@ -199,7 +202,7 @@ class RedisShards:
         raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}")
 
     def _get(self, run: str, batch: int, index: _Index, key: str) -> bytes:
-        with explained(f"run {run!r}: reading batch {batch}"):
+        with translated(self._client):
             value = cast(bytes | None, self._client.get(key))
         if value is not None:
             return value
