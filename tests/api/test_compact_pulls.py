@@ -19,6 +19,7 @@ from gristmill_service.store.memory import MemoryStore
 from gristmill_service.store.redis.shards import RedisShards
 from tests import naive
 from tests.bench.workloads import workload
+from tests.redis.fence import OpenFence
 from tests.redis.servers import RedisServer
 
 ADDRESS = ShardAddress("run", "policy", 3, 0, 1)
@@ -38,7 +39,7 @@ def shard(batch):
 @pytest.fixture(scope="module", params=["redis", "memory"])
 def store(request, tmp_path_factory, batch):
     with RedisServer(tmp_path_factory.mktemp("redis"), appendonly="no") as server:
-        made = RedisShards(server.client()) if request.param == "redis" else MemoryStore()
+        made = RedisShards(client := server.client(), OpenFence(client)) if request.param == "redis" else MemoryStore()
         made.publish("run", 0, b"{}", batch.shards)
         yield made
 

@@ -19,6 +19,7 @@ from gristmill_service.store.iovec import join
 from gristmill_service.store.redis.shards import RedisShards
 from tests.bench.figures import Figure, paired
 from tests.bench.workloads import workload
+from tests.redis.fence import OpenFence
 from tests.redis.servers import RedisServer
 
 NAMES = ("agent", "short")
@@ -38,7 +39,7 @@ def _figures(client: redis.Redis, name: str, merge: str) -> Iterator[Figure]:
     client.flushall()
     work = workload(name)
     batch = mill(work.steps, work.config(merge), run="bench", batch=0)
-    store = RedisShards(client)
+    store = RedisShards(client, OpenFence(client))
     store.publish("bench", 0, b"{}", batch.shards)
     stored = sum(client.strlen(key) for key in client.scan_iter("*:shard:*"))
     real = sum(_real_bytes(shard) for shard in batch.shards)

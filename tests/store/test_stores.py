@@ -25,6 +25,7 @@ from gristmill_service.store.memory import MemoryStore
 from gristmill_service.store.redis.shards import RedisShards
 from gristmill_service.store.shared_memory import SharedMemoryStore
 from gristmill_service.store.writing import write_file
+from tests.redis.fence import OpenFence
 from tests.redis.servers import RedisServer
 
 
@@ -81,7 +82,7 @@ def in_memory(request):
 def in_redis(request):
     client = request.getfixturevalue("redis_server").client()
     client.flushall()
-    yield RedisShards(client)
+    yield RedisShards(client, OpenFence(client))
 
 
 @pytest.fixture(params=[in_shared_memory, in_memory, in_redis], ids=["shared_memory", "memory", "redis"])

@@ -358,7 +358,7 @@ class Run:
     @property
     def is_lost(self) -> bool:
         """Whether the book has to be opened anew, here or elsewhere."""
-        return self._is_lost
+        return self._is_lost or self._book.is_lost
 
     def tick(self) -> None:
         """Closes or drops the groups whose time is over, and goes on with what could not be done before.
@@ -366,7 +366,7 @@ class Run:
         Raises UnavailableError where the book cannot be written.
         """
         with self._locked() as state:
-            if self._closed is not None or self._is_lost:
+            if self._closed is not None or self.is_lost:
                 return
             now = self._clock()
             self._remade += [number for number, retry_at in self._postponed.items() if retry_at <= now]
@@ -409,7 +409,7 @@ class Run:
         """Computes and publishes a sealed batch. Blocks as long as that takes; never raises for the batch's sake."""
         with self._locked() as state:
             batch = state.batches.get(number)
-            if self.is_deleted or self._is_lost or batch is None or batch.is_published:
+            if self.is_deleted or self.is_lost or batch is None or batch.is_published:
                 return
             config, picked = self.config, self._pick(batch)
             token_rewards = bool(state.form.token_rewards)
@@ -454,7 +454,7 @@ class Run:
 
     def _postpone(self, number: int, error: GristmillError) -> None:
         with self._lock:
-            if self._closed is not None or self._is_lost:
+            if self._closed is not None or self.is_lost:
                 return
             self._postponed[number] = self._clock() + _RETRY_S
             first, self.trouble = not self.trouble, f"run {self.name!r}: batch {number} waits: {error}"
@@ -467,7 +467,7 @@ class Run:
         is_told = is_wanted = False
         try:
             with self._locked() as state:
-                is_wanted = not self._is_lost and not self.is_deleted and event.batch in state.batches
+                is_wanted = not self.is_lost and not self.is_deleted and event.batch in state.batches
                 if is_wanted and config.dp_size == state.dp_size:
                     self._commit([event])
                     is_told = True
@@ -516,7 +516,7 @@ class Run:
             self._remove(removed)
         for batch in remade:
             self._on_sealed(self, batch)
-        if empty and not self._is_lost:
+        if empty and not self.is_lost:
             self._book.remove(empty)
         for number, steps, live in sparse:
             copy, index = compacted(steps, live)
@@ -539,7 +539,7 @@ class Run:
     def _check_open(self) -> None:
         if self._closed is not None:
             raise type(self._closed)(*self._closed.args)
-        if self._is_lost:
+        if self.is_lost:
             raise UnavailableError(f"run {self.name!r} is being read anew from where it is kept; ask again")
 
     def _commit(self, events: Sequence[Event]) -> None:

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -20,8 +21,9 @@ from gristmill_service.pipeline import mill as pipeline_mill
 from gristmill_service.run.admission import RowBudget
 from gristmill_service.run.patience import PatientStore
 from gristmill_service.run.run import Mill, Run
+from gristmill_service.run.shards import Shards, StoredShards
 from gristmill_service.store.base import Store
-from gristmill_service.store.ledger import Book, Ledger
+from gristmill_service.store.ledger import Book, Ledger, OwnedElsewhereError
 from gristmill_service.store.memory_ledger import MemoryLedger
 
 _log = structlog.get_logger(__name__)
@@ -53,6 +55,7 @@ class Runs:
         self._ledger = ledger or MemoryLedger()
         self._budget = RowBudget(max_row_bytes)
         self._lock = threading.Lock()
+        self._opening = threading.Lock()
         self._deleting = threading.Lock()
         self._runs: dict[str, Run] = {}
         self._closing = False
@@ -60,8 +63,8 @@ class Runs:
         self._stopped = threading.Event()
         self._sealer = threading.Thread(target=self._make_batches, name="gristmill-sealer", daemon=True)
         self._timer = threading.Thread(target=self._keep_time, name="gristmill-timer", daemon=True)
-        for name in self._ledger.names():
-            self._runs[name] = self._started(name, self._ledger.open(name))
+        for name in () if self._ledger.is_shared else self._ledger.names():
+            self._open(name)
         self._sealer.start()
         self._timer.start()
 
@@ -70,29 +73,42 @@ class Runs:
         if not 1 <= len(name) <= _LONGEST_NAME or not name.isprintable():
             raise InvalidArgumentError(f"run is {name!r}; a name has 1 to {_LONGEST_NAME} printable characters")
         parsed = config if isinstance(config, RunConfig) else parse_config(config)
-        with self._lock:
-            self._check_serving()
-            run = self._runs.get(name)
-            if run is None:
-                book = self._ledger.create(name, parsed.model_dump_json().encode())
-                self._runs[name] = self._started(name, book)
-            elif run.is_deleted:
-                raise UnavailableError(f"run {name!r} is being deleted; create it again when that is done")
-            elif parsed not in (run.created_with, run.config):
-                raise AlreadyExistsError(
-                    f"run {name!r} exists with another configuration: {_difference(run.created_with, parsed)}"
-                )
-        return parsed.warnings(), run is None
+        self._check_serving()
+        try:
+            run = self.get(name)
+        except NotFoundError:
+            try:
+                with self._opening:
+                    self._keep(name, self._ledger.create(name, parsed.model_dump_json().encode()))
+            except AlreadyExistsError:
+                # Another call, or another process, was faster.
+                run = self.get(name)
+            else:
+                return parsed.warnings(), True
+        if run.is_deleted:
+            raise UnavailableError(f"run {name!r} is being deleted; create it again when that is done")
+        if parsed not in (run.created_with, run.config):
+            raise AlreadyExistsError(
+                f"run {name!r} exists with another configuration: {_difference(run.created_with, parsed)}"
+            )
+        return parsed.warnings(), False
 
     def get(self, name: str) -> Run:
-        with self._lock:
-            run = self._runs.get(name)
-            if run is None:
-                known = ", ".join(sorted(self._runs)[:10]) or "none"
-                raise NotFoundError(f"run {name!r} does not exist; create it first (there are: {known})")
-            if run.is_lost and not self._closing:
-                run = self._reopened(run)
+        """Raises NotFoundError where there is no such run, and OwnedElsewhereError where another process has it."""
+        run = self._runs.get(name)
+        if run is not None and (self._closing or not run.is_lost):
             return run
+        if run is None and not self._ledger.is_shared:
+            raise self._unknown(name)
+        self._check_serving()
+        return self._open(name)
+
+    def shards(self, name: str) -> Shards:
+        """The run's shards, which any process that shares their store can read."""
+        try:
+            return self.get(name)
+        except OwnedElsewhereError:
+            return StoredShards(name, self._store)
 
     def trouble(self) -> str:
         """Why batches or calls have to wait for what keeps them; empty when all is well."""
@@ -101,8 +117,15 @@ class Runs:
         return self._ledger.trouble() or next((run.trouble for run in runs if run.trouble), "")
 
     def names(self) -> list[str]:
+        """Of all runs, also those that other processes have."""
         with self._lock:
-            return sorted(self._runs)
+            own = set(self._runs)
+        return sorted(own.union(self._ledger.names()) if self._ledger.is_shared else own)
+
+    def own(self) -> list[Run]:
+        """The runs that this process decides for."""
+        with self._lock:
+            return [run for _, run in sorted(self._runs.items())]
 
     def delete(self, name: str) -> None:
         """Returns when nothing of the run is left, so that its name can be another run's."""
@@ -117,12 +140,10 @@ class Runs:
 
     def tick(self) -> None:
         """Closes or drops what has waited too long, in every run."""
-        for name in self.names():
-            try:
-                self.get(name).tick()
-            except (NotFoundError, UnavailableError):
-                # Deleted meanwhile; or what keeps it does not take anything, which `trouble` tells.
-                continue
+        for run in self.own():
+            # What keeps it may take nothing now, which `trouble` tells.
+            with suppress(UnavailableError):
+                run.tick()
 
     def close(self, timeout_s: float) -> None:
         """Takes no more calls, finishes the batches that are sealed, and wakes who waits. The store stays open."""
@@ -150,13 +171,31 @@ class Runs:
             raise
         return run
 
-    def _reopened(self, run: Run) -> Run:
-        """The run as its book tells it now. With the lock held."""
-        run.close(UnavailableError(f"run {run.name!r} is read anew from where it is kept; ask again"))
-        run.close_book()
-        again = self._runs[run.name] = self._started(run.name, self._ledger.open(run.name))
-        _log.warning("run read anew", run=run.name)
-        return again
+    def _open(self, name: str) -> Run:
+        """The run as its book tells it now. Raises as `get` does."""
+        with self._opening:
+            run = self._runs.get(name)
+            if run is not None:
+                if not run.is_lost:
+                    return run
+                run.close(UnavailableError(f"run {name!r} is read anew from where it is kept; ask again"))
+                run.close_book()
+                with self._lock:
+                    del self._runs[name]
+            try:
+                return self._keep(name, self._ledger.open(name))
+            except NotFoundError:
+                raise self._unknown(name) from None
+
+    def _keep(self, name: str, book: Book) -> Run:
+        run = self._started(name, book)
+        with self._lock:
+            self._runs[name] = run
+        return run
+
+    def _unknown(self, name: str) -> NotFoundError:
+        known = ", ".join(self.names()[:10]) or "none"
+        return NotFoundError(f"run {name!r} does not exist; create it first (there are: {known})")
 
     def _enqueue(self, run: Run, batch: int) -> None:
         self._sealed.put((run, batch))
@@ -178,15 +217,21 @@ class Runs:
                 if self._clock() - flushed >= _FLUSH_S:
                     flushed = self._clock()
                     self._flush()
+                    self._adopt()
             except Exception:  # noqa: BLE001
                 _log.exception("tick failed")
 
     def _flush(self) -> None:
-        for name in self.names():
-            try:
-                self.get(name).flush()
-            except (NotFoundError, UnavailableError):
-                continue
+        for run in self.own():
+            with suppress(UnavailableError):
+                run.flush()
+
+    def _adopt(self) -> None:
+        """Takes over what nobody has any more, and reads anew what is not certain."""
+        with suppress(UnavailableError):
+            for name in self.names():
+                with suppress(UnavailableError, NotFoundError):
+                    self.get(name)
 
     def _check_serving(self) -> None:
         if self._closing:

@@ -20,6 +20,14 @@ class LostBookError(UnavailableError):
     """What was told to the book and what it holds may differ: it has to be closed, and opened and replayed anew."""
 
 
+class OwnedElsewhereError(UnavailableError):
+    """Another process decides for the run: it can be asked there."""
+
+    def __init__(self, message: str, grpc_address: str = "", http_url: str = "") -> None:
+        super().__init__(message)
+        self.grpc_address, self.http_url = grpc_address, http_url
+
+
 class Replay(NamedTuple):
     """What a book holds: a snapshot, None where none was made, and the records that were appended after it."""
 
@@ -41,6 +49,9 @@ class Book(Protocol):
 
     reads_rows: bool
     """Whether `get` finds a table again, so that nobody else needs to hold it."""
+
+    is_lost: bool
+    """Whether the book may be somebody else's by now, so that it has to be opened anew."""
 
     def replay(self) -> Replay:
         """To be read once, before anything is appended."""
@@ -80,6 +91,9 @@ class Book(Protocol):
 class Ledger(Protocol):
     """Thread-safe."""
 
+    is_shared: bool
+    """Whether other processes use it, too: a run may appear, or become ours, at any time."""
+
     def names(self) -> list[str]:
         """Of all runs that there are."""
 
@@ -87,7 +101,8 @@ class Ledger(Protocol):
         """Raises AlreadyExistsError where there is such a run."""
 
     def open(self, name: str) -> Book:
-        """Raises NotFoundError where there is no such run, and InvalidArgumentError for a newer format."""
+        """Raises NotFoundError where there is no such run, InvalidArgumentError for a newer format, and
+        OwnedElsewhereError where another process has it."""
 
     def delete(self, name: str) -> None:
         """Removes all that is kept of a run, whose book nobody uses any more."""

@@ -13,6 +13,8 @@ from gristmill_service.store.ledger import CheckTable, Replay
 class MemoryLedger:
     """See `gristmill_service.store.ledger.Ledger`. Knows no run: those that were created are their makers' to know."""
 
+    is_shared = False
+
     def names(self) -> list[str]:
         return []
 
@@ -35,7 +37,7 @@ class MemoryLedger:
 class MemoryBook:
     """See `gristmill_service.store.ledger.Book`. Tables are held by whoever put them."""
 
-    maps_rows = reads_rows = False
+    maps_rows = reads_rows = is_lost = False
     is_long = False
 
     def __init__(self, config: bytes = b"{}") -> None:

@@ -44,6 +44,8 @@ Note = Callable[[str], None]
 class FileLedger:
     """See `gristmill_service.store.ledger.Ledger`. One process at a time uses a directory."""
 
+    is_shared = False
+
     def __init__(self, directory: Path, fsync: Fsync = "interval") -> None:
         self._directory, self._fsync = directory, fsync
         try:
@@ -134,6 +136,7 @@ class FileBook:
     """See `gristmill_service.store.ledger.Book`."""
 
     maps_rows = reads_rows = True
+    is_lost = False
 
     def __init__(self, path: Path, config: bytes, fsync: Fsync, ballast: _Ballast, note: Note) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""The names of keys. Nothing in them is a brace, so that a cluster spreads a batch's keys over its slots."""
+"""The names of shards' keys. There is no brace in those of a batch's pieces: a cluster spreads them over its slots."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ShardKeys:
         self._run = f"{prefix}:{quote(run, safe='')}"
 
     def index(self, batch: int) -> str:
-        """What makes a batch visible."""
-        return f"{self._run}:batch:{batch}"
+        """What makes a batch visible; beside the keys that say whose the run is."""
+        return f"{{{self._run}}}:batch:{batch}"
 
     def plan(self, nonce: str) -> str:
         return f"{self._run}:shard:{nonce}:plan"
@@ -28,4 +28,4 @@ class ShardKeys:
     def patterns(self) -> tuple[str, str]:
         """What SCAN finds all of the run's keys by: first what makes batches visible, then what they are made of."""
         run = re.sub(r"([*?\[\]^\\])", r"\\\1", self._run)
-        return f"{run}:batch:*", f"{run}:shard:*"
+        return f"{{{run}}}:batch:*", f"{run}:shard:*"

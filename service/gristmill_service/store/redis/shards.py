@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
-from typing import cast
+from typing import Protocol, cast
 
 import msgspec
 import redis
@@ -61,6 +61,15 @@ class _ReplacedError(UnavailableError):
     """The batch was published anew while it was read."""
 
 
+class Fence(Protocol):
+    """Changes a run's keys where this process may, all at once. Raises UnavailableError where it is not the owner."""
+
+    def replace(self, run: str, key: str, value: bytes) -> bytes:
+        """Returns the value before, empty where there was none. May be repeated."""
+
+    def remove(self, run: str, key: str) -> bytes: ...
+
+
 class RedisShards:
     """See `gristmill_service.store.base.Store`; what is published outlives this process.
 
@@ -68,8 +77,10 @@ class RedisShards:
     UnavailableError when Redis cannot be reached for instance; all of them may be tried again.
     """
 
-    def __init__(self, client: Client, prefix: str = "gristmill") -> None:
-        self._client, self._prefix = client, prefix
+    def __init__(self, client: Client, fence: Fence, prefix: str = "gristmill") -> None:
+        self._client, self._fence, self._prefix = client, fence, prefix
+        # Keys of publications that ended half way, or were replaced or freed, and are not removed yet.
+        self._left: list[str] = []
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
         """As the protocol has it; replaces the batch where it is there. Returns the bytes of the whole files and the
@@ -79,22 +90,22 @@ class RedisShards:
             try:
                 stored = self._write_shards(keys, nonce, shards, written)
                 self._write(keys.plan(nonce), plan, written)
-                replaced = self._find(keys, batch)
                 index = bytes([VERSION]) + msgspec.msgpack.encode(_Index(nonce, stored))
-                self._client.set(keys.index(batch), index)
+                replaced = self._fence.replace(run, keys.index(batch), index)
             except BaseException as error:
+                self._left += written
                 with suppress(Exception):
-                    self._undo(keys, batch, nonce, written)
+                    self._undo(run, batch, nonce)
                 if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM command not allowed" in str(error):
                     raise ResourceExhaustedError(
                         f"run {run!r}: batch {batch} does not fit into Redis, which is full; raise its maxmemory, or "
                         "lower max_buffered_batches"
                     ) from error
                 raise
-        if replaced is not None:
-            # The batch is published; pieces of the old one that cannot be removed now go with the run.
-            with suppress(redis.RedisError, redis.exceptions.RedisClusterException):
-                self._unlink(_keys_of(keys, replaced))
+        # The batch is published; what cannot be removed now is removed later.
+        self._left += _keys_of(keys, _parsed(replaced, batch)) if replaced else []
+        with suppress(redis.RedisError, redis.exceptions.RedisClusterException):
+            self._remove_left()
         return len(plan) + sum(shard.size for shard in stored)
 
     def plan(self, run: str, batch: int) -> bytes:
@@ -128,10 +139,9 @@ class RedisShards:
     def free(self, run: str, batch: int) -> None:
         keys = self._keys(run)
         with translated(self._client):
-            index = self._find(keys, batch)
-            if index is not None:
-                self._unlink([keys.index(batch)])
-                self._unlink(_keys_of(keys, index))
+            removed = self._fence.remove(run, keys.index(batch))
+            self._left += _keys_of(keys, _parsed(removed, batch)) if removed else []
+            self._remove_left()
 
     def delete_run(self, run: str) -> None:
         with translated(self._client):
@@ -165,11 +175,18 @@ class RedisShards:
         written.append(key)
         self._client.set(key, value)
 
-    def _undo(self, keys: ShardKeys, batch: int, nonce: str, written: Sequence[str]) -> None:
-        index = self._find(keys, batch)
+    def _undo(self, run: str, batch: int, nonce: str) -> None:
+        index = self._find(self._keys(run), batch)
         if index is not None and index.nonce == nonce:
-            self._unlink([keys.index(batch)])
-        self._unlink(written)
+            self._fence.remove(run, self._keys(run).index(batch))
+        self._remove_left()
+
+    def _remove_left(self) -> None:
+        """Removes what nothing names any more."""
+        while self._left:
+            some = self._left[-_KEYS_AT_ONCE:]
+            self._unlink(some)
+            del self._left[-len(some) :]
 
     def _unlink(self, keys: Sequence[str | bytes]) -> None:
         """On a cluster, each on the node that has it."""
@@ -178,14 +195,7 @@ class RedisShards:
 
     def _find(self, keys: ShardKeys, batch: int) -> _Index | None:
         found = cast(bytes | None, self._client.get(keys.index(batch)))
-        if found is None:
-            return None
-        if found[0] != VERSION:
-            raise FailedPreconditionError(
-                f"batch {batch} was published by a gristmill whose format has version {found[0]}, and this one reads "
-                f"version {VERSION}; upgrade it"
-            )
-        return msgspec.msgpack.decode(memoryview(found)[1:], type=_Index)
+        return None if found is None else _parsed(found, batch)
 
     def _index(self, run: str, batch: int) -> _Index:
         with translated(self._client):
@@ -212,6 +222,15 @@ class RedisShards:
             f"run {run!r}: Redis has lost a part of batch {batch}, {key}; it must not evict keys: set its "
             "maxmemory-policy to noeviction"
         )
+
+
+def _parsed(index: bytes, batch: int) -> _Index:
+    if index[0] != VERSION:
+        raise FailedPreconditionError(
+            f"batch {batch} was published by a gristmill whose format has version {index[0]}, and this one reads "
+            f"version {VERSION}; upgrade it"
+        )
+    return msgspec.msgpack.decode(memoryview(index)[1:], type=_Index)
 
 
 def _piece_keys(keys: ShardKeys, nonce: str, shard: _StoredShard) -> list[str]:

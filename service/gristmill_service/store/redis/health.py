@@ -1,0 +1,80 @@
+"""Whether Redis takes what it is given, as a person is told; and whether it has room for rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import redis
+import structlog
+
+from gristmill.errors import GristmillError, UnavailableError
+from gristmill_service.store.redis.connection import Client, translated
+
+_log = structlog.get_logger(__name__)
+
+# Of `maxmemory`. What is left is for batches and acknowledgements, which make room.
+_FULLEST = 0.9
+
+
+class Health:
+    """Thread-safe. `trouble` is empty when all is well."""
+
+    def __init__(self, client: Client, prefix: str) -> None:
+        self._client, self._probe = client, f"{prefix}:probe"
+        self.trouble = self._no_room = ""
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Notes that Redis does not answer, or refuses, until `look` finds it well."""
+        try:
+            yield
+        except UnavailableError as error:
+            self._tell(str(error))
+            raise
+
+    def check_room(self) -> None:
+        """Raises UnavailableError where rows would take what is left for ending batches."""
+        if self._no_room:
+            raise UnavailableError(self._no_room)
+
+    def look(self) -> None:
+        """Asks the servers. Called about once a second; never raises."""
+        try:
+            with translated(self._client):
+                # A write: a server that is full, or only a replica, answers everything else.
+                self._client.set(self._probe, b"", px=1000)
+                self._no_room = next(filter(None, map(_fullness, servers(self._client))), "")
+            self._tell(self._no_room)
+        except GristmillError as error:
+            self._tell(str(error))
+
+    def _tell(self, trouble: str) -> None:
+        before, self.trouble = self.trouble, trouble
+        if trouble and not before:
+            _log.warning("Redis in trouble", reason=trouble)
+        elif before and not trouble:
+            _log.info("Redis well again")
+
+
+def servers(client: Client) -> list[redis.Redis]:
+    """Those that take writes."""
+    if isinstance(client, redis.RedisCluster):
+        return [client.get_redis_connection(node) for node in cast(Any, client).get_primaries()]
+    return [client]
+
+
+def _fullness(server: redis.Redis) -> str:
+    """Why it has no room for rows; empty where it has."""
+    try:
+        memory = server.info("memory")
+    except redis.exceptions.ResponseError:  # forbidden
+        return ""
+    used, most = int(memory.get("used_memory", 0)), int(memory.get("maxmemory", 0))
+    if not most or used <= _FULLEST * most:
+        return ""
+    return (
+        f"Redis has used {used} bytes of its maxmemory: {most}, and the rest is for batches that are ending; raise it, "
+        "or lower max_row_bytes or max_buffered_batches; it goes on by itself when batches are committed"
+    )

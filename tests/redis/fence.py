@@ -1,0 +1,20 @@
+"""Stands for the owner of every run, where it does not matter who that is."""
+
+from __future__ import annotations
+
+import redis
+
+
+class OpenFence:
+    def __init__(self, client: redis.Redis | redis.RedisCluster) -> None:
+        self._client = client
+
+    def replace(self, run: str, key: str, value: bytes) -> bytes:
+        before = self._client.get(key)
+        self._client.set(key, value)
+        return before or b""
+
+    def remove(self, run: str, key: str) -> bytes:
+        before = self._client.get(key)
+        self._client.delete(key)
+        return before or b""
