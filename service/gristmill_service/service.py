@@ -6,22 +6,21 @@ Owns no signal and no exit status: `serve` wires it to a process, tests hold it 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import structlog
 
-from gristmill.errors import NotFoundError
+from gristmill.errors import NotFoundError, UnavailableError
 from gristmill_service.api.backend import Backend
 from gristmill_service.api.http.app import make_app
 from gristmill_service.api.http.server import HttpServer
 from gristmill_service.api.rpc.server import GrpcServer
 from gristmill_service.api.waiting import Waiting
+from gristmill_service.keeping import keeping
 from gristmill_service.metrics import Metrics
 from gristmill_service.run.runs import Runs
 from gristmill_service.run.views import RunStatus
 from gristmill_service.settings import Settings
-from gristmill_service.store.base import Store
-from gristmill_service.store.ledger import Ledger
 
 _log = structlog.get_logger(__name__)
 
@@ -32,11 +31,8 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self._grace_s = settings.shutdown_grace_s
         with ExitStack() as undo:
-            self._store = make_store(settings)
-            undo.callback(self._store.close)
-            self._ledger = make_ledger(settings)
-            undo.callback(self._ledger.close)
-            self.runs = Runs(self._store, self._ledger, max_row_bytes=int(settings.max_row_bytes))
+            self._kept = undo.enter_context(keeping(settings))
+            self.runs = Runs(self._kept.store, self._kept.ledger, max_row_bytes=int(settings.max_row_bytes))
             undo.callback(self.runs.close, 0.0)
             self.waiting = Waiting(settings.max_waiters)
             metrics = Metrics()
@@ -48,6 +44,9 @@ class Service:
             undo.pop_all()
         self.grpc_address = self._grpc.address
         self.http_url = self._http.url
+        self._kept.introduce(
+            settings.advertise_grpc_address or self.grpc_address, settings.advertise_http_url or self.http_url
+        )
 
     def start(self) -> None:
         """Returns when both doors answer."""
@@ -62,8 +61,7 @@ class Service:
         self._backend.not_ready = "shutting down"
         with ExitStack() as whatever_fails:
             # Memory that outlives the process is given back in any case.
-            whatever_fails.callback(self._store.close)
-            whatever_fails.callback(self._ledger.close)
+            whatever_fails.callback(self._kept.close)
             self._grpc.refuse_new_calls(self._grace_s)
             self._http.refuse_new_calls()
             self.runs.close(self._grace_s)
@@ -73,29 +71,7 @@ class Service:
         _log.info("closed")
 
     def _statuses(self) -> Iterator[RunStatus]:
-        for name in self.runs.names():
-            try:
-                yield self.runs.get(name).status()
-            except NotFoundError:
-                # Deleted since the names were listed.
-                continue
-
-
-def make_ledger(settings: Settings) -> Ledger:
-    if settings.journal_dir is None:
-        from gristmill_service.store.memory_ledger import MemoryLedger
-
-        return MemoryLedger()
-    from gristmill_service.store.journal.ledger import FileLedger
-
-    return FileLedger(settings.journal_dir, settings.journal_fsync)
-
-
-def make_store(settings: Settings) -> Store:
-    if settings.store == "memory":
-        from gristmill_service.store.memory import MemoryStore
-
-        return MemoryStore()
-    from gristmill_service.store.shared_memory import SharedMemoryStore
-
-    return SharedMemoryStore(settings.shared_memory_dir)
+        for run in self.runs.own():
+            # Deleted, or taken over, since the list was made.
+            with suppress(NotFoundError, UnavailableError):
+                yield run.status()

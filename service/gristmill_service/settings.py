@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveInt, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from gristmill.errors import InvalidArgumentError
 
@@ -27,8 +37,28 @@ class Settings(BaseModel):
         "127.0.0.1:50051", description="HOST:PORT or unix:/PATH of the gRPC API; port 0 picks a free one."
     )
     http_address: str = Field("127.0.0.1:8080", description="HOST:PORT of the HTTP API; port 0 picks a free one.")
-    store: Literal["shared_memory", "memory"] = Field(
-        "shared_memory", description="Where shards are kept: shared_memory (trainers map them) or memory (for tests)."
+    store: Literal["shared_memory", "memory", "redis"] = Field(
+        "shared_memory",
+        description="Where shards are kept: shared_memory (trainers map them), memory (for tests), or redis, which "
+        "keeps everything, so that several services serve the same runs.",
+    )
+    redis_url: str | None = Field(
+        None,
+        description="redis://HOST:PORT[/DB], redis+sentinel://HOST:PORT,HOST:PORT/NAME or "
+        "redis+cluster://HOST:PORT,...; rediss in place of redis for TLS.",
+    )
+    redis_username: str | None = Field(None, description="Also from the URL.")
+    redis_password: SecretStr | None = Field(None, description="Better from the environment than from a flag.")
+    redis_ca_file: Path | None = Field(None, description="The authority that signed Redis' certificate.")
+    redis_prefix: str = Field("gristmill", pattern=r"^[\w.-]+$", description="What the names of all keys begin with.")
+    lease_s: float = Field(
+        3.0, ge=0.5, le=60, description="Seconds that a run's owner may be silent before another service takes it over."
+    )
+    advertise_grpc_address: str | None = Field(
+        None, description="Where the other services reach this one's gRPC API; None: as it listens."
+    )
+    advertise_http_url: str | None = Field(
+        None, description="Where the other services reach this one's HTTP API; None: as it listens."
     )
     shared_memory_dir: Path = Field(Path("/dev/shm"), description="The tmpfs that shared_memory writes to.")  # noqa: S108
     journal_dir: Path | None = Field(
@@ -60,6 +90,14 @@ class Settings(BaseModel):
     announce: Path | None = Field(
         None, description="A file that gets the chosen addresses as JSON once ready, and goes at shutdown."
     )
+
+    @model_validator(mode="after")
+    def _check_store(self) -> Settings:
+        if (self.store == "redis") != (self.redis_url is not None):
+            raise ValueError("store: redis and redis_url go together; give both, or neither")
+        if self.store == "redis" and self.journal_dir is not None:
+            raise ValueError("journal_dir is for one service alone, store: redis keeps everything; give one of them")
+        return self
 
     @field_validator("grpc_address", "http_address")
     @classmethod
@@ -124,6 +162,10 @@ def _explain(error: ValidationError, origin: Mapping[str, str]) -> str:
     parts = []
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"])
+        if not name:
+            # Of several settings together; what was given may hold a secret.
+            parts.append(item["msg"].removeprefix("Value error, "))
+            continue
         if item["type"] == "extra_forbidden":
             parts.append(f"{origin[name]}: unknown setting {name}; known are {', '.join(Settings.model_fields)}")
         else:

@@ -52,7 +52,7 @@ def transport(store):
         read_compact_shard=lambda batch, address: store.read_compact("run", batch, address),
     )
     server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
-    backend = SimpleNamespace(runs={"run": run})
+    backend = SimpleNamespace(runs=SimpleNamespace(shards={"run": run}.__getitem__))
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(TrainerServicer(backend, Streams(2)), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()

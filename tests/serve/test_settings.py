@@ -48,7 +48,9 @@ def test_variables_that_kubernetes_sets_are_left_alone() -> None:
         ({"grpc_address": "localhost"}, {}, "--grpc-address: grpc_address is 'localhost': expected HOST:PORT"),
         ({"http_address": "127.0.0.1:99999"}, {}, "expected HOST:PORT with a port of 0..65535"),
         ({"http_address": "unix:/tmp/x"}, {}, "only grpc_address may be a unix socket; give HOST:PORT"),
-        ({"store": "redis"}, {}, "--store: store is 'redis': input should be 'shared_memory' or 'memory'"),
+        ({"store": "disk"}, {}, "--store: store is 'disk': input should be 'shared_memory', 'memory' or 'redis'"),
+        ({"store": "redis"}, {}, "store: redis and redis_url go together"),
+        ({"store": "redis", "redis_url": "redis://a", "journal_dir": "/j"}, {}, "journal_dir is for one service alone"),
         ({"config_file": "/nowhere.yaml"}, {}, "/nowhere.yaml: cannot read the settings"),
     ],
 )

@@ -77,14 +77,9 @@ class Runs:
         try:
             run = self.get(name)
         except NotFoundError:
-            try:
-                with self._opening:
-                    self._keep(name, self._ledger.create(name, parsed.model_dump_json().encode()))
-            except AlreadyExistsError:
-                # Another call, or another process, was faster.
-                run = self.get(name)
-            else:
+            if self._create(name, parsed):
                 return parsed.warnings(), True
+            run = self.get(name)
         if run.is_deleted:
             raise UnavailableError(f"run {name!r} is being deleted; create it again when that is done")
         if parsed not in (run.created_with, run.config):
@@ -170,6 +165,17 @@ class Runs:
             book.close()
             raise
         return run
+
+    def _create(self, name: str, config: RunConfig) -> bool:
+        """Whether no other call, or process, was faster."""
+        with self._opening:
+            if name in self._runs:
+                return False
+            try:
+                self._keep(name, self._ledger.create(name, config.model_dump_json().encode()))
+            except AlreadyExistsError:
+                return False
+            return True
 
     def _open(self, name: str) -> Run:
         """The run as its book tells it now. Raises as `get` does."""

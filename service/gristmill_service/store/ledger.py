@@ -50,8 +50,9 @@ class Book(Protocol):
     reads_rows: bool
     """Whether `get` finds a table again, so that nobody else needs to hold it."""
 
-    is_lost: bool
-    """Whether the book may be somebody else's by now, so that it has to be opened anew."""
+    @property
+    def is_lost(self) -> bool:
+        """Whether the book may be somebody else's by now, so that it has to be opened anew."""
 
     def replay(self) -> Replay:
         """To be read once, before anything is appended."""

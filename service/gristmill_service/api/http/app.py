@@ -20,7 +20,9 @@ from gristmill_service.api.errors import STATUSES, refusal
 from gristmill_service.api.http import models, rollouts, runs, trainers
 from gristmill_service.api.http.access import BackendDep
 from gristmill_service.api.http.bodies import TOO_LARGE, BoundedBodies
+from gristmill_service.api.http.forwarding import Forwarding
 from gristmill_service.metrics import Metrics
+from gristmill_service.store.ledger import OwnedElsewhereError
 
 _DESCRIPTION = (
     "Rollouts in, train-ready shards out. Every call may be repeated safely. Errors name the trajectory, field, value "
@@ -40,6 +42,9 @@ def make_app(backend: Backend) -> FastAPI:
     for router in (runs.router, rollouts.router, trainers.router):
         app.include_router(router, responses=errors)
     _add_probes(app)
+    forwarding = Forwarding()
+    app.router.add_event_handler("shutdown", forwarding.close)
+    app.add_exception_handler(OwnedElsewhereError, forwarding.answer)
     app.add_exception_handler(GristmillError, _tell)
     app.add_exception_handler(RequestValidationError, _tell_invalid)
     app.add_exception_handler(HTTPException, _tell_status)

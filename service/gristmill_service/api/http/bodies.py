@@ -13,6 +13,8 @@ from gristmill.errors import GristmillError, InvalidArgumentError, ResourceExhau
 from gristmill_service.api.errors import refusal
 
 TOO_LARGE = 413
+BODY = "gristmill.body"
+"""Where a request's scope has its body, decompressed, for whoever passes the request on."""
 
 
 class BoundedBodies:
@@ -32,6 +34,7 @@ class BoundedBodies:
         except GristmillError as error:
             await _refuse(error)(scope, receive, send)
             return
+        scope[BODY] = body
         await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:

@@ -72,10 +72,10 @@ async def get_shard(
     responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
 )
 def read_shard(
-    run: RunDep, batch: models.Int64, model: Model, mini_batch: models.Int32, rank: models.Int32
+    run: str, backend: BackendDep, batch: models.Int64, model: Model, mini_batch: models.Int32, rank: models.Int32
 ) -> StreamingResponse:
     """The shard's safetensors file."""
-    pieces = iter(run.read_shard(batch, ShardAddress(model, mini_batch, rank)))
+    pieces = iter(backend.runs.shards(run).read_shard(batch, ShardAddress(model, mini_batch, rank)))
     # The first piece before the status line: what is refused is refused with its status.
     first: Iterator[bytes] = iter([next(pieces, b"")])
     return StreamingResponse(chain(first, pieces), media_type="application/octet-stream")

@@ -10,38 +10,44 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from gristmill.errors import InvalidArgumentError
+from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill_service.api.errors import refusal
+from gristmill_service.api.rpc.forwarding import Forwarding
 from gristmill_service.metrics import Metrics
+from gristmill_service.store.ledger import OwnedElsewhereError
 
 _log = structlog.get_logger(__name__)
 
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, forwarding: Forwarding) -> None:
+        self._metrics, self._forwarding = metrics, forwarding
 
     def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
         handler = continuation(call)
         if handler is None or not call.method.startswith("/gristmill."):
             return handler
-        name = call.method.rpartition("/")[2]
         if handler.response_streaming:
             make = (
                 grpc.stream_stream_rpc_method_handler
                 if handler.request_streaming
                 else (grpc.unary_stream_rpc_method_handler)
             )
-            answer = self._stream(name, handler.stream_stream or handler.unary_stream, handler.request_streaming)
+            answer = self._stream(call.method, handler.stream_stream or handler.unary_stream, handler.request_streaming)
         else:
-            make, answer = grpc.unary_unary_rpc_method_handler, self._unary(name, handler.unary_unary)
-        return make(answer, _told_later(handler.request_deserializer), handler.response_serializer)
+            make, answer = grpc.unary_unary_rpc_method_handler, self._unary(call.method, handler.unary_unary)
+        return make(answer, _told_later(handler.request_deserializer), _or_bytes(handler.response_serializer))
 
-    def _unary(self, name: str, method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def _unary(self, path: str, method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        name = path.rpartition("/")[2]
+
         def answer(request: Any, context: grpc.ServicerContext) -> Any:
             start = time.monotonic()
             try:
-                response = method(_checked(request), context)
+                try:
+                    response = method(_checked(request), context)
+                except OwnedElsewhereError as elsewhere:
+                    response = self._forwarding.unary(path, request, elsewhere, context)
             except Exception as error:  # noqa: BLE001  the edge: _refuse logs what is not ours
                 self._refuse(name, start, error, context)
             self._observe(name, "OK", start)
@@ -50,12 +56,18 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         return answer
 
     def _stream(
-        self, name: str, method: Callable[[Any, Any], Iterator[Any]], takes_stream: bool
+        self, path: str, method: Callable[[Any, Any], Iterator[Any]], takes_stream: bool
     ) -> Callable[[Any, Any], Iterator[Any]]:
+        name = path.rpartition("/")[2]
+
         def answer(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             start = time.monotonic()
             try:
-                yield from method(map(_checked, request) if takes_stream else _checked(request), context)
+                try:
+                    yield from method(map(_checked, request) if takes_stream else _checked(request), context)
+                except OwnedElsewhereError as elsewhere:
+                    # Raised before the first answer: no run changes its owner for a call that has begun.
+                    yield from self._forwarding.stream(path, request, elsewhere, context)
             except Exception as error:  # noqa: BLE001  the edge: _refuse logs what is not ours
                 self._refuse(name, start, error, context)
             self._observe(name, "OK", start)
@@ -63,6 +75,8 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         return answer
 
     def _refuse(self, name: str, start: float, error: Exception, context: grpc.ServicerContext) -> NoReturn:
+        if isinstance(error, grpc.RpcError):
+            self._pass_on(name, start, error, context)
         told = refusal(error)
         code = told.code
         if code == "INTERNAL":
@@ -74,6 +88,19 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         self._observe(name, code, start)
         context.set_trailing_metadata(told.trailers)
         context.abort(told.grpc_status, told.grpc_message)
+        raise AssertionError("abort always raises")
+
+    def _pass_on(self, name: str, start: float, error: Any, context: grpc.ServicerContext) -> NoReturn:
+        """The refusal of the process that the call was passed on to."""
+        code, details = error.code(), error.details()
+        trailers = tuple(error.trailing_metadata() or ())
+        if not any(key == "gristmill-error" for key, _ in trailers) and code is not grpc.StatusCode.CANCELLED:
+            # Not its own word: it went away, or hangs.
+            told = refusal(UnavailableError(f"the process that decides for this run does not answer: {details}; retry"))
+            code, details, trailers = told.grpc_status, told.grpc_message, told.trailers
+        self._observe(name, code.name, start)
+        context.set_trailing_metadata(trailers)
+        context.abort(code, details)
         raise AssertionError("abort always raises")
 
     def _observe(self, name: str, status: str, start: float) -> None:
@@ -90,6 +117,11 @@ def _told_later(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return error
 
     return deserialize
+
+
+def _or_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """Another process' answer is bytes already."""
+    return lambda response: response if isinstance(response, bytes) else serialize(response)
 
 
 def _checked(request: Any) -> Any:

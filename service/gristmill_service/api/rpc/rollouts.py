@@ -13,15 +13,19 @@ from gristmill.v1 import rollout_pb2, rollout_pb2_grpc
 from gristmill_service.api import messages
 from gristmill_service.api.backend import Backend, ask_groups
 from gristmill_service.api.errors import refusal
+from gristmill_service.api.rpc.forwarding import Forwarding
 from gristmill_service.api.rpc.streams import Streams
+from gristmill_service.store.ledger import OwnedElsewhereError
 
 _log = structlog.get_logger(__name__)
 
 
+_SUBMIT_ROWS = "/gristmill.v1.RolloutService/SubmitRows"
+
+
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    def __init__(self, backend: Backend, streams: Streams) -> None:
-        self._backend = backend
-        self._streams = streams
+    def __init__(self, backend: Backend, streams: Streams, forwarding: Forwarding) -> None:
+        self._backend, self._streams, self._forwarding = backend, streams, forwarding
 
     def BeginGroups(  # noqa: N802
         self, request: rollout_pb2.BeginGroupsRequest, context: grpc.ServicerContext
@@ -39,7 +43,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> Iterator[rollout_pb2.StreamRowsResponse]:
         with self._streams.place():
             for request in self._streams.requests(requests, context):
-                yield self._answer(request)
+                yield self._answer(request, context)
 
     def SetRewards(  # noqa: N802
         self, request: rollout_pb2.SetRewardsRequest, context: grpc.ServicerContext
@@ -73,9 +77,17 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         run = self._backend.runs.get(request.run)
         return messages.outcomes_to(self._backend.submit(run, wire.decode(request.rows)))
 
-    def _answer(self, request: rollout_pb2.StreamRowsRequest) -> rollout_pb2.StreamRowsResponse:
+    def _answer(
+        self, request: rollout_pb2.StreamRowsRequest, context: grpc.ServicerContext
+    ) -> rollout_pb2.StreamRowsResponse:
         try:
-            return rollout_pb2.StreamRowsResponse(outcomes=self._submit(request))
+            try:
+                return rollout_pb2.StreamRowsResponse(outcomes=self._submit(request))
+            except OwnedElsewhereError as elsewhere:
+                return self._pass_on(request, elsewhere, context)
+        except grpc.RpcError as refused:
+            failed = rollout_pb2.RowsError(code=refused.code().value[0], message=refused.details(), retry_after_s=1.0)
+            return rollout_pb2.StreamRowsResponse(error=failed)
         except Exception as error:  # noqa: BLE001  an error answers its own request only
             told = refusal(error)
             if told.code == "INTERNAL":
@@ -83,3 +95,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             code, retry_after_s = told.grpc_status.value[0], told.retry_after_s or 0.0
             failed = rollout_pb2.RowsError(code=code, message=told.message, retry_after_s=retry_after_s)
             return rollout_pb2.StreamRowsResponse(error=failed)
+
+    def _pass_on(
+        self, request: rollout_pb2.StreamRowsRequest, elsewhere: OwnedElsewhereError, context: grpc.ServicerContext
+    ) -> rollout_pb2.StreamRowsResponse:
+        """As a call of its own: a stream's requests may be of several runs, and of several owners in turn."""
+        one = rollout_pb2.SubmitRowsRequest(run=request.run, rows=request.rows)
+        answer = self._forwarding.unary(_SUBMIT_ROWS, one, elsewhere, context)
+        return rollout_pb2.StreamRowsResponse(outcomes=rollout_pb2.SubmitRowsResponse.FromString(answer).outcomes)

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from gristmill.errors import UnavailableError
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from gristmill_service.api.backend import Backend
+from gristmill_service.api.rpc.forwarding import Forwarding
 from gristmill_service.api.rpc.guard import Guard
 from gristmill_service.api.rpc.rollouts import RolloutServicer
 from gristmill_service.api.rpc.runs import RunServicer
@@ -40,6 +41,7 @@ class GrpcServer:
         # A pool thread is started only when none is idle, so that a large pool costs nothing until it is needed; with a
         # place for every waiter and stream, those can never take a thread that a short call needs.
         self._pool = ThreadPoolExecutor(_WORKERS + settings.max_waiters + settings.max_streams, "grpc")
+        self._forwarding = Forwarding(settings.max_waiters)
         limit = int(settings.max_message_bytes)
         options = (
             ("grpc.max_receive_message_length", limit),
@@ -52,12 +54,17 @@ class GrpcServer:
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
             ("grpc.keepalive_permit_without_calls", 1),
         )
-        self._server = grpc.server(self._pool, interceptors=(Guard(backend.metrics),), options=options)
+        self._server = grpc.server(
+            self._pool, interceptors=(Guard(backend.metrics, self._forwarding),), options=options
+        )
         self._streams = streams = Streams(settings.max_streams)
         self._health = health.HealthServicer()
         servicers: tuple[tuple[Callable[[Any, Any], None], object], ...] = (
             (run_pb2_grpc.add_RunServiceServicer_to_server, RunServicer(backend)),
-            (rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(backend, streams)),
+            (
+                rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
+                RolloutServicer(backend, streams, self._forwarding),
+            ),
             (trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(backend, streams)),
             (health_pb2_grpc.add_HealthServicer_to_server, self._health),
         )
@@ -98,6 +105,7 @@ class GrpcServer:
         """After `refuse_new_calls`: returns when the last call is answered, or cut off after the grace."""
         self._streams.close()
         self._stopped.wait()
+        self._forwarding.close()
         self._pool.shutdown()
 
 

@@ -44,7 +44,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.ReadShardRequest, context: grpc.ServicerContext
     ) -> Iterator[trainer_pb2.ReadShardResponse]:
         address = ShardAddress(messages.model_of(request.model), request.mini_batch, request.rank)
-        run = self._backend.runs.get(request.run)
+        run = self._backend.runs.shards(request.run)
         with self._streams.place():
             compact = run.read_compact_shard(request.batch, address) if request.accepts_compact else None
             pieces = run.read_shard(request.batch, address) if compact is None else compact

@@ -1,0 +1,92 @@
+"""Passes a call on to the process that decides for its run, and that process' answer back, as they are.
+
+A call is passed on once: where it arrives at the wrong process again, its caller is told to retry.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from gristmill.errors import UnavailableError
+from gristmill_service.store.ledger import OwnedElsewhereError
+
+_MARK = "gristmill-forwarded"
+_LONGEST_S = 60.0
+
+_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+
+
+class Forwarding:
+    """Thread-safe. limit: how many calls that wait may be passed on at once; one more is passed on without its wait."""
+
+    def __init__(self, limit: int) -> None:
+        self._lock = threading.Lock()
+        self._channels: dict[str, grpc.Channel] = {}
+        self._waits = threading.BoundedSemaphore(limit)
+
+    def unary(self, method: str, request: Any, owner: OwnedElsewhereError, context: grpc.ServicerContext) -> bytes:
+        """The answer's bytes. Raises the owner's refusal as grpc.RpcError."""
+        self._check(owner, context)
+        with self._bounded(request):
+            ask = self._channel(owner.grpc_address).unary_unary(method)
+            answer: bytes = ask(request.SerializeToString(), timeout=_left(context), metadata=((_MARK, "1"),))
+            return answer
+
+    def stream(
+        self, method: str, request: Any, owner: OwnedElsewhereError, context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        self._check(owner, context)
+        ask = self._channel(owner.grpc_address).unary_stream(method)
+        call = ask(request.SerializeToString(), timeout=_left(context), metadata=((_MARK, "1"),))
+        context.add_callback(call.cancel)
+        yield from call
+
+    def close(self) -> None:
+        with self._lock:
+            for channel in self._channels.values():
+                channel.close()
+
+    def _check(self, owner: OwnedElsewhereError, context: grpc.ServicerContext) -> None:
+        if any(key == _MARK for key, _ in context.invocation_metadata()):
+            raise UnavailableError(f"{owner}; its owner is changing")
+
+    def _channel(self, address: str) -> grpc.Channel:
+        with self._lock:
+            channel = self._channels.get(address)
+            if channel is None:
+                channel = self._channels[address] = grpc.insecure_channel(address, _OPTIONS)
+            return channel
+
+    @contextmanager
+    def _bounded(self, request: Any) -> Iterator[None]:
+        """A call that waits holds a thread here, too."""
+        if not getattr(request, "wait_s", 0.0):
+            yield
+            return
+        has_place = self._waits.acquire(blocking=False)
+        if not has_place:
+            request.wait_s = 0.0
+        try:
+            yield
+        finally:
+            if has_place:
+                self._waits.release()
+
+
+def _left(context: grpc.ServicerContext) -> float:
+    """Seconds that the caller still waits."""
+    left = context.time_remaining()
+    return _LONGEST_S if left is None else min(left, _LONGEST_S)

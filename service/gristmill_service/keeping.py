@@ -1,0 +1,93 @@
+"""Where a service keeps its runs and shards, as its settings say. Imports only what that needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from gristmill_service.settings import Settings
+from gristmill_service.store.base import Store
+from gristmill_service.store.ledger import Ledger
+
+_log = structlog.get_logger(__name__)
+
+Introduce = Callable[[str, str], None]
+
+
+class Kept:
+    """introduce(grpc_address, http_url) says where other services reach this one."""
+
+    def __init__(self, store: Store, ledger: Ledger, introduce: Introduce, close: Callable[[], None]) -> None:
+        self.store, self.ledger, self.introduce, self.close = store, ledger, introduce, close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def keeping(settings: Settings) -> Kept:
+    """Raises UnavailableError where Redis cannot be reached, and other errors for what the settings get wrong."""
+    with ExitStack() as opened:
+        kept = _in_redis(settings, opened) if settings.store == "redis" else _on_this_machine(settings, opened)
+        kept.close = opened.pop_all().close
+        return kept
+
+
+def _on_this_machine(settings: Settings, opened: ExitStack) -> Kept:
+    # The journal first: it is what another service of the same directory is refused by.
+    ledger = _local_ledger(settings)
+    opened.callback(ledger.close)
+    store = _local_store(settings)
+    opened.callback(store.close)
+    return Kept(store, ledger, lambda grpc_address, http_url: None, opened.close)
+
+
+def _local_ledger(settings: Settings) -> Ledger:
+    if settings.journal_dir is None:
+        from gristmill_service.store.memory_ledger import MemoryLedger
+
+        return MemoryLedger()
+    from gristmill_service.store.journal.ledger import FileLedger
+
+    return FileLedger(settings.journal_dir, settings.journal_fsync)
+
+
+def _local_store(settings: Settings) -> Store:
+    if settings.store == "memory":
+        from gristmill_service.store.memory import MemoryStore
+
+        return MemoryStore()
+    from gristmill_service.store.shared_memory import SharedMemoryStore
+
+    return SharedMemoryStore(settings.shared_memory_dir)
+
+
+def _in_redis(settings: Settings, opened: ExitStack) -> Kept:
+    from gristmill_service.store.redis.connection import RedisAddress, check_server, connect
+    from gristmill_service.store.redis.ledger import RedisLedger
+    from gristmill_service.store.redis.shards import RedisShards
+
+    assert settings.redis_url is not None, "checked with the settings"
+    password = settings.redis_password
+    client = connect(
+        RedisAddress(
+            url=settings.redis_url,
+            username=settings.redis_username,
+            password=None if password is None else password.get_secret_value(),
+            ca_file=settings.redis_ca_file,
+        )
+    )
+    opened.callback(client.close)
+    for warning in check_server(client):
+        _log.warning(warning)
+    ledger = RedisLedger(client, settings.redis_prefix, settings.lease_s)
+    opened.callback(ledger.close)
+    return Kept(RedisShards(client, ledger, settings.redis_prefix), ledger, ledger.introduce, opened.close)
