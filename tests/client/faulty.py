@@ -108,16 +108,17 @@ class FaultyService(rollout_pb2_grpc.RolloutServiceServicer, run_pb2_grpc.RunSer
 
 
 @contextmanager
-def serving(service: FaultyService, max_message_bytes: int = 64 << 20) -> Iterator[str]:
-    """Serves on a free port; gives the address."""
+def serving(service: FaultyService, max_message_bytes: int = 64 << 20, port: int = 0) -> Iterator[str]:
+    """Serves, on a free port unless given; gives the address. Calls under way break at the end."""
     options = [("grpc.max_receive_message_length", max_message_bytes), ("grpc.so_reuseport", 0)]
     server = grpc.server(ThreadPoolExecutor(8), options=options)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
     run_pb2_grpc.add_RunServiceServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     try:
         yield f"127.0.0.1:{port}"
     finally:
+        stopped = server.stop(None)
         service.gate.set()
-        server.stop(None).wait()
+        stopped.wait()

@@ -15,6 +15,7 @@ from gristmill.aio_sender import AsyncSender, AsyncTransport
 from gristmill.delivery import Delivery, RowOutcome
 from gristmill.errors import GristmillError, NotFoundError
 from gristmill.generation import from_generator_output
+from gristmill.groups import Group, groups_of
 from gristmill.rollout import late_policy_version
 from gristmill.rows import from_rows
 from gristmill.steps import UNKNOWN, Steps, TrajectoryKey
@@ -99,7 +100,8 @@ class AsyncTrajectory:
 
 
 class AsyncRolloutClient:
-    """Submits rollouts to one run from one event loop. What each method means, `RolloutClient` says.
+    """Submits rollouts to one run from one event loop. What each argument and method means, `RolloutClient` says, also
+    of an `address` that names several replicas.
 
     async with AsyncRolloutClient("127.0.0.1:50051", run="my-run") as client:
         async with client.trajectory("math/17", sample=0) as trajectory:
@@ -124,17 +126,17 @@ class AsyncRolloutClient:
 
     async def create_run(self, config: Mapping[str, Any]) -> list[str]:
         request = calls.create_run(self.run, config)
-        return list((await self._transport.call(lambda stubs: stubs.runs.CreateRun, request)).warnings)
+        return list((await self._transport.call(self._transport.runs.CreateRun, request)).warnings)
 
     async def status(self) -> run_pb2.RunStatus:
         request = run_pb2.GetRunRequest(run=self.run)
-        status: run_pb2.RunStatus = (await self._transport.call(lambda stubs: stubs.runs.GetRun, request)).status
+        status: run_pb2.RunStatus = (await self._transport.call(self._transport.runs.GetRun, request)).status
         return status
 
     async def finish(self) -> int:
         await self.flush()
         request = run_pb2.FinishRunRequest(run=self.run)
-        return int((await self._transport.call(lambda stubs: stubs.runs.FinishRun, request)).batches)
+        return int((await self._transport.call(self._transport.runs.FinishRun, request)).batches)
 
     async def policy_version(self) -> int:
         return await self._ask_policy_version(0, 0.0)
@@ -149,7 +151,7 @@ class AsyncRolloutClient:
 
     async def _ask_policy_version(self, at_least: int, wait_s: float) -> int:
         request = run_pb2.WaitPolicyVersionRequest(run=self.run, at_least=at_least, wait_s=wait_s)
-        response = await self._transport.call(lambda stubs: stubs.runs.WaitPolicyVersion, request, wait_s=wait_s)
+        response = await self._transport.call(self._transport.runs.WaitPolicyVersion, request, wait_s=wait_s)
         return int(response.version)
 
     async def begin_groups(self, uids: Sequence[str], round: int = 0, wait_s: float | None = None) -> list[str]:
@@ -166,21 +168,27 @@ class AsyncRolloutClient:
     async def _ask_groups(self, uids: Sequence[str], round_: int, wait_s: float) -> rollout_pb2.BeginGroupsResponse:
         request = rollout_pb2.BeginGroupsRequest(run=self.run, round=round_, uids=uids, wait_s=wait_s)
         response: rollout_pb2.BeginGroupsResponse = await self._transport.call(
-            lambda stubs: stubs.rollouts.BeginGroups, request, wait_s=wait_s
+            self._transport.rollouts.BeginGroups, request, wait_s=wait_s
         )
         return response
+
+    async def groups(self) -> list[Group]:
+        async def ask(request: run_pb2.ListGroupsRequest, timeout: float) -> list[run_pb2.ListGroupsResponse]:
+            return [page async for page in self._transport.runs.ListGroups(request, timeout=timeout)]
+
+        return groups_of(await self._transport.call(ask, run_pb2.ListGroupsRequest(run=self.run)))
 
     async def abort_group(self, uid: str, *, round: int = 0, reason: str = "") -> bool:
         self._sender.withdraw(lambda key: key[:2] == (round, uid))
         await self._sender.wait_for(lambda key: key[:2] == (round, uid))
         request = rollout_pb2.AbortGroupsRequest(run=self.run, round=round, uids=[uid], reason=reason)
-        return bool((await self._transport.call(lambda stubs: stubs.rollouts.AbortGroups, request)).changed)
+        return bool((await self._transport.call(self._transport.rollouts.AbortGroups, request)).changed)
 
     async def seal(self, batch: int | None = None) -> tuple[int, int]:
         await self.flush()
         request = rollout_pb2.SealBatchRequest(run=self.run, batch=batch)
         timeout_s = 0.0 if batch is None else self._transport.timeout_s
-        response = await self._transport.call(lambda stubs: stubs.rollouts.SealBatch, request, timeout_s=timeout_s)
+        response = await self._transport.call(self._transport.rollouts.SealBatch, request, timeout_s=timeout_s)
         return int(response.batch), int(response.prompts)
 
     def trajectory(
@@ -215,7 +223,7 @@ class AsyncRolloutClient:
         key = TrajectoryKey(round, uid, sample)
         request = calls.set_reward(self.run, key, step, reward)
         await self._sender.wait_for(lambda found: found == key)
-        return bool((await self._transport.call(lambda stubs: stubs.rollouts.SetRewards, request)).changed)
+        return bool((await self._transport.call(self._transport.rollouts.SetRewards, request)).changed)
 
     async def abort_trajectory(self, uid: str, sample: int, *, round: int = 0, reason: str = "") -> bool:
         key = TrajectoryKey(round, uid, sample)
@@ -223,7 +231,7 @@ class AsyncRolloutClient:
         # Also the rest of its group, which may be what makes the group known.
         await self._sender.wait_for(lambda found: found[:2] == key[:2])
         request = calls.abort_trajectory(self.run, key, reason)
-        return bool((await self._transport.call(lambda stubs: stubs.rollouts.AbortTrajectories, request)).changed)
+        return bool((await self._transport.call(self._transport.rollouts.AbortTrajectories, request)).changed)
 
     async def flush(self) -> None:
         self._transport.process.check()

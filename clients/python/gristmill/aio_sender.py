@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import grpc
 
 from gristmill import wire
+from gristmill.channels import AsyncChannels
 from gristmill.delivery import Delivery, Entry, RowOutcome, join, outcomes_of
 from gristmill.errors import FailedPreconditionError, GristmillError
 from gristmill.outbox import Limits, Outbox
-from gristmill.sender import attempt_s
 from gristmill.steps import Steps, TrajectoryKey
-from gristmill.transport import CHANNEL_OPTIONS, Failure, OwnProcess, Patience, Retry, Stubs, check_address, failure_of
+from gristmill.transport import Failure, OwnProcess, Patience, Retry, Stubs, failure_of
 from gristmill.v1 import rollout_pb2
 
 _log = logging.getLogger("gristmill")
@@ -25,34 +25,31 @@ T = TypeVar("T")
 
 
 class AsyncTransport(Stubs):
-    """As Transport, for one event loop: that of the first call, in which the connection is made."""
+    """As Transport, for one event loop: that of the calls, in which connections are made."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        self.address = check_address(address)
+        self.channels = AsyncChannels(address)
+        self.address = self.channels.names
         self.timeout_s = timeout_s
         self.process = OwnProcess("AsyncRolloutClient")
-        self._channel: Any = None
         self._is_closed = False
+        super().__init__(self.channels)
 
-    def connect(self) -> None:
+    def check_usable(self) -> None:
         self.process.check()
         if self._is_closed:
             raise FailedPreconditionError("this AsyncRolloutClient is closed; make another")
-        if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
-            super().__init__(self._channel)
 
     async def call(
         self,
-        choose: Callable[[Stubs], Callable[..., Awaitable[Any]]],
+        method: Callable[..., Awaitable[Any]],
         request: Any,
         *,
         wait_s: float = 0.0,
         timeout_s: float = -1.0,
     ) -> Any:
-        """`choose` names the stub's method, which there is only once the connection is made."""
-        self.connect()
-        method, retry = choose(self), Retry(self.timeout_s if timeout_s < 0 else timeout_s)
+        self.check_usable()
+        retry = Retry(self.timeout_s if timeout_s < 0 else timeout_s, self.channels.count)
         while True:
             try:
                 return await method(request, timeout=retry.attempt_s(wait_s))
@@ -70,8 +67,7 @@ class AsyncTransport(Stubs):
     async def close(self) -> None:
         if self.process.is_here():
             self._is_closed = True
-            if self._channel is not None:
-                await self._channel.close()
+            await self.channels.close()
 
 
 class AsyncSender:
@@ -80,12 +76,12 @@ class AsyncSender:
     def __init__(self, transport: AsyncTransport, run: str, limits: Limits) -> None:
         self._transport = transport
         self._run = run
-        self._outbox = Outbox(limits, transport.timeout_s)
+        self._outbox = Outbox(limits, transport.timeout_s, transport.channels.count)
         self._task: asyncio.Task[None] | None = None
         self._closing = False
 
     async def put(self, table: Steps, delivery: Delivery) -> None:
-        self._transport.connect()
+        self._transport.check_usable()
         if self._task is None:
             self._work, self._progress = asyncio.Event(), asyncio.Event()
             self._task = asyncio.create_task(self._send_all(), name="gristmill-sender")
@@ -175,5 +171,6 @@ class AsyncSender:
 
     async def _send(self, entries: list[Entry]) -> list[RowOutcome]:
         request = rollout_pb2.SubmitRowsRequest(run=self._run, rows=wire.encode(join(entries)))
-        response = await self._transport.rollouts.SubmitRows(request, timeout=attempt_s(entries))
+        timeout_s = self._outbox.attempt_s(entries, time.monotonic())
+        response = await self._transport.rollouts.SubmitRows(request, timeout=timeout_s)
         return outcomes_of(response, entries)

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from gristmill.channels import MESSAGE_BYTES
 from gristmill.errors import InvalidArgumentError
 from gristmill.outbox import Limits
 from gristmill.steps import TrajectoryKey
 from gristmill.trajectory import plain
-from gristmill.transport import MESSAGE_BYTES
 from gristmill.v1 import rollout_pb2, run_pb2
 
 # A row waits so long for others to share its message.

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from gristmill.channels import MESSAGE_BYTES
 from gristmill.columns import Int64s
 from gristmill.delivery import Delivery, Entry, Group, RowOutcome, error_of, form_of, row_sizes
 from gristmill.errors import AlreadyExistsError, GristmillError, InvalidArgumentError, ResourceExhaustedError
 from gristmill.steps import Steps, TrajectoryKey
-from gristmill.transport import MESSAGE_BYTES, Backoff, Failure, reworded
+from gristmill.transport import Backoff, Failure, reworded
 
 # A message is a little more than its rows' buffers.
 _MESSAGE_RESERVE = 64 << 10
@@ -42,14 +43,15 @@ class Limits:
 
 
 class Outbox:
-    def __init__(self, limits: Limits, timeout_s: float) -> None:
+    def __init__(self, limits: Limits, timeout_s: float, replicas: int = 1) -> None:
         self._limits = limits
+        self._replicas = replicas
         self._timeout_s = timeout_s
         self._fresh: deque[Entry] = deque()
         self._fresh_bytes = 0
         self._again: deque[list[Entry]] = deque()
         self._parked: dict[Group, _Parked] = {}
-        self._outage = Backoff()
+        self._outage = Backoff(replicas)
         self._held_until = 0.0
         self._last_number = 0
         self._urgent_number = 0
@@ -140,6 +142,10 @@ class Outbox:
             entry.expires = min(entry.expires, now + self._timeout_s)
         return entries
 
+    def attempt_s(self, entries: Sequence[Entry], now: float) -> float:
+        """The time that an attempt at these rows gets."""
+        return self._outage.attempt_s(min(entry.expires for entry in entries) - now)
+
     def due_in(self, now: float) -> float | None:
         """Seconds until `take` has a message; None when there is nothing to send."""
         times = [parked.not_before for parked in self._parked.values()]
@@ -152,7 +158,7 @@ class Outbox:
 
     def settle(self, entries: Sequence[Entry], outcomes: Sequence[RowOutcome]) -> None:
         """The service answered."""
-        self._outage = Backoff()
+        self._outage = Backoff(self._replicas)
         for entry, outcome in zip(entries, outcomes, strict=True):
             self._conclude(entry, outcome)
         self._release(entries)
@@ -245,7 +251,8 @@ class Outbox:
     @staticmethod
     def _next_attempt(entries: Sequence[Entry], backoff: Backoff, failure: Failure, now: float) -> float:
         """A last attempt is made when the first of the rows expires."""
-        return min(now + backoff.pause_s(failure.pushback_s), min(entry.expires for entry in entries))
+        pause_s = backoff.pause_s(failure.pushback_s, is_of_replica=failure.is_of_replica)
+        return min(now + pause_s, min(entry.expires for entry in entries))
 
     def _release(self, entries: Iterable[Entry]) -> None:
         """What waited with these rows for room goes on."""

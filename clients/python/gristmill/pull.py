@@ -33,12 +33,13 @@ def map_published(address: ShardAddress, path: str, size: int) -> tuple[Tensors,
 
 
 def stream(transport: Transport, address: ShardAddress, size: int) -> tuple[Tensors, dict[str, Any]]:
-    """A copy, over the connection; blocks until the file's `size` bytes are here. A stream that breaks is made again.
+    """A copy, over the connection; blocks until the file's `size` bytes are here. A stream that breaks is made
+    again, from its start, by another replica where there is one.
 
     Raises what the call ends with, NotFoundError for instance when the batch is freed.
     """
     transport.check_usable()
-    retry = Retry(transport.timeout_s)
+    retry = Retry(transport.timeout_s, transport.channels.count)
     while True:
         try:
             data = _read(transport, address, retry.attempt_s(size / _SLOWEST_BYTES_PER_S))

@@ -12,6 +12,7 @@ from gristmill import calls
 from gristmill.delivery import Delivery, RowOutcome
 from gristmill.errors import DeadlineExceededError, GristmillError
 from gristmill.generation import from_generator_output
+from gristmill.groups import Group, groups_of
 from gristmill.rows import from_rows
 from gristmill.sender import Sender
 from gristmill.steps import UNKNOWN, Steps, TrajectoryKey
@@ -30,7 +31,9 @@ class RolloutClient:
     takes the same row once. What could not be delivered is raised by the trajectory's next step, by `flush`, or by
     `close`: no row is lost silently.
 
-    address: `HOST:PORT` or `unix:/PATH`.
+    address: `HOST:PORT` or `unix:/PATH`, or several with commas between: replicas of one service, of which the client
+        uses one, starting anywhere, until that one cannot serve, and then the next. A replica that hangs is given up
+        within 10 s. A host name with several addresses is connected to the first that answers.
     run: the run's name.
     timeout_s: for how long calls and rows are tried while the service is away or has no room.
     max_batch_rows, max_batch_bytes: what one message carries at most.
@@ -139,6 +142,18 @@ class RolloutClient:
             self._transport.rollouts.BeginGroups, request, wait_s=wait_s
         )
         return response
+
+    def groups(self) -> list[Group]:
+        """Every prompt group that was ever admitted, and what became of it: a data loader that starts again leaves out
+        those that are consumed.
+
+            done = {(group.uid, group.round) for group in client.groups() if group.is_consumed}
+        """
+        pages = self._transport.call(
+            lambda request, timeout: list(self._transport.runs.ListGroups(request, timeout=timeout)),
+            run_pb2.ListGroupsRequest(run=self.run),
+        )
+        return groups_of(pages)
 
     def abort_group(self, uid: str, *, round: int = 0, reason: str = "") -> bool:
         """Drops a whole prompt group and frees its room; returns whether it was open. Idempotent."""

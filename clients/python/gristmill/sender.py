@@ -13,7 +13,7 @@ from gristmill.delivery import Delivery, Entry, RowOutcome, join, outcomes_of
 from gristmill.errors import FailedPreconditionError, GristmillError
 from gristmill.outbox import Limits, Outbox
 from gristmill.steps import Steps, TrajectoryKey
-from gristmill.transport import Failure, Retry, Transport, failure_of
+from gristmill.transport import Failure, Transport, failure_of
 from gristmill.v1 import rollout_pb2
 
 
@@ -23,7 +23,7 @@ class Sender:
     def __init__(self, transport: Transport, run: str, limits: Limits) -> None:
         self._transport = transport
         self._run = run
-        self._outbox = Outbox(limits, transport.timeout_s)
+        self._outbox = Outbox(limits, transport.timeout_s, transport.channels.count)
         lock = threading.Lock()
         self._work = threading.Condition(lock)
         self._progress = threading.Condition(lock)
@@ -119,15 +119,11 @@ class Sender:
 
     def _send(self, entries: list[Entry]) -> list[RowOutcome]:
         request = rollout_pb2.SubmitRowsRequest(run=self._run, rows=wire.encode(join(entries)))
-        response = self._transport.rollouts.SubmitRows(request, timeout=attempt_s(entries))
+        timeout_s = self._outbox.attempt_s(entries, time.monotonic())
+        response = self._transport.rollouts.SubmitRows(request, timeout=timeout_s)
         return outcomes_of(response, entries)
 
     def _report(self, entries: list[Entry], failure: Failure) -> None:
         with self._progress:
             self._outbox.refuse(entries, failure, time.monotonic())
             self._progress.notify_all()
-
-
-def attempt_s(entries: list[Entry]) -> float:
-    """The time that an attempt at these rows gets."""
-    return Retry(min(entry.expires for entry in entries) - time.monotonic()).attempt_s(0.0)

@@ -26,7 +26,7 @@ _STATE_VERSION = 1
 class TrainerClient:
     """One data-parallel rank's way through a run: batches, their shards as torch tensors, acknowledgements, resuming.
 
-    address, run: as for RolloutClient. The run exists before the first call.
+    address, run: as for RolloutClient, also several replicas with commas between. The run exists before the first call.
     rank: this data-parallel rank, from 0.
     dp_size: when given, checked against the run's, so that a trainer of another size does not start unknowingly:
         `load_state_dict` is how it comes back with other ranks.
@@ -179,9 +179,9 @@ class TrainerClient:
         for progress in status.models:
             if progress.model == number:
                 self._incarnation = progress.incarnation
-        for progress in status.ranks:
-            if (progress.model, progress.rank) == (number, self.rank):
-                return Position.of(progress.next)
+        for place in status.ranks:
+            if (place.model, place.rank) == (number, self.rank):
+                return Position.of(place.next)
         raise InvalidArgumentError(
             f"run {self.run!r}: it has no {self.model}; give critic_mini_batch_size when it is created"
         )

@@ -1,4 +1,4 @@
-"""How the clients reach the service: channels, deadlines, retries, and statuses turned back into errors.
+"""How the clients reach the service: deadlines, retries, and statuses turned back into errors.
 
 Owns no call of the contract and no state of a run. Every call of the contract may be repeated safely, which is why all
 of them are retried here in the same way.
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import grpc
 
 from gristmill import errors
+from gristmill.channels import Channels, Replicas, cannot_serve
 from gristmill.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -30,35 +31,18 @@ from gristmill.v1 import rollout_pb2_grpc, run_pb2_grpc, trainer_pb2_grpc
 
 T = TypeVar("T")
 
-MESSAGE_BYTES = 64 << 20
-"""The largest message that is sent or taken."""
-
 TIMEOUT_S = 120.0
 """For how long a call is tried again unless the client is told otherwise."""
 
 LONGEST_WAIT_S = 20.0
 """What one call asks the service to wait; a longer wait is several calls, so that a dead connection is noticed."""
 
-# One attempt that gets no answer for so long is given up and made again.
-_ATTEMPT_S = 20.0
+# One attempt that gets no answer for so long is given up and made again; sooner where there are replicas that were not
+# asked yet. Once all were, it is the service that is slow, and hurrying it would not help.
+_ATTEMPT_S, _ATTEMPT_AMONG_OTHERS_S = 20.0, 8.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 # The service answers a wait early when too many wait already.
 _EARLY_ANSWER_PAUSE_S = 0.25
-
-CHANNEL_OPTIONS = (
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    # gRPC's own pauses between connects grow to two minutes; a service that is back should be found sooner.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-    # Retries are made here, where they see the service's own errors.
-    ("grpc.enable_retries", 0),
-    # Clients of one process do not share a connection, so that a rollout of megabytes does not delay an answer.
-    ("grpc.use_local_subchannel_pool", 1),
-)
 
 
 def _classes(base: type[GristmillError]) -> Iterator[type[GristmillError]]:
@@ -77,11 +61,13 @@ class Failure:
     """One attempt that did not succeed.
 
     pushback_s: how long the service asks to wait, None where it says nothing.
+    is_of_replica: whether another replica may serve what this one cannot now.
     """
 
     error: GristmillError
     may_retry: bool = False
     pushback_s: float | None = None
+    is_of_replica: bool = False
 
 
 def failure_of(call: grpc.RpcError, address: str) -> Failure:
@@ -101,7 +87,10 @@ def failure_of(call: grpc.RpcError, address: str) -> Failure:
         return Failure(ResourceExhaustedError(details, max(0.0, pushback_s or 1.0)), may_retry, pushback_s)
     if not name:
         details = _of_transport(kind, code, details, address)
-    return Failure(kind(details), may_retry, pushback_s)
+    elif cannot_serve(call) and "," in address:
+        # Who reads it looks at all of them.
+        details = f"{address}: {details}"
+    return Failure(kind(details), may_retry, pushback_s, cannot_serve(call))
 
 
 def _of_transport(kind: type[GristmillError], code: str, details: str, address: str) -> str:
@@ -131,34 +120,46 @@ def reworded(error: GristmillError, message: str) -> GristmillError:
 
 
 class Backoff:
-    """Pauses between attempts: exponential with full jitter, after what the service asks for."""
+    """Pauses between attempts: exponential with full jitter, after what the service asks for. With several replicas the
+    pauses grow, and what one of them asks for counts, once all were tried in a round."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: int = 1) -> None:
         self.attempts = 0
+        self._rounds = 0
+        self._replicas = replicas
 
-    def pause_s(self, pushback_s: float | None) -> float:
-        ceiling: float = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self.attempts, 16))
+    def pause_s(self, pushback_s: float | None, *, is_of_replica: bool = False) -> float:
         self.attempts += 1
+        if is_of_replica and self.attempts % self._replicas:
+            return random.random() * _FIRST_PAUSE_S
+        ceiling: float = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._rounds, 16))
+        self._rounds += 1
         return max(0.0, pushback_s or 0.0) + random.random() * ceiling
+
+    def attempt_s(self, left_s: float) -> float:
+        """The time that the next attempt gets, of what is left for all."""
+        are_others_left = self.attempts < self._replicas - 1
+        return max(0.05, min(_ATTEMPT_AMONG_OTHERS_S if are_others_left else _ATTEMPT_S, left_s))
 
 
 class Retry:
     """The attempts at one call, until `timeout_s` is over."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, replicas: int = 1) -> None:
         self._began = time.monotonic()
         self._deadline = self._began + timeout_s
-        self._backoff = Backoff()
+        self._backoff = Backoff(replicas)
 
     def attempt_s(self, wait_s: float) -> float:
         """The time that the next attempt gets, of which the service may wait `wait_s`."""
-        return wait_s + max(0.05, min(_ATTEMPT_S, self._deadline - time.monotonic()))
+        return wait_s + self._backoff.attempt_s(self._deadline - time.monotonic())
 
     def pause_s(self, failure: Failure) -> float:
         """Seconds until the next attempt. Raises the failure's error where there is to be none."""
         if not failure.may_retry:
             raise failure.error
-        pause_s, now = self._backoff.pause_s(failure.pushback_s), time.monotonic()
+        pause_s = self._backoff.pause_s(failure.pushback_s, is_of_replica=failure.is_of_replica)
+        now = time.monotonic()
         if now + pause_s >= self._deadline:
             tried = f"gave up after {self._backoff.attempts} attempts in {now - self._began:.1f} s"
             raise reworded(failure.error, f"{failure.error} ({tried}; a larger timeout_s tries longer)")
@@ -202,33 +203,27 @@ class OwnProcess:
             )
 
 
-def check_address(address: str) -> str:
-    """`HOST:PORT` or `unix:/PATH`, without a scheme."""
-    if not isinstance(address, str) or not address or "://" in address:
-        raise InvalidArgumentError(f"address is {address!r}; expected HOST:PORT or unix:/PATH")
-    return address
-
-
 class Stubs:
-    """The contract's three services over one channel, sync or asyncio."""
+    """The contract's three services over what looks like a channel, sync or asyncio."""
 
-    def __init__(self, channel: Any) -> None:
+    def __init__(self, channel: Replicas) -> None:
         self.runs: Any = run_pb2_grpc.RunServiceStub(channel)  # type: ignore[no-untyped-call]
         self.rollouts: Any = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]
         self.trainers: Any = trainer_pb2_grpc.TrainerServiceStub(channel)  # type: ignore[no-untyped-call]
 
 
 class Transport(Stubs):
-    """A blocking, thread-safe connection. Nothing is connected before the first call."""
+    """A blocking, thread-safe connection to the replicas that `address` names. Nothing is connected before the first
+    call."""
 
     def __init__(self, address: str, timeout_s: float, owner: str) -> None:
-        self.address = check_address(address)
+        self.channels = Channels(address)
+        self.address = self.channels.names
         self.timeout_s = timeout_s
         self.process = OwnProcess(owner)
-        self._channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
         self._closed = threading.Event()
         self._owner = owner
-        super().__init__(self._channel)
+        super().__init__(self.channels)
 
     def call(self, method: Callable[..., Any], request: Any, *, wait_s: float = 0.0, timeout_s: float = -1.0) -> Any:
         """The answer, retried for `timeout_s` (the transport's own unless given) over what the service waits.
@@ -236,7 +231,7 @@ class Transport(Stubs):
         Raises the error of gristmill.errors that the last attempt ended with. `timeout_s=0` makes one attempt.
         """
         self.check_usable()
-        retry = Retry(self.timeout_s if timeout_s < 0 else timeout_s)
+        retry = Retry(self.timeout_s if timeout_s < 0 else timeout_s, self.channels.count)
         while True:
             try:
                 return method(request, timeout=retry.attempt_s(wait_s))
@@ -266,4 +261,4 @@ class Transport(Stubs):
         """Idempotent. Calls that others wait in end with an error. Does nothing in a fork."""
         if self.process.is_here():
             self._closed.set()
-            self._channel.close()
+            self.channels.close()

@@ -1,0 +1,210 @@
+"""Which replica of the service a client talks to: one of those that its address names, until that one cannot serve.
+
+Any replica answers any call, so that a client needs only a living one. Owns the connections and which of them is the
+current one; when a call is tried again is decided in `transport`.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError
+
+MESSAGE_BYTES = 64 << 20
+"""The largest message that is sent or taken."""
+
+_OPTIONS = (
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    # gRPC's own pauses between connects grow to two minutes; a service that is back should be found sooner.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Retries are made in `transport`, where they see the service's own errors.
+    ("grpc.enable_retries", 0),
+    # Clients of one process do not share a connection, so that a rollout of megabytes does not delay an answer.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+# How long gRPC waits for the answer to a keepalive has two names, of which its newer versions take the second.
+_ALONE = (
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+)
+# A replica that hangs is noticed early where another can answer; also late in a wait, during which no data comes. The
+# service permits one ping in 2 s.
+_AMONG_OTHERS = (
+    ("grpc.keepalive_time_ms", 4_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.http2.ping_timeout_ms", 4_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+Bind = Callable[[Any], Callable[..., Any]]
+"""A method of the contract, of the channel given."""
+
+_CANNOT_SERVE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_EXPECTED = "expected HOST:PORT or unix:/PATH, or several of them with commas between"
+
+
+def addresses_of(address: str) -> tuple[str, ...]:
+    """The replicas that an address names. Raises InvalidArgumentError naming the part that is none."""
+    if not isinstance(address, str):
+        raise InvalidArgumentError(f"address is {address!r}; {_EXPECTED}")
+    parts = tuple(part.strip() for part in address.split(","))
+    for part in parts:
+        if not _is_address(part):
+            where = "" if len(parts) == 1 else f"{part!r} in "
+            raise InvalidArgumentError(f"address is {where}{address!r}; {_EXPECTED}")
+    return parts
+
+
+def _is_address(part: str) -> bool:
+    if "://" in part:
+        return False
+    if part.startswith("unix:"):
+        return part != "unix:"
+    host, _, port = part.rpartition(":")
+    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) <= 65535
+
+
+def cannot_serve(call: grpc.RpcError) -> bool:
+    """Whether the replica is away, stopping, or hangs, as another one need not be. A broken connection is UNAVAILABLE
+    too."""
+    return call.code() in _CANNOT_SERVE
+
+
+class Replicas:
+    """What the blocking and the asyncio channels have in common: looks like a grpc.Channel to the generated stubs.
+
+    Each call goes to the replica that is current when it is made; one that fails because its replica cannot serve makes
+    the next replica the current one. Replicas are tried in an order of this client's own, so that a thousand clients
+    spread over them, also over those that are left when one dies. Each is connected when it is first called.
+    """
+
+    _connect: Callable[..., Any]
+
+    def __init__(self, address: str) -> None:
+        addresses = list(addresses_of(address))
+        self.names = ", ".join(addresses)
+        self.count = len(addresses)
+        # Not in the order of `random`, which many workers seed alike.
+        random.SystemRandom().shuffle(addresses)
+        self._addresses = addresses
+        self._options = _OPTIONS + (_ALONE if self.count == 1 else _AMONG_OTHERS)
+        self._lock = threading.Lock()
+        self._made: dict[str, Any] = {}
+        self._turn = 0
+        self._is_closed = False
+
+    def unary_stream(self, *method: Any, **options: Any) -> Callable[..., Any]:
+        return self._streaming(_binder("unary_stream", method, options))
+
+    def stream_stream(self, *method: Any, **options: Any) -> Callable[..., Any]:
+        return self._streaming(_binder("stream_stream", method, options))
+
+    def _streaming(self, bind: Bind) -> Callable[..., Any]:
+        raise NotImplementedError
+
+    @contextmanager
+    def _attempt(self, bind: Bind) -> Iterator[Callable[..., Any]]:
+        """The method of the current replica."""
+        turn, channel = self._current()
+        try:
+            yield bind(channel)
+        except grpc.RpcError as call:
+            if cannot_serve(call):
+                self._fail_over(turn)
+            raise
+
+    def _current(self) -> tuple[int, Any]:
+        """The channel to call on, and the turn to give to `_fail_over` if that fails."""
+        with self._lock:
+            if self._is_closed:
+                raise FailedPreconditionError("this client is closed; make another")
+            address = self._addresses[self._turn % self.count]
+            if address not in self._made:
+                self._made[address] = self._connect(address, self._options)
+            return self._turn, self._made[address]
+
+    def _fail_over(self, turn: int) -> None:
+        """Goes on to the next replica, once for all calls that failed in this turn. The earlier one stays connected:
+        calls that are under way there may end well."""
+        with self._lock:
+            if turn == self._turn:
+                self._turn += 1
+
+    def _take_all(self) -> list[Any]:
+        """The channels that there are to close; no more are made."""
+        with self._lock:
+            self._is_closed = True
+            made = list(self._made.values())
+            self._made.clear()
+            return made
+
+
+class Channels(Replicas):
+    """Blocking and thread-safe."""
+
+    _connect = staticmethod(grpc.insecure_channel)
+
+    def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Any]:
+        bind = _binder("unary_unary", method, options)
+
+        def call(request: Any, timeout: float) -> Any:
+            with self._attempt(bind) as bound:
+                return bound(request, timeout=timeout)
+
+        return call
+
+    def _streaming(self, bind: Bind) -> Callable[..., Iterator[Any]]:
+        def call(request: Any, timeout: float) -> Iterator[Any]:
+            with self._attempt(bind) as bound:
+                yield from bound(request, timeout=timeout)
+
+        return call
+
+    def close(self) -> None:
+        """Idempotent. Calls under way end with an error."""
+        for channel in self._take_all():
+            channel.close()
+
+
+class AsyncChannels(Replicas):
+    """Of one event loop: that of the calls."""
+
+    _connect = staticmethod(grpc.aio.insecure_channel)
+
+    def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Awaitable[Any]]:
+        bind = _binder("unary_unary", method, options)
+
+        async def call(request: Any, timeout: float) -> Any:
+            with self._attempt(bind) as bound:
+                return await bound(request, timeout=timeout)
+
+        return call
+
+    def _streaming(self, bind: Bind) -> Callable[..., AsyncIterator[Any]]:
+        async def call(request: Any, timeout: float) -> AsyncIterator[Any]:
+            with self._attempt(bind) as bound:
+                async for message in bound(request, timeout=timeout):
+                    yield message
+
+        return call
+
+    async def close(self) -> None:
+        """As Channels.close."""
+        for channel in self._take_all():
+            await channel.close()
+
+
+def _binder(kind: str, method: tuple[Any, ...], options: dict[str, Any]) -> Bind:
+    """Makes the method of a channel, once for each."""
+    return functools.cache(lambda channel: getattr(channel, kind)(*method, **options))

@@ -1,0 +1,436 @@
+"""A client of several replicas finds one that serves: refused, broken, hanging, or back again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill import (
+    AsyncRolloutClient,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    RolloutClient,
+    TrainerClient,
+    UnavailableError,
+    transport,
+)
+from gristmill.channels import Channels, addresses_of
+from gristmill.pull import stream
+from gristmill.shards import ShardAddress
+from gristmill.transport import Backoff, failure_of
+from gristmill.v1 import trainer_pb2_grpc
+from tests.client.faulty import FaultyService, refuse, serving, unavailable
+from tests.client.test_shards import CONFIG, ROWS, shard_bytes
+from tests.client.test_transport import Status, Streams
+
+FAST_S = 3.0
+"""More than any failover takes that waits for nothing, also on a busy machine; less than any bound on a hang."""
+
+
+@pytest.fixture(autouse=True)
+def in_the_order_given(monkeypatch):
+    monkeypatch.setattr(random.SystemRandom, "shuffle", lambda self, values: None)
+
+
+@pytest.fixture
+def closed_port():
+    """An address that refuses connections."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+@contextmanager
+def within(seconds):
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
+
+
+def step(client, uid="a", sample=0):
+    with client.trajectory(uid, sample) as trajectory:
+        trajectory.step([1], [2], reward=1.0, is_last_step=True)
+
+
+class Blocking:
+    """Either client, driven alike."""
+
+    def __init__(self, address, timeout_s=20.0):
+        self._client = RolloutClient(address, "run", timeout_s=timeout_s)
+
+    def ask(self):
+        return self._client.policy_version()
+
+    def step(self, uid):
+        step(self._client, uid)
+        self._client.flush()
+
+    def turns(self):
+        return self._client._transport.channels._turn
+
+    def close(self):
+        self._client.close()
+
+
+class Awaited:
+    def __init__(self, address, timeout_s=20.0):
+        self._loop = asyncio.new_event_loop()
+        self._client = AsyncRolloutClient(address, "run", timeout_s=timeout_s)
+
+    def ask(self):
+        return self._loop.run_until_complete(self._client.policy_version())
+
+    def step(self, uid):
+        async def work():
+            async with self._client.trajectory(uid, 0) as trajectory:
+                await trajectory.step([1], [2], reward=1.0, is_last_step=True)
+            await self._client.flush()
+
+        self._loop.run_until_complete(work())
+
+    def turns(self):
+        return self._client._transport.channels._turn
+
+    def close(self):
+        self._loop.run_until_complete(self._client.close())
+        self._loop.close()
+
+
+@pytest.fixture(params=[Blocking, Awaited])
+def connect(request):
+    """Makes a client, closed with the test."""
+    made = []
+
+    def connect(*addresses, **options):
+        made.append(request.param(",".join(addresses), **options))
+        return made[-1]
+
+    yield connect
+    for client in made:
+        client.close()
+
+
+@pytest.fixture
+def replicas():
+    """Starts fake replicas: gives the service, its address, and what stops it."""
+    with ExitStack() as all_stopped:
+
+        def start(port=0):
+            service, running = FaultyService(), ExitStack()
+            address = running.enter_context(serving(service, port=port))
+            all_stopped.callback(running.close)
+            return service, address, running.close
+
+        yield start
+
+
+# Addresses.
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [
+        ("here:1", ("here:1",)),
+        ("one:50051, two:50051", ("one:50051", "two:50051")),
+        ("unix:/a/b,[::1]:65535", ("unix:/a/b", "[::1]:65535")),
+    ],
+)
+def test_an_address_names_one_replica_or_several(address, parts):
+    assert addresses_of(address) == parts
+
+
+@pytest.mark.parametrize(
+    ("address", "named"),
+    [
+        ("", "''"),
+        ("here", "'here'"),
+        ("one:1,", "'' in 'one:1,'"),
+        ("one:1,two", "'two' in 'one:1,two'"),
+        ("one:1,http://two:1", "'http://two:1' in "),
+        ("one:0,two:1", "'one:0' in "),
+        ("one:1,two:65536", "'two:65536' in "),
+        ("one:1,:2", "':2' in "),
+        ("unix:,one:1", "'unix:' in "),
+        (["one:1"], r"\['one:1'\]"),
+    ],
+)
+def test_what_is_no_address_is_named(address, named):
+    for make in (
+        lambda: RolloutClient(address, "run"),
+        lambda: AsyncRolloutClient(address, "run"),
+        lambda: TrainerClient(address, "run", 0),
+    ):
+        with pytest.raises(InvalidArgumentError, match=f"address is {named}.*expected HOST:PORT or unix:/PATH"):
+            make()
+
+
+def test_many_clients_spread_over_the_replicas_however_they_are_seeded(monkeypatch):
+    monkeypatch.undo()
+    orders = set()
+    for _ in range(200):
+        random.seed(0)
+        orders.add(tuple(Channels("a:1,b:1,c:1")._addresses))
+    assert len(orders) == 6
+
+
+# A replica that is away.
+
+
+def test_one_that_refuses_connections_is_passed_over(connect, replicas, closed_port):
+    service, address, _ = replicas()
+    client = connect(closed_port, address)
+    with within(FAST_S):
+        assert client.ask() == 7
+        client.step("a")
+    assert client.turns() == 1
+    assert service.arrivals == [("a", 0, 0)]
+
+
+def test_rows_that_find_nobody_go_to_the_next(connect, replicas, closed_port):
+    service, address, _ = replicas()
+    with within(FAST_S):
+        connect(closed_port, address).step("a")
+    assert service.arrivals == [("a", 0, 0)]
+
+
+def test_one_that_is_stopping_is_passed_over(connect, replicas):
+    (first, one, _), (second, two, _) = replicas(), replicas()
+    first.before.extend([refuse(UnavailableError("shutting down"), "30000")])
+    client = connect(one, two)
+    with within(FAST_S):
+        assert client.ask() == 7
+        client.step("a")
+    assert (first.arrivals, second.arrivals) == ([], [("a", 0, 0)])
+
+
+def test_a_replica_that_is_back_is_used_when_the_other_dies(connect, replicas):
+    (_, one, stop_first), (second, two, stop_second) = replicas(), replicas()
+    client = connect(one, two)
+    client.step("a")
+    stop_first()
+    with within(FAST_S):
+        client.step("b")
+    again, _, _ = replicas(port=int(one.rpartition(":")[2]))
+    client.step("c")
+    stop_second()
+    # gRPC tries a replica that was away again after 2 s at the latest.
+    with within(FAST_S + 2):
+        client.step("d")
+    assert [uid for uid, *_ in second.arrivals] == ["b", "c"]
+    assert [uid for uid, *_ in again.arrivals] == ["d"]
+
+
+def test_when_none_serves_all_are_named(connect, closed_port, replicas):
+    _, address, stop = replicas()
+    stop()
+    client = connect(closed_port, address, timeout_s=0.5)
+    with within(FAST_S), pytest.raises(UnavailableError, match=rf"{closed_port}, {address}: the service cannot be"):
+        client.ask()
+    assert client.turns() >= 2
+    with pytest.raises(UnavailableError, match=rf"uid 'a' sample 0: {closed_port}, {address}: .*gave up after 0.5 s"):
+        client.step("a")
+
+
+def test_what_replicas_say_themselves_is_told_with_all_their_names():
+    told = Status("UNAVAILABLE", "away", gristmill_error="UnavailableError")
+    assert str(failure_of(told, "a:1, b:1").error) == "a:1, b:1: away"
+
+
+# Calls under way.
+
+
+def test_a_call_that_breaks_is_made_again_elsewhere(connect, replicas):
+    (first, one, stop), (second, two, _) = replicas(), replicas()
+    first.gate.clear()
+    client = connect(one, two)
+    with ThreadPoolExecutor(1) as killer:
+        killed = killer.submit(lambda: first.entered.wait(10) and stop())
+        with within(FAST_S):
+            client.step("a")
+        killed.result()
+    assert second.arrivals == [("a", 0, 0)]
+
+
+def test_a_call_that_hangs_is_made_again_elsewhere(connect, replicas, monkeypatch):
+    monkeypatch.setattr(transport, "_ATTEMPT_AMONG_OTHERS_S", 0.3)
+    (first, one, _), (second, two, _) = replicas(), replicas()
+    first.gate.clear()
+    client = connect(one, two)
+    with within(FAST_S):
+        client.step("a")
+    assert client.turns() == 1
+    assert second.arrivals == [("a", 0, 0)]
+
+
+def test_a_slow_service_is_given_time_once_all_replicas_were_tried(connect, replicas, monkeypatch):
+    monkeypatch.setattr(transport, "_ATTEMPT_AMONG_OTHERS_S", 0.1)
+    slow = lambda _: time.sleep(0.5)  # noqa: E731
+    (first, one, _), (second, two, _) = replicas(), replicas()
+    first.before.append(slow)
+    second.before.append(slow)
+    client = connect(one, two)
+    assert client.ask() == 7
+    assert client.turns() == 1
+
+
+@pytest.mark.parametrize(
+    ("refusal", "raised"),
+    [
+        (refuse(ResourceExhaustedError("full"), "20"), None),
+        (refuse(InvalidArgumentError("no")), InvalidArgumentError),
+        (refuse(NotFoundError("none")), NotFoundError),
+    ],
+)
+def test_what_is_refused_is_not_asked_elsewhere(connect, replicas, refusal, raised):
+    (first, one, _), (second, two, _) = replicas(), replicas()
+    client = connect(one, two)
+    for ask in (client.ask, lambda: client.step("a")):
+        first.before.append(refusal)
+        if raised is None:
+            ask()
+        else:
+            with pytest.raises(raised):
+                ask()
+    assert client.turns() == 0
+    assert second.calls == []
+
+
+def test_calls_that_fail_together_fail_over_once(replicas):
+    (first, one, _), (_, two, _), (third, three, _) = replicas(), replicas(), replicas()
+    all_there = threading.Barrier(6)
+
+    def fail_together(context):
+        all_there.wait(10)
+        unavailable(context)
+
+    first.before = deque([fail_together] * 6)
+    third.before = deque([unavailable] * 6)
+    with RolloutClient(",".join((one, two, three)), "run") as client, ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(lambda _: client.policy_version(), range(6))) == [7] * 6
+        assert client._transport.channels._turn == 1
+    assert len(third.before) == 6
+
+
+def test_a_failure_that_comes_late_moves_nobody():
+    channels = Channels("a:1,b:1")
+    (turn, _), (late, _) = channels._current(), channels._current()
+    channels._fail_over(turn)
+    channels._fail_over(channels._current()[0])
+    assert channels._current()[0] == 2  # a again, where the late call was too
+    channels._fail_over(late)
+    assert channels._current()[0] == 2
+    channels.close()
+
+
+def test_a_client_closed_while_it_looks_for_a_replica_says_so(closed_port):
+    client = RolloutClient(f"{closed_port},{closed_port}", "run")
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(client.policy_version)
+        time.sleep(0.2)
+        client.close()
+        with pytest.raises(Exception, match=r"this RolloutClient is closed|Channel closed"):
+            asking.result()
+        with pytest.raises(Exception, match="this client is closed"):
+            client._transport.channels._current()
+
+
+@given(st.integers(1, 5), st.integers(1, 30), st.one_of(st.none(), st.floats(0, 100)))
+def test_pauses_grow_by_the_round(replicas, attempts, pushback_s):
+    backoff = Backoff(replicas)
+    for attempt in range(1, attempts + 1):
+        pause_s = backoff.pause_s(pushback_s, is_of_replica=True)
+        if attempt % replicas:
+            assert pause_s <= 0.05
+        else:
+            least = pushback_s or 0.0
+            assert least <= pause_s <= least + min(5.0, 0.05 * 2 ** (attempt // replicas - 1))
+
+
+# Streams.
+
+
+@contextmanager
+def streaming(*answers):
+    """A replica that answers ReadShard so."""
+    server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Streams(*answers, are_compact=False), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}", server
+    server.stop(None).wait()
+
+
+def read(size, *addresses):
+    with TrainerClient(",".join(addresses), "run", 0, timeout_s=20.0) as trainer:
+        return stream(trainer._transport, ShardAddress("run", "policy", 0, 0, 0), size)
+
+
+def test_a_stream_that_breaks_is_read_again_from_the_other_replica():
+    (data,) = shard_bytes(ROWS, CONFIG)
+    broken = [data[:100], grpc.StatusCode.UNAVAILABLE]
+    with streaming(broken) as (one, _), streaming([data]) as (two, _), within(FAST_S):
+        tensors, _ = read(len(data), one, two)
+    assert len(tensors["sequences"]) == 6
+
+
+def test_a_stream_whose_replica_dies_is_read_again_from_the_other():
+    (data,) = shard_bytes(ROWS, CONFIG)
+    half_sent = threading.Event()
+
+    def half():
+        yield data[:100]
+        half_sent.set()
+        time.sleep(1)
+
+    with streaming(half()) as (one, server), streaming([data]) as (two, _), ThreadPoolExecutor(1) as killer:
+        killed = killer.submit(lambda: half_sent.wait(10) and server.stop(None))
+        with within(FAST_S):
+            tensors, _ = read(len(data), one, two)
+        killed.result()
+    assert len(tensors["sequences"]) == 6
+
+
+def test_a_freed_batch_is_asked_for_nowhere_else():
+    with streaming([grpc.StatusCode.NOT_FOUND]) as (one, _), streaming() as (two, _), pytest.raises(NotFoundError):
+        read(100, one, two)
+
+
+# Real services.
+
+
+@pytest.mark.slow
+def test_a_wait_leaves_a_service_that_is_paused_within_ten_seconds(start_service, run_name):
+    """Also late in the wait, when keepalive is all that goes over the connection, and the service has permitted it."""
+    first, second = start_service(), start_service()
+    for service in (first, second):
+        with RolloutClient(service.grpc_address, run_name) as client:
+            client.create_run(CONFIG)
+    with (
+        RolloutClient(f"{first.grpc_address},{second.grpc_address}", run_name) as client,
+        TrainerClient(second.grpc_address, run_name, 0) as trainer,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        trainer.announce_policy_version(1)
+        waiting = threads.submit(client.wait_policy_version, 1, 60)
+        time.sleep(15)
+        assert client._transport.channels._turn == 0
+        os.kill(first.pid, signal.SIGSTOP)
+        try:
+            with within(10):
+                assert waiting.result() == 1
+        finally:
+            os.kill(first.pid, signal.SIGCONT)
