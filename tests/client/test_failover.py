@@ -287,6 +287,17 @@ def test_a_slow_service_is_given_time_once_all_replicas_were_tried(connect, repl
     assert client.turns() == 1
 
 
+def test_what_must_not_be_repeated_is_asked_once_and_waited_for(replicas):
+    (first, one, _), (second, two, _) = replicas(), replicas()
+    first.before.extend([unavailable])
+    second.before.extend([lambda _: time.sleep(0.3)])
+    with RolloutClient(f"{one},{two}", "run") as client:
+        with pytest.raises(UnavailableError):
+            client.seal()
+        assert client.seal() == (0, 1)
+    assert (first.calls, second.calls) == ([0], [0])
+
+
 @pytest.mark.parametrize(
     ("refusal", "raised"),
     [

@@ -143,15 +143,18 @@ class Backoff:
 
 
 class Retry:
-    """The attempts at one call, until `timeout_s` is over."""
+    """The attempts at one call, until `timeout_s` is over; 0 is one attempt, which gets the time that it needs."""
 
     def __init__(self, timeout_s: float, replicas: int = 1) -> None:
+        self._is_only_one = timeout_s == 0
         self._began = time.monotonic()
         self._deadline = self._began + timeout_s
         self._backoff = Backoff(replicas)
 
     def attempt_s(self, wait_s: float) -> float:
         """The time that the next attempt gets, of which the service may wait `wait_s`."""
+        if self._is_only_one:
+            return wait_s + _ATTEMPT_S
         return wait_s + self._backoff.attempt_s(self._deadline - time.monotonic())
 
     def pause_s(self, failure: Failure) -> float:
