@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from copy import copy
 from typing import cast
 
 import msgspec
@@ -81,7 +82,7 @@ class RedisLedger:
         """Raises OwnedElsewhereError where another process has the run."""
         known = self._elsewhere.get(name)
         if known is not None and time.monotonic() < known[1]:
-            raise known[0]
+            raise copy(known[0])
         if self._owner is None:
             raise UnavailableError(f"run {name!r}: the service is starting; ask again")
         keys, token, asked = self._keys(name), secrets.token_hex(8), time.monotonic()
@@ -96,7 +97,8 @@ class RedisLedger:
                     claimed.http_url,
                 )
                 self._elsewhere[name] = elsewhere, time.monotonic() + _OWNER_KNOWN_S
-                raise elsewhere
+                # A copy: the one that is kept would hold on to the frames of all whom it was raised through.
+                raise copy(elsewhere)
             described = cast(bytes | None, self._client.get(keys.config))
         if described is None:
             raise NotFoundError(f"run {name!r} is not in Redis")
