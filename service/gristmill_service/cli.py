@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from gristmill_service import offline, serve
+from gristmill_service import export, offline, serve
 
 app = typer.Typer(
     name="gristmill", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -18,6 +18,7 @@ def about() -> None:
 
 serve.register(app)
 offline.register(app)
+export.register(app)
 
 
 def main() -> None:

@@ -41,3 +41,5 @@ def configure_logs(level: str, form: str) -> None:
     root.setLevel(level.upper())
     # Uvicorn tells of its start and stop, which the service does itself.
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))
+    # It would tell of every request that is passed on.
+    logging.getLogger("httpx").setLevel(max(logging.WARNING, root.level))

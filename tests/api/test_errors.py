@@ -41,7 +41,7 @@ def test_a_limit_says_when_to_retry() -> None:
 
 
 def test_a_shutdown_says_when_to_retry() -> None:
-    assert dict(refusal(errors.UnavailableError("closing")).trailers)["grpc-retry-pushback-ms"] == "1000"
+    assert dict(refusal(errors.UnavailableError("closing")).trailers)["grpc-retry-pushback-ms"] == "500"
 
 
 def test_a_failed_batch_says_which() -> None:

@@ -146,7 +146,7 @@ def test_stopping_the_service_answers_who_waits() -> None:
         for answer in answers:
             with pytest.raises(Refused) as refused:
                 answer.result()
-            assert (refused.value.code, refused.value.retry_after_s) == ("UNAVAILABLE", 1.0)
+            assert (refused.value.code, refused.value.retry_after_s) == ("UNAVAILABLE", 0.5)
     for door in doors:
         door.close()
 

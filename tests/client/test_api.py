@@ -19,6 +19,7 @@ def test_all_is_the_public_surface():
         "DeadlineExceededError",
         "FailedPreconditionError",
         "GristmillError",
+        "Group",
         "InvalidArgumentError",
         "MicroBatch",
         "NotFoundError",

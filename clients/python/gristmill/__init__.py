@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         UnavailableError,
         UnsupportedError,
     )
+    from gristmill.groups import Group
     from gristmill.rollout import RolloutClient
     from gristmill.torch import MicroBatch, Shard
     from gristmill.trainer import TrainerClient
@@ -42,6 +43,7 @@ __all__ = [
     "DeadlineExceededError",
     "FailedPreconditionError",
     "GristmillError",
+    "Group",
     "InvalidArgumentError",
     "MicroBatch",
     "NotFoundError",
@@ -60,6 +62,7 @@ _MODULES = {
     "AsyncRolloutClient": "aio",
     "AsyncTrajectory": "aio",
     "Batch": "batch",
+    "Group": "groups",
     "MicroBatch": "torch",
     "RolloutClient": "rollout",
     "RowOutcome": "delivery",

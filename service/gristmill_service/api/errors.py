@@ -25,7 +25,7 @@ STATUSES: dict[str, tuple[grpc.StatusCode, int]] = {
 }
 
 INTERNAL_MESSAGE = "internal error; the service's log has the details"
-UNAVAILABLE_RETRY_S = 1.0
+UNAVAILABLE_RETRY_S = 0.5
 
 # A status message travels in HTTP/2 trailers, which clients bound to 8 KiB, and three bytes for each one not ASCII.
 _MESSAGE_BYTES = 2000

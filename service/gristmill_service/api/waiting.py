@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from starlette.concurrency import run_in_threadpool
+
 from gristmill.errors import InvalidArgumentError, UnavailableError
 
 T = TypeVar("T")
@@ -100,7 +102,7 @@ class Waiting:
 
     async def _ask_async(self, question: Question[T], wait_s: float, watcher: asyncio.Future[None]) -> T:
         deadline = time.monotonic() + checked_wait(wait_s)
-        answer = question.read()
+        answer = await run_in_threadpool(question.read)
         if question.is_settled(answer) or not wait_s:
             return answer
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
@@ -117,7 +119,7 @@ class Waiting:
                 return answer
             while True:
                 woken.clear()
-                answer = question.read()
+                answer = await run_in_threadpool(question.read)
                 left = deadline - time.monotonic()
                 if self._is_over(question.is_settled(answer), left) or watcher.done():
                     return answer

@@ -179,7 +179,10 @@ class Runs:
 
     def _open(self, name: str) -> Run:
         """The run as its book tells it now. Raises as `get` does."""
+        self._check_ledger()
         with self._opening:
+            # Who waited behind an attempt that failed does not make it again.
+            self._check_ledger()
             run = self._runs.get(name)
             if run is not None:
                 if not run.is_lost:
@@ -238,6 +241,10 @@ class Runs:
             for name in self.names():
                 with suppress(UnavailableError, NotFoundError):
                     self.get(name)
+
+    def _check_ledger(self) -> None:
+        if self._ledger.is_shared and (trouble := self._ledger.trouble()):
+            raise UnavailableError(trouble)
 
     def _check_serving(self) -> None:
         if self._closing:

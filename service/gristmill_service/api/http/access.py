@@ -17,7 +17,7 @@ async def _backend(request: Request) -> Backend:
 BackendDep = Annotated[Backend, Depends(_backend)]
 
 
-async def _run(backend: BackendDep, run: Annotated[str, Path(description="The run's name.")]) -> Run:
+def _run(backend: BackendDep, run: Annotated[str, Path(description="The run's name.")]) -> Run:
     return backend.runs.get(run)
 
 

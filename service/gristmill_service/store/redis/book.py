@@ -209,6 +209,9 @@ class RedisBook:
         self._is_closed = True
         self.owned_until = 0.0
         self.on_close()
+        if self._health.trouble:
+            # It would only wait: the lease runs out by itself.
+            return
         try:
             self._scripts.release(self._keys, self.token)
         except (redis.RedisError, redis.exceptions.RedisClusterException) as error:

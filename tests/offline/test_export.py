@@ -1,0 +1,89 @@
+"""A batch of a running service, written to a file and laid out again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from safetensors.numpy import load
+
+from gristmill import RolloutClient
+
+GRISTMILL = str(Path(sys.executable).with_name("gristmill"))
+CONFIG = {
+    "train_batch_size": 2,
+    "n_samples_per_prompt": 2,
+    "policy_mini_batch_size": 1,
+    "micro_batch": {"max_tokens": 64},
+    "dp_size": 2,
+    "step_wise": True,
+    "merge": "prefix",
+}
+
+
+def gristmill(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([GRISTMILL, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)
+
+
+def fill(address: str, run: str) -> None:
+    with RolloutClient(address, run) as client:
+        client.create_run(CONFIG)
+        for uid in ("a", "b"):
+            for sample in range(2):
+                with client.trajectory(uid, sample) as trajectory:
+                    trajectory.step([1, 2], [3, 4 + sample], reward=0.5, rollout_logprobs=[-0.1, -0.2])
+                    trajectory.step(
+                        [1, 2, 3, 4 + sample, 9], [7], reward=float(sample), rollout_logprobs=[-0.3], is_last_step=True
+                    )
+
+
+def test_an_exported_batch_is_laid_out_as_the_service_did(service, run_name, tmp_path):
+    fill(service.grpc_address, run_name)
+    rollouts, config = tmp_path / "rollouts.jsonl.gz", tmp_path / "run.yaml"
+    exported = gristmill(
+        "export", run_name, 0, "--out", rollouts, "--config", config, "--address", service.grpc_address
+    )
+    assert (exported.returncode, exported.stderr) == (0, "")
+    made = gristmill("batch", rollouts, "--config", config, "--out", tmp_path / "out")
+    assert made.returncode == 0, made.stderr
+
+    run = service.runs.get(run_name)
+    plan = json.loads(run.batch(0).plan)
+    assert json.loads((tmp_path / "out/batch-00000/plan.json").read_text()) == plan
+    paths = sorted((tmp_path / "out/batch-00000").glob("*/*.safetensors"))
+    assert len(paths) == 4
+    from gristmill_service.store.base import ShardAddress
+
+    for path in paths:
+        address = ShardAddress("policy", int(path.parent.name[-3:]), int(path.stem[-3:]))
+        ours, theirs = load(path.read_bytes()), load(b"".join(run.read_shard(0, address)))
+        assert ours.keys() == theirs.keys()
+        assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
+def test_what_cannot_be_exported_is_told_in_one_line_and_leaves_no_file(service, run_name, tmp_path):
+    out = tmp_path / "rollouts.jsonl"
+    refused = gristmill("export", run_name, 0, "--out", out, "--address", service.grpc_address)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("gristmill export: run ")
+    assert "does not exist" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_client_learns_what_became_of_every_group(service, run_name):
+    fill(service.grpc_address, run_name)
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.begin_groups(["c", "d", "e"])
+        client.abort_group("c", reason="bad prompt")
+        found = {group.uid: group for group in client.groups()}
+    assert {uid: (group.state, group.batch, group.reason) for uid, group in found.items()} == {
+        "a": ("sealed", 0, ""),
+        "b": ("sealed", 0, ""),
+        "c": ("dropped", None, "bad prompt"),
+        "d": ("open", None, ""),
+        "e": ("open", None, ""),
+    }
+    assert [uid for uid, group in sorted(found.items()) if group.is_consumed] == ["a", "b", "c"]
