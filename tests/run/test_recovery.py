@@ -247,9 +247,9 @@ def test_a_book_that_refuses_refuses_the_call_whole_and_the_run_goes_on_when_it_
 
 def test_what_becomes_due_while_the_book_refuses_is_done_at_the_next_tick():
     bench = Bench(train_batch_size=1)
-    append = bench.log.append
+    append, calls = bench.log.append, itertools.count()
 
-    def refuse_the_second(record, calls=itertools.count()):
+    def refuse_the_second(record):
         if next(calls) == 1:
             raise UnavailableError("the book is full")
         append(record)
