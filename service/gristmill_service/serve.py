@@ -6,10 +6,10 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -113,25 +113,32 @@ def _ready_line(service: Service) -> str:
 def _stop_asked() -> Iterator[Callable[[], object]]:
     """A function that returns with the first SIGTERM or SIGINT; the second ends the process there and then.
 
-    Signals interrupt each other's handlers, which therefore take no lock: a pipe is what wakes the main thread.
+    The kernel may give a signal to any thread, while Python's handlers wait for the main one, which waits too: so a
+    thread listens to the pipe that the interpreter writes each signal's number to, whoever was given it.
     """
     woken, wake = os.pipe()
-    asked: list[int] = []
+    os.set_blocking(wake, False)
+    asked = threading.Event()
 
-    def handle(number: int, _: FrameType | None) -> None:
-        asked.append(number)
-        if len(asked) > 1:
-            os._exit(128 + number)
-        os.write(wake, b"!")
+    def listen() -> None:
+        while numbers := os.read(woken, 1):
+            if asked.is_set():
+                os._exit(128 + numbers[0])
+            asked.set()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    pipe_before = signal.set_wakeup_fd(wake)
+    listener = threading.Thread(target=listen, name="gristmill-signals", daemon=True)
+    listener.start()
     try:
-        yield lambda: os.read(woken, 1)
+        yield asked.wait
     finally:
+        signal.set_wakeup_fd(pipe_before)
         for number, handler in before.items():
             signal.signal(number, handler)
-        os.close(woken)
         os.close(wake)
+        listener.join()
+        os.close(woken)
 
 
 @contextmanager

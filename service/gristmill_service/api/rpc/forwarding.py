@@ -26,6 +26,8 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # What newer versions of gRPC heed in place of the one above.
+    ("grpc.http2.ping_timeout_ms", 5_000),
 )
 
 

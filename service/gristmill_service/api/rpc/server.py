@@ -51,6 +51,8 @@ class GrpcServer:
             # A caller that died without a word gives back the place of its stream; callers may ask in the same way.
             ("grpc.keepalive_time_ms", 60_000),
             ("grpc.keepalive_timeout_ms", 20_000),
+            # What newer versions of gRPC heed in place of the one above.
+            ("grpc.http2.ping_timeout_ms", 20_000),
             ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
             ("grpc.keepalive_permit_without_calls", 1),
         )
