@@ -60,6 +60,7 @@ def test_every_error_of_the_service_is_raised_again_as_itself(kind):
         ("RESOURCE_EXHAUSTED", "ResourceExhaustedError"),
         ("DEADLINE_EXCEEDED", "DeadlineExceededError"),
         ("UNAVAILABLE", "UnavailableError"),
+        ("CANCELLED", "UnavailableError"),
         ("INTERNAL", "GristmillError"),
         ("UNIMPLEMENTED", "GristmillError"),
         ("UNKNOWN", "GristmillError"),
@@ -87,6 +88,7 @@ def test_a_failed_batch_says_which():
     [
         (Status("UNAVAILABLE"), True),
         (Status("DEADLINE_EXCEEDED"), True),
+        (Status("CANCELLED"), True),
         (Status("RESOURCE_EXHAUSTED", gristmill_error="ResourceExhaustedError", grpc_retry_pushback_ms="500"), True),
         (Status("UNAVAILABLE", grpc_retry_pushback_ms="-1"), False),
         (Status("UNAVAILABLE", grpc_retry_pushback_ms="soon"), False),

@@ -50,7 +50,7 @@ _AMONG_OTHERS = (
 Bind = Callable[[Any], Callable[..., Any]]
 """A method of the contract, of the channel given."""
 
-_CANNOT_SERVE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_CANNOT_SERVE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _EXPECTED = "expected HOST:PORT or unix:/PATH, or several of them with commas between"
 
 

@@ -75,6 +75,9 @@ def failure_of(call: grpc.RpcError, address: str) -> Failure:
     trailers = {key: value for key, value in call.trailing_metadata() or () if isinstance(value, str)}
     code, details = call.code().name, call.details() or ""
     name = trailers.get("gristmill-error", "")
+    if code == "CANCELLED":
+        # A server that stops so ends calls that it has not begun; the client itself cancels none.
+        code = "UNAVAILABLE"
     kind = _BY_NAME.get(name) or _BY_CODE.get(code, GristmillError)
     if code == "RESOURCE_EXHAUSTED" and "larger than max" in details:
         # gRPC's own refusal: the same message stays too large.

@@ -1,0 +1,231 @@
+"""A campaign: workers and ranks at work, faults one after another, and the proof at the end."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gristmill import RolloutClient
+from gristmill.transport import Transport
+from gristmill.v1 import run_pb2
+from tests.chaos.contents import Contents
+from tests.chaos.heartbeat import Heartbeats
+from tests.chaos.services import MODES, Mode
+from tests.chaos.trainer import DP_SIZES, Trainer
+from tests.chaos.verify import Verdict, verify
+from tests.chaos.worker import WorkerLog
+
+RUN = "chaos"
+EPOCHS = 2
+WORKERS = 2
+LONGEST_HANG_S = 30.0
+CONFIG = {
+    "train_batch_size": 8,
+    "n_samples_per_prompt": 2,
+    "policy_mini_batch_size": 4,
+    "update_epochs_per_batch": EPOCHS,
+    "micro_batch": {"max_tokens": 128},
+    "dp_size": DP_SIZES[0],
+    "step_wise": True,
+    "merge": "prefix",
+    "max_buffered_batches": 4,
+}
+
+
+@dataclass
+class Report:
+    mode: str
+    seconds: float = 0.0
+    longest_outage_s: float = 0.0
+    by_kind: Counter[str] = field(default_factory=Counter)
+    verdict: Verdict = field(default_factory=Verdict)
+    left: list[str] = field(default_factory=list)
+    directory: Path = Path()
+
+    @property
+    def is_clean(self) -> bool:
+        return self.verdict.is_clean and not self.left and self.longest_outage_s <= LONGEST_HANG_S
+
+    def document(self) -> dict[str, object]:
+        verdict = self.verdict
+        return {
+            "faults": self.by_kind.total(),
+            "rows_acknowledged": verdict.rows_acknowledged,
+            "lost": len(verdict.lost),
+            "trained_twice": len(verdict.trained_twice),
+            "out_of_order": len(verdict.out_of_order),
+            "wrong": len(verdict.wrong),
+            "left": len(self.left),
+            "longest_outage_s": round(self.longest_outage_s, 2),
+            "rows_trained": verdict.rows_trained,
+            "groups": dict(verdict.groups),
+            "seconds": round(self.seconds, 1),
+            "by_kind": dict(self.by_kind),
+        }
+
+
+class Campaign:
+    """tell(report, doing): called about ten times a second."""
+
+    def __init__(self, mode: str, faults: int, seed: int, tell: Callable[[Report, str], None]) -> None:
+        self._faults, self._seed, self._tell = faults, seed, tell
+        self._report = Report(mode)
+        self._draw = random.Random(f"{seed} {mode}")
+        self._workers: list[subprocess.Popen[bytes]] = []
+
+    def run(self, directory: Path) -> Report:
+        """Raises RuntimeError where a process ends that should not, or nothing answers for too long."""
+        began = time.monotonic()
+        self._report.directory, self._directory = directory, directory
+        self._heartbeats = Heartbeats(directory / "heartbeats")
+        with ExitStack() as closing:
+            mode = MODES[self._report.mode](directory, random.Random(f"{self._seed} times"))
+            closing.callback(mode.close)
+            mode.start()
+            self._address = mode.address
+            with RolloutClient(mode.address, RUN) as client:
+                client.create_run(CONFIG)
+            closing.callback(self._end_workers)
+            for number in range(WORKERS):
+                self._workers.append(self._worker(number))
+            trainer = Trainer(mode.address, RUN, directory, self._draw)
+            closing.callback(trainer.close)
+            trainer.start()
+            self._await_success(trainer, "starting")
+            for kind, strike in self._schedule(mode, trainer):
+                with self._watched(kind):
+                    strike()
+                self._report.by_kind[kind] += 1
+                self._await_success(trainer, kind)
+                self._work_for(0.1 + 0.5 * self._draw.random(), trainer, "working")
+            self._finish(mode, trainer)
+        self._report.seconds = time.monotonic() - began
+        return self._report
+
+    def _schedule(self, mode: Mode, trainer: Trainer) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Kinds in a random order that has each about as often; the trainer's other sizes are rarer."""
+        kinds = mode.faults | {
+            "worker killed": self._kill_worker,
+            "rank killed": trainer.kill_rank,
+            "other dp_size": trainer.resize,
+        }
+        left: list[str] = []
+        for _ in range(self._faults):
+            if not left:
+                left = sorted(kinds)
+                self._draw.shuffle(left)
+            kind = left.pop()
+            yield kind, kinds[kind]
+
+    def _worker(self, number: int) -> subprocess.Popen[bytes]:
+        settings = {
+            "address": self._address,
+            "run": RUN,
+            "seed": self._seed,
+            "number": number,
+            "directory": str(self._directory),
+        }
+        with (self._directory / "workers.log").open("a") as log:
+            command = [sys.executable, "-m", "tests.chaos.worker", json.dumps(settings)]
+            return subprocess.Popen(command, stdout=log, stderr=log)
+
+    def _kill_worker(self) -> None:
+        number = self._draw.randrange(WORKERS)
+        self._workers[number].kill()
+        self._workers[number].wait()
+        self._workers[number] = self._worker(number)
+
+    def _end_workers(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+            worker.wait()
+
+    # --- Looking on
+
+    @contextmanager
+    def _watched(self, kind: str) -> Iterator[None]:
+        self._tell(self._report, kind)
+        yield
+
+    def _await_success(self, trainer: Trainer, doing: str) -> None:
+        """Returns when every process had a call that succeeded since the fault: the service is well again."""
+        since = time.time()
+        waiting = {*range(WORKERS), *range(32, 32 + trainer.dp_size)}
+        while waiting:
+            self._look(trainer, doing)
+            waiting = {slot for slot in waiting if self._heartbeats.last(slot) <= since}
+            outage = time.time() - since
+            self._report.longest_outage_s = max(self._report.longest_outage_s, outage)
+            if outage > LONGEST_HANG_S:
+                raise RuntimeError(f"after {doing!r}, processes {sorted(waiting)} had no answer for {outage:.0f} s")
+            time.sleep(0.02)
+
+    def _work_for(self, seconds: float, trainer: Trainer, doing: str) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._look(trainer, doing)
+            time.sleep(0.05)
+
+    def _look(self, trainer: Trainer, doing: str) -> None:
+        self._tell(self._report, doing)
+        trainer.check()
+        for worker in self._workers:
+            if worker.poll() not in (None, 0):
+                raise RuntimeError(f"a worker ended with {worker.returncode}; see {self._directory}/workers.log")
+
+    # --- The end
+
+    def _finish(self, mode: Mode, trainer: Trainer) -> None:
+        (self._directory / "stop").touch()
+        self._until(lambda: all(worker.poll() == 0 for worker in self._workers), trainer, "workers finish")
+        with RolloutClient(mode.address, RUN) as client:
+            client.finish()
+            self._until(trainer.is_over, trainer, "trainer finishes")
+            trainer.close()
+            groups, status = client.groups(), client.status()
+        logs = [WorkerLog.read(self._directory / f"worker-{number}.log") for number in range(WORKERS)]
+        self._report.verdict = verify(Contents(self._seed), EPOCHS, logs, groups, trainer.kept)
+        if status.row_bytes or status.shard_bytes:
+            self._report.left.append(f"{status.row_bytes} bytes of rows and {status.shard_bytes} of shards are held")
+        transport = Transport(mode.address, 20.0, "campaign")
+        transport.call(transport.runs.DeleteRun, run_pb2.DeleteRunRequest(run=RUN))
+        transport.close()
+        self._report.left += mode.left()
+
+    def _until(self, condition: Callable[[], bool], trainer: Trainer, doing: str) -> None:
+        newest, since = self._heartbeats.newest(), time.monotonic()
+        while not condition():
+            self._look(trainer, doing)
+            if self._heartbeats.newest() > newest:
+                newest, since = self._heartbeats.newest(), time.monotonic()
+            if time.monotonic() - since > LONGEST_HANG_S:
+                raise RuntimeError(f"{doing}: nothing has succeeded for {LONGEST_HANG_S} s")
+            time.sleep(0.02)
+
+
+def run_campaign(
+    mode: str, faults: int, seed: int, *, keep: bool = False, tell: Callable[[Report, str], None] = lambda *_: None
+) -> Report:
+    """The working directory stays where something was wrong, or it is to be kept."""
+    directory = Path(tempfile.mkdtemp(prefix=f"gristmill-chaos-{mode}-"))
+    try:
+        report = Campaign(mode, faults, seed, tell).run(directory)
+    except KeyboardInterrupt:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    except Exception as error:
+        error.add_note(f"what is known of it: {directory}")
+        raise
+    if report.is_clean and not keep:
+        shutil.rmtree(directory, ignore_errors=True)
+    return report

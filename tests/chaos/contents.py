@@ -1,0 +1,64 @@
+"""What workers send: a function of the campaign's seed and the row's name, so that who starts again sends the same."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+SAMPLES = 2
+ABORT_REASON = "chaos gave it up"
+
+
+@dataclass(frozen=True)
+class Contents:
+    seed: int
+
+    def _draw(self, *name: object) -> random.Random:
+        return random.Random(f"{self.seed} {name}")
+
+    def steps(self, uid: str, sample: int) -> int:
+        return self._draw(uid, sample).choice((1, 1, 2, 3))
+
+    def is_aborted(self, uid: str, sample: int) -> bool:
+        return self._draw("abort", uid, sample).random() < 0.02
+
+    def is_rewarded_late(self, uid: str, sample: int) -> bool:
+        return self._draw("late", uid, sample).random() < 0.2
+
+    def reward(self, uid: str, sample: int, step: int) -> float:
+        return round(self._draw("reward", uid, sample, step).random(), 3)
+
+    def rows(self, uid: str, sample: int, attempt: int) -> list[dict[str, Any]]:
+        """The rows of one attempt at a trajectory. Mostly each prompt extends what was before; not always."""
+        draw, count = self._draw(uid, sample, attempt), self.steps(uid, sample)
+        rows, context = [], self._tokens(draw, 3, 9)
+        for step in range(count):
+            response = self._tokens(draw, 1, 12)
+            late = step == count - 1 and self.is_rewarded_late(uid, sample)
+            rows.append(
+                {
+                    "uid": uid,
+                    "sample": sample,
+                    "step": step,
+                    "is_last_step": step == count - 1,
+                    "attempt": attempt,
+                    "prompt_token_ids": context,
+                    "response_ids": response,
+                    "loss_mask": [1] * len(response),
+                    "reward": None if late else self.reward(uid, sample, step),
+                    "policy_version": 0,
+                }
+            )
+            kept = context + response if draw.random() < 0.8 else self._tokens(draw, 3, 9)
+            context = kept + self._tokens(draw, 1, 4)
+        return rows
+
+    def _tokens(self, draw: random.Random, least: int, most: int) -> list[int]:
+        return [draw.randrange(1, 50_000) for _ in range(draw.randint(least, most))]
+
+
+def digest(tokens: list[int]) -> str:
+    """Tells a row's tokens, prompt and response, from any others."""
+    return sha256(repr(tokens).encode()).hexdigest()[:16]

@@ -1,0 +1,62 @@
+"""A rank's durable log: positions and what was trained there, written in one transaction, as a checkpoint is."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from gristmill.shards import Position
+
+
+class Effect(NamedTuple):
+    """One row that took effect. digest: of its tokens."""
+
+    uid: str
+    sample: int
+    first: int
+    last: int
+    digest: str
+
+
+class Trained(NamedTuple):
+    position: Position
+    effects: Sequence[Effect]
+
+
+class RankLedger:
+    def __init__(self, path: Path) -> None:
+        self._database = sqlite3.connect(path, isolation_level=None)
+        self._database.execute("PRAGMA synchronous = OFF")
+        self._database.execute("CREATE TABLE IF NOT EXISTS checkpoints (number INTEGER PRIMARY KEY, b, e, m)")
+        self._database.execute("CREATE TABLE IF NOT EXISTS steps (number, b, e, m, uid, sample, first, last, digest)")
+
+    def save(self, number: int, next_position: Position, trained: Sequence[Trained]) -> None:
+        self._database.execute("BEGIN")
+        for position, effects in trained:
+            # A mini-batch of padding rows alone has a line, too.
+            for effect in effects or [Effect("", 0, 0, 0, "")]:
+                self._database.execute("INSERT INTO steps VALUES (?,?,?,?,?,?,?,?,?)", (number, *position, *effect))
+        self._database.execute("INSERT INTO checkpoints VALUES (?,?,?,?)", (number, *next_position))
+        self._database.execute("COMMIT")
+
+    def checkpoints(self) -> dict[int, Position]:
+        """The next position at each checkpoint."""
+        found = self._database.execute("SELECT * FROM checkpoints")
+        return {number: Position(*place) for number, *place in found}
+
+    def trained(self, up_to: int) -> list[Trained]:
+        """What took effect up to a checkpoint, in order."""
+        found: list[Trained] = []
+        lines = self._database.execute("SELECT * FROM steps WHERE number <= ? ORDER BY rowid", (up_to,))
+        for _, b, e, m, *effect in lines:
+            position = Position(b, e, m)
+            if not found or found[-1].position != position:
+                found.append(Trained(position, []))
+            if effect[0]:
+                found[-1] = Trained(position, [*found[-1].effects, Effect(*effect)])
+        return found
+
+    def close(self) -> None:
+        self._database.close()

@@ -1,0 +1,181 @@
+"""A data-parallel rank without torch: it pulls its shards in order, and writes down what they were.
+
+python -m tests.chaos.rank '{"address": ..., ...}'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from safetensors.numpy import load
+
+from gristmill.compact import restore
+from gristmill.errors import GristmillError
+from gristmill.shards import Position
+from gristmill.transport import Transport, failure_of
+from gristmill.v1 import run_pb2, trainer_pb2
+from tests.chaos.contents import digest
+from tests.chaos.heartbeat import Heartbeats
+from tests.chaos.ledger import Effect, RankLedger, Trained
+
+CHECKPOINT_EVERY = 5
+_PAUSE_S = 0.004
+
+
+class Rank:
+    def __init__(
+        self,
+        address: str,
+        run: str,
+        rank: int,
+        dp_size: int,
+        launch: str,
+        start: list[int] | None,
+        directory: str,
+        heartbeats: str,
+        slot: int,
+    ) -> None:
+        self._transport = Transport(address, 60.0, "rank")
+        self._run, self._rank, self._dp_size = run, rank, dp_size
+        self._directory, self._slot = Path(directory), slot
+        self._heartbeats = Heartbeats(Path(heartbeats))
+        self._ledger = RankLedger(self._directory / f"rank-{rank}.sqlite")
+        resumed = self._call(
+            "Resume",
+            trainer_pb2.ResumeRequest(
+                run=run, launch=launch, dp_size=dp_size, position=None if start is None else Position(*start).message()
+            ),
+        )
+        self._next, self._incarnation = Position.of(resumed.position), resumed.incarnation
+        self._trained: list[Trained] = []
+        self._checkpoint = 0
+
+    def train(self) -> None:
+        while (plan := self._batch()) is not None:
+            count = sum(part["model"] == "policy" for part in plan["mini_batches"])
+            number = self._next.batch
+            order = [Position(number, epoch, index) for epoch in range(self._epochs()) for index in range(count)]
+            for position, following in zip(order, [*order[1:], Position(number + 1)], strict=True):
+                if position >= self._next:
+                    self._train_one(position, following)
+        self._save()
+
+    def _batch(self) -> Any:
+        """The next batch's plan; None after the last."""
+        while True:
+            request = trainer_pb2.GetBatchRequest(run=self._run, batch=self._next.batch, wait_s=1.0)
+            answer = self._call("GetBatch", request, wait_s=1.0)
+            if answer.state == trainer_pb2.BATCH_STATE_END:
+                return None
+            if answer.state == trainer_pb2.BATCH_STATE_PUBLISHED:
+                return json.loads(answer.plan_json)
+
+    def _epochs(self) -> int:
+        status = self._transport.call(self._transport.runs.GetRun, run_pb2.GetRunRequest(run=self._run)).status
+        return int(json.loads(status.config_json).get("update_epochs_per_batch", 1))
+
+    def _train_one(self, position: Position, following: Position) -> None:
+        self._trained.append(Trained(position, _effects(self._pull(position))))
+        acknowledge = trainer_pb2.AcknowledgeRequest(
+            run=self._run, rank=self._rank, position=position.message(), incarnation=self._incarnation
+        )
+        self._call("Acknowledge", acknowledge)
+        self._next = following
+        if len(self._trained) == CHECKPOINT_EVERY:
+            self._save()
+        time.sleep(_PAUSE_S)
+
+    def _save(self) -> None:
+        """A checkpoint is one once all ranks have it; then what lies before it may be freed."""
+        self._checkpoint += 1
+        self._ledger.save(self._checkpoint, self._next, self._trained)
+        self._trained = []
+        (self._directory / f"saved-{self._checkpoint}-{self._rank}").touch()
+        if self._rank == 0:
+            while not all((self._directory / f"saved-{self._checkpoint}-{r}").exists() for r in range(self._dp_size)):
+                time.sleep(0.005)
+                self._heartbeats.beat(self._slot)
+            request = trainer_pb2.CommitRequest(
+                run=self._run, position=self._next.message(), incarnation=self._incarnation
+            )
+            self._call("Commit", request)
+
+    def _pull(self, position: Position) -> bytes:
+        """The shard's file: mapped where it can be, else streamed, also without its padding."""
+        request = trainer_pb2.GetShardRequest(
+            run=self._run, rank=self._rank, position=position.message(), incarnation=self._incarnation, wait_s=1.0
+        )
+        deadline = time.monotonic() + 60
+        while True:
+            found = self._call("GetShard", request, wait_s=1.0)
+            if found.state == trainer_pb2.BATCH_STATE_PUBLISHED:
+                try:
+                    data = self._read(position, found)
+                except grpc.RpcError as call:
+                    failure = failure_of(call, "the service")
+                    # A batch that is made again after its service died is not there for a moment.
+                    if (not failure.may_retry and failure.error.code != "NOT_FOUND") or time.monotonic() > deadline:
+                        raise failure.error from None
+                    time.sleep(0.1)
+                    continue
+                if len(data) == found.size_bytes:
+                    return data
+
+    def _read(self, position: Position, found: trainer_pb2.GetShardResponse) -> bytes:
+        if found.shared_memory_path:
+            try:
+                data = Path(found.shared_memory_path).read_bytes()
+                if len(data) == found.size_bytes:
+                    return data
+            except OSError:
+                pass
+        request = trainer_pb2.ReadShardRequest(
+            run=self._run,
+            rank=self._rank,
+            batch=position.batch,
+            mini_batch=position.mini_batch,
+            accepts_compact=True,
+        )
+        pieces = list(self._transport.trainers.ReadShard(request, timeout=20))
+        self._heartbeats.beat(self._slot)
+        data = [piece.data for piece in pieces]
+        return restore(data).tobytes() if pieces and pieces[0].is_compact else b"".join(data)
+
+    def _call(self, name: str, request: Any, wait_s: float = 0.0) -> Any:
+        answer = self._transport.call(getattr(self._transport.trainers, name), request, wait_s=wait_s)
+        self._heartbeats.beat(self._slot)
+        return answer
+
+
+def _effects(data: bytes) -> list[Effect]:
+    length = int.from_bytes(data[:8], "little")
+    metadata = {name: json.loads(value) for name, value in json.loads(data[8 : 8 + length])["__metadata__"].items()}
+    tensors = load(data)
+    effects = []
+    for index, uid in enumerate(metadata["uids"]):
+        if tensors["is_padding"][index]:
+            continue
+        tokens = tensors["sequences"][index][tensors["attention_mask"][index] == 1]
+        span = (int(tensors[name][index]) for name in ("sample", "step_first", "step_last"))
+        effects.append(Effect(uid, *span, digest(tokens.astype(np.int64).tolist())))
+    return effects
+
+
+def main() -> None:
+    try:
+        Rank(**json.loads(sys.argv[1])).train()
+    except GristmillError as error:
+        print(f"rank: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""What is under test, in real processes, and what is done to it: one service with a journal, or replicas on Redis."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from tests.redis.proxy import Proxy
+from tests.redis.servers import RedisServer, free_port
+
+_GRISTMILL = str(Path(sys.executable).with_name("gristmill"))
+LEASE_S = 2.0
+
+
+class Service:
+    """One `gristmill serve` at addresses that stay."""
+
+    def __init__(self, log: Path, *flags: str) -> None:
+        self.grpc_address, self.http_port = f"127.0.0.1:{free_port()}", free_port()
+        self._log = log.open("a")
+        self._command = [_GRISTMILL, "serve", "--grpc-address", self.grpc_address, "--shutdown-grace-s", "10"]
+        self._command += ["--http-address", f"127.0.0.1:{self.http_port}", *flags]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log)
+
+    def await_ready(self, timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/healthz", timeout=2):
+                return
+            if self._process is not None and self._process.poll() is not None:
+                raise RuntimeError(f"gristmill serve ended with {self._process.returncode}; see {self._log.name}")
+            time.sleep(0.02)
+        raise RuntimeError(f"gristmill serve is not ready after {timeout_s} s; see {self._log.name}")
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        assert self._process is not None
+        self._process.wait()
+
+    def end(self) -> int:
+        """Asks it to stop, and waits. The exit status."""
+        self.signal(signal.SIGTERM)
+        assert self._process is not None
+        return self._process.wait(timeout=30)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.poll() is None:
+            os.kill(self._process.pid, number)
+
+    def close(self) -> None:
+        self.signal(signal.SIGCONT)
+        if self._process is not None:
+            self.kill()
+        self._log.close()
+
+
+class Mode(ABC):
+    """faults: what can be done to it, by name; each returns once its cause is over. They take times drawn by `draw`."""
+
+    def __init__(self, directory: Path, draw: random.Random) -> None:
+        self.directory, self._draw = directory, draw
+        self.faults: dict[str, Callable[[], None]] = {}
+        self.services: list[Service] = []
+
+    @property
+    def address(self) -> str:
+        return ",".join(service.grpc_address for service in self.services)
+
+    def start(self) -> None:
+        for service in self.services:
+            service.start()
+        for service in self.services:
+            service.await_ready()
+
+    @abstractmethod
+    def left(self) -> list[str]:
+        """What is kept although the run was deleted."""
+
+    def close(self) -> None:
+        for service in self.services:
+            service.close()
+
+    def _pause_s(self, most: float) -> float:
+        return self._draw.random() * most
+
+    def _kill(self, service: Service) -> None:
+        service.kill()
+        time.sleep(self._pause_s(0.3))
+        service.start()
+        service.await_ready()
+
+    def _restart(self, service: Service) -> None:
+        status = service.end()
+        if status != 0:
+            raise RuntimeError(f"a service that was asked to stop ended with {status}")
+        service.start()
+        service.await_ready()
+
+    def _stop_for(self, service: Service, seconds: float) -> None:
+        service.signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        service.signal(signal.SIGCONT)
+
+
+class JournalMode(Mode):
+    def __init__(self, directory: Path, draw: random.Random) -> None:
+        super().__init__(directory, draw)
+        self._journal, self._shards = directory / "journal", directory / "shards"
+        self._shards.mkdir()
+        flags = ("--journal-dir", str(self._journal), "--shared-memory-dir", str(self._shards))
+        service = Service(directory / "service.log", *flags)
+        self.services = [service]
+        self.faults = {
+            "service killed": lambda: self._kill(service),
+            "service restarted": lambda: self._restart(service),
+            "service paused": lambda: self._stop_for(service, 0.5 + self._pause_s(1.0)),
+            "journal torn": self._tear,
+        }
+
+    def _tear(self) -> None:
+        """As a machine's death may: the end of the log is half of a record."""
+        self.services[0].kill()
+        for path in self._journal.glob("run-*/events-*.log"):
+            with path.open("ab") as file:
+                file.write(self._draw.randbytes(self._draw.randint(1, 60)))
+        self.services[0].start()
+        self.services[0].await_ready()
+
+    def left(self) -> list[str]:
+        kept = [path for path in self._journal.iterdir() if path.name not in ("lock", "ballast")]
+        return [str(path) for path in (*kept, *self._shards.glob("gristmill-*/run-*"))]
+
+
+class RedisMode(Mode):
+    def __init__(self, directory: Path, draw: random.Random, replicas: int = 3) -> None:
+        super().__init__(directory, draw)
+        self._redis = RedisServer(directory / "redis", appendonly="always").start()
+        self._proxies = [Proxy(self._redis.port).start() for _ in range(replicas)]
+        for number, proxy in enumerate(self._proxies):
+            flags = ("--store", "redis", "--redis-url", proxy.url, "--lease-s", str(LEASE_S))
+            self.services.append(Service(directory / f"service-{number}.log", *flags))
+        any_service = lambda: draw.choice(self.services)  # noqa: E731
+        any_proxy = lambda: draw.choice(self._proxies)  # noqa: E731
+        self.faults = {
+            "replica killed": lambda: self._kill(any_service()),
+            "replica restarted": lambda: self._restart(any_service()),
+            "replica paused": lambda: self._stop_for(any_service(), LEASE_S + 0.5 + self._pause_s(1.0)),
+            "redis killed": self._kill_redis,
+            "redis restarted": self._redis.restart,
+            "redis paused": self._pause_redis,
+            "replica without redis": lambda: self._without_redis(any_proxy()),
+            "connections cut": lambda: any_proxy().cut(),
+            "answer lost": lambda: any_proxy().lose_next_reply(),
+            "redis slow": lambda: self._slow(any_proxy()),
+        }
+
+    def _kill_redis(self) -> None:
+        self._redis.kill()
+        time.sleep(self._pause_s(0.5))
+        self._redis.start()
+
+    def _pause_redis(self) -> None:
+        self._redis.pause()
+        time.sleep(0.3 + self._pause_s(2.0))
+        self._redis.resume()
+
+    def _without_redis(self, proxy: Proxy) -> None:
+        proxy.refuse()
+        time.sleep(0.5 + self._pause_s(LEASE_S + 1.0))
+        proxy.accept()
+
+    def _slow(self, proxy: Proxy) -> None:
+        proxy.delay(0.05)
+        time.sleep(0.5 + self._pause_s(1.0))
+        proxy.delay(0)
+
+    def left(self) -> list[str]:
+        # The probe ends by itself, within a second.
+        deadline = time.monotonic() + 5
+        while True:
+            keys = [key.decode() for key in self._redis.client().scan_iter() if not key.endswith(b":probe")]
+            if not keys or time.monotonic() > deadline:
+                return keys
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        super().close()
+        for proxy in self._proxies:
+            proxy.close()
+        self._redis.kill()
+
+
+MODES: dict[str, Callable[[Path, random.Random], Mode]] = {"journal": JournalMode, "redis": RedisMode}

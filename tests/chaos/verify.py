@@ -1,0 +1,167 @@
+"""The proof: what the trainers' own logs say took effect, against what workers were told and what the service says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from gristmill.groups import Group
+from gristmill.shards import Position
+from tests.chaos.contents import SAMPLES, Contents, digest
+from tests.chaos.ledger import Effect, Trained
+from tests.chaos.worker import WorkerLog
+
+
+@dataclass
+class Verdict:
+    """Each list names what is wrong; all are empty where nothing is."""
+
+    rows_acknowledged: int = 0
+    rows_trained: int = 0
+    groups: Counter[str] = field(default_factory=Counter)
+    lost: list[str] = field(default_factory=list)
+    trained_twice: list[str] = field(default_factory=list)
+    out_of_order: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        return not (self.lost or self.trained_twice or self.out_of_order or self.wrong)
+
+
+def verify(
+    contents: Contents,
+    epochs: int,
+    logs: Sequence[WorkerLog],
+    groups: Iterable[Group],
+    launches: Sequence[Sequence[Sequence[Trained]]],
+) -> Verdict:
+    """launches: of each start of the trainer, of each rank, what survived in order."""
+    verdict = Verdict()
+    _check_order(launches, epochs, verdict)
+    effects = _effects_by_epoch(launches)
+    known = {group.uid: group for group in groups}
+    verdict.groups = Counter(group.reason or group.state for group in known.values())
+    for log in logs:
+        accepted: dict[str, list[tuple[str, int, int, int, str]]] = {}
+        for row in log.rows:
+            accepted.setdefault(row[0], []).append(row)
+        for uid, rows in accepted.items():
+            taken = [row for row in rows if row[4] in ("ACCEPTED", "DUPLICATE")]
+            verdict.rows_acknowledged += len({row[:4] for row in taken})
+            _check_group(contents, epochs, uid, taken, uid in log.done, known.get(uid), effects, log, verdict)
+    trained = {uid for per_epoch in effects for uid, _ in per_epoch}
+    verdict.wrong += [
+        f"{uid}: trained although {known[uid].state if uid in known else 'nobody knows it'}"
+        for uid in sorted(trained)
+        if uid not in known or known[uid].state != "sealed"
+    ]
+    verdict.rows_trained = sum(len(found) for per_epoch in effects for found in per_epoch.values())
+    return verdict
+
+
+def _check_order(launches: Sequence[Sequence[Sequence[Trained]]], epochs: int, verdict: Verdict) -> None:
+    """All ranks of a launch have the same positions, and all launches together every position in turn."""
+    order: list[Position] = []
+    for number, ranks in enumerate(launches):
+        places = [[trained.position for trained in rank] for rank in ranks]
+        if any(place != places[0] for place in places):
+            verdict.out_of_order.append(f"launch {number}: its ranks are out of step")
+        order += places[0]
+    sizes = Counter(position.batch for position in order if position.epoch == 0)
+    expected = [
+        Position(batch, epoch, index)
+        for batch in range(max(sizes, default=-1) + 1)
+        for epoch in range(epochs)
+        for index in range(max(1, sizes[batch]))
+    ]
+    pairs = enumerate(zip_longest(order, expected))
+    verdict.out_of_order += [
+        f"step {at} is {found} where the plan has {planned}" for at, (found, planned) in pairs if found != planned
+    ]
+
+
+def _effects_by_epoch(
+    launches: Sequence[Sequence[Sequence[Trained]]],
+) -> list[dict[tuple[str, int], list[Effect]]]:
+    """Per epoch, what took effect of each trajectory."""
+    found: list[dict[tuple[str, int], list[Effect]]] = []
+    for ranks in launches:
+        for rank in ranks:
+            for trained in rank:
+                while len(found) <= trained.position.epoch:
+                    found.append({})
+                for effect in trained.effects:
+                    found[trained.position.epoch].setdefault((effect.uid, effect.sample), []).append(effect)
+    return found
+
+
+def _check_group(
+    contents: Contents,
+    epochs: int,
+    uid: str,
+    taken: Sequence[tuple[str, int, int, int, str]],
+    is_done: bool,
+    group: Group | None,
+    effects: Sequence[Mapping[tuple[str, int], Sequence[Effect]]],
+    log: WorkerLog,
+    verdict: Verdict,
+) -> None:
+    if not taken:
+        return
+    if group is None:
+        verdict.lost.append(f"{uid}: rows of it were accepted, and the service knows no such group")
+        return
+    if group.state == "dropped":
+        everything_aborted = all(contents.is_aborted(uid, sample) for sample in range(SAMPLES))
+        if not group.reason or (is_done and not everything_aborted):
+            verdict.lost.append(f"{uid}: was handed over whole, and dropped: {group.reason!r}")
+        return
+    if group.state != "sealed":
+        verdict.lost.append(f"{uid}: is {group.state} at the end")
+        return
+    for sample in range(SAMPLES):
+        _check_trajectory(contents, epochs, uid, sample, taken, effects, log, verdict)
+
+
+def _check_trajectory(
+    contents: Contents,
+    epochs: int,
+    uid: str,
+    sample: int,
+    taken: Sequence[tuple[str, int, int, int, str]],
+    effects: Sequence[Mapping[tuple[str, int], Sequence[Effect]]],
+    log: WorkerLog,
+    verdict: Verdict,
+) -> None:
+    """Each epoch has every step once, of one attempt, and none where the trajectory was aborted."""
+    name = f"{uid} sample {sample}"
+    accepted = [row for row in taken if row[1] == sample]
+    last_attempt = log.attempts.get((uid, sample), 0)
+    for epoch in range(epochs):
+        found = effects[epoch].get((uid, sample), ()) if epoch < len(effects) else ()
+        own = sorted(found, key=lambda effect: effect.first)
+        if not own:
+            if accepted and not contents.is_aborted(uid, sample):
+                verdict.lost.append(f"{name}: accepted, and not trained in epoch {epoch}")
+            continue
+        steps = [step for effect in own for step in range(effect.first, effect.last + 1)]
+        count = contents.steps(uid, sample)
+        if len(steps) > len(set(steps)):
+            verdict.trained_twice.append(f"{name}: epoch {epoch} trained steps {steps}")
+        elif steps != list(range(count)):
+            verdict.lost.append(f"{name}: epoch {epoch} trained steps {steps} of {count}")
+        else:
+            least = max((row[3] for row in accepted), default=0)
+            if not any(_is_attempt(contents, own, attempt) for attempt in range(least, last_attempt + 1)):
+                verdict.wrong.append(f"{name}: epoch {epoch} trained tokens that are of no attempt from {least} on")
+
+
+def _is_attempt(contents: Contents, effects: Sequence[Effect], attempt: int) -> bool:
+    rows = contents.rows(effects[0].uid, effects[0].sample, attempt)
+    return all(
+        effect.digest == digest([*rows[effect.last]["prompt_token_ids"], *rows[effect.last]["response_ids"]])
+        for effect in effects
+    )
