@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test check bench protos format clean
+.PHONY: help setup demo test check bench chaos protos format clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,9 @@ check: setup  ## Lint, types, protos, generated stubs
 
 bench: setup  ## Measure against bounds; writes build/bench.json
 	$(BIN)/python -m tests.bench
+
+chaos: setup  ## Kill things for a quarter of an hour and prove that nothing was lost; writes build/chaos.json
+	$(BIN)/python -m tests.chaos
 
 protos: setup  ## Regenerate the gRPC stubs
 	protos/generate.sh

@@ -8,10 +8,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,9 +103,14 @@ class Campaign:
             closing.callback(trainer.close)
             trainer.start()
             self._await_success(trainer, "starting")
+            stopped = threading.Event()
+            watching = threading.Thread(target=self._watch, args=(trainer, stopped))
+            watching.start()
+            closing.callback(watching.join)
+            closing.callback(stopped.set)
             for kind, strike in self._schedule(mode, trainer):
-                with self._watched(kind):
-                    strike()
+                self._look(trainer, kind)
+                strike()
                 self._report.by_kind[kind] += 1
                 self._await_success(trainer, kind)
                 self._work_for(0.1 + 0.5 * self._draw.random(), trainer, "working")
@@ -135,6 +141,7 @@ class Campaign:
             "number": number,
             "directory": str(self._directory),
         }
+        self._heartbeats.beat(number)
         with (self._directory / "workers.log").open("a") as log:
             command = [sys.executable, "-m", "tests.chaos.worker", json.dumps(settings)]
             return subprocess.Popen(command, stdout=log, stderr=log)
@@ -152,23 +159,24 @@ class Campaign:
 
     # --- Looking on
 
-    @contextmanager
-    def _watched(self, kind: str) -> Iterator[None]:
-        self._tell(self._report, kind)
-        yield
-
     def _await_success(self, trainer: Trainer, doing: str) -> None:
         """Returns when every process had a call that succeeded since the fault: the service is well again."""
         since = time.time()
-        waiting = {*range(WORKERS), *range(32, 32 + trainer.dp_size)}
-        while waiting:
+        while any(self._heartbeats.last(slot) <= since for slot in self._busy(trainer)):
             self._look(trainer, doing)
-            waiting = {slot for slot in waiting if self._heartbeats.last(slot) <= since}
-            outage = time.time() - since
-            self._report.longest_outage_s = max(self._report.longest_outage_s, outage)
-            if outage > LONGEST_HANG_S:
-                raise RuntimeError(f"after {doing!r}, processes {sorted(waiting)} had no answer for {outage:.0f} s")
             time.sleep(0.02)
+
+    def _busy(self, trainer: Trainer) -> list[int]:
+        """The slots of processes that have work to do."""
+        workers = [number for number, worker in enumerate(self._workers) if worker.poll() is None]
+        return workers + trainer.busy_slots()
+
+    def _watch(self, trainer: Trainer, stopped: threading.Event) -> None:
+        """Measures, also while a fault is on its way, for how long a process has had no answer."""
+        while not stopped.wait(0.02):
+            for slot in self._busy(trainer):
+                silent = time.time() - self._heartbeats.last(slot)
+                self._report.longest_outage_s = max(self._report.longest_outage_s, silent)
 
     def _work_for(self, seconds: float, trainer: Trainer, doing: str) -> None:
         end = time.monotonic() + seconds
@@ -178,6 +186,8 @@ class Campaign:
 
     def _look(self, trainer: Trainer, doing: str) -> None:
         self._tell(self._report, doing)
+        if self._report.longest_outage_s > LONGEST_HANG_S:
+            raise RuntimeError(f"{doing}: a process has had no answer for {self._report.longest_outage_s:.0f} s")
         trainer.check()
         for worker in self._workers:
             if worker.poll() not in (None, 0):
@@ -203,13 +213,8 @@ class Campaign:
         self._report.left += mode.left()
 
     def _until(self, condition: Callable[[], bool], trainer: Trainer, doing: str) -> None:
-        newest, since = self._heartbeats.newest(), time.monotonic()
         while not condition():
             self._look(trainer, doing)
-            if self._heartbeats.newest() > newest:
-                newest, since = self._heartbeats.newest(), time.monotonic()
-            if time.monotonic() - since > LONGEST_HANG_S:
-                raise RuntimeError(f"{doing}: nothing has succeeded for {LONGEST_HANG_S} s")
             time.sleep(0.02)
 
 

@@ -23,6 +23,3 @@ class Heartbeats:
 
     def last(self, slot: int) -> float:
         return float(_TIME.unpack_from(self._memory, slot * _TIME.size)[0])
-
-    def newest(self) -> float:
-        return max(self.last(slot) for slot in range(SLOTS))

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from gristmill.shards import Position
+from tests.chaos.heartbeat import Heartbeats
 from tests.chaos.ledger import RankLedger, Trained
 
 DP_SIZES = (2, 1)
@@ -22,6 +23,7 @@ class Trainer:
 
     def __init__(self, address: str, run: str, directory: Path, draw: random.Random) -> None:
         self._address, self._run, self._directory, self._draw = address, run, directory, draw
+        self._heartbeats = Heartbeats(directory / "heartbeats")
         self._log = (directory / "ranks.log").open("a")
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._launches = 0
@@ -34,6 +36,7 @@ class Trainer:
         self._launch = self._directory / f"launch-{self._launches}"
         self._launch.mkdir()
         for rank in range(self.dp_size):
+            self._heartbeats.beat(FIRST_SLOT + rank)
             settings = {
                 "address": self._address,
                 "run": self._run,
@@ -67,6 +70,9 @@ class Trainer:
         for rank in self._ranks:
             if rank.poll() not in (None, 0):
                 raise RuntimeError(f"a rank ended with {rank.returncode}; see {self._log.name}")
+
+    def busy_slots(self) -> list[int]:
+        return [FIRST_SLOT + rank for rank, process in enumerate(self._ranks) if process.poll() is None]
 
     def is_over(self) -> bool:
         return all(rank.poll() == 0 for rank in self._ranks)
