@@ -1,0 +1,165 @@
+"""The campaign's proof can fail: each way to break the promise is seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gristmill.groups import Group
+from gristmill.shards import Position
+from tests.chaos.contents import SAMPLES, Contents, digest
+from tests.chaos.ledger import Effect, RankLedger, Trained
+from tests.chaos.verify import verify
+from tests.chaos.worker import WorkerLog
+
+CONTENTS = Contents(5)
+UIDS = [
+    uid
+    for uid in (f"w0-{index}" for index in range(40))
+    if not any(CONTENTS.is_aborted(uid, sample) for sample in range(SAMPLES))
+][:4]
+LONG = next((uid, sample) for uid in UIDS for sample in range(SAMPLES) if CONTENTS.steps(uid, sample) > 1)
+
+
+def worker_log():
+    log = WorkerLog(Path("unused"))
+    for uid in UIDS:
+        for sample in range(SAMPLES):
+            log.attempts[uid, sample] = 0
+            log.rows += [(uid, sample, row["step"], 0, "ACCEPTED") for row in CONTENTS.rows(uid, sample, 0)]
+        log.done.add(uid)
+    return log
+
+
+def effects_of(uid, sample, attempt=0):
+    """As without merging: a row a step."""
+    return [
+        Effect(uid, sample, row["step"], row["step"], digest(row["prompt_token_ids"] + row["response_ids"]))
+        for row in CONTENTS.rows(uid, sample, attempt)
+    ]
+
+
+def training():
+    """Two ranks, a sample each; two batches of two groups, a mini-batch each group, two epochs."""
+    return [
+        [
+            Trained(Position(batch, epoch, index), effects_of(UIDS[2 * batch + index], rank))
+            for batch in range(2)
+            for epoch in range(2)
+            for index in range(2)
+        ]
+        for rank in range(2)
+    ]
+
+
+def groups():
+    return [Group(uid, 0, "sealed", index // 2, "") for index, uid in enumerate(UIDS)]
+
+
+def judged(**changed):
+    given = {"logs": [worker_log()], "groups": groups(), "launches": [training()]} | changed
+    return verify(CONTENTS, 2, **given)
+
+
+def test_what_went_well_is_clean():
+    verdict = judged()
+    assert verdict.is_clean
+    assert verdict.rows_acknowledged == sum(CONTENTS.steps(uid, sample) for uid in UIDS for sample in range(SAMPLES))
+
+
+def test_the_trainers_restarts_are_one_training():
+    first, second = training()
+    assert judged(launches=[[first[:3], second[:3]], [first[3:], second[3:]]]).is_clean
+
+
+def test_a_lost_row_is_seen():
+    uid, sample = LONG
+    ranks = training()
+    at = next(i for i, step in enumerate(ranks[sample]) if step.effects[0].uid == uid)
+    ranks[sample][at] = ranks[sample][at]._replace(effects=ranks[sample][at].effects[:-1])
+    assert judged(launches=[ranks]).lost
+
+
+def test_a_lost_trajectory_is_seen():
+    ranks = training()
+    ranks[0] = [step._replace(effects=()) if step.position == Position(1, 1, 0) else step for step in ranks[0]]
+    assert judged(launches=[ranks]).lost == [f"{UIDS[2]} sample 0: accepted, and not trained in epoch 1"]
+
+
+def test_a_row_that_is_trained_twice_is_seen():
+    ranks = training()
+    ranks[1][0] = ranks[1][0]._replace(effects=[*ranks[1][0].effects, ranks[0][0].effects[0]])
+    assert judged(launches=[ranks]).trained_twice
+
+
+@pytest.mark.parametrize(
+    "change", [lambda steps: steps[:3] + steps[4:], lambda steps: [steps[1], steps[0], *steps[2:]]]
+)
+def test_a_position_that_is_missing_or_out_of_order_is_seen(change):
+    assert judged(launches=[[change(steps) for steps in training()]]).out_of_order
+
+
+def test_a_position_that_is_trained_again_is_seen():
+    first, second = training()
+    verdict = judged(launches=[[first[:4], second[:4]], [first[3:], second[3:]]])
+    assert verdict.out_of_order
+    assert verdict.trained_twice
+
+
+def test_ranks_that_are_out_of_step_are_seen():
+    first, second = training()
+    assert judged(launches=[[first, second[:-1]]]).out_of_order
+
+
+def test_tokens_that_nobody_sent_are_seen():
+    ranks = training()
+    wrong = ranks[0][0].effects[0]._replace(digest="0" * 16)
+    ranks[0][0] = ranks[0][0]._replace(effects=[wrong, *ranks[0][0].effects[1:]])
+    assert judged(launches=[ranks]).wrong
+
+
+def test_an_attempt_that_was_superseded_may_not_be_trained():
+    log = worker_log()
+    uid, sample = UIDS[0], 0
+    log.attempts[uid, sample] = 1
+    log.rows += [(uid, sample, row["step"], 1, "ACCEPTED") for row in CONTENTS.rows(uid, sample, 1)]
+    assert judged(logs=[log]).wrong
+    ranks = training()
+    ranks[0] = [
+        step._replace(effects=effects_of(uid, sample, 1)) if step.effects[0].uid == uid else step for step in ranks[0]
+    ]
+    assert judged(logs=[log], launches=[ranks]).is_clean
+
+
+@pytest.mark.parametrize(("state", "reason"), [("dropped", "timeout"), ("dropped", ""), ("open", ""), ("complete", "")])
+def test_a_whole_group_that_is_not_in_a_batch_is_lost(state, reason):
+    found = groups()
+    found[0] = Group(UIDS[0], 0, state, None, reason)
+    ranks = [
+        [step._replace(effects=[e for e in step.effects if e.uid != UIDS[0]]) for step in rank] for rank in training()
+    ]
+    assert judged(groups=found, launches=[ranks]).lost
+
+
+def test_a_group_that_the_service_has_forgotten_is_lost():
+    assert judged(groups=groups()[1:]).lost
+
+
+def test_what_was_dropped_may_not_be_trained():
+    log = worker_log()
+    log.done.discard(UIDS[0])
+    found = groups()
+    found[0] = Group(UIDS[0], 0, "dropped", None, "finished")
+    assert judged(logs=[log], groups=found).wrong
+
+
+def test_a_rank_keeps_what_is_in_a_checkpoint_and_forgets_the_rest(tmp_path):
+    ledger = RankLedger(tmp_path / "rank.sqlite")
+    steps = training()[0]
+    ledger.save(1, steps[2].position, steps[:2])
+    ledger.save(2, steps[3].position, [steps[2]])
+    assert ledger.checkpoints() == {1: steps[2].position, 2: steps[3].position}
+    assert ledger.trained(1) == steps[:2]
+    assert ledger.trained(2) == steps[:3]
+    ledger.close()
