@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import islice
-from typing import Protocol, cast
+from itertools import chain, islice
+from typing import NamedTuple, Protocol, cast
 
 import msgspec
 import redis
@@ -32,6 +32,7 @@ VALUE_BYTES = 8 << 20
 
 _READ_BYTES = 1 << 20
 _KEYS_AT_ONCE = 500
+_MOST_SEEN = 256
 
 # One packs while the other one's bytes are on their way.
 _WRITERS = 2
@@ -55,6 +56,14 @@ class _Index(msgspec.Struct, frozen=True):
 
     nonce: str
     shards: tuple[_StoredShard, ...]
+
+
+class _Seen(NamedTuple):
+    """An index as it was read last."""
+
+    raw: bytes
+    index: _Index
+    shards: dict[ShardAddress, _StoredShard]
 
 
 class _ReplacedError(UnavailableError):
@@ -81,6 +90,7 @@ class RedisShards:
         self._client, self._fence, self._prefix = client, fence, prefix
         # Keys of publications that ended half way, or were replaced or freed, and are not removed yet.
         self._left: list[str] = []
+        self._seen: dict[tuple[str, int], _Seen] = {}
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
         """As the protocol has it; replaces the batch where it is there. Returns the bytes of the whole files and the
@@ -118,7 +128,7 @@ class RedisShards:
                 continue
 
     def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
-        return ShardLocation(self._shard(run, batch, address)[1].size, None)
+        return ShardLocation(_of(self._look(run, batch), run, batch, address).size, None)
 
     def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
         """Holds the whole shard: only its compact form comes in pieces."""
@@ -132,9 +142,21 @@ class RedisShards:
     def read_compact(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
         """Its compact form, in pieces of at most 8 MiB. Looking further raises NotFoundError once the batch is freed,
         and UnavailableError where it is published anew meanwhile."""
-        index, shard = self._shard(run, batch, address)
-        keys = _piece_keys(self._keys(run), index.nonce, shard)
-        return (self._get(run, batch, index, key) for key in keys)
+        keys, seen, first = self._keys(run), self._seen.get((run, batch)), None
+        if seen is None or address not in seen.shards:
+            seen = self._look(run, batch)
+        else:
+            # The index is asked for again, lest the batch was published anew, and the first piece with it.
+            with translated(self._client):
+                asking = self._client.pipeline(transaction=False)
+                asking.get(keys.index(batch))
+                asking.get(keys.piece(seen.index.nonce, address, 0))
+                raw, first = cast(list[bytes | None], asking.execute())
+            if raw != seen.raw:
+                seen, first = self._look(run, batch), None
+        names = _piece_keys(keys, seen.index.nonce, _of(seen, run, batch, address))
+        rest = (self._get(run, batch, seen.index, name) for name in (names if first is None else names[1:]))
+        return rest if first is None else chain([first], rest)
 
     def free(self, run: str, batch: int) -> None:
         keys = self._keys(run)
@@ -197,19 +219,22 @@ class RedisShards:
         found = cast(bytes | None, self._client.get(keys.index(batch)))
         return None if found is None else _parsed(found, batch)
 
-    def _index(self, run: str, batch: int) -> _Index:
+    def _look(self, run: str, batch: int) -> _Seen:
+        """The index as it is now. Raises NotFoundError where there is none."""
         with translated(self._client):
-            index = self._find(self._keys(run), batch)
-        if index is None:
+            raw = cast(bytes | None, self._client.get(self._keys(run).index(batch)))
+        if raw is None:
+            self._seen.pop((run, batch), None)
             raise NotFoundError(f"run {run!r}: batch {batch} is not published, or freed already")
-        return index
+        index = _parsed(raw, batch)
+        seen = _Seen(raw, index, {shard.address: shard for shard in index.shards})
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()
+        self._seen[run, batch] = seen
+        return seen
 
-    def _shard(self, run: str, batch: int, address: ShardAddress) -> tuple[_Index, _StoredShard]:
-        index = self._index(run, batch)
-        for shard in index.shards:
-            if shard.address == address:
-                return index, shard
-        raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}")
+    def _index(self, run: str, batch: int) -> _Index:
+        return self._look(run, batch).index
 
     def _get(self, run: str, batch: int, index: _Index, key: str) -> bytes:
         with translated(self._client):
@@ -222,6 +247,13 @@ class RedisShards:
             f"run {run!r}: Redis has lost a part of batch {batch}, {key}; it must not evict keys: set its "
             "maxmemory-policy to noeviction"
         )
+
+
+def _of(seen: _Seen, run: str, batch: int, address: ShardAddress) -> _StoredShard:
+    shard = seen.shards.get(address)
+    if shard is None:
+        raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}")
+    return shard
 
 
 def _parsed(index: bytes, batch: int) -> _Index:
