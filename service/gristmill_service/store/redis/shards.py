@@ -62,7 +62,7 @@ class _Seen(NamedTuple):
     """An index as it was read last."""
 
     raw: bytes
-    index: _Index
+    found: _Index
     shards: dict[ShardAddress, _StoredShard]
 
 
@@ -150,12 +150,12 @@ class RedisShards:
             with translated(self._client):
                 asking = self._client.pipeline(transaction=False)
                 asking.get(keys.index(batch))
-                asking.get(keys.piece(seen.index.nonce, address, 0))
+                asking.get(keys.piece(seen.found.nonce, address, 0))
                 raw, first = cast(list[bytes | None], asking.execute())
             if raw != seen.raw:
                 seen, first = self._look(run, batch), None
-        names = _piece_keys(keys, seen.index.nonce, _of(seen, run, batch, address))
-        rest = (self._get(run, batch, seen.index, name) for name in (names if first is None else names[1:]))
+        names = _piece_keys(keys, seen.found.nonce, _of(seen, run, batch, address))
+        rest = (self._get(run, batch, seen.found, name) for name in (names if first is None else names[1:]))
         return rest if first is None else chain([first], rest)
 
     def free(self, run: str, batch: int) -> None:
@@ -234,7 +234,7 @@ class RedisShards:
         return seen
 
     def _index(self, run: str, batch: int) -> _Index:
-        return self._look(run, batch).index
+        return self._look(run, batch).found
 
     def _get(self, run: str, batch: int, index: _Index, key: str) -> bytes:
         with translated(self._client):
