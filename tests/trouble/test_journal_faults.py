@@ -9,13 +9,17 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
+from gristmill.errors import UnavailableError
+from gristmill_service.store.journal.ledger import FileLedger
 from tests.api.doors import Refused
+from tests.run.harness import row as run_row
+from tests.run.harness import table
 from tests.trouble.services import (
     COMMAND,
     CONFIG,
@@ -278,12 +282,12 @@ class TestTheDiskIsFull:
         service.grpc.create(run, {**CONFIG, "max_buffered_batches": 1000, "max_staleness": 100_000})
         return service
 
-    def fill(self, service: Service, run: str, rows: int = 100_000) -> int:
+    def fill(self, service: Service, run: str, rows: int = 100_000, prefix: str = "u") -> int:
         """Submits groups until one is refused. Returns how many were taken."""
         long = {"response_ids": list(range(rows)), "loss_mask": [1] * rows}
         for number in range(10_000):
             try:
-                service.grpc.submit(run, group(f"{rows}-{number}", **long))
+                service.grpc.submit(run, group(f"{prefix}-{number}", **long))
             except Refused as refused:
                 check(refused, "UNAVAILABLE")
                 message = refused.message
@@ -301,15 +305,25 @@ class TestTheDiskIsFull:
         assert service.trouble == ""
         assert service.grpc.submit(run, group("more")) == ["accepted"] * 2
 
-    def test_producers_that_go_on_trying_do_not_take_what_acknowledgements_need(self, service: Service, run: str):
-        taken = self.fill(service, run)
-        for rows in (10_000, 1000, 100, 1):
-            self.fill(service, run, rows)
-        done = service.grpc.get(run)["batches_sealed"]
-        assert done >= taken // 2
-        for batch in range(10):
-            train(service.grpc, run, batch)
-        assert service.grpc.get(run)["batches_freed"] == 10
+    @pytest.mark.xfail(reason="rows take the room that is kept for what makes room, and nobody keeps it anew")
+    def test_producers_that_go_on_trying_do_not_take_what_acknowledgements_need(self, disk: Path):
+        ledger = FileLedger(disk, "never")
+        book = ledger.create("run", b"{}")
+        list(book.replay().records)
+        for tokens in (200_000, 20_000, 3000, 400, 50, 1, 1, 1):
+            steps = table(run_row("a", response=range(tokens)))
+            with suppress(UnavailableError):
+                for _ in range(100_000):
+                    number, _ = book.put(steps)
+                    try:
+                        book.append(bytes(200))
+                    except UnavailableError:
+                        book.remove([number])
+                        raise
+        for _ in range(1000):
+            book.append(b"a rank moved on, a batch is freed, its rows are no longer needed")
+        book.close()
+        ledger.close()
 
     def test_killed_when_full_it_starts_again_and_goes_on(
         self, services: Services, service: Service, tmp_path: Path, disk: Path, run: str

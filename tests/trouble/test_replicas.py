@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from tests.api.doors import Door, Refused, rows_message
 from tests.redis.proxy import Proxy
 from tests.redis.servers import RedisServer
 from tests.trouble.services import (
+    COMMAND,
     CONFIG,
     Service,
     Services,
@@ -449,3 +451,33 @@ class TestOneIsCutOff:
         proxy.thaw()
         assert patiently(lambda: far.grpc.submit(run, group("a"))) == ["accepted"] * 2
         assert sorted(set(uids_of(train(far.http, run, 0)))) == ["a", "b"]
+
+
+@pytest.mark.xfail(reason="the address that it listens on is told to the others, also where they cannot reach it")
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
+def test_one_that_listens_everywhere_tells_the_others_where_or_does_not_start(shared_redis: RedisServer, address: str):
+    command = [*COMMAND, *on_redis(shared_redis.url), "--grpc-address", address, "--http-address", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline() == ""
+            assert process.wait(10) == 2
+            assert "advertise_grpc_address" in process.stderr.read()
+        finally:
+            process.kill()
+
+
+def test_all_of_them_ended_and_started_again_the_run_goes_on(services: Services, shared_redis: RedisServer, run: str):
+    first, second = services.start(2, *on_redis(shared_redis.url, LEASE_S))
+    first.grpc.create(run, CONFIG)
+    first.grpc.submit(run, [*group("a"), *group("b"), *group("c")])
+    first.grpc.batch(run, 0, wait_s=20)
+    data = first.grpc.read(run, 0, 0, 0)
+    for one in (first, second):
+        one.terminate()
+    assert [one.process.wait(30) for one in (first, second)] == [0, 0]
+    [third] = services.start(1, *on_redis(shared_redis.url, LEASE_S))
+    assert patiently(lambda: third.grpc.submit(run, group("d"))) == ["accepted"] * 2
+    assert train(third.grpc, run, 0) == data
+    assert sorted(set(uids_of(train(third.grpc, run, 1)))) == ["c", "d"]
