@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench import pipeline, redis, serving
+from tests.bench import journal, pipeline, redis, serving, takeover
 from tests.bench.figures import OUTPUT, Figure, write
 
 
@@ -15,7 +15,7 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 110)
     found: list[Figure] = []
     with console.status("measuring") as status:
-        for source in (pipeline.figures, serving.figures, redis.figures):
+        for source in (pipeline.figures, serving.figures, redis.figures, journal.figures, takeover.figures):
             for figure in source():
                 found.append(figure)
                 status.update(f"measured {figure.name}")
@@ -31,9 +31,9 @@ def _table(found: list[Figure]) -> Table:
         table.add_column(name, justify="left" if name in ("figure", "") else "right")
     for figure in found:
         bound = "" if figure.bound is None else f"{figure.bound:,.2f} {figure.bound_unit}"
-        sign = "≤" if figure.at_most else "≥"
-        verdict = "[green]ok[/]" if figure.ok else "[red]missed[/]"
-        table.add_row(figure.name, f"{figure.value:,.2f} {figure.unit}", f"{sign} {figure.reach:g}", bound, verdict)
+        reach = "" if figure.reach is None else f"{'≤' if figure.at_most else '≥'} {figure.reach:g}"
+        verdict = "" if figure.reach is None else "[green]ok[/]" if figure.ok else "[red]missed[/]"
+        table.add_row(figure.name, f"{figure.value:,.2f} {figure.unit}", reach, bound, verdict)
     return table
 
 

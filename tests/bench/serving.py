@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +13,7 @@ from gristmill_service.pipeline import mill
 from gristmill_service.store.writing import write_file
 from tests.bench.figures import Figure, seconds
 from tests.bench.pipeline import TMPFS
+from tests.bench.processes import served
 from tests.bench.workloads import workload
 
 STARTS = 5
@@ -44,23 +41,9 @@ def _pull() -> Figure:
 
 def _start() -> tuple[float, float]:
     """Seconds until a fresh `gristmill serve` is ready, and its resident megabytes then."""
-    with tempfile.TemporaryDirectory() as directory:
-        announced = Path(directory) / "announced.json"
-        command = [str(Path(sys.executable).with_name("gristmill")), "serve", "--announce", str(announced)]
-        command += ["--grpc-address", "127.0.0.1:0", "--http-address", "127.0.0.1:0"]
-        begin = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            while not announced.exists():
-                if process.poll() is not None:
-                    raise RuntimeError(f"gristmill serve ended with {process.returncode}")
-                time.sleep(0.005)
-            ready = time.perf_counter() - begin
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
-            if "libtorch" in maps:
-                raise RuntimeError("the service loaded torch")
-            pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(timeout=30)
-    return ready, pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+    with served() as service:
+        maps = Path(f"/proc/{service.process.pid}/maps").read_text()
+        if "libtorch" in maps:
+            raise RuntimeError("the service loaded torch")
+        pages = int(Path(f"/proc/{service.process.pid}/statm").read_text().split()[1])
+    return service.ready_s, pages * os.sysconf("SC_PAGE_SIZE") / 1e6

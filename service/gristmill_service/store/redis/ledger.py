@@ -124,8 +124,8 @@ class RedisLedger:
             book = self._books.get(name)
         keys = self._keys(name)
         with translated(self._client):
-            if book is not None:
-                self._scripts.delete(keys, book.token)
+            if book is not None and not self._scripts.delete(keys, book.token):
+                raise LostBookError(f"another replica decides for run {name!r} by now; ask again")
             remove_all(self._client, self._prefix, name)
             self._scripts.forget(keys)
             self._client.srem(self._runs, name)

@@ -91,7 +91,7 @@ redis.call('DEL', KEYS[2])
 return before or ''
 """
 )
-_DELETE = _FENCE.format(fenced="0") + "return redis.call('DEL', unpack(KEYS, 2))"
+_DELETE = _FENCE.format(fenced="0") + "redis.call('DEL', unpack(KEYS, 2))\nreturn 1"
 
 
 class ControlKeys:
@@ -151,9 +151,10 @@ class Scripts:
         found = self._run(_WITHDRAW, [keys.fence, key], token)
         return found if isinstance(found, bytes) else None
 
-    def delete(self, keys: ControlKeys, token: str) -> None:
-        """All but the fence, so that nothing of a former owner's comes back; that one goes by `forget`."""
-        self._run(_DELETE, [keys.fence, *keys.all], token)
+    def delete(self, keys: ControlKeys, token: str) -> bool:
+        """All but the fence, so that nothing of a former owner's comes back; that one goes by `forget`. Whether that
+        was allowed."""
+        return bool(self._run(_DELETE, [keys.fence, *keys.all], token))
 
     def forget(self, keys: ControlKeys) -> None:
         self.client.delete(keys.fence)
