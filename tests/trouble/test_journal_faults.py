@@ -310,18 +310,19 @@ class TestTheDiskIsFull:
         ledger = FileLedger(disk, "never")
         book = ledger.create("run", b"{}")
         list(book.replay().records)
-        for tokens in (200_000, 20_000, 3000, 400, 50, 1, 1, 1):
-            steps = table(run_row("a", response=range(tokens)))
-            with suppress(UnavailableError):
-                for _ in range(100_000):
-                    number, _ = book.put(steps)
-                    try:
-                        book.append(bytes(200))
-                    except UnavailableError:
-                        book.remove([number])
-                        raise
-        for _ in range(1000):
-            book.append(b"a rank moved on, a batch is freed, its rows are no longer needed")
+        for _ in range(3):
+            for tokens in (200_000, 20_000, 3000, 400, 50, 1, 1, 1):
+                steps = table(run_row("a", response=range(tokens)))
+                with suppress(UnavailableError):
+                    for _ in range(100_000):
+                        number, _ = book.put(steps)
+                        try:
+                            book.append(bytes(200))
+                        except UnavailableError:
+                            book.remove([number])
+                            raise
+            for _ in range(200):
+                book.append(b"a rank moved on, a batch is freed, its rows are no longer needed")
         book.close()
         ledger.close()
 
