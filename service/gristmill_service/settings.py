@@ -26,6 +26,7 @@ from pydantic import (
 from gristmill.errors import InvalidArgumentError
 
 ENVIRONMENT_PREFIX = "GRISTMILL_"
+_EVERYWHERE = ("0.0.0.0:", "[::]:", "unix:")
 
 
 class Settings(BaseModel):
@@ -95,6 +96,12 @@ class Settings(BaseModel):
     def _check_store(self) -> Settings:
         if (self.store == "redis") != (self.redis_url is not None):
             raise ValueError("store: redis and redis_url go together; give both, or neither")
+        for name, listens, told in (
+            ("advertise_grpc_address", self.grpc_address, self.advertise_grpc_address),
+            ("advertise_http_url", self.http_address, self.advertise_http_url),
+        ):
+            if self.store == "redis" and told is None and listens.startswith(_EVERYWHERE):
+                raise ValueError(f"{name}: the other services cannot reach this one at {listens}; say where they can")
         if self.store == "redis" and self.journal_dir is not None:
             raise ValueError("journal_dir is for one service alone, store: redis keeps everything; give one of them")
         return self

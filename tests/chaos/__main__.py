@@ -42,12 +42,16 @@ def main() -> int:
                     ),
                 )
             )
+        _write(asked.out, reports[-1])
     _print(reports)
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    document = json.loads(asked.out.read_text()) if asked.out.exists() else {}
-    document |= {report.mode: report.document() for report in reports}
-    asked.out.write_text(json.dumps(document, indent=2) + "\n")
     return 0 if all(report.is_clean for report in reports) else 1
+
+
+def _write(path: Path, report: Report) -> None:
+    """Beside what the file has of the other mode."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(document | {report.mode: report.document()}, indent=2) + "\n")
 
 
 def _arguments() -> argparse.Namespace:

@@ -683,7 +683,6 @@ class TestForgetfulServer:
         assert started(ledger.open("run")) == [b"one", b"two"]
 
 
-@pytest.mark.xfail(reason="a deletion does not look whether its fence held", raises=pytest.fail.Exception)
 def test_a_former_owner_deletes_nothing(redis_server: RedisServer, join: Join):
     first, second = join(redis_server.url, 1), join(redis_server.url, 2)
     started(first.create("run", b"{}"))

@@ -173,7 +173,9 @@ class TestTornTail:
         shutil.rmtree(directory)
 
     @given(st.data())
-    def test_a_changed_byte_ends_the_log_before_it(self, tmp_path_factory, data):
+    def test_a_changed_byte_ends_the_log_before_it_and_is_refused_where_whole_records_follow(
+        self, tmp_path_factory, data
+    ):
         directory = tmp_path_factory.mktemp("log")
         log = EventLog(directory)
         log.replay()
@@ -187,9 +189,12 @@ class TestTornTail:
         content[at] ^= data.draw(st.integers(1, 255))
         path.write_bytes(content)
         log = EventLog(directory)
-        whole = [16 + len(record) for record in (b"first", b"second", b"third")]
-        before = sum(begin + sum(whole[: index + 1]) <= at for index in range(3))
-        assert list(log.replay().records) == [b"first", b"second", b"third"][:before]
+        if at >= begin + 16 + len(b"first") + 16 + len(b"second"):
+            assert list(log.replay().records) == [b"first", b"second"]
+        else:
+            with pytest.raises(InvalidArgumentError, match=r"is damaged at byte .*, and whole records follow"):
+                log.replay()
+            assert path.read_bytes() == content, "nothing is cut"
         log.close()
         shutil.rmtree(directory)
 
@@ -301,9 +306,12 @@ class TestRowSegments:
             patched.setattr("gristmill_service.store.journal.segments.write_at", full)
             with pytest.raises(UnavailableError, match="is full; give it more room"):
                 book.put(any_table())
-            patched.setattr("gristmill_service.store.journal.ledger._LEAST_FREE", 1 << 60)
+            patched.setattr(FileLedger, "_has_room", lambda self: False)
             assert "is full" in ledger.trouble()
-        book.append(b"one")
+            book.append(b"one")
+            with pytest.raises(UnavailableError, match="is full"):
+                book.put(any_table())
+        assert ledger.trouble() == "", "looking finds that there is room"
         number, _ = book.put(any_table())
         assert same(book.get(number), any_table())
         assert ledger.trouble() == ""

@@ -232,7 +232,6 @@ class TestItIsFull:
         eventually(lambda: service.trouble == "", "it is ready again")
         assert sorted(set(uids_of(train(service.grpc, run, 1)))) == ["c", "d"]
 
-    @pytest.mark.xfail(reason="a full Redis counts as one that cannot be asked, so nothing is passed on or taken over")
     def test_full_it_can_still_be_taken_over_so_that_acknowledgements_make_room(
         self, services: Services, start_redis: StartRedis, run: str
     ):
@@ -248,7 +247,6 @@ class TestItIsFull:
         first.kill()
         assert sorted(set(uids_of(train(second.grpc, run, 0)))) == ["a", "b"]
 
-    @pytest.mark.xfail(reason="a batch that waits for room looks again only when this process removes another")
     def test_a_batch_that_found_no_room_is_stored_once_there_is_some(
         self, services: Services, start_redis: StartRedis, run: str
     ):

@@ -331,7 +331,6 @@ class TestTheOwnerGoes:
         assert train(first.grpc, run, 0) == data
         assert first.trouble == ""
 
-    @pytest.mark.xfail(reason="a call passed on to an owner that hangs lasts until its caller's deadline")
     def test_a_call_passed_on_to_an_owner_that_hangs_ends_when_another_takes_the_run_over(self, start, run):
         first, second = start()
         second.grpc.get(run)
@@ -453,7 +452,6 @@ class TestOneIsCutOff:
         assert sorted(set(uids_of(train(far.http, run, 0)))) == ["a", "b"]
 
 
-@pytest.mark.xfail(reason="the address that it listens on is told to the others, also where they cannot reach it")
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
 def test_one_that_listens_everywhere_tells_the_others_where_or_does_not_start(shared_redis: RedisServer, address: str):
     command = [*COMMAND, *on_redis(shared_redis.url), "--grpc-address", address, "--http-address", "127.0.0.1:0"]

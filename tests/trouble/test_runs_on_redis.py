@@ -95,7 +95,6 @@ def keys(server: RedisServer, run: str) -> list[str]:
     return [key.decode() for key in server.client().keys("*") if run in key.decode()]
 
 
-@pytest.mark.xfail(reason="whoever adopts runs stops at the first that cannot be read")
 def test_a_run_that_cannot_be_read_keeps_no_other_from_being_taken_over(server: RedisServer, join: Join):
     first = join(server.url, "first")
     for name in ("a", "b"):
@@ -110,7 +109,6 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_being_taken_over(server: 
         second.runs.get("a")
 
 
-@pytest.mark.xfail(reason="shards that no batch of the state has are not swept")
 def test_what_a_dead_owner_had_freed_but_not_removed_goes_when_the_run_is_taken_over(server: RedisServer, join: Join):
     first = join(server.url, "first")
     first.runs.create("run", CREATED)
@@ -130,7 +128,6 @@ def test_what_a_dead_owner_had_freed_but_not_removed_goes_when_the_run_is_taken_
     wait_until(lambda: not [key for key in keys(server, "run") if ":batch:" in key or ":shard:" in key], "it goes", 3)
 
 
-@pytest.mark.xfail(reason="a batch whose removal failed is not removed again")
 def test_what_could_not_be_removed_while_redis_was_away_is_removed_later(server: RedisServer, proxy: Proxy, join: Join):
     one = join(proxy.url)
     one.runs.create("run", CREATED)
@@ -155,7 +152,6 @@ def test_what_could_not_be_removed_while_redis_was_away_is_removed_later(server:
     wait_until(lambda: not [key for key in keys(server, "run") if ":batch:" in key or ":shard:" in key], "it goes", 4)
 
 
-@pytest.mark.xfail(reason="a run may be opened anew before its former self has removed what it published in vain")
 def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_anew(server: RedisServer, join: Join):
     """The log may tell of it: what was published is not for the former book to remove."""
     one = join(server.url)
@@ -288,7 +284,6 @@ def test_a_journal_that_is_compacted_under_load_loses_nothing(tmp_path: Path, mo
         ledger.close()
 
 
-@pytest.mark.xfail(reason="leases are renewed one after another")
 def test_many_runs_keep_their_owner_though_redis_is_slow(server: RedisServer, proxy: Proxy, join: Join):
     one = join(proxy.url, "one", 1.0)
     names = [f"run-{number}" for number in range(30)]
@@ -303,7 +298,6 @@ def test_many_runs_keep_their_owner_though_redis_is_slow(server: RedisServer, pr
         proxy.delay(0)
 
 
-@pytest.mark.xfail(reason="leases of all nodes are renewed one after another, and a node that hangs has 5 s")
 def test_a_node_of_a_cluster_that_hangs_takes_only_its_own_runs_with_it(tmp_path: Path, join: Join):
     with RedisCluster(tmp_path / "cluster", arguments=["cluster-require-full-coverage no"]) as cluster:
         # The nodes are to find each other out only after the test.
@@ -408,7 +402,6 @@ def test_tables_of_groups_that_share_a_request_are_found_again_after_publication
     assert json.loads(run.config_json)["train_batch_size"] == 2
 
 
-@pytest.mark.xfail(reason="a compaction that failed is tried again with every change")
 def test_a_compaction_that_fails_is_not_tried_again_with_every_change(
     server: RedisServer, join: Join, monkeypatch: pytest.MonkeyPatch
 ):

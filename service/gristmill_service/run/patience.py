@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from gristmill.errors import NotFoundError, ResourceExhaustedError
 from gristmill_service.store.base import ShardAddress, ShardLocation, ShardSource, Store
+
+_LOOK_S, _PATIENCE_S = 1.0, 5.0
 
 
 class PatientStore:
@@ -21,10 +24,12 @@ class PatientStore:
     def publish(
         self, run: str, batch: int, plan: bytes, shards: Sequence[ShardSource], is_wanted: Callable[[], bool]
     ) -> int:
-        """As the store's, but waits for room while any batch of any run is held.
+        """As the store's, but waits for room a while, where any batch of any run is held.
 
-        Raises ResourceExhaustedError where none is, or where this one is not wanted any more: asked after each `wake`.
+        Raises ResourceExhaustedError where none is, where this one is not wanted any more (asked after each `wake`),
+        and after the while: other runs have batches, too.
         """
+        deadline = time.monotonic() + _PATIENCE_S
         while True:
             with self._changed:
                 looks, room_may_come = self._looks, bool(self._held)
@@ -33,10 +38,12 @@ class PatientStore:
             except ResourceExhaustedError:
                 if not room_may_come or not is_wanted():
                     raise
+                if time.monotonic() >= deadline:
+                    raise
                 with self._changed:
-                    # What was removed since the attempt began is not waited for.
-                    while self._looks == looks:
-                        self._changed.wait()
+                    # What was removed since the attempt began is not waited for; others may make room, too.
+                    if self._looks == looks:
+                        self._changed.wait(_LOOK_S)
                 continue
             with self._changed:
                 self._held.add((run, batch))

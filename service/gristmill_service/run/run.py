@@ -71,6 +71,7 @@ _log = structlog.get_logger(__name__)
 
 # A batch that could not be stored is tried again after this.
 _RETRY_S = 1.0
+_COMPACT_AGAIN_S = 10.0
 _EXPORTED_ROWS = 64
 
 
@@ -123,8 +124,10 @@ class Run:
         # What follows from a change once the lock is given back: waking those who wait, removing and making batches.
         self._wakes = False
         self._removed: list[int] = []
+        self._remove_later: list[int] = []
         self._remade: list[int] = []
-        self._removing = threading.Lock()
+        self._removing = threading.RLock()
+        self._compact_after = 0.0
         # Batches that could not be stored, and when each is tried again; and whether events are due that the book
         # could not take when they became so.
         self._postponed: dict[int, float] = {}
@@ -148,6 +151,8 @@ class Run:
         published = [number for number, batch in self._state.batches.items() if batch.is_published]
         kept = [number for number in published if self._store.holds(self.name, number)]
         with self._locked() as state:
+            # Whoever had the run before may have died between saying that a batch is freed and removing it.
+            self._removed += range(max(0, state.freed - self.config.max_buffered_batches), state.freed)
             self._append([*recovery.losses(state, lost), *recovery.withdrawn(state, kept)])
             self._owes = True
             self._settle(None)
@@ -369,6 +374,8 @@ class Run:
             if self._closed is not None or self.is_lost:
                 return
             now = self._clock()
+            later, self._remove_later = self._remove_later, []
+            self._removed += later
             self._remade += [number for number, retry_at in self._postponed.items() if retry_at <= now]
             for number in self._remade:
                 self._postponed.pop(number, None)
@@ -465,18 +472,20 @@ class Run:
         """Says what became of a batch. Raises UnavailableError where the book does not take it; its shards are gone
         then, as they are where nobody wants them any more."""
         is_told = is_wanted = False
-        try:
-            with self._locked() as state:
-                is_wanted = not self.is_lost and not self.is_deleted and event.batch in state.batches
-                if is_wanted and config.dp_size == state.dp_size:
-                    self._commit([event])
-                    is_told = True
-        finally:
-            if self.is_deleted:
-                # Published after the run's other batches were removed.
-                self._store.delete_run(self.name)
-            elif not is_told:
-                self._store.free(self.name, event.batch)
+        # Who opens the run anew, or deletes it, waits until what nobody wants is gone.
+        with self._removing:
+            try:
+                with self._locked() as state:
+                    is_wanted = not self.is_lost and not self.is_deleted and event.batch in state.batches
+                    if is_wanted and config.dp_size == state.dp_size:
+                        self._commit([event])
+                        is_told = True
+            finally:
+                if self.is_deleted:
+                    # Published after the run's other batches were removed.
+                    self._store.delete_run(self.name)
+                elif not is_told:
+                    self._store.free(self.name, event.batch)
         if is_wanted and not is_told:
             # The trainer came back with other ranks meanwhile.
             self._on_sealed(self, event.batch)
@@ -528,9 +537,10 @@ class Run:
             for batch in batches if self._closed is None else ():
                 try:
                     self._store.free(self.name, batch)
-                except (OSError, UnavailableError):
-                    # Whoever acknowledged is not to blame; what is left goes with the run.
-                    _log.exception("a batch could not be removed", run=self.name, batch=batch)
+                except (OSError, UnavailableError) as error:
+                    # Whoever acknowledged is not to blame.
+                    _log.warning("a batch is removed later", run=self.name, batch=batch, reason=str(error))
+                    self._remove_later.append(batch)
 
     @property
     def is_deleted(self) -> bool:
@@ -576,7 +586,7 @@ class Run:
             raise
         for event in events:
             self._apply(event)
-        if self._book.is_long:
+        if self._book.is_long and self._clock() >= self._compact_after:
             self._compact()
 
     def _compact(self) -> None:
@@ -585,7 +595,8 @@ class Run:
         except LostBookError:
             self._is_lost = self._wakes = True
         except UnavailableError as error:
-            # The log stays as it is, only longer.
+            # The log stays as it is, only longer. Telling the whole state takes a while, with the lock held.
+            self._compact_after = self._clock() + _COMPACT_AGAIN_S
             _log.warning("log not compacted", run=self.name, reason=str(error))
 
     def _apply(self, event: Event) -> None:

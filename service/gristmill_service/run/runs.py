@@ -15,7 +15,13 @@ from typing import Any
 
 import structlog
 
-from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, UnavailableError
+from gristmill.errors import (
+    AlreadyExistsError,
+    GristmillError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline import mill as pipeline_mill
 from gristmill_service.run.admission import RowBudget
@@ -59,6 +65,7 @@ class Runs:
         self._deleting = threading.Lock()
         self._runs: dict[str, Run] = {}
         self._closing = False
+        self._unreadable: set[str] = set()
         self._sealed: queue.SimpleQueue[tuple[Run, int] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._sealer = threading.Thread(target=self._make_batches, name="gristmill-sealer", daemon=True)
@@ -111,6 +118,18 @@ class Runs:
             runs = list(self._runs.values())
         return self._ledger.trouble() or next((run.trouble for run in runs if run.trouble), "")
 
+    def is_owner(self, name: str, grpc_address: str) -> bool:
+        """Whether the process there has the run, as far as can be told."""
+        try:
+            self.get(name)
+        except OwnedElsewhereError as elsewhere:
+            return elsewhere.grpc_address == grpc_address
+        except UnavailableError:
+            return True
+        except NotFoundError:
+            return False
+        return False
+
     def names(self) -> list[str]:
         """Of all runs, also those that other processes have."""
         with self._lock:
@@ -127,11 +146,14 @@ class Runs:
         with self._deleting:
             run = self.get(name)
             run.close(NotFoundError(f"run {name!r} was deleted"))
-            self._store.delete_run(name)
-            self._ledger.delete(name)
-            run.close_book()
-            with self._lock:
-                del self._runs[name]
+            try:
+                self._ledger.delete(name)
+                self._store.delete_run(name)
+            finally:
+                # Where it could not be deleted it is opened anew, here or elsewhere.
+                run.close_book()
+                with self._lock:
+                    self._runs.pop(name, None)
 
     def tick(self) -> None:
         """Closes or drops what has waited too long, in every run."""
@@ -227,6 +249,8 @@ class Runs:
                     flushed = self._clock()
                     self._flush()
                     self._adopt()
+                    # Looking is also what finds that there is room again.
+                    self._ledger.trouble()
             except Exception:  # noqa: BLE001
                 _log.exception("tick failed")
 
@@ -239,12 +263,19 @@ class Runs:
         """Takes over what nobody has any more, and reads anew what is not certain."""
         with suppress(UnavailableError):
             for name in self.names():
-                with suppress(UnavailableError, NotFoundError):
+                try:
                     self.get(name)
+                    self._unreadable.discard(name)
+                except (UnavailableError, NotFoundError):
+                    continue
+                except GristmillError as error:
+                    if name not in self._unreadable:
+                        self._unreadable.add(name)
+                        _log.error("run cannot be read", run=name, reason=str(error))
 
     def _check_ledger(self) -> None:
-        if self._ledger.is_shared and (trouble := self._ledger.trouble()):
-            raise UnavailableError(trouble)
+        if silence := self._ledger.silence():
+            raise UnavailableError(silence)
 
     def _check_serving(self) -> None:
         if self._closing:

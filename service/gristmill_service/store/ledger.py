@@ -23,9 +23,9 @@ class LostBookError(UnavailableError):
 class OwnedElsewhereError(UnavailableError):
     """Another process decides for the run: it can be asked there."""
 
-    def __init__(self, message: str, grpc_address: str = "", http_url: str = "") -> None:
+    def __init__(self, message: str, run: str = "", grpc_address: str = "", http_url: str = "") -> None:
         super().__init__(message)
-        self.grpc_address, self.http_url = grpc_address, http_url
+        self.run, self.grpc_address, self.http_url = run, grpc_address, http_url
 
 
 class Replay(NamedTuple):
@@ -110,5 +110,8 @@ class Ledger(Protocol):
 
     def trouble(self) -> str:
         """Why nothing can be kept at the moment, for a person; empty when all is well."""
+
+    def silence(self) -> str:
+        """Why nobody's runs can even be asked for; empty when they can."""
 
     def close(self) -> None: ...

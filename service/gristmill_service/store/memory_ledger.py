@@ -27,6 +27,9 @@ class MemoryLedger:
     def delete(self, name: str) -> None:
         pass
 
+    def silence(self) -> str:
+        return ""
+
     def trouble(self) -> str:
         return ""
 

@@ -42,8 +42,7 @@ def make_app(backend: Backend) -> FastAPI:
     for router in (runs.router, rollouts.router, trainers.router):
         app.include_router(router, responses=errors)
     _add_probes(app)
-    forwarding = Forwarding()
-    app.router.add_event_handler("shutdown", forwarding.close)
+    forwarding = Forwarding(backend.runs.is_owner)
     app.add_exception_handler(OwnedElsewhereError, forwarding.answer)
     app.add_exception_handler(GristmillError, _tell)
     app.add_exception_handler(RequestValidationError, _tell_invalid)

@@ -5,11 +5,13 @@ A request is passed on once: where it arrives at the wrong process again, its ca
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 
 import httpx
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
 
 from gristmill.errors import UnavailableError
 from gristmill_service.api.errors import refusal
@@ -18,13 +20,17 @@ from gristmill_service.api.waiting import LONGEST_WAIT_S
 from gristmill_service.store.ledger import OwnedElsewhereError
 
 _MARK = "gristmill-forwarded"
+_LOOK_S = 0.5
 _DROPPED = frozenset(
     {"host", "content-length", "content-encoding", "transfer-encoding", "connection", "date", "server"}
 )
 
 
 class Forwarding:
-    def __init__(self) -> None:
+    """is_owner(run, grpc address): whether the run is still decided there, as far as is known here."""
+
+    def __init__(self, is_owner: Callable[[str, str], bool]) -> None:
+        self._is_owner = is_owner
         timeout = httpx.Timeout(LONGEST_WAIT_S + 10, connect=2.0)
         self._client = httpx.AsyncClient(timeout=timeout, trust_env=False, limits=httpx.Limits(max_connections=None))
 
@@ -39,15 +45,18 @@ class Forwarding:
         passed_on = self._client.build_request(
             request.method, f"{url}?{query}" if query else url, headers=headers, content=request.scope.get(BODY, b"")
         )
+        sending = asyncio.ensure_future(self._client.send(passed_on, stream=True))
         try:
-            found = await self._client.send(passed_on, stream=True)
+            while not (await asyncio.wait([sending], timeout=_LOOK_S))[0]:
+                if not await run_in_threadpool(self._is_owner, error.run, error.grpc_address):
+                    return _unavailable(f"{error}; its owner has changed")
+            found = sending.result()
         except httpx.HTTPError as failure:
             return _unavailable(f"the process that decides for this run does not answer: {failure!r}; retry")
+        finally:
+            sending.cancel()
         kept = {name: value for name, value in found.headers.items() if name not in _DROPPED}
         return StreamingResponse(_pieces(found), found.status_code, kept)
-
-    async def close(self) -> None:
-        await self._client.aclose()
 
 
 async def _pieces(found: httpx.Response) -> AsyncIterator[bytes]:

@@ -6,7 +6,7 @@ A call is passed on once: where it arrives at the wrong process again, its calle
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from gristmill_service.store.ledger import OwnedElsewhereError
 
 _MARK = "gristmill-forwarded"
 _LONGEST_S = 60.0
+_LOOK_S = 0.5
 
 _OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -32,20 +33,35 @@ _OPTIONS = (
 
 
 class Forwarding:
-    """Thread-safe. limit: how many calls that wait may be passed on at once; one more is passed on without its wait."""
+    """Thread-safe. limit: how many calls that wait may be passed on at once; one more is passed on without its wait.
 
-    def __init__(self, limit: int) -> None:
+    is_owner(run, address): whether the run is still decided there, as far as is known here.
+    """
+
+    def __init__(self, limit: int, is_owner: Callable[[str, str], bool]) -> None:
+        self._is_owner = is_owner
         self._lock = threading.Lock()
         self._channels: dict[str, grpc.Channel] = {}
         self._waits = threading.BoundedSemaphore(limit)
 
     def unary(self, method: str, request: Any, owner: OwnedElsewhereError, context: grpc.ServicerContext) -> bytes:
-        """The answer's bytes. Raises the owner's refusal as grpc.RpcError."""
+        """The answer's bytes. Raises the owner's refusal as grpc.RpcError, and UnavailableError where it is the owner
+        no longer: it may hang for as long as the caller waits."""
         self._check(owner, context)
         with self._bounded(request):
             ask = self._channel(owner.grpc_address).unary_unary(method)
-            answer: bytes = ask(request.SerializeToString(), timeout=_left(context), metadata=((_MARK, "1"),))
-            return answer
+            call = ask.future(request.SerializeToString(), timeout=_left(context), metadata=((_MARK, "1"),))
+            context.add_callback(call.cancel)
+            while True:
+                try:
+                    answer: bytes = call.result(timeout=_LOOK_S)
+                    return answer
+                except grpc.FutureTimeoutError:
+                    if not self._is_owner(owner.run, owner.grpc_address):
+                        call.cancel()
+                        raise UnavailableError(f"{owner}; its owner has changed") from None
+                except grpc.FutureCancelledError:
+                    raise UnavailableError("the caller has gone away") from None
 
     def stream(
         self, method: str, request: Any, owner: OwnedElsewhereError, context: grpc.ServicerContext

@@ -41,7 +41,7 @@ class GrpcServer:
         # A pool thread is started only when none is idle, so that a large pool costs nothing until it is needed; with a
         # place for every waiter and stream, those can never take a thread that a short call needs.
         self._pool = ThreadPoolExecutor(_WORKERS + settings.max_waiters + settings.max_streams, "grpc")
-        self._forwarding = Forwarding(settings.max_waiters)
+        self._forwarding = Forwarding(settings.max_waiters, backend.runs.is_owner)
         limit = int(settings.max_message_bytes)
         options = (
             ("grpc.max_receive_message_length", limit),

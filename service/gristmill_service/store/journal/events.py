@@ -27,6 +27,7 @@ _FILE_HEADER = _MAGIC + _FORMAT.to_bytes(2, "little")
 _RECORD = struct.Struct("<IIQ")
 # Shorter logs are not worth a snapshot.
 _LEAST_LENGTH = 16 << 20
+_RECORDS_SOUGHT = 3
 
 
 class EventLog:
@@ -51,12 +52,17 @@ class EventLog:
         self._end = 0
 
     def replay(self) -> Replay:
-        """Reads the whole file; a torn tail is cut and told. Raises InvalidArgumentError for a newer format, or for a
-        file without its snapshot."""
+        """Reads the whole file; a torn tail is cut and told. Raises InvalidArgumentError for a newer format, for a file
+        without its snapshot, and for damage that whole records follow: a machine's death leaves no such thing."""
         data, self._numbers = self._path.read_bytes(), 0
         records = list(self._scan(memoryview(data)))
         if len(data) > self._end:
             torn = len(data) - self._end
+            if self._continues(data):
+                raise InvalidArgumentError(
+                    f"{self._path} is damaged at byte {self._end}, and whole records follow, of which none may be left "
+                    "out; restore the file, or remove the run"
+                )
             _log.warning("torn tail cut", file=str(self._path), at=self._end, bytes=torn, records=self._numbers)
             os.ftruncate(self._descriptor, self._end)
         if not records:
@@ -79,6 +85,15 @@ class EventLog:
                 self._base = offset
             self._end = offset
             yield found
+
+    def _continues(self, data: bytes) -> bool:
+        """Whether one of the next records is somewhere behind where the last whole one ends."""
+        for number in range(self._numbers + 1, self._numbers + 1 + _RECORDS_SOUGHT):
+            sought, at = number.to_bytes(8, "little"), self._end
+            while (at := data.find(sought, at + 1)) >= 0:
+                if _read(memoryview(data), at - (_RECORD.size - 8), number) is not None:
+                    return True
+        return False
 
     def append(self, payload: bytes) -> None:
         """Raises UnavailableError; nothing is appended then."""

@@ -13,15 +13,20 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
 import orjson
 import structlog
 
-from gristmill.errors import AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, NotFoundError
+from gristmill.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
 from gristmill.steps import Steps
 from gristmill_service.store.journal.events import EventLog
 from gristmill_service.store.journal.files import FullError, explained, sync_directory
@@ -32,13 +37,13 @@ from gristmill_service.store.names import directory_name
 _log = structlog.get_logger(__name__)
 
 _FORMAT = 1
-# What is free below this counts as full, so that who waits for room is not told that there is some.
-_LEAST_FREE = 16 << 20
+# What is free below this (or below a part of a small file system) counts as full, so that who waits for room is not
+# told that there is some.
+_LEAST_FREE, _LEAST_PART = 16 << 20, 8
 # Given up when the file system is full, so that what frees memory (acknowledgements) can still be logged.
 _BALLAST = 1 << 20
 
 Fsync = Literal["always", "interval", "never"]
-Note = Callable[[str], None]
 
 
 class FileLedger:
@@ -95,7 +100,7 @@ class FileLedger:
         if not path.exists():
             raise NotFoundError(f"run {name!r} is not in {self._directory}")
         config = orjson.dumps(_description(path)["config"])
-        return FileBook(path, config, self._fsync, self._ballast, self._note)
+        return FileBook(path, config, self._fsync, self)
 
     def delete(self, name: str) -> None:
         deleted = self._directory / f".deleted-{secrets.token_hex(8)}"
@@ -107,11 +112,18 @@ class FileLedger:
             sync_directory(self._directory)
         shutil.rmtree(deleted, ignore_errors=True)
 
+    def silence(self) -> str:
+        return ""
+
     def trouble(self) -> str:
-        if self._full and self._free() >= _LEAST_FREE:
-            self._ballast.refill()
-            self._note("")
+        if self._full and self._has_room() and self._ballast.refill():
+            self.note("")
         return self._full
+
+    def check_room(self) -> None:
+        """Raises UnavailableError where rows would take what is kept for what makes room: acknowledgements."""
+        if self._full:
+            raise UnavailableError(self._full)
 
     def close(self) -> None:
         os.close(self._lock_file)
@@ -119,11 +131,14 @@ class FileLedger:
     def _path(self, name: str) -> Path:
         return self._directory / directory_name(name)
 
-    def _free(self) -> int:
+    def _has_room(self) -> bool:
         found = os.statvfs(self._directory)
-        return found.f_bavail * found.f_frsize
+        return found.f_bavail * found.f_frsize >= min(_LEAST_FREE, found.f_blocks * found.f_frsize // _LEAST_PART)
 
-    def _note(self, trouble: str) -> None:
+    def give_up_ballast(self) -> bool:
+        return self._ballast.give_up()
+
+    def note(self, trouble: str) -> None:
         with self._lock:
             before, self._full = self._full, trouble
         if trouble and not before:
@@ -138,9 +153,9 @@ class FileBook:
     maps_rows = reads_rows = True
     is_lost = False
 
-    def __init__(self, path: Path, config: bytes, fsync: Fsync, ballast: _Ballast, note: Note) -> None:
+    def __init__(self, path: Path, config: bytes, fsync: Fsync, ledger: FileLedger) -> None:
         self.config = config
-        self._path, self._fsync, self._ballast, self._note = path, fsync, ballast, note
+        self._path, self._fsync, self._ledger = path, fsync, ledger
         self._events, self._rows = EventLog(path), RowSegments(path)
         self._syncing = threading.Lock()
         self._appended = self._synced = 0
@@ -155,11 +170,11 @@ class FileBook:
             try:
                 self._events.append(record)
             except FullError:
-                if not self._ballast.give_up():
+                if not self._ledger.give_up_ballast():
                     raise
                 self._events.append(record)
         except FullError as error:
-            self._note(str(error))
+            self._ledger.note(str(error))
             raise
         self._appended += 1
 
@@ -198,10 +213,11 @@ class FileBook:
 
     def put(self, table: Steps) -> tuple[int, Steps]:
         self._check()
+        self._ledger.check_room()
         try:
             return self._rows.put(table)
         except FullError as error:
-            self._note(str(error))
+            self._ledger.note(str(error))
             raise
 
     def get(self, number: int) -> Steps:
@@ -230,13 +246,17 @@ class _Ballast:
         self._path = path
         self.refill()
 
-    def refill(self) -> None:
-        with suppress(OSError):
+    def refill(self) -> bool:
+        """Whether it takes its room."""
+        try:
             descriptor = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
             try:
                 os.posix_fallocate(descriptor, 0, _BALLAST)
             finally:
                 os.close(descriptor)
+        except OSError:
+            return False
+        return True
 
     def give_up(self) -> bool:
         """Whether there is room now that was not there before."""

@@ -209,7 +209,7 @@ class RedisBook:
         self._is_closed = True
         self.owned_until = 0.0
         self.on_close()
-        if self._health.trouble:
+        if self._health.silence:
             # It would only wait: the lease runs out by itself.
             return
         try:

@@ -16,14 +16,15 @@ _log = structlog.get_logger(__name__)
 
 # Of `maxmemory`. What is left is for batches and acknowledgements, which make room.
 _FULLEST = 0.9
+_SILENT = (redis.ConnectionError, redis.TimeoutError)
 
 
 class Health:
-    """Thread-safe. `trouble` is empty when all is well."""
+    """Thread-safe. trouble: whatever is wrong. silence: Redis does not answer. Both are empty when all is well."""
 
     def __init__(self, client: Client, prefix: str) -> None:
         self._client, self._probe = client, f"{prefix}:probe"
-        self.trouble = self._no_room = ""
+        self.trouble = self.silence = self._no_room = ""
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -32,6 +33,8 @@ class Health:
             yield
         except UnavailableError as error:
             self._tell(str(error))
+            if isinstance(error.__cause__, _SILENT):
+                self.silence = str(error)
             raise
 
     def check_room(self) -> None:
@@ -41,6 +44,14 @@ class Health:
 
     def look(self) -> None:
         """Asks the servers. Called about once a second; never raises."""
+        try:
+            with translated(self._client):
+                self._client.ping()
+            self.silence = ""
+        except GristmillError as error:
+            self.silence = str(error)
+            self._tell(self.silence)
+            return
         try:
             with translated(self._client):
                 # A write: a server that is full, or only a replica, answers everything else.

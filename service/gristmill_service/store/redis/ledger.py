@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from typing import cast
 
@@ -28,6 +29,8 @@ _log = structlog.get_logger(__name__)
 _FORMAT = 1
 # A learned owner is trusted for so long: a call that reaches the wrong process is refused there.
 _OWNER_KNOWN_S = 0.5
+_RENEWERS = 16
+_LOOK_S = 1.0
 
 
 class _Description(msgspec.Struct, frozen=True):
@@ -57,7 +60,9 @@ class RedisLedger:
         self._health = Health(client, prefix)
         self._stopped = threading.Event()
         self._renewer = threading.Thread(target=self._keep_leases, name="gristmill-leases", daemon=True)
+        self._looker = threading.Thread(target=self._look, name="gristmill-redis-health", daemon=True)
         self._renewer.start()
+        self._looker.start()
 
     def introduce(self, grpc_address: str, http_url: str) -> None:
         """Where other processes reach this one. Runs are claimed from now on."""
@@ -93,6 +98,7 @@ class RedisLedger:
             if isinstance(claimed, Owner):
                 elsewhere = OwnedElsewhereError(
                     f"run {name!r} is decided by the process at {claimed.grpc_address}; ask there, or again",
+                    name,
                     claimed.grpc_address,
                     claimed.http_url,
                 )
@@ -125,6 +131,7 @@ class RedisLedger:
         keys = self._keys(name)
         with translated(self._client):
             if book is not None and not self._scripts.delete(keys, book.token):
+                book.owned_until = 0.0
                 raise LostBookError(f"another replica decides for run {name!r} by now; ask again")
             remove_all(self._client, self._prefix, name)
             self._scripts.forget(keys)
@@ -148,9 +155,13 @@ class RedisLedger:
     def trouble(self) -> str:
         return self._health.trouble
 
+    def silence(self) -> str:
+        return self._health.silence
+
     def close(self) -> None:
         self._stopped.set()
         self._renewer.join()
+        self._looker.join()
 
     @property
     def _runs(self) -> str:
@@ -169,30 +180,35 @@ class RedisLedger:
                 del self._books[name]
 
     def _keep_leases(self) -> None:
-        while not self._stopped.wait(self._lease_s / 3):
-            try:
-                self._renew()
-            except UnavailableError as error:
-                _log.warning("leases not renewed", reason=str(error))
-            except Exception:  # noqa: BLE001 - the thread must live as long as the service
-                _log.exception("leases not renewed")
-            self._health.look()
+        """Each run's own thread, as far as there are some: one that hangs must not cost the others their runs."""
+        with ThreadPoolExecutor(_RENEWERS, "gristmill-lease") as pool:
+            under_way: dict[RedisBook, Future[None]] = {}
+            while not self._stopped.wait(self._lease_s / 3):
+                with self._lock:
+                    books = dict(self._books)
+                under_way = {book: renewal for book, renewal in under_way.items() if not renewal.done()}
+                for name, book in books.items():
+                    if book not in under_way:
+                        under_way[book] = pool.submit(self._renew, name, book)
 
-    def _renew(self) -> None:
-        with self._lock:
-            books = dict(self._books)
-        owner = self._owner
-        if owner is None:
-            return
-        for name, book in books.items():
-            asked = time.monotonic()
+    def _renew(self, name: str, book: RedisBook) -> None:
+        owner, asked = self._owner, time.monotonic()
+        assert owner is not None, "a run was claimed"
+        try:
             with translated(self._client):
                 is_ours = self._scripts.renew(self._keys(name), book.token, owner, self._lease_ms)
-            if is_ours:
-                book.owned_until = asked + self._lease_s
-            else:
+        except UnavailableError as error:
+            _log.warning("lease not renewed", run=name, reason=str(error))
+        except Exception:  # noqa: BLE001 - there is a next time
+            _log.exception("lease not renewed", run=name)
+        else:
+            if not is_ours:
                 _log.warning("run taken over by another process", run=name)
-                book.owned_until = 0.0
+            book.owned_until = asked + self._lease_s if is_ours else 0.0
+
+    def _look(self) -> None:
+        while not self._stopped.wait(min(self._lease_s / 3, _LOOK_S)):
+            self._health.look()
 
 
 def _allowed(found: bytes | None, run: str) -> bytes:

@@ -91,7 +91,13 @@ redis.call('DEL', KEYS[2])
 return before or ''
 """
 )
-_DELETE = _FENCE.format(fenced="0") + "redis.call('DEL', unpack(KEYS, 2))\nreturn 1"
+# The fence of a run that is half deleted is gone already.
+_DELETE = """
+local fence = redis.call('GET', KEYS[1])
+if fence and fence ~= ARGV[1] then return 0 end
+redis.call('DEL', unpack(KEYS, 2))
+return 1
+"""
 
 
 class ControlKeys:
