@@ -1,0 +1,77 @@
+"""Trainers and services that come back: with other ranks, from a journal, after kill -9."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from gristmill import InvalidArgumentError, RolloutClient, StaleIncarnationError, TrainerClient
+
+CONFIG = {
+    "train_batch_size": 4,
+    "n_samples_per_prompt": 2,
+    "policy_mini_batch_size": 2,
+    "micro_batch": {"size": 2},
+    "dp_size": 2,
+}
+
+
+def fill(address, run, uids):
+    with RolloutClient(address, run) as client:
+        client.create_run(CONFIG)
+        for uid in uids:
+            for sample in range(2):
+                with client.trajectory(uid, sample) as trajectory:
+                    trajectory.step([1, 2], [3 + sample, 4], reward=float(sample), is_last_step=True)
+
+
+def uids_of(shard):
+    return [
+        uid for uid, padding in zip(shard.metadata["uids"], shard["is_padding"].tolist(), strict=True) if not padding
+    ]
+
+
+def test_a_trainer_comes_back_with_other_ranks_and_goes_on_where_its_checkpoint_was(service, run_name):
+    fill(service.grpc_address, run_name, "abcd")
+    pair = [TrainerClient(service.grpc_address, run_name, rank, dp_size=2, auto_commit=False) for rank in range(2)]
+    for rank in pair:
+        rank.load_state_dict({}, launch="two")
+    batches = [next(iter(rank)) for rank in pair]
+    first = [next(batch.mini_batches()) for batch in batches]
+    for shard in first:
+        shard.ack()
+    state = pair[0].state_dict()
+    pair[0].commit()
+
+    with pytest.raises(InvalidArgumentError, match=r"its dp_size is 2 and this trainer's 1; .*load_state_dict"):
+        TrainerClient(service.grpc_address, run_name, 0, dp_size=1).state_dict()
+    with TrainerClient(service.grpc_address, run_name, 0, dp_size=1) as alone:
+        alone.load_state_dict(state)
+        [batch] = [next(iter(alone))]
+        shards = list(batch.mini_batches())
+        assert [str(shard.position) for shard in shards] == ["batch 0 epoch 0 mini-batch 1"]
+        trained = [uid for shard in [*first, *shards] for uid in uids_of(shard)]
+        assert sorted(trained) == sorted([*"abcd"] * 2), "every row once, whoever trained it"
+        shards[0].ack()
+    with pytest.raises(StaleIncarnationError):
+        next(batches[0].mini_batches())
+    for rank in pair:
+        rank.close()
+
+
+def test_a_service_that_is_killed_goes_on_from_its_journal(start_service, tmp_path):
+    flags = ("--journal-dir", str(tmp_path / "journal"), "--shared-memory-dir", str(tmp_path))
+    before = start_service(*flags)
+    fill(before.grpc_address, "run", "abc")
+    before.process.send_signal(signal.SIGKILL)
+    before.process.wait()
+
+    after = start_service(*flags, "--grpc-address", before.grpc_address)
+    fill(after.grpc_address, "run", "abcd")
+    with TrainerClient(after.grpc_address, "run", 0) as trainer:
+        shards = list(next(iter(trainer)).forward())
+    with RolloutClient(after.grpc_address, "run") as client:
+        assert client.status().rows_accepted == 8, "what came a second time was known"
+        assert [group.uid for group in client.groups() if group.is_consumed] == [*"abcd"]
+    assert all(shard.metadata["uids"] for shard in shards)
