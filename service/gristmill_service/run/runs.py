@@ -25,8 +25,9 @@ from gristmill.errors import (
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline import mill as pipeline_mill
 from gristmill_service.run.admission import RowBudget
+from gristmill_service.run.making import Mill
 from gristmill_service.run.patience import PatientStore
-from gristmill_service.run.run import Mill, Run
+from gristmill_service.run.run import Run
 from gristmill_service.run.shards import Shards, StoredShards
 from gristmill_service.store.base import Store
 from gristmill_service.store.ledger import Book, Ledger, OwnedElsewhereError
