@@ -29,10 +29,21 @@ ROUNDS = 5
 
 
 def figures() -> Iterator[Figure]:
+    found: list[Figure] = []
     with tempfile.TemporaryDirectory() as directory, RedisServer(Path(directory), appendonly="no") as server:
         for name in NAMES:
             for merge in MERGES:
-                yield from _figures(server.client(), name, merge)
+                found += _figures(server.client(), name, merge)
+    yield from found
+    for name, reach in (("redis.bytes_ratio", 1.1), ("redis.pull_ratio", 1.4)):
+        yield _together(name, reach, [figure for figure in found if figure.name.startswith(name)])
+
+
+def _together(name: str, reach: float, parts: list[Figure]) -> Figure:
+    """Of all workloads: what is ours in all, over what the bound is in all."""
+    limit = sum(part.bound or 0.0 for part in parts)
+    value = sum(part.value * (part.bound or 0.0) for part in parts) / limit
+    return Figure(name, value, parts[0].unit, reach, limit, parts[0].bound_unit)
 
 
 def _figures(client: redis.Redis, name: str, merge: str) -> Iterator[Figure]:

@@ -148,10 +148,7 @@ class RedisShards:
         else:
             # The index is asked for again, lest the batch was published anew, and the first piece with it.
             with translated(self._client):
-                asking = self._client.pipeline(transaction=False)
-                asking.get(keys.index(batch))
-                asking.get(keys.piece(seen.found.nonce, address, 0))
-                raw, first = cast(list[bytes | None], asking.execute())
+                raw, first = self._get_both(keys.index(batch), keys.piece(seen.found.nonce, address, 0))
             if raw != seen.raw:
                 seen, first = self._look(run, batch), None
         names = _piece_keys(keys, seen.found.nonce, _of(seen, run, batch, address))
@@ -218,6 +215,12 @@ class RedisShards:
     def _find(self, keys: ShardKeys, batch: int) -> _Index | None:
         found = cast(bytes | None, self._client.get(keys.index(batch)))
         return None if found is None else _parsed(found, batch)
+
+    def _get_both(self, one: str, other: str) -> list[bytes | None]:
+        """In one round trip; on a cluster, which may have them on two nodes, in one each."""
+        client = self._client
+        found = client.mget_nonatomic(one, other) if isinstance(client, redis.RedisCluster) else client.mget(one, other)
+        return cast(list[bytes | None], found)
 
     def _look(self, run: str, batch: int) -> _Seen:
         """The index as it is now. Raises NotFoundError where there is none."""
