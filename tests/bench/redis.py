@@ -1,8 +1,9 @@
-"""Shards through Redis over loopback TCP: what they weigh there, and what a pull costs beside fetching the same bytes
-and writing the padded output once."""
+"""Redis over loopback TCP: what rows and shards weigh there, and what a pull costs beside fetching the same bytes and
+writing the padded output once."""
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -15,12 +16,15 @@ from safetensors.numpy import load
 from gristmill.compact import restore
 from gristmill_service.pipeline import mill
 from gristmill_service.pipeline.layout import Shard
+from gristmill_service.run.runs import Runs
 from gristmill_service.store.iovec import join
+from gristmill_service.store.redis.ledger import RedisLedger
 from gristmill_service.store.redis.shards import RedisShards
 from tests.bench.figures import Figure, paired
+from tests.bench.submissions import split
 from tests.bench.workloads import workload
 from tests.redis.fence import OpenFence
-from tests.redis.servers import RedisServer
+from tests.redis.servers import RedisServer, wait_until
 
 NAMES = ("agent", "short")
 MERGES = ("none", "prefix")
@@ -34,6 +38,8 @@ def figures() -> Iterator[Figure]:
         for name in NAMES:
             for merge in MERGES:
                 found += _figures(server.client(), name, merge)
+        for name in NAMES:
+            found += _at_rest(server, name)
     yield from found
     for name, reach in (("redis.bytes_ratio", 1.1), ("redis.pull_ratio", 1.4)):
         yield _together(name, reach, [figure for figure in found if figure.name.startswith(name)])
@@ -57,6 +63,40 @@ def _figures(client: redis.Redis, name: str, merge: str) -> Iterator[Figure]:
     yield Figure(f"redis.bytes_ratio.{name}.{merge}", stored / real, "x real tokens", 1.1, real / 2**20, "MiB")
     ratio, limit = _pull(client, store, batch.shards)
     yield Figure(f"redis.pull_ratio.{name}.{merge}", ratio, "x bound", 1.4, limit * 1e3, "ms")
+
+
+def _at_rest(server: RedisServer, name: str) -> Iterator[Figure]:
+    """The server's own memory, a token that workers sent: of rows alone, and with the shards that are made of them."""
+    work = workload(name)
+    tokens, sent = work.steps.tokens.total, work.input_bytes / work.steps.tokens.total
+    for merge in MERGES:
+        client = server.client()
+        client.flushall()
+        empty = _used(client)
+        ledger = RedisLedger(client, "gristmill", lease_s=10.0)
+        ledger.introduce("127.0.0.1:1", "http://127.0.0.1:1")
+        runs = Runs(RedisShards(client, ledger), ledger)
+        try:
+            # More groups than there are: nothing is sealed before it is asked for.
+            settings = json.loads(work.config(merge).model_dump_json(exclude_defaults=True))
+            runs.create("bench", settings | {"train_batch_size": 2 * settings["train_batch_size"]})
+            run = runs.get("bench")
+            for table in split(work):
+                run.submit(table)
+            rows = _used(client) - empty
+            run.seal(0)
+            wait_until(lambda: run.status().batches_published, "the batch is published")  # noqa: B023
+            held = _used(client) - empty
+        finally:
+            runs.close(0.0)
+            ledger.close()
+        if merge == MERGES[0]:
+            yield Figure(f"redis.rows_bytes_per_token.{name}", rows / tokens, "B/token", None, sent, "B/token sent")
+        yield Figure(f"redis.held_bytes_per_token.{name}.{merge}", held / tokens, "B/token", None, sent, "B/token sent")
+
+
+def _used(client: redis.Redis) -> int:
+    return int(client.info("memory")["used_memory"])
 
 
 def _real_bytes(shard: Shard) -> int:
