@@ -203,7 +203,7 @@ class TestTheOwnerGoes:
         """An owner of the run, and another."""
 
         def begin() -> tuple[Service, Service]:
-            both = services.start(2, *on_redis(shared_redis.url, LEASE_S))
+            both = services.start(2, *on_redis(shared_redis.url, LEASE_S, run))
             both[0].grpc.create(run, CONFIG)
             first = owner(both, run)
             return first, next(one for one in both if one is not first)
@@ -234,7 +234,7 @@ class TestTheOwnerGoes:
         self, services: Services, shared_redis: RedisServer, run: str
     ):
         """Clients see no more of it than retries."""
-        alive = services.start(3, *on_redis(shared_redis.url, LEASE_S))
+        alive = services.start(3, *on_redis(shared_redis.url, LEASE_S, run))
         alive[0].grpc.create(run, CONFIG)
         groups, trained, errors = 60, list[list[str]](), list[BaseException]()
         guard = threading.Lock()
@@ -292,7 +292,7 @@ class TestTheOwnerGoes:
                 least = len(trained) + 3
                 eventually(lambda least=least: len(trained) >= least or errors, "it goes on")
                 victim = owner(alive, run)
-                replacement = services.begin(*on_redis(shared_redis.url, LEASE_S))
+                replacement = services.begin(*on_redis(shared_redis.url, LEASE_S, run))
                 victim.kill()
                 with guard:
                     alive.remove(victim)
@@ -467,7 +467,7 @@ def test_one_that_listens_everywhere_tells_the_others_where_or_does_not_start(sh
 
 
 def test_all_of_them_ended_and_started_again_the_run_goes_on(services: Services, shared_redis: RedisServer, run: str):
-    first, second = services.start(2, *on_redis(shared_redis.url, LEASE_S))
+    first, second = services.start(2, *on_redis(shared_redis.url, LEASE_S, run))
     first.grpc.create(run, CONFIG)
     first.grpc.submit(run, [*group("a"), *group("b"), *group("c")])
     first.grpc.batch(run, 0, wait_s=20)
@@ -475,7 +475,7 @@ def test_all_of_them_ended_and_started_again_the_run_goes_on(services: Services,
     for one in (first, second):
         one.terminate()
     assert [one.process.wait(30) for one in (first, second)] == [0, 0]
-    [third] = services.start(1, *on_redis(shared_redis.url, LEASE_S))
+    [third] = services.start(1, *on_redis(shared_redis.url, LEASE_S, run))
     assert patiently(lambda: third.grpc.submit(run, group("d"))) == ["accepted"] * 2
     assert train(third.grpc, run, 0) == data
     assert sorted(set(uids_of(train(third.grpc, run, 1)))) == ["c", "d"]
