@@ -7,16 +7,18 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench import journal, pipeline, redis, serving, takeover
+from tests.bench import journal, pipeline, redis, replicas, serving, takeover
 from tests.bench.figures import OUTPUT, Figure, write
+
+SOURCES = (pipeline, serving, redis, journal, takeover, replicas)
 
 
 def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 110)
     found: list[Figure] = []
     with console.status("measuring") as status:
-        for source in (pipeline.figures, serving.figures, redis.figures, journal.figures, takeover.figures):
-            for figure in source():
+        for source in SOURCES:
+            for figure in source.figures():
                 found.append(figure)
                 status.update(f"measured {figure.name}")
                 write(found)
