@@ -6,7 +6,16 @@ import signal
 
 import pytest
 
-from gristmill import InvalidArgumentError, RolloutClient, StaleIncarnationError, TrainerClient
+from gristmill import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    RolloutClient,
+    StaleIncarnationError,
+    TrainerClient,
+)
+from gristmill.shards import Position
+from gristmill_service.run.views import BatchState, ShardView
 
 CONFIG = {
     "train_batch_size": 4,
@@ -17,13 +26,13 @@ CONFIG = {
 }
 
 
-def fill(address, run, uids):
+def fill(address, run, uids, length=2):
     with RolloutClient(address, run) as client:
         client.create_run(CONFIG)
         for uid in uids:
             for sample in range(2):
                 with client.trajectory(uid, sample) as trajectory:
-                    trajectory.step([1, 2], [3 + sample, 4], reward=float(sample), is_last_step=True)
+                    trajectory.step([1] * length, [3 + sample, 4], reward=float(sample), is_last_step=True)
 
 
 def uids_of(shard):
@@ -75,3 +84,62 @@ def test_a_service_that_is_killed_goes_on_from_its_journal(start_service, tmp_pa
         assert client.status().rows_accepted == 8, "what came a second time was known"
         assert [group.uid for group in client.groups() if group.is_consumed] == [*"abcd"]
     assert all(shard.metadata["uids"] for shard in shards)
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_a_trainer_goes_on_within_its_batch_when_the_service_is_killed(start_service, tmp_path, monkeypatch, is_mapped):
+    flags = ("--journal-dir", str(tmp_path / "journal"), "--shared-memory-dir", str(tmp_path))
+    before = start_service(*flags)
+    fill(before.grpc_address, "run", "abcd", length=200_000)
+    if not is_mapped:
+        monkeypatch.setattr("gristmill.pull.is_mappable", lambda path, size: False)
+    with TrainerClient(before.grpc_address, "run", 0, auto_commit=False) as trainer:
+        batch = next(iter(trainer))
+        [*expected] = batch.forward()
+        training = batch.mini_batches()
+        next(training).ack()
+
+        before.process.send_signal(signal.SIGKILL)
+        before.process.wait()
+        start_service(*flags, "--grpc-address", before.grpc_address)
+
+        shard = next(training)
+        shard.ack()
+    assert shard.is_mapped == is_mapped
+    assert str(shard.position) == "batch 0 epoch 0 mini-batch 1"
+    assert all(shard[name].equal(expected[1][name]) for name in expected[1].tensors), "the same batch came again"
+
+
+def test_a_shard_that_is_withdrawn_while_it_is_asked_for_or_read_is_waited_for(service, run_name, monkeypatch):
+    fill(service.grpc_address, run_name, "abcd")
+    run = type(service.runs.get(run_name))
+    shard, read = run.shard, run.read_shard
+    pending = [ShardView(BatchState.PENDING, Position(0), incarnation=0)] * 2
+    refusals = [NotFoundError("batch 0 is not published, or freed already")]
+
+    def found(self, *question):
+        return pending.pop() if pending else shard(self, *question)
+
+    def read_or_withdrawn(self, batch, address):
+        if refusals:
+            raise refusals.pop()
+        return read(self, batch, address)
+
+    # Nothing that happens in the run ends the wait.
+    monkeypatch.setattr("gristmill.transport.LONGEST_WAIT_S", 0.2)
+    monkeypatch.setattr(run, "shard", found)
+    monkeypatch.setattr(run, "read_shard", read_or_withdrawn)
+    with TrainerClient(service.grpc_address, run_name, 0) as trainer:
+        [*shards] = next(iter(trainer)).forward()
+    assert not pending
+    assert not refusals
+    assert [shard.position.mini_batch for shard in shards] == [0, 1]
+
+
+def test_a_batch_that_lies_ahead_is_not_waited_for(service, run_name):
+    fill(service.grpc_address, run_name, "abcd")
+    with (
+        TrainerClient(service.grpc_address, run_name, 0) as trainer,
+        pytest.raises(FailedPreconditionError, match="batch 1 epoch 0 mini-batch 0 is not published"),
+    ):
+        trainer.open_shard(Position(1))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gristmill.batch import Batch
 from gristmill.calls import check_run
-from gristmill.errors import BatchFailedError, FailedPreconditionError, InvalidArgumentError
+from gristmill.errors import BatchFailedError, FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gristmill.pull import map_published, stream
 from gristmill.shards import MODELS, Position, ShardAddress
 from gristmill.torch import Conversion, Shard
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 _STATE_VERSION = 1
+_WITHDRAWN_PAUSE_S = 0.1
 
 
 class TrainerClient:
@@ -258,27 +259,50 @@ class TrainerClient:
     # Shards.
 
     def open_shard(self, position: Position, acknowledge: Callable[[], None] | None = None) -> Shard:
-        """One published shard of this rank, wherever it stands in the training order: mapped where the service's shared
-        memory is this machine's, else streamed. May be repeated until its batch is freed.
+        """One shard of this rank, wherever it stands in the training order: mapped where the service's shared memory is
+        this machine's, else streamed. May be repeated until its batch is freed.
 
-        acknowledge: what the shard's `ack` does; None where there is nothing to acknowledge.
-        Raises NotFoundError for a batch that is freed, and FailedPreconditionError for one not published yet.
+        A batch up to the rank's own is waited for, as iteration does: a service that comes back makes what it had
+        published again. acknowledge: what the shard's `ack` does; None where there is nothing to acknowledge.
+        Raises NotFoundError for a batch that is freed, BatchFailedError for one that could not be made, and
+        FailedPreconditionError for one that lies ahead and is not published yet.
         """
+        while True:
+            found = self._find_shard(position)
+            address = ShardAddress(self.run, self.model, self.rank, position.batch, position.mini_batch)
+            mapped = map_published(address, found.shared_memory_path, found.size_bytes)
+            try:
+                tensors, metadata = mapped or stream(self._transport, address, found.size_bytes)
+            except NotFoundError:
+                # Withdrawn since it was found, or freed: the next answer tells which.
+                self._transport.pause(_WITHDRAWN_PAUSE_S)
+                continue
+            is_mapped = mapped is not None
+            return Shard(tensors, metadata, self._convert, position, is_mapped=is_mapped, acknowledge=acknowledge)
+
+    def _find_shard(self, position: Position) -> trainer_pb2.GetShardResponse:
+        found: trainer_pb2.GetShardResponse = self._transport.wait(
+            lambda wait_s: self._ask_shard(position, wait_s),
+            lambda answer: bool(answer.state != trainer_pb2.BATCH_STATE_PENDING),
+            inf if position.batch <= self.position.batch else 0.0,
+        )
+        if found.state != trainer_pb2.BATCH_STATE_PUBLISHED:
+            raise FailedPreconditionError(f"run {self.run!r}: {position} is not published; iterate the trainer to wait")
+        return found
+
+    def _ask_shard(self, position: Position, wait_s: float) -> trainer_pb2.GetShardResponse:
         request = trainer_pb2.GetShardRequest(
             run=self.run,
             model=MODELS[self.model],
             rank=self.rank,
             position=position.message(),
+            wait_s=wait_s,
             incarnation=self._incarnation,
         )
-        found = self._transport.call(self._transport.trainers.GetShard, request)
-        if found.state != trainer_pb2.BATCH_STATE_PUBLISHED:
-            raise FailedPreconditionError(f"run {self.run!r}: {position} is not published; iterate the trainer to wait")
-        address = ShardAddress(self.run, self.model, self.rank, position.batch, position.mini_batch)
-        mapped = map_published(address, found.shared_memory_path, found.size_bytes)
-        tensors, metadata = mapped or stream(self._transport, address, found.size_bytes)
-        is_mapped = mapped is not None
-        return Shard(tensors, metadata, self._convert, position, is_mapped=is_mapped, acknowledge=acknowledge)
+        response: trainer_pb2.GetShardResponse = self._transport.call(
+            self._transport.trainers.GetShard, request, wait_s=wait_s
+        )
+        return response
 
     def acknowledge(self, position: Position, following: Position) -> None:
         """What a shard's `ack` calls. `following` is the position after it."""
