@@ -11,13 +11,16 @@ from gristmill.shards import Position
 
 
 class Effect(NamedTuple):
-    """One row that took effect. digest: of its tokens."""
+    """One row that took effect: steps first..last of a trajectory. digest: of its tokens. trained: how many of them the
+    loss takes. reward: the sum over its tokens."""
 
     uid: str
     sample: int
     first: int
     last: int
     digest: str
+    trained: int
+    reward: float
 
 
 class Trained(NamedTuple):
@@ -30,14 +33,17 @@ class RankLedger:
         self._database = sqlite3.connect(path, isolation_level=None)
         self._database.execute("PRAGMA synchronous = OFF")
         self._database.execute("CREATE TABLE IF NOT EXISTS checkpoints (number INTEGER PRIMARY KEY, b, e, m)")
-        self._database.execute("CREATE TABLE IF NOT EXISTS steps (number, b, e, m, uid, sample, first, last, digest)")
+        self._database.execute(
+            "CREATE TABLE IF NOT EXISTS steps (number, b, e, m, uid, sample, first, last, digest, trained, reward)"
+        )
 
     def save(self, number: int, next_position: Position, trained: Sequence[Trained]) -> None:
         self._database.execute("BEGIN")
         for position, effects in trained:
             # A mini-batch of padding rows alone has a line, too.
-            for effect in effects or [Effect("", 0, 0, 0, "")]:
-                self._database.execute("INSERT INTO steps VALUES (?,?,?,?,?,?,?,?,?)", (number, *position, *effect))
+            for effect in effects or [Effect("", 0, 0, 0, "", 0, 0.0)]:
+                line = (number, *position, *effect)
+                self._database.execute("INSERT INTO steps VALUES (?,?,?,?,?,?,?,?,?,?,?)", line)
         self._database.execute("INSERT INTO checkpoints VALUES (?,?,?,?)", (number, *next_position))
         self._database.execute("COMMIT")
 

@@ -164,7 +164,8 @@ def _effects(data: bytes) -> list[Effect]:
             continue
         tokens = tensors["sequences"][index][tensors["attention_mask"][index] == 1]
         span = (int(tensors[name][index]) for name in ("sample", "step_first", "step_last"))
-        effects.append(Effect(uid, *span, digest(tokens.astype(np.int64).tolist())))
+        trained, reward = int(tensors["loss_mask"][index].sum()), float(tensors["rewards"][index].sum())
+        effects.append(Effect(uid, *span, digest(tokens.astype(np.int64).tolist()), trained, reward))
     return effects
 
 

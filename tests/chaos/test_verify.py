@@ -8,9 +8,9 @@ import pytest
 
 from gristmill.groups import Group
 from gristmill.shards import Position
-from tests.chaos.contents import SAMPLES, Contents, digest
+from tests.chaos.contents import SAMPLES, Contents
 from tests.chaos.ledger import Effect, RankLedger, Trained
-from tests.chaos.verify import verify
+from tests.chaos.verify import expected_effect, verify
 from tests.chaos.worker import WorkerLog
 
 CONTENTS = Contents(5)
@@ -35,8 +35,8 @@ def worker_log():
 def effects_of(uid, sample, attempt=0):
     """As without merging: a row a step."""
     return [
-        Effect(uid, sample, row["step"], row["step"], digest(row["prompt_token_ids"] + row["response_ids"]))
-        for row in CONTENTS.rows(uid, sample, attempt)
+        expected_effect(CONTENTS, Effect(uid, sample, step, step, "", 0, 0.0), attempt)
+        for step in range(CONTENTS.steps(uid, sample))
     ]
 
 
@@ -117,6 +117,34 @@ def test_tokens_that_nobody_sent_are_seen():
     wrong = ranks[0][0].effects[0]._replace(digest="0" * 16)
     ranks[0][0] = ranks[0][0]._replace(effects=[wrong, *ranks[0][0].effects[1:]])
     assert judged(launches=[ranks]).wrong
+
+
+def test_a_trajectory_that_was_aborted_may_not_be_trained():
+    uid, sample = next(
+        (uid, sample)
+        for uid in (f"w0-{index}" for index in range(500))
+        for sample in range(SAMPLES)
+        if CONTENTS.is_aborted(uid, sample) and not CONTENTS.is_aborted(uid, 1 - sample)
+    )
+    log = WorkerLog(Path("unused"), {(uid, 0): 0, (uid, 1): 0}, {uid})
+    log.rows += [(uid, 1 - sample, row["step"], 0, "ACCEPTED") for row in CONTENTS.rows(uid, 1 - sample, 0)]
+    told = {"logs": [log], "groups": [Group(uid, 0, "sealed", 0, "")]}
+    own = [Trained(Position(0, epoch, 0), effects_of(uid, 1 - sample)) for epoch in range(2)]
+    assert judged(launches=[[own]], **told).is_clean
+    both = [step._replace(effects=[*step.effects, *effects_of(uid, sample)]) for step in own]
+    assert judged(launches=[[both]], **told).wrong
+
+
+@pytest.mark.parametrize("change", [{"trained": 0}, {"reward": 7.0}])
+def test_masks_and_rewards_that_nobody_sent_are_seen(change):
+    ranks = training()
+    wrong = ranks[0][0].effects[0]._replace(**change)
+    ranks[0][0] = ranks[0][0]._replace(effects=[wrong, *ranks[0][0].effects[1:]])
+    assert judged(launches=[ranks]).wrong
+
+
+def test_a_group_that_is_trained_in_another_batch_is_seen():
+    assert judged(groups=[group._replace(batch=1 - group.batch) for group in groups()]).wrong
 
 
 def test_an_attempt_that_was_superseded_may_not_be_trained():

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from math import isclose
 
 from gristmill.groups import Group
 from gristmill.shards import Position
@@ -43,6 +44,7 @@ def verify(
     _check_order(launches, epochs, verdict)
     effects = _effects_by_epoch(launches)
     known = {group.uid: group for group in groups}
+    _check_batches(launches, known, verdict)
     verdict.groups = Counter(group.reason or group.state for group in known.values())
     for log in logs:
         accepted: dict[str, list[tuple[str, int, int, int, str]]] = {}
@@ -81,6 +83,16 @@ def _check_order(launches: Sequence[Sequence[Sequence[Trained]]], epochs: int, v
     verdict.out_of_order += [
         f"step {at} is {found} where the plan has {planned}" for at, (found, planned) in pairs if found != planned
     ]
+
+
+def _check_batches(
+    launches: Sequence[Sequence[Sequence[Trained]]], known: Mapping[str, Group], verdict: Verdict
+) -> None:
+    """A group trains in the batch that the service says it went into."""
+    for trained in (trained for ranks in launches for rank in ranks for trained in rank):
+        for uid in sorted({effect.uid for effect in trained.effects}):
+            if uid in known and known[uid].batch != trained.position.batch:
+                verdict.wrong.append(f"{uid}: of batch {known[uid].batch} and trained at {trained.position}")
 
 
 def _effects_by_epoch(
@@ -147,6 +159,8 @@ def _check_trajectory(
             if accepted and not contents.is_aborted(uid, sample):
                 verdict.lost.append(f"{name}: accepted, and not trained in epoch {epoch}")
             continue
+        if contents.is_aborted(uid, sample):
+            verdict.wrong.append(f"{name}: aborted, and trained in epoch {epoch}")
         steps = [step for effect in own for step in range(effect.first, effect.last + 1)]
         count = contents.steps(uid, sample)
         if len(steps) > len(set(steps)):
@@ -156,12 +170,22 @@ def _check_trajectory(
         else:
             least = max((row[3] for row in accepted), default=0)
             if not any(_is_attempt(contents, own, attempt) for attempt in range(least, last_attempt + 1)):
-                verdict.wrong.append(f"{name}: epoch {epoch} trained tokens that are of no attempt from {least} on")
+                verdict.wrong.append(f"{name}: epoch {epoch} trained what is of no attempt from {least} on: {own}")
 
 
 def _is_attempt(contents: Contents, effects: Sequence[Effect], attempt: int) -> bool:
-    rows = contents.rows(effects[0].uid, effects[0].sample, attempt)
     return all(
-        effect.digest == digest([*rows[effect.last]["prompt_token_ids"], *rows[effect.last]["response_ids"]])
+        effect[:-1] == expected[:-1] and isclose(effect.reward, expected.reward, abs_tol=1e-5)
         for effect in effects
+        for expected in [expected_effect(contents, effect, attempt)]
     )
+
+
+def expected_effect(contents: Contents, effect: Effect, attempt: int) -> Effect:
+    """What these steps of that attempt come to as one row, rewards that came late included."""
+    uid, sample, first, last, *_ = effect
+    rows = contents.rows(uid, sample, attempt)
+    tokens = [*rows[last]["prompt_token_ids"], *rows[last]["response_ids"]]
+    trained = sum(len(row["response_ids"]) for row in rows[first : last + 1])
+    reward = sum(contents.reward(uid, sample, step) for step in range(first, last + 1))
+    return Effect(uid, sample, first, last, digest(tokens), trained, reward)

@@ -88,11 +88,13 @@ class Worker:
         # Who starts again goes on with the same tokens, or samples others under a higher attempt.
         attempt = 0 if before is None else before + (before + sample + _index(uid)) % 2
         self._log.write("begin", uid, sample, attempt)
-        for row in self._contents.rows(uid, sample, attempt):
+        is_aborted = self._contents.is_aborted(uid, sample)
+        rows = self._contents.rows(uid, sample, attempt)
+        for row in rows[:-1] if is_aborted else rows:
             [outcome] = self._client.submit_rows([row])
             self._log.write("row", uid, sample, row["step"], attempt, outcome.name)
             self._heartbeats.beat(self._number)
-        if self._contents.is_aborted(uid, sample):
+        if is_aborted:
             self._client.abort_trajectory(uid, sample, reason=ABORT_REASON)
         elif self._contents.is_rewarded_late(uid, sample):
             step = self._contents.steps(uid, sample) - 1
