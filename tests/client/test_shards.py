@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from gristmill import FailedPreconditionError, InvalidArgumentError
+from gristmill.pieces import frame, unframe
 from gristmill.rows import from_rows
 from gristmill.shards import Position, ShardAddress, is_mappable
 from gristmill.torch import Conversion, Shard, map_shard, open_shard, parse_shard, token_logprobs
+from gristmill.v1 import trainer_pb2
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import mill
 from gristmill_service.store.iovec import join
@@ -289,6 +292,33 @@ def test_streamed_bytes_and_a_mapped_file_say_the_same(path):
     assert mapped[1] == streamed[1]
     assert mapped[0].keys() == streamed[0].keys()
     assert all(np.array_equal(mapped[0][name].numpy(), streamed[0][name].numpy()) for name in mapped[0])
+
+
+# Messages.
+
+
+@given(st.binary(max_size=300), st.booleans(), st.sampled_from([0, 1 << 7, 1 << 14, 1 << 20]))
+def test_messages_made_by_hand_are_those_of_the_contract(data, is_compact, more):
+    data += bytes(more)
+    message = frame(memoryview(data), is_compact=is_compact)
+    parsed = trainer_pb2.ReadShardResponse.FromString(message)
+    assert (parsed.data, parsed.is_compact) == (data, is_compact)
+    for one in (message, parsed.SerializeToString()):
+        piece, came_compact = unframe(one)
+        assert (bytes(piece), came_compact) == (data, is_compact)
+
+
+def test_a_message_of_a_newer_service_is_read():
+    later = b"\xfa\x01\x03new"
+    for message in (frame(b"abc", is_compact=True) + later, later + frame(b"abc", is_compact=True)):
+        piece, is_compact = unframe(message)
+        assert (bytes(piece), is_compact) == (b"abc", True)
+
+
+@pytest.mark.parametrize("spoil", [lambda message: message[:-1], lambda message: b"\x0a", lambda message: b"\x0a\xff"])
+def test_bytes_that_are_no_message_are_refused(spoil):
+    with pytest.raises(InvalidArgumentError, match="is no ReadShardResponse: .*; read the shard again"):
+        unframe(spoil(frame(b"abc", is_compact=False)))
 
 
 def test_token_logprobs_are_those_of_the_next_token():

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gristmill.compact import restore
 from gristmill.errors import InvalidArgumentError, UnavailableError
+from gristmill.pieces import unframe
 from gristmill.shards import ShardAddress, is_mappable
 from gristmill.torch import Tensors, map_shard, parse_shard
 from gristmill.transport import Retry, Transport, failure_of
@@ -18,6 +19,7 @@ from gristmill.v1 import trainer_pb2
 
 # A stream that brings less than this is given up and made again.
 _SLOWEST_BYTES_PER_S = 5e6
+_READ_SHARD = "/gristmill.v1.TrainerService/ReadShard"
 
 
 def map_published(address: ShardAddress, path: str, size: int) -> tuple[Tensors, dict[str, Any]] | None:
@@ -42,20 +44,32 @@ def stream(transport: Transport, address: ShardAddress, size: int) -> tuple[Tens
     retry = Retry(transport.timeout_s, transport.channels.count)
     while True:
         try:
-            data = _read(transport, address, retry.attempt_s(size / _SLOWEST_BYTES_PER_S))
+            data = _read(transport, address, size, retry.attempt_s(size / _SLOWEST_BYTES_PER_S))
         except grpc.RpcError as call:
             transport.pause(retry.pause_s(failure_of(call, transport.address)))
             continue
-        if len(data) != size:
-            raise UnavailableError(f"{address}: {len(data)} bytes came where the service told {size}; read it again")
         return parse_shard(data, str(address))
 
 
-def _read(transport: Transport, address: ShardAddress, timeout_s: float) -> NDArray[np.uint8]:
+def _read(transport: Transport, address: ShardAddress, size: int, timeout_s: float) -> NDArray[np.uint8]:
+    """The file's bytes; more or less than `size` where the service sends more or less."""
     request: trainer_pb2.ReadShardRequest = address.request()
     request.accepts_compact = True
-    is_compact, pieces = False, []
-    for message in transport.trainers.ReadShard(request, timeout=timeout_s):
-        is_compact = message.is_compact
-        pieces.append(message.data)
-    return restore(pieces) if is_compact else np.frombuffer(bytearray().join(pieces), np.uint8)
+    # Bytes as they come, which `unframe` reads.
+    serialize = trainer_pb2.ReadShardRequest.SerializeToString
+    read = transport.channels.unary_stream(_READ_SHARD, request_serializer=serialize)
+    data: NDArray[np.uint8] = np.empty(size, np.uint8)
+    into, came, compact = data.data, 0, []
+    for message in read(request, timeout=timeout_s):
+        piece, is_compact = unframe(message)
+        if is_compact:
+            compact.append(piece)
+        else:
+            # What is too much is counted only.
+            into[came : came + len(piece)] = piece[: max(0, size - came)]
+        came += len(piece)
+    if compact:
+        return restore(compact)
+    if came != size:
+        raise UnavailableError(f"{address}: {came} bytes came where the service told {size}; read it again")
+    return data

@@ -15,8 +15,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from gristmill.errors import UnavailableError
-from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc, trainer_pb2
 from gristmill_service.api.backend import Backend
+from gristmill_service.api.rpc import trainers
 from gristmill_service.api.rpc.forwarding import Forwarding
 from gristmill_service.api.rpc.guard import Guard
 from gristmill_service.api.rpc.rollouts import RolloutServicer
@@ -67,7 +68,7 @@ class GrpcServer:
                 rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
                 RolloutServicer(backend, streams, self._forwarding),
             ),
-            (trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(backend, streams)),
+            (trainers.add_to_server, TrainerServicer(backend, streams)),
             (health_pb2_grpc.add_HealthServicer_to_server, self._health),
         )
         for add, servicer in servicers:
