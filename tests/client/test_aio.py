@@ -20,6 +20,7 @@ from gristmill import (
     TrainerClient,
     Trajectory,
     UnavailableError,
+    calls,
 )
 from tests.client.faulty import FaultyService, serving, unavailable
 
@@ -67,6 +68,18 @@ def test_many_rollouts_in_one_loop(service, run_name):
     with TrainerClient(service.grpc_address, run_name, 0) as trainer:
         (shard,) = next(iter(trainer)).mini_batches()
         assert shard["sequences"].tolist() == [[1, 2, 3, 4, 5]] * 4
+
+
+def test_a_long_wait_for_room_tells_why(service, run_name, monkeypatch, caplog):
+    async def work():
+        async with AsyncRolloutClient(service.grpc_address, run_name) as client:
+            await client.create_run(CONFIG)
+            await client.begin_groups(["a", "b"])
+            return await client.begin_groups(["c"], wait_s=0.05)
+
+    monkeypatch.setattr(calls, "ROOM_NOTICE_S", 0.0)
+    assert asyncio.run(work()) == []
+    assert "no room for groups for 0 s now: max_buffered_batches: 1 batches" in caplog.text
 
 
 def test_every_other_call(service, run_name):

@@ -21,8 +21,10 @@ from gristmill import (
     RowOutcome,
     StaleIncarnationError,
     TrainerClient,
+    calls,
 )
 from gristmill.shards import Position
+from gristmill.v1 import rollout_pb2
 
 CONFIG = {
     "train_batch_size": 2,
@@ -422,6 +424,29 @@ def test_begun_groups_are_those_that_there_is_room_for(client, trainer):
     assert waiting == [["p2", "p3"]]
     assert client.begin_groups(uids[:2]) == []
     assert client.begin_groups([]) == []
+
+
+def test_a_long_wait_for_room_tells_why(client, monkeypatch, caplog):
+    client.create_run(CONFIG | {"max_buffered_batches": 1})
+    roll_out(client, prompts(0, 2))
+    assert client.begin_groups(["late"], wait_s=0.05) == []
+    assert caplog.messages == []
+    monkeypatch.setattr(calls, "ROOM_NOTICE_S", 0.0)
+    assert client.begin_groups(["late"], wait_s=0.05) == []
+    assert f"run {client.run!r}: no room for groups for 0 s now: max_buffered_batches: 1 batches" in caplog.messages[0]
+
+
+def test_waiting_for_room_is_told_once_in_a_while(monkeypatch, caplog):
+    times = iter((0.0, 0.1, 20.0, 40.0, 50.0, 60.0, 80.0, 100.0))
+    monkeypatch.setattr(calls.time, "monotonic", lambda: next(times))
+    wait = calls.RoomWait("run")
+    full = rollout_pb2.BeginGroupsResponse(admissions=[rollout_pb2.GROUP_ADMISSION_NO_ROOM], reason="it is full")
+    assert not any(wait.is_over(full) for _ in range(7))
+    assert [message.split("for groups for ")[1] for message in caplog.messages] == [
+        "40 s now: it is full",
+        "80 s now: it is full",
+    ]
+    assert wait.is_over(rollout_pb2.BeginGroupsResponse(admissions=[rollout_pb2.GROUP_ADMISSION_ADMITTED]))
 
 
 def test_rows_of_a_group_without_room_wait_until_there_is(service, client, trainer):

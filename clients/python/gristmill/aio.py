@@ -160,7 +160,7 @@ class AsyncRolloutClient:
         if calls.waits_for_room(answer) and wait_s:
             answer = await self._transport.wait(
                 lambda part_s: self._ask_groups(uids, round, part_s),
-                lambda answer: not calls.waits_for_room(answer),
+                calls.RoomWait(self.run).is_over,
                 wait_s,
             )
         return calls.admitted(uids, answer)

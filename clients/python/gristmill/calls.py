@@ -1,8 +1,10 @@
-"""Requests and answers of the rollout calls, for the blocking and the asyncio client alike. Pure."""
+"""Requests and answers of the rollout calls, for the blocking and the asyncio client alike. Makes no calls."""
 
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
@@ -15,6 +17,11 @@ from gristmill.outbox import Limits
 from gristmill.steps import TrajectoryKey
 from gristmill.trajectory import plain
 from gristmill.v1 import rollout_pb2, run_pb2
+
+_log = logging.getLogger("gristmill")
+
+# Waiting for room is how producers are paced, so only a long wait is told; seconds, at least, between two warnings.
+ROOM_NOTICE_S = 30.0
 
 # A row waits so long for others to share its message.
 _LINGER_S = 0.003
@@ -57,6 +64,23 @@ def waits_for_room(answer: rollout_pb2.BeginGroupsResponse) -> bool:
     states = set(answer.admissions)
     admits = rollout_pb2.GROUP_ADMISSION_ADMITTED in states
     return not admits and rollout_pb2.GROUP_ADMISSION_NO_ROOM in states
+
+
+class RoomWait:
+    """One wait for room. Warns why there is none, with the first answer after each ROOM_NOTICE_S of waiting."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._began = self._told = time.monotonic()
+
+    def is_over(self, answer: rollout_pb2.BeginGroupsResponse) -> bool:
+        if not waits_for_room(answer):
+            return True
+        now = time.monotonic()
+        if now - self._told >= ROOM_NOTICE_S:
+            self._told = now
+            _log.warning("run %r: no room for groups for %.0f s now: %s", self._run, now - self._began, answer.reason)
+        return False
 
 
 def set_reward(run: str, key: TrajectoryKey, step: int | None, reward: Any) -> rollout_pb2.SetRewardsRequest:

@@ -124,14 +124,15 @@ class RolloutClient:
         Waits until at least one is admitted, for `wait_s` at most (None: as long as it takes, 0: not at all). It does
         not wait for all: workers that each held a part and waited for the rest would wait for each other. Groups that
         are finished (sealed or dropped before) are never returned, so that without a limit an empty list says that
-        nothing of these is left to do. Idempotent: a group that is open already is admitted again.
+        nothing of these is left to do. Idempotent: a group that is open already is admitted again. Why there is no room
+        is logged as a warning while it waits, from 30 s on.
         """
         uids, wait_s = calls.uids_of(uids), calls.wait_of(wait_s)
         answer = self._ask_groups(uids, round, 0.0)
         if calls.waits_for_room(answer) and wait_s:
             answer = self._transport.wait(
                 lambda part_s: self._ask_groups(uids, round, part_s),
-                lambda answer: not calls.waits_for_room(answer),
+                calls.RoomWait(self.run).is_over,
                 wait_s,
             )
         return calls.admitted(uids, answer)
@@ -215,8 +216,7 @@ class RolloutClient:
 
     def _submit(self, table: Steps) -> list[RowOutcome]:
         delivery = Delivery()
-        self._sender.put(table, delivery)
-        self._sender.wait(delivery)
+        self._sender.send(table, delivery)
         if error := self._sender.told(delivery):
             raise error
         return [outcome for outcome in delivery.outcomes if outcome is not None]
