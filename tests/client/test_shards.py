@@ -317,7 +317,7 @@ def test_a_message_of_a_newer_service_is_read():
 
 @pytest.mark.parametrize("spoil", [lambda message: message[:-1], lambda message: b"\x0a", lambda message: b"\x0a\xff"])
 def test_bytes_that_are_no_message_are_refused(spoil):
-    with pytest.raises(InvalidArgumentError, match="is no ReadShardResponse: .*; read the shard again"):
+    with pytest.raises(InvalidArgumentError, match=r"is no ReadShardResponse: .*; read the shard again"):
         unframe(spoil(frame(b"abc", is_compact=False)))
 
 

@@ -1,5 +1,9 @@
 """Waiting for a run to change: bounded in number and time, and ended by whoever goes away, the caller or the service.
 
+Hundreds wait for the same: the ranks of a trainer for one batch. So it is not they who look at the run after each
+change, but one thread for all, once for each question; they sleep until it has found their answer. A run that changes
+all the time pays for its waiters with that one look.
+
 A wait over gRPC holds a thread, so that at most `limit` wait at once, over both doors; one more is answered at once
 with what is so far. Nothing here knows what is waited for.
 """
@@ -10,9 +14,9 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Hashable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.concurrency import run_in_threadpool
@@ -22,8 +26,9 @@ from gristmill.errors import InvalidArgumentError, UnavailableError
 T = TypeVar("T")
 
 LONGEST_WAIT_S = 30.0
-# A waiter looks again at most this often, so that hundreds of them cost a busy run little.
-_PAUSE_S = 0.002
+# Between two looks the watching thread pauses so long at least, and so many times what the last look took: different
+# questions by the hundred must not take a busy run's time either.
+_PAUSE_S, _PAUSE_LOOKS = 0.001, 8
 
 
 class Changes(Protocol):
@@ -44,11 +49,56 @@ class Caller(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[T]):
-    """What a caller asks for: read again after each change until the answer is settled."""
+    """What a caller asks for: read again after changes until the answer is settled.
+
+    key: questions about the same `changes` with the same key have the same answer, which is read once for all of them.
+        None: a question of its own.
+    """
 
     changes: Changes
     read: Callable[[], T]
     is_settled: Callable[[T], bool]
+    key: Hashable = None
+
+
+class _Topic(Generic[T]):
+    """One question, and those who wait for its answer."""
+
+    def __init__(self, question: Question[T]) -> None:
+        self._question = question
+        self.wakers: set[Callable[[], None]] = set()
+        self.is_over = False
+        self._answer: list[T] = []
+
+    def look(self) -> None:
+        """Reads the answer. One that cannot be read is found by each who waits, whose error it is."""
+        try:
+            answer = self._question.read()
+            self.is_over = self._question.is_settled(answer)
+        except Exception:  # noqa: BLE001
+            self.is_over = True
+            return
+        if self.is_over:
+            self._answer.append(answer)
+
+    def answer(self, question: Question[T]) -> T:
+        """The settled answer, else as it is now."""
+        return self._answer[0] if self._answer else question.read()
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """The topics of one run. was_changed: since they were last looked at."""
+
+    changed: threading.Event
+    topics: dict[Hashable, _Topic[Any]] = field(default_factory=dict)
+    was_changed: bool = False
+
+    def wake(self) -> None:
+        """What a change calls: from the thread of a producer, so that it does next to nothing."""
+        if not self.was_changed:
+            self.was_changed = True
+            self.changed.set()
 
 
 class Waiting:
@@ -58,6 +108,9 @@ class Waiting:
         self._limit = limit
         self._lock = threading.Lock()
         self._wakers: set[Callable[[], None]] = set()
+        self._watches: dict[Changes, _Watch] = {}
+        self._changed = threading.Event()
+        self._is_watching = False
         self._closed = False
 
     @property
@@ -79,18 +132,14 @@ class Waiting:
         if question.is_settled(answer) or not wait_s:
             return answer
         woken = threading.Event()
-        with self._place(woken.set, question.changes) as found:
-            if not found or not caller.add_callback(woken.set):
+        with self._place(question, woken.set) as topic:
+            if topic is None or not caller.add_callback(woken.set):
                 return answer
-            while True:
-                woken.clear()
-                answer = question.read()
-                left = deadline - time.monotonic()
-                if self._is_over(question.is_settled(answer), left) or not caller.is_active():
-                    return answer
-                woken.wait(left)
-                if not self._closed:
-                    time.sleep(_PAUSE_S)
+            # Woken once: by the answer, the caller's going away, or the service's.
+            if not self._closed:
+                woken.wait(deadline - time.monotonic())
+            answer = topic.answer(question)
+        return self._checked(question, answer)
 
     async def ask_async(self, question: Question[T], wait_s: float, gone: Coroutine[Any, Any, None]) -> T:
         """The same for asyncio, holding no thread. `gone` returns when the caller has gone away."""
@@ -109,46 +158,98 @@ class Waiting:
         watcher.add_done_callback(lambda _: woken.set())
 
         def wake() -> None:
-            # A change may come while the loop is closing, when nobody waits any more.
+            # The answer may come while the loop is closing, when nobody waits any more.
             with suppress(RuntimeError):
-                if not woken.is_set():
-                    loop.call_soon_threadsafe(woken.set)
+                loop.call_soon_threadsafe(woken.set)
 
-        with self._place(wake, question.changes) as found:
-            if not found:
+        with self._place(question, wake) as topic:
+            if topic is None:
                 return answer
-            while True:
-                woken.clear()
-                answer = await run_in_threadpool(question.read)
-                left = deadline - time.monotonic()
-                if self._is_over(question.is_settled(answer), left) or watcher.done():
-                    return answer
+            if not self._closed:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(woken.wait(), left)
-                if not self._closed:
-                    await asyncio.sleep(_PAUSE_S)
+                    await asyncio.wait_for(woken.wait(), deadline - time.monotonic())
+            answer = await run_in_threadpool(topic.answer, question)
+        return self._checked(question, answer)
 
-    def _is_over(self, settled: bool, left: float) -> bool:
-        if self._closed and not settled:
+    def _checked(self, question: Question[T], answer: T) -> T:
+        if self._closed and not question.is_settled(answer):
             raise UnavailableError("the service is shutting down; ask again when it is back")
-        return settled or left <= 0
+        return answer
 
     @contextmanager
-    def _place(self, wake: Callable[[], None], changes: Changes) -> Iterator[bool]:
-        """A place among those who wait, or False where there is none."""
+    def _place(self, question: Question[T], wake: Callable[[], None]) -> Iterator[_Topic[T] | None]:
+        """A place among those who wait for the question's answer, or None where there is none."""
+        # Whoever shares no question has it under a name of his own.
+        key = wake if question.key is None else question.key
         with self._lock:
-            if found := len(self._wakers) < self._limit:
-                self._wakers.add(wake)
-        if not found:
-            yield False
-            return
-        changes.subscribe(wake)
+            topic = self._join(question, key, wake) if len(self._wakers) < self._limit else None
         try:
-            yield True
+            yield topic
         finally:
-            changes.unsubscribe(wake)
+            if topic is not None:
+                with self._lock:
+                    self._leave(question.changes, key, topic, wake)
+
+    def _join(self, question: Question[T], key: Hashable, wake: Callable[[], None]) -> _Topic[T]:
+        self._wakers.add(wake)
+        watch = self._watches.get(question.changes)
+        if watch is None:
+            watch = self._watches[question.changes] = _Watch(self._changed)
+            question.changes.subscribe(watch.wake)
+        topic = watch.topics.get(key)
+        if topic is None:
+            topic = watch.topics[key] = _Topic(question)
+            # It may have changed after the caller read it, before anybody watched.
+            watch.wake()
+        topic.wakers.add(wake)
+        if not self._is_watching:
+            self._is_watching = True
+            threading.Thread(target=self._look, name="gristmill-waiting", daemon=True).start()
+        return topic
+
+    def _leave(self, changes: Changes, key: Hashable, topic: _Topic[Any], wake: Callable[[], None]) -> None:
+        self._wakers.discard(wake)
+        topic.wakers.discard(wake)
+        watch = self._watches.get(changes)
+        if watch is None:
+            return
+        if not topic.wakers and watch.topics.get(key) is topic:
+            del watch.topics[key]
+        if not watch.topics:
+            changes.unsubscribe(watch.wake)
+            del self._watches[changes]
+            # The watching thread ends with the last one.
+            self._changed.set()
+
+    def _look(self) -> None:
+        """The watching thread: looks after changes, and wakes who waits for what is settled."""
+        while True:
+            self._changed.wait()
+            self._changed.clear()
             with self._lock:
-                self._wakers.discard(wake)
+                if not self._watches:
+                    self._is_watching = False
+                    return
+                changed = [watch for watch in self._watches.values() if watch.was_changed]
+            begin = time.monotonic()
+            for watch in changed:
+                watch.was_changed = False
+                for wake in self._settle(watch):
+                    wake()
+            time.sleep(max(_PAUSE_S, _PAUSE_LOOKS * (time.monotonic() - begin)))
+
+    def _settle(self, watch: _Watch) -> list[Callable[[], None]]:
+        """Looks at a run's topics; returns who is to be woken."""
+        with self._lock:
+            topics = dict(watch.topics)
+        for topic in topics.values():
+            topic.look()
+        with self._lock:
+            over = {key: topic for key, topic in topics.items() if topic.is_over and watch.topics.get(key) is topic}
+            for key in over:
+                # Who asks from now on reads it himself.
+                del watch.topics[key]
+            return [wake for topic in over.values() for wake in topic.wakers]
 
 
 def checked_wait(wait_s: float) -> float:

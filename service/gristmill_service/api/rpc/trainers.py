@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
+from typing import NamedTuple, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from gristmill import wire
 from gristmill.pieces import frame
@@ -12,11 +14,32 @@ from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
 from gristmill_service.api import messages
 from gristmill_service.api.backend import Backend, ask_batch, ask_shard
 from gristmill_service.api.rpc.streams import Streams
+from gristmill_service.api.waiting import Question
 from gristmill_service.store.base import ShardAddress
 
 # Large enough to be fast, small enough for clients that keep gRPC's limit of 4 MiB a message.
 _PIECE_BYTES = 1 << 20
 _SERVICE = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
+
+
+T = TypeVar("T")
+
+
+class _Told(NamedTuple):
+    """An answer, and as the message that tells it."""
+
+    is_settled: bool
+    message: bytes
+
+
+def _told(question: Question[T], message_of: Callable[[T], Message], key: Hashable) -> Question[_Told]:
+    """The question with its answer serialized. key: of what is asked, within the run."""
+
+    def read() -> _Told:
+        answer = question.read()
+        return _Told(question.is_settled(answer), message_of(answer).SerializeToString())
+
+    return Question(question.changes, read, lambda told: told.is_settled, key)
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -26,21 +49,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def GetBatch(  # noqa: N802
         self, request: trainer_pb2.GetBatchRequest, context: grpc.ServicerContext
-    ) -> trainer_pb2.GetBatchResponse:
-        question = ask_batch(self._backend.runs.get(request.run), request.batch)
-        return messages.batch_to(self._backend.waiting.ask(question, request.wait_s, context))
+    ) -> bytes:
+        """Serialized, once for all ranks that wait for the batch: a plan is large, and they are answered at once."""
+        asked = ask_batch(self._backend.runs.get(request.run), request.batch)
+        question = _told(asked, messages.batch_to, ("batch", request.batch))
+        return self._backend.waiting.ask(question, request.wait_s, context).message
 
     def GetShard(  # noqa: N802
         self, request: trainer_pb2.GetShardRequest, context: grpc.ServicerContext
-    ) -> trainer_pb2.GetShardResponse:
-        question = ask_shard(
-            self._backend.runs.get(request.run),
-            messages.model_of(request.model),
-            request.rank,
-            messages.optional_position(request),
-            request.incarnation,
-        )
-        return messages.shard_to(self._backend.waiting.ask(question, request.wait_s, context))
+    ) -> bytes:
+        model, position = messages.model_of(request.model), messages.optional_position(request)
+        asked = ask_shard(self._backend.runs.get(request.run), model, request.rank, position, request.incarnation)
+        question = _told(asked, messages.shard_to, ("shard", model, request.rank, position, request.incarnation))
+        return self._backend.waiting.ask(question, request.wait_s, context).message
 
     def ReadShard(  # noqa: N802
         self, request: trainer_pb2.ReadShardRequest, context: grpc.ServicerContext
