@@ -93,6 +93,16 @@ def test_a_required_setting_that_is_missing_is_named(name):
         ),
         ({"mini_batch_unit": "sequence", "micro_batch": {"max_tokens": 9}}, "mini_batch_unit: sequence works with"),
         ({"mini_batch_unit": "sequence", "on_misaligned": "error"}, "mini_batch_unit: sequence works with"),
+        (
+            {"balance": "flops"},
+            r"balance: flops needs flops: .* linear is 2 × parameters and quadratic 2 × layers × hidden size",
+        ),
+        ({"balance": "rows"}, "balance: input should be 'none', 'tokens' or 'flops', got 'rows'"),
+        ({"flops": {"linear": 0.0, "quadratic": 0.0}}, "flops: linear and quadratic are both 0"),
+        ({"flops": {"linear": -1.0}}, "flops.linear: input should be greater than or equal to 0, got -1.0"),
+        ({"flops": {"quadratic": float("inf")}}, "flops.quadratic: input should be a finite number, got inf"),
+        ({"flops": {"linear": "much"}}, "flops.linear: input should be a valid number, got 'much'"),
+        ({"flops": {"cubic": 1.0}}, "unknown setting flops.cubic; known are linear, quadratic"),
     ],
 )
 def test_a_wrong_configuration_is_refused_naming_the_setting_and_the_remedy(change, message):
@@ -105,7 +115,6 @@ def test_a_wrong_configuration_is_refused_naming_the_setting_and_the_remedy(chan
     ("change", "message"),
     [
         ({"merge": "tree", "step_wise": True}, "merge: tree is not built yet"),
-        ({"balance": "tokens"}, "balance: tokens is not built yet"),
         ({"columns": [{"name": "routes"}]}, "extra columns are not built yet"),
         ({"advantage_estimator": "gae"}, "gae is refused: it needs per-token credit"),
         ({"advantage_estimator": "gae", "step_wise": True}, "cannot be broadcast over the steps"),
@@ -119,6 +128,19 @@ def test_what_is_not_built_is_refused_as_such(change, message):
 
 def test_with_steps_a_mini_batch_that_looks_too_small_may_still_align_and_is_let_through():
     parse_config(GOOD | {"step_wise": True, "on_misaligned": "error", "dp_size": 16})
+
+
+@pytest.mark.parametrize("balance", ["none", "tokens", "flops"])
+def test_flops_may_be_given_with_every_balance_and_in_whole_numbers(balance):
+    config = parse_config(GOOD | {"balance": balance, "flops": {"linear": 14_000_000_000, "quadratic": 262_144}})
+    assert (config.flops.linear, config.flops.quadratic) == (14e9, 262_144.0)
+
+
+def test_flops_are_read_from_yaml_with_an_exponent(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(GOOD)[:-1] + ", balance: flops, flops: {linear: 1.5e10, quadratic: 2e5}}")
+    flops = read_config(path).flops
+    assert (flops.linear, flops.quadratic) == (1.5e10, 2e5)
 
 
 def test_warnings_name_settings_that_do_not_go_together():

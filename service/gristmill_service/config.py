@@ -36,13 +36,32 @@ class MicroBatch(BaseModel):
     max_tokens: PositiveInt | None = None
 
 
+def _number(value: object) -> object:
+    """YAML 1.1 takes `1.5e10` for text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+Coefficient = Annotated[NonNegativeFloat, BeforeValidator(_number)]
+
+
 class Flops(BaseModel):
-    """FLOPs of a row of n tokens: `linear * n + quadratic * n**2`."""
+    """FLOPs of a row of n tokens: `linear * n + quadratic * n**2`.
+
+    Only their ratio counts. For a dense transformer 2 * parameters and 2 * layers * hidden size: a forward pass takes
+    2 * parameters + 4 * layers * hidden size * context per token (PaLM, arXiv:2204.02311, appendix B, where both passes
+    are three times that), and a causal row's tokens see n / 2 on average.
+    """
 
     model_config = _STRICT
 
-    linear: NonNegativeFloat = 1.0
-    quadratic: NonNegativeFloat = 0.0
+    linear: Coefficient = 1.0
+    quadratic: Coefficient = 0.0
+
+
+_SECTIONS: dict[str, type[BaseModel]] = {"micro_batch": MicroBatch, "flops": Flops}
 
 
 def _filter_mode(value: object) -> object:
@@ -170,7 +189,7 @@ def _explain(error: PydanticValidationError) -> str:
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            known = ", ".join(MicroBatch.model_fields if name.startswith("micro_batch") else RunConfig.model_fields)
+            known = ", ".join(_SECTIONS.get(str(item["loc"][0]), RunConfig).model_fields)
             parts.append(f"unknown setting {name}; known are {known}")
         elif item["type"] == "missing":
             parts.append(f"{name} is required")
@@ -182,8 +201,6 @@ def _explain(error: PydanticValidationError) -> str:
 def _refuse_unsupported(config: RunConfig) -> None:
     if config.merge == "tree":
         raise UnsupportedError("merge: tree is not built yet; use prefix or none")
-    if config.balance != "none":
-        raise UnsupportedError(f"balance: {config.balance} is not built yet; use none")
     if config.columns:
         raise UnsupportedError("columns: extra columns are not built yet; leave the setting out")
     if config.advantage_estimator in ("gae", "reinforce++"):
@@ -202,6 +219,7 @@ def _refuse_wrong_combinations(config: RunConfig) -> None:
     _check_micro_batch(config)
     _check_mini_batches(config)
     _check_alignment(config)
+    _check_balance(config)
     if config.merge != "none" and not config.step_wise:
         raise InvalidArgumentError(
             f"merge: {config.merge} joins the steps of a trajectory, but step_wise is false (one step each); "
@@ -256,3 +274,14 @@ def _check_alignment(config: RunConfig) -> None:
             f"n_samples_per_prompt = {rows} rows, and micro-batches come in multiples of {config.align_to} "
             "(dp_size × microbatch_group_size under VPP); use on_misaligned: pad or larger mini-batches"
         )
+
+
+def _check_balance(config: RunConfig) -> None:
+    if config.balance == "flops" and config.flops is None:
+        raise InvalidArgumentError(
+            "balance: flops needs flops: {linear: ..., quadratic: ...}, as a row of n tokens costs linear·n + "
+            "quadratic·n²; for a dense transformer linear is 2 × parameters and quadratic 2 × layers × hidden size "
+            "(PaLM, arXiv:2204.02311, appendix B); set flops, or balance: tokens"
+        )
+    if config.flops is not None and config.flops.linear == 0 and config.flops.quadratic == 0:
+        raise InvalidArgumentError("flops: linear and quadratic are both 0, so every row would cost nothing; set one")

@@ -20,10 +20,9 @@ def first_fit(lengths: Sequence[int], cap: int) -> Int64s:
     Micro-batches are numbered as they are opened, and a row's number depends only on the rows before it: the packing
     of a prefix is the prefix of the packing. O(rows × log micro-batches).
     """
-    leaves = 1 << (_most_micro_batches(lengths, cap) - 1).bit_length()
     # A tournament tree: room[leaves + slot] is what the slot still holds, every other node the larger of its two
     # children. Slots not yet used are there with the full cap, so the leftmost that fits may be a new one.
-    room = [cap] * (2 * leaves)
+    room, leaves = [cap, cap], 1
     opened = count()
     number_of_slot: list[int] = []
     numbers: list[int] = []
@@ -31,6 +30,8 @@ def first_fit(lengths: Sequence[int], cap: int) -> Int64s:
         if tokens > cap:
             numbers.append(next(opened))
             continue
+        if room[1] < tokens:
+            room, leaves = _doubled(room, cap), 2 * leaves
         node = 1
         while node < leaves:
             node *= 2
@@ -40,7 +41,15 @@ def first_fit(lengths: Sequence[int], cap: int) -> Int64s:
         if slot == len(number_of_slot):
             number_of_slot.append(next(opened))
         numbers.append(number_of_slot[slot])
-        _take(room, node, tokens)
+        room[node] = most = room[node] - tokens
+        while node > 1:  # the nodes above it, as far as they change; not a function, it is most of the time spent here
+            other = room[node ^ 1]
+            if other > most:
+                most = other
+            node >>= 1
+            if room[node] == most:
+                break
+            room[node] = most
     return np.array(numbers, dtype=np.int64)
 
 
@@ -64,27 +73,18 @@ def split_until(micro_batches: Sequence[Sequence[int]], target: int, tokens_of: 
     return result
 
 
-def _most_micro_batches(lengths: Sequence[int], cap: int) -> int:
-    """No more micro-batches than this are shared: any two of them hold more than `cap` tokens together."""
-    shared = [tokens for tokens in lengths if tokens <= cap]
-    return max(1, min(len(shared), 2 * sum(shared) // cap + 1))
-
-
-def _take(room: list[int], node: int, tokens: int) -> None:
-    """Takes `tokens` from the leaf `node`, and corrects the nodes above it as far as they change."""
-    room[node] -= tokens
-    while node > 1:
-        left, right = room[node & ~1], room[node | 1]
-        most = left if left > right else right
-        node >>= 1
-        if room[node] == most:
-            return
-        room[node] = most
+def _doubled(room: Sequence[int], cap: int) -> list[int]:
+    """The tree with as many empty leaves more, to the right of those it has."""
+    doubled, level = [cap, cap], 1
+    while level < len(room):
+        doubled += [*room[level : 2 * level], *[cap] * level]
+        level *= 2
+    return doubled
 
 
 def _by_tokens(rows: Sequence[int], place: int, tokens_of: Sequence[int]) -> tuple[int, int]:
     """Heap entry: most tokens first, the later place on a tie."""
-    return -sum(tokens_of[row] for row in rows), -place
+    return -sum(map(tokens_of.__getitem__, rows)), -place
 
 
 def _halve(rows: Sequence[int], tokens_of: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from gristmill.columns import Int64s
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import Model, RunConfig
+from gristmill_service.pipeline.balance import Loads, balanced_by_rows, balanced_by_tokens, loads_of
 from gristmill_service.pipeline.packing import first_fit, split_until
 from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan, RankPlan
 
@@ -32,12 +33,22 @@ def schedule(lengths: Int64s, group_bounds: Int64s, config: RunConfig) -> list[M
 
     Raises InvalidArgumentError when a mini-batch cannot be aligned and `on_misaligned` forbids padding.
     """
-    tokens_of: list[int] = lengths.tolist()
     divide = _divide_groups if config.mini_batch_unit == "prompt" else _divide_rows
     parts = chain.from_iterable(divide(group_bounds, model, config) for model in config.models)
+    rows = _Rows(lengths, lengths.tolist(), None if config.balance == "none" else loads_of(lengths, config))
     if config.token_cap is None:
-        return [_plan_by_size(part, config) for part in parts]
-    return [_plan_by_tokens(part, tokens_of, config.token_cap, config) for part in parts]
+        return [_plan_by_size(part, rows.loads, config) for part in parts]
+    return [_plan_by_tokens(part, rows, config.token_cap, config) for part in parts]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """The batch's rows: tokens of each, as an array and (where they are read one by one) as a list, and, to balance,
+    what each costs."""
+
+    lengths: Int64s
+    tokens: list[int]
+    loads: Loads | None
 
 
 # --- Mini-batch boundaries (section 5)
@@ -88,8 +99,8 @@ def _divide_rows(group_bounds: Int64s, model: Model, config: RunConfig) -> Itera
 # --- Alignment and ranks (section 6)
 
 
-def _plan_by_size(part: _Part, config: RunConfig) -> MiniBatchPlan:
-    """Equal contiguous chunks of rows, cut into micro-batches of `micro_batch.size`."""
+def _plan_by_size(part: _Part, loads: Loads | None, config: RunConfig) -> MiniBatchPlan:
+    """As many rows for every rank, contiguous unless balanced, cut into micro-batches of `micro_batch.size`."""
     per_micro_batch = config.micro_batch.size
     assert per_micro_batch is not None
     multiple = config.align_to // config.dp_size
@@ -101,24 +112,49 @@ def _plan_by_size(part: _Part, config: RunConfig) -> MiniBatchPlan:
     if micro_batches % multiple:  # fewest padding rows: all micro-batches are full, and the last has one row
         micro_batches = _ceil_div(micro_batches, multiple) * multiple
         count = (micro_batches - 1) * per_micro_batch + 1
-    rows = np.full(count * config.dp_size, PADDING, dtype=np.int64)
-    rows[:kept_rows] = np.arange(part.start, part.start + kept_rows)
+    rows = np.full((config.dp_size, count), PADDING, dtype=np.int64)
+    if loads is None:
+        rows.reshape(-1)[:kept_rows] = np.arange(part.start, part.start + kept_rows)
+    else:
+        rank, step = balanced_by_rows(loads[part.start : part.start + kept_rows], per_micro_batch, config.dp_size)
+        real = np.bincount(rank, minlength=config.dp_size)  # rows of each rank, before padding
+        rows[np.arange(count) < real[:, None]] = part.start + np.lexsort((step, rank))
     bounds = np.minimum(np.arange(micro_batches + 1, dtype=np.int64) * per_micro_batch, count)
-    return _plan(part, kept, tuple(RankPlan(shard, bounds) for shard in rows.reshape(config.dp_size, count)))
+    return _plan(part, kept, tuple(RankPlan(shard, bounds) for shard in rows))
 
 
-def _plan_by_tokens(part: _Part, tokens_of: Sequence[int], cap: int, config: RunConfig) -> MiniBatchPlan:
-    """First-fit packing under the cap, split until aligned, and micro-batch j to rank j mod dp_size."""
-    numbers = first_fit(tokens_of[part.start : part.end], cap)
+def _plan_by_tokens(part: _Part, batch: _Rows, cap: int, config: RunConfig) -> MiniBatchPlan:
+    """First-fit packing under the cap, split until aligned, and micro-batch j to rank j mod dp_size unless balanced."""
+    numbers = first_fit(batch.tokens[part.start : part.end], cap)
     counts = np.maximum.accumulate(numbers)[part.ends - 1] + 1  # micro-batches of each prefix of whole groups
     kept = _kept_groups(part, _ceil_div(counts, config.align_to) * config.align_to <= part.ends, config)
     packed: list[list[int]] = [[] for _ in range(int(counts[kept - 1]))]
     for row, number in enumerate(numbers[: _rows_of(part, kept)].tolist(), start=part.start):
         packed[number].append(row)
     target = _ceil_div(len(packed), config.align_to) * config.align_to
-    micro_batches = split_until(packed, target, tokens_of)
+    micro_batches = split_until(packed, target, batch.tokens)
     micro_batches += [[PADDING]] * (target - len(micro_batches))
+    if batch.loads is not None:
+        return _plan(part, kept, _balanced(micro_batches, batch, batch.loads, cap, config.dp_size))
     return _plan(part, kept, tuple(_rank(micro_batches[rank :: config.dp_size]) for rank in range(config.dp_size)))
+
+
+def _balanced(
+    micro_batches: Sequence[Sequence[int]], batch: _Rows, loads: Loads, cap: int, dp_size: int
+) -> tuple[RankPlan, ...]:
+    """The same rows in as many micro-batches, placed by load. Within a micro-batch rows stand in row order."""
+    unsorted = np.fromiter(chain.from_iterable(micro_batches), dtype=np.int64)
+    by_row = np.argsort(unsorted, kind="stable")
+    rows = unsorted[by_row]
+    packed = np.repeat(np.arange(len(micro_batches)), list(map(len, micro_batches)))[by_row]
+    real = rows != PADDING
+    rank, step = balanced_by_tokens(
+        np.where(real, batch.lengths[rows], 0), np.where(real, loads[rows], 0.0), packed, cap, dp_size
+    )
+    steps = len(micro_batches) // dp_size
+    sizes = np.bincount(rank * steps + step, minlength=len(micro_batches)).reshape(dp_size, steps)
+    shards = np.split(rows[np.lexsort((step, rank))], sizes.sum(axis=1).cumsum()[:-1])
+    return tuple(RankPlan(*each) for each in zip(shards, np.insert(sizes.cumsum(axis=1), 0, 0, axis=1), strict=True))
 
 
 def _kept_groups(part: _Part, aligned: NDArray[np.bool_], config: RunConfig) -> int:

@@ -1,0 +1,238 @@
+"""Rows placed so that ranks are equally loaded, micro-step by micro-step (`balance: tokens | flops`).
+
+All ranks wait for the slowest of each micro-step, so what counts is the sum over steps of the heaviest micro-batch. The
+longest rows set that time for their step whatever else happens. So steps are filled from the heaviest down: while one
+row weighs more than a fair share of what is left, the step that it dominates is filled up to its weight; what remains
+is spread evenly, heaviest row first to the lightest micro-batch.
+
+Knows rows, loads and room only. How many micro-batches there are, and what pads them, is the caller's.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill.columns import Int64s
+from gristmill_service.config import Flops, RunConfig
+
+Loads = NDArray[np.float64]
+
+# Barrier ratio at which no better packing is looked for. First-fit reaches it where there are many steps.
+_EVEN_ENOUGH = 1.001
+
+
+def loads_of(lengths: Int64s, config: RunConfig) -> Loads:
+    """What each row costs: its FLOPs with `balance: flops`, else its tokens.
+
+    lengths: (rows,) tokens. FLOPs are in units of the larger coefficient, so that no configuration overflows.
+    """
+    flops = config.flops if config.balance == "flops" and config.flops is not None else Flops()
+    tokens, unit = lengths.astype(np.float64), max(flops.linear, flops.quadratic)
+    return (flops.linear / unit + flops.quadratic / unit * tokens) * tokens
+
+
+def balanced_by_tokens(lengths: Int64s, loads: Loads, packed: Int64s, cap: int, dp_size: int) -> tuple[Int64s, Int64s]:
+    """Per row its rank and its micro-step, in as many micro-batches as `packed` has and under its cap.
+
+    lengths, loads: (rows,) tokens and what they cost, which grows with them and is 0 for padding. packed: (rows,) the
+    micro-batch of each row without balance, a multiple of `dp_size` of them; it is kept where the cap leaves no room
+    to place rows by load, and only dealt. A row longer than `cap` stands alone.
+    """
+    micro_batches = int(packed.max()) + 1
+    totals = _totals(packed, loads, micro_batches)
+    ratio = barrier_ratio(totals, dp_size)
+    if ratio > _EVEN_ENOUGH and micro_batches < len(packed):
+        even = _pack(np.minimum(lengths, cap), loads, cap, micro_batches, dp_size, least=1)
+        if even is not None and barrier_ratio(even_totals := _totals(even, loads, micro_batches), dp_size) < ratio:
+            packed, totals = even, even_totals
+    rank, step = _deal(totals, _heaviest_first(totals), dp_size)
+    return rank[packed], step[packed]
+
+
+def balanced_by_rows(loads: Loads, per_micro_batch: int, dp_size: int) -> tuple[Int64s, Int64s]:
+    """Per row its rank and its micro-step: micro-batches of so many rows, but for the last step, to which the lightest
+    rows are left, and in which ranks differ by one row at most.
+
+    loads: (rows,).
+    """
+    steps, short = divmod(len(loads), dp_size * per_micro_batch)
+    full = steps * dp_size
+    heaviest_first = _heaviest_first(loads)
+    most, last = np.split(heaviest_first, [len(loads) - short])
+    packed = np.empty(len(loads), dtype=np.int64)
+    if full:
+        even = _pack(np.ones_like(most), loads[most], per_micro_batch, full, dp_size, least=per_micro_batch)
+        assert even is not None  # rows of one size leave no gaps
+        packed[most] = even
+    spread = _spread([1] * short, loads[last].tolist(), [(short + index) // dp_size for index in range(dp_size)])
+    assert spread is not None
+    packed[last] = full + np.array(spread, dtype=np.int64)
+    totals = _totals(packed, loads, full + dp_size)
+    order = np.append(_heaviest_first(totals[:full]), full + _heaviest_first(totals[full:]))
+    rank, step = _deal(totals, order, dp_size)
+    return rank[packed], step[packed]
+
+
+def barrier_ratio(loads: Loads, dp_size: int) -> float:
+    """Sum over steps of the heaviest micro-batch, by the mean load of a rank, when equally heavy ones share steps.
+
+    loads: (micro-batches,). At least 1, which is a step without waiting.
+    """
+    total = float(loads.sum())
+    return float(np.sort(loads)[::-1][::dp_size].sum()) * dp_size / total if total else 1.0
+
+
+def _totals(packed: Int64s, loads: Loads, micro_batches: int) -> Loads:
+    return np.bincount(packed, weights=loads, minlength=micro_batches).astype(np.float64, copy=False)
+
+
+def _heaviest_first(loads: Loads) -> Int64s:
+    return np.argsort(-loads, kind="stable")
+
+
+def _deal(loads: Loads, order: Int64s, dp_size: int) -> tuple[Int64s, Int64s]:
+    """Per micro-batch its rank and its step: `dp_size` after another in `order` are a step, in which the heavier goes
+    to the rank that has less so far."""
+    so_far = [0.0] * dp_size
+    ranks: list[int] = []
+    for step in loads[order].reshape(-1, dp_size).tolist():
+        lightest_first = sorted(range(dp_size), key=so_far.__getitem__)
+        ranks += lightest_first
+        for rank, load in zip(lightest_first, step, strict=True):
+            so_far[rank] += load
+    rank_of, step_of = np.empty_like(order), np.empty_like(order)
+    rank_of[order] = ranks
+    step_of[order] = np.arange(len(order)) // dp_size
+    return rank_of, step_of
+
+
+def _pack(sizes: Int64s, loads: Loads, room: int, micro_batches: int, per_step: int, least: int) -> Int64s | None:
+    """Per row its micro-batch, of `micro_batches`, a multiple of `per_step`: each has at least `least` rows, and no
+    more than `room` of their sizes. None where that leaves too little room to place rows by load.
+
+    sizes, loads: (rows,), both grow with the row; at least `least` rows a micro-batch.
+    """
+    backwards = np.argsort(loads[::-1], kind="stable")
+    order = len(loads) - 1 - backwards  # lightest first; on a tie the later row, so that the earlier is taken first
+    rows = _Pool(sizes[order].tolist(), loads[order].tolist())
+    packed = np.empty(len(loads), dtype=np.int64)
+    done, left = 0, float(loads.sum())
+    while (missing := micro_batches - done) > per_step:
+        if rows.heaviest + (least - 1) * rows.lightest <= left / missing:
+            break
+        for own in _fill(rows, room, per_step, (missing - per_step) * least, least):
+            packed[order[own]] = done
+            left -= sum(rows.loads[row] for row in own)
+            done += 1
+    rest = rows.drain()
+    spread = _spread([rows.sizes[row] for row in rest], [rows.loads[row] for row in rest], [room] * missing)
+    if spread is None:
+        return None
+    packed[order[rest]] = np.array(spread, dtype=np.int64) + done
+    return packed
+
+
+def _fill(rows: _Pool, room: int, micro_batches: int, keep: int, least: int) -> list[list[int]]:
+    """One step: the heaviest rows, and beside them what fits under the weight of the heaviest; `keep` rows stay."""
+    step = [[rows.take_heaviest()] for _ in range(micro_batches)]
+    level = rows.loads[step[0][0]] + (least - 1) * rows.lightest
+    rooms = [room - rows.sizes[own[0]] for own in step]
+    lightest = [(rows.loads[own[0]], index) for index, own in enumerate(step)]
+    heapq.heapify(lightest)
+    while lightest and len(rows) > keep:
+        load, index = heapq.heappop(lightest)
+        missing = least - len(step[index])
+        row = rows.take_at_most(rooms[index], level - load - max(0, missing - 1) * rows.lightest)
+        if row is None:
+            if missing <= 0:
+                continue
+            row = rows.take_lightest()
+        step[index].append(row)
+        rooms[index] -= rows.sizes[row]
+        heapq.heappush(lightest, (load + rows.loads[row], index))
+    return step
+
+
+def _spread(sizes: Sequence[int], loads: Sequence[float], rooms: Sequence[int]) -> list[int] | None:
+    """Per row, heaviest first, its micro-batch: the lightest that has room. None when none has.
+
+    Those without room wait aside until a row comes that they can hold: rows only get smaller.
+    """
+    room = list(rooms)
+    open_ = [(0.0, index) for index in range(len(room))]
+    waiting: list[tuple[int, float, int]] = []
+    packed: list[int] = []
+    for size, weight in zip(sizes, loads, strict=True):
+        while waiting and -waiting[0][0] >= size:
+            _, load, index = heapq.heappop(waiting)
+            heapq.heappush(open_, (load, index))
+        while open_ and room[open_[0][1]] < size:
+            load, index = heapq.heappop(open_)
+            heapq.heappush(waiting, (-room[index], load, index))
+        if not open_:
+            return None
+        load, index = open_[0]
+        packed.append(index)
+        room[index] -= size
+        heapq.heapreplace(open_, (load + weight, index))
+    return packed
+
+
+class _Pool:
+    """Rows, lightest first, from which the heaviest that is light enough is taken in almost constant time.
+
+    `_below[i]` leads from the i-th lightest to the next that is still there (union-find with path halving).
+    """
+
+    def __init__(self, sizes: list[int], loads: list[float]) -> None:
+        self.sizes, self.loads = sizes, loads
+        self._below = list(range(len(sizes) + 1))
+        self._first = 0
+        self._count = len(sizes)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def heaviest(self) -> float:
+        return self.loads[self._find(len(self.loads)) - 1]
+
+    @property
+    def lightest(self) -> float:
+        return self.loads[self._find_lightest()]
+
+    def take_heaviest(self) -> int:
+        return self._take(self._find(len(self.loads)))
+
+    def take_lightest(self) -> int:
+        return self._take(self._find_lightest() + 1)
+
+    def take_at_most(self, size: int, load: float) -> int | None:
+        place = self._find(min(bisect_right(self.sizes, size), bisect_right(self.loads, load)))
+        return self._take(place) if place else None
+
+    def drain(self) -> list[int]:
+        """All that are left, heaviest first."""
+        return [place - 1 for place in range(len(self.loads), 0, -1) if self._below[place] == place]
+
+    def _take(self, place: int) -> int:
+        self._below[place] = place - 1
+        self._count -= 1
+        return place - 1
+
+    def _find(self, place: int) -> int:
+        below = self._below
+        while below[place] != place:
+            below[place] = below[below[place]]
+            place = below[place]
+        return place
+
+    def _find_lightest(self) -> int:
+        while self._below[self._first + 1] != self._first + 1:
+            self._first += 1
+        return self._first
