@@ -58,13 +58,14 @@ def read(store, address=FIRST, batch=0):
 def test_real_shards_come_back_as_their_files_and_rest_in_a_fraction(store, client):
     work = workload("short")
     batch = mill(work.steps, work.config("prefix"), run="run", batch=0)
-    store.publish("run", 0, b"{}", batch.shards)
+    nbytes = store.publish("run", 0, b"{}", batch.shards)
     some = batch.shards[:3]
     for shard in some:
         assert read(store, shard.address) == naive.shard_bytes(shard)
         assert restore(list(store.read_compact("run", 0, shard.address))).tobytes() == naive.shard_bytes(shard)
     kept = sum(client.strlen(key) for key in client.scan_iter("*"))
     assert kept < 0.5 * sum(shard.size for shard in batch.shards)
+    assert nbytes == kept - client.strlen(store._keys("run").index(0))
 
 
 def test_a_batch_that_is_published_again_is_replaced_and_the_old_one_leaves_nothing(store, client):

@@ -16,6 +16,7 @@ from gristmill.errors import GristmillError, InvalidArgumentError, ResourceExhau
 from gristmill_service.pipeline import mill
 from gristmill_service.run.runs import Runs
 from gristmill_service.run.views import BatchState, Position
+from gristmill_service.store.base import ShardAddress
 from gristmill_service.store.journal.ledger import FileLedger
 from gristmill_service.store.ledger import LostBookError, OwnedElsewhereError
 from gristmill_service.store.memory import MemoryStore
@@ -107,6 +108,24 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_being_taken_over(server: 
     wait_until(lambda: [run.name for run in second.runs.own()] == ["b"], "the other is taken over", 5)
     with pytest.raises(InvalidArgumentError, match="use a newer gristmill"):
         second.runs.get("a")
+
+
+def test_what_a_run_holds_is_counted_without_padding(server: RedisServer, join: Join):
+    one = join(server.url)
+    # One prompt is long: the whole file is beyond the bound, what rests of it is not.
+    bounds = {"max_buffered_bytes": 100_000, "max_buffered_batches": 10, "micro_batch": {"size": 8}}
+    one.runs.create("run", {**CREATED, "n_samples_per_prompt": 8, **bounds})
+    run = one.runs.get("run")
+    rows = group_rows("a", 8)
+    rows[0]["prompt_token_ids"] = list(range(4000))
+    run.submit(table(*rows))
+    wait_until(lambda: published(one, "run", 0), "it is made", 10)
+    status, client = run.status(), server.client()
+    address = ShardAddress("policy", 0, 0)
+    assert one.store.locate("run", 0, address).size > 100_000
+    parts = [key for key in keys(server, "run") if ":shard:" in key]
+    assert status.shard_bytes == sum(client.strlen(key) for key in parts) < 50_000
+    assert status.groups_room > 0
 
 
 def test_what_a_dead_owner_had_freed_but_not_removed_goes_when_the_run_is_taken_over(server: RedisServer, join: Join):

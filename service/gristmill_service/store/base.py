@@ -55,7 +55,8 @@ class Store(Protocol):
     """Blocking, thread-safe. Unknown batches and shards raise NotFoundError."""
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
-        """Makes a batch visible, whole, and returns its bytes. On an error nothing of it is left.
+        """Makes a batch visible, whole, and returns the bytes that it takes here: what a run's room is counted in. On
+        an error nothing of it is left.
 
         Raises ResourceExhaustedError where there is no room for it now, FailedPreconditionError where there never is.
         """

@@ -93,7 +93,7 @@ class RedisShards:
         self._seen: dict[tuple[str, int], _Seen] = {}
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
-        """As the protocol has it; replaces the batch where it is there. Returns the bytes of the whole files and the
+        """As the protocol has it; replaces the batch where it is there. Returns the bytes of the compact forms and the
         plan. Raises ResourceExhaustedError when Redis is full."""
         keys, nonce, written = self._keys(run), secrets.token_hex(8), list[str]()
         with translated(self._client):
@@ -116,7 +116,7 @@ class RedisShards:
         self._left += _keys_of(keys, _parsed(replaced, batch)) if replaced else []
         with suppress(redis.RedisError, redis.exceptions.RedisClusterException):
             self._remove_left()
-        return len(plan) + sum(shard.size for shard in stored)
+        return len(plan) + sum(shard.compact_size for shard in stored)
 
     def plan(self, run: str, batch: int) -> bytes:
         keys = self._keys(run)
