@@ -165,3 +165,21 @@ def test_logs_are_json_where_asked(start_service: StartService) -> None:
     assert service.stop() == 0
     events = [json.loads(line)["event"] for line in service.log.read_text().splitlines()]
     assert events == ["ready", "shutting down", "closed"]
+
+
+def test_what_is_restored_is_told(start_service: StartService, tmp_path: Path) -> None:
+    flags = ["--journal-dir", str(tmp_path / "journal"), "--shared-memory-dir", str(tmp_path), "--log-format", "json"]
+    service = start_service(*flags)
+    with closing(GrpcDoor(service.grpc_address)) as door:
+        for name in ("empty", "run"):
+            door.create(name, CONFIG)
+        for uid in ("a", "b", "c"):
+            door.submit("run", group(uid))
+        door.submit("run", [row("d", 0)])
+    assert service.stop() == 0
+    assert '"run restored"' not in service.log.read_text()
+    again = start_service(*flags)
+    assert again.stop() == 0
+    told = [json.loads(line) for line in again.log.read_text().splitlines() if '"run restored"' in line]
+    found = {line["run"]: [line[key] for key in ("batches", "groups_open", "rows")] for line in told}
+    assert found == {"empty": [0, 0, 0], "run": [1, 2, len(group("a")) * 3 + 1]}

@@ -110,6 +110,15 @@ class KeptRun:
             self._remade = sorted({*self._remade, *missing})
 
     @property
+    def holding(self) -> dict[str, int]:
+        """How many batches, open groups and rows are kept now, for a log."""
+        with self._lock:
+            groups = [group for batch in self._state.batches.values() for group in batch.groups]
+            groups += self._state.open.values()
+            rows = sum(len(group.refs()) for group in groups)
+            return {"batches": len(self._state.batches), "groups_open": len(self._state.open), "rows": rows}
+
+    @property
     def is_lost(self) -> bool:
         """Whether the book has to be opened anew, here or elsewhere."""
         return self._is_lost or self._book.is_lost

@@ -214,10 +214,13 @@ class Runs:
                 run.close_book()
                 with self._lock:
                     del self._runs[name]
+            began = self._clock()
             try:
-                return self._keep(name, self._ledger.open(name))
+                run = self._keep(name, self._ledger.open(name))
             except NotFoundError:
                 raise self._unknown(name) from None
+            _log.info("run restored", run=name, **run.holding, seconds=round(self._clock() - began, 3))
+            return run
 
     def _keep(self, name: str, book: Book) -> Run:
         run = self._started(name, book)
