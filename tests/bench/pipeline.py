@@ -1,4 +1,7 @@
-"""The pipeline, arrays in to shard bytes in shared memory, against reading the input and writing the output once."""
+"""The pipeline, arrays in to shard bytes in shared memory, against reading the input and writing the output once.
+
+`python -m tests.bench.pipeline short prefix 10` makes one workload's batch again and again, for a profiler (seconds).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,7 +58,7 @@ def _speed(work: Workload, merge: str) -> Figure:
             _write_once(Path(directory) / "bound", warm, size)
 
         ratio, limit = paired(ours, bound, ROUNDS)
-    return Figure(f"pipeline.{work.name}.{merge}", ratio, "x bound", 3.0, limit * 1e3, "ms")
+    return Figure(f"pipeline.{work.name}.{merge}", ratio, "x bound", 1.5, limit * 1e3, "ms")
 
 
 def make(work: Workload, merge: str, target: Path) -> int:
@@ -82,5 +86,18 @@ def _write_once(path: Path, warm: np.ndarray, size: int) -> None:
 def _memory(name: str, merge: str) -> Figure:
     """In a process of its own, so that the peak is this workload's."""
     command = [sys.executable, "-m", "tests.bench.memory", name, merge]
-    peak, reference = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
-    return Figure(f"memory.{name}.{merge}", peak / reference, "x input + output", 1.5, reference / 2**20, "MiB")
+    over, output = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    return Figure(f"memory.{name}.{merge}", over / output, "peak over input / output", 1.2, output / 2**20, "MiB")
+
+
+def _again_and_again(name: str, merge: str, duration: float) -> None:
+    work = workload(name)
+    with tempfile.TemporaryDirectory(dir=TMPFS) as directory:
+        end = time.monotonic() + duration
+        while time.monotonic() < end:
+            make(work, merge, Path(directory) / "batch")
+            shutil.rmtree(Path(directory) / "batch")
+
+
+if __name__ == "__main__":
+    _again_and_again(sys.argv[1], sys.argv[2], float(sys.argv[3]))

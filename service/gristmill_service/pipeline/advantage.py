@@ -5,15 +5,16 @@ Scores come from the steps as received, so that merging cannot change them. All 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gristmill.columns import Int64s
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.plan import MiniBatchPlan
+from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan
 from gristmill_service.pipeline.validate import Received
 
 EPSILON = 1e-6
@@ -35,40 +36,56 @@ def trajectory_scores(rewards: Float64s, trajectory_bounds: Int64s, mode: str) -
 
 def all_equal(scores: Float64s) -> bool:
     """Whether a group of two or more trajectories has nothing to compare: no estimator learns from it."""
-    return len(scores) > 1 and bool((scores == scores[0]).all())
+    return bool(flat(scores))
+
+
+def flat(scores: Float64s) -> NDArray[np.bool_]:
+    """Of each group whether it is `all_equal`; scores (..., trajectories of each), the result (...)."""
+    equal: NDArray[np.bool_] = (scores == scores[..., :1]).all(axis=-1)
+    return equal if scores.shape[-1] > 1 else np.zeros_like(equal)
+
+
+def by_size(group_bounds: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
+    """Groups with as many trajectories each: which ones, (groups,), and their trajectories, (groups, that many)."""
+    sizes = np.diff(group_bounds)
+    for size in np.flatnonzero(np.bincount(sizes)).tolist():
+        groups = np.flatnonzero(sizes == size)
+        yield groups, group_bounds[groups][:, np.newaxis] + np.arange(size)
 
 
 def group_advantages(scores: Float64s, config: RunConfig) -> Float64s:
-    """One advantage a trajectory of one prompt group.
+    """One advantage a trajectory, of prompt groups of one size: scores (..., trajectories of each), as the result.
 
     `grpo`: Shao et al. 2024 (DeepSeekMath, outcome supervision); `rloo`: Ahmadian et al. 2024; `maxrl`: centred
     reward over mean reward. Equal scores give exactly 0 by comparison, not by arithmetic, which leaves 1e-10 even in
-    float64. A lone survivor of a larger group has no baseline and gets 0.
+    float64. A lone survivor of a larger group has no baseline and gets 0. A group's bits do not depend on the others.
     """
-    if len(scores) == 1:
+    if scores.shape[-1] == 1:
         if config.n_samples_per_prompt > 1:
-            return np.zeros(1)
+            return np.zeros(scores.shape)
         return _GROUP_OF_ONE[config.advantage_estimator](scores, config)
-    if all_equal(scores):
-        return np.zeros(len(scores))
-    return _ESTIMATORS[config.advantage_estimator](scores, config)
+    result = np.zeros(scores.shape)
+    differ = ~flat(scores)
+    result[differ] = _ESTIMATORS[config.advantage_estimator](scores[differ], config)
+    return result
 
 
 def _grpo(scores: Float64s, config: RunConfig) -> Float64s:
-    centered: Float64s = scores - scores.mean()
+    centered: Float64s = scores - scores.mean(axis=-1, keepdims=True)
     if not config.grpo_norm_by_std:
         return centered
-    std = float(np.sqrt((centered * centered).sum() / (len(scores) - 1)))
-    return centered / (std + EPSILON)
+    std = np.sqrt((centered * centered).sum(axis=-1, keepdims=True) / (scores.shape[-1] - 1))
+    normed: Float64s = centered / (std + EPSILON)
+    return normed
 
 
 def _rloo(scores: Float64s, config: RunConfig) -> Float64s:
-    others: Float64s = (scores.sum() - scores) / (len(scores) - 1)
+    others: Float64s = (scores.sum(axis=-1, keepdims=True) - scores) / (scores.shape[-1] - 1)
     return scores - others
 
 
 def _maxrl(scores: Float64s, config: RunConfig) -> Float64s:
-    mean = scores.mean()
+    mean = scores.mean(axis=-1, keepdims=True)
     relative: Float64s = (scores - mean) / (mean + EPSILON)
     return relative
 
@@ -81,7 +98,7 @@ _Estimator = Callable[[Float64s, RunConfig], Float64s]
 _ESTIMATORS: dict[str, _Estimator] = {"grpo": _grpo, "rloo": _rloo, "maxrl": _maxrl}
 _GROUP_OF_ONE: dict[str, _Estimator] = {
     "grpo": _grpo_of_one,
-    "rloo": lambda scores, config: np.zeros(1),
+    "rloo": lambda scores, config: np.zeros(scores.shape),
     "maxrl": lambda scores, config: scores.copy(),
 }
 
@@ -95,9 +112,8 @@ def advantages(received: Received, scores: Float64s, config: RunConfig) -> Float
     if config.advantage_estimator == "none":
         given = received.steps.advantages
         return result if given is None else given[received.trajectory_bounds[:-1]]
-    bounds = received.group_bounds.tolist()
-    for start, end in pairwise(bounds):
-        result[start:end] = group_advantages(scores[start:end], config)
+    for _, trajectories in by_size(received.group_bounds):
+        result[trajectories] = group_advantages(scores[trajectories], config)
     return result
 
 
@@ -117,6 +133,27 @@ class Denominators:
         self.row_tokens = np.maximum(1, tokens)
         self.prompts, self.prompt_tokens = _summed(tokens, groups[kept])
         self.trajectories, self.trajectory_tokens = _summed(tokens, trajectories[kept])
+
+    def of(self, rows: Int64s) -> dict[str, Any]:
+        """Of these rows, as shards tell them; 1 for a padding row."""
+        at = np.where(rows == PADDING, PADDING, rows - self.start)
+        return {
+            "loss_tokens": self.loss_tokens,
+            "rows": self.rows,
+            "prompts": self.prompts,
+            "trajectories": self.trajectories,
+            **{name: values[at] for name, values in self._padded.items()},
+        }
+
+    @cached_property
+    def _padded(self) -> dict[str, Int64s]:
+        """The counts of each row, and 1 at -1 for padding rows."""
+        values = {
+            "row_tokens": self.row_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "trajectory_tokens": self.trajectory_tokens,
+        }
+        return {name: np.append(counts, 1) for name, counts in values.items()}
 
     def scale(self, config: RunConfig) -> Float64s:
         """What `loss_reduction` multiplies each kept row's advantage by; float64 (kept rows,).
@@ -141,8 +178,9 @@ class Denominators:
 
 
 def _summed(tokens: Int64s, owners: Int64s) -> tuple[int, Int64s]:
-    """How many owners there are, and per row the tokens of its owner; both at least 1."""
-    names, index = np.unique(owners, return_inverse=True)
-    sums = np.zeros(len(names), np.int64)
-    np.add.at(sums, index, tokens)
-    return max(1, len(names)), np.maximum(1, sums[index])
+    """How many owners there are, and per row the tokens of its owner; both at least 1. An owner's rows are together."""
+    if not len(tokens):
+        return 1, tokens
+    first = np.flatnonzero(np.append(True, owners[1:] != owners[:-1]))
+    sums = np.maximum(1, np.add.reduceat(tokens, first))
+    return len(first), np.repeat(sums, np.diff(first, append=len(tokens)))

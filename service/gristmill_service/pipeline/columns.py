@@ -21,6 +21,11 @@ from gristmill_service.pipeline.merge import Rows
 from gristmill_service.store.iovec import Iovec, Region
 
 Scope = Literal["sequence", "response"]
+SCOPES: tuple[Scope, Scope] = ("sequence", "response")
+
+# A value that a row repeats stands in memory this often, a page, and longer rows read it again: more would be written
+# and read once, at the speed of fresh memory.
+_CONSTANTS = 1024
 
 
 class Geometry:
@@ -77,6 +82,11 @@ class Placement:
         return Placement(self.rows, {"sequence": nothing, "response": nothing}, self.geometry)
 
     @cached_property
+    def lengths(self) -> dict[Scope, Int64s]:
+        """Per scope (n,) elements of each row's own."""
+        return {scope: self.geometry.of(scope)[self.rows] for scope in SCOPES}
+
+    @cached_property
     def step_counts(self) -> Int64s:
         """Steps that each row covers."""
         counts: Int64s = self.geometry.last[self.rows] - self.geometry.first[self.rows] + 1
@@ -125,7 +135,7 @@ class Tokens(Column):
 
     def runs(self, placement: Placement) -> Runs:
         rows, geometry = placement.rows, placement.geometry
-        lengths = 4 * geometry.lengths[rows]
+        lengths = 4 * placement.lengths["sequence"]
         is_real = rows >= 0
         iovec = _pairs(len(rows))
         iovec[:, 0] = self._fill.runs(0, 4 * placement.leads["sequence"])
@@ -142,10 +152,10 @@ class Presence(Column):
     def __init__(self, name: str, scope: Scope, longest: int) -> None:
         self.name, self.scope = name, scope
         # Zeros, then ones: any "absent, then present" is one run of it.
-        self._longest, self._step = longest, Region(np.repeat(np.array([0, 1], np.uint8), longest))
+        self._longest, self._step = longest, Region(np.append(np.zeros(longest, np.uint8), np.ones(longest, np.uint8)))
 
     def runs(self, placement: Placement) -> Runs:
-        absent, present = placement.leads[self.scope], placement.geometry.of(self.scope)[placement.rows]
+        absent, present = placement.leads[self.scope], placement.lengths[self.scope]
         if self.scope == "response":
             is_padding = placement.rows < 0
             absent, present = absent + is_padding * present, present * ~is_padding
@@ -222,12 +232,17 @@ class RowScalars(Column):
         self._values, self._zeros = np.append(values, 0).astype(np.float32), zeros
 
     def runs(self, placement: Placement) -> Runs:
-        lengths = placement.geometry.responses[placement.rows]
-        constants = Region(np.repeat(self._values[placement.rows], lengths))
-        iovec = _pairs(len(lengths))
-        iovec[:, 0] = self._zeros.runs(0, 4 * placement.leads["response"])
-        iovec[:, 1] = constants.runs(4 * (np.cumsum(lengths) - lengths), 4 * lengths)
-        return _two_a_row(iovec, constants, self._zeros)
+        lengths = placement.lengths["response"]
+        constants, starts = _constants(self._values[placement.rows], lengths)
+        # A row's fill, then its value in as many runs as it takes.
+        counts = 1 - (-lengths // _CONSTANTS)
+        edges = np.append(0, np.cumsum(counts))
+        nbytes = np.full(edges[-1], 4 * _CONSTANTS)
+        nbytes[edges[1:] - 1] = 4 * (lengths - (counts - 2) * _CONSTANTS)
+        nbytes[edges[:-1]] = 0
+        iovec = constants.runs(np.repeat(4 * starts, counts), nbytes)
+        iovec[edges[:-1]] = self._zeros.runs(0, 4 * placement.leads["response"])
+        return Runs(iovec, edges, (constants, self._zeros))
 
     def compact(self, placement: Placement) -> tuple[Runs, ...]:
         return (_lines(self._values[placement.rows]),)
@@ -242,11 +257,23 @@ class Positions(Column):
         self._positions = Region(np.arange(longest, dtype=np.int32))
 
     def runs(self, placement: Placement) -> Runs:
-        iovec = self._positions.runs(0, 4 * placement.geometry.lengths[placement.rows])
+        iovec = self._positions.runs(0, 4 * placement.lengths["sequence"])
         return Runs(iovec, np.arange(len(iovec) + 1), (self._positions,))
 
     def compact(self, placement: Placement) -> tuple[Runs, ...]:
         return ()
+
+
+def _constants(values: NDArray[np.float32], lengths: Int64s) -> tuple[Region, Int64s]:
+    """Memory with `values[i]` for each i as often as `lengths[i]`, `_CONSTANTS` times at most, and where. Equal
+    neighbours share theirs."""
+    # By their bits: -0.0 is not 0.0 here.
+    bits = values.view(np.int32)
+    first = np.append(True, bits[1:] != bits[:-1])[: len(bits)]
+    begins = np.flatnonzero(first)
+    longest = np.minimum(np.maximum.reduceat(lengths, begins), _CONSTANTS) if len(begins) else lengths
+    starts = (np.cumsum(longest) - longest)[np.cumsum(first) - 1]
+    return Region(np.repeat(values[begins], longest)), starts
 
 
 def _pairs(count: int) -> NDArray[np.int64]:

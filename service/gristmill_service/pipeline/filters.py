@@ -6,15 +6,13 @@ what is masked.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 from numpy.typing import NDArray
 
 from gristmill.columns import Int64s
 from gristmill.steps import UNKNOWN
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.advantage import Float64s, all_equal
+from gristmill_service.pipeline.advantage import Float64s, by_size, flat
 from gristmill_service.pipeline.validate import Received
 
 
@@ -28,16 +26,18 @@ def trained_steps(received: Received, scores: Float64s, config: RunConfig) -> tu
         trained &= ~overlong
         counts["overlong_steps"] = int(overlong.sum())
     if config.zero_variance_filter == "mask":
-        flat = zero_variance_groups(received, scores)
-        trained &= ~flat[received.trajectory_groups][received.trajectory_of_step]
-        counts["zero_variance_groups"] = int(flat.sum())
+        constant = zero_variance_groups(received, scores)
+        trained &= ~constant[received.trajectory_groups][received.trajectory_of_step]
+        counts["zero_variance_groups"] = int(constant.sum())
     return trained, counts
 
 
 def zero_variance_groups(received: Received, scores: Float64s) -> NDArray[np.bool_]:
     """Groups of two or more trajectories with equal scores, bool (groups,)."""
-    bounds = received.group_bounds.tolist()
-    return np.array([all_equal(scores[start:end]) for start, end in pairwise(bounds)], dtype=np.bool_)
+    found = np.zeros(len(received.groups), np.bool_)
+    for groups, trajectories in by_size(received.group_bounds):
+        found[groups] = flat(scores[trajectories])
+    return found
 
 
 def stale_groups(received: Received, config: RunConfig, policy_version: int | None) -> NDArray[np.bool_]:

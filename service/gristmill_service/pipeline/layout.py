@@ -6,9 +6,9 @@ same input gives the same bytes. Layouts: `left_padded` (SkyRL #1285) and `packe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, repeat
 from math import prod
 from typing import Any
 
@@ -18,16 +18,13 @@ from numpy.typing import NDArray
 
 from gristmill.columns import Int64s
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.columns import Column, Geometry, Placement, Runs, Scope
+from gristmill_service.pipeline.columns import SCOPES, Column, Geometry, Placement, Runs, Scope
 from gristmill_service.pipeline.compact import Block, Compaction, CompactShard
 from gristmill_service.pipeline.plan import MiniBatchPlan
 from gristmill_service.store.base import ShardAddress
 from gristmill_service.store.iovec import Iovec, Region
 
 _SAFETENSORS_NAMES = {np.dtype(np.int32): "I32", np.dtype(np.float32): "F32", np.dtype(np.uint8): "U8"}
-_SCOPES: tuple[Scope, Scope] = ("sequence", "response")
-
-SmallTensors = Sequence[tuple[str, NDArray[Any]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,10 +50,31 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
-    """The columns of all rows of all shards of a model: as they stand in files, and as they travel."""
+class PerRow:
+    """Tensors of a value per row, of one dtype. values: (names, rows + 1), the padding row's last."""
 
-    runs: Sequence[Runs]
+    names: Sequence[str]
+    values: NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What stands in files of elements of one size, for all rows of all shards of a model, in their order.
+
+    per_row: its values are (names, n). columns: with their runs.
+    """
+
+    itemsize: int
+    per_row: PerRow
+    columns: Sequence[tuple[Column, Runs]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """The tensors of a model's shards: as they stand in files, of 4-byte elements and then of 1-byte ones, so that each
+    is aligned, and as they travel."""
+
+    parts: tuple[Part, Part]
     compaction: Compaction
 
 
@@ -64,130 +82,148 @@ class Layout:
     """The shards of one model's mini-batches, in plan order."""
 
     def __init__(self, mini_batches: Sequence[MiniBatchPlan], geometry: Geometry, config: RunConfig) -> None:
-        self._geometry, self._config = geometry, config
-        self._blocks = _blocks(mini_batches, geometry, config)
-        rows = [rank.rows for mini_batch in mini_batches for rank in mini_batch.ranks]
-        placed = np.concatenate(rows) if rows else np.empty(0, np.int64)
+        self._config = config
+        placed = np.concatenate([rank.rows for mini_batch in mini_batches for rank in mini_batch.ranks])
+        self._blocks = _blocks(mini_batches, placed, geometry, config)
         blocks = [block for blocks in self._blocks for block in blocks]
         self.placement = Placement(
-            placed, {scope: _leads(placed, blocks, scope, geometry) for scope in _SCOPES}, geometry
+            placed, {scope: _leads(placed, blocks, scope, geometry) for scope in SCOPES}, geometry
         )
+        self._token_ends = np.append(0, np.cumsum(self.placement.lengths["sequence"]))
 
-    def place(self, columns: Sequence[Column]) -> Placed:
-        """Each column's runs for all rows of all shards at once: what a shard takes of them is a slice."""
-        return Placed([column.runs(self.placement) for column in columns], Compaction(self.placement, columns))
+    def place(self, columns: Sequence[Column], per_row: tuple[PerRow, PerRow]) -> Placed:
+        """Each tensor for all rows of all shards at once: what a shard takes of them is a slice.
 
-    def shard(
-        self,
-        index: int,
-        address: ShardAddress,
-        columns: Sequence[Column],
-        placed: Placed,
-        per_row: SmallTensors,
-        metadata: dict[str, Any],
-    ) -> Shard:
-        """The shard number `index` in plan order. placed: what `place` gave for the columns."""
+        per_row: those of 4-byte elements, then those of 1-byte ones.
+        """
+
+        def part(itemsize: int, small: PerRow) -> Part:
+            mine = [column for column in columns if np.dtype(column.dtype).itemsize == itemsize]
+            gathered = PerRow(small.names, small.values.take(self.placement.rows, axis=1))
+            return Part(itemsize, gathered, [(column, column.runs(self.placement)) for column in mine])
+
+        words, bytes_ = per_row
+        return Placed((part(4, words), part(1, bytes_)), Compaction(self.placement, columns))
+
+    def shard(self, index: int, address: ShardAddress, placed: Placed, metadata: dict[str, str]) -> Shard:
+        """The shard number `index` in plan order. placed: what `place` gave. metadata: JSON by name."""
         blocks = self._blocks[index]
-        small = [*per_row, *self._cu_seqlens(blocks)]
-        header, size = self._header(small, blocks, columns, metadata)
-        own = [b"".join(array.tobytes() for _, array in small if array.itemsize == itemsize) for itemsize in (4, 1)]
+        begin, end = blocks[0].begin, blocks[-1].end
+        cu_seqlens = self._cu_seqlens(blocks)
+        header, size = self._header(blocks, placed, cu_seqlens, metadata)
+        words, bytes_ = (part.per_row.values[:, begin:end].tobytes() for part in placed.parts)
+        own = (
+            Region(b"".join([header, words, *(lengths.tobytes() for lengths in cu_seqlens)])),
+            Region(bytes_),
+        )
         wide = [
-            [
-                runs.of(block.begin, block.end)
-                for block in blocks
-                for column, runs in zip(columns, placed.runs, strict=True)
-                if np.dtype(column.dtype).itemsize == itemsize
-            ]
-            for itemsize in (4, 1)
+            [runs.of(block.begin, block.end) for block in blocks for _, runs in part.columns] for part in placed.parts
         ]
-        regions = Region(header + own[0]), Region(own[1])
         return Shard(
             address=address,
-            own=regions,
+            own=own,
             wide=(wide[0], wide[1]),
-            memory=placed.runs,
+            memory=[runs for part in placed.parts for _, runs in part.columns],
             size=size,
             sequence_elements=sum(self._elements(block, "sequence") for block in blocks),
-            without_padding=CompactShard(placed.compaction, blocks, regions, size),
+            without_padding=CompactShard(placed.compaction, blocks, own, size),
         )
 
-    def _cu_seqlens(self, blocks: Sequence[Block]) -> SmallTensors:
-        if self._config.layout != "packed":
-            return []
-        lengths = self._geometry.lengths[self.placement.rows]
-        return [
-            (f"{block.prefix}cu_seqlens", np.append(0, np.cumsum(lengths[block.begin : block.end])).astype(np.int32))
-            for block in blocks
-        ]
+    def _cu_seqlens(self, blocks: Sequence[Block]) -> list[NDArray[np.int32]]:
+        """Of each block, packed ones only."""
+        ends = self._token_ends
+        packed = [block for block in blocks if block.widths is None]
+        return [(ends[block.begin : block.end + 1] - ends[block.begin]).astype(np.int32) for block in packed]
 
     def _elements(self, block: Block, scope: Scope) -> int:
         """Values of a tensor. A packed one has one per token, whatever its scope."""
         if block.widths is None:
-            return int(self._geometry.lengths[self.placement.rows[block.begin : block.end]].sum())
+            return int(self._token_ends[block.end] - self._token_ends[block.begin])
         return block.widths[scope] * (block.end - block.begin)
 
     def _header(
-        self, small: SmallTensors, blocks: Sequence[Block], columns: Sequence[Column], metadata: dict[str, Any]
+        self,
+        blocks: Sequence[Block],
+        placed: Placed,
+        cu_seqlens: Sequence[NDArray[np.int32]],
+        metadata: dict[str, str],
     ) -> tuple[bytes, int]:
-        """The safetensors header, and the size of the whole file. Tensors of 4-byte elements come first, so that each
-        is aligned."""
-        entries: dict[str, Any] = {
-            "__metadata__": {name: orjson.dumps(value).decode() for name, value in metadata.items()}
-        }
+        """The safetensors header, and the size of the whole file."""
+        entries: dict[str, Any] = {"__metadata__": metadata}
+        rows, shapes = blocks[-1].end - blocks[0].begin, [self._shapes(block) for block in blocks]
         offset = 0
-        for itemsize in (4, 1):
-            shapes = [(name, array.dtype, list(array.shape)) for name, array in small if array.itemsize == itemsize]
-            for block in blocks:
-                for column in columns:
-                    dtype = np.dtype(column.dtype)
-                    if dtype.itemsize == itemsize:
-                        shapes.append((block.prefix + column.name, dtype, self._shape(block, column.scope)))
-            for name, dtype, shape in shapes:
-                end = offset + itemsize * prod(shape)
-                entries[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [offset, end]}
-                offset = end
+
+        def add(name: str, dtype: Any, shape: list[int], itemsize: int) -> None:
+            nonlocal offset
+            end = offset + itemsize * prod(shape)
+            entries[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [offset, end]}
+            offset = end
+
+        for part in placed.parts:
+            for name in part.per_row.names:
+                add(name, part.per_row.values.dtype, [rows], part.itemsize)
+            if part.itemsize == 4:
+                for block, lengths in zip(blocks, cu_seqlens, strict=False):
+                    add(f"{block.prefix}cu_seqlens", lengths.dtype, [len(lengths)], 4)
+            for block, shape in zip(blocks, shapes, strict=True):
+                for column, _ in part.columns:
+                    add(block.prefix + column.name, np.dtype(column.dtype), shape[column.scope], part.itemsize)
         text = orjson.dumps(entries)
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text, 8 + len(text) + offset
 
-    def _shape(self, block: Block, scope: Scope) -> list[int]:
+    def _shapes(self, block: Block) -> dict[Scope, list[int]]:
         if block.widths is None:
-            return [self._elements(block, scope)]
-        return [block.end - block.begin, block.widths[scope]]
+            return {scope: [self._elements(block, scope)] for scope in SCOPES}
+        return {scope: [block.end - block.begin, block.widths[scope]] for scope in SCOPES}
 
 
-def _blocks(mini_batches: Sequence[MiniBatchPlan], geometry: Geometry, config: RunConfig) -> list[list[Block]]:
-    """Per shard in plan order its blocks. `pad_width` says over which rows widths are taken, padding rows included."""
-    per_micro_batch = config.layout == "packed" or config.pad_width == "micro_batch"
+def _blocks(
+    mini_batches: Sequence[MiniBatchPlan], placed: Int64s, geometry: Geometry, config: RunConfig
+) -> list[list[Block]]:
+    """Per shard in plan order its blocks. placed: the rows of all of them."""
+    ranks = [rank for mini_batch in mini_batches for rank in mini_batch.ranks]
+    own_micro_batches = config.layout == "packed" or config.pad_width == "micro_batch"
+    bounds = [rank.bounds if own_micro_batches else np.array([0, len(rank.rows)]) for rank in ranks]
+    begins = np.cumsum([0, *(len(rank.rows) for rank in ranks)])
+    edges = [(begin + edges).tolist() for begin, edges in zip(begins.tolist(), bounds, strict=False)]
+    widths = _widths(mini_batches, edges, placed, geometry, config)
+    return [
+        [
+            Block(f"micro_batch_{index:03d}/" if own_micro_batches else "", begin, end, next(widths))
+            for index, (begin, end) in enumerate(pairwise(of_shard))
+        ]
+        for of_shard in edges
+    ]
 
-    def widths(rows: Int64s) -> dict[Scope, int] | None:
-        if config.layout == "packed":
-            return None
-        multiple = config.pad_to_multiple_of
-        return {scope: -(-int(geometry.of(scope)[rows].max()) // multiple) * multiple for scope in _SCOPES}
 
-    def joined(parts: Sequence[MiniBatchPlan]) -> Int64s:
-        return np.concatenate([rank.rows for part in parts for rank in part.ranks])
+def _widths(
+    mini_batches: Sequence[MiniBatchPlan],
+    edges: Sequence[Sequence[int]],
+    placed: Int64s,
+    geometry: Geometry,
+    config: RunConfig,
+) -> Iterator[dict[Scope, int] | None]:
+    """Of each block in order. `pad_width` says over which rows widths are taken, padding rows included.
 
-    blocks: list[list[Block]] = []
-    begin = 0
-    of_batch = widths(joined(mini_batches)) if mini_batches else None
-    for mini_batch in mini_batches:
-        of_mini_batch = widths(joined([mini_batch]))
-        for rank in mini_batch.ranks:
-            if per_micro_batch:
-                edges = enumerate(pairwise(rank.bounds.tolist()))
-                blocks.append(
-                    [
-                        Block(f"micro_batch_{index:03d}/", begin + first, begin + last, widths(rank.rows[first:last]))
-                        for index, (first, last) in edges
-                    ]
-                )
-            else:
-                shared = {"batch": of_batch, "mini_batch": of_mini_batch}.get(config.pad_width) or widths(rank.rows)
-                blocks.append([Block("", begin, begin + len(rank.rows), shared)])
-            begin += len(rank.rows)
-    return blocks
+    edges: per shard where its blocks begin among the placed rows, and where the last one ends.
+    """
+    counts = np.array([len(of_shard) - 1 for of_shard in edges])
+    if config.layout == "packed":
+        return repeat(None, int(counts.sum()))
+    dp_size = len(edges) // len(mini_batches)
+    shards_apart = {"batch": len(edges), "mini_batch": dp_size}.get(config.pad_width, 1)
+    if config.pad_width == "micro_batch":
+        begins, blocks = np.concatenate([of_shard[:-1] for of_shard in edges]), np.ones(int(counts.sum()), np.int64)
+    else:
+        begins = np.array([of_shard[0] for of_shard in edges[::shards_apart]])
+        blocks = np.add.reduceat(counts, np.arange(0, len(edges), shards_apart))
+    multiple = config.pad_to_multiple_of
+    found = [
+        np.repeat(-(-np.maximum.reduceat(geometry.of(scope)[placed], begins) // multiple) * multiple, blocks).tolist()
+        for scope in SCOPES
+    ]
+    return (dict(zip(SCOPES, pair, strict=True)) for pair in zip(*found, strict=True))
 
 
 def _leads(rows: Int64s, blocks: Sequence[Block], scope: Scope, geometry: Geometry) -> Int64s:

@@ -18,8 +18,6 @@ from gristmill_service.pipeline.validate import Received
 
 REPORTED_MISMATCHES = 3
 
-_SHORT = 2048
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
@@ -80,39 +78,53 @@ def _joins(received: Received) -> tuple[NDArray[np.bool_], list[Mismatch]]:
     """Which steps extend the one before them."""
     steps = received.steps
     trajectories = received.trajectory_of_step
-    followers = np.flatnonzero(np.diff(trajectories) == 0) + 1
-    candidates = followers[steps.tokens.lengths[followers - 1] <= steps.prompt_lengths[followers]]
-    joins = np.zeros(len(steps), np.bool_)
-    joins[candidates] = _extend(steps.tokens, candidates)
-    mismatches: list[Mismatch] = []
-    reported: dict[int, int] = {}
-    for step in followers[~joins[followers]].tolist():
-        trajectory = int(trajectories[step])
-        reported[trajectory] = reported.get(trajectory, 0) + 1
-        if reported[trajectory] <= REPORTED_MISMATCHES:
-            index = _first_difference(steps.tokens[step - 1], steps.tokens[step][: steps.prompt_lengths[step]])
-            mismatches.append(Mismatch(trajectory, int(steps.steps[step]), index))
-    return joins, mismatches
+    follows = np.append(False, trajectories[1:] == trajectories[:-1])[: len(steps)]
+    fits = follows.copy()
+    fits[1:] &= steps.tokens.lengths[:-1] <= steps.prompt_lengths[1:]
+    joins = _extend(steps.tokens, fits)
+    return joins, [_mismatch(received, trajectories, step) for step in _reported(trajectories, follows & ~joins)]
 
 
-def _extend(tokens: Ragged, followers: Int64s) -> NDArray[np.bool_]:
-    """Of each of these rows, whether it begins with the whole row before it."""
-    counts = tokens.lengths[followers - 1]
-    ones, others = tokens.starts[followers - 1], tokens.starts[followers]
-    is_long = counts >= _SHORT
-    same = np.empty(len(followers), np.bool_)
-    # Short ones as bytes, whose comparison has the least fixed cost; long ones without a copy.
+def _extend(tokens: Ragged, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Which rows begin with the whole row before them, of those that `fits` allows; bool (rows,).
+
+    From the last row to the first, each is compared with the longest row known to extend the one after it: if that
+    one does not begin with it, nor does the one after. So one row of a whole trajectory is copied, into bytes, whose
+    `startswith` is a memcmp; everything else is read once, where it stands.
+    """
+    if not fits.any():
+        return np.zeros(len(tokens), np.bool_)
     data, item = bytes_of(tokens.values), tokens.values.itemsize
-    edges = [item * edge[~is_long] for edge in (ones, ones + counts, others, others + counts)]
-    spans = zip(*(edge.tolist() for edge in edges), strict=True)
-    same[~is_long] = [data[a:b].tobytes() == data[c:d].tobytes() for a, b, c, d in spans]
-    same[is_long] = [
-        bool((tokens.values[one : one + count] == tokens.values[other : other + count]).all())
-        for one, other, count in zip(
-            ones[is_long].tolist(), others[is_long].tolist(), counts[is_long].tolist(), strict=True
-        )
-    ]
-    return same
+    spans = list(zip((item * tokens.starts).tolist(), (item * (tokens.starts + tokens.lengths)).tolist(), strict=True))
+    joins = [False] * len(spans)
+    longest: bytes | None = None
+    for row, fit in zip(range(len(spans) - 1, 0, -1), fits[:0:-1].tolist(), strict=True):
+        if not fit:
+            longest = None
+            continue
+        if longest is None:
+            start, end = spans[row]
+            longest = data[start:end].tobytes()
+        start, end = spans[row - 1]
+        if longest.startswith(data[start:end]):
+            joins[row] = True
+        else:
+            longest = None
+    return np.array(joins, np.bool_)
+
+
+def _reported(trajectories: Int64s, refused: NDArray[np.bool_]) -> list[int]:
+    """The first of the refused steps of each trajectory, as many as are reported of one."""
+    steps = np.flatnonzero(refused)
+    starts = np.searchsorted(trajectories[steps], trajectories[steps])
+    reported: list[int] = steps[np.arange(len(steps)) - starts < REPORTED_MISMATCHES].tolist()
+    return reported
+
+
+def _mismatch(received: Received, trajectories: Int64s, step: int) -> Mismatch:
+    steps = received.steps
+    index = _first_difference(steps.tokens[step - 1], steps.tokens[step][: steps.prompt_lengths[step]])
+    return Mismatch(int(trajectories[step]), int(steps.steps[step]), index)
 
 
 def _first_difference(before: NDArray[np.int32], prompt: NDArray[np.int32]) -> int:
@@ -132,9 +144,10 @@ def _oldest(versions: NDArray[np.int32], first: Int64s) -> NDArray[np.int32]:
 
 def step_loss_tokens(loss_mask: Ragged, trained: NDArray[np.bool_]) -> Int64s:
     """Response tokens with loss_mask 1 of each step; 0 for steps that a filter masked."""
+    if not loss_mask.values.size or loss_mask.values.min() == 1:
+        # Most batches: what the policy did not sample stands in prompts.
+        return loss_mask.lengths * trained
     compact = loss_mask.compact()
-    if not len(compact):
-        return np.empty(0, np.int64)
     # Sums of uint32 are several times faster than those of int64, and a step has fewer tokens than that holds.
     counts: Int64s = np.add.reduceat(compact.values, compact.starts, dtype=np.uint32).astype(np.int64)
     return counts * trained

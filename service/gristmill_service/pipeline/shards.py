@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from gristmill.columns import Ragged
@@ -24,13 +25,10 @@ from gristmill_service.pipeline.columns import (
     StepTokens,
     Tokens,
 )
-from gristmill_service.pipeline.layout import Layout, Shard
+from gristmill_service.pipeline.layout import Layout, PerRow, Shard
 from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan, RankPlan
 from gristmill_service.store.base import ShardAddress
 from gristmill_service.store.iovec import Region
-
-_INTEGERS = ("row", "sample", "step_first", "step_last", "policy_version")
-_FLAGS = ("is_last_step", "is_padding")
 
 
 def shards(
@@ -45,7 +43,9 @@ class _ShardBuilder:
     """What the shards of one batch share."""
 
     def __init__(self, prepared: Prepared, config: RunConfig, run: str, batch: int) -> None:
-        self._prepared, self._config, self._run, self._batch = prepared, config, run, batch
+        self._prepared, self._config, self._run, self._batch = prepared, config, _json(run), batch
+        # Most shards of a batch have the same ones: their JSON by the bounds that they are of.
+        self._micro_batches: dict[bytes, str] = {}
         steps = prepared.received.steps
         self._geometry = Geometry(
             prepared.rows, steps.prompt_lengths, steps.response_lengths, config.padding_row_tokens
@@ -54,8 +54,8 @@ class _ShardBuilder:
         self._longest = int(self._geometry.lengths.max()) + config.pad_to_multiple_of
         self._zeros = Region(np.zeros(4 * self._longest, np.uint8))
         self._shared = self._shared_columns()
-        self._integers, self._flags = self._per_row_tensors()
-        self._uids, self._rounds, self._stop_reasons = self._row_labels()
+        self._per_row = self._per_row_tensors()
+        self._labels = self._row_labels()
 
     def model_shards(self, model: Model, mini_batches: Sequence[MiniBatchPlan]) -> list[Shard]:
         own = [mini_batch for mini_batch in mini_batches if mini_batch.model == model]
@@ -63,15 +63,14 @@ class _ShardBuilder:
             return []
         layout = Layout(own, self._geometry, self._config)
         denominators = [self._denominators(mini_batch) for mini_batch in own]
-        columns = [*self._shared, self._advantages(model, own, denominators)]
-        placed = layout.place(columns)
+        placed = layout.place([*self._shared, self._advantages(model, own, denominators)], self._per_row)
         addressed = [
             (ShardAddress(model, mini_batch.index, index), rank, divisors)
             for mini_batch, divisors in zip(own, denominators, strict=True)
             for index, rank in enumerate(mini_batch.ranks)
         ]
         return [
-            layout.shard(index, address, columns, placed, self._small(rank), self._metadata(address, rank, divisors))
+            layout.shard(index, address, placed, self._metadata(address, rank, divisors))
             for index, (address, rank, divisors) in enumerate(addressed)
         ]
 
@@ -131,67 +130,68 @@ class _ShardBuilder:
         prepared = self._prepared
         return Denominators(mini_batch, prepared.loss_tokens, prepared.row_groups, prepared.rows.trajectories)
 
-    def _per_row_tensors(self) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        """Of every row, the padding row's at -1: `_INTEGERS` and `_FLAGS`, a line each."""
+    def _per_row_tensors(self) -> tuple[PerRow, PerRow]:
+        """Of every row, the padding row's at -1: integers, and flags."""
         rows, steps = self._prepared.rows, self._prepared.received.steps
-        integers = (
-            np.arange(len(rows)),
-            steps.samples[rows.first],
-            steps.steps[rows.first],
-            steps.steps[rows.last],
-            rows.policy_versions,
-        )
-        flags = (steps.is_last_steps[rows.last], np.zeros(len(rows)))
-        padded = np.array([np.append(values, PADDING) for values in integers], np.int32)
-        return padded, np.array([np.append(values, 1) for values in flags], np.uint8)
+        integers: dict[str, NDArray[Any]] = {
+            "row": np.arange(len(rows)),
+            "sample": steps.samples[rows.first],
+            "step_first": steps.steps[rows.first],
+            "step_last": steps.steps[rows.last],
+            "policy_version": rows.policy_versions,
+        }
+        flags: dict[str, NDArray[Any]] = {
+            "is_last_step": steps.is_last_steps[rows.last],
+            "is_padding": np.zeros(len(rows)),
+        }
+        return _stacked(integers, np.int32, PADDING), _stacked(flags, np.uint8, 1)
 
-    def _small(self, rank: RankPlan) -> list[tuple[str, NDArray[Any]]]:
-        integers, flags = self._integers[:, rank.rows], self._flags[:, rank.rows]
-        return [*zip(_INTEGERS, integers, strict=True), *zip(_FLAGS, flags, strict=True)]
-
-    def _row_labels(self) -> tuple[list[str], list[int], list[str]]:
+    def _row_labels(self) -> dict[str, NDArray[Any]]:
         """Per row its uid, round and stop reason, the padding row's at the end."""
         received, rows = self._prepared.received, self._prepared.rows
-        groups = [received.groups[group] for group in self._prepared.row_groups.tolist()]
-        stop_reasons = [received.steps.stop_reasons[last] for last in rows.last.tolist()]
-        padding_uid = _unused("padding", {uid for _, uid in received.groups})
-        return (
-            [uid for _, uid in groups] + [padding_uid],
-            [round_ for round_, _ in groups] + [-1],
-            [
-                *stop_reasons,
-                "padding",
-            ],
-        )
+        uids = [uid for _, uid in received.groups]
+        groups = np.append(self._prepared.row_groups, len(uids))
+        lasts = np.append(rows.last, len(received.steps))
+        return {
+            "uids": _objects([*uids, _unused("padding", set(uids))])[groups],
+            "rounds": np.array([*(round_ for round_, _ in received.groups), -1])[groups],
+            "stop_reasons": _objects([*received.steps.stop_reasons, "padding"])[lasts],
+        }
 
-    def _metadata(self, address: ShardAddress, rank: RankPlan, denominators: Denominators) -> dict[str, Any]:
-        rows: list[int] = rank.rows.tolist()
-
-        def of(values: NDArray[np.int64]) -> list[int]:
-            kept = values.tolist()
-            return [1 if row == PADDING else kept[row - denominators.start] for row in rows]
-
+    def _metadata(self, address: ShardAddress, rank: RankPlan, denominators: Denominators) -> dict[str, str]:
+        """By name, as JSON."""
+        bounds = rank.bounds.tobytes()
+        if (micro_batches := self._micro_batches.get(bounds)) is None:
+            micro_batches = self._micro_batches[bounds] = _json(rank.micro_batches)
+        labels = {name: _json(values[rank.rows].tolist()) for name, values in self._labels.items()}
         return {
             "run": self._run,
-            "batch": self._batch,
-            "model": address.model,
-            "mini_batch": address.mini_batch,
-            "rank": address.rank,
-            "dp_size": self._config.dp_size,
-            "uids": [self._uids[row] for row in rows],
-            "rounds": [self._rounds[row] for row in rows],
-            "stop_reasons": [self._stop_reasons[row] for row in rows],
-            "micro_batches": rank.micro_batches,
-            "loss_denominators": {
-                "loss_tokens": denominators.loss_tokens,
-                "rows": denominators.rows,
-                "prompts": denominators.prompts,
-                "trajectories": denominators.trajectories,
-                "row_tokens": of(denominators.row_tokens),
-                "prompt_tokens": of(denominators.prompt_tokens),
-                "trajectory_tokens": of(denominators.trajectory_tokens),
-            },
+            "batch": _json(self._batch),
+            "model": _json(address.model),
+            "mini_batch": _json(address.mini_batch),
+            "rank": _json(address.rank),
+            "dp_size": _json(self._config.dp_size),
+            **labels,
+            "micro_batches": micro_batches,
+            "loss_denominators": _json(denominators.of(rank.rows)),
         }
+
+
+def _stacked(values: dict[str, NDArray[Any]], dtype: Any, padding: int) -> PerRow:
+    """A line of each, and the padding row's value at its end."""
+    lines = np.array([np.append(line, padding) for line in values.values()], dtype)
+    return PerRow(list(values), lines)
+
+
+def _objects(values: Sequence[str]) -> NDArray[np.object_]:
+    """Strings that rows index as they do numbers, without a loop."""
+    array = np.empty(len(values), np.object_)
+    array[:] = values
+    return array
+
+
+def _json(value: Any) -> str:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode()
 
 
 def _float32(column: Ragged) -> Ragged:

@@ -7,6 +7,7 @@ the order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,13 +68,38 @@ def receive(steps: Steps, config: RunConfig) -> Received:
 
 
 def _ordered(steps: Steps) -> tuple[Steps, list[tuple[int, str]], Int64s]:
-    index: dict[tuple[int, str], int] = {}
-    keys = zip(steps.rounds.tolist(), steps.uids, strict=True)
-    group_of_step = np.array([index.setdefault(key, len(index)) for key in keys], np.int64)
-    order = np.lexsort((steps.steps, steps.samples, group_of_step))
-    if not np.array_equal(order, np.arange(len(order))):
+    groups, group_of_step = _groups(steps)
+    if not _is_ordered(group_of_step, steps.samples, steps.steps):
+        order = np.lexsort((steps.steps, steps.samples, group_of_step))
         steps, group_of_step = steps.take(order), group_of_step[order]
-    return steps, list(index), group_of_step
+    return steps, groups, group_of_step
+
+
+def _groups(steps: Steps) -> tuple[list[tuple[int, str]], Int64s]:
+    """(round, uid) of each group, by first appearance, and the group of each step, int64 (steps,)."""
+    uids = list(dict.fromkeys(steps.uids))
+    numbers = dict(zip(uids, range(len(uids)), strict=True))
+    group_of_step = np.fromiter(map(numbers.__getitem__, steps.uids), np.int64, len(steps))
+    rounds = steps.rounds
+    if not len(rounds) or (rounds == rounds[0]).all():
+        return [(int(rounds[0]), uid) for uid in uids], group_of_step
+    # Rounds are int32, so that a round and a uid's number make one int64.
+    keys, first, inverse = np.unique((group_of_step << 32) + rounds, return_index=True, return_inverse=True)
+    appearance = np.argsort(first)
+    places = np.empty(len(keys), np.int64)
+    places[appearance] = np.arange(len(keys))
+    return [(int(rounds[row]), steps.uids[row]) for row in first[appearance].tolist()], places[inverse]
+
+
+def _is_ordered(*keys: NDArray[Any]) -> bool:
+    """Whether rows stand in the order of these keys, the first one weighing most."""
+    tied = np.True_
+    for key in keys:
+        before, after = key[:-1], key[1:]
+        if (tied & (before > after)).any():
+            return False
+        tied = tied & (before == after)
+    return True
 
 
 def _trajectory_starts(group_of_step: Int64s, samples: NDArray[np.int32]) -> Int64s:

@@ -30,15 +30,16 @@ class Region:
 
     def __init__(self, buffer: NDArray[Any] | bytes) -> None:
         array = np.frombuffer(buffer, np.uint8) if isinstance(buffer, bytes) else np.ascontiguousarray(buffer)
-        self.array, self._address, self._size = array, array.ctypes.data, array.nbytes
+        self.array, self._address, self._size = array, int(array.__array_interface__["data"][0]), array.nbytes
 
     def runs(self, starts: NDArray[np.int64] | int, lengths: NDArray[np.int64]) -> Iovec:
         """Runs of `lengths` bytes from `starts` on. Raises IndexError for one that is not within the buffer."""
-        iovec = np.empty((len(lengths), 2), np.int64)
-        iovec[:, 0], iovec[:, 1] = starts, lengths
-        if len(iovec) and (iovec.min() < 0 or iovec.sum(axis=1).max() > self._size):
+        starts = np.asarray(starts)
+        if len(lengths) and (starts.min() < 0 or lengths.min() < 0 or (starts + lengths).max() > self._size):
             raise IndexError(f"a run lies outside of its buffer of {self._size} bytes")
-        iovec[:, 0] += self._address
+        iovec = np.empty((len(lengths), 2), np.int64)
+        np.add(starts, self._address, out=iovec[:, 0])
+        iovec[:, 1] = lengths
         return iovec
 
     def whole(self) -> Iovec:
