@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gristmill.columns import Int64s
-from gristmill_service.config import Flops, RunConfig
+from gristmill_service.config import Flops
+from gristmill_service.pipeline.plan import MiniBatchPlan
 
 Loads = NDArray[np.float64]
 
@@ -26,14 +27,14 @@ Loads = NDArray[np.float64]
 _EVEN_ENOUGH = 1.001
 
 
-def loads_of(lengths: Int64s, config: RunConfig) -> Loads:
-    """What each row costs: its FLOPs with `balance: flops`, else its tokens.
+def loads_of(lengths: Int64s, flops: Flops | None) -> Loads:
+    """What each row costs: its FLOPs in units of the larger coefficient (so that none overflows), or its tokens.
 
-    lengths: (rows,) tokens. FLOPs are in units of the larger coefficient, so that no configuration overflows.
+    lengths: (rows,) tokens.
     """
-    flops = config.flops if config.balance == "flops" and config.flops is not None else Flops()
-    tokens, unit = lengths.astype(np.float64), max(flops.linear, flops.quadratic)
-    return (flops.linear / unit + flops.quadratic / unit * tokens) * tokens
+    linear, quadratic = (1.0, 0.0) if flops is None else (flops.linear, flops.quadratic)
+    tokens, unit = lengths.astype(np.float64), max(linear, quadratic)
+    return (linear / unit + quadratic / unit * tokens) * tokens
 
 
 def balanced_by_tokens(lengths: Int64s, loads: Loads, packed: Int64s, cap: int, dp_size: int) -> tuple[Int64s, Int64s]:
@@ -45,10 +46,10 @@ def balanced_by_tokens(lengths: Int64s, loads: Loads, packed: Int64s, cap: int, 
     """
     micro_batches = int(packed.max()) + 1
     totals = _totals(packed, loads, micro_batches)
-    ratio = barrier_ratio(totals, dp_size)
-    if ratio > _EVEN_ENOUGH and micro_batches < len(packed):
+    slowest = _slowest(totals, dp_size)
+    if slowest * dp_size > _EVEN_ENOUGH * totals.sum() and micro_batches < len(packed):
         even = _pack(np.minimum(lengths, cap), loads, cap, micro_batches, dp_size, least=1)
-        if even is not None and barrier_ratio(even_totals := _totals(even, loads, micro_batches), dp_size) < ratio:
+        if even is not None and _slowest(even_totals := _totals(even, loads, micro_batches), dp_size) < slowest:
             packed, totals = even, even_totals
     rank, step = _deal(totals, _heaviest_first(totals), dp_size)
     return rank[packed], step[packed]
@@ -78,13 +79,23 @@ def balanced_by_rows(loads: Loads, per_micro_batch: int, dp_size: int) -> tuple[
     return rank[packed], step[packed]
 
 
-def barrier_ratio(loads: Loads, dp_size: int) -> float:
-    """Sum over steps of the heaviest micro-batch, by the mean load of a rank, when equally heavy ones share steps.
+def barrier_ratio(mini_batches: Iterable[MiniBatchPlan], loads: Loads) -> float:
+    """Sum over micro-steps of the slowest rank's load, by the mean load of a rank; 1 where no rank waits.
 
-    loads: (micro-batches,). At least 1, which is a step without waiting.
+    loads: (rows,) of the batch; padding rows cost nothing.
     """
-    total = float(loads.sum())
-    return float(np.sort(loads)[::-1][::dp_size].sum()) * dp_size / total if total else 1.0
+    slowest = mean = 0.0
+    padded = np.append(loads, 0.0)  # PADDING is the last
+    for mini_batch in mini_batches:
+        by_rank = [np.add.reduceat(padded[rank.rows], rank.bounds[:-1]) for rank in mini_batch.ranks]
+        slowest += float(np.max(by_rank, axis=0).sum())
+        mean += float(np.sum(by_rank)) / len(by_rank)
+    return slowest / mean if mean else 1.0
+
+
+def _slowest(loads: Loads, dp_size: int) -> float:
+    """Sum over micro-steps of the heaviest of these micro-batches, when equally heavy ones share steps."""
+    return float(np.sort(loads)[::-1][::dp_size].sum())
 
 
 def _totals(packed: Int64s, loads: Loads, micro_batches: int) -> Loads:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.balance import barrier_ratio, loads_of
 from gristmill_service.pipeline.batch import Prepared
 from gristmill_service.pipeline.layout import Shard
 from gristmill_service.pipeline.plan import MiniBatchPlan
@@ -34,7 +35,7 @@ def plan_document(
         "dropped_uids": [uid for _, uid in [*prepared.stale, *dropped]],
         "mini_batches": [_mini_batch(mini_batch, prepared) for mini_batch in mini_batches],
         "counts": _counts(prepared, len(dropped), config),
-        "metrics": _accuracy(prepared) | _performance(prepared, policy, laid_out),
+        "metrics": _accuracy(prepared) | _performance(prepared, policy, config, laid_out),
     }
     if config.merge != "none":
         document["merge_mismatches"] = _mismatches(prepared)
@@ -89,11 +90,15 @@ def _accuracy(prepared: Prepared) -> dict[str, float]:
 
 
 def _performance(
-    prepared: Prepared, policy: Sequence[MiniBatchPlan], laid_out: Sequence[Shard] | None
+    prepared: Prepared, policy: Sequence[MiniBatchPlan], config: RunConfig, laid_out: Sequence[Shard] | None
 ) -> dict[str, float]:
-    """Padding counts here, and is given separately. Of the policy's shards."""
+    """Padding counts here, and is given separately. Of the policy's shards.
+
+    The barrier ratio is by FLOPs where the configuration has `flops`, else by tokens.
+    """
     kept = sum(int(prepared.rows.lengths[part.start : part.kept_end].sum()) for part in policy)
     figures: dict[str, float] = {"tokens": kept, "padding_rows": sum(part.padding_rows for part in policy)}
+    figures["barrier_ratio"] = barrier_ratio(policy, loads_of(prepared.rows.lengths, config.flops))
     if laid_out is not None:
         elements = sum(shard.sequence_elements for shard in laid_out if shard.address.model == "policy")
         figures["padding_tokens"] = elements - kept

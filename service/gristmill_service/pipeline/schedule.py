@@ -35,7 +35,8 @@ def schedule(lengths: Int64s, group_bounds: Int64s, config: RunConfig) -> list[M
     """
     divide = _divide_groups if config.mini_batch_unit == "prompt" else _divide_rows
     parts = chain.from_iterable(divide(group_bounds, model, config) for model in config.models)
-    rows = _Rows(lengths, lengths.tolist(), None if config.balance == "none" else loads_of(lengths, config))
+    flops = config.flops if config.balance == "flops" else None
+    rows = _Rows(lengths, lengths.tolist(), None if config.balance == "none" else loads_of(lengths, flops))
     if config.token_cap is None:
         return [_plan_by_size(part, rows.loads, config) for part in parts]
     return [_plan_by_tokens(part, rows, config.token_cap, config) for part in parts]

@@ -1,0 +1,357 @@
+"""`balance: tokens | flops`: what stands as without it, and how little ranks wait for each other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.pipeline.balance import barrier_ratio, loads_of
+from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan
+from gristmill_service.pipeline.schedule import schedule
+from tests.pipeline.test_schedule_laws import (
+    ANY_BATCH,
+    BY_SIZE,
+    BY_TOKENS,
+    DROPPING,
+    PADDED,
+    STRICT,
+    batches,
+    planned_or_refused,
+    row_batches,
+)
+from tests.plans import Batch, all_micro_batches, micro_batches, of, planned, real_rows, settings_of, shards
+
+REFERENCE = json.loads((Path(__file__).parents[1] / "reference" / "balance.json").read_text())
+CAP = REFERENCE["cap"]
+VPP = {"vpp_size": 2, "microbatch_group_size": 2}
+
+BALANCES: st.SearchStrategy[dict[str, Any]] = st.just({"balance": "tokens"}) | st.builds(
+    lambda linear, quadratic: {"balance": "flops", "flops": {"linear": linear, "quadratic": quadratic}},
+    st.sampled_from([0.0, 1.0, 1.5e10]),
+    st.sampled_from([1e-3, 1.0, 262_144.0]),
+)
+
+
+def changed(batch: Batch, **settings: Any) -> Batch:
+    mapping = batch.config.model_dump(exclude_defaults=True)
+    return Batch(batch.groups, settings_of(**{**mapping, **settings}))
+
+
+def balanced(batches: st.SearchStrategy[Batch]) -> st.SearchStrategy[Batch]:
+    return st.builds(lambda batch, balance: changed(batch, **balance), batches, BALANCES)
+
+
+ANY = balanced(ANY_BATCH | batches(on_misaligned=DROPPING | STRICT))
+IN_TOKENS = balanced(batches(micro_batch=BY_TOKENS, on_misaligned=PADDED | DROPPING | STRICT))
+IN_ROWS = balanced(batches(micro_batch=BY_SIZE, on_misaligned=PADDED | DROPPING) | row_batches())
+
+
+def load(batch: Batch, row: int) -> float:
+    flops, tokens = batch.config.flops, batch.lengths[row]
+    if row == PADDING or flops is None:
+        return 0.0 if row == PADDING else tokens
+    return flops.linear * tokens + flops.quadratic * tokens**2
+
+
+def slowest(plan: MiniBatchPlan, batch: Batch) -> float:
+    """Sum over micro-steps of the slowest rank's load."""
+    loads = [[sum(load(batch, row) for row in rows) for rows in rank] for rank in micro_batches(plan)]
+    return sum(max(step) for step in zip(*loads, strict=True))
+
+
+def waiting(plans: list[MiniBatchPlan], batch: Batch) -> float:
+    """Barrier ratio of plans that together hold each row once."""
+    total = sum(load(batch, row) for plan in plans for row in real_rows(plan))
+    return sum(slowest(plan, batch) for plan in plans) * batch.config.dp_size / total
+
+
+# --- What stands as without balance
+
+
+@given(ANY)
+def test_the_same_rows_are_kept_dropped_or_refused_as_without_balance(batch: Batch) -> None:
+    plans, others = planned_or_refused(batch), planned_or_refused(changed(batch, balance="none"))
+    assert (plans is None) == (others is None)
+    for plan, other in zip(plans or [], others or [], strict=True):
+        assert real_rows(plan) == real_rows(other) == list(range(plan.start, plan.kept_end))
+        assert (plan.model, plan.index, plan.end) == (other.model, other.index, other.end)
+        assert (plan.groups, plan.dropped_groups) == (other.groups, other.dropped_groups)
+
+
+@given(ANY)
+def test_there_are_as_many_micro_batches_and_padding_rows_as_without_balance(batch: Batch) -> None:
+    plans, others = planned_or_refused(batch), planned_or_refused(changed(batch, balance="none"))
+    for plan, other in zip(plans or [], others or [], strict=True):
+        counts = {len(rank.micro_batches) for rank in plan.ranks}
+        assert counts == {other.micro_batches_per_rank}
+        assert len(plan.ranks) == batch.config.dp_size
+        assert plan.padding_rows == other.padding_rows
+
+
+@given(ANY)
+def test_no_micro_batch_is_empty_and_its_rows_stand_in_row_order_with_padding_last(batch: Batch) -> None:
+    for plan in planned_or_refused(batch) or []:
+        for rank, rows in zip(plan.ranks, shards(plan), strict=True):
+            assert (rank.bounds[0], rank.bounds[-1]) == (0, len(rows))
+            assert PADDING not in rows[: sum(row != PADDING for row in rows)]
+        for micro_batch in all_micro_batches(plan):
+            real = [row for row in micro_batch if row != PADDING]
+            assert micro_batch
+            assert real == sorted(real)
+
+
+@given(IN_TOKENS)
+def test_a_token_cap_is_strict_and_a_longer_row_stands_alone(batch: Batch) -> None:
+    cap = batch.config.token_cap
+    assert cap is not None
+    for plan in planned_or_refused(batch) or []:
+        for rows in all_micro_batches(plan):
+            if len(rows) > 1:
+                assert PADDING not in rows
+                assert sum(batch.lengths[row] for row in rows) <= cap
+
+
+@given(IN_ROWS)
+def test_counted_in_rows_every_rank_has_the_same_micro_batches_as_without_balance(batch: Batch) -> None:
+    plans, others = planned_or_refused(batch), planned_or_refused(changed(batch, balance="none"))
+    for plan, other in zip(plans or [], others or [], strict=True):
+        for rank in plan.ranks:
+            assert rank.bounds.tolist() == other.ranks[0].bounds.tolist()
+
+
+@given(ANY)
+def test_padding_is_dealt_evenly_to_the_ranks(batch: Batch) -> None:
+    for plan in planned_or_refused(batch) or []:
+        padding = [rows.count(PADDING) for rows in shards(plan)]
+        assert max(padding) - min(padding) <= 1
+
+
+@given(ANY)
+def test_the_same_batch_gives_the_same_plan_and_is_not_modified(batch: Batch) -> None:
+    lengths, bounds = np.array(batch.lengths), np.array(batch.bounds)
+    for array in (lengths, bounds):
+        array.flags.writeable = False
+    if (plans := planned_or_refused(batch)) is not None:
+        assert repr(schedule(lengths, bounds, batch.config)) == repr(plans)
+
+
+@given(balanced(batches()))
+def test_a_critics_mini_batches_are_balanced_by_themselves(batch: Batch) -> None:
+    plans = planned(batch.groups, batch.config)
+    alone = planned(batch.groups, batch.config.model_copy(update={"critic_mini_batch_size": None}))
+    assert repr(of("policy", plans)) == repr(alone)
+    if (size := batch.config.critic_mini_batch_size) is not None:
+        other = batch.config.model_copy(update={"policy_mini_batch_size": size, "critic_mini_batch_size": None})
+        assert list(map(shards, of("critic", plans))) == list(map(shards, planned(batch.groups, other)))
+
+
+# --- How little ranks wait
+
+
+@given(IN_TOKENS)
+def test_ranks_never_wait_longer_than_with_first_fit_dealt_by_load(batch: Batch) -> None:
+    plans, others = planned_or_refused(batch), planned_or_refused(changed(batch, balance="none"))
+    for plan, other in zip(plans or [], others or [], strict=True):
+        loads = sorted((sum(load(batch, row) for row in rows) for rows in all_micro_batches(other)), reverse=True)
+        assert slowest(plan, batch) <= sum(loads[:: batch.config.dp_size]) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "dp_size", "micro_batch", "reach"),
+    [
+        ("lengths", 8, {"max_tokens": CAP}, 1.008),
+        ("lengths", 64, {"max_tokens": CAP}, 1.13),
+        ("lengths_8192", 8, {"max_tokens": CAP}, 1.001),
+        ("lengths_8192", 64, {"max_tokens": CAP}, 1.005),
+        ("lengths", 8, {"size": 4}, 1.003),
+        ("lengths", 64, {"size": 4}, 1.04),
+        ("lengths", 64, {"size": 16}, 1.02),
+        ("lengths_8192", 64, {"size": 8}, 1.004),
+    ],
+)
+def test_on_the_reference_lengths_ranks_hardly_wait(
+    name: str, dp_size: int, micro_batch: dict[str, int], reach: float
+) -> None:
+    groups = [[tokens] for tokens in REFERENCE[name]]
+    config = settings_of(
+        policy_mini_batch_size=len(groups),
+        dp_size=dp_size,
+        micro_batch=micro_batch,
+        balance="flops",
+        flops=REFERENCE["flops"],
+    )
+    batch = Batch(groups, config)
+    plans, plain = planned(groups, config), planned(groups, config.model_copy(update={"balance": "none"}))
+    assert waiting(plans, batch) < reach < waiting(plain, batch)
+    assert plans[0].micro_batches_per_rank == plain[0].micro_batches_per_rank
+    assert barrier_ratio(plans, loads_of(np.array(REFERENCE[name]), config.flops)) == pytest.approx(
+        waiting(plans, batch)
+    )
+
+
+@pytest.mark.parametrize("micro_batch", [{"max_tokens": CAP}, {"size": 4}])
+@pytest.mark.parametrize("dp_size", [8, 64])
+def test_over_the_whole_mini_batch_ranks_agree_more_closely_than_step_by_step(
+    dp_size: int, micro_batch: dict[str, int]
+) -> None:
+    batch = Batch(
+        [[tokens] for tokens in REFERENCE["lengths_8192"]],
+        settings_of(policy_mini_batch_size=8192, dp_size=dp_size, micro_batch=micro_batch, balance="tokens"),
+    )
+    (plan,) = planned(batch.groups, batch.config)
+    totals = [sum(batch.lengths[row] for row in rows) for rows in shards(plan)]
+    assert max(totals) / np.mean(totals) < 1.0005
+
+
+def full_caps(random: np.random.Generator, micro_batches: int) -> list[int]:
+    """Rows of which first-fit, and hardly any other packing, makes so many micro-batches that are full to 99.9%."""
+    cuts = np.sort(random.integers(1, CAP - 33, (micro_batches, 5)), axis=1)
+    edges = np.hstack([np.zeros((micro_batches, 1), int), cuts, np.full((micro_batches, 1), CAP - 33)])
+    return [int(tokens) for tokens in np.diff(edges).ravel() if tokens]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_the_cap_leaves_no_room_the_micro_batches_of_first_fit_are_dealt_by_load(seed: int) -> None:
+    lengths = full_caps(np.random.default_rng(seed), 128)
+    config = settings_of(
+        policy_mini_batch_size=len(lengths),
+        dp_size=64,
+        micro_batch={"max_tokens": CAP},
+        balance="flops",
+        flops=REFERENCE["flops"],
+    )
+    batch = Batch([[tokens] for tokens in lengths], config)
+    plans, plain = planned(batch.groups, config), planned(batch.groups, config.model_copy(update={"balance": "none"}))
+    same = [sorted(map(sorted, all_micro_batches(plan))) for plan in (plans[0], plain[0])]
+    assert same[0] == same[1]
+    assert waiting(plans, batch) < waiting(plain, batch)
+
+
+def test_the_step_of_the_longest_row_is_filled_up_to_its_weight() -> None:
+    config = settings_of(policy_mini_batch_size=9, dp_size=2, micro_batch={"max_tokens": 20}, balance="tokens")
+    (plan,) = planned([[20], [6], [5], [4], [3], [2], [2], [1], [1]], config)
+    assert slowest(plan, Batch([[20, 6, 5, 4, 3, 2, 2, 1, 1]], config)) == 20 + 2  # the 44 tokens, without waiting
+    assert [0] in all_micro_batches(plan)
+
+
+def test_counted_in_rows_the_longest_row_is_put_beside_the_shortest() -> None:
+    config = settings_of(policy_mini_batch_size=4, dp_size=2, micro_batch={"size": 2}, balance="tokens")
+    (plan,) = planned([[3], [9], [7], [1]], config)
+    assert sorted(all_micro_batches(plan)) == [[0, 2], [1, 3]]
+
+
+def test_the_heavier_micro_batch_of_a_step_goes_to_the_rank_that_has_less() -> None:
+    config = settings_of(policy_mini_batch_size=4, dp_size=2, micro_batch={"size": 1}, balance="tokens")
+    (plan,) = planned([[4], [9], [6], [5]], config)
+    assert micro_batches(plan) == [[[1], [0]], [[2], [3]]]
+
+
+# --- Alignment
+
+
+def test_padding_rows_fill_the_last_micro_batches_of_all_ranks() -> None:
+    config = settings_of(policy_mini_batch_size=3, dp_size=2, micro_batch={"max_tokens": 10}, balance="tokens", **VPP)
+    (plan,) = planned([[8], [9], [7]], config)
+    assert micro_batches(plan) == [[[1], [PADDING]], [[0], [2]]]
+
+
+def test_counted_in_sequences_padding_does_not_leave_a_rank_without_rows() -> None:
+    config = settings_of(
+        mini_batch_unit="sequence", policy_mini_batch_size=8, dp_size=2, micro_batch={"size": 2}, balance="tokens"
+    )
+    (plan,) = planned([[5], [4], [3]], config)
+    assert micro_batches(plan) == [[[1, 2], [PADDING, PADDING]], [[0, PADDING], [PADDING, PADDING]]]
+
+
+def test_drop_trailing_drops_the_groups_that_it_drops_without_balance() -> None:
+    settings = {"policy_mini_batch_size": 3, "dp_size": 2, "micro_batch": {"max_tokens": 10}, "balance": "tokens"}
+    (plan,) = planned([[9, 7], [8, 6], [9]], settings_of(on_misaligned="drop_trailing", **settings))
+    assert micro_batches(plan) == [[[0], [3]], [[2], [1]]]
+    assert (plan.kept_end, plan.dropped_groups) == (4, range(2, 3))
+    with pytest.raises(InvalidArgumentError, match="align_to = 2"):
+        planned([[9, 7], [8, 6], [9]], settings_of(on_misaligned="error", **settings))
+
+
+# --- Weights
+
+
+@given(balanced(batches()), st.integers(-30, 30))
+def test_only_the_ratio_of_linear_to_quadratic_counts(batch: Batch, exponent: int) -> None:
+    if (flops := batch.config.flops) is None:
+        return
+    scaled = {"linear": flops.linear * 2.0**exponent, "quadratic": flops.quadratic * 2.0**exponent}
+    assert repr(planned(batch.groups, batch.config)) == repr(planned(batch.groups, changed(batch, flops=scaled).config))
+
+
+@given(batches())
+def test_flops_without_a_quadratic_part_are_tokens(batch: Batch) -> None:
+    flops = changed(batch, balance="flops", flops={"linear": 3.0})
+    assert repr(planned(batch.groups, flops.config)) == repr(
+        planned(batch.groups, changed(batch, balance="tokens").config)
+    )
+
+
+def test_coefficients_of_any_size_do_not_overflow() -> None:
+    flops = {"linear": 1e308, "quadratic": 1e308}
+    config = settings_of(policy_mini_batch_size=4, dp_size=2, micro_batch={"size": 2}, balance="flops", flops=flops)
+    (plan,) = planned([[300_000], [9], [7], [299_999]], config)
+    assert sorted(all_micro_batches(plan)) == [[0, 2], [1, 3]]
+
+
+# --- As a person runs it
+
+
+def test_the_plan_command_balances_a_lengths_file_and_tells_the_barrier_ratio(tmp_path: Path) -> None:
+    lengths = REFERENCE["lengths"]
+    rows = [
+        {"uid": f"p{number // 8}", "sample": number % 8, "prompt_len": 1, "response_len": tokens - 1, "reward": 0.0}
+        for number, tokens in enumerate(lengths)
+    ]
+    (tmp_path / "lengths.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "train_batch_size": 128,
+        "n_samples_per_prompt": 8,
+        "policy_mini_batch_size": 128,
+        "dp_size": 8,
+        "micro_batch": {"max_tokens": CAP},
+        "balance": "flops",
+        "flops": REFERENCE["flops"],
+    }
+    (tmp_path / "run.json").write_text(json.dumps(settings))
+    command = [str(Path(sys.executable).with_name("gristmill")), "plan", "lengths.jsonl", "--config", "run.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    (mini_batch,) = plan["mini_batches"]
+    cost = [REFERENCE["flops"]["linear"] * n + REFERENCE["flops"]["quadratic"] * n**2 for n in lengths]
+    loads = np.array(
+        [
+            [sum(cost[rank["rows"][at]] for at in micro_batch) for micro_batch in rank["micro_batches"]]
+            for rank in mini_batch["ranks"]
+        ]
+    )
+    assert mini_batch["micro_batches_per_rank"] == 18
+    assert sorted(row for rank in mini_batch["ranks"] for row in rank["rows"]) == list(range(1024))
+    assert plan["metrics"]["barrier_ratio"] == pytest.approx(loads.max(axis=0).sum() * 8 / loads.sum())
+    assert plan["metrics"]["barrier_ratio"] < 1.008
+
+
+@pytest.mark.parametrize("micro_batch", [{"max_tokens": CAP}, {"size": 4}])
+def test_a_hundred_thousand_rows_are_balanced_at_once(micro_batch: dict[str, int]) -> None:
+    lengths = np.random.default_rng(0).integers(1, CAP, 100_000)
+    config = settings_of(
+        policy_mini_batch_size=12_500, dp_size=64, micro_batch=micro_batch, balance="flops", flops=REFERENCE["flops"]
+    )
+    start = time.process_time()
+    schedule(lengths, np.arange(0, 100_001, 8), config)
+    assert time.process_time() - start < 2  # 0.25 s
