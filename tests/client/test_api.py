@@ -23,6 +23,7 @@ def test_all_is_the_public_surface():
         "InvalidArgumentError",
         "MicroBatch",
         "NotFoundError",
+        "PrefixUnknownError",
         "ResourceExhaustedError",
         "RolloutClient",
         "RowOutcome",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gristmill.delivery import Delivery, RowOutcome, join, row_sizes
+from gristmill.delivery import Delivery, RowOutcome, row_sizes, tables_of
 from gristmill.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -17,6 +17,7 @@ from gristmill.errors import (
 )
 from gristmill.outbox import Limits, Outbox
 from gristmill.rows import from_rows
+from gristmill.steps import concat
 from gristmill.transport import Failure
 
 LIMITS = Limits(message_rows=3, message_bytes=2000, linger_s=0.01)
@@ -195,7 +196,7 @@ class ScriptedService:
         self.kept: dict[tuple[str, int, int], int] = {}
 
     def attempt(self, outbox, entries, now):
-        joined = join(entries)
+        joined = concat(tables_of(entries))
         rows = [(joined.uids[row], int(joined.samples[row]), int(joined.steps[row])) for row in range(len(joined))]
         assert rows == [(e.key.uid, e.key.sample, int(e.table.steps[e.row])) for e in entries]
         fault = self.draw(st.sampled_from(["none", "none", "lost", "away"]))

@@ -47,6 +47,7 @@ __all__ = [
     "InvalidArgumentError",
     "MicroBatch",
     "NotFoundError",
+    "PrefixUnknownError",
     "ResourceExhaustedError",
     "RolloutClient",
     "RowOutcome",

@@ -14,11 +14,10 @@ from gristmill import calls
 from gristmill.aio_sender import AsyncSender, AsyncTransport
 from gristmill.delivery import Delivery, RowOutcome
 from gristmill.errors import GristmillError, NotFoundError
-from gristmill.generation import from_generator_output
+from gristmill.generation import rows_of
 from gristmill.groups import Group, groups_of
 from gristmill.rollout import late_policy_version
-from gristmill.rows import from_rows
-from gristmill.steps import UNKNOWN, Steps, TrajectoryKey
+from gristmill.steps import UNKNOWN, TrajectoryKey
 from gristmill.trajectory import StepWriter, abort_reason, unfinished
 from gristmill.transport import TIMEOUT_S
 from gristmill.v1 import rollout_pb2, run_pb2
@@ -120,9 +119,9 @@ class AsyncRolloutClient:
     ) -> None:
         self.run = calls.check_run(run)
         self._token_rewards = token_rewards
-        limits = calls.limits(max_batch_rows, max_batch_bytes)
+        self._limits = calls.limits(max_batch_rows, max_batch_bytes)
         self._transport = AsyncTransport(address, timeout_s)
-        self._sender = AsyncSender(self._transport, run, limits)
+        self._sender = AsyncSender(self._transport, run, self._limits)
 
     async def create_run(self, config: Mapping[str, Any]) -> list[str]:
         request = calls.create_run(self.run, config)
@@ -205,16 +204,19 @@ class AsyncRolloutClient:
         attempt: int = 0,
         policy_version: int = UNKNOWN,
     ) -> list[RowOutcome]:
-        table = from_generator_output(generator_output, round=round, attempt=attempt, policy_version=policy_version)
-        return await self._submit(table)
+        rows = rows_of(generator_output, round=round, attempt=attempt, policy_version=policy_version)
+        return await self._submit(rows)
 
     async def submit_rows(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
-        return await self._submit(from_rows(rows, step_wise=False))
+        return await self._submit(rows)
 
-    async def _submit(self, table: Steps) -> list[RowOutcome]:
+    async def _submit(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
         delivery = Delivery()
-        await self._sender.put(table, delivery)
-        await self._sender.wait(delivery)
+        try:
+            for table in calls.tables(rows, self._limits):
+                await self._sender.put(table, delivery)
+        finally:
+            await self._sender.wait(delivery)
         if error := self._sender.told(delivery):
             raise error
         return [outcome for outcome in delivery.outcomes if outcome is not None]

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 import grpc
 
-from gristmill import wire
+from gristmill import submission
 from gristmill.channels import AsyncChannels
-from gristmill.delivery import Delivery, Entry, RowOutcome, join, outcomes_of
+from gristmill.delivery import Delivery, Entry, RowOutcome, outcomes_of, tables_of
+from gristmill.deltas import LatestSteps
 from gristmill.errors import FailedPreconditionError, GristmillError
 from gristmill.outbox import Limits, Outbox
 from gristmill.steps import Steps, TrajectoryKey
 from gristmill.transport import Failure, OwnProcess, Patience, Retry, Stubs, failure_of
-from gristmill.v1 import rollout_pb2
 
 _log = logging.getLogger("gristmill")
 
@@ -77,6 +77,7 @@ class AsyncSender:
         self._transport = transport
         self._run = run
         self._outbox = Outbox(limits, transport.timeout_s, transport.channels.count)
+        self._latest = LatestSteps()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -170,7 +171,6 @@ class AsyncSender:
                 continue
 
     async def _send(self, entries: list[Entry]) -> list[RowOutcome]:
-        request = rollout_pb2.SubmitRowsRequest(run=self._run, rows=wire.encode(join(entries)))
+        request = submission.encode(self._run, tables_of(entries), self._latest.prefixes(entries))
         timeout_s = self._outbox.attempt_s(entries, time.monotonic())
-        response = await self._transport.rollouts.SubmitRows(request, timeout=timeout_s)
-        return outcomes_of(response, entries)
+        return outcomes_of(await self._transport.submit_rows(request, timeout=timeout_s), entries)

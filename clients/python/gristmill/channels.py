@@ -104,6 +104,9 @@ class Replicas:
         self._turn = 0
         self._is_closed = False
 
+    def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Any]:
+        raise NotImplementedError
+
     def unary_stream(self, *method: Any, **options: Any) -> Callable[..., Any]:
         return self._streaming(_binder("unary_stream", method, options))
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from gristmill.columns import Int64s
 from gristmill.errors import GristmillError
-from gristmill.steps import Steps, TrajectoryKey, concat
+from gristmill.steps import Steps, TrajectoryKey
 from gristmill.transport import reworded
 from gristmill.v1 import rollout_pb2
 
@@ -59,7 +59,11 @@ class Delivery:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One row on its way. expires: when it is given up, from its first attempt on."""
+    """One row on its way.
+
+    expires: when it is given up, from its first attempt on. prefix: how many of its first tokens are not sent, and
+    their checksum; None before that is found out.
+    """
 
     table: Steps
     row: int
@@ -71,21 +75,22 @@ class Entry:
     number: int
     added: float
     expires: float = inf
+    prefix: tuple[int, int] | None = None
 
     @property
     def group(self) -> Group:
         return self.key[:2]
 
 
-def join(entries: Sequence[Entry]) -> Steps:
-    """The entries' rows as one table, in their order."""
+def tables_of(entries: Sequence[Entry]) -> list[Steps]:
+    """The entries' rows in their order, as tables."""
     parts: list[tuple[Steps, list[int]]] = []
     for entry in entries:
         if parts and parts[-1][0] is entry.table:
             parts[-1][1].append(entry.row)
         else:
             parts.append((entry.table, [entry.row]))
-    return concat([table if len(rows) == len(table) else table.take(np.array(rows)) for table, rows in parts])
+    return [table if len(rows) == len(table) else table.take(np.array(rows)) for table, rows in parts]
 
 
 def outcomes_of(response: rollout_pb2.SubmitRowsResponse, entries: Sequence[Entry]) -> list[RowOutcome]:

@@ -7,7 +7,8 @@
     ├── AlreadyExistsError                      the same name or key with other content
     ├── FailedPreconditionError                 right call, wrong moment: it must not simply be retried
     │   ├── StaleIncarnationError               a newer incarnation of the trainer has taken over
-    │   └── BatchFailedError                    the batch asked for could not be made; says why
+    │   ├── BatchFailedError                    the batch asked for could not be made; says why
+    │   └── PrefixUnknownError                  rows came without tokens that the service does not have: send them whole
     ├── ResourceExhaustedError                  a limit is reached: retry after `retry_after_s`
     ├── DeadlineExceededError (TimeoutError)    what was waited for did not come in time
     └── UnavailableError (ConnectionError)      the service cannot be reached or is shutting down: retry
@@ -57,6 +58,10 @@ class BatchFailedError(FailedPreconditionError):
     def __init__(self, message: str, batch: int = -1) -> None:
         super().__init__(message)
         self.batch = batch
+
+
+class PrefixUnknownError(FailedPreconditionError):
+    """The clients send the rows again, whole; nobody else has to do with it."""
 
 
 class ResourceExhaustedError(GristmillError):

@@ -48,6 +48,13 @@ def from_generator_output(
             "trajectory_ids": [("math/17", 0), ("math/17", 0)], "is_last_step": [False, True],
         })
     """
+    return from_rows(rows_of(output, round=round, attempt=attempt, policy_version=policy_version))
+
+
+def rows_of(
+    output: Mapping[str, Any], *, round: int = 0, attempt: int = 0, policy_version: int = -1
+) -> list[dict[str, Any]]:
+    """The output's rows as `from_rows` takes them. Raises InvalidArgumentError as `from_generator_output` does."""
     given = {name: values for name, values in output.items() if values is not None and name not in _NOT_ROWS}
     _check_names(given)
     count = len(given["response_ids"])
@@ -69,9 +76,18 @@ def from_generator_output(
         for name, field in _COLUMNS.items():
             if name in given:
                 row[field] = plain(given[name][index], field, where)
-        row.setdefault("loss_mask", np.ones(np.size(row["response_ids"]), np.uint8))
         rows.append(row)
-    return from_rows(rows)
+    if "loss_masks" not in given:
+        _train_everything(rows)
+    return rows
+
+
+def _train_everything(rows: list[dict[str, Any]]) -> None:
+    """Gives each row a mask of ones: a view of one array, as nobody changes it."""
+    lengths = [np.size(row["response_ids"]) for row in rows]
+    ones = np.ones(max(lengths, default=0), np.uint8)
+    for row, length in zip(rows, lengths, strict=True):
+        row["loss_mask"] = ones[:length]
 
 
 def _check_names(given: Mapping[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """Rows on their way to the service: what is sent next, what is sent again and when, and what became of each row.
 
-A state machine without threads, clock or I/O, which the blocking and the asyncio sender drive in turn: `take` a
-message, send it, and report by `settle` or `refuse`. One message is under way at a time, so that rows of a trajectory
-arrive in the order they were added. No row leaves it without an outcome or an error.
+A state machine without threads, clock or I/O, which the blocking and the asyncio sender drive: `take` a message, send
+it, and report by `settle` or `refuse`. Several messages may be under way at a time, of different trajectories, so that
+rows of a trajectory arrive in the order they were added; after a failure, one by one until all is well again. No row
+leaves it without an outcome or an error.
 """
 
 from __future__ import annotations
@@ -15,10 +16,18 @@ from math import inf
 from gristmill.channels import MESSAGE_BYTES
 from gristmill.columns import Int64s
 from gristmill.delivery import Delivery, Entry, Group, RowOutcome, error_of, form_of, row_sizes
-from gristmill.errors import AlreadyExistsError, GristmillError, InvalidArgumentError, ResourceExhaustedError
+from gristmill.errors import (
+    AlreadyExistsError,
+    GristmillError,
+    InvalidArgumentError,
+    PrefixUnknownError,
+    ResourceExhaustedError,
+)
 from gristmill.steps import Steps, TrajectoryKey
 from gristmill.transport import Backoff, Failure, reworded
 
+# All tokens are sent.
+_WHOLE = (0, 0)
 # A message is a little more than its rows' buffers.
 _MESSAGE_RESERVE = 64 << 10
 
@@ -56,6 +65,8 @@ class Outbox:
         self._last_number = 0
         self._urgent_number = 0
         self._under_way: dict[int, Entry] = {}
+        self._messages = 0
+        self._being_sent: set[TrajectoryKey] = set()
         self._untold: dict[int, Delivery] = {}
 
     # What producers do.
@@ -94,7 +105,7 @@ class Outbox:
             self._under_way[number] = entry
             self._fresh.append(entry)
             self._fresh_bytes += sizes[row]
-        return was_empty or self._is_full()
+        return was_empty or self.is_full()
 
     @property
     def rows_under_way(self) -> int:
@@ -134,12 +145,14 @@ class Outbox:
     # What the sender does.
 
     def take(self, now: float) -> list[Entry]:
-        """The next message's rows, all of one form; empty when none is due."""
-        if now < self._held_until:
+        """The next message's rows, all of one form; empty when none is due, or has to wait for one under way."""
+        if now < self._held_until or self._is_blocked():
             return []
         entries = self._again.popleft() if self._again else self._take_parked(now) or self._take_fresh(now)
         for entry in entries:
             entry.expires = min(entry.expires, now + self._timeout_s)
+            self._being_sent.add(entry.key)
+        self._messages += bool(entries)
         return entries
 
     def attempt_s(self, entries: Sequence[Entry], now: float) -> float:
@@ -147,17 +160,20 @@ class Outbox:
         return self._outage.attempt_s(min(entry.expires for entry in entries) - now)
 
     def due_in(self, now: float) -> float | None:
-        """Seconds until `take` has a message; None when there is nothing to send."""
+        """Seconds until `take` has a message; None when there is nothing to send, or not before an answer comes."""
+        if self._is_blocked():
+            return None
         times = [parked.not_before for parked in self._parked.values()]
         if self._again:
             times.append(now)
         if self._fresh:
-            times.append(now if self._is_full() or self._is_urgent() else self._fresh[0].added + self._limits.linger_s)
+            times.append(now if self.is_full() or self._is_urgent() else self._fresh[0].added + self._limits.linger_s)
         soonest = min(times, default=inf)
         return None if soonest == inf else max(soonest, self._held_until) - now
 
     def settle(self, entries: Sequence[Entry], outcomes: Sequence[RowOutcome]) -> None:
         """The service answered."""
+        self._returned(entries)
         self._outage = Backoff(self._replicas)
         for entry, outcome in zip(entries, outcomes, strict=True):
             self._conclude(entry, outcome)
@@ -166,8 +182,13 @@ class Outbox:
     def refuse(self, entries: list[Entry], failure: Failure, now: float) -> None:
         """The attempt failed, and nothing of it was kept: sends the rows again later, in smaller messages so that one
         bad row does not take others with it, or gives them up."""
+        self._returned(entries)
         error = failure.error
-        if failure.may_retry:
+        if isinstance(error, PrefixUnknownError) and any(entry.prefix != _WHOLE for entry in entries):
+            for entry in entries:
+                entry.prefix = _WHOLE
+            self._again.appendleft(entries)
+        elif failure.may_retry:
             expired = [entry for entry in entries if entry.expires <= now]
             if expired:
                 self.fail(expired, reworded(error, f"{error} (gave up after {self._timeout_s:g} s)"))
@@ -198,11 +219,23 @@ class Outbox:
         """Gives up whatever is left."""
         self.fail(self._extract(lambda entry: True), error)
 
+    def _is_blocked(self) -> bool:
+        """Whether what is next has to wait until a message that is under way has returned."""
+        if not self._messages:
+            return False
+        if self._again or self._parked:
+            return True
+        return bool(self._fresh) and self._fresh[0].key in self._being_sent
+
+    def _returned(self, entries: Sequence[Entry]) -> None:
+        self._messages -= 1
+        self._being_sent.difference_update(entry.key for entry in entries)
+
     def _take_fresh(self, now: float) -> list[Entry]:
         fresh, taken = self._fresh, list[Entry]()
         if not fresh:
             return taken
-        if not (self._is_full() or self._is_urgent() or fresh[0].added + self._limits.linger_s <= now):
+        if not (self.is_full() or self._is_urgent() or fresh[0].added + self._limits.linger_s <= now):
             return taken
         taken = self._fill(fresh)
         self._fresh_bytes -= sum(entry.size for entry in taken)
@@ -220,13 +253,19 @@ class Outbox:
         taken, room = [source.popleft()], self._limits.message_bytes
         room -= taken[0].size
         while source and len(taken) < self._limits.message_rows:
-            if source[0].size > room or source[0].form != taken[0].form:
+            if source[0].size > room or source[0].form != taken[0].form or source[0].key in self._being_sent:
                 break
             room -= source[0].size
             taken.append(source.popleft())
         return taken
 
-    def _is_full(self) -> bool:
+    def is_half_full(self) -> bool:
+        """Whether there is enough for half a message."""
+        limits = self._limits
+        return 2 * len(self._fresh) >= limits.message_rows or 2 * self._fresh_bytes >= limits.message_bytes
+
+    def is_full(self) -> bool:
+        """Whether a message can be filled."""
         return len(self._fresh) >= self._limits.message_rows or self._fresh_bytes >= self._limits.message_bytes
 
     def _is_urgent(self) -> bool:

@@ -9,13 +9,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from gristmill import calls
-from gristmill.delivery import Delivery, RowOutcome
+from gristmill.delivery import RowOutcome
 from gristmill.errors import DeadlineExceededError, GristmillError
-from gristmill.generation import from_generator_output
+from gristmill.generation import rows_of
 from gristmill.groups import Group, groups_of
-from gristmill.rows import from_rows
 from gristmill.sender import Sender
-from gristmill.steps import UNKNOWN, Steps, TrajectoryKey
+from gristmill.steps import UNKNOWN, TrajectoryKey
 from gristmill.trajectory import StepWriter, Trajectory
 from gristmill.transport import TIMEOUT_S, Transport
 from gristmill.v1 import rollout_pb2, run_pb2
@@ -63,9 +62,9 @@ class RolloutClient:
     ) -> None:
         self.run = calls.check_run(run)
         self._token_rewards = token_rewards
-        limits = calls.limits(max_batch_rows, max_batch_bytes)
+        self._limits = calls.limits(max_batch_rows, max_batch_bytes)
         self._transport = Transport(address, timeout_s, "RolloutClient")
-        self._sender = Sender(self._transport, run, limits)
+        self._sender = Sender(self._transport, run, self._limits)
         # A client that is forgotten, or whose process ends, still sends what it took.
         self._forgotten = weakref.finalize(self, _close_forgotten, self._transport, self._sender)
 
@@ -202,21 +201,21 @@ class RolloutClient:
         """Submits a whole generator output as SkyRL makes it, and waits; returns what became of each row.
 
         `gristmill.generation.from_generator_output` says which keys it has. Safe to repeat: rows that were taken before
-        are DUPLICATE. Raises the error of the first row that was not taken, naming the trajectories.
+        are DUPLICATE. Raises InvalidArgumentError for what is wrong with a row, when rows before it may have been taken;
+        and the error of the first row that the service did not take, naming the trajectories.
         """
-        table = from_generator_output(generator_output, round=round, attempt=attempt, policy_version=policy_version)
-        return self._submit(table)
+        rows = rows_of(generator_output, round=round, attempt=attempt, policy_version=policy_version)
+        return self._submit(rows)
 
     def submit_rows(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
         """Submits rows with the field names of a rollouts file, and waits; returns what became of each.
 
         A row without `reward` waits for `set_reward`. Otherwise as `submit`.
         """
-        return self._submit(from_rows(rows, step_wise=False))
+        return self._submit(rows)
 
-    def _submit(self, table: Steps) -> list[RowOutcome]:
-        delivery = Delivery()
-        self._sender.send(table, delivery)
+    def _submit(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
+        delivery = self._sender.send(calls.tables(rows, self._limits))
         if error := self._sender.told(delivery):
             raise error
         return [outcome for outcome in delivery.outcomes if outcome is not None]

@@ -6,14 +6,14 @@ Here, and only here, Python lists of ints become arrays. Types and shapes are re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill.columns import Array, Ragged
+from gristmill.columns import Array, Int64s, Ragged
 from gristmill.errors import InvalidArgumentError
 from gristmill.steps import FLOAT32_MAX, INT32_MAX, UNKNOWN, Steps, check, check_text
 
@@ -42,10 +42,25 @@ def from_rows(rows: Iterable[Mapping[str, Any]], *, step_wise: bool = True) -> S
     makes it pending.
     Raises InvalidArgumentError naming the trajectory, the field, the value and the remedy. The rows are not modified.
     """
-    builder = _Builder(step_wise)
-    for position, row in enumerate(rows):
-        builder.add(row, position)
-    return check(builder.build())
+    rows = list(rows)
+    return _Builder(rows, step_wise).table(0, len(rows))
+
+
+def tables_from_rows(
+    rows: Iterable[Mapping[str, Any]], *, step_wise: bool = True, most_rows: int, most_bytes: int
+) -> Iterator[Steps]:
+    """The same rows as several tables, each of at most so much unless one row has more; nothing is copied ahead.
+
+    The fields' types are checked before the first table is given, tokens and numbers with their table.
+    """
+    rows = list(rows)
+    builder, begin, room = _Builder(rows, step_wise), 0, most_bytes
+    for row, size in enumerate(builder.sizes().tolist()):
+        if row > begin and (size > room or row - begin == most_rows):
+            yield builder.table(begin, row)
+            begin, room = row, most_bytes
+        room -= size
+    yield builder.table(begin, len(rows))
 
 
 def to_rows(table: Steps) -> Iterator[dict[str, Any]]:
@@ -78,58 +93,74 @@ def to_rows(table: Steps) -> Iterator[dict[str, Any]]:
 
 
 class _Builder:
-    """Collects rows given as mappings into columns, checking types as it goes."""
+    """Rows given as mappings, a column at a time: types are checked for all rows before anything is copied.
 
-    def __init__(self, step_wise: bool) -> None:
-        self._required = (*_REQUIRED, "step", "is_last_step") if step_wise else _REQUIRED
-        self._scalars: dict[str, list[Any]] = {name: [] for name in (*_SCALARS, "prompt_length", "reward", "advantage")}
-        self._arrays: dict[str, list[Array | None]] = {
-            name: [] for name in ("tokens", "loss_mask", "rollout_logprobs", "reward", "advantage")
-        }
+    What is as it should be costs little a row; whatever is not is looked at again, value by value, and refused by name
+    or converted.
+    """
 
-    def add(self, row: Mapping[str, Any], position: int) -> None:
-        if not isinstance(row, Mapping):
-            raise InvalidArgumentError(f"row {position}: expected a mapping of fields, got {type(row).__name__}")
-        where = _describe(row, position)
-        for name in self._required:
-            if row.get(name) is None:
-                raise InvalidArgumentError(f"{where}: {name} is missing; every row needs it")
-        unknown = row.keys() - _FIELDS
-        if unknown:
-            raise InvalidArgumentError(
-                f"{where}: unknown field {sorted(unknown)[0]}; known are {', '.join(sorted(_FIELDS))}"
-            )
-        self._add_scalars(row, where)
-        prompt = _tokens(row["prompt_token_ids"], "prompt_token_ids", where)
-        response = _tokens(row["response_ids"], "response_ids", where)
-        self._scalars["prompt_length"].append(len(prompt))
-        self._arrays["tokens"].append(np.concatenate([prompt, response]))
-        self._arrays["loss_mask"].append(_mask(row["loss_mask"], where))
-        logprobs = row.get("rollout_logprobs")
-        self._arrays["rollout_logprobs"].append(
-            None if logprobs is None else _floats(logprobs, "rollout_logprobs", np.float32, where)
-        )
-        self._add_number_or_tokens(row, "reward", np.float64, where)
-        self._add_number_or_tokens(row, "advantage", np.float32, where)
+    def __init__(self, rows: Sequence[Mapping[str, Any]], step_wise: bool) -> None:
+        self._rows = rows
+        _check_names(rows, (*_REQUIRED, "step", "is_last_step") if step_wise else _REQUIRED)
+        self._scalars = {name: self._scalar_column(name, *found) for name, found in _SCALARS.items()}
+        self._prompts = self._array_column("prompt_token_ids", np.int32, _tokens)
+        self._responses = self._array_column("response_ids", np.int32, _tokens)
+        self._masks = self._array_column("loss_mask", np.uint8, _mask)
+        self._logprobs = self._array_column("rollout_logprobs", np.float32, _float32s)
+        self._rewards, self._token_rewards = self._number_column("reward", np.float64)
+        self._advantages, self._token_advantages = self._number_column("advantage", np.float32)
 
-    def _add_scalars(self, row: Mapping[str, Any], where: str) -> None:
-        for name, (kind, default) in _SCALARS.items():
-            value = row.get(name)
-            self._scalars[name].append(default if value is None else _scalar(value, name, kind, where))
+    def _where(self, row: int) -> str:
+        return _describe(self._rows[row], row)
 
-    def _add_number_or_tokens(self, row: Mapping[str, Any], name: str, dtype: Any, where: str) -> None:
-        value = row.get(name)
-        if isinstance(value, (list, tuple, np.ndarray)) and np.ndim(value) > 0:
-            array = _floats(value, name, dtype, where)
-            self._arrays[name].append(array)
-            self._scalars[name].append(float(array.sum(dtype=np.float64)))
-        else:
-            self._arrays[name].append(None)
-            self._scalars[name].append(None if value is None else float(_scalar(value, name, float, where)))
+    def _scalar_column(self, name: str, kind: type, default: Any) -> list[Any]:
+        values = [row.get(name, default) for row in self._rows]
+        if set(map(type, values)) <= {kind} and _fit(values, kind):
+            return values
+        return [
+            default if value is None else _scalar(value, name, kind, self._where(row))
+            for row, value in enumerate(values)
+        ]
 
-    def build(self) -> Steps:
-        scalars, count = self._scalars, len(self._scalars["uid"])
-        pending = np.fromiter((value is None for value in scalars["reward"]), np.bool_, count)
+    def _array_column(self, name: str, dtype: Any, read: Callable[[Any, str, str], Array]) -> list[Array | None]:
+        """Each row's array, None where it has none."""
+        dtype = np.dtype(dtype)
+        return [
+            value
+            if value is None or (type(value) is np.ndarray and value.dtype == dtype and value.ndim == 1)
+            else read(value, name, self._where(row))
+            for row, value in enumerate([row.get(name) for row in self._rows])
+        ]
+
+    def _number_column(self, name: str, dtype: Any) -> tuple[list[float | None], list[Array | None]]:
+        """One number a row, or the sum of one per token; and those."""
+        values = [row.get(name) for row in self._rows]
+        nothing: list[Array | None] = [None] * len(values)
+        if set(map(type, values)) <= {float, type(None)}:
+            return values, nothing
+        numbers: list[float | None] = []
+        for row, value in enumerate(values):
+            where = self._where(row)
+            if isinstance(value, (list, tuple, np.ndarray)) and np.ndim(value) > 0:
+                array = nothing[row] = _floats(value, name, dtype, where)
+                numbers.append(float(array.sum(dtype=np.float64)))
+            else:
+                numbers.append(None if value is None else float(_scalar(value, name, float, where)))
+        return numbers, nothing
+
+    def sizes(self) -> Int64s:
+        """Bytes of each row's arrays, about; int64 (rows,)."""
+        columns = (self._prompts, self._responses, self._masks, self._logprobs, self._token_rewards)
+        sizes = np.zeros(len(self._rows), np.int64)
+        for column in columns:
+            sizes += np.fromiter((0 if array is None else array.nbytes for array in column), np.int64, len(sizes))
+        return sizes
+
+    def table(self, begin: int, end: int) -> Steps:
+        """A checked table of these rows; their arrays are copied."""
+        scalars = {name: values[begin:end] for name, values in self._scalars.items()}
+        prompts, responses = self._prompts[begin:end], self._responses[begin:end]
+        rewards = self._rewards[begin:end]
         table = Steps(
             uids=scalars["uid"],
             rounds=np.array(scalars["round"], np.int32),
@@ -139,56 +170,93 @@ class _Builder:
             is_last_steps=np.array(scalars["is_last_step"], np.bool_),
             stop_reasons=scalars["stop_reason"],
             policy_versions=np.array(scalars["policy_version"], np.int32),
-            tokens=Ragged.from_arrays(self._arrays["tokens"], np.int32),  # type: ignore[arg-type]
-            prompt_lengths=np.array(scalars["prompt_length"], np.int64),
-            loss_mask=Ragged.from_arrays(self._arrays["loss_mask"], np.uint8),  # type: ignore[arg-type]
+            tokens=_tokens_of(prompts, responses),
+            prompt_lengths=np.fromiter(map(len, prompts), np.int64, len(prompts)),  # type: ignore[arg-type]
+            loss_mask=Ragged.from_arrays(self._masks[begin:end], np.uint8),  # type: ignore[arg-type]
             logprobs=None,
-            rewards=np.array([value or 0.0 for value in scalars["reward"]], np.float64),
+            rewards=np.array([value or 0.0 for value in rewards], np.float64),
             token_rewards=None,
-            rewards_pending=pending,
+            rewards_pending=np.fromiter((value is None for value in rewards), np.bool_, len(rewards)),
         )
-        return replace(
-            table,
-            logprobs=self._ragged("rollout_logprobs", table, np.float32),
-            token_rewards=self._rewards(table),
-            advantages=self._advantages(table),
-            token_advantages=self._ragged("advantage", table, np.float32),
+        return check(
+            replace(
+                table,
+                logprobs=_ragged("rollout_logprobs", self._logprobs[begin:end], table, np.float32),
+                token_rewards=_token_rewards(self._token_rewards[begin:end], table),
+                advantages=self._row_advantages(begin, end, table),
+                token_advantages=_ragged("advantage", self._token_advantages[begin:end], table, np.float32),
+            )
         )
 
-    def _rewards(self, table: Steps) -> Ragged | None:
-        arrays = self._arrays["reward"]
-        if any(array is not None for array in arrays):
-            # A pending row holds zeros until its rewards come.
-            lengths, pending = table.loss_mask.lengths.tolist(), table.rewards_pending.tolist()
-            self._arrays["reward"] = [
-                np.zeros(length) if array is None and waits else array
-                for array, length, waits in zip(arrays, lengths, pending, strict=True)
-            ]
-        return self._ragged("reward", table, np.float64)
-
-    def _advantages(self, table: Steps) -> NDArray[np.float64] | None:
-        values = self._scalars["advantage"]
+    def _row_advantages(self, begin: int, end: int, table: Steps) -> NDArray[np.float64] | None:
+        values = self._advantages[begin:end]
         given = [value is not None for value in values]
-        if not any(given) or any(array is not None for array in self._arrays["advantage"]):
+        if not any(given) or any(array is not None for array in self._token_advantages[begin:end]):
             return None
         if not all(given):
             row = given.index(False)
             raise InvalidArgumentError(f"{table.name(row)}: advantage is missing; all rows have one, or none has")
         return np.array(values, np.float64)
 
-    def _ragged(self, name: str, table: Steps, dtype: Any) -> Ragged | None:
-        arrays = self._arrays[name]
-        given = [array for array in arrays if array is not None]
-        if not given:
-            return None
-        if len(given) < len(arrays):
-            has = next(row for row, array in enumerate(arrays) if array is not None)
-            lacks = next(row for row, array in enumerate(arrays) if array is None)
-            raise InvalidArgumentError(
-                f"{name}: {table.name(has)} has one value per response token and {table.name(lacks)} does not; "
-                "all rows of a batch are alike in this"
-            )
-        return Ragged.from_arrays(given, dtype)
+
+def _check_names(rows: Sequence[Mapping[str, Any]], required: Sequence[str]) -> None:
+    """Rows mostly have the same fields as the one before."""
+    seen: object = None
+    for position, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise InvalidArgumentError(f"row {position}: expected a mapping of fields, got {type(row).__name__}")
+        if row.keys() != seen:
+            unknown = row.keys() - _FIELDS
+            if unknown:
+                raise InvalidArgumentError(
+                    f"{_describe(row, position)}: unknown field {sorted(unknown)[0]}; known are "
+                    f"{', '.join(sorted(_FIELDS))}"
+                )
+            seen = row.keys()
+        missing = [name for name in required if row.get(name) is None]
+        if missing:
+            are = "is missing; every row needs it" if len(missing) == 1 else "are missing; every row needs them"
+            raise InvalidArgumentError(f"{_describe(row, position)}: {' and '.join(missing)} {are}")
+
+
+def _fit(values: list[Any], kind: type) -> bool:
+    """Whether values of the right type are within its limits."""
+    if kind is int:
+        return all(-INT32_MAX <= value <= INT32_MAX for value in (min(values, default=0), max(values, default=0)))
+    return kind is not str or "".join(values).isascii()
+
+
+def _tokens_of(prompts: Sequence[Any], responses: Sequence[Any]) -> Ragged:
+    """Each row's prompt and response, one after the other."""
+    lengths = np.fromiter(map(len, prompts), np.int64, len(prompts))
+    lengths += np.fromiter(map(len, responses), np.int64, len(responses))
+    arrays = [array for pair in zip(prompts, responses, strict=True) for array in pair]
+    return Ragged.from_lengths(np.concatenate(arrays) if arrays else np.empty(0, np.int32), lengths)
+
+
+def _token_rewards(arrays: Sequence[Array | None], table: Steps) -> Ragged | None:
+    if any(array is not None for array in arrays):
+        # A pending row holds zeros until its rewards come.
+        lengths, pending = table.loss_mask.lengths.tolist(), table.rewards_pending.tolist()
+        arrays = [
+            np.zeros(length) if array is None and waits else array
+            for array, length, waits in zip(arrays, lengths, pending, strict=True)
+        ]
+    return _ragged("reward", arrays, table, np.float64)
+
+
+def _ragged(name: str, arrays: Sequence[Array | None], table: Steps, dtype: Any) -> Ragged | None:
+    given = [array for array in arrays if array is not None]
+    if not given:
+        return None
+    if len(given) < len(arrays):
+        has = next(row for row, array in enumerate(arrays) if array is not None)
+        lacks = next(row for row, array in enumerate(arrays) if array is None)
+        raise InvalidArgumentError(
+            f"{name}: {table.name(has)} has one value per response token and {table.name(lacks)} does not; "
+            "all rows of a batch are alike in this"
+        )
+    return Ragged.from_arrays(given, dtype)
 
 
 def _describe(row: Mapping[str, Any], position: int) -> str:
@@ -239,15 +307,19 @@ def _tokens(values: Any, name: str, where: str) -> NDArray[np.int32]:
     return array.astype(np.int32, copy=False)
 
 
-def _mask(values: Any, where: str) -> NDArray[np.uint8]:
-    array = _vector(values, "loss_mask", where)
+def _mask(values: Any, name: str, where: str) -> NDArray[np.uint8]:
+    array = _vector(values, name, where)
     if array.size and array.dtype.kind not in "iubf":
-        raise InvalidArgumentError(f"{where}: loss_mask holds {array.dtype} values; each is 0 or 1")
+        raise InvalidArgumentError(f"{where}: {name} holds {array.dtype} values; each is 0 or 1")
     good = (array == 0) | (array == 1)
     if not good.all():
         bad = int((~good).argmax())
-        raise InvalidArgumentError(f"{where}: loss_mask[{bad}] is {array[bad]}; each is 0 or 1")
+        raise InvalidArgumentError(f"{where}: {name}[{bad}] is {array[bad]}; each is 0 or 1")
     return array.astype(np.uint8, copy=False)
+
+
+def _float32s(values: Any, name: str, where: str) -> Array:
+    return _floats(values, name, np.float32, where)
 
 
 def _floats(values: Any, name: str, dtype: Any, where: str) -> Array:

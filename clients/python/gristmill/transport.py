@@ -27,7 +27,7 @@ from gristmill.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gristmill.v1 import rollout_pb2_grpc, run_pb2_grpc, trainer_pb2_grpc
+from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2_grpc, trainer_pb2_grpc
 
 T = TypeVar("T")
 
@@ -216,6 +216,11 @@ class Stubs:
         self.runs: Any = run_pb2_grpc.RunServiceStub(channel)  # type: ignore[no-untyped-call]
         self.rollouts: Any = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]
         self.trainers: Any = trainer_pb2_grpc.TrainerServiceStub(channel)  # type: ignore[no-untyped-call]
+        # Its requests are bytes already, as `gristmill.submission` writes them.
+        self.submit_rows: Any = channel.unary_unary(
+            "/gristmill.v1.RolloutService/SubmitRows",
+            response_deserializer=rollout_pb2.SubmitRowsResponse.FromString,
+        )
 
 
 class Transport(Stubs):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gristmill.columns import Array, Ragged
+from gristmill.columns import Array, Int64s, Ragged
 from gristmill.errors import InvalidArgumentError
 from gristmill.steps import UNKNOWN, Steps, check
 from gristmill.v1 import rows_pb2
@@ -15,37 +17,92 @@ from gristmill.v1 import rows_pb2
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("gristmill moves raw little-endian buffers and needs a little-endian machine")
 
+BUFFERS = ("tokens", "rollout_logprobs", "token_rewards", "token_advantages", "loss_mask")
+"""The fields with values of tokens. The others are small."""
+
+
+class Prefixes(NamedTuple):
+    """What rows leave out of `tokens`: as many of their first tokens, which the step before begins with.
+
+    lengths: int64 (rows,), at most the row's prompt. checksums: uint32 (rows,), CRC-32 of the bytes left out.
+    """
+
+    lengths: Int64s
+    checksums: NDArray[np.uint32]
+
+
+class Sent(NamedTuple):
+    """Rows as they came. Where there are prefixes, `tokens` of `steps` holds what was sent, and nothing is checked."""
+
+    steps: Steps
+    prefixes: Prefixes | None
+
 
 def encode(table: Steps) -> rows_pb2.Rows:
     """The table as a message."""
+    message = small_fields([table])
+    for name, column in buffers(table).items():
+        setattr(message, name, column.compact().values.tobytes())
+    return message
+
+
+def small_fields(tables: Sequence[Steps], prefixes: Prefixes | None = None) -> rows_pb2.Rows:
+    """The tables' rows, one table after another, but for their buffers."""
+    first = tables[0]
+    rewards = first.token_rewards is None
     return rows_pb2.Rows(
-        uids=table.uids,
-        rounds=table.rounds.tolist() if table.rounds.any() else (),
-        samples=table.samples.tolist(),
-        steps=table.steps.tolist() if table.steps.any() else (),
-        attempts=table.attempts.tolist() if table.attempts.any() else (),
-        is_last_steps=() if table.is_last_steps.all() else table.is_last_steps.tolist(),
-        prompt_lengths=table.prompt_lengths.tolist(),
-        response_lengths=table.response_lengths.tolist(),
-        tokens=_bytes(table.tokens),
-        loss_mask=b"" if table.loss_mask.values.all() else _bytes(table.loss_mask),
-        rollout_logprobs=_bytes(table.logprobs),
-        rewards=table.rewards.tolist() if table.token_rewards is None else (),
-        token_rewards=_bytes(table.token_rewards),
-        rewards_pending=table.rewards_pending.tolist() if table.rewards_pending.any() else (),
-        advantages=() if table.advantages is None else table.advantages.tolist(),
-        token_advantages=_bytes(table.token_advantages),
-        stop_reasons=table.stop_reasons if any(table.stop_reasons) else (),
-        policy_versions=table.policy_versions.tolist() if (table.policy_versions != UNKNOWN).any() else (),
+        uids=[uid for table in tables for uid in table.uids],
+        rounds=_unless(_column(tables, "rounds"), 0),
+        samples=_column(tables, "samples").tolist(),
+        steps=_unless(_column(tables, "steps"), 0),
+        attempts=_unless(_column(tables, "attempts"), 0),
+        is_last_steps=_unless(_column(tables, "is_last_steps"), True),
+        prompt_lengths=_column(tables, "prompt_lengths").tolist(),
+        response_lengths=_column(tables, "response_lengths").tolist(),
+        rewards=_column(tables, "rewards").tolist() if rewards else (),
+        rewards_pending=_unless(_column(tables, "rewards_pending"), False),
+        advantages=() if first.advantages is None else _column(tables, "advantages").tolist(),
+        stop_reasons=_stop_reasons(tables),
+        policy_versions=_unless(_column(tables, "policy_versions"), UNKNOWN),
+        prefix_lengths=() if prefixes is None else prefixes.lengths.tolist(),
+        prefix_checksums=() if prefixes is None else prefixes.checksums.tolist(),
     )
+
+
+def buffers(table: Steps) -> dict[str, Ragged]:
+    """The table's columns that are sent as buffers; a mask of ones is not."""
+    found = {
+        "tokens": table.tokens,
+        "rollout_logprobs": table.logprobs,
+        "token_rewards": table.token_rewards,
+        "token_advantages": table.token_advantages,
+        "loss_mask": None if table.loss_mask.values.all() else table.loss_mask,
+    }
+    return {name: column for name, column in found.items() if column is not None}
 
 
 def decode(message: rows_pb2.Rows) -> Steps:
     """A checked table over the message's buffers.
 
     Raises InvalidArgumentError naming the field and both sizes where a column does not fit the number of rows or
-    tokens, or as `gristmill.steps.check` does.
+    tokens, or as `gristmill.steps.check` does; also for rows without their prefixes.
     """
+    sent = read(message, {})
+    if sent.prefixes is not None:
+        raise InvalidArgumentError("prefix_lengths are given; only SubmitRows takes rows that are not whole")
+    return check(sent.steps)
+
+
+def read(message: rows_pb2.Rows, apart: Mapping[str, memoryview]) -> Sent:
+    """A table over the buffers of the message, and those that were read apart from it. The values are not checked.
+
+    Raises InvalidArgumentError naming the field and both sizes where a column does not fit the number of rows or
+    tokens.
+    """
+
+    def buffer(name: str) -> bytes | memoryview:
+        return getattr(message, name) or apart.get(name, b"")
+
     uids = list(message.uids)
     count = len(uids)
     prompts = _per_row(message.prompt_lengths, "prompt_lengths", count, np.int64, None)
@@ -53,10 +110,12 @@ def decode(message: rows_pb2.Rows) -> Steps:
     for name, lengths in (("prompt_lengths", prompts), ("response_lengths", responses)):
         if count and lengths.min() < 0:
             raise InvalidArgumentError(f"{name} holds {lengths.min()}; lengths are not negative")
-    tokens = _ragged(message.tokens, "tokens", prompts + responses, np.int32)
+    prefixes = _prefixes(message, prompts)
+    lengths = prompts + responses if prefixes is None else prompts + responses - prefixes.lengths
+    tokens = _ragged(buffer("tokens"), "tokens", lengths, np.int32)
     # All ones is the default; one shared row of them is enough.
-    loss_mask = _ragged(message.loss_mask, "loss_mask", responses, np.uint8) or _ones(responses)
-    token_rewards = _token_rewards(message, responses)
+    loss_mask = _ragged(buffer("loss_mask"), "loss_mask", responses, np.uint8) or _ones(responses)
+    token_rewards = _token_rewards(buffer("token_rewards"), responses)
     if tokens is None:
         raise InvalidArgumentError("tokens is empty; every row needs a prompt and a response")
     rewards = (
@@ -64,33 +123,44 @@ def decode(message: rows_pb2.Rows) -> Steps:
         if token_rewards is None
         else token_rewards.row_sums()
     )
-    return check(
-        Steps(
-            uids=uids,
-            rounds=_per_row(message.rounds, "rounds", count, np.int32, 0),
-            samples=_per_row(message.samples, "samples", count, np.int32, None),
-            steps=_per_row(message.steps, "steps", count, np.int32, 0),
-            attempts=_per_row(message.attempts, "attempts", count, np.int32, 0),
-            is_last_steps=_per_row(message.is_last_steps, "is_last_steps", count, np.bool_, True),
-            stop_reasons=_strings(message.stop_reasons, count),
-            policy_versions=_per_row(message.policy_versions, "policy_versions", count, np.int32, UNKNOWN),
-            tokens=tokens,
-            prompt_lengths=prompts,
-            loss_mask=loss_mask,
-            logprobs=_ragged(message.rollout_logprobs, "rollout_logprobs", responses, np.float32),
-            rewards=rewards,
-            token_rewards=token_rewards,
-            rewards_pending=_per_row(message.rewards_pending, "rewards_pending", count, np.bool_, False),
-            advantages=(
-                _per_row(message.advantages, "advantages", count, np.float64, None) if message.advantages else None
-            ),
-            token_advantages=_ragged(message.token_advantages, "token_advantages", responses, np.float32),
-        )
+    steps = Steps(
+        uids=uids,
+        rounds=_per_row(message.rounds, "rounds", count, np.int32, 0),
+        samples=_per_row(message.samples, "samples", count, np.int32, None),
+        steps=_per_row(message.steps, "steps", count, np.int32, 0),
+        attempts=_per_row(message.attempts, "attempts", count, np.int32, 0),
+        is_last_steps=_per_row(message.is_last_steps, "is_last_steps", count, np.bool_, True),
+        stop_reasons=_strings(message.stop_reasons, count),
+        policy_versions=_per_row(message.policy_versions, "policy_versions", count, np.int32, UNKNOWN),
+        tokens=tokens,
+        prompt_lengths=prompts,
+        loss_mask=loss_mask,
+        logprobs=_ragged(buffer("rollout_logprobs"), "rollout_logprobs", responses, np.float32),
+        rewards=rewards,
+        token_rewards=token_rewards,
+        rewards_pending=_per_row(message.rewards_pending, "rewards_pending", count, np.bool_, False),
+        advantages=(
+            _per_row(message.advantages, "advantages", count, np.float64, None) if message.advantages else None
+        ),
+        token_advantages=_ragged(buffer("token_advantages"), "token_advantages", responses, np.float32),
     )
+    return Sent(steps, prefixes)
 
 
-def _bytes(column: Ragged | None) -> bytes:
-    return b"" if column is None else column.compact().values.tobytes()
+def _column(tables: Sequence[Steps], name: str) -> Array:
+    columns = [getattr(table, name) for table in tables]
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
+
+
+def _unless(column: Array, default: Any) -> Sequence[Any]:
+    """Nothing where all are the default."""
+    values: list[Any] = [] if (column == default).all() else column.tolist()
+    return values
+
+
+def _stop_reasons(tables: Sequence[Steps]) -> list[str]:
+    found = [reason for table in tables for reason in table.stop_reasons]
+    return found if any(found) else []
 
 
 def _per_row(values: Any, name: str, count: int, dtype: Any, default: Any) -> Array:
@@ -109,8 +179,22 @@ def _strings(values: Any, count: int) -> list[str]:
     return list(values)
 
 
-def _ragged(buffer: bytes, name: str, lengths: Any, dtype: Any) -> Ragged | None:
-    if not buffer:
+def _prefixes(message: rows_pb2.Rows, prompts: Int64s) -> Prefixes | None:
+    if not len(message.prefix_lengths):
+        return None
+    lengths = _per_row(message.prefix_lengths, "prefix_lengths", len(prompts), np.int64, None)
+    checksums = _per_row(message.prefix_checksums, "prefix_checksums", len(prompts), np.uint32, None)
+    bad = (lengths < 0) | (lengths > prompts)
+    if bad.any():
+        row = int(bad.argmax())
+        raise InvalidArgumentError(
+            f"prefix_lengths[{row}] is {lengths[row]}, of a prompt of {prompts[row]} tokens; a prefix lies within it"
+        )
+    return Prefixes(lengths, checksums) if lengths.any() else None
+
+
+def _ragged(buffer: bytes | memoryview, name: str, lengths: Any, dtype: Any) -> Ragged | None:
+    if not len(buffer):
         return None
     expected = int(lengths.sum()) * np.dtype(dtype).itemsize
     if len(buffer) != expected:
@@ -125,7 +209,6 @@ def _ones(lengths: Any) -> Ragged:
     return Ragged(np.ones(longest, np.uint8), np.zeros(len(lengths), np.int64), lengths)
 
 
-def _token_rewards(message: rows_pb2.Rows, responses: Any) -> Ragged | None:
-    buffer = message.token_rewards
+def _token_rewards(buffer: bytes | memoryview, responses: Any) -> Ragged | None:
     dtype = np.float64 if len(buffer) == 8 * int(responses.sum()) else np.float32
     return _ragged(buffer, "token_rewards", responses, dtype)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gristmill.errors import ResourceExhaustedError
-from gristmill.steps import Steps
+from gristmill.steps import Steps, check
+from gristmill.wire import Sent
 from gristmill_service.api.waiting import Question, Waiting
 from gristmill_service.config import Model
 from gristmill_service.metrics import Metrics
@@ -30,6 +31,14 @@ class Backend:
     def trouble(self) -> str:
         """Why the service is not ready; empty when it is."""
         return self.not_ready or self.runs.trouble()
+
+    def submit_sent(self, run: Run, sent: Sent) -> list[Outcome]:
+        """Rows as they came over the wire, which may lack what the service has already."""
+        if sent.prefixes is None:
+            return self.submit(run, check(sent.steps))
+        # As if they had come whole: what a few bytes ask for must not be more than a request may be.
+        self.refuse_too_large(4 * int(sent.steps.tokens.total + sent.prefixes.lengths.sum()))
+        return self.submit(run, check(run.made_whole(sent.steps, sent.prefixes)))
 
     def submit(self, run: Run, steps: Steps) -> list[Outcome]:
         outcomes = run.submit(steps)

@@ -7,42 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import numpy as np
+from xxhash import xxh3_128
 
-from gristmill.columns import Array, Ragged
+from gristmill.columns import Array, Ragged, bytes_of
 from gristmill.steps import Steps, concat
 from gristmill_service.run.events import RowRef, StoredRow
 
-DIGEST_BYTES = 16
-
 
 def row_digests(steps: Steps) -> list[bytes]:
-    """Of each row, all that the client sent but its key: tells a repeated row from another one.
+    """Of each row, all that the client sent but its key: tells a repeated row from another one, and whole ones from
+    damaged ones.
 
     What stands in place of a pending reward is not sent, and so does not count.
     """
     columns = [steps.tokens, steps.loss_mask, steps.logprobs, steps.token_advantages]
-    views = [column.arrays() for column in columns if column is not None]
-    advantages = np.zeros(len(steps)) if steps.advantages is None else steps.advantages
-    small = zip(
-        steps.prompt_lengths.tolist(),
-        steps.is_last_steps.tolist(),
-        np.where(steps.rewards_pending, 0.0, steps.rewards).tolist(),
-        steps.rewards_pending.tolist(),
-        reward_digests(steps),
-        advantages.tolist(),
-        steps.policy_versions.tolist(),
-        steps.stop_reasons,
-        strict=True,
-    )
+    views = [_memory(column) for column in columns if column is not None]
+    numbers = _numbers(steps)
     found = []
-    for row, numbers in enumerate(small):
-        digest = blake2b(repr(numbers).encode(), digest_size=DIGEST_BYTES)
-        for arrays in views:
-            digest.update(arrays[row].data)
+    for row, (reward_digest, reason) in enumerate(zip(reward_digests(steps), steps.stop_reasons, strict=True)):
+        digest = xxh3_128(numbers[row])
+        digest.update(reward_digest)
+        digest.update(reason.encode())
+        for memory in views:
+            digest.update(memory[row])
         found.append(digest.digest())
     return found
 
@@ -59,7 +49,32 @@ def reward_digests(steps: Steps) -> list[bytes]:
 
 def values_digest(values: Array) -> bytes:
     """The same for equal numbers, whatever their width."""
-    return blake2b(np.ascontiguousarray(values, np.float64).data, digest_size=DIGEST_BYTES).digest()
+    return xxh3_128(bytes_of(values.astype(np.float64, copy=False))).digest()
+
+
+def _numbers(steps: Steps) -> list[bytes]:
+    """Of each row the fields that are numbers; always as many bytes."""
+    advantages = np.zeros(len(steps)) if steps.advantages is None else steps.advantages
+    columns = (
+        steps.prompt_lengths,
+        steps.response_lengths,
+        steps.is_last_steps,
+        np.where(steps.rewards_pending, 0.0, steps.rewards),
+        steps.rewards_pending,
+        advantages,
+        steps.policy_versions,
+    )
+    # As float64, which holds each of them exactly; without a negative zero, which is equal to the other one.
+    table = np.stack([column.astype(np.float64) for column in columns], axis=1) + 0.0
+    data, width = table.tobytes(), table.shape[1] * table.itemsize
+    return [data[start : start + width] for start in range(0, len(data), width)]
+
+
+def _memory(column: Ragged) -> list[memoryview]:
+    """Each row's values."""
+    memory, size = bytes_of(column.values), column.values.itemsize
+    starts, lengths = (column.starts * size).tolist(), (column.lengths * size).tolist()
+    return [memory[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
 @dataclass(slots=True)

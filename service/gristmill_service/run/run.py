@@ -15,8 +15,9 @@ from gristmill.errors import (
     UnavailableError,
 )
 from gristmill.steps import Steps, TrajectoryKey, check_text
+from gristmill.wire import Prefixes
 from gristmill_service.config import Model
-from gristmill_service.run import aborts, admission, intake, progress, sealing
+from gristmill_service.run import aborts, admission, intake, progress, restoring, sealing
 from gristmill_service.run.buffer import values_digest
 from gristmill_service.run.events import (
     GroupDropped,
@@ -71,6 +72,16 @@ class Run(MakingRun):
         if Admission.NO_ROOM in found:
             return Admissions(found, admission.RETRY_AFTER_S, room.reason)
         return Admissions(found)
+
+    def made_whole(self, steps: Steps, prefixes: Prefixes) -> Steps:
+        """Rows that came without the tokens that the steps before them begin with, with those.
+
+        Raises PrefixUnknownError where such a step is not at hand.
+        """
+        with self._locked() as state:
+            self._check_open()
+            before = self._rows.pick(restoring.rows_before(state, steps, prefixes))
+        return restoring.made_whole(steps, prefixes, before)
 
     def submit(self, steps: Steps) -> list[Outcome]:
         if not len(steps):

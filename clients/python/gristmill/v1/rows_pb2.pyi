@@ -81,8 +81,11 @@ class Rows(google.protobuf.message.Message):
     TOKEN_ADVANTAGES_FIELD_NUMBER: builtins.int
     STOP_REASONS_FIELD_NUMBER: builtins.int
     POLICY_VERSIONS_FIELD_NUMBER: builtins.int
+    PREFIX_LENGTHS_FIELD_NUMBER: builtins.int
+    PREFIX_CHECKSUMS_FIELD_NUMBER: builtins.int
+    PADDING_FIELD_NUMBER: builtins.int
     tokens: builtins.bytes
-    """int32: of each row its prompt_token_ids, then its response_ids."""
+    """int32: of each row its prompt_token_ids, then its response_ids, without what prefix_lengths leaves out."""
     loss_mask: builtins.bytes
     """uint8, 0 or 1, one a response token. Empty: all 1."""
     rollout_logprobs: builtins.bytes
@@ -91,6 +94,8 @@ class Rows(google.protobuf.message.Message):
     """float64 or float32 (the buffer's size tells which), one a response token."""
     token_advantages: builtins.bytes
     """With advantage_estimator none: float32, one a response token, in place of advantages."""
+    padding: builtins.bytes
+    """Ignored. Lets who writes the message put a buffer where it can be used as it is, at a multiple of 8 bytes."""
     @property
     def uids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The prompt that each row belongs to."""
@@ -145,6 +150,18 @@ class Rows(google.protobuf.message.Message):
     def policy_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The policy version that sampled the step, -1 unknown. Empty: unknown."""
 
+    @property
+    def prefix_lengths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """How many of a row's first tokens are left out of `tokens`: those with which the step before it begins, of the same
+        attempt, in this request or accepted before. No more than the row's prompt. Empty: none of any row.
+        Where the server has no such step, or its tokens have another checksum, the request is refused with
+        FAILED_PRECONDITION and trailing metadata `gristmill-error: PrefixUnknownError`: send the rows whole.
+        """
+
+    @property
+    def prefix_checksums(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """With prefix_lengths: CRC-32 of the bytes left out, one a row."""
+
     def __init__(
         self,
         *,
@@ -166,7 +183,10 @@ class Rows(google.protobuf.message.Message):
         token_advantages: builtins.bytes = ...,
         stop_reasons: collections.abc.Iterable[builtins.str] | None = ...,
         policy_versions: collections.abc.Iterable[builtins.int] | None = ...,
+        prefix_lengths: collections.abc.Iterable[builtins.int] | None = ...,
+        prefix_checksums: collections.abc.Iterable[builtins.int] | None = ...,
+        padding: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "attempts", b"attempts", "is_last_steps", b"is_last_steps", "loss_mask", b"loss_mask", "policy_versions", b"policy_versions", "prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "rewards", b"rewards", "rewards_pending", b"rewards_pending", "rollout_logprobs", b"rollout_logprobs", "rounds", b"rounds", "samples", b"samples", "steps", b"steps", "stop_reasons", b"stop_reasons", "token_advantages", b"token_advantages", "token_rewards", b"token_rewards", "tokens", b"tokens", "uids", b"uids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "attempts", b"attempts", "is_last_steps", b"is_last_steps", "loss_mask", b"loss_mask", "padding", b"padding", "policy_versions", b"policy_versions", "prefix_checksums", b"prefix_checksums", "prefix_lengths", b"prefix_lengths", "prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "rewards", b"rewards", "rewards_pending", b"rewards_pending", "rollout_logprobs", b"rollout_logprobs", "rounds", b"rounds", "samples", b"samples", "steps", b"steps", "stop_reasons", b"stop_reasons", "token_advantages", b"token_advantages", "token_rewards", b"token_rewards", "tokens", b"tokens", "uids", b"uids"]) -> None: ...
 
 global___Rows = Rows

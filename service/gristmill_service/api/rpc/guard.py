@@ -11,12 +11,17 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from gristmill.errors import InvalidArgumentError, UnavailableError
+from gristmill.submission import Submission
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.rpc.forwarding import Forwarding
 from gristmill_service.metrics import Metrics
 from gristmill_service.store.ledger import OwnedElsewhereError
 
 _log = structlog.get_logger(__name__)
+
+
+# Requests that protobuf's own classes would copy too often.
+_PARSERS: dict[str, Callable[[bytes], Any]] = {"/gristmill.v1.RolloutService/SubmitRows": Submission}
 
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
@@ -36,7 +41,8 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
             answer = self._stream(call.method, handler.stream_stream or handler.unary_stream, handler.request_streaming)
         else:
             make, answer = grpc.unary_unary_rpc_method_handler, self._unary(call.method, handler.unary_unary)
-        return make(answer, _told_later(handler.request_deserializer), _or_bytes(handler.response_serializer))
+        parse = _PARSERS.get(call.method, handler.request_deserializer)
+        return make(answer, _told_later(parse), _or_bytes(handler.response_serializer))
 
     def _unary(self, path: str, method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         name = path.rpartition("/")[2]
@@ -113,7 +119,7 @@ def _told_later(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     def deserialize(data: bytes) -> Any:
         try:
             return parse(data)
-        except DecodeError as error:
+        except (DecodeError, InvalidArgumentError) as error:
             return error
 
     return deserialize
@@ -125,6 +131,8 @@ def _or_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
 
 
 def _checked(request: Any) -> Any:
+    if isinstance(request, InvalidArgumentError):
+        raise request
     if isinstance(request, DecodeError):
         raise InvalidArgumentError(
             f"the request is no message of gristmill.v1: {request}; send what the protos describe"

@@ -9,6 +9,7 @@ import grpc
 import structlog
 
 from gristmill import wire
+from gristmill.submission import Submission
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc
 from gristmill_service.api import messages
 from gristmill_service.api.backend import Backend, ask_groups
@@ -34,9 +35,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return messages.admissions_to(self._backend.waiting.ask(question, request.wait_s, context))
 
     def SubmitRows(  # noqa: N802
-        self, request: rollout_pb2.SubmitRowsRequest, context: grpc.ServicerContext
+        self, request: Submission, context: grpc.ServicerContext
     ) -> rollout_pb2.SubmitRowsResponse:
-        return rollout_pb2.SubmitRowsResponse(outcomes=self._submit(request))
+        # The run comes first, so that what an unknown run is sent is not decoded.
+        run = self._backend.runs.get(request.run)
+        outcomes = self._backend.submit_sent(run, request.rows())
+        return rollout_pb2.SubmitRowsResponse(outcomes=messages.outcomes_to(outcomes))
 
     def StreamRows(  # noqa: N802
         self, requests: Iterator[rollout_pb2.StreamRowsRequest], context: grpc.ServicerContext
@@ -72,10 +76,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         sealed = run.seal(request.batch if request.HasField("batch") else None)
         return rollout_pb2.SealBatchResponse(batch=sealed.batch, prompts=sealed.prompts)
 
-    def _submit(self, request: rollout_pb2.SubmitRowsRequest | rollout_pb2.StreamRowsRequest) -> list[Any]:
-        # The run comes first, so that what an unknown run is sent is not decoded.
+    def _submit(self, request: rollout_pb2.StreamRowsRequest) -> list[Any]:
         run = self._backend.runs.get(request.run)
-        return messages.outcomes_to(self._backend.submit(run, wire.decode(request.rows)))
+        return messages.outcomes_to(self._backend.submit_sent(run, wire.read(request.rows, {})))
 
     def _answer(
         self, request: rollout_pb2.StreamRowsRequest, context: grpc.ServicerContext
