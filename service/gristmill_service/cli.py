@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+import gristmill
 from gristmill_service import export, offline, serve
 
 app = typer.Typer(
@@ -11,8 +14,18 @@ app = typer.Typer(
 )
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"gristmill {gristmill.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def about() -> None:
+def about(
+    version: Annotated[bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Its version.")] = (
+        False
+    ),
+) -> None:
     """Rollouts of LLM reinforcement learning in, train-ready shards out."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -12,11 +12,12 @@ import orjson
 import typer
 import yaml
 
-from gristmill.errors import GristmillError, InvalidArgumentError
+from gristmill.errors import InvalidArgumentError
 from gristmill.rows import to_rows
 from gristmill.transport import Transport
 from gristmill.v1 import run_pb2, trainer_pb2
 from gristmill.wire import decode
+from gristmill_service.refusals import refusals
 
 
 def register(app: typer.Typer) -> None:
@@ -39,17 +40,10 @@ def export(
 
     What gristmill batch makes of these two files has the tensors of the service's own shards.
     """
-    try:
-        transport = Transport(address, 10.0, "gristmill export")
-        try:
-            if config is not None:
-                config.write_text(_settings(transport, run), encoding="utf-8")
-            _write(transport, trainer_pb2.ExportBatchRequest(run=run, batch=batch), out)
-        finally:
-            transport.close()
-    except (GristmillError, OSError) as error:
-        print(f"gristmill export: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+    with refusals(), closing(Transport(address, 10.0, "gristmill export")) as transport:
+        if config is not None:
+            config.write_text(_settings(transport, run), encoding="utf-8")
+        _write(transport, trainer_pb2.ExportBatchRequest(run=run, batch=batch), out)
 
 
 def _settings(transport: Transport, run: str) -> str:

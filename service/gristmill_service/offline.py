@@ -18,11 +18,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from gristmill.errors import GristmillError, InvalidArgumentError
+from gristmill.errors import InvalidArgumentError
 from gristmill.steps import Steps
 from gristmill_service.config import RunConfig, read_config
 from gristmill_service.pipeline import Batch, mill
 from gristmill_service.pipeline import plan as plan_batch
+from gristmill_service.refusals import messages, refusals
 from gristmill_service.rollouts import read_batches
 from gristmill_service.store.writing import write_shards
 
@@ -35,8 +36,6 @@ ConfigOption = Annotated[
 ]
 
 Advance = Callable[[int], None]
-
-_messages = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -53,7 +52,7 @@ def plan(file: RolloutsArgument, config: ConfigOption) -> None:
 
     Example: gristmill plan rollouts.jsonl --config run.yaml | jq .optimizer_steps
     """
-    with _refusals():
+    with refusals():
         settings = read_config(config)
         batches, is_lengths = _read(file, settings)
         if is_lengths:
@@ -76,7 +75,7 @@ def batch(
 
     Example: gristmill batch rollouts.jsonl --config run.yaml --out shards
     """
-    with _refusals():
+    with refusals():
         settings = read_config(config)
         batches, is_lengths = _read(file, settings)
         if is_lengths:
@@ -99,7 +98,7 @@ def show(directory: Annotated[Path, typer.Argument(metavar="DIR", help="What gri
     """
     from gristmill_service.inspection import shard_table
 
-    with _refusals():
+    with refusals():
         # Wide enough that a pipe or a log gets every column whole.
         console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
         console.print(shard_table(directory))
@@ -107,7 +106,7 @@ def show(directory: Annotated[Path, typer.Argument(metavar="DIR", help="What gri
 
 def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:
     for warning in config.warnings():
-        _messages.print(f"[yellow]warning:[/] {warning}")
+        messages.print(f"[yellow]warning:[/] {warning}")
     size = file.stat().st_size if file.is_file() else None
     with _progress("Reading rollouts", size) as advance:
         done = 0
@@ -130,12 +129,12 @@ def _mill_all(batches: list[Steps], config: RunConfig, run: str) -> Iterator[Bat
 
 def _warn(counts: dict[str, int]) -> None:
     if counts.get("rows_over_max_seq_len"):
-        _messages.print(
+        messages.print(
             f"[yellow]warning:[/] {counts['rows_over_max_seq_len']} rows are longer than max_seq_len; "
             "nothing is truncated"
         )
     if counts.get("maxrl_nonpositive_groups"):
-        _messages.print(
+        messages.print(
             f"[yellow]warning:[/] {counts['maxrl_nonpositive_groups']} prompt groups have a mean score that is not "
             "positive: maxrl reinforces the worse sample there"
         )
@@ -165,19 +164,6 @@ def _progress(label: str, total: int | None) -> Iterator[Advance]:
         DownloadColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=_messages, transient=True, disable=not _messages.is_terminal) as bar:
+    with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as bar:
         task = bar.add_task(label, total=total)
         yield lambda count: bar.advance(task, count)
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """A refusal ends the command with one message and no traceback."""
-    try:
-        yield
-    except GristmillError as error:
-        _messages.print(f"refused: {error}", markup=False)
-        raise typer.Exit(1) from None
-    except OSError as error:
-        _messages.print(f"failed: {error}", markup=False)
-        raise typer.Exit(1) from None

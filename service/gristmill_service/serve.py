@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, get_args, get_origin
 
 import typer
 from pydantic import ByteSize
@@ -33,7 +33,8 @@ def _flag(name: str) -> typer.models.OptionInfo:
     field = Settings.model_fields[name]
     value = field.default.human_readable() if isinstance(field.default, ByteSize) else field.default
     default = "" if value is None else f" [default: {value}]"
-    info: typer.models.OptionInfo = typer.Option(help=f"{field.description}{default}")
+    choices = "|".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else None
+    info: typer.models.OptionInfo = typer.Option(help=f"{field.description}{default}", metavar=choices)
     return info
 
 

@@ -5,8 +5,11 @@ Owns no signal and no exit status: `serve` wires it to a process, tests hold it 
 
 from __future__ import annotations
 
+import errno
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import structlog
 
@@ -20,7 +23,7 @@ from gristmill_service.keeping import keeping
 from gristmill_service.metrics import Metrics
 from gristmill_service.run.runs import Runs
 from gristmill_service.run.views import RunStatus
-from gristmill_service.settings import Settings
+from gristmill_service.settings import Settings, split_address
 
 _log = structlog.get_logger(__name__)
 
@@ -40,6 +43,7 @@ class Service:
             self._backend = Backend(self.runs, self.waiting, metrics, int(settings.max_message_bytes))
             self._http = HttpServer(make_app(self._backend), settings.http_address, settings.shutdown_grace_s)
             undo.callback(self._http.close)
+            _refuse_taken(settings.grpc_address)
             self._grpc = GrpcServer(self._backend, settings)
             undo.pop_all()
         self.grpc_address = self._grpc.address
@@ -75,3 +79,26 @@ class Service:
             # Deleted, or taken over, since the list was made.
             with suppress(NotFoundError, UnavailableError):
                 yield run.status()
+
+
+def _refuse_taken(grpc_address: str) -> None:
+    """Finds a port that is taken before gRPC does, which would also log the failure in its own form."""
+    if grpc_address.startswith("unix:"):
+        return
+    with suppress(socket.gaierror):
+        found = socket.getaddrinfo(*split_address(grpc_address), type=socket.SOCK_STREAM)
+        if all(_is_taken(family, where) for family, _, _, _, where in found):
+            raise UnavailableError(
+                f"grpc_address: cannot listen on {grpc_address}: it is in use; stop who listens there or choose another"
+            )
+
+
+def _is_taken(family: int, where: Any) -> bool:
+    try:
+        with socket.socket(family) as probe:
+            # A port whose last connections are still closing may be taken again.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False

@@ -67,7 +67,7 @@ def test_what_cannot_be_exported_is_told_in_one_line_and_leaves_no_file(service,
     out = tmp_path / "rollouts.jsonl"
     refused = gristmill("export", run_name, 0, "--out", out, "--address", service.grpc_address)
     assert refused.returncode == 1
-    assert refused.stderr.startswith("gristmill export: run ")
+    assert refused.stderr.startswith("refused: run ")
     assert "does not exist" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import gristmill
 from tests.api.doors import CONFIG, Door, GrpcDoor, HttpDoor, Refused, group, row
 from tests.serving import ServiceProcess, StartService
 
@@ -125,8 +126,8 @@ def test_an_address_that_is_taken_is_one_clear_line(service_process: ServiceProc
         *("--shared-memory-dir", str(tmp_path)),
     )
     assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1].startswith(f"gristmill serve: {door}_address: cannot listen on {taken}")
-    assert "Traceback" not in ended.stderr
+    assert ended.stderr.startswith(f"gristmill serve: {door}_address: cannot listen on {taken}")
+    assert len(ended.stderr.splitlines()) == 1
 
 
 def test_a_socket_that_somebody_listens_on_stays_theirs(start_service: StartService, tmp_path: Path) -> None:
@@ -152,6 +153,17 @@ def test_a_wrong_setting_is_one_clear_line() -> None:
     ended = serve("--max-waiters", "0")
     assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)
     assert "--max-waiters: max_waiters is 0" in ended.stderr
+
+
+def test_help_shows_what_a_setting_may_be() -> None:
+    told = serve("--help").stdout
+    for flag in ("--store shared_memory|memory|redis", "--log-level debug|info|warning|error"):
+        assert flag in told
+
+
+def test_the_command_tells_its_version() -> None:
+    told = subprocess.run([COMMAND[0], "--version"], capture_output=True, text=True, timeout=30, check=True)
+    assert told.stdout == f"gristmill {gristmill.__version__}\n"
 
 
 def test_settings_come_from_the_environment_too() -> None:
