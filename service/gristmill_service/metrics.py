@@ -19,7 +19,7 @@ from gristmill_service.run.views import Outcome, RunStatus
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
-_REASONS = frozenset(["aborted", "batch_failed", "finished", "stale", "timeout", "zero_variance"])
+_REASONS = frozenset(["aborted", "batch_failed", "finished", "rows_lost", "stale", "timeout", "zero_variance"])
 
 
 class Metrics:
