@@ -1,12 +1,15 @@
 """What the README shows is run here, word for word but for the address."""
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from gristmill_service.config import RunConfig
 
@@ -39,6 +42,26 @@ def test_the_rollout_and_the_trainer_snippet_train_a_model_through_the_service(s
     assert not torch.equal(before, model.embedding.weight)
     status = service.runs.get("my-run").status()
     assert (status.batches_freed, status.rows_accepted) == (1, 8)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="without curl")
+def test_the_calls_over_http_train_a_batch(service, tmp_path):
+    code = re.search(r"<!-- readme-curl -->\n```bash\n(.*?)```", README, re.DOTALL).group(1)
+    code = code.replace("http://127.0.0.1:8080", service.http_url).replace("curl ", "curl --noproxy '*' -fsS ")
+    subprocess.run(["bash", "-euo", "pipefail", "-c", code], cwd=tmp_path, check=True, timeout=60)
+    assert load_file(tmp_path / "shard.safetensors")["sequences"].tolist() == [[1, 2, 3], [1, 2, 4]]
+    assert service.runs.get("by-hand").status().batches_freed == 1
+
+
+def test_the_line_of_a_rollout_file_is_one(tmp_path):
+    row = json.loads(re.search(r'^    (\{"uid".*\})$', README, re.MULTILINE).group(1))
+    rollouts, config = tmp_path / "rollouts.jsonl", tmp_path / "run.yaml"
+    rollouts.write_text("".join(json.dumps(row | {"sample": sample}) + "\n" for sample in range(2)))
+    counts = {"train_batch_size": 1, "n_samples_per_prompt": 2, "policy_mini_batch_size": 1}
+    config.write_text(json.dumps(counts | {"micro_batch": {"size": 2}, "step_wise": True}))
+    gristmill = Path(sys.executable).with_name("gristmill")
+    done = subprocess.run([gristmill, "plan", rollouts, "--config", config], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_every_setting_of_a_run_is_in_the_configuration_table():
