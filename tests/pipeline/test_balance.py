@@ -260,6 +260,25 @@ def test_the_step_of_the_longest_row_is_filled_up_to_its_weight() -> None:
     assert [0] in all_micro_batches(plan)
 
 
+def test_rows_are_left_for_every_micro_batch_that_there_has_to_be() -> None:
+    config = settings_of(policy_mini_batch_size=7, dp_size=2, micro_batch={"max_tokens": 100}, balance="tokens", **VPP)
+    (plan,) = planned([[50], [1], [1], [1], [1], [1], [1]], config)
+    assert sorted(all_micro_batches(plan)) == [[0], [1, 2, 3, 4], [5], [6]]
+
+
+def test_beside_a_row_over_the_cap_the_other_ranks_micro_batches_are_filled() -> None:
+    config = settings_of(policy_mini_batch_size=8, dp_size=2, micro_batch={"max_tokens": 10}, balance="tokens")
+    (plan,) = planned([[12], [6], [1], [1], [1], [1], [1], [1]], config)
+    assert sorted(all_micro_batches(plan)) == [[0], [1, 2, 3, 4, 5], [6], [7]]
+
+
+def test_first_fit_is_kept_where_it_happens_to_be_more_even() -> None:
+    config = settings_of(policy_mini_batch_size=6, dp_size=2, micro_batch={"max_tokens": 12}, balance="tokens")
+    (plan,) = planned([[2], [8], [6], [3], [6], [6]], config)
+    assert sorted(all_micro_batches(plan)) == [[0, 1], [2, 3], [4], [5]]  # 17 when spread longest row first
+    assert slowest(plan, Batch([[2, 8, 6, 3, 6, 6]], config)) == 10 + 6
+
+
 def test_counted_in_rows_the_longest_row_is_put_beside_the_shortest() -> None:
     config = settings_of(policy_mini_batch_size=4, dp_size=2, micro_batch={"size": 2}, balance="tokens")
     (plan,) = planned([[3], [9], [7], [1]], config)
