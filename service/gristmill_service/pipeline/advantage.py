@@ -6,7 +6,6 @@ Scores come from the steps as received, so that merging cannot change them. All 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from gristmill.columns import Int64s
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan
+from gristmill_service.pipeline.plan import MiniBatchPlan
 from gristmill_service.pipeline.validate import Received
 
 EPSILON = 1e-6
@@ -134,26 +133,15 @@ class Denominators:
         self.prompts, self.prompt_tokens = _summed(tokens, groups[kept])
         self.trajectories, self.trajectory_tokens = _summed(tokens, trajectories[kept])
 
-    def of(self, rows: Int64s) -> dict[str, Any]:
-        """Of these rows, as shards tell them; 1 for a padding row."""
-        at = np.where(rows == PADDING, PADDING, rows - self.start)
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Those of the whole mini-batch."""
         return {
             "loss_tokens": self.loss_tokens,
             "rows": self.rows,
             "prompts": self.prompts,
             "trajectories": self.trajectories,
-            **{name: values[at] for name, values in self._padded.items()},
         }
-
-    @cached_property
-    def _padded(self) -> dict[str, Int64s]:
-        """The counts of each row, and 1 at -1 for padding rows."""
-        values = {
-            "row_tokens": self.row_tokens,
-            "prompt_tokens": self.prompt_tokens,
-            "trajectory_tokens": self.trajectory_tokens,
-        }
-        return {name: np.append(counts, 1) for name, counts in values.items()}
 
     def scale(self, config: RunConfig) -> Float64s:
         """What `loss_reduction` multiplies each kept row's advantage by; float64 (kept rows,).

@@ -23,9 +23,9 @@ from gristmill_service.store.iovec import Iovec, Region
 Scope = Literal["sequence", "response"]
 SCOPES: tuple[Scope, Scope] = ("sequence", "response")
 
-# A value that a row repeats stands in memory this often, a page, and longer rows read it again: more would be written
-# and read once, at the speed of fresh memory.
-_CONSTANTS = 1024
+# A value that a row repeats stands in memory this often, and longer rows read it again: more would be written and read
+# once, at the speed of fresh memory, and fewer make more runs.
+_CONSTANTS = 256
 
 
 class Geometry:

@@ -24,29 +24,9 @@ from gristmill_service.pipeline.plan import MiniBatchPlan
 from gristmill_service.store.base import ShardAddress
 from gristmill_service.store.iovec import Iovec, Region
 
-_SAFETENSORS_NAMES = {np.dtype(np.int32): "I32", np.dtype(np.float32): "F32", np.dtype(np.uint8): "U8"}
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Shard:
-    """One shard's file: the bytes that are its own (header, per-row tensors), and runs of the batch's memory."""
-
-    address: ShardAddress
-    own: tuple[Region, Region]
-    """What stands before the wide tensors of 4-byte elements, and before those of 1-byte elements."""
-    wide: tuple[Sequence[Iovec], Sequence[Iovec]]
-    memory: Sequence[Runs]
-    size: int
-    sequence_elements: int
-    """Elements of all `sequences` tensors, padding included."""
-    without_padding: CompactShard
-
-    def iovec(self) -> Iovec:
-        (head, tail), (words, bytes_) = self.own, self.wide
-        return np.concatenate([head.whole(), *words, tail.whole(), *bytes_])
-
-    def compact(self) -> Iovec:
-        return self.without_padding.iovec
+def _safetensors_name(dtype: Any) -> str:
+    return {np.dtype(np.int32): "I32", np.dtype(np.float32): "F32", np.dtype(np.uint8): "U8"}[np.dtype(dtype)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,12 +41,14 @@ class PerRow:
 class Part:
     """What stands in files of elements of one size, for all rows of all shards of a model, in their order.
 
-    per_row: its values are (names, n). columns: with their runs.
+    dtype, per_row: of the values per row, (names, n). columns: name, dtype, scope. runs: of each of these.
     """
 
     itemsize: int
+    dtype: str
     per_row: PerRow
-    columns: Sequence[tuple[Column, Runs]]
+    columns: Sequence[tuple[str, str, Scope]]
+    runs: Sequence[Runs]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,8 +60,33 @@ class Placed:
     compaction: Compaction
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """One shard's file: the bytes that are its own (header, per-row tensors), and its blocks of what is placed."""
+
+    address: ShardAddress
+    own: tuple[Region, Region]
+    """What stands before the wide tensors of 4-byte elements, and before those of 1-byte elements."""
+    blocks: Sequence[Block]
+    placed: Placed
+    size: int
+    sequence_elements: int
+    """Elements of all `sequences` tensors, padding included."""
+    without_padding: CompactShard
+
+    def iovec(self) -> Iovec:
+        runs = []
+        for own, part in zip(self.own, self.placed.parts, strict=True):
+            runs.append(own.whole())
+            runs += [columns.of(block.begin, block.end) for block in self.blocks for columns in part.runs]
+        return np.concatenate(runs)
+
+    def compact(self) -> Iovec:
+        return self.without_padding.iovec
+
+
 class Layout:
-    """The shards of one model's mini-batches, in plan order."""
+    """The shards of one model's mini-batches, in plan order. begins: of each, where its rows begin among the placed."""
 
     def __init__(self, mini_batches: Sequence[MiniBatchPlan], geometry: Geometry, config: RunConfig) -> None:
         self._config = config
@@ -89,6 +96,7 @@ class Layout:
         self.placement = Placement(
             placed, {scope: _leads(placed, blocks, scope, geometry) for scope in SCOPES}, geometry
         )
+        self.begins = [blocks[0].begin for blocks in self._blocks]
         self._token_ends = np.append(0, np.cumsum(self.placement.lengths["sequence"]))
 
     def place(self, columns: Sequence[Column], per_row: tuple[PerRow, PerRow]) -> Placed:
@@ -100,7 +108,9 @@ class Layout:
         def part(itemsize: int, small: PerRow) -> Part:
             mine = [column for column in columns if np.dtype(column.dtype).itemsize == itemsize]
             gathered = PerRow(small.names, small.values.take(self.placement.rows, axis=1))
-            return Part(itemsize, gathered, [(column, column.runs(self.placement)) for column in mine])
+            named = [(column.name, _safetensors_name(column.dtype), column.scope) for column in mine]
+            runs = [column.runs(self.placement) for column in mine]
+            return Part(itemsize, _safetensors_name(small.values.dtype), gathered, named, runs)
 
         words, bytes_ = per_row
         return Placed((part(4, words), part(1, bytes_)), Compaction(self.placement, columns))
@@ -116,14 +126,11 @@ class Layout:
             Region(b"".join([header, words, *(lengths.tobytes() for lengths in cu_seqlens)])),
             Region(bytes_),
         )
-        wide = [
-            [runs.of(block.begin, block.end) for block in blocks for _, runs in part.columns] for part in placed.parts
-        ]
         return Shard(
             address=address,
             own=own,
-            wide=(wide[0], wide[1]),
-            memory=[runs for part in placed.parts for _, runs in part.columns],
+            blocks=blocks,
+            placed=placed,
             size=size,
             sequence_elements=sum(self._elements(block, "sequence") for block in blocks),
             without_padding=CompactShard(placed.compaction, blocks, own, size),
@@ -153,21 +160,21 @@ class Layout:
         rows, shapes = blocks[-1].end - blocks[0].begin, [self._shapes(block) for block in blocks]
         offset = 0
 
-        def add(name: str, dtype: Any, shape: list[int], itemsize: int) -> None:
+        def add(name: str, dtype: str, shape: list[int], itemsize: int) -> None:
             nonlocal offset
             end = offset + itemsize * prod(shape)
-            entries[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [offset, end]}
+            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
             offset = end
 
         for part in placed.parts:
             for name in part.per_row.names:
-                add(name, part.per_row.values.dtype, [rows], part.itemsize)
+                add(name, part.dtype, [rows], part.itemsize)
             if part.itemsize == 4:
                 for block, lengths in zip(blocks, cu_seqlens, strict=False):
-                    add(f"{block.prefix}cu_seqlens", lengths.dtype, [len(lengths)], 4)
+                    add(f"{block.prefix}cu_seqlens", "I32", [len(lengths)], 4)
             for block, shape in zip(blocks, shapes, strict=True):
-                for column, _ in part.columns:
-                    add(block.prefix + column.name, np.dtype(column.dtype), shape[column.scope], part.itemsize)
+                for name, dtype, scope in part.columns:
+                    add(block.prefix + name, dtype, shape[scope], part.itemsize)
         text = orjson.dumps(entries)
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text, 8 + len(text) + offset

@@ -95,22 +95,20 @@ def _extend(tokens: Ragged, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
     if not fits.any():
         return np.zeros(len(tokens), np.bool_)
     data, item = bytes_of(tokens.values), tokens.values.itemsize
-    spans = list(zip((item * tokens.starts).tolist(), (item * (tokens.starts + tokens.lengths)).tolist(), strict=True))
-    joins = [False] * len(spans)
+    starts, ends = (item * tokens.starts).tolist(), (item * (tokens.starts + tokens.lengths)).tolist()
+    joins: list[bool] = []
     longest: bytes | None = None
-    for row, fit in zip(range(len(spans) - 1, 0, -1), fits[:0:-1].tolist(), strict=True):
+    start_after, end_after = starts[-1], ends[-1]
+    for start, end, fit in zip(starts[-2::-1], ends[-2::-1], fits[:0:-1].tolist(), strict=True):
+        if fit:
+            if longest is None:
+                longest = data[start_after:end_after].tobytes()
+            fit = longest.startswith(data[start:end])
         if not fit:
             longest = None
-            continue
-        if longest is None:
-            start, end = spans[row]
-            longest = data[start:end].tobytes()
-        start, end = spans[row - 1]
-        if longest.startswith(data[start:end]):
-            joins[row] = True
-        else:
-            longest = None
-    return np.array(joins, np.bool_)
+        joins.append(fit)
+        start_after, end_after = start, end
+    return np.array([False, *reversed(joins)], np.bool_)
 
 
 def _reported(trajectories: Int64s, refused: NDArray[np.bool_]) -> list[int]:

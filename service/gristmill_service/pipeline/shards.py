@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from gristmill.columns import Ragged
@@ -26,6 +25,7 @@ from gristmill_service.pipeline.columns import (
     Tokens,
 )
 from gristmill_service.pipeline.layout import Layout, PerRow, Shard
+from gristmill_service.pipeline.metadata import Metadata, row_labels
 from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan, RankPlan
 from gristmill_service.store.base import ShardAddress
 from gristmill_service.store.iovec import Region
@@ -43,9 +43,7 @@ class _ShardBuilder:
     """What the shards of one batch share."""
 
     def __init__(self, prepared: Prepared, config: RunConfig, run: str, batch: int) -> None:
-        self._prepared, self._config, self._run, self._batch = prepared, config, _json(run), batch
-        # Most shards of a batch have the same ones: their JSON by the bounds that they are of.
-        self._micro_batches: dict[bytes, str] = {}
+        self._prepared, self._config, self._run, self._batch = prepared, config, run, batch
         steps = prepared.received.steps
         self._geometry = Geometry(
             prepared.rows, steps.prompt_lengths, steps.response_lengths, config.padding_row_tokens
@@ -55,7 +53,7 @@ class _ShardBuilder:
         self._zeros = Region(np.zeros(4 * self._longest, np.uint8))
         self._shared = self._shared_columns()
         self._per_row = self._per_row_tensors()
-        self._labels = self._row_labels()
+        self._labels = row_labels(prepared)
 
     def model_shards(self, model: Model, mini_batches: Sequence[MiniBatchPlan]) -> list[Shard]:
         own = [mini_batch for mini_batch in mini_batches if mini_batch.model == model]
@@ -64,14 +62,10 @@ class _ShardBuilder:
         layout = Layout(own, self._geometry, self._config)
         denominators = [self._denominators(mini_batch) for mini_batch in own]
         placed = layout.place([*self._shared, self._advantages(model, own, denominators)], self._per_row)
-        addressed = [
-            (ShardAddress(model, mini_batch.index, index), rank, divisors)
-            for mini_batch, divisors in zip(own, denominators, strict=True)
-            for index, rank in enumerate(mini_batch.ranks)
-        ]
+        metadata = Metadata(self._labels, denominators, layout.placement.rows, self._config, self._run, self._batch)
         return [
-            layout.shard(index, address, placed, self._metadata(address, rank, divisors))
-            for index, (address, rank, divisors) in enumerate(addressed)
+            layout.shard(index, address, placed, metadata.of(address, rank, layout.begins[index], divisors))
+            for index, (address, rank, divisors) in enumerate(_addressed(own, denominators))
         ]
 
     def _shared_columns(self) -> list[Column]:
@@ -146,35 +140,14 @@ class _ShardBuilder:
         }
         return _stacked(integers, np.int32, PADDING), _stacked(flags, np.uint8, 1)
 
-    def _row_labels(self) -> dict[str, NDArray[Any]]:
-        """Per row its uid, round and stop reason, the padding row's at the end."""
-        received, rows = self._prepared.received, self._prepared.rows
-        uids = [uid for _, uid in received.groups]
-        groups = np.append(self._prepared.row_groups, len(uids))
-        lasts = np.append(rows.last, len(received.steps))
-        return {
-            "uids": _objects([*uids, _unused("padding", set(uids))])[groups],
-            "rounds": np.array([*(round_ for round_, _ in received.groups), -1])[groups],
-            "stop_reasons": _objects([*received.steps.stop_reasons, "padding"])[lasts],
-        }
 
-    def _metadata(self, address: ShardAddress, rank: RankPlan, denominators: Denominators) -> dict[str, str]:
-        """By name, as JSON."""
-        bounds = rank.bounds.tobytes()
-        if (micro_batches := self._micro_batches.get(bounds)) is None:
-            micro_batches = self._micro_batches[bounds] = _json(rank.micro_batches)
-        labels = {name: _json(values[rank.rows].tolist()) for name, values in self._labels.items()}
-        return {
-            "run": self._run,
-            "batch": _json(self._batch),
-            "model": _json(address.model),
-            "mini_batch": _json(address.mini_batch),
-            "rank": _json(address.rank),
-            "dp_size": _json(self._config.dp_size),
-            **labels,
-            "micro_batches": micro_batches,
-            "loss_denominators": _json(denominators.of(rank.rows)),
-        }
+def _addressed(
+    mini_batches: Sequence[MiniBatchPlan], denominators: Sequence[Denominators]
+) -> Iterator[tuple[ShardAddress, RankPlan, Denominators]]:
+    """The shards of one model's mini-batches, in plan order."""
+    for mini_batch, divisors in zip(mini_batches, denominators, strict=True):
+        for index, rank in enumerate(mini_batch.ranks):
+            yield ShardAddress(mini_batch.model, mini_batch.index, index), rank, divisors
 
 
 def _stacked(values: dict[str, NDArray[Any]], dtype: Any, padding: int) -> PerRow:
@@ -183,26 +156,8 @@ def _stacked(values: dict[str, NDArray[Any]], dtype: Any, padding: int) -> PerRo
     return PerRow(list(values), lines)
 
 
-def _objects(values: Sequence[str]) -> NDArray[np.object_]:
-    """Strings that rows index as they do numbers, without a loop."""
-    array = np.empty(len(values), np.object_)
-    array[:] = values
-    return array
-
-
-def _json(value: Any) -> str:
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode()
-
-
 def _float32(column: Ragged) -> Ragged:
     if column.values.dtype == np.float32:
         return column
     with np.errstate(over="ignore"):
         return Ragged(column.values.astype(np.float32), column.starts, column.lengths)
-
-
-def _unused(name: str, taken: set[str]) -> str:
-    """The name, marked until no prompt group is called so."""
-    while name in taken:
-        name = f"_{name}"
-    return name

@@ -10,9 +10,10 @@ from pathlib import Path
 from gristmill_service.store import iovec
 from gristmill_service.store.base import ShardAddress, ShardSource
 
-# The kernel copies without the interpreter's lock, so that a second thread prepares what the first one writes. More
-# would take cores from the trainer that the service runs beside.
-_WRITERS = 2
+# The kernel copies without the interpreter's lock, so that a second thread prepares and writes at the same time. One
+# for all batches: more would take cores from the trainer that the service runs beside. It lives on, because a new
+# thread is waited for until it has run, which takes milliseconds where all cores are busy.
+_helper = ThreadPoolExecutor(1, "gristmill-writer")
 
 
 def write_shards(
@@ -20,23 +21,37 @@ def write_shards(
 ) -> dict[ShardAddress, int]:
     """Writes each shard at its address's path under `directory`; returns their sizes.
 
-    on_written: called with the bytes of each shard that is written. On an error some files may be there; raises the
-    first one, as `write_file` does.
+    on_written: called with the bytes of each shard that is written, by either of two threads. On an error some files
+    may be there; raises one of those that `write_file` does. Nothing is written any more when it returns or raises.
     """
-
-    def write(shard: ShardSource) -> tuple[ShardAddress, int]:
-        write_file(directory / shard.address.path, shard.iovec())
-        on_written(shard.size)
-        return shard.address, shard.size
-
     shards = list(shards)
     for parent in {os.path.dirname(shard.address.path) for shard in shards}:
         (directory / parent).mkdir(mode=0o700)
-    with ThreadPoolExecutor(_WRITERS, "gristmill-writer") as pool:
-        return dict(pool.map(write, shards))
+    missing, failed = iter(shards), list[ShardSource]()
+
+    def write() -> None:
+        # Both threads take the next one from the same list, which is one step of the interpreter.
+        for shard in missing:
+            if failed:
+                return
+            try:
+                write_file(f"{directory}/{shard.address.path}", shard.iovec())
+                on_written(shard.size)
+            except BaseException:
+                failed.append(shard)
+                raise
+
+    helping = _helper.submit(write)
+    try:
+        write()
+    finally:
+        # One that has not begun has nothing left to do.
+        if not helping.cancel():
+            helping.result()
+    return {shard.address: shard.size for shard in shards}
 
 
-def write_file(path: Path, runs: iovec.Iovec) -> None:
+def write_file(path: Path | str, runs: iovec.Iovec) -> None:
     """Creates `path`, readable by its owner only, with the runs' bytes in order.
 
     Raises FileExistsError, or OSError where space or permission is lacking; the file may then be there in part.
