@@ -86,14 +86,17 @@ def test_a_service_that_is_killed_goes_on_from_its_journal(start_service, tmp_pa
     assert all(shard.metadata["uids"] for shard in shards)
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("is_mapped", [True, False])
-def test_a_trainer_goes_on_within_its_batch_when_the_service_is_killed(start_service, tmp_path, monkeypatch, is_mapped):
+def test_a_trainer_goes_on_within_its_batch_when_the_service_is_killed(
+    start_service, tmp_path, monkeypatch, is_mapped, prefetch
+):
     flags = ("--journal-dir", str(tmp_path / "journal"), "--shared-memory-dir", str(tmp_path))
     before = start_service(*flags)
     fill(before.grpc_address, "run", "abcd", length=200_000)
     if not is_mapped:
         monkeypatch.setattr("gristmill.pull.is_mappable", lambda path, size: False)
-    with TrainerClient(before.grpc_address, "run", 0, auto_commit=False) as trainer:
+    with TrainerClient(before.grpc_address, "run", 0, auto_commit=False, prefetch=prefetch) as trainer:
         batch = next(iter(trainer))
         [*expected] = batch.forward()
         training = batch.mini_batches()
@@ -110,7 +113,10 @@ def test_a_trainer_goes_on_within_its_batch_when_the_service_is_killed(start_ser
     assert all(shard[name].equal(expected[1][name]) for name in expected[1].tensors), "the same batch came again"
 
 
-def test_a_shard_that_is_withdrawn_while_it_is_asked_for_or_read_is_waited_for(service, run_name, monkeypatch):
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_shard_that_is_withdrawn_while_it_is_asked_for_or_read_is_waited_for(
+    service, run_name, monkeypatch, prefetch
+):
     fill(service.grpc_address, run_name, "abcd")
     run = type(service.runs.get(run_name))
     shard, read = run.shard, run.read_shard
@@ -129,7 +135,7 @@ def test_a_shard_that_is_withdrawn_while_it_is_asked_for_or_read_is_waited_for(s
     monkeypatch.setattr("gristmill.transport.LONGEST_WAIT_S", 0.2)
     monkeypatch.setattr(run, "shard", found)
     monkeypatch.setattr(run, "read_shard", read_or_withdrawn)
-    with TrainerClient(service.grpc_address, run_name, 0) as trainer:
+    with TrainerClient(service.grpc_address, run_name, 0, prefetch=prefetch) as trainer:
         [*shards] = next(iter(trainer)).forward()
     assert not pending
     assert not refusals

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from gristmill.shards import Position
@@ -16,6 +17,8 @@ class Source(Protocol):
     def position(self) -> Position: ...
 
     def open_shard(self, position: Position, acknowledge: Callable[[], None] | None = None) -> Shard: ...
+
+    def expect(self, positions: Iterable[Position]) -> None: ...
 
     def acknowledge(self, position: Position, following: Position) -> None: ...
 
@@ -44,16 +47,37 @@ class Batch:
             old = {shard.position.mini_batch: [old_log_probs(micro) for micro in shard.micro_batches()]
                    for shard in batch.forward()}
         """
-        for index in range(self._count):
-            yield self._source.open_shard(Position(self.number, 0, index))
+        order = [Position(self.number, 0, index) for index in range(self._count)]
+        with self._ahead():
+            for index, position in enumerate(order):
+                shard = self._source.open_shard(position)
+                # After the forward pass comes the training.
+                self._source.expect([*order[index + 1 :], self._source.position])
+                yield shard
+                del shard
 
     def mini_batches(self) -> Iterator[Shard]:
         """This rank's shards in training order, epoch after epoch, from the rank's place on: after a resume in the
         middle of a batch these are the mini-batches not trained yet. Acknowledge each with its `ack`."""
         order = [Position(self.number, epoch, index) for epoch in range(self._epochs) for index in range(self._count)]
-        for position, following in zip(order, [*order[1:], Position(self.number + 1)], strict=True):
-            if position >= self._source.position:
-                yield self._source.open_shard(position, self._acknowledging(position, following))
+        order.append(Position(self.number + 1))
+        with self._ahead():
+            for index, position in enumerate(order[:-1]):
+                if position >= self._source.position:
+                    shard = self._source.open_shard(position, self._acknowledging(position, order[index + 1]))
+                    self._source.expect(order[index + 1 :])
+                    yield shard
+                    del shard
+
+    @contextmanager
+    def _ahead(self) -> Iterator[None]:
+        """Within it shards are opened ahead of their use, while the order is followed: who leaves it half-way may go
+        anywhere, even to another incarnation of the trainer."""
+        try:
+            yield
+        except GeneratorExit:
+            self._source.expect(())
+            raise
 
     def _acknowledging(self, position: Position, following: Position) -> Callable[[], None]:
         return lambda: self._source.acknowledge(position, following)

@@ -27,6 +27,8 @@ except ImportError as missing:
         f"shards are read by PyTorch and safetensors ({missing}): pip install gristmill[torch]"
     ) from missing
 
+from gristmill.device import Copies, Copy, side_stream
+
 Tensors = dict[str, torch.Tensor]
 
 _KINDS = {
@@ -53,10 +55,22 @@ class Conversion:
         if unknown:
             raise InvalidArgumentError(f"dtypes names {unknown[0]!r}; known are {', '.join(_KINDS)}")
         self._device = device
+        self._side = side_stream(device)
+        self._used: set[str] = set()
         self._dtypes = {name: dtype for kind, dtype in (dtypes or {}).items() for name in _KINDS[kind]}
 
-    def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself where there is nothing to convert."""
+    def begin(self, tensors: Tensors) -> Copies:
+        """Begins to copy those that were used of earlier shards; none where they are not copied to a GPU."""
+        if self._side is None:
+            return {}
+        used = self._used.copy()
+        return {name: self._side.begin(raw) for name, raw in tensors.items() if name.rpartition("/")[2] in used}
+
+    def __call__(self, name: str, tensor: torch.Tensor, copy: Copy | None = None) -> torch.Tensor:
+        """The tensor itself where there is nothing to convert. copy: of it, where one was begun."""
+        if self._side is not None:
+            self._used.add(name.rpartition("/")[2])
+            tensor = (copy or self._side.begin(tensor)).awaited()
         return tensor.to(device=self._device, dtype=self._dtypes.get(name))
 
 
@@ -70,8 +84,11 @@ class Rows:
         these rows' values.
     """
 
-    def __init__(self, tensors: Tensors, metadata: dict[str, Any], convert: Conversion) -> None:
+    def __init__(
+        self, tensors: Tensors, metadata: dict[str, Any], convert: Conversion, copies: Copies | None = None
+    ) -> None:
         self._raw = tensors
+        self._copies: Copies = copies or {}
         self._convert = convert
         self._converted: Tensors = {}
         self.metadata = metadata
@@ -88,7 +105,7 @@ class Rows:
         if name not in self._converted:
             if name not in self._raw:
                 raise KeyError(f"no tensor {name!r}; there are {', '.join(sorted(self._raw))}")
-            self._converted[name] = self._convert(name, self._raw[name])
+            self._converted[name] = self._convert(name, self._raw[name], self._copies.get(name))
         return self._converted[name]
 
     @property
@@ -183,8 +200,9 @@ class Shard(Rows):
         *,
         is_mapped: bool,
         acknowledge: Callable[[], None] | None = None,
+        copies: Copies | None = None,
     ) -> None:
-        super().__init__(tensors, metadata, convert)
+        super().__init__(tensors, metadata, convert, copies)
         self.position = position
         self.is_mapped = is_mapped
         self._acknowledge = acknowledge
@@ -202,7 +220,9 @@ class Shard(Rows):
             prefix = f"micro_batch_{index:03d}/"
             own = {name.removeprefix(prefix): raw for name, raw in self._raw.items() if name.startswith(prefix)}
             cut = {name: raw[begin:end] for name, raw in self._raw.items() if "/" not in name}
-            yield MicroBatch(cut | own, _metadata_of(self.metadata, begin, end), self._convert)
+            copies = {name: copy.rows(begin, end) for name, copy in self._copies.items() if name in cut}
+            copies |= {name: self._copies[prefix + name] for name in own if prefix + name in self._copies}
+            yield MicroBatch(cut | own, _metadata_of(self.metadata, begin, end), self._convert, copies)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._raw and self.is_per_micro_batch and f"micro_batch_000/{name}" in self._raw:

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gristmill.batch import Batch
 from gristmill.calls import check_run
-from gristmill.errors import BatchFailedError, FailedPreconditionError, InvalidArgumentError, NotFoundError
+from gristmill.device import Copies
+from gristmill.errors import (
+    BatchFailedError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    GristmillError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from gristmill.prefetch import Prefetch
 from gristmill.pull import map_published, stream
 from gristmill.shards import MODELS, Position, ShardAddress
-from gristmill.torch import Conversion, Shard
+from gristmill.torch import Conversion, Shard, Tensors
 from gristmill.transport import TIMEOUT_S, Transport
 from gristmill.v1 import run_pb2, trainer_pb2
 
@@ -22,6 +33,15 @@ if TYPE_CHECKING:
 
 _STATE_VERSION = 1
 _WITHDRAWN_PAUSE_S = 0.1
+
+
+class _Opened(NamedTuple):
+    """A shard's tensors, and what of them is on its way to the device."""
+
+    tensors: Tensors
+    metadata: dict[str, Any]
+    is_mapped: bool
+    copies: Copies = MappingProxyType({})
 
 
 class TrainerClient:
@@ -39,6 +59,9 @@ class TrainerClient:
         False and call `commit` after each.
     acknowledges: False for all but one of the processes of a data-parallel rank (tensor, pipeline, context parallel):
         they read the same shards and call `ack` likewise, which then only moves themselves.
+    prefetch: how many shards are opened in the background while one is trained, so that the next is there when it is
+        asked for, also the next batch's first where that is published already. Each is held in memory, unless it is
+        mapped. 0 opens each when it is asked for.
     timeout_s: for how long a call is tried while the service is away. Waiting for a batch is not bounded.
 
     Worked example:
@@ -79,16 +102,20 @@ class TrainerClient:
         dtypes: Mapping[str, torch.dtype] | None = None,
         auto_commit: bool = True,
         acknowledges: bool = True,
+        prefetch: int = 1,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         if model not in MODELS:
             raise InvalidArgumentError(f"model is {model!r}; known are {', '.join(MODELS)}")
+        if prefetch < 0:
+            raise InvalidArgumentError(f"prefetch is {prefetch}; give how many shards to open ahead, 0 for none")
         self.run, self.rank, self.model = check_run(run), rank, model
         self._expected_dp_size = dp_size
         self._convert = Conversion(device, dtypes)
         self._auto_commit = auto_commit
         self._acknowledges = acknowledges
         self._transport = Transport(address, timeout_s, "TrainerClient")
+        self._prefetch: Prefetch[Position, _Opened] = Prefetch(self._open_ahead, prefetch)
         self._dp_size = 0
         self._epochs = 1
         self._position: Position | None = None
@@ -148,6 +175,8 @@ class TrainerClient:
                 f"state is {position}; load the state of the same checkpoint on all ranks"
             )
         self._position, self._incarnation = resumed, response.incarnation
+        # Opened for another incarnation, perhaps cut for another dp_size.
+        self.expect(())
 
     def commit(self, state: Mapping[str, Any] | None = None) -> None:
         """Says that a checkpoint holds all training before its position: batches before it are freed once every rank
@@ -267,8 +296,45 @@ class TrainerClient:
         Raises NotFoundError for a batch that is freed, BatchFailedError for one that could not be made, and
         FailedPreconditionError for one that lies ahead and is not published yet.
         """
+        self._transport.check_usable()
+        opened = self._prefetch.take(position._replace(epoch=0)) or self._open(position)
+        return Shard(
+            opened.tensors,
+            opened.metadata,
+            self._convert,
+            position,
+            is_mapped=opened.is_mapped,
+            acknowledge=acknowledge,
+            copies=opened.copies,
+        )
+
+    def expect(self, positions: Iterable[Position]) -> None:
+        """Tells which shards will be opened next, in this order: as many as `prefetch` says are opened in the
+        background meanwhile, and those that were and are not among them are thrown away. Iterating a batch tells it.
+
+        An error that is met so is raised when the shard is opened, unless it may be over by then.
+        """
+        if self._transport.process.is_here():
+            # A mini-batch has the same shard in every epoch.
+            self._prefetch.expect(position._replace(epoch=0) for position in positions)
+
+    def _open_ahead(self, position: Position, is_wanted: Callable[[], bool]) -> _Opened | None:
+        is_next_batch = position.batch > self.position.batch
+        try:
+            opened = self._open(position, is_wanted)
+        except (UnavailableError, DeadlineExceededError, ResourceExhaustedError):
+            # The service has until the shard is needed to come back.
+            return None
+        except GristmillError:
+            if is_next_batch:
+                # Not published yet, or no batch at all: iterating the trainer tells which.
+                return None
+            raise
+        return opened._replace(copies=self._convert.begin(opened.tensors))
+
+    def _open(self, position: Position, is_wanted: Callable[[], bool] = lambda: True) -> _Opened:
         while True:
-            found = self._find_shard(position)
+            found = self._find_shard(position, is_wanted)
             address = ShardAddress(self.run, self.model, self.rank, position.batch, position.mini_batch)
             mapped = map_published(address, found.shared_memory_path, found.size_bytes)
             try:
@@ -277,13 +343,12 @@ class TrainerClient:
                 # Withdrawn since it was found, or freed: the next answer tells which.
                 self._transport.pause(_WITHDRAWN_PAUSE_S)
                 continue
-            is_mapped = mapped is not None
-            return Shard(tensors, metadata, self._convert, position, is_mapped=is_mapped, acknowledge=acknowledge)
+            return _Opened(tensors, metadata, is_mapped=mapped is not None)
 
-    def _find_shard(self, position: Position) -> trainer_pb2.GetShardResponse:
+    def _find_shard(self, position: Position, is_wanted: Callable[[], bool]) -> trainer_pb2.GetShardResponse:
         found: trainer_pb2.GetShardResponse = self._transport.wait(
             lambda wait_s: self._ask_shard(position, wait_s),
-            lambda answer: bool(answer.state != trainer_pb2.BATCH_STATE_PENDING),
+            lambda answer: bool(answer.state != trainer_pb2.BATCH_STATE_PENDING) or not is_wanted(),
             inf if position.batch <= self.position.batch else 0.0,
         )
         if found.state != trainer_pb2.BATCH_STATE_PUBLISHED:
@@ -329,8 +394,10 @@ class TrainerClient:
     # The end.
 
     def close(self) -> None:
-        """Closes the connection. Shards that are mapped stay valid. Idempotent."""
+        """Closes the connection, and ends what is opened ahead. Shards that are there stay valid. Idempotent."""
         self._transport.close()
+        if self._transport.process.is_here():
+            self._prefetch.close()
 
     def __enter__(self) -> Self:
         return self

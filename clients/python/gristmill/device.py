@@ -1,0 +1,54 @@
+"""Copies to a GPU that run beside its computation: from pinned memory, on a stream of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+
+class Copy(NamedTuple):
+    """One that was begun. `tensor` is on the device, and holds its values once `is_there`."""
+
+    tensor: torch.Tensor
+    is_there: torch.cuda.Event
+
+    def rows(self, begin: int, end: int) -> Copy:
+        return Copy(self.tensor[begin:end], self.is_there)
+
+    def awaited(self) -> torch.Tensor:
+        """The tensor, to be used on the current stream, which waits for the copy; this thread does not."""
+        current = torch.cuda.current_stream(self.tensor.device)
+        current.wait_event(self.is_there)
+        # Its memory is the copying stream's, which must not have it back while this one computes with it.
+        self.tensor.record_stream(current)
+        return self.tensor
+
+
+Copies = Mapping[str, Copy]
+
+
+class SideStream:
+    """Of one device: a current one is told by the first thread that copies, which others need not have chosen."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def begin(self, tensor: torch.Tensor) -> Copy:
+        """tensor: in host memory, which may be changed or freed at once."""
+        if self._stream is None:
+            if self._device.index is None:
+                self._device = torch.device(self._device.type, torch.cuda.current_device())
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            copied = tensor.pin_memory().to(self._device, non_blocking=True)
+            return Copy(copied, self._stream.record_event())
+
+
+def side_stream(device: torch.device | str | None) -> SideStream | None:
+    """None where tensors are not copied to a GPU."""
+    if device is None or torch.device(device).type != "cuda" or not torch.cuda.is_available():
+        return None
+    return SideStream(torch.device(device))

@@ -1,0 +1,92 @@
+"""Loads ahead what is going to be asked for, in a thread that lives only while there is something to load."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from itertools import islice
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+Load = Callable[[K, Callable[[], bool]], V | None]
+
+
+class _Ticket(Generic[V]):
+    """One thing that is expected."""
+
+    def __init__(self) -> None:
+        self.has_begun = False
+        self.is_wanted = True
+        self.is_done = threading.Event()
+        self.value: V | None = None
+        self.error: Exception | None = None
+
+
+class Prefetch(Generic[K, V]):
+    """At most `ahead` things are held, loaded or being loaded. Thread-safe.
+
+    load(key, is_wanted): what is expected under this key; None where it cannot be had ahead, which is no error. Where
+        it waits, it is to give up once `is_wanted()` is False.
+    """
+
+    def __init__(self, load: Load[K, V], ahead: int) -> None:
+        self._load, self._ahead = load, ahead
+        self._lock = threading.Lock()
+        self._tickets: dict[K, _Ticket[V]] = {}
+        self._thread: threading.Thread | None = None
+        self._is_loading = False
+
+    def expect(self, keys: Iterable[K]) -> None:
+        """What is going to be asked for next, in order. Everything else that was loaded is thrown away."""
+        with self._lock:
+            held, self._tickets = self._tickets, {}
+            for key in islice(keys, self._ahead):
+                self._tickets[key] = held.get(key) or _Ticket()
+            for key, ticket in held.items():
+                ticket.is_wanted = key in self._tickets
+            if not self._is_loading and self._waiting():
+                self._is_loading = True
+                self._thread = threading.Thread(target=self._work, name="gristmill-prefetch", daemon=True)
+                self._thread.start()
+
+    def take(self, key: K) -> V | None:
+        """What was loaded ahead, waited for where it is under way; None where nothing was. Raises the error that was
+        met in loading it, once."""
+        with self._lock:
+            ticket = self._tickets.pop(key, None)
+            if ticket is None or not ticket.has_begun:
+                return None
+        ticket.is_done.wait()
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.value
+
+    def close(self) -> None:
+        """Throws everything away, and returns when the thread has ended: what it loads must have been made to end."""
+        self.expect(())
+        if self._thread is not None:
+            self._thread.join()
+
+    def _waiting(self) -> list[K]:
+        return [key for key, ticket in self._tickets.items() if not ticket.has_begun]
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not (waiting := self._waiting()):
+                    self._is_loading = False
+                    return
+                ticket = self._tickets[waiting[0]]
+                ticket.has_begun = True
+            self._fill(waiting[0], ticket)
+            # What it holds is for who takes it, not for this thread to keep alive.
+            del ticket
+
+    def _fill(self, key: K, ticket: _Ticket[V]) -> None:
+        try:
+            ticket.value = self._load(key, lambda: ticket.is_wanted)
+        except Exception as error:  # noqa: BLE001  it is raised to who asks
+            ticket.error = error
+        ticket.is_done.set()
