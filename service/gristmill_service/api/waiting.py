@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Coroutine, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.concurrency import run_in_threadpool
@@ -131,13 +132,19 @@ class Waiting:
         answer = question.read()
         if question.is_settled(answer) or not wait_s:
             return answer
-        woken = threading.Event()
-        with self._place(question, woken.set) as topic:
-            if topic is None or not caller.add_callback(woken.set):
+        # Its put and get are C, where an Event's are dozens of lines of Python, for each of hundreds who are woken.
+        woken: SimpleQueue[None] = SimpleQueue()
+
+        def wake() -> None:
+            woken.put(None)
+
+        with self._place(question, wake) as topic:
+            if topic is None or not caller.add_callback(wake):
                 return answer
             # Woken once: by the answer, the caller's going away, or the service's.
             if not self._closed:
-                woken.wait(deadline - time.monotonic())
+                with suppress(Empty):
+                    woken.get(timeout=max(0.0, deadline - time.monotonic()))
             answer = topic.answer(question)
         return self._checked(question, answer)
 
@@ -186,7 +193,7 @@ class Waiting:
         try:
             yield topic
         finally:
-            if topic is not None:
+            if topic is not None and wake in topic.wakers:
                 with self._lock:
                     self._leave(question.changes, key, topic, wake)
 
@@ -208,13 +215,18 @@ class Waiting:
         return topic
 
     def _leave(self, changes: Changes, key: Hashable, topic: _Topic[Any], wake: Callable[[], None]) -> None:
+        """Of one who waits no longer, and was not dismissed."""
+        if wake not in topic.wakers:
+            return
         self._wakers.discard(wake)
         topic.wakers.discard(wake)
-        watch = self._watches.get(changes)
-        if watch is None:
-            return
-        if not topic.wakers and watch.topics.get(key) is topic:
-            del watch.topics[key]
+        if not topic.wakers:
+            self._end(changes, key)
+
+    def _end(self, changes: Changes, key: Hashable) -> None:
+        """Of a topic that nobody waits for any more."""
+        watch = self._watches[changes]
+        del watch.topics[key]
         if not watch.topics:
             changes.unsubscribe(watch.wake)
             del self._watches[changes]
@@ -230,26 +242,30 @@ class Waiting:
                 if not self._watches:
                     self._is_watching = False
                     return
-                changed = [watch for watch in self._watches.values() if watch.was_changed]
+                changed = [item for item in self._watches.items() if item[1].was_changed]
             begin = time.monotonic()
-            for watch in changed:
+            for changes, watch in changed:
                 watch.was_changed = False
-                for wake in self._settle(watch):
+                for wake in self._settle(changes, watch):
                     wake()
             time.sleep(max(_PAUSE_S, _PAUSE_LOOKS * (time.monotonic() - begin)))
 
-    def _settle(self, watch: _Watch) -> list[Callable[[], None]]:
-        """Looks at a run's topics; returns who is to be woken."""
+    def _settle(self, changes: Changes, watch: _Watch) -> list[Callable[[], None]]:
+        """Looks at a run's topics, and dismisses who waits for those that are over; returns whom to wake."""
         with self._lock:
             topics = dict(watch.topics)
         for topic in topics.values():
             topic.look()
+        dismissed: list[Callable[[], None]] = []
         with self._lock:
-            over = {key: topic for key, topic in topics.items() if topic.is_over and watch.topics.get(key) is topic}
-            for key in over:
-                # Who asks from now on reads it himself.
-                del watch.topics[key]
-            return [wake for topic in over.values() for wake in topic.wakers]
+            for key, topic in topics.items():
+                # One that nobody waited for meanwhile has ended; another may have its key.
+                if topic.is_over and topic.wakers:
+                    dismissed += topic.wakers
+                    topic.wakers.clear()
+                    self._end(changes, key)
+            self._wakers.difference_update(dismissed)
+        return dismissed
 
 
 def checked_wait(wait_s: float) -> float:
