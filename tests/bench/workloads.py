@@ -24,7 +24,7 @@ class Workload:
     steps: Steps
     samples: int
 
-    def config(self, merge: str) -> RunConfig:
+    def config(self, merge: str, dp_size: int = DP_SIZE) -> RunConfig:
         prompts = len(set(self.steps.uids))
         return parse_config(
             {
@@ -34,7 +34,7 @@ class Workload:
                 "step_wise": True,
                 "merge": merge,
                 "loss_reduction": "token_mean",
-                "dp_size": DP_SIZE,
+                "dp_size": dp_size,
                 "micro_batch": {"size": 4},
             }
         )
@@ -61,6 +61,13 @@ class Turns:
 def workload(name: str) -> Workload:
     rng = np.random.default_rng(7)
     return {"short": _short, "agent": _agent, "anti": _anti}[name](rng)
+
+
+def uniform(rows: int, length: int) -> Workload:
+    """Single-turn rows of one length, half of it response, eight samples a prompt."""
+    rng, half = np.random.default_rng(7), length // 2
+    turns = [Turns(length - half, [half], [0], [False]) for _ in range(rows)]
+    return Workload(f"uniform {rows} x {length}", _steps(rng, turns, samples=8), 8)
 
 
 def _short(rng: np.random.Generator) -> Workload:

@@ -10,6 +10,7 @@ from gristmill.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import mill
 from gristmill_service.pipeline.advantage import group_advantages, trajectory_scores
+from gristmill_service.pipeline.batch import prepare
 
 
 def config(estimator, n=4, **more):
@@ -107,3 +108,30 @@ def test_scores_too_far_apart_for_the_float32_of_a_shard_are_refused_with_the_tr
         InvalidArgumentError, match=r"uid 'p' sample 0: advantage is 6e\+38, which float32 does not hold"
     ):
         mill(from_rows(rows, step_wise=False), config("rloo", 2), run="r", batch=0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@given(
+    groups=st.integers(1, 40).flatmap(
+        lambda size: st.lists(
+            st.lists(st.sampled_from([0.0, 0.1, 1.0]) | st.floats(-100, 100), min_size=size, max_size=size),
+            min_size=1,
+            max_size=6,
+        )
+    )
+)
+def test_many_groups_at_once_get_the_same_bits_as_each_alone(estimator, groups):
+    settings = config(estimator, 40)
+    together = group_advantages(np.array(groups), settings)
+    for scores, found in zip(groups, together, strict=True):
+        assert found.tobytes() == group_advantages(np.array(scores), settings).tobytes()
+
+
+def test_groups_of_different_sizes_are_each_compared_with_their_own():
+    rows = [
+        {"uid": uid, "sample": sample, "prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1], "reward": reward}
+        for uid, rewards in {"a": [1.0, 0.0], "b": [5.0, 5.0, 2.0], "c": [9.0], "d": [0.0, 4.0]}.items()
+        for sample, reward in enumerate(rewards)
+    ]
+    prepared = prepare(from_rows(rows, step_wise=False), config("rloo", 4), None)
+    assert prepared.advantages.tolist() == [1, -1, 1.5, 1.5, -3, 0, -4, 4]

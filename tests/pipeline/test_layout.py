@@ -1,6 +1,7 @@
 """Layouts: widths, alignment, and files that the safetensors library reads."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from safetensors.numpy import load
 from gristmill.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import mill
+from gristmill_service.pipeline.columns import CONSTANTS
 from tests import naive
 from tests.strategies import batches_and_settings
 
@@ -162,3 +164,72 @@ def test_padding_share_is_what_the_tensors_hold():
     elements = sum(naive.read_shard(shard)[0]["sequences"].size for shard in batch.shards)
     tokens = sum(len(row["prompt_token_ids"]) + len(row["response_ids"]) for row in FOUR)
     assert batch.plan["metrics"]["padding_share"] == pytest.approx(1 - tokens / elements)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"layout": "packed"}, {"pad_width": "micro_batch"}])
+def test_a_rows_advantage_stands_on_each_of_its_tokens_however_many(overrides):
+    lengths = [1, 2, CONSTANTS - 1, CONSTANTS, CONSTANTS + 1, 2 * CONSTANTS, 5 * CONSTANTS + 3, 1]
+    given_rows = [
+        {**row, "advantage": (-0.0, 0.0, 1.5, 1.5)[index % 4]}
+        for index, row in enumerate(rows(*((3, length) for length in lengths)))
+    ]
+    batch = milled(given_rows, advantage_estimator="none", policy_mini_batch_size=8, **overrides)
+    found = {}
+    for shard in batch.shards:
+        for row in naive.shard_rows(shard):
+            found[int(row["row"])] = row["advantages"]
+    for index, length in enumerate(lengths):
+        expected = np.full(length, given_rows[index]["advantage"], np.float32)
+        assert found[index].tobytes() == expected.tobytes()
+
+
+def test_steps_without_a_reward_are_fill_between_those_that_have_one():
+    rewards = [0.0, 2.0, -0.0, 0.0, 3.0, 0.0]
+    steps = [
+        {
+            "uid": "p",
+            "sample": 0,
+            "step": index,
+            "is_last_step": index == len(rewards) - 1,
+            "prompt_token_ids": [*range(1, 2 + 3 * index)],
+            "response_ids": [2 + 3 * index, 3 + 3 * index],
+            "loss_mask": [1, 1],
+            "reward": reward,
+        }
+        for index, reward in enumerate(rewards)
+    ]
+    config = parse_config(
+        {
+            "train_batch_size": 1,
+            "n_samples_per_prompt": 1,
+            "policy_mini_batch_size": 1,
+            "micro_batch": {"size": 1},
+            "step_wise": True,
+            "merge": "prefix",
+        }
+    )
+    table = replace(from_rows(steps), rewards=np.array(rewards))
+    (shard,) = mill(table, config, run="r", batch=0).shards
+    (row,) = naive.shard_rows(shard)
+    # Two response tokens a step, and an observation of one between steps.
+    expected = np.array([0, 0, 0, 0, 2, 0, 0, -0.0, 0, 0, 0, 0, 0, 3, 0, 0, 0], np.float32)
+    assert row["rewards"].tobytes() == expected.tobytes()
+
+
+@given(st.integers(1, 5), st.sampled_from(["batch", "mini_batch", "shard"]))
+def test_shards_of_a_batch_tell_their_own_rows(dp_size, pad_width):
+    batch = milled(rows(*((2, index % 4 + 1) for index in range(6))), dp_size=dp_size, pad_width=pad_width)
+    for part in batch.plan["mini_batches"]:
+        for rank in part["ranks"]:
+            (shard,) = (
+                shard
+                for shard in batch.shards
+                if (shard.address.mini_batch, shard.address.rank) == (part["index"], rank["rank"])
+            )
+            tensors, metadata = naive.read_shard(shard)
+            assert tensors["row"].tolist() == rank["rows"]
+            assert metadata["uids"] == ["padding" if row < 0 else f"p{row}" for row in rank["rows"]]
+            assert metadata["micro_batches"] == rank["micro_batches"]
+            assert metadata["loss_denominators"]["row_tokens"] == [
+                max(1, row % 4 + 1) if row >= 0 else 1 for row in rank["rows"]
+            ]

@@ -1,8 +1,14 @@
 """Prefix-aware merging: who joins, and what is said of those who do not."""
 
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill.columns import Ragged
 from gristmill.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import mill
+from gristmill_service.pipeline.merge import extends
 from tests import naive
 
 
@@ -96,3 +102,31 @@ def test_a_clients_advantages_per_token_are_zero_on_observations():
     assert row["advantages"].tolist() == [0.5, 0.5, 0, 0, 1.5]
     (row,) = merged_rows(milled(rows, advantage_estimator="none", loss_reduction="token_mean"))
     assert [round(float(value), 6) for value in row["advantages"]] == [0.166667, 0.166667, 0, 0, 0.5]
+
+
+# Rows that often are beginnings of each other, and rows that only nearly are.
+row_lists = st.lists(st.integers(0, 1), max_size=6).flatmap(
+    lambda tokens: st.lists(
+        st.integers(1, len(tokens) + 1).map(lambda length: [*tokens, 7][:length]) | st.just([0]), max_size=8
+    )
+)
+
+
+@given(row_lists.flatmap(lambda rows: st.tuples(st.just(rows), st.permutations(range(len(rows))), st.data())))
+def test_a_row_extends_the_one_before_it_when_it_begins_with_all_of_it_wherever_they_stand(drawn):
+    rows, places, data = drawn
+    allowed = np.array([index > 0 and data.draw(st.booleans()) for index in range(len(rows))], np.bool_)
+    # In memory in another order than in the batch, as a sealed batch's rows are.
+    stored = Ragged.from_arrays([np.array(rows[place], np.int32) for place in places], np.int32)
+    tokens = stored.take(np.argsort(np.array(places, np.int64)))
+    expected = [
+        bool(fits) and rows[index][: len(rows[index - 1])] == rows[index - 1] for index, fits in enumerate(allowed)
+    ]
+    assert extends(tokens, allowed).tolist() == expected
+
+
+def test_steps_masked_in_part_are_counted_as_those_masked_in_full_are():
+    steps = trajectory(([1], [2, 3]), ([1, 2, 3], [4]), ([9], [5, 6]))
+    steps[0]["loss_mask"] = [0, 1]
+    batch = milled(steps, loss_reduction="token_mean")
+    assert batch.plan["mini_batches"][0]["loss_tokens"] == 4

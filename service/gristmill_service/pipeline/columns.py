@@ -25,7 +25,7 @@ SCOPES: tuple[Scope, Scope] = ("sequence", "response")
 
 # A value that a row repeats stands in memory this often, and longer rows read it again: more would be written and read
 # once, at the speed of fresh memory, and fewer make more runs.
-_CONSTANTS = 256
+CONSTANTS = 256
 
 
 class Geometry:
@@ -188,7 +188,7 @@ class StepTokens(Column):
         self._of_step[absent, 1] = zeros.runs(0, item * geometry.step_lengths[absent])
 
     def runs(self, placement: Placement) -> Runs:
-        iovec = self._of_step[placement.steps]
+        iovec = self._of_step.take(placement.steps, axis=0)
         iovec[placement.step_edges[:-1], 0, 1] = self._item * placement.leads["response"]
         return _two_a_row(iovec, self._values, self._zeros, edges=placement.step_edges)
 
@@ -202,15 +202,21 @@ class StepScalars(Column):
         self.name = name
         self._values, self._zeros = Region(np.append(values, 0).astype(np.float32)), zeros
         self._advances = geometry.gaps + geometry.step_lengths
-        before = 4 * (self._advances - 1)
-        self._of_step = _pairs(len(before))
-        self._of_step[:, 0] = zeros.runs(0, before)
-        self._of_step[:, 1] = self._values.runs(4 * np.arange(len(before)), np.full(len(before), 4))
+        # By their bits: -0.0 is a value.
+        self._is_set = self._values.array.view(np.int32) != 0
 
     def runs(self, placement: Placement) -> Runs:
-        iovec = self._of_step[placement.steps]
-        iovec[placement.step_edges[:-1], 0, 1] += 4 * placement.leads["response"]
-        return _two_a_row(iovec, self._values, self._zeros, edges=placement.step_edges)
+        steps, edges = placement.steps, placement.step_edges
+        # Where steps end among the elements of all rows. Those without a value are fill, but a row's last ends it.
+        leads = np.cumsum(placement.leads["response"])
+        ends = np.cumsum(self._advances[steps]) + np.repeat(leads, placement.step_counts)
+        kept = self._is_set[steps]
+        kept[edges[1:] - 1] = True
+        chosen = np.flatnonzero(kept)
+        iovec = _pairs(len(chosen))
+        iovec[:, 0] = self._zeros.runs(0, 4 * (np.diff(ends[chosen], prepend=0) - 1))
+        iovec[:, 1] = self._of(steps[chosen])
+        return _two_a_row(iovec, self._values, self._zeros, edges=np.searchsorted(chosen, edges))
 
     def compact(self, placement: Placement) -> tuple[Runs, ...]:
         steps, edges, counts = placement.steps, placement.step_edges, placement.step_counts
@@ -219,7 +225,10 @@ class StepScalars(Column):
         before = np.repeat(ends[edges[1:]], counts) - ends[1:] + 1
         numbers = _lines(counts.astype(np.uint32))
         places = _lines(before.astype(np.uint32), edges)
-        return numbers, places, Runs(self._of_step[steps, 1], edges, (self._values,))
+        return numbers, places, Runs(self._of(steps), edges, (self._values,))
+
+    def _of(self, steps: Int64s) -> Iovec:
+        return self._values.runs(4 * steps, np.full(len(steps), 4))
 
 
 class RowScalars(Column):
@@ -235,10 +244,10 @@ class RowScalars(Column):
         lengths = placement.lengths["response"]
         constants, starts = _constants(self._values[placement.rows], lengths)
         # A row's fill, then its value in as many runs as it takes.
-        counts = 1 - (-lengths // _CONSTANTS)
+        counts = 1 - (-lengths // CONSTANTS)
         edges = np.append(0, np.cumsum(counts))
-        nbytes = np.full(edges[-1], 4 * _CONSTANTS)
-        nbytes[edges[1:] - 1] = 4 * (lengths - (counts - 2) * _CONSTANTS)
+        nbytes = np.full(edges[-1], 4 * CONSTANTS)
+        nbytes[edges[1:] - 1] = 4 * (lengths - (counts - 2) * CONSTANTS)
         nbytes[edges[:-1]] = 0
         iovec = constants.runs(np.repeat(4 * starts, counts), nbytes)
         iovec[edges[:-1]] = self._zeros.runs(0, 4 * placement.leads["response"])
@@ -265,13 +274,13 @@ class Positions(Column):
 
 
 def _constants(values: NDArray[np.float32], lengths: Int64s) -> tuple[Region, Int64s]:
-    """Memory with `values[i]` for each i as often as `lengths[i]`, `_CONSTANTS` times at most, and where. Equal
+    """Memory with `values[i]` for each i as often as `lengths[i]`, `CONSTANTS` times at most, and where. Equal
     neighbours share theirs."""
     # By their bits: -0.0 is not 0.0 here.
     bits = values.view(np.int32)
     first = np.append(True, bits[1:] != bits[:-1])[: len(bits)]
     begins = np.flatnonzero(first)
-    longest = np.minimum(np.maximum.reduceat(lengths, begins), _CONSTANTS) if len(begins) else lengths
+    longest = np.minimum(np.maximum.reduceat(lengths, begins), CONSTANTS) if len(begins) else lengths
     starts = (np.cumsum(longest) - longest)[np.cumsum(first) - 1]
     return Region(np.repeat(values[begins], longest)), starts
 

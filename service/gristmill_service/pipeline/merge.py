@@ -81,11 +81,11 @@ def _joins(received: Received) -> tuple[NDArray[np.bool_], list[Mismatch]]:
     follows = np.append(False, trajectories[1:] == trajectories[:-1])[: len(steps)]
     fits = follows.copy()
     fits[1:] &= steps.tokens.lengths[:-1] <= steps.prompt_lengths[1:]
-    joins = _extend(steps.tokens, fits)
+    joins = extends(steps.tokens, fits)
     return joins, [_mismatch(received, trajectories, step) for step in _reported(trajectories, follows & ~joins)]
 
 
-def _extend(tokens: Ragged, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def extends(tokens: Ragged, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Which rows begin with the whole row before them, of those that `fits` allows; bool (rows,).
 
     From the last row to the first, each is compared with the longest row known to extend the one after it: if that

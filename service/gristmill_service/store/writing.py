@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from gristmill_service.store import iovec
@@ -47,7 +47,9 @@ def write_shards(
     finally:
         # One that has not begun has nothing left to do.
         if not helping.cancel():
-            helping.result()
+            wait([helping])
+    if not helping.cancelled():
+        helping.result()
     return {shard.address: shard.size for shard in shards}
 
 
