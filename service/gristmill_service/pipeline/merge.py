@@ -86,7 +86,9 @@ def _joins(received: Received) -> tuple[NDArray[np.bool_], list[Mismatch]]:
 
 
 def extends(tokens: Ragged, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Which rows begin with the whole row before them, of those that `fits` allows; bool (rows,).
+    """Which rows begin with the whole row before them; bool (rows,).
+
+    fits: bool (rows,), which to look at; these are no shorter than the one before, which the first row has not.
 
     From the last row to the first, each is compared with the longest row known to extend the one after it: if that
     one does not begin with it, nor does the one after. So one row of a whole trajectory is copied, into bytes, whose

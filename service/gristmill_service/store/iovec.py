@@ -24,6 +24,9 @@ _libc.writev.restype = ctypes.c_ssize_t
 # The most runs that one writev takes on Linux (IOV_MAX).
 _RUNS_AT_ONCE = 1024
 
+# Bytes of a run's description.
+_RUN = 16
+
 
 class Region:
     """A buffer that runs are cut from. Lives as long as they do."""
@@ -83,22 +86,23 @@ def join(iovec: Iovec) -> bytes:
 
 def write(descriptor: int, iovec: Iovec) -> None:
     """Writes all runs in order. Blocks, without the interpreter's lock. Raises OSError."""
-    iovec = np.ascontiguousarray(iovec)
-    done, runs = 0, len(iovec)
-    while done < runs:
-        count = min(_RUNS_AT_ONCE, runs - done)
-        written = _libc.writev(descriptor, iovec.ctypes.data + 16 * done, count)
+    while len(iovec):
+        iovec = _written(descriptor, np.ascontiguousarray(iovec))
+
+
+def _written(descriptor: int, iovec: Iovec) -> Iovec:
+    """Writes the runs up to a short write; what is left."""
+    address, begins = int(iovec.__array_interface__["data"][0]), np.arange(0, len(iovec), _RUNS_AT_ONCE)
+    sizes = np.add.reduceat(iovec[:, 1], begins)
+    for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True):
+        written = _libc.writev(descriptor, address + _RUN * begin, min(_RUNS_AT_ONCE, len(iovec) - begin))
         if written < 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
-        part = iovec[done : done + count]
-        missing = int(part[:, 1].sum()) - written
-        if missing:
-            # A short write: a signal, or more than 2 GiB at once. Rare, so that what is left may be found again.
-            iovec = np.concatenate([_rest(part, written), iovec[done + count :]])
-            done, runs = 0, len(iovec)
-        else:
-            done += count
+        if written < size:
+            # A signal, or more than 2 GiB at once. Rare, so that what is left may be found again.
+            return _rest(iovec[begin:], written)
+    return iovec[:0]
 
 
 def _rest(iovec: Iovec, written: int) -> Iovec:
