@@ -26,6 +26,7 @@ Direction = Literal["requests", "replies"]
 class Proxy:
     """Forwards connections on `port`, which stays the same, to the target; faults may be set and lifted at any time.
 
+    carried: bytes that were passed on so far, each way.
     With a `certificate` clients must speak TLS to it; it speaks plainly to the target.
     """
 
@@ -40,6 +41,7 @@ class Proxy:
         self._bytes_per_s: float | None = None
         self._busy_until: dict[Direction, float] = {"requests": 0.0, "replies": 0.0}
         self._lose_reply = False
+        self.carried: dict[Direction, int] = {"requests": 0, "replies": 0}
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._listener: socket.socket | None = None
@@ -227,6 +229,7 @@ class Proxy:
                     self._lose_reply = False
                     return
                 await self._squeeze(direction, len(chunk))
+                self.carried[direction] += len(chunk)
                 writer.write(chunk)
                 await writer.drain()
         finally:

@@ -17,7 +17,8 @@ from gristmill.deltas import LatestSteps
 from gristmill.errors import FailedPreconditionError, GristmillError
 from gristmill.outbox import Limits, Outbox
 from gristmill.steps import Steps, TrajectoryKey
-from gristmill.transport import Failure, OwnProcess, Patience, Retry, Stubs, failure_of
+from gristmill.transport import SUBMIT_ROWS, Failure, OwnProcess, Patience, Retry, Stubs, failure_of
+from gristmill.v1 import rollout_pb2
 
 _log = logging.getLogger("gristmill")
 
@@ -34,6 +35,8 @@ class AsyncTransport(Stubs):
         self.process = OwnProcess("AsyncRolloutClient")
         self._is_closed = False
         super().__init__(self.channels)
+        answer = rollout_pb2.SubmitRowsResponse.FromString
+        self.submit_rows = self.channels.unary_unary(SUBMIT_ROWS, response_deserializer=answer)
 
     def check_usable(self) -> None:
         self.process.check()

@@ -104,9 +104,6 @@ class Replicas:
         self._turn = 0
         self._is_closed = False
 
-    def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Any]:
-        raise NotImplementedError
-
     def unary_stream(self, *method: Any, **options: Any) -> Callable[..., Any]:
         return self._streaming(_binder("unary_stream", method, options))
 
@@ -164,6 +161,28 @@ class Channels(Replicas):
         def call(request: Any, timeout: float) -> Any:
             with self._attempt(bind) as bound:
                 return bound(request, timeout=timeout)
+
+        return call
+
+    def begin(self, *method: Any, **options: Any) -> Callable[..., Callable[[], Any]]:
+        """Like `unary_unary`, but the call returns at once, with what waits for its answer."""
+        bind = _binder("unary_unary", method, options)
+
+        def call(request: Any, timeout: float) -> Callable[[], Any]:
+            turn, channel = self._current()
+            future = bind(channel).future(request, timeout=timeout)  # type: ignore[attr-defined]
+
+            def answer() -> Any:
+                try:
+                    return future.result()
+                except grpc.FutureCancelledError:
+                    raise future from None
+                except grpc.RpcError as failed:
+                    if cannot_serve(failed):
+                        self._fail_over(turn)
+                    raise
+
+            return answer
 
         return call
 

@@ -228,7 +228,7 @@ class Outbox:
         return bool(self._fresh) and self._fresh[0].key in self._being_sent
 
     def _returned(self, entries: Sequence[Entry]) -> None:
-        self._messages -= 1
+        self._messages -= bool(entries)
         self._being_sent.difference_update(entry.key for entry in entries)
 
     def _take_fresh(self, now: float) -> list[Entry]:

@@ -55,6 +55,9 @@ def tables_from_rows(
     """
     rows = list(rows)
     builder, begin, room = _Builder(rows, step_wise), 0, most_bytes
+    if len(rows) == 1:
+        yield builder.table(0, 1)
+        return
     for row, size in enumerate(builder.sizes().tolist()):
         if row > begin and (size > room or row - begin == most_rows):
             yield builder.table(begin, row)

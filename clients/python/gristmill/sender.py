@@ -1,27 +1,34 @@
-"""The threads that send a blocking client's rows. Owns the lock around the outbox; decides nothing itself."""
+"""What sends a blocking client's rows: a thread, and who waits. Owns the lock around the outbox, and decides nothing."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import grpc
 
 from gristmill import submission
-from gristmill.delivery import Delivery, Entry, RowOutcome, outcomes_of, tables_of
+from gristmill.delivery import Delivery, Entry, outcomes_of, tables_of
 from gristmill.deltas import LatestSteps
-from gristmill.errors import FailedPreconditionError, GristmillError
+from gristmill.errors import FailedPreconditionError, GristmillError, UnavailableError
 from gristmill.outbox import Limits, Outbox
 from gristmill.steps import Steps, TrajectoryKey
 from gristmill.transport import Failure, Transport, failure_of
 
-# One is enough for turns; the second writes a message while the first one's is under way.
-_MOST_THREADS = 2
+Calls = deque[tuple[list[Entry], Callable[[], Any]]]
+"""Those under way, with what waits for their answers."""
+
+# The second is written and sent while the service reads the first.
+_MOST_CALLS = 2
+_LARGE_BYTES = 1 << 20
 
 
 class Sender:
-    """Thread-safe. Threads start with the rows that nobody waits for: who waits sends as they do."""
+    """Thread-safe. The thread starts with the first rows that nobody waits for; who waits sends as it does."""
 
     def __init__(self, transport: Transport, run: str, limits: Limits) -> None:
         self._transport = transport
@@ -31,41 +38,40 @@ class Sender:
         lock = threading.Lock()
         self._work = threading.Condition(lock)
         self._progress = threading.Condition(lock)
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
         self._closing = False
 
     def send(self, tables: Iterable[Steps]) -> Delivery:
-        """Blocks until every row of the tables has an outcome or an error. Few rows are sent without another thread,
-        which would first have to wake up."""
-        delivery = Delivery()
+        """Blocks until every row of the tables has an outcome or an error. No other thread has to wake up for it."""
+        delivery, calls = Delivery(), Calls()
         try:
             for table in tables:
+                self._add(table, delivery, calls)
                 with self._progress:
-                    self._add(table, delivery)
                     self._outbox.hurry()
-                    if self._outbox.is_half_full():
-                        self._rouse()
+                    entries = self._take(calls)
+                if entries:
+                    self._begin(entries, calls)
         finally:
-            self._help_until(lambda: not delivery.under_way)
+            self._work_until(lambda: not delivery.under_way, self._progress, calls)
         return delivery
 
     def put(self, table: Steps, delivery: Delivery) -> None:
         """Takes the rows over; blocks while too much is under way."""
-        with self._progress:
-            if self._add(table, delivery) or not self._threads:
-                self._rouse()
+        if self._add(table, delivery, Calls()) or self._thread is None:
+            with self._progress:
+                self._work.notify()
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._send_all, name="gristmill-sender", daemon=True)
+                    self._thread.start()
 
     def wait(self, delivery: Delivery) -> None:
         """Blocks until every row of the delivery has an outcome or an error."""
-        with self._progress:
-            self._outbox.hurry()
-        self._help_until(lambda: not delivery.under_way)
+        self._hurry_until(lambda: not delivery.under_way)
 
     def wait_for(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
         """Blocks until what was put of the trajectories that are meant has an outcome or an error."""
-        with self._progress:
-            self._outbox.hurry()
-        self._help_until(lambda: not self._outbox.is_sending(is_meant))
+        self._hurry_until(lambda: not self._outbox.is_sending(is_meant))
 
     def withdraw(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
         """Takes back, as dropped, what is not being sent at this moment."""
@@ -77,7 +83,7 @@ class Sender:
         """Blocks until everything put before has an outcome. Raises what was not told yet of rows not taken."""
         with self._progress:
             last = self._outbox.hurry()
-        self._help_until(lambda: self._outbox.is_settled(last))
+        self._hurry_until(lambda: self._outbox.is_settled(last))
         with self._progress:
             error = self._outbox.tell_all()
         if error is not None:
@@ -91,69 +97,95 @@ class Sender:
             return self._outbox.tell(delivery)
 
     def close(self) -> None:
-        """Ends the threads when everything is sent or given up. Idempotent; nothing may be put afterwards."""
+        """Ends the thread when everything is sent or given up. Idempotent; nothing may be put afterwards."""
         with self._progress:
             self._closing = True
             self._outbox.hurry()
-            self._work.notify_all()
+            self._work.notify()
             self._progress.notify_all()
-            threads, self._threads = self._threads, []
-        if self._transport.process.is_here():
-            for thread in threads:
-                thread.join()
+        if self._thread is not None and self._transport.process.is_here():
+            self._thread.join()
 
-    def _rouse(self) -> None:
-        """Has a thread look at what there is to send. With the lock held."""
-        self._work.notify()
-        if not self._threads or (self._outbox.is_full() and len(self._threads) < _MOST_THREADS):
-            self._threads.append(threading.Thread(target=self._send_all, name="gristmill-sender", daemon=True))
-            self._threads[-1].start()
-
-    def _add(self, table: Steps, delivery: Delivery) -> bool:
-        """Returns whether that may have made a message due earlier. With the lock held; waits for room."""
+    def _add(self, table: Steps, delivery: Delivery, calls: Calls) -> bool:
+        """Adds the rows once there is room. Returns whether that may have made a message due earlier."""
         self._transport.check_usable()
-        self._progress.wait_for(lambda: self._closing or self._outbox.has_room(table))
-        if self._closing:
-            raise FailedPreconditionError("this RolloutClient is closed; make another")
-        return self._outbox.add(table, delivery, time.monotonic())
+        while True:
+            with self._progress:
+                if self._closing:
+                    raise FailedPreconditionError("this RolloutClient is closed; make another")
+                if self._outbox.has_room(table):
+                    return self._outbox.add(table, delivery, time.monotonic())
+            self._work_until(lambda: self._closing or self._outbox.has_room(table), self._progress, calls)
 
-    def _help_until(self, is_done: Callable[[], bool]) -> None:
-        """Sends what is due until the condition holds, which is looked at with the lock held."""
-        while entries := self._next(self._progress, is_done):
-            self._send_and_tell(entries)
+    def _hurry_until(self, is_done: Callable[[], bool]) -> None:
+        with self._progress:
+            self._outbox.hurry()
+        self._work_until(is_done, self._progress, Calls())
 
     def _send_all(self) -> None:
-        while entries := self._next(self._work, lambda: self._closing and self._outbox.rows_under_way == 0):
-            self._send_and_tell(entries)
+        self._work_until(lambda: self._closing and not self._outbox.rows_under_way, self._work, Calls())
 
-    def _next(self, changed: threading.Condition, is_done: Callable[[], bool]) -> list[Entry]:
-        """The next message once it is due; empty when there need be none."""
-        with changed:
-            while not is_done():
-                now = time.monotonic()
-                if entries := self._outbox.take(now):
-                    # What is taken leaves room for more.
-                    self._progress.notify_all()
-                    return entries
-                changed.wait(self._outbox.due_in(now))
-        return []
-
-    def _send_and_tell(self, entries: list[Entry]) -> None:
+    def _work_until(self, is_done: Callable[[], bool], changed: threading.Condition, calls: Calls) -> None:
+        """Sends what is due until the condition holds, which is looked at with the lock held; `changed` is told when it
+        may. None of the calls is under way then."""
         try:
-            outcomes = self._send(entries)
+            while True:
+                with changed:
+                    if is_done():
+                        return
+                    entries = self._take(calls)
+                    if not entries and not calls:
+                        changed.wait(self._outbox.due_in(time.monotonic()))
+                        continue
+                if entries:
+                    self._begin(entries, calls)
+                else:
+                    self._finish(*calls.popleft())
+        finally:
+            while calls:
+                self._finish(*calls.popleft())
+
+    def _take(self, calls: Calls) -> list[Entry]:
+        """The next message, if one is due and may be under way beside these. With the lock held."""
+        entries = self._outbox.take(time.monotonic()) if len(calls) < _MOST_CALLS else []
+        if entries:
+            # What is taken leaves room for more.
+            self._progress.notify_all()
+        return entries
+
+    def _begin(self, entries: list[Entry], calls: Calls) -> None:
+        """A large message is on its way while the next one is written; a small one is waited for, which is faster."""
+        with self._reporting(entries):
+            request = submission.encode(self._run, tables_of(entries), self._latest.prefixes(entries))
+            timeout_s = self._outbox.attempt_s(entries, time.monotonic())
+            if len(request) < _LARGE_BYTES:
+                self._settle(entries, self._transport.submit_rows(request, timeout=timeout_s))
+            else:
+                calls.append((entries, self._transport.begin_submit_rows(request, timeout=timeout_s)))
+
+    def _finish(self, entries: list[Entry], answer: Callable[[], Any]) -> None:
+        with self._reporting(entries):
+            self._settle(entries, answer())
+
+    def _settle(self, entries: list[Entry], response: Any) -> None:
+        outcomes = outcomes_of(response, entries)
+        with self._progress:
+            self._outbox.settle(entries, outcomes)
+            self._tell()
+
+    @contextmanager
+    def _reporting(self, entries: list[Entry]) -> Iterator[None]:
+        """Whatever happens, the rows' owners are told or the rows sent again, and the others go on."""
+        try:
+            yield
         except grpc.RpcError as call:
             self._report(entries, failure_of(call, self._transport.address))
-        except Exception as error:  # noqa: BLE001  whatever it is, the rows' owners are told, and the others go on
+        except Exception as error:  # noqa: BLE001
             self._report(entries, Failure(GristmillError(f"{type(error).__name__}: {error}")))
-        else:
-            with self._progress:
-                self._outbox.settle(entries, outcomes)
-                self._tell()
-
-    def _send(self, entries: list[Entry]) -> list[RowOutcome]:
-        request = submission.encode(self._run, tables_of(entries), self._latest.prefixes(entries))
-        timeout_s = self._outbox.attempt_s(entries, time.monotonic())
-        return outcomes_of(self._transport.submit_rows(request, timeout=timeout_s), entries)
+        except BaseException:
+            # Ctrl-C, in the thread of who waits: whether the rows arrived is not known.
+            self._report(entries, Failure(UnavailableError("interrupted"), may_retry=True))
+            raise
 
     def _report(self, entries: list[Entry], failure: Failure) -> None:
         with self._progress:
@@ -163,4 +195,4 @@ class Sender:
     def _tell(self) -> None:
         """Wakes who waits for these rows, and who may send the next. With the lock held."""
         self._progress.notify_all()
-        self._work.notify(_MOST_THREADS if self._closing else 1)
+        self._work.notify()

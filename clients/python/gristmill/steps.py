@@ -148,10 +148,10 @@ def check_text(text: str, what: str) -> None:
 
 def _check_identity(table: Steps) -> None:
     for name, least in (("rounds", 0), ("samples", 0), ("steps", 0), ("attempts", 0), ("policy_versions", UNKNOWN)):
-        row = _first(getattr(table, name) < least)
-        if row is not None:
-            value = getattr(table, name)[row]
-            raise InvalidArgumentError(f"{table.name(row)}: {name[:-1]} is {value}; it must be at least {least}")
+        column = getattr(table, name)
+        if column.size and column.min() < least:
+            at = int((column < least).argmax())
+            raise InvalidArgumentError(f"{table.name(at)}: {name[:-1]} is {column[at]}; it must be at least {least}")
     if "" in table.uids:
         raise InvalidArgumentError(
             f"row {list(table.uids).index('')}: uid is empty; name the prompt that it belongs to"
@@ -159,13 +159,12 @@ def _check_identity(table: Steps) -> None:
 
 
 def _check_lengths(table: Steps) -> None:
-    row = _first(table.prompt_lengths < 1)
-    if row is not None:
-        raise InvalidArgumentError(f"{table.name(row)}: prompt_token_ids is empty; a prompt has at least one token")
-    row = _first(table.tokens.lengths - table.prompt_lengths < 1)
-    if row is not None:
-        raise InvalidArgumentError(f"{table.name(row)}: response_ids is empty; a response has at least one token")
     responses = table.tokens.lengths - table.prompt_lengths
+    parts = (("prompt_token_ids", "prompt", table.prompt_lengths), ("response_ids", "response", responses))
+    for name, what, lengths in parts:
+        if lengths.size and lengths.min() < 1:
+            empty = int((lengths < 1).argmax())
+            raise InvalidArgumentError(f"{table.name(empty)}: {name} is empty; a {what} has at least one token")
     for name, column in _response_columns(table):
         row = _first(column.lengths != responses)
         if row is not None:

@@ -216,11 +216,10 @@ class Stubs:
         self.runs: Any = run_pb2_grpc.RunServiceStub(channel)  # type: ignore[no-untyped-call]
         self.rollouts: Any = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]
         self.trainers: Any = trainer_pb2_grpc.TrainerServiceStub(channel)  # type: ignore[no-untyped-call]
-        # Its requests are bytes already, as `gristmill.submission` writes them.
-        self.submit_rows: Any = channel.unary_unary(
-            "/gristmill.v1.RolloutService/SubmitRows",
-            response_deserializer=rollout_pb2.SubmitRowsResponse.FromString,
-        )
+
+
+SUBMIT_ROWS = "/gristmill.v1.RolloutService/SubmitRows"
+"""Called with requests that are bytes already, as `gristmill.submission` writes them."""
 
 
 class Transport(Stubs):
@@ -235,6 +234,9 @@ class Transport(Stubs):
         self._closed = threading.Event()
         self._owner = owner
         super().__init__(self.channels)
+        answer = rollout_pb2.SubmitRowsResponse.FromString
+        self.submit_rows = self.channels.unary_unary(SUBMIT_ROWS, response_deserializer=answer)
+        self.begin_submit_rows = self.channels.begin(SUBMIT_ROWS, response_deserializer=answer)
 
     def call(self, method: Callable[..., Any], request: Any, *, wait_s: float = 0.0, timeout_s: float = -1.0) -> Any:
         """The answer, retried for `timeout_s` (the transport's own unless given) over what the service waits.

@@ -154,8 +154,8 @@ def _column(tables: Sequence[Steps], name: str) -> Array:
 
 def _unless(column: Array, default: Any) -> Sequence[Any]:
     """Nothing where all are the default."""
-    values: list[Any] = [] if (column == default).all() else column.tolist()
-    return values
+    values: list[Any] = column.tolist()
+    return [] if values.count(default) == len(values) else values
 
 
 def _stop_reasons(tables: Sequence[Steps]) -> list[str]:
@@ -168,7 +168,7 @@ def _per_row(values: Any, name: str, count: int, dtype: Any, default: Any) -> Ar
         return np.full(count, default, dtype)
     if len(values) != count:
         raise InvalidArgumentError(f"{name} has {len(values)} entries for {count} rows (uids); it needs one each")
-    return np.array(values, dtype)
+    return np.fromiter(values, dtype, count)
 
 
 def _strings(values: Any, count: int) -> list[str]:

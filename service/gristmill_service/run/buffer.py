@@ -5,8 +5,9 @@ Guarded by the run's lock, but for the functions, which read what cannot change:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ from gristmill.columns import Array, Ragged, bytes_of
 from gristmill.steps import Steps, concat
 from gristmill_service.run.events import RowRef, StoredRow
 
+_SMALL = Struct("<qqi??dd16s")
+
 
 def row_digests(steps: Steps) -> list[bytes]:
     """Of each row, all that the client sent but its key: tells a repeated row from another one, and whole ones from
@@ -24,15 +27,12 @@ def row_digests(steps: Steps) -> list[bytes]:
     What stands in place of a pending reward is not sent, and so does not count.
     """
     columns = [steps.tokens, steps.loss_mask, steps.logprobs, steps.token_advantages]
-    views = [_memory(column) for column in columns if column is not None]
-    numbers = _numbers(steps)
+    arrays = [column.arrays() for column in columns if column is not None]
     found = []
-    for row, (reward_digest, reason) in enumerate(zip(reward_digests(steps), steps.stop_reasons, strict=True)):
-        digest = xxh3_128(numbers[row])
-        digest.update(reward_digest)
-        digest.update(reason.encode())
-        for memory in views:
-            digest.update(memory[row])
+    for small, *values in zip(_small_fields(steps), *arrays, strict=True):
+        digest = xxh3_128(small)
+        for array in values:
+            digest.update(array)
         found.append(digest.digest())
     return found
 
@@ -52,29 +52,25 @@ def values_digest(values: Array) -> bytes:
     return xxh3_128(bytes_of(values.astype(np.float64, copy=False))).digest()
 
 
-def _numbers(steps: Steps) -> list[bytes]:
-    """Of each row the fields that are numbers; always as many bytes."""
-    advantages = np.zeros(len(steps)) if steps.advantages is None else steps.advantages
-    columns = (
-        steps.prompt_lengths,
-        steps.response_lengths,
-        steps.is_last_steps,
-        np.where(steps.rewards_pending, 0.0, steps.rewards),
-        steps.rewards_pending,
-        advantages,
-        steps.policy_versions,
+def _small_fields(steps: Steps) -> Iterator[bytes]:
+    """Of each row the fields that are no columns of tokens; what is of no fixed length comes last."""
+    count = len(steps)
+    columns = zip(
+        steps.prompt_lengths.tolist(),
+        steps.response_lengths.tolist(),
+        steps.policy_versions.tolist(),
+        steps.is_last_steps.tolist(),
+        steps.rewards_pending.tolist(),
+        steps.rewards.tolist(),
+        [0.0] * count if steps.advantages is None else steps.advantages.tolist(),
+        reward_digests(steps),
+        steps.stop_reasons,
+        strict=True,
     )
-    # As float64, which holds each of them exactly; without a negative zero, which is equal to the other one.
-    table = np.stack([column.astype(np.float64) for column in columns], axis=1) + 0.0
-    data, width = table.tobytes(), table.shape[1] * table.itemsize
-    return [data[start : start + width] for start in range(0, len(data), width)]
-
-
-def _memory(column: Ragged) -> list[memoryview]:
-    """Each row's values."""
-    memory, size = bytes_of(column.values), column.values.itemsize
-    starts, lengths = (column.starts * size).tolist(), (column.lengths * size).tolist()
-    return [memory[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    for prompt, response, version, last, pending, reward, advantage, rewards, reason in columns:
+        # A negative zero is the same number as the other one.
+        given = 0.0 if pending else reward + 0.0
+        yield _SMALL.pack(prompt, response, version, last, pending, given, advantage + 0.0, rewards) + reason.encode()
 
 
 @dataclass(slots=True)

@@ -27,11 +27,18 @@ _PARSERS: dict[str, Callable[[bytes], Any]] = {"/gristmill.v1.RolloutService/Sub
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
     def __init__(self, metrics: Metrics, forwarding: Forwarding) -> None:
         self._metrics, self._forwarding = metrics, forwarding
+        self._handlers: dict[str, Any] = {}
 
     def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
-        handler = continuation(call)
-        if handler is None or not call.method.startswith("/gristmill."):
-            return handler
+        found = self._handlers.get(call.method)
+        if found is None:
+            handler = continuation(call)
+            if handler is None or not call.method.startswith("/gristmill."):
+                return handler
+            found = self._handlers[call.method] = self._guarded(handler, call)
+        return found
+
+    def _guarded(self, handler: Any, call: Any) -> Any:
         if handler.response_streaming:
             make = (
                 grpc.stream_stream_rpc_method_handler

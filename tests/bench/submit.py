@@ -1,0 +1,210 @@
+"""What a rollout worker pays to hand its rows over: from its arrays to the service's answer, beside bare gRPC."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from gristmill import RolloutClient
+from gristmill.generation import rows_of
+from gristmill.rows import tables_from_rows
+from gristmill.submission import encode
+from gristmill.transport import Transport
+from gristmill.v1 import run_pb2
+from tests.bench.bare import Bare, bare
+from tests.bench.figures import Figure, seconds
+from tests.bench.pipeline import TMPFS
+from tests.bench.processes import served
+from tests.bench.submissions import config
+from tests.redis.proxy import Proxy
+
+ROUNDS = 21
+LONG_ROWS, LONG = 512, (2_000, 16_000)
+SHORT_ROWS, SHORT = 4_096, (64, 1_024)
+TRANSFER_QUEUE_SHORT_ROWS_S = 5_270.0
+"""Its put of the same rows on two cores like these, as the issue gives it; `make bench-peers` measures it here."""
+TURNS, TURN_PROMPT, TURN_RESPONSE = 2_000, 600, 200
+SAMPLES = 8
+
+Output = dict[str, Any]
+
+
+def figures() -> Iterator[Figure]:
+    with ExitStack() as opened:
+        limit = opened.enter_context(bare())
+        journal = opened.enter_context(tempfile.TemporaryDirectory(dir=TMPFS))
+        addresses = [opened.enter_context(served(flags)).grpc_address for flags in ([], ["--journal-dir", journal])]
+        yield from _long(limit, addresses)
+        yield _short(addresses[0])
+        yield from _turns(limit, addresses[0])
+        yield _turns_while_sealing(addresses[0])
+    yield _delta()
+
+
+def _long(limit: Bare, addresses: list[str]) -> Iterator[Figure]:
+    output = generator_output(LONG_ROWS, LONG)
+    messages = _messages(output)
+    size = sum(map(len, messages)) / 1e6
+    work = [_submitting(address, output) for address in addresses]
+    found = [(seconds(lambda: limit.send(messages)), *(once() for once in work)) for _ in range(ROUNDS)][1:]
+    bound, *ours = (statistics.median(side) for side in zip(*found, strict=True))
+    for name, reach, at in (("submit.long_ratio", 0.85, 1), ("submit.long_journal_ratio", 0.7, 2)):
+        ratio = statistics.median(each[0] / each[at] for each in found)
+        yield Figure(name, ratio, "x bare gRPC", reach, size / bound, "MB/s", at_most=False)
+    yield Figure("submit.long_mb_s", size / ours[0], "MB/s", None, size / bound, "MB/s")
+
+
+def _short(address: str) -> Figure:
+    once = _submitting(address, generator_output(SHORT_ROWS, SHORT))
+    found = statistics.median([once() for _ in range(ROUNDS)][1:])
+    reach = 10 * TRANSFER_QUEUE_SHORT_ROWS_S
+    return Figure("submit.short_rows_s", SHORT_ROWS / found, "rows/s", reach, at_most=False)
+
+
+def _submitting(address: str, output: Output) -> Callable[[], float]:
+    """Seconds of one submission of all rows to a run of its own, by one client that is connected."""
+    numbers = iter(range(1_000))
+
+    def once() -> float:
+        with RolloutClient(address, f"submit-{len(output['uids'])}-{next(numbers)}") as client:
+            client.create_run(_config())
+            taken = seconds(lambda: client.submit(output))
+            assert client.status().rows_accepted == len(output["uids"])
+        _delete(address, client.run)
+        return taken
+
+    return once
+
+
+def _turns(limit: Bare, address: str) -> Iterator[Figure]:
+    """One turn at a time, each waited for, beside a bare call of the same bytes right after it."""
+    rows = _turn_rows(TURNS)
+    [message] = _messages(generator_output(1, (TURN_PROMPT + TURN_RESPONSE, TURN_PROMPT + TURN_RESPONSE + 1)))
+    ours, bound = [], []
+    with RolloutClient(address, "turns") as client:
+        client.create_run(_config())
+        for row in rows:
+            ours.append(seconds(lambda row=row: client.submit_rows([row])))  # type: ignore[misc]
+            bound.append(seconds(lambda: limit.send([message])))
+        began = time.perf_counter()
+        for row in _turn_rows(TURNS, "rate"):
+            client.submit_rows([row])
+        rate = TURNS / (time.perf_counter() - began)
+    _delete(address, "turns")
+    for name, quantile, reach in (("turn.p50_ratio", 0.5, 2.0), ("turn.p99_ratio", 0.99, 3.0)):
+        mine, theirs = float(np.quantile(ours[50:], quantile)), float(np.quantile(bound[50:], quantile))
+        yield Figure(name, mine / theirs, "x bare call", reach, theirs * 1e3, "ms")
+    yield Figure("turn.rate", rate, "turns/s", 2_000.0, 1 / statistics.median(bound), "calls/s", at_most=False)
+
+
+def _turns_while_sealing(address: str) -> Figure:
+    """p99 of single turns while batches of long rows are sealed one after another."""
+    stopped, sealed = threading.Event(), []
+    output = generator_output(256, LONG)
+
+    def seal() -> None:
+        with RolloutClient(address, "sealed") as client:
+            client.create_run(
+                _config(train_batch_size=256 // SAMPLES, policy_mini_batch_size=8, max_buffered_batches=1000)
+            )
+            while not stopped.is_set():
+                uids = [f"{len(sealed)}-{uid}" for uid in output["uids"]]
+                client.submit(output | {"uids": uids})
+                sealed.append(len(sealed))
+
+    thread = threading.Thread(target=seal)
+    with RolloutClient(address, "turns") as client:
+        client.create_run(_config())
+        thread.start()
+        found = [seconds(lambda row=row: client.submit_rows([row])) for row in _turn_rows(TURNS)]  # type: ignore[misc]
+        stopped.set()
+        thread.join()
+    for run in ("turns", "sealed"):
+        _delete(address, run)
+    assert len(sealed) > 2, "batches were sealed meanwhile"
+    return Figure("turn.p99_sealing_ms", float(np.quantile(found, 0.99)) * 1e3, "ms", 10.0)
+
+
+def _delta() -> Figure:
+    """Bytes of a 12-turn trajectory on the wire, turn by turn, over those of its tokens and logprobs, each sent once.
+    What connecting costs is not counted."""
+    turns, once = _conversation(12)
+    with ExitStack() as opened:
+        service = opened.enter_context(served())
+        proxy = opened.enter_context(Proxy(int(service.grpc_address.rpartition(":")[2])))
+        client = opened.enter_context(RolloutClient(f"127.0.0.1:{proxy.port}", "delta"))
+        client.create_run(_config())
+        before = proxy.carried["requests"]
+        for turn in turns:
+            client.submit_rows([turn])
+        sent = proxy.carried["requests"] - before
+    return Figure("wire.delta_ratio", sent / once, "x its tokens", 1.1, once / 1e3, "kB")
+
+
+def _conversation(turns: int) -> tuple[list[Output], int]:
+    """Rows of a trajectory whose prefixes hold, and the bytes of all that is new in each."""
+    rng = np.random.default_rng(5)
+    prompt = rng.integers(0, 150_000, 1_000, dtype=np.int32)
+    rows, new = [], prompt.nbytes
+    for step in range(turns):
+        row = _row("uid", 0, prompt, 400, rng) | {"step": step, "is_last_step": step == turns - 1}
+        observation = rng.integers(0, 150_000, 200, dtype=np.int32)
+        prompt = np.concatenate([prompt, row["response_ids"], observation])
+        rows.append(row)
+        new += row["response_ids"].nbytes + row["rollout_logprobs"].nbytes + observation.nbytes
+    return rows, new - observation.nbytes
+
+
+def generator_output(rows: int, lengths: tuple[int, int]) -> Output:
+    """Single-turn trajectories, a quarter of each a response, as arrays."""
+    rng = np.random.default_rng(11)
+    totals = rng.integers(*lengths, rows)
+    made = [_row("", 0, rng.integers(0, 150_000, t - t // 4, dtype=np.int32), t // 4, rng) for t in totals.tolist()]
+    return {
+        "uids": [f"prompt-{row // SAMPLES}" for row in range(rows)],
+        "samples": [row % SAMPLES for row in range(rows)],
+        "rewards": [1.0] * rows,
+        **{name: [row[name] for row in made] for name in ("prompt_token_ids", "response_ids", "rollout_logprobs")},
+    }
+
+
+def _turn_rows(count: int, name: str = "turn") -> list[Output]:
+    rng = np.random.default_rng(3)
+    prompt = rng.integers(0, 150_000, TURN_PROMPT, dtype=np.int32)
+    return [_row(f"{name}-{row // SAMPLES}", row % SAMPLES, prompt, TURN_RESPONSE, rng) for row in range(count)]
+
+
+def _row(uid: str, sample: int, prompt: np.ndarray, response: int, rng: np.random.Generator) -> Output:
+    return {
+        "uid": uid,
+        "sample": sample,
+        "prompt_token_ids": prompt,
+        "response_ids": rng.integers(0, 150_000, response, dtype=np.int32),
+        "loss_mask": np.ones(response, np.uint8),
+        "rollout_logprobs": -rng.random(response, dtype=np.float32),
+        "reward": 1.0,
+    }
+
+
+def _messages(output: Output) -> list[bytes]:
+    """The same rows as requests of about the size that the client sends."""
+    tables = list(tables_from_rows(rows_of(output), step_wise=False, most_rows=1024, most_bytes=(4 << 20) * 7 // 8))
+    return [encode("run", [table]) for table in tables]
+
+
+def _config(**more: object) -> dict[str, Any]:
+    settings: dict[str, Any] = config(**more).model_dump(mode="json", exclude_defaults=True)
+    return settings
+
+
+def _delete(address: str, run: str) -> None:
+    transport = Transport(address, 60.0, "bench")
+    transport.call(transport.runs.DeleteRun, run_pb2.DeleteRunRequest(run=run))
+    transport.close()
