@@ -85,8 +85,10 @@ def serve(settings: Settings) -> int:
     """Serves until a signal asks to stop. Returns the exit status."""
     from gristmill_service.logs import configure_logs
     from gristmill_service.service import Service
+    from gristmill_service.tuning import tune_process
 
     configure_logs(settings.log_level, settings.log_format)
+    tune_process()
     with _stop_asked() as stop_asked:
         try:
             service = Service(settings)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 
-from gristmill import RolloutClient
+from gristmill import RolloutClient, TrainerClient
 from gristmill.generation import rows_of
 from gristmill.rows import tables_from_rows
 from gristmill.submission import encode
@@ -105,31 +106,43 @@ def _turns(limit: Bare, address: str) -> Iterator[Figure]:
 
 
 def _turns_while_sealing(address: str) -> Figure:
-    """p99 of single turns while batches of long rows are sealed one after another."""
-    stopped, sealed = threading.Event(), []
-    output = generator_output(256, LONG)
-
-    def seal() -> None:
-        with RolloutClient(address, "sealed") as client:
-            client.create_run(
-                _config(train_batch_size=256 // SAMPLES, policy_mini_batch_size=8, max_buffered_batches=1000)
-            )
-            while not stopped.is_set():
-                uids = [f"{len(sealed)}-{uid}" for uid in output["uids"]]
-                client.submit(output | {"uids": uids})
-                sealed.append(len(sealed))
-
-    thread = threading.Thread(target=seal)
-    with RolloutClient(address, "turns") as client:
+    """p99 of single turns while batches of long rows are sealed one after another, by another process."""
+    with RolloutClient(address, "turns") as client, _sealing(address) as sealed:
         client.create_run(_config())
-        thread.start()
         found = [seconds(lambda row=row: client.submit_rows([row])) for row in _turn_rows(TURNS)]  # type: ignore[misc]
-        stopped.set()
-        thread.join()
-    for run in ("turns", "sealed"):
-        _delete(address, run)
-    assert len(sealed) > 2, "batches were sealed meanwhile"
+        assert sealed() > 2, "batches were sealed meanwhile"
+    _delete(address, "turns")
     return Figure("turn.p99_sealing_ms", float(np.quantile(found, 0.99)) * 1e3, "ms", 10.0)
+
+
+@contextmanager
+def _sealing(address: str) -> Iterator[Callable[[], int]]:
+    """Gives the number of batches that were sealed so far."""
+    process = subprocess.Popen([sys.executable, "-m", "tests.bench.submit", address], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline(), "it is sealing"
+        with RolloutClient(address, "sealed") as client:
+            yield lambda: int(client.status().batches_sealed)
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+        _delete(address, "sealed")
+
+
+def _seal_on_and_on(address: str) -> None:
+    """What `_sealing` starts: the same rows as batch after batch, each of which is trained at once."""
+    output = generator_output(256, LONG)
+    settings = _config(train_batch_size=256 // SAMPLES, policy_mini_batch_size=256 // SAMPLES, max_buffered_batches=2)
+    with RolloutClient(address, "sealed") as client, TrainerClient(address, "sealed", 0) as trainer:
+        client.create_run(settings)
+        for number in range(1_000_000):
+            client.submit(output | {"uids": [f"{number}-{uid}" for uid in output["uids"]]})
+            for shard in next(iter(trainer)).mini_batches():
+                shard.ack()
+            print(number, flush=True)
 
 
 def _delta() -> Figure:
@@ -208,3 +221,7 @@ def _delete(address: str, run: str) -> None:
     transport = Transport(address, 60.0, "bench")
     transport.call(transport.runs.DeleteRun, run_pb2.DeleteRunRequest(run=run))
     transport.close()
+
+
+if __name__ == "__main__":
+    _seal_on_and_on(sys.argv[1])

@@ -1,4 +1,5 @@
-"""What sends a blocking client's rows: a thread, and who waits. Owns the lock around the outbox, and decides nothing."""
+"""What sends a blocking client's rows: a thread, and whoever waits. Owns the lock around the outbox; decides nothing.
+"""
 
 from __future__ import annotations
 
