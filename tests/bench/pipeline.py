@@ -25,7 +25,7 @@ from tests.bench.workloads import Workload, workload
 TMPFS = "/dev/shm"
 NAMES = ("short", "agent", "anti")
 MERGES = ("none", "prefix")
-ROUNDS = 9
+ROUNDS = 15
 _CHUNK = 8 << 20
 
 
