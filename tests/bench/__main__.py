@@ -7,10 +7,10 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench import balance, journal, pipeline, redis, replicas, serving, takeover
+from tests.bench import balance, journal, pipeline, pulls, redis, replicas, serving, takeover
 from tests.bench.figures import OUTPUT, Figure, write
 
-SOURCES = (pipeline, balance, serving, redis, journal, takeover, replicas)
+SOURCES = (pipeline, balance, serving, pulls, redis, journal, takeover, replicas)
 
 
 def main() -> int:

@@ -1,0 +1,77 @@
+"""Callers that cost next to nothing, so that what is measured is the service: one thread, a socket for each, and of
+HTTP/2 only what one gRPC call needs. Dozens of gRPC channels in one process would wait for each other's Python."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import struct
+import time
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_DATA, _HEADERS, _SETTINGS = 0, 1, 4
+_END_STREAM, _END_HEADERS = 1, 4
+
+
+class Ranks:
+    """So many connections to an address HOST:PORT, each for one call at a time."""
+
+    def __init__(self, address: str, count: int) -> None:
+        host, _, port = address.rpartition(":")
+        self._sockets = [socket.create_connection((host, int(port))) for _ in range(count)]
+        self._selector = selectors.DefaultSelector()
+        for one in self._sockets:
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            one.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, b""))
+            self._selector.register(one, selectors.EVENT_READ)
+        self._address, self._stream = address, -1
+
+    def ask(self, method: str, request: bytes) -> None:
+        """The same unary call by each."""
+        self._stream += 2
+        head = {":method": "POST", ":scheme": "http", ":path": method, ":authority": self._address}
+        head |= {"te": "trailers", "content-type": "application/grpc"}
+        fields = b"".join(b"\0" + _text(name) + _text(value) for name, value in head.items())
+        message = struct.pack(">BI", 0, len(request)) + request
+        call = _frame(_HEADERS, _END_HEADERS, self._stream, fields) + _frame(_DATA, _END_STREAM, self._stream, message)
+        for one in self._sockets:
+            one.sendall(call)
+
+    def answered(self) -> list[float]:
+        """When (time.monotonic) the answer of each had come, its trailers too."""
+        buffers = dict.fromkeys(self._sockets, b"")
+        times: list[float] = []
+        while len(times) < len(self._sockets):
+            for key, _ in self._selector.select(60):
+                data = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+                now = time.monotonic()
+                buffers[key.fileobj], ended = _ended(buffers[key.fileobj] + data, self._stream)  # type: ignore[index]
+                if ended:
+                    times.append(now)
+        return times
+
+    def close(self) -> None:
+        self._selector.close()
+        for one in self._sockets:
+            one.close()
+
+
+def _ended(data: bytes, stream: int) -> tuple[bytes, bool]:
+    """What is left behind the whole frames, and whether one of them ends the stream."""
+    at, ended = 0, False
+    while len(data) - at >= 9:
+        size, flags, of = int.from_bytes(data[at : at + 3]), data[at + 4], int.from_bytes(data[at + 5 : at + 9])
+        if len(data) - at < 9 + size:
+            break
+        ended |= of == stream and data[at + 3] in (_DATA, _HEADERS) and bool(flags & _END_STREAM)
+        at += 9 + size
+    return data[at:], ended
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return len(payload).to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + payload
+
+
+def _text(value: str) -> bytes:
+    """HPACK's string, without Huffman's code; shorter than 127 bytes."""
+    return bytes((len(value),)) + value.encode()
