@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 
+import grpc
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,6 +26,7 @@ from gristmill import (
     calls,
 )
 from gristmill.shards import Position
+from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
 from gristmill.v1 import rollout_pb2
 
 CONFIG = {
@@ -133,6 +136,29 @@ def test_trainers_wait_for_a_batch_and_end_with_the_run(client, trainer):
     client.finish()
     thread.join(30)
     assert trained == [0, 1]
+
+
+def test_a_batch_is_read_once_for_all_the_ranks_that_wait_for_it(service, client, monkeypatch):
+    client.create_run(CONFIG)
+    run = service.runs.get(client.run)
+    read, published = run.batch, []
+
+    def reading(number):
+        view = read(number)
+        published.extend([view] if view.plan else [])
+        return view
+
+    monkeypatch.setattr(run, "batch", reading)
+    before = service.waiting.count
+    request = trainer_pb2.GetBatchRequest(run=client.run, wait_s=20)
+    with grpc.insecure_channel(service.grpc_address) as channel:
+        ask = trainer_pb2_grpc.TrainerServiceStub(channel).GetBatch
+        answers = [ask.future(request) for _ in range(40)]
+        while service.waiting.count < before + 40:
+            time.sleep(0.005)
+        roll_out(client, prompts(0, 2))
+        assert {answer.result().state for answer in answers} == {trainer_pb2.BATCH_STATE_PUBLISHED}
+    assert len(published) == 1
 
 
 def test_a_batch_left_before_its_end_is_not_skipped_silently(client, trainer):
