@@ -26,8 +26,7 @@ from gristmill import (
     calls,
 )
 from gristmill.shards import Position
-from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
-from gristmill.v1 import rollout_pb2
+from gristmill.v1 import rollout_pb2, trainer_pb2, trainer_pb2_grpc
 
 CONFIG = {
     "train_batch_size": 2,
