@@ -1,0 +1,111 @@
+"""SubmitRowsRequest by hand: any protobuf library reads what we write, and we read what any of them writes."""
+
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill.errors import InvalidArgumentError
+from gristmill.rows import from_rows, tables_from_rows, to_rows
+from gristmill.steps import Steps, concat
+from gristmill.submission import Submission, encode
+from gristmill.v1 import rollout_pb2
+from gristmill.wire import Prefixes
+from gristmill.wire import encode as encode_message
+from tests.strategies import rollouts
+
+
+def rows_of(table):
+    return [repr(row) for row in to_rows(table)]
+
+
+@given(rollouts(), st.data())
+def test_what_is_written_by_hand_is_what_protobuf_reads(batch, data):
+    table = from_rows(batch)
+    cut = data.draw(st.integers(0, len(table)))
+    parts = [table.take(np.arange(*edges)) for edges in ((0, cut), (cut, len(table))) if edges[0] < edges[1]]
+    written = encode("a run", parts)
+    read = rollout_pb2.SubmitRowsRequest.FromString(written)
+    read.rows.ClearField("padding")
+    assert read == rollout_pb2.SubmitRowsRequest(run="a run", rows=encode_message(table))
+    ours = Submission(written)
+    assert ours.run == "a run"
+    assert rows_of(ours.rows().steps) == rows_of(table)
+    assert ours.SerializeToString() is written
+
+
+@given(rollouts())
+def test_what_protobuf_writes_is_read_by_hand(batch):
+    table = from_rows(batch)
+    theirs = rollout_pb2.SubmitRowsRequest(run="r", rows=encode_message(table)).SerializeToString()
+    assert rows_of(Submission(theirs).rows().steps) == rows_of(table)
+
+
+@given(rollouts())
+def test_buffers_are_viewed_where_they_are_and_aligned(batch):
+    written = encode("r", [from_rows(batch)])
+    steps = Submission(written).rows().steps
+    begin = np.frombuffer(written, np.uint8).ctypes.data
+    for column in (steps.tokens, steps.logprobs, steps.token_rewards):
+        if column is not None:
+            assert column.values.flags.aligned
+            assert begin <= column.values.ctypes.data < begin + len(written), "a view, no copy"
+
+
+@given(rollouts())
+def test_messages_that_come_twice_are_merged_as_protobuf_merges_them(batch):
+    table = from_rows(batch)
+    twice = encode("r", [table]) * 2
+    expected = rollout_pb2.SubmitRowsRequest.FromString(twice)
+    assert len(expected.rows.uids) == 2 * len(table)
+    with pytest.raises(InvalidArgumentError, match="tokens has"):
+        Submission(twice).rows()
+
+
+@given(rollouts(), st.data())
+def test_a_request_that_is_cut_or_damaged_is_refused_or_another_request(batch, data):
+    written = encode("r", [from_rows(batch)])
+    cut = written[: data.draw(st.integers(0, len(written) - 1))]
+    at = data.draw(st.integers(0, len(written) - 1))
+    damaged = written[:at] + bytes([data.draw(st.integers(0, 255))]) + written[at + 1 :]
+    for request in (cut, damaged):
+        try:
+            ours = Submission(request)
+        except InvalidArgumentError:
+            with pytest.raises(DecodeError):
+                rollout_pb2.SubmitRowsRequest.FromString(request)
+            continue
+        assert ours.run == rollout_pb2.SubmitRowsRequest.FromString(request).run
+
+
+def test_what_is_left_out_is_not_sent():
+    table = from_rows([{"uid": "a", "sample": 0, "step": 1, "is_last_step": True, "reward": 1.0, "loss_mask": [1],
+                        "prompt_token_ids": [*range(1000)], "response_ids": [7]}])  # fmt: skip
+    prefixes = Prefixes(np.array([990]), np.array([0xFFFFFFFF], np.uint32))
+    written = encode("r", [table], prefixes)
+    assert len(written) < len(encode("r", [table])) - 4 * 980
+    steps, found = Submission(written).rows()
+    assert found is not None
+    assert (found.lengths.tolist(), found.checksums.tolist()) == ([990], [0xFFFFFFFF])
+    assert steps.tokens[0].tolist() == [*range(990, 1000), 7]
+
+
+@pytest.mark.parametrize("length", [-1, 4])
+def test_a_prefix_lies_within_its_prompt(length):
+    rows = encode_message(from_rows([{"uid": "a", "sample": 0, "prompt_token_ids": [1, 2, 3], "response_ids": [4],
+                                      "loss_mask": [1], "reward": 0.0}], step_wise=False))  # fmt: skip
+    rows.prefix_lengths.append(length)
+    rows.prefix_checksums.append(0)
+    with pytest.raises(InvalidArgumentError, match=rf"prefix_lengths\[0\] is {length}, of a prompt of 3 tokens"):
+        Submission(rollout_pb2.SubmitRowsRequest(rows=rows).SerializeToString()).rows()
+
+
+@given(rollouts(), st.integers(1, 4), st.integers(1, 400))
+def test_rows_cut_into_tables_are_the_same_rows(batch, most_rows, most_bytes):
+    tables: list[Steps] = list(tables_from_rows(batch, most_rows=most_rows, most_bytes=most_bytes))
+    assert rows_of(concat(tables)) == rows_of(from_rows(batch))
+    assert all(len(table) <= most_rows for table in tables)
+    for table in tables:
+        size = 5 * table.response_lengths.sum() + 4 * table.prompt_lengths.sum()
+        assert len(table) == 1 or size <= most_bytes
