@@ -29,7 +29,7 @@ T = TypeVar("T")
 LONGEST_WAIT_S = 30.0
 # Between two looks the watching thread pauses so long at least, and so many times what the last look took: different
 # questions by the hundred must not take a busy run's time either.
-_PAUSE_S, _PAUSE_LOOKS = 0.0005, 8
+_PAUSE_S, _PAUSE_LOOKS = 0.001, 8
 
 
 class Changes(Protocol):
