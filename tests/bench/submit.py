@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from gristmill import RolloutClient, TrainerClient
-from gristmill.generation import rows_of
-from gristmill.rows import tables_from_rows
+from gristmill import RolloutClient, TrainerClient, calls
+from gristmill.generation import columns_of_output
 from gristmill.submission import encode
 from gristmill.transport import Transport
 from gristmill.v1 import run_pb2
@@ -208,8 +207,7 @@ def _row(uid: str, sample: int, prompt: np.ndarray, response: int, rng: np.rando
 
 def _messages(output: Output) -> list[bytes]:
     """The same rows as requests of about the size that the client sends."""
-    tables = list(tables_from_rows(rows_of(output), step_wise=False, most_rows=1024, most_bytes=(4 << 20) * 7 // 8))
-    return [encode("run", [table]) for table in tables]
+    return [encode("run", [table]) for table in calls.tables(columns_of_output(output), calls.limits(1024, 4 << 20))]
 
 
 def _config(**more: object) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill.errors import InvalidArgumentError
-from gristmill.rows import from_rows, tables_from_rows, to_rows
+from gristmill.rows import columns_of, from_rows, to_rows
 from gristmill.steps import Steps, concat
 from gristmill.submission import Submission, encode
 from gristmill.v1 import rollout_pb2
@@ -103,7 +103,7 @@ def test_a_prefix_lies_within_its_prompt(length):
 
 @given(rollouts(), st.integers(1, 4), st.integers(1, 400))
 def test_rows_cut_into_tables_are_the_same_rows(batch, most_rows, most_bytes):
-    tables: list[Steps] = list(tables_from_rows(batch, most_rows=most_rows, most_bytes=most_bytes))
+    tables: list[Steps] = list(columns_of(batch, step_wise=True).tables(most_rows, most_bytes))
     assert rows_of(concat(tables)) == rows_of(from_rows(batch))
     assert all(len(table) <= most_rows for table in tables)
     for table in tables:

@@ -14,10 +14,12 @@ from gristmill import calls
 from gristmill.aio_sender import AsyncSender, AsyncTransport
 from gristmill.delivery import Delivery, RowOutcome
 from gristmill.errors import GristmillError, NotFoundError
-from gristmill.generation import rows_of
+from gristmill.generation import columns_of_output
 from gristmill.groups import Group, groups_of
 from gristmill.rollout import late_policy_version
+from gristmill.rows import columns_of
 from gristmill.steps import UNKNOWN, TrajectoryKey
+from gristmill.tables import ValueColumns
 from gristmill.trajectory import StepWriter, abort_reason, unfinished
 from gristmill.transport import TIMEOUT_S
 from gristmill.v1 import rollout_pb2, run_pb2
@@ -204,16 +206,16 @@ class AsyncRolloutClient:
         attempt: int = 0,
         policy_version: int = UNKNOWN,
     ) -> list[RowOutcome]:
-        rows = rows_of(generator_output, round=round, attempt=attempt, policy_version=policy_version)
-        return await self._submit(rows)
+        columns = columns_of_output(generator_output, round=round, attempt=attempt, policy_version=policy_version)
+        return await self._submit(columns)
 
     async def submit_rows(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
-        return await self._submit(rows)
+        return await self._submit(columns_of(list(rows), step_wise=False))
 
-    async def _submit(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
+    async def _submit(self, columns: ValueColumns) -> list[RowOutcome]:
         delivery = Delivery()
         try:
-            for table in calls.tables(rows, self._limits):
+            for table in calls.tables(columns, self._limits):
                 await self._sender.put(table, delivery)
         finally:
             await self._sender.wait(delivery)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -14,8 +14,8 @@ import numpy as np
 from gristmill.channels import MESSAGE_BYTES
 from gristmill.errors import InvalidArgumentError
 from gristmill.outbox import Limits
-from gristmill.rows import tables_from_rows
 from gristmill.steps import Steps, TrajectoryKey
+from gristmill.tables import ValueColumns
 from gristmill.trajectory import plain
 from gristmill.v1 import rollout_pb2, run_pb2
 
@@ -36,11 +36,9 @@ def limits(max_batch_rows: int, max_batch_bytes: int) -> Limits:
     return Limits(max_batch_rows, max_batch_bytes, _LINGER_S)
 
 
-def tables(rows: Iterable[Mapping[str, Any]], limits: Limits) -> Iterator[Steps]:
-    """Rows of which a reward may be pending, as tables that fill a message each, which also holds their names."""
-    return tables_from_rows(
-        rows, step_wise=False, most_rows=limits.message_rows, most_bytes=limits.message_bytes * 7 // 8
-    )
+def tables(columns: ValueColumns, limits: Limits) -> Iterator[Steps]:
+    """The rows as tables that fill a message each, which also holds their names."""
+    return columns.tables(limits.message_rows, limits.message_bytes * 7 // 8)
 
 
 def check_run(run: str) -> str:

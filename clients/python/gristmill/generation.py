@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from gristmill.errors import InvalidArgumentError
-from gristmill.rows import from_rows
 from gristmill.steps import Steps
+from gristmill.tables import ValueColumns
 from gristmill.trajectory import plain
 
 # Columns of the output and the fields of a row that they are.
@@ -25,6 +25,8 @@ _COLUMNS = {
     "stop_reasons": "stop_reason",
 }
 _IDENTITY = ("trajectory_ids", "uids", "samples", "is_last_step", "rewards")
+# What needs no look at NumPy's array protocol.
+_PLAIN = frozenset([list, np.ndarray, str])
 # Of the output as a whole, not of its rows.
 _NOT_ROWS = frozenset({"rollout_metrics"})
 
@@ -48,13 +50,14 @@ def from_generator_output(
             "trajectory_ids": [("math/17", 0), ("math/17", 0)], "is_last_step": [False, True],
         })
     """
-    return from_rows(rows_of(output, round=round, attempt=attempt, policy_version=policy_version))
+    columns = columns_of_output(output, round=round, attempt=attempt, policy_version=policy_version)
+    return columns.table(0, len(output["response_ids"]))
 
 
-def rows_of(
+def columns_of_output(
     output: Mapping[str, Any], *, round: int = 0, attempt: int = 0, policy_version: int = -1
-) -> list[dict[str, Any]]:
-    """The output's rows as `from_rows` takes them. Raises InvalidArgumentError as `from_generator_output` does."""
+) -> ValueColumns:
+    """The output's columns, with checked types. Raises InvalidArgumentError as `from_generator_output` does."""
     given = {name: values for name, values in output.items() if values is not None and name not in _NOT_ROWS}
     _check_names(given)
     count = len(given["response_ids"])
@@ -65,29 +68,47 @@ def rows_of(
             )
     keys = _keys(given)
     lasts = [bool(last) for last in given.get("is_last_step", [True] * count)]
-    rewards = _rewards(given.get("rewards"), lasts, given["response_ids"])
-    taken: dict[tuple[str, int], int] = {}
-    rows = []
-    for index, (key, last, reward) in enumerate(zip(keys, lasts, rewards, strict=True)):
-        step = taken[key] = taken.get(key, -1) + 1
-        where = f"uid {key[0]!r} sample {key[1]} step {step}"
-        row = {"uid": key[0], "sample": key[1], "step": step, "is_last_step": last, "reward": reward}
-        row |= {"round": round, "attempt": attempt, "policy_version": policy_version}
-        for name, field in _COLUMNS.items():
-            if name in given:
-                row[field] = plain(given[name][index], field, where)
-        rows.append(row)
-    if "loss_masks" not in given:
-        _train_everything(rows)
-    return rows
+    columns: dict[str, list[Any]] = {
+        "uid": [uid for uid, _ in keys],
+        "sample": [sample for _, sample in keys],
+        "step": _steps(keys),
+        "is_last_step": lasts,
+        "reward": _rewards(given.get("rewards"), lasts, given["response_ids"]),
+        "round": [round] * count,
+        "attempt": [attempt] * count,
+        "policy_version": [policy_version] * count,
+    }
+    for name, field in _COLUMNS.items():
+        if name in given:
+            columns[field] = [
+                value if type(value) in _PLAIN else plain(value, field, _where(columns, row))
+                for row, value in enumerate(given[name])
+            ]
+    if "loss_mask" not in columns:
+        columns["loss_mask"] = _all_ones([np.size(response) for response in columns["response_ids"]])
+    return ValueColumns(columns, count)
 
 
-def _train_everything(rows: list[dict[str, Any]]) -> None:
-    """Gives each row a mask of ones: a view of one array, as nobody changes it."""
-    lengths = [np.size(row["response_ids"]) for row in rows]
+def _where(columns: Mapping[str, list[Any]], row: int) -> str:
+    uid, sample, step = (columns[name][row] for name in ("uid", "sample", "step"))
+    return f"uid {uid!r} sample {sample} step {step}"
+
+
+def _steps(keys: Sequence[tuple[str, int]]) -> list[int]:
+    """Rows of one trajectory are numbered in their order."""
+    following: dict[tuple[str, int], int] = {}
+    steps = []
+    for key in keys:
+        step = following.get(key, 0)
+        following[key] = step + 1
+        steps.append(step)
+    return steps
+
+
+def _all_ones(lengths: Sequence[int]) -> list[Any]:
+    """Views of one array, as nobody changes it."""
     ones = np.ones(max(lengths, default=0), np.uint8)
-    for row, length in zip(rows, lengths, strict=True):
-        row["loss_mask"] = ones[:length]
+    return [ones[:length] for length in lengths]
 
 
 def _check_names(given: Mapping[str, Any]) -> None:

@@ -11,10 +11,12 @@ from typing import Any, Self
 from gristmill import calls
 from gristmill.delivery import RowOutcome
 from gristmill.errors import DeadlineExceededError, GristmillError
-from gristmill.generation import rows_of
+from gristmill.generation import columns_of_output
 from gristmill.groups import Group, groups_of
+from gristmill.rows import columns_of
 from gristmill.sender import Sender
 from gristmill.steps import UNKNOWN, TrajectoryKey
+from gristmill.tables import ValueColumns
 from gristmill.trajectory import StepWriter, Trajectory
 from gristmill.transport import TIMEOUT_S, Transport
 from gristmill.v1 import rollout_pb2, run_pb2
@@ -204,18 +206,18 @@ class RolloutClient:
         are DUPLICATE. Raises InvalidArgumentError for a row that is wrong, when rows before it may have been taken, and
         the error of the first row that the service did not take, naming the trajectories.
         """
-        rows = rows_of(generator_output, round=round, attempt=attempt, policy_version=policy_version)
-        return self._submit(rows)
+        columns = columns_of_output(generator_output, round=round, attempt=attempt, policy_version=policy_version)
+        return self._submit(columns)
 
     def submit_rows(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
         """Submits rows with the field names of a rollouts file, and waits; returns what became of each.
 
         A row without `reward` waits for `set_reward`. Otherwise as `submit`.
         """
-        return self._submit(rows)
+        return self._submit(columns_of(list(rows), step_wise=False))
 
-    def _submit(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
-        delivery = self._sender.send(calls.tables(rows, self._limits))
+    def _submit(self, columns: ValueColumns) -> list[RowOutcome]:
+        delivery = self._sender.send(calls.tables(columns, self._limits))
         if error := self._sender.told(delivery):
             raise error
         return [outcome for outcome in delivery.outcomes if outcome is not None]

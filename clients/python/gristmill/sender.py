@@ -1,5 +1,4 @@
-"""What sends a blocking client's rows: a thread, and whoever waits. Owns the lock around the outbox; decides nothing.
-"""
+"""What sends a blocking client's rows: a thread, and who waits. Owns the lock around the outbox."""
 
 from __future__ import annotations
 
