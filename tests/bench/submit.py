@@ -6,7 +6,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -93,10 +92,7 @@ def _turns(limit: Bare, address: str) -> Iterator[Figure]:
         for row in rows:
             ours.append(seconds(lambda row=row: client.submit_rows([row])))  # type: ignore[misc]
             bound.append(seconds(lambda: limit.send([message])))
-        began = time.perf_counter()
-        for row in _turn_rows(TURNS, "rate"):
-            client.submit_rows([row])
-        rate = TURNS / (time.perf_counter() - began)
+        rate = TURNS / seconds(lambda: _step_on(client))
     _delete(address, "turns")
     for name, quantile, reach in (("turn.p50_ratio", 0.5, 2.0), ("turn.p99_ratio", 0.99, 3.0)):
         mine, theirs = float(np.quantile(ours[50:], quantile)), float(np.quantile(bound[50:], quantile))
@@ -112,6 +108,20 @@ def _turns_while_sealing(address: str) -> Figure:
         assert sealed() > 2, "batches were sealed meanwhile"
     _delete(address, "turns")
     return Figure("turn.p99_sealing_ms", float(np.quantile(found, 0.99)) * 1e3, "ms", 10.0)
+
+
+def _step_on(client: RolloutClient) -> None:
+    """One producer hands its turns over, and waits for them at the end."""
+    for row in _turn_rows(TURNS, "rate"):
+        with client.trajectory(row["uid"], row["sample"]) as trajectory:
+            trajectory.step(
+                row["prompt_token_ids"],
+                row["response_ids"],
+                rollout_logprobs=row["rollout_logprobs"],
+                reward=row["reward"],
+                is_last_step=True,
+            )
+    client.flush()
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from gristmill.transport import Failure, Transport, failure_of
 Calls = deque[tuple[list[Entry], Callable[[], Any]]]
 """Those under way, with what waits for their answers."""
 
-# The second is written and sent while the service reads the first.
-_MOST_CALLS = 2
+# The next are written and sent while the service reads the first.
+_MOST_CALLS = 3
 _LARGE_BYTES = 1 << 20
 
 

@@ -165,7 +165,11 @@ def _check_lengths(table: Steps) -> None:
         if lengths.size and lengths.min() < 1:
             empty = int((lengths < 1).argmax())
             raise InvalidArgumentError(f"{table.name(empty)}: {name} is empty; a {what} has at least one token")
+    seen: list[Int64s] = []
     for name, column in _response_columns(table):
+        if any(column.lengths is lengths for lengths in seen):
+            continue
+        seen.append(column.lengths)
         row = _first(column.lengths != responses)
         if row is not None:
             raise InvalidArgumentError(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill.columns import Array, Int64s, Ragged
+from gristmill.columns import Array, Int64s, Ragged, starts_of
 from gristmill.errors import InvalidArgumentError
 from gristmill.steps import UNKNOWN, Steps, check
 from gristmill.v1 import rows_pb2
@@ -112,10 +112,11 @@ def read(message: rows_pb2.Rows, apart: Mapping[str, memoryview]) -> Sent:
             raise InvalidArgumentError(f"{name} holds {lengths.min()}; lengths are not negative")
     prefixes = _prefixes(message, prompts)
     lengths = prompts + responses if prefixes is None else prompts + responses - prefixes.lengths
-    tokens = _ragged(buffer("tokens"), "tokens", lengths, np.int32)
+    tokens = _Rows(lengths).ragged(buffer("tokens"), "tokens", np.int32)
+    of_responses = _Rows(responses)
     # All ones is the default; one shared row of them is enough.
-    loss_mask = _ragged(buffer("loss_mask"), "loss_mask", responses, np.uint8) or _ones(responses)
-    token_rewards = _token_rewards(buffer("token_rewards"), responses)
+    loss_mask = of_responses.ragged(buffer("loss_mask"), "loss_mask", np.uint8) or _ones(responses)
+    token_rewards = _token_rewards(buffer("token_rewards"), of_responses)
     if tokens is None:
         raise InvalidArgumentError("tokens is empty; every row needs a prompt and a response")
     rewards = (
@@ -135,14 +136,14 @@ def read(message: rows_pb2.Rows, apart: Mapping[str, memoryview]) -> Sent:
         tokens=tokens,
         prompt_lengths=prompts,
         loss_mask=loss_mask,
-        logprobs=_ragged(buffer("rollout_logprobs"), "rollout_logprobs", responses, np.float32),
+        logprobs=of_responses.ragged(buffer("rollout_logprobs"), "rollout_logprobs", np.float32),
         rewards=rewards,
         token_rewards=token_rewards,
         rewards_pending=_per_row(message.rewards_pending, "rewards_pending", count, np.bool_, False),
         advantages=(
             _per_row(message.advantages, "advantages", count, np.float64, None) if message.advantages else None
         ),
-        token_advantages=_ragged(buffer("token_advantages"), "token_advantages", responses, np.float32),
+        token_advantages=of_responses.ragged(buffer("token_advantages"), "token_advantages", np.float32),
     )
     return Sent(steps, prefixes)
 
@@ -193,15 +194,21 @@ def _prefixes(message: rows_pb2.Rows, prompts: Int64s) -> Prefixes | None:
     return Prefixes(lengths, checksums) if lengths.any() else None
 
 
-def _ragged(buffer: bytes | memoryview, name: str, lengths: Any, dtype: Any) -> Ragged | None:
-    if not len(buffer):
-        return None
-    expected = int(lengths.sum()) * np.dtype(dtype).itemsize
-    if len(buffer) != expected:
-        raise InvalidArgumentError(
-            f"{name} has {len(buffer)} bytes and the rows' lengths ask for {expected} ({np.dtype(dtype).name} each)"
-        )
-    return Ragged.from_lengths(np.frombuffer(buffer, dtype), lengths)
+class _Rows:
+    """Rows that stand one after another in each of several buffers."""
+
+    def __init__(self, lengths: Int64s) -> None:
+        self._lengths, self._starts, self.total = lengths, starts_of(lengths), int(lengths.sum())
+
+    def ragged(self, buffer: bytes | memoryview, name: str, dtype: Any) -> Ragged | None:
+        if not len(buffer):
+            return None
+        expected = self.total * np.dtype(dtype).itemsize
+        if len(buffer) != expected:
+            raise InvalidArgumentError(
+                f"{name} has {len(buffer)} bytes and the rows' lengths ask for {expected} ({np.dtype(dtype).name} each)"
+            )
+        return Ragged(np.frombuffer(buffer, dtype), self._starts, self._lengths)
 
 
 def _ones(lengths: Any) -> Ragged:
@@ -209,6 +216,5 @@ def _ones(lengths: Any) -> Ragged:
     return Ragged(np.ones(longest, np.uint8), np.zeros(len(lengths), np.int64), lengths)
 
 
-def _token_rewards(buffer: bytes | memoryview, responses: Any) -> Ragged | None:
-    dtype = np.float64 if len(buffer) == 8 * int(responses.sum()) else np.float32
-    return _ragged(buffer, "token_rewards", responses, dtype)
+def _token_rewards(buffer: bytes | memoryview, rows: _Rows) -> Ragged | None:
+    return rows.ragged(buffer, "token_rewards", np.float64 if len(buffer) == 8 * rows.total else np.float32)

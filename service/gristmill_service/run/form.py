@@ -39,7 +39,8 @@ def check_form(steps: Steps, form: RowForm, config: RunConfig) -> RowForm:
                 f"{steps.name(0)}: has {_NAMES[name][value]}, and the rows before it in this run have "
                 f"{_NAMES[name][before]}; all rows of a run are alike in this"
             )
-    return replace(form, **{name: value for name, value in found.items() if value is not None})
+    fixed = {name: value for name, value in found.items() if value is not None and value != getattr(form, name)}
+    return replace(form, **fixed) if fixed else form
 
 
 def check_reward_form(row: StoredRow, update: RewardUpdate, form: RowForm) -> RowForm:

@@ -332,6 +332,36 @@ class RunStatus(google.protobuf.message.Message):
 global___RunStatus = RunStatus
 
 @typing.final
+class GetHealthRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___GetHealthRequest = GetHealthRequest
+
+@typing.final
+class GetHealthResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NOT_READY_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    not_ready: builtins.str
+    """Why new work should go elsewhere or come later, as /readyz says it; empty while the replica is ready."""
+    version: builtins.str
+    """Of the service."""
+    def __init__(
+        self,
+        *,
+        not_ready: builtins.str = ...,
+        version: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["not_ready", b"not_ready", "version", b"version"]) -> None: ...
+
+global___GetHealthResponse = GetHealthResponse
+
+@typing.final
 class ListRunsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

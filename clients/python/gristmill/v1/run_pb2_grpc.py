@@ -45,6 +45,11 @@ class RunServiceStub(object):
                 request_serializer=gristmill_dot_v1_dot_run__pb2.GetRunRequest.SerializeToString,
                 response_deserializer=gristmill_dot_v1_dot_run__pb2.GetRunResponse.FromString,
                 _registered_method=True)
+        self.GetHealth = channel.unary_unary(
+                '/gristmill.v1.RunService/GetHealth',
+                request_serializer=gristmill_dot_v1_dot_run__pb2.GetHealthRequest.SerializeToString,
+                response_deserializer=gristmill_dot_v1_dot_run__pb2.GetHealthResponse.FromString,
+                _registered_method=True)
         self.ListRuns = channel.unary_unary(
                 '/gristmill.v1.RunService/ListRuns',
                 request_serializer=gristmill_dot_v1_dot_run__pb2.ListRunsRequest.SerializeToString,
@@ -91,6 +96,13 @@ class RunServiceServicer(object):
 
     def GetRun(self, request, context):
         """A run's state. Reads only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetHealth(self, request, context):
+        """Whether the replica that answers takes new work. Reads only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,6 +165,11 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.GetRun,
                     request_deserializer=gristmill_dot_v1_dot_run__pb2.GetRunRequest.FromString,
                     response_serializer=gristmill_dot_v1_dot_run__pb2.GetRunResponse.SerializeToString,
+            ),
+            'GetHealth': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetHealth,
+                    request_deserializer=gristmill_dot_v1_dot_run__pb2.GetHealthRequest.FromString,
+                    response_serializer=gristmill_dot_v1_dot_run__pb2.GetHealthResponse.SerializeToString,
             ),
             'ListRuns': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRuns,
@@ -240,6 +257,33 @@ class RunService(object):
             '/gristmill.v1.RunService/GetRun',
             gristmill_dot_v1_dot_run__pb2.GetRunRequest.SerializeToString,
             gristmill_dot_v1_dot_run__pb2.GetRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetHealth(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gristmill.v1.RunService/GetHealth',
+            gristmill_dot_v1_dot_run__pb2.GetHealthRequest.SerializeToString,
+            gristmill_dot_v1_dot_run__pb2.GetHealthResponse.FromString,
             options,
             channel_credentials,
             insecure,
