@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import grpc
 
+import gristmill
 from gristmill.v1 import run_pb2, run_pb2_grpc
 from gristmill_service.api import messages
 from gristmill_service.api.backend import Backend, ask_policy_version
@@ -27,6 +28,11 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         self, request: run_pb2.GetRunRequest, context: grpc.ServicerContext
     ) -> run_pb2.GetRunResponse:
         return run_pb2.GetRunResponse(status=messages.status_to(self._backend.runs.get(request.run).status()))
+
+    def GetHealth(  # noqa: N802
+        self, request: run_pb2.GetHealthRequest, context: grpc.ServicerContext
+    ) -> run_pb2.GetHealthResponse:
+        return run_pb2.GetHealthResponse(not_ready=self._backend.trouble(), version=gristmill.__version__)
 
     def ListRuns(  # noqa: N802
         self, request: run_pb2.ListRunsRequest, context: grpc.ServicerContext
