@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gristmill import RolloutClient, RowOutcome
+from gristmill import InvalidArgumentError, RolloutClient, RowOutcome
 from gristmill.delivery import Delivery
 from gristmill.deltas import LatestSteps
 from gristmill.outbox import Limits, Outbox
@@ -92,6 +92,19 @@ def test_a_trajectory_crosses_the_wire_once(service, run_name, sent):
         client.seal(0)
     assert tokens_sent(sent) == [140, *[20 + 40] * 5]
     assert kept(service, run_name) == whole(rows)
+
+
+def test_also_compressed(service, run_name, sent):
+    rows = conversation(6)
+    with RolloutClient(service.grpc_address, run_name, compression="zstd") as client:
+        client.create_run(CONFIG)
+        for row in rows:
+            client.submit_rows([row])
+        client.seal(0)
+    assert tokens_sent(sent) == [140, *[20 + 40] * 5]
+    assert kept(service, run_name) == whole(rows)
+    with pytest.raises(InvalidArgumentError, match="compression is 'gzip'; known are None and 'zstd'"):
+        RolloutClient(service.grpc_address, run_name, compression="gzip")
 
 
 def test_also_within_one_message(service, run_name, sent):

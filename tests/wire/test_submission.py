@@ -2,14 +2,15 @@
 
 import numpy as np
 import pytest
+import zstandard
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill.errors import InvalidArgumentError
+from gristmill.errors import InvalidArgumentError, ResourceExhaustedError
 from gristmill.rows import columns_of, from_rows, to_rows
 from gristmill.steps import Steps, concat
-from gristmill.submission import Submission, encode
+from gristmill.submission import Submission, compressed, encode
 from gristmill.v1 import rollout_pb2
 from gristmill.wire import Prefixes
 from gristmill.wire import encode as encode_message
@@ -109,3 +110,42 @@ def test_rows_cut_into_tables_are_the_same_rows(batch, most_rows, most_bytes):
     for table in tables:
         size = 5 * table.response_lengths.sum() + 4 * table.prompt_lengths.sum()
         assert len(table) == 1 or size <= most_bytes
+
+
+@given(rollouts())
+def test_a_compressed_request_says_the_same(batch):
+    table = from_rows(batch)
+    request = compressed(encode("a run", [table]))
+    ours = Submission(request)
+    assert ours.run == "a run"
+    assert rows_of(ours.rows().steps) == rows_of(table)
+    assert ours.SerializeToString() is request
+
+
+def test_compression_saves_what_tokens_do_not_use():
+    rows = [
+        {"uid": "a", "sample": 0, "prompt_token_ids": np.random.default_rng(1).integers(0, 150_000, 50_000),
+         "response_ids": [1], "loss_mask": [1], "reward": 0.0}
+    ]  # fmt: skip
+    request = encode("r", [from_rows(rows, step_wise=False)])
+    assert len(compressed(request)) < 0.75 * len(request)
+
+
+def frame_of(size, *, tells=True):
+    compressor = zstandard.ZstdCompressor(write_content_size=tells)
+    return rollout_pb2.SubmitRowsRequest(zstd=compressor.compress(bytes(size))).SerializeToString()
+
+
+def test_a_frame_that_would_fill_the_memory_is_refused_before_it_does():
+    bomb = frame_of(100 << 20)
+    assert len(bomb) < 20_000
+    with pytest.raises(ResourceExhaustedError, match=r"104857600 bytes uncompressed and max_message_bytes is 1048576"):
+        Submission(bomb, most_bytes=1 << 20)
+    with pytest.raises(InvalidArgumentError, match="does not tell the size of its content"):
+        Submission(frame_of(100, tells=False))
+
+
+@pytest.mark.parametrize("frame", [b"no frame", frame_of(1000)[6:-5]])
+def test_what_is_no_frame_is_refused(frame):
+    with pytest.raises(InvalidArgumentError, match="are no frame of zstd"):
+        Submission(rollout_pb2.SubmitRowsRequest(zstd=frame).SerializeToString())

@@ -118,12 +118,13 @@ class AsyncRolloutClient:
         max_batch_rows: int = 1024,
         max_batch_bytes: int = 4 << 20,
         token_rewards: bool = False,
+        compression: str | None = None,
     ) -> None:
         self.run = calls.check_run(run)
         self._token_rewards = token_rewards
         self._limits = calls.limits(max_batch_rows, max_batch_bytes)
         self._transport = AsyncTransport(address, timeout_s)
-        self._sender = AsyncSender(self._transport, run, self._limits)
+        self._sender = AsyncSender(self._transport, calls.packing(run, compression), self._limits)
 
     async def create_run(self, config: Mapping[str, Any]) -> list[str]:
         request = calls.create_run(self.run, config)

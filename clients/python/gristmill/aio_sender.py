@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 import grpc
 
-from gristmill import submission
 from gristmill.channels import AsyncChannels
-from gristmill.delivery import Delivery, Entry, RowOutcome, outcomes_of, tables_of
-from gristmill.deltas import LatestSteps
+from gristmill.delivery import Delivery, Entry, RowOutcome, outcomes_of
+from gristmill.deltas import Packing
 from gristmill.errors import FailedPreconditionError, GristmillError
 from gristmill.outbox import Limits, Outbox
 from gristmill.steps import Steps, TrajectoryKey
@@ -76,11 +75,10 @@ class AsyncTransport(Stubs):
 class AsyncSender:
     """The task that sends a client's rows; as Sender, without locks, as all is one loop."""
 
-    def __init__(self, transport: AsyncTransport, run: str, limits: Limits) -> None:
+    def __init__(self, transport: AsyncTransport, packing: Packing, limits: Limits) -> None:
         self._transport = transport
-        self._run = run
+        self._packing = packing
         self._outbox = Outbox(limits, transport.timeout_s, transport.channels.count)
-        self._latest = LatestSteps()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -143,7 +141,7 @@ class AsyncSender:
             await self._send_each()
         finally:
             if lost := self._outbox.rows_under_way:
-                _log.error("%d rows of run %r were not delivered: the client was not closed", lost, self._run)
+                _log.error("%d rows of run %r were not delivered: the client was not closed", lost, self._packing.run)
 
     async def _send_each(self) -> None:
         while entries := await self._next():
@@ -174,6 +172,6 @@ class AsyncSender:
                 continue
 
     async def _send(self, entries: list[Entry]) -> list[RowOutcome]:
-        request = submission.encode(self._run, tables_of(entries), self._latest.prefixes(entries))
+        request = self._packing.request(entries)
         timeout_s = self._outbox.attempt_s(entries, time.monotonic())
         return outcomes_of(await self._transport.submit_rows(request, timeout=timeout_s), entries)

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from gristmill import submission
 from gristmill.channels import MESSAGE_BYTES
+from gristmill.deltas import Packing
 from gristmill.errors import InvalidArgumentError
 from gristmill.outbox import Limits
 from gristmill.steps import Steps, TrajectoryKey
@@ -34,6 +36,15 @@ def limits(max_batch_rows: int, max_batch_bytes: int) -> Limits:
     if not 1 <= max_batch_bytes <= MESSAGE_BYTES // 2:
         raise InvalidArgumentError(f"max_batch_bytes is {max_batch_bytes}; expected 1 to {MESSAGE_BYTES // 2}")
     return Limits(max_batch_rows, max_batch_bytes, _LINGER_S)
+
+
+def packing(run: str, compression: str | None) -> Packing:
+    """How rows become requests to the run."""
+    if compression not in (None, "zstd"):
+        raise InvalidArgumentError(f"compression is {compression!r}; known are None and 'zstd'")
+    if compression:
+        submission.check_zstd()
+    return Packing(run, compression is not None)
 
 
 def tables(columns: ValueColumns, limits: Limits) -> Iterator[Steps]:

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gristmill import submission
 from gristmill.columns import bytes_of
-from gristmill.delivery import Entry
+from gristmill.delivery import Entry, tables_of
 from gristmill.steps import TrajectoryKey
 from gristmill.wire import Prefixes
 
@@ -81,6 +82,19 @@ class LatestSteps:
             self._bytes += step.tokens.nbytes
             while self._bytes > self._most_bytes:
                 self._bytes -= self._steps.pop(next(iter(self._steps))).tokens.nbytes
+
+
+class Packing:
+    """Makes requests to a run of rows, without what the service has of them. Thread-safe as LatestSteps is."""
+
+    def __init__(self, run: str, compresses: bool) -> None:
+        self.run = run
+        self._compresses = compresses
+        self._latest = LatestSteps()
+
+    def request(self, entries: Sequence[Entry]) -> bytes:
+        request = submission.encode(self.run, tables_of(entries), self._latest.prefixes(entries))
+        return submission.compressed(request) if self._compresses else request
 
 
 def _common(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:

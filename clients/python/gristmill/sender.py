@@ -11,9 +11,8 @@ from typing import Any
 
 import grpc
 
-from gristmill import submission
-from gristmill.delivery import Delivery, Entry, outcomes_of, tables_of
-from gristmill.deltas import LatestSteps
+from gristmill.delivery import Delivery, Entry, outcomes_of
+from gristmill.deltas import Packing
 from gristmill.errors import FailedPreconditionError, GristmillError, UnavailableError
 from gristmill.outbox import Limits, Outbox
 from gristmill.steps import Steps, TrajectoryKey
@@ -30,11 +29,10 @@ _LARGE_BYTES = 1 << 20
 class Sender:
     """Thread-safe. The thread starts with the first rows that nobody waits for; who waits sends as it does."""
 
-    def __init__(self, transport: Transport, run: str, limits: Limits) -> None:
+    def __init__(self, transport: Transport, packing: Packing, limits: Limits) -> None:
         self._transport = transport
-        self._run = run
+        self._packing = packing
         self._outbox = Outbox(limits, transport.timeout_s, transport.channels.count)
-        self._latest = LatestSteps()
         lock = threading.Lock()
         self._work = threading.Condition(lock)
         self._progress = threading.Condition(lock)
@@ -156,7 +154,7 @@ class Sender:
     def _begin(self, entries: list[Entry], calls: Calls) -> None:
         """A large message is on its way while the next one is written; a small one is waited for, which is faster."""
         with self._reporting(entries):
-            request = submission.encode(self._run, tables_of(entries), self._latest.prefixes(entries))
+            request = self._packing.request(entries)
             timeout_s = self._outbox.attempt_s(entries, time.monotonic())
             if len(request) < _LARGE_BYTES:
                 self._settle(entries, self._transport.submit_rows(request, timeout=timeout_s))

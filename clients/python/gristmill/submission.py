@@ -7,14 +7,15 @@ copy every buffer two or three times on its way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from gristmill import wire
+from gristmill.channels import MESSAGE_BYTES
 from gristmill.columns import Array, Ragged, bytes_of
-from gristmill.errors import InvalidArgumentError
+from gristmill.errors import InvalidArgumentError, ResourceExhaustedError
 from gristmill.steps import Steps
 from gristmill.v1 import rollout_pb2, rows_pb2
 
@@ -28,27 +29,38 @@ _BY_TAG = {number << 3 | _LENGTH_DELIMITED: name for name, number in _NUMBERS.it
 # long they are. Five bytes are the most that every reader takes.
 _LENGTH_BYTES = 5
 _ALIGNMENT = 8
+# Token ids use 17 of their 32 bits: a higher level takes longer and gains little.
+_ZSTD_LEVEL = 1
 
 
 class Submission:
     """One request as it came; the rows are read when they are asked for."""
 
-    def __init__(self, data: bytes) -> None:
-        """Raises InvalidArgumentError for what is no SubmitRowsRequest."""
+    def __init__(self, data: bytes, most_bytes: int = MESSAGE_BYTES) -> None:
+        """most_bytes: what a compressed request may grow to.
+
+        Raises InvalidArgumentError for what is no SubmitRowsRequest, ResourceExhaustedError for one that is too large.
+        """
         self._data = data
         try:
-            parts = _parts(data)
-            request = rollout_pb2.SubmitRowsRequest.FromString(parts.rest)
-            if parts.small and request.HasField("rows"):
-                # Messages that come twice are merged; nobody writes that, and protobuf knows how.
-                parts = _Parts({}, b"", data)
-                request = rollout_pb2.SubmitRowsRequest.FromString(data)
-            self._rows = rows_pb2.Rows.FromString(parts.small) if parts.small else request.rows
+            self._read(data)
+            if self._zstd:
+                self._read(decompressed(self._zstd, most_bytes))
         except DecodeError as error:
             raise InvalidArgumentError(
                 f"the request is no message of gristmill.v1: {error}; send what the protos describe"
             ) from None
+
+    def _read(self, data: bytes) -> None:
+        parts = _parts(data)
+        request = rollout_pb2.SubmitRowsRequest.FromString(parts.rest)
+        if parts.small and request.HasField("rows"):
+            # Messages that come twice are merged; nobody writes that, and protobuf knows how.
+            parts = _Parts({}, b"", data)
+            request = rollout_pb2.SubmitRowsRequest.FromString(data)
+        self._rows = rows_pb2.Rows.FromString(parts.small) if parts.small else request.rows
         self._buffers = parts.buffers
+        self._zstd: bytes = request.zstd
         self.run: str = request.run
 
     def rows(self) -> wire.Sent:
@@ -76,6 +88,43 @@ def encode(run: str, tables: Sequence[Steps], prefixes: wire.Prefixes | None = N
     pieces.append(wire.small_fields(tables, prefixes).SerializeToString())
     head = _varint(_ROWS << 3 | _LENGTH_DELIMITED) + _varint(sum(map(len, pieces)), _LENGTH_BYTES)
     return b"".join([head, *pieces, rollout_pb2.SubmitRowsRequest(run=run).SerializeToString()])
+
+
+def compressed(request: bytes) -> bytes:
+    """The request as one that says the same in fewer bytes. Raises InvalidArgumentError where zstandard is missing."""
+    frame = _zstandard().ZstdCompressor(level=_ZSTD_LEVEL, write_content_size=True).compress(request)
+    return rollout_pb2.SubmitRowsRequest(zstd=frame).SerializeToString()
+
+
+def decompressed(frame: bytes, most_bytes: int) -> bytes:
+    """What `compressed` was given. Raises as `Submission`; no more memory is taken than the frame may take."""
+    zstandard = _zstandard()
+    try:
+        size = zstandard.frame_content_size(frame)
+        if size > most_bytes:
+            raise ResourceExhaustedError(
+                f"zstd: the request has {size} bytes uncompressed and max_message_bytes is {most_bytes}; send fewer "
+                "rows a request, or raise the setting"
+            )
+        if size < 0:
+            raise InvalidArgumentError("zstd: the frame does not tell the size of its content; write it with that")
+        found: bytes = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
+        return found
+    except zstandard.ZstdError as error:
+        raise InvalidArgumentError(f"zstd: {len(frame)} bytes are no frame of zstd: {error}; send another") from None
+
+
+def check_zstd() -> None:
+    """Raises InvalidArgumentError where zstandard is missing."""
+    _zstandard()
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError as missing:
+        raise InvalidArgumentError(f"zstd needs zstandard ({missing}): pip install gristmill[zstd]") from None
+    return zstandard
 
 
 def _buffers(tables: Sequence[Steps], prefixes: wire.Prefixes | None) -> dict[str, list[Buffer]]:

@@ -108,7 +108,12 @@ class SubmitRowsRequest(google.protobuf.message.Message):
 
     RUN_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
+    ZSTD_FIELD_NUMBER: builtins.int
     run: builtins.str
+    zstd: builtins.bytes
+    """For slow links, in place of the other fields: a SubmitRowsRequest compressed by zstd (RFC 8878), in one frame that
+    tells the size of its content, which counts towards max_message_bytes.
+    """
     @property
     def rows(self) -> gristmill.v1.rows_pb2.Rows: ...
     def __init__(
@@ -116,9 +121,10 @@ class SubmitRowsRequest(google.protobuf.message.Message):
         *,
         run: builtins.str = ...,
         rows: gristmill.v1.rows_pb2.Rows | None = ...,
+        zstd: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["rows", b"rows"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["rows", b"rows", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rows", b"rows", "run", b"run", "zstd", b"zstd"]) -> None: ...
 
 global___SubmitRowsRequest = SubmitRowsRequest
 

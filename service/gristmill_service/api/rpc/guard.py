@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from gristmill.errors import InvalidArgumentError, UnavailableError
-from gristmill.submission import Submission
+from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.rpc.forwarding import Forwarding
 from gristmill_service.metrics import Metrics
@@ -20,13 +19,11 @@ from gristmill_service.store.ledger import OwnedElsewhereError
 _log = structlog.get_logger(__name__)
 
 
-# Requests that protobuf's own classes would copy too often.
-_PARSERS: dict[str, Callable[[bytes], Any]] = {"/gristmill.v1.RolloutService/SubmitRows": Submission}
-
-
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
-    def __init__(self, metrics: Metrics, forwarding: Forwarding) -> None:
-        self._metrics, self._forwarding = metrics, forwarding
+    """parsers: of requests that protobuf's own classes would copy too often, by their methods."""
+
+    def __init__(self, metrics: Metrics, forwarding: Forwarding, parsers: Mapping[str, Callable[[bytes], Any]]) -> None:
+        self._metrics, self._forwarding, self._parsers = metrics, forwarding, parsers
         self._handlers: dict[str, Any] = {}
 
     def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
@@ -48,7 +45,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
             answer = self._stream(call.method, handler.stream_stream or handler.unary_stream, handler.request_streaming)
         else:
             make, answer = grpc.unary_unary_rpc_method_handler, self._unary(call.method, handler.unary_unary)
-        parse = _PARSERS.get(call.method, handler.request_deserializer)
+        parse = self._parsers.get(call.method, handler.request_deserializer)
         return make(answer, _told_later(parse), _or_bytes(handler.response_serializer))
 
     def _unary(self, path: str, method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -126,7 +123,7 @@ def _told_later(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     def deserialize(data: bytes) -> Any:
         try:
             return parse(data)
-        except (DecodeError, InvalidArgumentError) as error:
+        except (DecodeError, GristmillError) as error:
             return error
 
     return deserialize
@@ -138,7 +135,7 @@ def _or_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
 
 
 def _checked(request: Any) -> Any:
-    if isinstance(request, InvalidArgumentError):
+    if isinstance(request, GristmillError):
         raise request
     if isinstance(request, DecodeError):
         raise InvalidArgumentError(

@@ -10,6 +10,7 @@ import structlog
 
 from gristmill import wire
 from gristmill.submission import Submission
+from gristmill.transport import SUBMIT_ROWS
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc
 from gristmill_service.api import messages
 from gristmill_service.api.backend import Backend, ask_groups
@@ -19,9 +20,6 @@ from gristmill_service.api.rpc.streams import Streams
 from gristmill_service.store.ledger import OwnedElsewhereError
 
 _log = structlog.get_logger(__name__)
-
-
-_SUBMIT_ROWS = "/gristmill.v1.RolloutService/SubmitRows"
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -104,5 +102,5 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.StreamRowsResponse:
         """As a call of its own: a stream's requests may be of several runs, and of several owners in turn."""
         one = rollout_pb2.SubmitRowsRequest(run=request.run, rows=request.rows)
-        answer = self._forwarding.unary(_SUBMIT_ROWS, one, elsewhere, context)
+        answer = self._forwarding.unary(SUBMIT_ROWS, one, elsewhere, context)
         return rollout_pb2.StreamRowsResponse(outcomes=rollout_pb2.SubmitRowsResponse.FromString(answer).outcomes)

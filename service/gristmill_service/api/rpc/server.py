@@ -7,6 +7,7 @@ import socket
 import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from gristmill.errors import UnavailableError
+from gristmill.submission import Submission
+from gristmill.transport import SUBMIT_ROWS
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc, trainer_pb2
 from gristmill_service.api.backend import Backend
 from gristmill_service.api.rpc import trainers
@@ -57,9 +60,8 @@ class GrpcServer:
             ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
             ("grpc.keepalive_permit_without_calls", 1),
         )
-        self._server = grpc.server(
-            self._pool, interceptors=(Guard(backend.metrics, self._forwarding),), options=options
-        )
+        guard = Guard(backend.metrics, self._forwarding, {SUBMIT_ROWS: partial(Submission, most_bytes=limit)})
+        self._server = grpc.server(self._pool, interceptors=(guard,), options=options)
         self._streams = streams = Streams(settings.max_streams)
         self._health = health.HealthServicer()
         servicers: tuple[tuple[Callable[[Any, Any], None], object], ...] = (
