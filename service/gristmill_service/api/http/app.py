@@ -17,11 +17,13 @@ import gristmill
 from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
 from gristmill_service.api.backend import Backend
 from gristmill_service.api.errors import STATUSES, refusal
-from gristmill_service.api.http import models, rollouts, runs, trainers
+from gristmill_service.api.http import models, page, rollouts, runs, trainers
 from gristmill_service.api.http.access import BackendDep
 from gristmill_service.api.http.bodies import TOO_LARGE, BoundedBodies
 from gristmill_service.api.http.forwarding import Forwarding
 from gristmill_service.metrics import Metrics
+from gristmill_service.run.pictures import Album
+from gristmill_service.run.watching import Watch
 from gristmill_service.store.ledger import OwnedElsewhereError
 
 _DESCRIPTION = (
@@ -38,9 +40,11 @@ def make_app(backend: Backend) -> FastAPI:
     app = FastAPI(
         title="gristmill", version=gristmill.__version__, description=_DESCRIPTION, docs_url=None, redoc_url=None
     )
-    app.state.backend = backend
-    for router in (runs.router, rollouts.router, trainers.router):
+    app.state.backend, app.state.watch, app.state.album = backend, Watch(backend.runs.own), Album()
+    app.state.watch.start()
+    for router in (runs.router, rollouts.router, trainers.router, page.router):
         app.include_router(router, responses=errors)
+    app.include_router(page.page)
     _add_probes(app)
     forwarding = Forwarding(backend.runs.is_owner)
     app.add_exception_handler(OwnedElsewhereError, forwarding.answer)

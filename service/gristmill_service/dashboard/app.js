@@ -1,0 +1,63 @@
+// The page: which run and batch are looked at stands in its address, `#/RUN/BATCH`.
+import { paths, readVersion } from "./api.js";
+import { make } from "./dom.js";
+import { Poll } from "./poll.js";
+import { RunView } from "./run.js";
+import { showRuns } from "./runs.js";
+import { setClock, tick } from "./text.js";
+
+const live = document.querySelector("#live"), main = document.querySelector("#main"), nav = document.querySelector("#runs");
+let view = null, runs = [], overviewAt = 0;
+
+function address() {
+  const [run = "", batch = ""] = location.hash.replace(/^#\/?/, "").split("/");
+  return { run: decodeURIComponent(run), batch: batch === "" ? null : Number(batch) };
+}
+
+// Of several runs the one that needs a person most, then the one that rows came for last.
+function mostTelling() {
+  const order = { stuck: 0, slow: 1, well: 2, finished: 3 };
+  const weight = run => order[run.state] ?? 4;
+  return [...runs].sort((a, b) => weight(a) - weight(b) || (b.rows_since ?? 0) - (a.rows_since ?? 0))[0];
+}
+
+function follow() {
+  const wanted = address();
+  const run = wanted.run || mostTelling()?.run;
+  if (!run) {
+    view = null;
+    main.replaceChildren(make("p", { class: "empty" }, "No runs yet. They appear here as soon as one is created."));
+    return;
+  }
+  if (view?.name !== run) {
+    view = new RunView(run);
+    main.replaceChildren(view.node);
+    document.title = `${run} · gristmill`;
+  }
+  view.show(wanted.batch ?? runs.find(one => one.run === run)?.newest_batch ?? null);
+  showRuns(nav, runs, run);
+}
+
+async function lookAtRuns() {
+  const { body } = await readVersion(paths.overview());
+  if (body.now && overviewAt === 0) setClock(body.now);
+  overviewAt = Date.now();
+  runs = body.runs;
+  if (view === null || !runs.some(one => one.run === view.name) && !address().run) follow();
+  else showRuns(nav, runs, view.name);
+}
+
+// One small question every two seconds: of the run that is looked at; of all runs, now and then.
+async function look() {
+  if (view === null || Date.now() - overviewAt > 10_000) await lookAtRuns();
+  else await view.look();
+  live.textContent = "live";
+}
+
+const poll = new Poll(look, 2);
+poll.failed = error => { live.textContent = `no answer: ${error.message}; asking again`; };
+document.addEventListener("visibilitychange", () => { if (document.hidden) live.textContent = "paused"; });
+window.addEventListener("hashchange", () => { follow(); poll.now(); });
+setInterval(() => { if (!document.hidden) tick(); }, 1000);
+if (address().run) follow();
+poll.now();

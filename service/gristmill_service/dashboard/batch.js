@@ -1,0 +1,120 @@
+// One batch: its picture at once, the rest when it comes into sight.
+import { paths, read } from "./api.js";
+import { showBreaks } from "./breaks.js";
+import { make, section } from "./dom.js";
+import { showLoad } from "./load.js";
+import { showPicture } from "./picture.js";
+import { ScoresView } from "./scores.js";
+import { count, share } from "./text.js";
+
+export class BatchView {
+  constructor(run) {
+    this.run = run;
+    this.batch = null;
+    this.held = [];
+    this.choices = make("div", { class: "bar" });
+    this.facts = make("p", { class: "quiet small" });
+    this.picture = make("div", {});
+    this.load = make("div", {});
+    this.breaks = make("div", {});
+    this.scores = new ScoresView(run);
+    this.node = make("div", {},
+      make("section", { "aria-label": "Shards" }, this.choices, this.facts, this.picture),
+      section("Load per rank and micro-step", this.load),
+      this.broken = section("Where merging broke", this.breaks),
+      section("Scores and advantages", this.scores.node));
+    this.node.hidden = true;
+    this.sight = new IntersectionObserver(entries => entries.forEach(entry => entry.isIntersecting && this.see(entry.target)),
+      { rootMargin: "200px" });
+  }
+
+  async show(batch, model = "policy", miniBatch = null) {
+    const wanted = JSON.stringify([batch, model, miniBatch]);
+    if (wanted === this.wanted) return;
+    this.wanted = wanted;
+    this.node.hidden = false;
+    const query = `?model=${model}${miniBatch === null ? "" : `&mini_batch=${miniBatch}`}`;
+    let told;
+    try {
+      told = await read(paths.batch(this.run, batch, "picture", query));
+    } catch (error) {
+      if (wanted === this.wanted) this.refuse(batch, error);
+      return;
+    }
+    if (wanted !== this.wanted) return;
+    const isOther = batch !== this.batch;
+    Object.assign(this, { batch, told, model, miniBatch });
+    this.facts.textContent = facts(told);
+    this.showChoices();
+    showPicture(this.picture, told);
+    performance.mark("picture drawn");
+    showLoad(this.load, told);
+    if (isOther) {
+      this.seen = new Set();
+      for (const part of [this.breaks, this.scores.node]) {
+        this.sight.unobserve(part);
+        this.sight.observe(part);
+      }
+    }
+  }
+
+  refuse(batch, error) {
+    this.batch = null;
+    this.facts.textContent = "";
+    this.showChoices(batch);
+    this.picture.replaceChildren(make("p", { class: "empty" }, `Batch ${batch} cannot be shown: ${error.message}`));
+    for (const part of [this.load, this.breaks, this.scores.node]) part.replaceChildren();
+  }
+
+  async see(part) {
+    if (this.batch === null || this.seen.has(part)) return;
+    this.seen.add(part);
+    const batch = this.batch;
+    try {
+      if (part !== this.breaks) return await this.scores.show(batch);
+      const told = await read(paths.batch(this.run, batch, "breaks"));
+      if (batch === this.batch) showBreaks(part, told);
+    } catch (error) {
+      part.replaceChildren(make("p", { class: "quiet" }, error.message));
+    }
+  }
+
+  // Which batches there are. The one that is looked at stays until another is chosen.
+  offer(held) {
+    if (JSON.stringify(held) === JSON.stringify(this.held)) return;
+    this.held = held;
+    if (this.batch !== null) this.showChoices();
+  }
+
+  showChoices(batch = this.batch) {
+    const all = [...new Set([...this.held, batch])].sort((a, b) => a - b), at = all.indexOf(batch);
+    const go = to => { location.hash = `#/${encodeURIComponent(this.run)}/${to}`; };
+    const focused = this.choices.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
+    const choice = (label, options, value, change) => make("select", { "aria-label": label, onchange: event => change(event.target.value) },
+      options.map(([key, text]) => make("option", { value: key, selected: String(key) === String(value) }, text)));
+    this.choices.replaceChildren(make("h2", {}, `Batch ${batch}`),
+      make("button", { "aria-label": "older batch", disabled: at <= 0, onclick: () => go(all[at - 1]) }, "‹"),
+      choice("batch", all.map(one => [one, `batch ${one}`]), batch, go),
+      make("button", { "aria-label": "newer batch", disabled: at === all.length - 1, onclick: () => go(all[at + 1]) }, "›"),
+      ...(this.batch === null ? [] : this.partChoices(choice)));
+    if (focused) this.choices.querySelector(`[aria-label="${focused}"]`)?.focus();
+  }
+
+  partChoices(choice) {
+    const { told, model, miniBatch } = this, parts = [["", "all mini-batches"]];
+    for (let index = 0; index < told.mini_batches_in_all; index += 1) parts.push([index, `mini-batch ${index}`]);
+    const chosen = value => this.show(this.batch, model, value === "" ? null : Number(value));
+    return [
+      told.models.length > 1 ? choice("model", told.models.map(one => [one, one]), model, value => this.show(this.batch, value)) : null,
+      choice("mini-batch", parts, miniBatch ?? "", chosen),
+    ].filter(Boolean);
+  }
+}
+
+function facts(told) {
+  const merged = told.merge === "none" ? `${count(told.rows)} rows` : `${count(told.rows_received)} rows merged into ${count(told.rows)}`;
+  const { tokens = 0, padding_rows = 0, padding_share = 0, barrier_ratio = 1 } = told.metrics;
+  const dropped = told.dropped_uids ? ` · ${told.dropped_uids} groups dropped` : "";
+  return `${count(told.prompts)} groups · ${merged} · ${count(tokens)} tokens · ${share(padding_share)} padding · ` +
+    `${count(padding_rows)} padding rows · ${barrier_ratio.toFixed(2)} × the mean load at barriers · ${told.layout}${dropped}`;
+}

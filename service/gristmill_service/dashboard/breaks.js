@@ -1,0 +1,27 @@
+// Where merging broke: the token that differs, among those around it. Token ids only: the service knows no words.
+import { make, table } from "./dom.js";
+import { count, share } from "./text.js";
+
+const END = -1;
+const token = id => id === END ? "end" : String(id);
+
+export function showBreaks(parent, told) {
+  if (told.merge === "none") return parent.replaceChildren(make("p", { class: "quiet" }, "This run does not merge (merge: none)."));
+  if (!told.in_all) return parent.replaceChildren(make("p", { class: "quiet" },
+    `Nowhere: ${count(told.rows_received)} rows became ${count(told.rows)}.`));
+  const rest = told.in_all > told.breaks.length ? ` The first ${count(told.breaks.length)} are shown.` : "";
+  parent.replaceChildren(
+    make("p", {}, `${count(told.in_all)} of ${count(told.rows_received)} steps (${share(told.in_all / told.rows_received)}) did not ` +
+      `extend the step before them, and began a row of their own.${rest}`),
+    make("p", { class: "small" }, "Most often: ", told.pairs.slice(0, 5).flatMap((pair, index) => [index ? "; " : "",
+      make("code", {}, token(pair.was)), " came back as ", make("code", {}, token(pair.now)), ` ${count(pair.count)} ×`])),
+    make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Breaks" },
+      table(["trajectory", "step", "token", "in the step before", "in this step's prompt"], told.breaks.map(one => [
+        `${one.uid} sample ${one.sample}${one.round ? ` round ${one.round}` : ""}`, one.step, one.index,
+        context(one, one.was), context(one, one.now)]), "Where merging broke")));
+}
+
+function context(one, tokens) {
+  const before = one.before.slice(-3).join(" "), [first = END, ...after] = tokens.slice(0, 4);
+  return make("span", { class: "tokens" }, one.index > 3 ? "… " : "", before, " ", make("mark", {}, token(first)), " ", after.join(" "));
+}

@@ -1,0 +1,30 @@
+// The only way that nodes are made here: what is shown is text, never markup.
+export function make(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name === "class") node.className = value;
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value != null) node.setAttribute(name, value);
+  }
+  node.append(...children.flat().filter(child => child != null).map(child => child instanceof Node ? child : String(child)));
+  return node;
+}
+
+export function table(heads, rows, caption) {
+  const cell = (tag, value) => make(tag, typeof value === "number" ? { class: "number" } : {},
+    typeof value === "number" ? value.toLocaleString("en") : value);
+  const numeric = heads.map((_, index) => rows.length > 0 && rows.every(row => typeof row[index] === "number"));
+  return make("table", {},
+    caption ? make("caption", { class: "skip" }, caption) : null,
+    make("thead", {}, make("tr", {}, heads.map((head, index) =>
+      make("th", { scope: "col", class: numeric[index] ? "number" : "" }, head)))),
+    make("tbody", {}, rows.map(row => make("tr", {}, row.map(value => cell("td", value))))));
+}
+
+export function section(title, ...children) {
+  return make("section", { "aria-label": title }, make("div", { class: "bar" }, make("h2", {}, title)), ...children);
+}
+
+export const legend = entries => make("ul", { class: "legend small" },
+  entries.map(([kind, text]) => make("li", {}, make("i", { class: kind, "aria-hidden": "true" }), text)));

@@ -1,0 +1,71 @@
+// Loads: a lane a rank, micro-steps side by side, each as long as its slowest rank. What a lane leaves empty is waiting.
+import { canvas, colours, readout, walkable } from "./canvas.js";
+import { legend, make } from "./dom.js";
+import { count, share } from "./text.js";
+
+const LABEL = 62, END = 74;
+
+export function showLoad(parent, told) {
+  const words = readout("Point at a micro-step, or walk through them with the arrow keys.");
+  const unit = told.load_unit === "tokens" ? "tokens" : told.load_unit;
+  const lanes = told.mini_batches.map(part => lanesOf(part, told, words, unit));
+  const whole = Math.max(1, ...lanes.map(one => one.length));
+  lanes.forEach(one => { one.whole = whole; });
+  const cells = told.micro_steps_per_cell > 1 ? ` Each cell is ${told.micro_steps_per_cell} micro-steps added up.` : "";
+  parent.replaceChildren(
+    make("div", { class: "bar" }, legend([["trained", `works (${unit})`], ["wait", "waits for the slowest rank"]]),
+      make("span", { class: "quiet small end" }, `${cells} At the right: how much of its time a rank waits.`)),
+    ...lanes.flatMap(one => [one.title, one.shape.node]), words);
+  lanes.forEach(one => one.shape.redraw());
+}
+
+function lanesOf(part, told, words, unit) {
+  const loads = part.shards.map(shard => shard.load), steps = Math.max(0, ...loads.map(load => load.length));
+  const slowest = Array.from({ length: steps }, (_, step) => Math.max(...loads.map(load => load[step] ?? 0)));
+  const starts = slowest.reduce((ends, one) => [...ends, ends.at(-1) + one], [0]), length = starts.at(-1);
+  const lane = loads.length > 32 ? 8 : 16, whole = { length };
+  const idle = loads.map(load => length ? 1 - load.reduce((sum, one) => sum + one, 0) / length : 0);
+  const title = make("p", { class: "small quiet" }, `mini-batch ${part.index}: ${steps} micro-steps, ranks wait ` +
+    `${share(idle.reduce((sum, one) => sum + one, 0) / Math.max(1, idle.length))} of their time`);
+  const shape = canvas(`Mini-batch ${part.index}: load of ${loads.length} ranks in ${steps} micro-steps`, lane * loads.length + 2,
+    (context, width) => {
+      const paint = colours("trained", "padding", "quiet", "card", "text"), scale = (width - LABEL - END) / whole.whole;
+      loads.forEach((load, rank) => {
+        const y = rank * lane + 1;
+        context.fillStyle = paint.quiet;
+        if (lane > 8 || rank % 8 === 0) {
+          context.fillText(`rank ${rank}`, 0, y + lane / 2);
+          context.fillText(share(idle[rank]), width - END + 12, y + lane / 2);
+        }
+        load.forEach((value, step) => {
+          const x = LABEL + starts[step] * scale, wide = slowest[step] * scale, gap = wide > 4 ? 1 : 0;
+          context.fillStyle = paint.padding;
+          context.fillRect(x, y, wide - gap, lane - 2);
+          context.fillStyle = paint.trained;
+          context.fillRect(x, y, Math.max(0, value * scale - gap), lane - 2);
+        });
+      });
+      if (shape.chosen) {
+        const [rank, step] = shape.chosen;
+        context.strokeStyle = paint.text;
+        context.lineWidth = 1.5;
+        context.strokeRect(LABEL + starts[step] * scale - .5, rank * lane + .5, slowest[step] * scale, lane - 1);
+      }
+    });
+  const own = { title, shape, length, set whole(value) { whole.whole = value; } };
+  walkable(shape, {
+    readout: words,
+    find(x, y) {
+      const rank = Math.floor(y / lane), at = (x - LABEL) * whole.whole / (shape.node.clientWidth - LABEL - END);
+      const step = starts.findIndex((start, index) => at >= start && at < starts[index + 1]);
+      return rank >= 0 && rank < loads.length && step >= 0 ? [rank, step] : null;
+    },
+    move: (chosen, right, down) => steps ? [
+      Math.min(loads.length - 1, Math.max(0, (chosen?.[0] ?? 0) + down)),
+      Math.min(steps - 1, Math.max(0, (chosen?.[1] ?? 0) + right))] : null,
+    tell: ([rank, step]) => `mini-batch ${part.index}, rank ${rank}, micro-step ${step * told.micro_steps_per_cell}: ` +
+      `${count(loads[rank][step] ?? 0)} ${unit === "tokens" ? "tokens" : "(in FLOPs)"}; the slowest, rank ` +
+      `${loads.findIndex(load => (load[step] ?? 0) === slowest[step])}, has ${count(slowest[step])}`,
+  });
+  return own;
+}

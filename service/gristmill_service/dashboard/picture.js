@@ -1,0 +1,105 @@
+// The picture of a batch: a panel a shard, a bar a row, all to one scale.
+import { canvas, colours, readout, snap, walkable } from "./canvas.js";
+import { legend, make, table } from "./dom.js";
+import { count, share } from "./text.js";
+
+const PARTS = ["prompt", "observation", "trained", "padding"];
+const GAP = 10, HEAD = 18, ALL_BARS = 470, MOST_RANKS = 16;
+
+export function showPicture(parent, told) {
+  const widest = Math.max(1, ...told.mini_batches.flatMap(part => part.shards.map(shard =>
+    shard.trained.reduce((most, _, bar) => Math.max(most, total(shard, bar)), 0))));
+  const bars = told.mini_batches.map(part => Math.max(1, ...part.shards.map(shard => shard.trained.length)));
+  const lines = Math.ceil(Math.max(1, ...told.mini_batches.map(part => part.shards.length)) / MOST_RANKS);
+  const height = Math.min(9, Math.max(1, ALL_BARS / lines / bars.reduce((sum, one) => sum + one, 0)));
+  const words = readout("Point at a row, or walk through them with the arrow keys.");
+  const panels = told.mini_batches.map((part, index) => panel(told, part, { widest, height, bars: bars[index], words }));
+  parent.replaceChildren(
+    make("div", { class: "bar" }, legend([["prompt", "prompt"], ["observation", "observation (loss mask 0)"],
+      ["trained", "trained"], ["padding", "padding"]]), make("span", { class: "quiet small end" }, scale(told, widest))),
+    ...panels.flatMap(one => [one.title, one.shape.node]), words,
+    ...(told.mini_batches.length < told.mini_batches_in_all && told.mini_batches.length > 1 || leftOut(told) ?
+      [make("p", { class: "quiet small" }, `${told.mini_batches.length} of ${told.mini_batches_in_all} mini-batches are drawn; choose others above.`)] : []),
+    make("details", {}, make("summary", {}, "The same as a table"), make("div", { class: "scroll", tabindex: "0", role: "region",
+      "aria-label": "Tokens of each shard" }, shardTable(told))));
+  panels.forEach(one => one.shape.redraw());
+}
+
+const leftOut = told => told.mini_batches.length < told.mini_batches_in_all;
+const total = (shard, bar) => PARTS.reduce((sum, name) => sum + shard[name][bar], 0);
+
+function scale(told, widest) {
+  const rows = told.rows_per_bar > 1 ? `a bar is ${told.rows_per_bar} rows; ` : "";
+  return `${rows}the widest bar is ${count(widest)} tokens`;
+}
+
+function panel(told, part, { widest, height, bars, words }) {
+  const ranks = part.shards.length, columns = Math.min(ranks, MOST_RANKS), lines = Math.ceil(ranks / columns);
+  const tall = HEAD + bars * height, paddingFirst = told.layout === "left_padded";
+  const box = (rank, width) => {
+    const wide = (width - GAP * (columns - 1)) / columns;
+    return { left: rank % columns * (wide + GAP), top: Math.floor(rank / columns) * (tall + 6), wide };
+  };
+  const title = make("p", { class: "small quiet" }, `mini-batch ${part.index}: ${count(part.rows)} rows` +
+    `${part.padding_rows ? ` and ${count(part.padding_rows)} padding rows` : ""}, ${count(part.loss_tokens)} trained tokens`);
+  const shape = canvas(`Mini-batch ${part.index}: a panel for each of ${ranks} ranks, a bar for each row`, lines * (tall + 6), (context, width) => {
+    const paint = colours(...PARTS, "grid", "quiet", "text");
+    part.shards.forEach((shard, rank) => drawShard(context, shard, rank, box(rank, width), paint));
+    if (shape.chosen) outline(context, box(shape.chosen[0], width), shape.chosen[1], paint.text);
+  });
+  function drawShard(context, shard, rank, { left, top, wide }, paint) {
+    context.fillStyle = paint.quiet;
+    context.fillText(columns > 10 ? `${rank}` : `rank ${rank}`, left, top + HEAD / 2);
+    const order = paddingFirst ? ["padding", ...PARTS.slice(0, 3)] : PARTS, gap = height >= 4 ? 1 : 0;
+    for (let bar = 0; bar < shard.trained.length; bar += 1) {
+      const y = snap(top + HEAD + bar * height), tallness = snap(top + HEAD + (bar + 1) * height) - y - gap;
+      let x = left;
+      for (const name of order) {
+        const long = shard[name][bar] / widest * wide;
+        context.fillStyle = paint[name];
+        if (long > 0) context.fillRect(x, y, long, tallness);
+        x += long;
+      }
+    }
+  }
+  function outline(context, { left, top, wide }, bar, colour) {
+    context.strokeStyle = colour;
+    context.lineWidth = 1.5;
+    context.strokeRect(left - 1, top + HEAD + bar * height - 1.5, wide + 2, height + 2);
+  }
+  walkable(shape, {
+    readout: words,
+    find(x, y) {
+      for (let rank = 0; rank < ranks; rank += 1) {
+        const { left, top, wide } = box(rank, shape.node.clientWidth), bar = Math.floor((y - top - HEAD) / height);
+        if (x >= left && x <= left + wide && bar >= 0 && bar < part.shards[rank].trained.length) return [rank, bar];
+      }
+      return null;
+    },
+    move(chosen, right, down) {
+      const [rank, bar] = chosen ?? [0, 0], next = (rank + right + ranks) % ranks;
+      const most = part.shards[next].trained.length;
+      return most ? [next, Math.min(most - 1, Math.max(0, bar + down))] : null;
+    },
+    tell: ([rank, bar]) => `mini-batch ${part.index}, rank ${rank}, ${named(told, part.shards[rank], bar)}: ` +
+      PARTS.map(name => `${name} ${count(part.shards[rank][name][bar])}`).join(", "),
+  });
+  return { title, shape };
+}
+
+function named(told, shard, bar) {
+  if (!shard.row) return `rows ${bar * told.rows_per_bar} to ${Math.min(shard.rows, (bar + 1) * told.rows_per_bar) - 1} of the shard`;
+  if (shard.row[bar] < 0) return "padding row";
+  const [first, last] = [shard.first[bar], shard.last[bar]];
+  return `row ${shard.row[bar]} (${told.groups[shard.group[bar]] ?? "group"} sample ${shard.sample[bar]}, ` +
+    `${first === last ? `step ${first}` : `steps ${first} to ${last}`})`;
+}
+
+function shardTable(told) {
+  const sum = values => values.reduce((total, value) => total + value, 0);
+  return table(["mini-batch", "rank", "rows", "prompt", "observation", "trained", "padding", "padding share"],
+    told.mini_batches.flatMap(part => part.shards.map((shard, rank) => {
+      const sums = ["prompt", "observation", "trained", "padding"].map(name => sum(shard[name]));
+      return [part.index, rank, shard.rows, ...sums, share(sums[3] / Math.max(1, sum(sums)))];
+    })), "Tokens of each shard");
+}

@@ -1,0 +1,81 @@
+// One run: how it is, what holds it up, and the batch that is looked at.
+import { paths, readVersion } from "./api.js";
+import { BatchView } from "./batch.js";
+import { make, section, table } from "./dom.js";
+import { badge } from "./runs.js";
+import { bytes, count, place, setClock, since } from "./text.js";
+import { TimelineView } from "./timeline.js";
+
+export class RunView {
+  constructor(name) {
+    this.name = name;
+    this.title = make("div", { class: "title" }, make("h1", {}, name));
+    this.tiles = make("dl", { class: "tiles" });
+    this.findings = make("ul", { class: "findings", "aria-label": "What holds the run up" });
+    this.findings.hidden = true;
+    this.batch = new BatchView(name);
+    this.timeline = new TimelineView(name);
+    this.waiting = make("div", {});
+    this.node = make("div", {}, this.title, this.tiles, this.findings, this.batch.node, this.timeline.node,
+      section("What waits, and for how long", this.waiting));
+    this.look();
+  }
+
+  show(batch) {
+    this.wanted = batch;
+    if (batch !== null) this.batch.show(batch);
+  }
+
+  async look() {
+    const { body, changed } = await readVersion(paths.health(this.name));
+    if (!changed && this.health) return;
+    setClock(body.now);
+    this.health = body;
+    this.title.replaceChildren(make("h1", {}, this.name), badge(body.state),
+      make("span", { class: "quiet" }, "policy version ", count(body.policy_version)));
+    this.tiles.replaceChildren(...tiles(body));
+    this.showFindings(body);
+    const held = body.batches.filter(batch => batch.state === "published").map(batch => batch.batch);
+    if (this.wanted == null && held.length) this.show(held.at(-1));
+    this.batch.offer(held);
+    this.timeline.update(body);
+    this.waiting.replaceChildren(...waiting(body));
+  }
+
+  showFindings(body) {
+    this.findings.hidden = !body.findings.length;
+    this.findings.replaceChildren(...body.findings.map(one => make("li", {},
+      make("b", { class: `state ${one.level === "note" ? "" : one.level}` }, one.level), " ", one.text,
+      ...(one.since == null ? [] : [", for ", since(one.since, body.watched_since)]))));
+  }
+}
+
+function tiles(body) {
+  const tile = (name, value, more) => make("div", {}, make("dt", {}, name), make("dd", {}, value, " ", make("span", {}, more)));
+  const room = body.groups_room >= 2 ** 31 ? "any" : count(body.groups_room);
+  const dropped = Object.values(body.groups_dropped).reduce((sum, one) => sum + one, 0);
+  return [
+    tile("groups", `${count(body.groups_open)} open`, `${count(body.groups_complete)} complete, room for ${room}`),
+    tile("groups dropped", count(dropped), Object.entries(body.groups_dropped).map(([why, n]) => `${why} ${n}`).join(", ")),
+    tile("batches", `${count(body.batches_published)} made`, `${count(body.batches_freed)} freed, ${body.batches_failed} failed`),
+    tile("held", bytes(body.row_bytes + body.shard_bytes), `rows ${bytes(body.row_bytes)}`),
+    tile("rows", count(body.rows_accepted), make("span", {}, "last ", since(body.rows_since, body.watched_since), " ago")),
+  ];
+}
+
+function waiting(body) {
+  const seen = seconds => seconds == null ? "not known" : since(seconds, body.watched_since);
+  const groups = body.open_groups.map(one => [one.uid, `${one.complete} of ${one.samples} samples`, one.rows, since(one.since)]);
+  const batches = body.batches.map(one => [`batch ${one.batch}`, one.state, one.prompts, seen(one.since)]);
+  const ranks = body.models.flatMap(model => model.ranks.map(rank => [
+    `${model.model} rank ${rank.rank}`, place(rank.next),
+    rank.has_shard ? "published, not acknowledged" : "waits for the batch", seen(rank.has_shard ? rank.available : rank.since)]));
+  const part = (title, heads, rows, none) => make("div", {}, make("h3", { class: "small" }, title),
+    rows.length ? make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title },
+      table(heads, rows, title)) : make("p", { class: "quiet" }, none));
+  return [make("div", { class: "pair" },
+    make("div", {},
+      part("Oldest open groups", ["group", "complete", "rows", "open for"], groups, "No group is open."),
+      part("Batches that are held", ["batch", "state", "groups", "for"], batches, "No batch is held.")),
+    part("Ranks", ["rank", "next", "state", "for"], ranks, "No ranks."))];
+}

@@ -1,0 +1,24 @@
+// The list of runs: a word and a shape for how each is, never a colour alone.
+import { make } from "./dom.js";
+import { count } from "./text.js";
+
+const SIGNS = { well: "●", slow: "▲", stuck: "■", finished: "✓" };
+
+export const badge = state => make("span", { class: `state ${state ?? ""}` }, state ? `${SIGNS[state]} ${state}` : "elsewhere");
+
+function line(run) {
+  if (run.state == null) return "another replica decides for it";
+  return `${count(run.groups_open)} groups open · ${count(run.batches_published)} batches`;
+}
+
+let shown = "";
+export function showRuns(nav, runs, current) {
+  const told = JSON.stringify([runs.map(run => [run.run, run.state, line(run)]), current]);
+  if (told === shown) return;
+  shown = told;
+  const focused = nav.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
+  nav.replaceChildren(make("ul", {}, runs.map(run => make("li", {}, make("a",
+    { href: `#/${encodeURIComponent(run.run)}`, "aria-current": run.run === current ? "page" : null },
+    run.run, make("br"), badge(run.state), make("br"), make("span", { class: "quiet small" }, line(run)))))));
+  if (focused) [...nav.querySelectorAll("a")].find(link => link.getAttribute("href") === focused)?.focus();
+}

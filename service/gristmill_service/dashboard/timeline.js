@@ -1,0 +1,96 @@
+// The ranks' time line: when each worked on which batch, and when it had nothing to work on.
+import { paths, read } from "./api.js";
+import { canvas, colours } from "./canvas.js";
+import { legend, make } from "./dom.js";
+import { duration, now } from "./text.js";
+
+const LABEL = 62, MOST = 64;
+
+export class TimelineView {
+  constructor(run) {
+    this.run = run;
+    this.seconds = 600;
+    this.picture = make("div", {});
+    const spans = [[120, "2 minutes"], [600, "10 minutes"], [3600, "an hour"], [14400, "4 hours"]];
+    this.node = make("section", { "aria-label": "Time line of ranks" }, make("div", { class: "bar" }, make("h2", {}, "Time line of ranks"),
+      make("select", { "aria-label": "how far back", onchange: event => { this.seconds = Number(event.target.value); this.refresh(); } },
+        spans.map(([value, text]) => make("option", { value, selected: value === this.seconds }, text))),
+      legend([["trained", "works on an even batch"], ["prompt", "on an odd one"], ["wait", "began, not acknowledged"]])), this.picture);
+    new IntersectionObserver(entries => { this.inSight = entries.at(-1).isIntersecting; if (this.inSight) this.refresh(); },
+      { rootMargin: "100px" }).observe(this.node);
+  }
+
+  // Asks only when it is seen, and something happened.
+  update(health) {
+    const version = JSON.stringify([health.steps_seen, health.batches_published, health.models.map(model => model.incarnation)]);
+    if (version === this.version) return;
+    this.version = version;
+    if (this.inSight) this.refresh();
+  }
+
+  async refresh() {
+    try {
+      const told = await read(paths.timeline(this.run, "policy", this.seconds));
+      draw(this.picture, told);
+    } catch (error) {
+      this.picture.replaceChildren(make("p", { class: "quiet" }, error.message));
+    }
+  }
+}
+
+function spansOf(rank, told, published) {
+  let before = told.begin;
+  const spans = rank.passed.map(([at, batch, epoch, miniBatch]) => {
+    const begin = Math.max(before, published.get(batch) ?? before);
+    before = at;
+    return { begin: Math.min(begin, at), end: at, batch, what: `batch ${batch} epoch ${epoch} mini-batch ${miniBatch}` };
+  });
+  const ready = published.get(rank.next.batch);
+  const open = ready == null ? null : { begin: Math.max(rank.since, ready, told.begin), end: told.end, batch: rank.next.batch };
+  return { spans, open };
+}
+
+function draw(parent, told) {
+  const ranks = told.ranks.slice(0, MOST), lane = ranks.length > 24 ? 9 : 16, length = Math.max(1, told.end - told.begin);
+  const published = new Map(told.batches.map(one => [one.batch, one.published]));
+  const lines = ranks.map(rank => spansOf(rank, told, published));
+  const waited = ranks.map((rank, index) => 1 - [...lines[index].spans, lines[index].open].filter(Boolean)
+    .reduce((sum, span) => sum + span.end - span.begin, 0) / length);
+  const label = `Of ${told.ranks_in_all} ranks over ${duration(length)}: ` +
+    ranks.slice(0, 8).map((_, rank) => `rank ${rank} had nothing to work on for ${Math.round(100 * Math.max(0, waited[rank]))}%`).join(", ");
+  const shape = canvas(label, lane * ranks.length + 36, (context, width) => {
+    const paint = colours("trained", "prompt", "padding", "grid", "quiet"), x = at => LABEL + (at - told.begin) / length * (width - LABEL - 4);
+    lines.forEach(({ spans, open }, rank) => {
+      const y = 18 + rank * lane;
+      context.fillStyle = paint.grid;
+      context.fillRect(LABEL, y, width - LABEL - 4, lane - 3);
+      context.fillStyle = paint.quiet;
+      if (lane > 9 || rank % 8 === 0) context.fillText(`rank ${rank}`, 0, y + lane / 2 - 1);
+      for (const span of [...spans, open].filter(Boolean)) {
+        context.fillStyle = span === open ? paint.padding : span.batch % 2 ? paint.prompt : paint.trained;
+        context.fillRect(x(span.begin), y, Math.max(1.5, x(span.end) - x(span.begin) - 1), lane - 3);
+      }
+    });
+    marks(context, told, x, lane * ranks.length + 18, width, paint);
+  });
+  const more = told.ranks_in_all > ranks.length ? [make("p", { class: "quiet small" }, `The first ${ranks.length} of ${told.ranks_in_all} ranks are drawn.`)] : [];
+  parent.replaceChildren(shape.node, ...more);
+  shape.redraw();
+}
+
+// When batches were published, and how long ago that is.
+function marks(context, told, x, bottom, width, paint) {
+  let free = LABEL - 1;
+  for (const { batch, published } of told.batches) {
+    if (published < told.begin || x(published) < free) continue;
+    context.fillStyle = paint.quiet;
+    context.fillRect(x(published), 12, 1, bottom - 12);
+    const text = `batch ${batch}`, wide = context.measureText(text).width, left = Math.min(x(published), width - wide);
+    context.fillText(text, left, 6);
+    free = left + wide + 10;
+  }
+  context.fillStyle = paint.quiet;
+  context.fillText(`${duration(now() - told.begin)} ago`, LABEL, bottom + 8);
+  const last = "now";
+  context.fillText(last, width - context.measureText(last).width - 4, bottom + 8);
+}
