@@ -8,6 +8,7 @@ import typer
 
 import gristmill
 from gristmill_service import export, offline, serve
+from gristmill_service.watching import commands as watching
 
 app = typer.Typer(
     name="gristmill", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -32,6 +33,7 @@ def about(
 serve.register(app)
 offline.register(app)
 export.register(app)
+watching.register(app)
 
 
 def main() -> None:

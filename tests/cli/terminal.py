@@ -1,0 +1,139 @@
+"""The command line as people use it: piped, on a terminal of its own, and followed line by line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import queue
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+GRISTMILL = str(Path(sys.executable).with_name("gristmill"))
+CONFIG = {
+    "train_batch_size": 2,
+    "n_samples_per_prompt": 2,
+    "policy_mini_batch_size": 1,
+    "micro_batch": {"size": 2},
+    "dp_size": 2,
+    "max_buffered_batches": 2,
+}
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("GRISTMILL_")} | more
+
+
+def gristmill(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [GRISTMILL, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(**variables),
+        check=False,
+    )
+
+
+class Followed:
+    """A command that goes on, with the JSON objects that it prints."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def until(self, event: str, timeout_s: float = 30.0) -> list[dict[str, Any]]:
+        """What was printed up to the first of this event."""
+        found: list[dict[str, Any]] = []
+        deadline = time.monotonic() + timeout_s
+        while not found or found[-1]["event"] != event:
+            line = self._lines.get(timeout=max(0.1, deadline - time.monotonic()))
+            assert line is not None, f"it ended before {event!r}: {found}"
+            found.append(json.loads(line))
+        return found
+
+
+@contextmanager
+def followed(*arguments: object) -> Iterator[Followed]:
+    command = [GRISTMILL, *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    try:
+        yield Followed(process)
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+
+
+class Screen:
+    """A command on a terminal; `text` is all that it wrote so far."""
+
+    def __init__(self, process: subprocess.Popen[bytes], terminal: int) -> None:
+        self.process, self._terminal = process, terminal
+        self.text = ""
+
+    def press(self, keys: str) -> None:
+        os.write(self._terminal, keys.encode())
+
+    def until(self, text: str, timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text not in self.text:
+            assert time.monotonic() < deadline, self.text[-2000:]
+            self._read()
+
+    def ended(self) -> int:
+        """Its exit status, once it has ended by itself."""
+        deadline = time.monotonic() + 30.0
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline
+            self._read()
+        return self.process.wait()
+
+    @property
+    def echoes(self) -> bool:
+        """As a terminal does that was left as it was found."""
+        return bool(termios.tcgetattr(self._terminal)[3] & termios.ECHO)
+
+    def _read(self) -> None:
+        os.set_blocking(self._terminal, False)
+        try:
+            self.text += os.read(self._terminal, 1 << 16).decode(errors="replace")
+        except (BlockingIOError, OSError):
+            time.sleep(0.02)
+
+
+@contextmanager
+def on_terminal(*arguments: object) -> Iterator[Screen]:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, 160))
+    process = subprocess.Popen(
+        [GRISTMILL, *map(str, arguments)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment(TERM="xterm"),
+        start_new_session=True,
+        # Its own, so that Ctrl-C reaches it as it does from a keyboard.
+        preexec_fn=lambda: __import__("fcntl").ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    try:
+        yield Screen(process, ours)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(theirs)
+        os.close(ours)

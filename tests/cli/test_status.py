@@ -1,0 +1,138 @@
+"""`gristmill status`: what a person, and a probe, is told of a service."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from gristmill import RolloutClient
+from gristmill_service.service import Service
+from tests.cli.rollouts import create, fill, train
+from tests.cli.terminal import gristmill
+from tests.serving import StartService
+
+NOBODY = "127.0.0.1:1"
+
+
+def test_all_runs_are_on_one_screen(service: Service, run_name: str) -> None:
+    create(service.grpc_address, run_name)
+    fill(service.grpc_address, run_name, "a", "b", "c")
+    told = gristmill("status", "--address", service.grpc_address)
+    assert (told.returncode, told.stderr) == (0, "")
+    [line] = [line for line in told.stdout.splitlines() if line.startswith(run_name)]
+    assert line.split()[1:] == ["collecting", "0", "0", "1", "1", "1", "1", "0", *line.split()[-3:-1], "6"]
+
+
+def test_one_run_is_shown_whole(service: Service, run_name: str) -> None:
+    create(service.grpc_address, run_name)
+    fill(service.grpc_address, run_name, "a", "b")
+    train(service.grpc_address, run_name)
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.begin_groups(["c"])
+        client.abort_group("c", reason="no_answer")
+    told = gristmill("status", run_name, "--address", service.grpc_address)
+    assert told.returncode == 0
+    for words in ("1 sealed, 1 published, 1 freed", "1 no_answer", "4 accepted", "2 ranks", "batch 1 mini-batch 0"):
+        assert words in told.stdout
+
+
+def test_programs_get_one_object_with_the_names_of_the_contract(service: Service, run_name: str) -> None:
+    create(service.grpc_address, run_name)
+    told = json.loads(gristmill("status", run_name, "--json", "--address", service.grpc_address).stdout)
+    [run] = told["runs"]
+    assert [one["trouble"] for one in told["replicas"]] == [""]
+    assert (run["run"], run["batches_sealed"], run["health"]["state"]) == (run_name, 0, "idle")
+    assert [len(model["next"]) for model in run["models"]] == [2]
+    assert run["config"]["train_batch_size"] == 2
+
+
+def test_the_address_may_come_from_the_environment(service: Service) -> None:
+    assert gristmill("status", GRISTMILL_ADDRESS=service.grpc_address).returncode == 0
+
+
+def test_a_service_that_is_down_is_status_2_in_one_line() -> None:
+    told = gristmill("status", "--address", NOBODY)
+    assert (told.returncode, told.stdout) == (2, "")
+    assert told.stderr.startswith(f"unreachable: {NOBODY}: the service cannot be reached")
+    assert len(told.stderr.splitlines()) == 1
+
+
+def test_a_replica_that_is_away_is_told_and_the_others_answer(service: Service, run_name: str) -> None:
+    create(service.grpc_address, run_name)
+    told = gristmill("status", run_name, "--address", f"{NOBODY},{service.grpc_address}")
+    assert told.returncode == 1
+    assert f"at {NOBODY}: {NOBODY}: the service cannot be reached" in told.stdout
+    assert f"at {service.grpc_address}: ready" in told.stdout
+    assert run_name in told.stdout
+
+
+def test_a_run_that_there_is_not_is_refused(service: Service) -> None:
+    told = gristmill("status", "no-such-run", "--address", service.grpc_address)
+    assert told.returncode == 1
+    assert told.stderr.startswith("refused: run 'no-such-run' does not exist")
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    told = gristmill("status", "--address", "http://somewhere")
+    assert (told.returncode, told.stderr.startswith("refused: address is")) == (1, True)
+
+
+def test_a_batch_that_could_not_be_made_is_stuck(service: Service, run_name: str) -> None:
+    create(service.grpc_address, run_name, on_misaligned="error", policy_mini_batch_size=1, dp_size=4)
+    fill(service.grpc_address, run_name, "a", "b")
+    with RolloutClient(service.grpc_address, run_name) as client:
+        while not (failed := client.status().failed_batches):
+            pass
+    told = gristmill("status", run_name, "--json", "--address", service.grpc_address)
+    assert told.returncode == 1
+    [run] = json.loads(told.stdout)["runs"]
+    assert run["health"]["is_stuck"]
+    assert failed[0] in run["health"]["reason"]
+
+
+def test_a_run_in_which_nothing_moves_is_stuck_for_who_waits(service: Service, run_name: str) -> None:
+    create(service.grpc_address, run_name)
+    fill(service.grpc_address, run_name, "a", "b", "c", "d")
+    assert gristmill("status", run_name, "--address", service.grpc_address).returncode == 0
+    told = gristmill("status", run_name, "--for", 0.2, "--address", service.grpc_address)
+    assert told.returncode == 1
+    assert "nothing moved in 0 s: producers wait for the trainer: 2 batches not committed" in told.stdout
+
+
+def test_a_run_that_is_done_is_never_stuck(service: Service, run_name: str) -> None:
+    create(service.grpc_address, run_name)
+    fill(service.grpc_address, run_name, "a", "b")
+    train(service.grpc_address, run_name)
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.finish()
+    told = gristmill("status", run_name, "--for", 0.2, "--address", service.grpc_address)
+    assert (told.returncode, "finished, 1 batch trained" in told.stdout) == (0, True)
+
+
+def test_a_service_that_is_not_ready_says_why(start_service: StartService, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(small)], check=False).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        journal = small / "journal"
+        service = start_service("--store", "memory", "--journal-dir", str(journal))
+        create(service.grpc_address, "run")
+        _fill_up(small)
+        while (told := gristmill("status", "--address", service.grpc_address)).returncode == 0:
+            pass
+        assert told.returncode == 1
+        assert "not ready: " in told.stdout
+        assert "is full" in told.stdout
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def _fill_up(directory: Path) -> None:
+    with directory.joinpath("filled").open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(b"x" * 4096):
+            pass
