@@ -5,7 +5,7 @@ import { make, section } from "./dom.js";
 import { showLoad } from "./load.js";
 import { showPicture } from "./picture.js";
 import { ScoresView } from "./scores.js";
-import { count, share } from "./text.js";
+import { count, share, some } from "./text.js";
 
 export class BatchView {
   constructor(run) {
@@ -112,9 +112,9 @@ export class BatchView {
 }
 
 function facts(told) {
-  const merged = told.merge === "none" ? `${count(told.rows)} rows` : `${count(told.rows_received)} rows merged into ${count(told.rows)}`;
+  const merged = told.merge === "none" ? some(told.rows, "row") : `${some(told.rows_received, "row")} merged into ${count(told.rows)}`;
   const { tokens = 0, padding_rows = 0, padding_share = 0, barrier_ratio = 1 } = told.metrics;
   const dropped = told.dropped_uids ? ` · ${told.dropped_uids} groups dropped` : "";
-  return `${count(told.prompts)} groups · ${merged} · ${count(tokens)} tokens · ${share(padding_share)} padding · ` +
-    `${count(padding_rows)} padding rows · ${barrier_ratio.toFixed(2)} × the mean load at barriers · ${told.layout}${dropped}`;
+  return `${some(told.prompts, "group")} · ${merged} · ${count(tokens)} tokens · ${share(padding_share)} padding · ` +
+    `${some(padding_rows, "padding row")} · ${barrier_ratio.toFixed(2)} × the mean load at barriers · ${told.layout}${dropped}`;
 }

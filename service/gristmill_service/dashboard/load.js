@@ -1,7 +1,7 @@
 // Loads: a lane a rank, micro-steps side by side, each as long as its slowest rank. What a lane leaves empty is waiting.
 import { canvas, colours, readout, walkable } from "./canvas.js";
 import { legend, make } from "./dom.js";
-import { count, share } from "./text.js";
+import { count, share, some } from "./text.js";
 
 const LABEL = 62, END = 74;
 
@@ -25,7 +25,7 @@ function lanesOf(part, told, words, unit) {
   const starts = slowest.reduce((ends, one) => [...ends, ends.at(-1) + one], [0]), length = starts.at(-1);
   const lane = loads.length > 32 ? 8 : 16, whole = { length };
   const idle = loads.map(load => length ? 1 - load.reduce((sum, one) => sum + one, 0) / length : 0);
-  const title = make("p", { class: "small quiet" }, `mini-batch ${part.index}: ${steps} micro-steps, ranks wait ` +
+  const title = make("p", { class: "small quiet" }, `mini-batch ${part.index}: ${some(steps, "micro-step")}, ranks wait ` +
     `${share(idle.reduce((sum, one) => sum + one, 0) / Math.max(1, idle.length))} of their time`);
   const shape = canvas(`Mini-batch ${part.index}: load of ${loads.length} ranks in ${steps} micro-steps`, lane * loads.length + 2,
     (context, width) => {

@@ -1,7 +1,7 @@
 // The picture of a batch: a panel a shard, a bar a row, all to one scale.
 import { canvas, colours, readout, snap, walkable } from "./canvas.js";
 import { legend, make, table } from "./dom.js";
-import { count, share } from "./text.js";
+import { count, share, some } from "./text.js";
 
 const PARTS = ["prompt", "observation", "trained", "padding"];
 const GAP = 10, HEAD = 18, ALL_BARS = 470, MOST_RANKS = 16;
@@ -18,8 +18,7 @@ export function showPicture(parent, told) {
     make("div", { class: "bar" }, legend([["prompt", "prompt"], ["observation", "observation (loss mask 0)"],
       ["trained", "trained"], ["padding", "padding"]]), make("span", { class: "quiet small end" }, scale(told, widest))),
     ...panels.flatMap(one => [one.title, one.shape.node]), words,
-    ...(told.mini_batches.length < told.mini_batches_in_all && told.mini_batches.length > 1 || leftOut(told) ?
-      [make("p", { class: "quiet small" }, `${told.mini_batches.length} of ${told.mini_batches_in_all} mini-batches are drawn; choose others above.`)] : []),
+    ...(leftOut(told) ? [make("p", { class: "quiet small" }, `${told.mini_batches.length} of ${told.mini_batches_in_all} mini-batches are drawn; others may be chosen above.`)] : []),
     make("details", {}, make("summary", {}, "The same as a table"), make("div", { class: "scroll", tabindex: "0", role: "region",
       "aria-label": "Tokens of each shard" }, shardTable(told))));
   panels.forEach(one => one.shape.redraw());
@@ -40,8 +39,8 @@ function panel(told, part, { widest, height, bars, words }) {
     const wide = (width - GAP * (columns - 1)) / columns;
     return { left: rank % columns * (wide + GAP), top: Math.floor(rank / columns) * (tall + 6), wide };
   };
-  const title = make("p", { class: "small quiet" }, `mini-batch ${part.index}: ${count(part.rows)} rows` +
-    `${part.padding_rows ? ` and ${count(part.padding_rows)} padding rows` : ""}, ${count(part.loss_tokens)} trained tokens`);
+  const title = make("p", { class: "small quiet" }, `mini-batch ${part.index}: ${some(part.rows, "row")}` +
+    `${part.padding_rows ? ` and ${some(part.padding_rows, "padding row")}` : ""}, ${some(part.loss_tokens, "trained token")}`);
   const shape = canvas(`Mini-batch ${part.index}: a panel for each of ${ranks} ranks, a bar for each row`, lines * (tall + 6), (context, width) => {
     const paint = colours(...PARTS, "grid", "quiet", "text");
     part.shards.forEach((shard, rank) => drawShard(context, shard, rank, box(rank, width), paint));

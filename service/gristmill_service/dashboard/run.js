@@ -18,7 +18,8 @@ export class RunView {
     this.waiting = make("div", {});
     this.node = make("div", {}, this.title, this.tiles, this.findings, this.batch.node, this.timeline.node,
       section("What waits, and for how long", this.waiting));
-    this.look();
+    // The first answer as early as can be; whoever polls tells what went wrong.
+    this.look().catch(() => {});
   }
 
   show(batch) {
@@ -28,7 +29,7 @@ export class RunView {
 
   async look() {
     const { body, changed } = await readVersion(paths.health(this.name));
-    if (!changed && this.health) return;
+    if (!changed && this.health) return this.timeline.update(body);
     setClock(body.now);
     this.health = body;
     this.title.replaceChildren(make("h1", {}, this.name), badge(body.state),
@@ -51,7 +52,7 @@ export class RunView {
 }
 
 function tiles(body) {
-  const tile = (name, value, more) => make("div", {}, make("dt", {}, name), make("dd", {}, value, " ", make("span", {}, more)));
+  const tile = (name, value, more) => make("div", {}, make("dt", {}, name), make("dd", {}, value, make("span", {}, more)));
   const room = body.groups_room >= 2 ** 31 ? "any" : count(body.groups_room);
   const dropped = Object.values(body.groups_dropped).reduce((sum, one) => sum + one, 0);
   return [
@@ -68,12 +69,12 @@ function waiting(body) {
   const groups = body.open_groups.map(one => [one.uid, `${one.complete} of ${one.samples} samples`, one.rows, since(one.since)]);
   const batches = body.batches.map(one => [`batch ${one.batch}`, one.state, one.prompts, seen(one.since)]);
   const ranks = body.models.flatMap(model => model.ranks.map(rank => [
-    `${model.model} rank ${rank.rank}`, place(rank.next),
+    body.models.length > 1 ? `${model.model} rank ${rank.rank}` : `rank ${rank.rank}`, place(rank.next),
     rank.has_shard ? "published, not acknowledged" : "waits for the batch", seen(rank.has_shard ? rank.available : rank.since)]));
   const part = (title, heads, rows, none) => make("div", {}, make("h3", { class: "small" }, title),
     rows.length ? make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title },
       table(heads, rows, title)) : make("p", { class: "quiet" }, none));
-  return [make("div", { class: "pair" },
+  return [make("div", { class: "pair wide" },
     make("div", {},
       part("Oldest open groups", ["group", "complete", "rows", "open for"], groups, "No group is open."),
       part("Batches that are held", ["batch", "state", "groups", "for"], batches, "No batch is held.")),

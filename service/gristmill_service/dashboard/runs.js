@@ -1,6 +1,6 @@
 // The list of runs: a word and a shape for how each is, never a colour alone.
 import { make } from "./dom.js";
-import { count } from "./text.js";
+import { some } from "./text.js";
 
 const SIGNS = { well: "●", slow: "▲", stuck: "■", finished: "✓" };
 
@@ -8,7 +8,7 @@ export const badge = state => make("span", { class: `state ${state ?? ""}` }, st
 
 function line(run) {
   if (run.state == null) return "another replica decides for it";
-  return `${count(run.groups_open)} groups open · ${count(run.batches_published)} batches`;
+  return `${some(run.groups_open, "group")} open · ${some(run.batches_published, "batch", "batches")}`;
 }
 
 let shown = "";

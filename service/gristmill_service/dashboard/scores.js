@@ -2,7 +2,7 @@
 import { paths, read } from "./api.js";
 import { canvas, colours } from "./canvas.js";
 import { make, table } from "./dom.js";
-import { count, number } from "./text.js";
+import { count, number, some } from "./text.js";
 
 const HEIGHT = 130, LABEL = 46;
 
@@ -21,8 +21,8 @@ export class ScoresView {
     const given = told.groups.every(group => group.advantages);
     const charts = [dots("score", sorted, group => group.scores), ...(given ? [dots("advantage", sorted, group => group.advantages)] : [])];
     this.node.replaceChildren(
-      make("p", { class: "small quiet" }, `${summary(told)} Groups stand by mean score, a dot a sample; ${count(flat.length)} of them ` +
-        `${flat.length === 1 ? "has" : "have"} equal scores${told.estimator === "none" ? "" : ", from which nothing is learned"}.`),
+      make("p", { class: "small quiet" }, `${summary(told)} Groups stand by mean score, a dot a sample. ` +
+        `${some(flat.length, "group has", "groups have")} equal scores${told.estimator === "none" ? "" : ", from which nothing is learned"}.`),
       make("div", { class: "pair" }, charts.map(chart => chart.node)),
       make("details", {}, make("summary", {}, "Every group"), make("div", { class: "scroll", tabindex: "0", role: "region",
         "aria-label": "Scores of every group" }, table(["group", "mean", "scores, with the advantage's sign below each", "advantages"],
@@ -47,7 +47,7 @@ const chip = (score, advantage = 0) =>
 function summary(told) {
   const end = told.start + told.groups.length;
   const which = told.groups.length < told.groups_in_all ? `Groups ${told.start} to ${end - 1} of ${count(told.groups_in_all)}, ` : "";
-  return `${which}advantages by ${told.estimator}, before loss_reduction scales them.`;
+  return `${which}${which ? "a" : "A"}dvantages by ${told.estimator}, before loss_reduction scales them.`;
 }
 
 function dots(name, groups, valuesOf) {

@@ -1,5 +1,6 @@
 // Numbers and times as people read them.
 export const count = value => value.toLocaleString("en");
+export const some = (value, one, many = `${one}s`) => `${count(value)} ${value === 1 ? one : many}`;
 export const share = value => `${(100 * value).toFixed(1)}%`;
 
 export function bytes(value) {

@@ -20,15 +20,16 @@ export class TimelineView {
       { rootMargin: "100px" }).observe(this.node);
   }
 
-  // Asks only when it is seen, and something happened.
+  // Asks only while it is seen: when something happened, and now and then for the time that passes.
   update(health) {
     const version = JSON.stringify([health.steps_seen, health.batches_published, health.models.map(model => model.incarnation)]);
-    if (version === this.version) return;
+    if (version === this.version && Date.now() - this.asked < 10_000) return;
     this.version = version;
     if (this.inSight) this.refresh();
   }
 
   async refresh() {
+    this.asked = Date.now();
     try {
       const told = await read(paths.timeline(this.run, "policy", this.seconds));
       draw(this.picture, told);

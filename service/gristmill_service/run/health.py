@@ -14,9 +14,9 @@ from gristmill_service.config import Model
 from gristmill_service.run import progress
 from gristmill_service.run.groups import Group
 from gristmill_service.run.run import Run
+from gristmill_service.run.sightings import RankSeen, Seen, reading
 from gristmill_service.run.state import State
 from gristmill_service.run.views import Position
-from gristmill_service.run.watching import RankSeen, Seen, reading
 
 Json = dict[str, Any]
 Level = Literal["stuck", "slow", "note"]

@@ -23,7 +23,7 @@ from gristmill_service.api.http.bodies import TOO_LARGE, BoundedBodies
 from gristmill_service.api.http.forwarding import Forwarding
 from gristmill_service.metrics import Metrics
 from gristmill_service.run.pictures import Album
-from gristmill_service.run.watching import Watch
+from gristmill_service.run.sightings import Watch
 from gristmill_service.store.ledger import OwnedElsewhereError
 
 _DESCRIPTION = (

@@ -19,7 +19,7 @@ from gristmill_service.config import Model
 from gristmill_service.run.health import health, timeline
 from gristmill_service.run.pictures import Album, Picture
 from gristmill_service.run.run import Run
-from gristmill_service.run.watching import Watch
+from gristmill_service.run.sightings import Watch
 
 router = APIRouter(prefix="/v1", tags=["page"])
 page = APIRouter(include_in_schema=False)
