@@ -12,7 +12,7 @@ import termios
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,16 @@ class Followed:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self._lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def close(self) -> None:
+        """Ends it, if it has not."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -71,12 +80,8 @@ class Followed:
 def followed(*arguments: object) -> Iterator[Followed]:
     command = [GRISTMILL, *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
-    try:
-        yield Followed(process)
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
+    with closing(Followed(process)) as found:
+        yield found
 
 
 class Screen:

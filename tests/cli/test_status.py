@@ -9,13 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from gristmill import RolloutClient
+from gristmill import RolloutClient, UnavailableError
 from gristmill_service.service import Service
-from tests.cli.rollouts import create, fill, train
+from tests.cli.rollouts import FAILS, create, fill, train
 from tests.cli.terminal import gristmill
 from tests.serving import StartService
 
 NOBODY = "127.0.0.1:1"
+LONG_ROW = {
+    "uid": "a",
+    "sample": 0,
+    "prompt_token_ids": [1],
+    "response_ids": [2] * 1_000_000,
+    "loss_mask": [1] * 1_000_000,
+    "reward": 1.0,
+}
 
 
 def test_all_runs_are_on_one_screen(service: Service, run_name: str) -> None:
@@ -82,8 +90,8 @@ def test_an_address_that_is_none_is_refused() -> None:
 
 
 def test_a_batch_that_could_not_be_made_is_stuck(service: Service, run_name: str) -> None:
-    create(service.grpc_address, run_name, on_misaligned="error", policy_mini_batch_size=1, dp_size=4)
-    fill(service.grpc_address, run_name, "a", "b")
+    create(service.grpc_address, run_name, **FAILS)
+    fill(service.grpc_address, run_name, "a", samples=1)
     with RolloutClient(service.grpc_address, run_name) as client:
         while not (failed := client.status().failed_batches):
             pass
@@ -116,15 +124,16 @@ def test_a_run_that_is_done_is_never_stuck(service: Service, run_name: str) -> N
 def test_a_service_that_is_not_ready_says_why(start_service: StartService, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(small)], check=False).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(small)], check=False).returncode:
         pytest.skip("mounting a small file system needs root")
     try:
         journal = small / "journal"
         service = start_service("--store", "memory", "--journal-dir", str(journal))
         create(service.grpc_address, "run")
         _fill_up(small)
-        while (told := gristmill("status", "--address", service.grpc_address)).returncode == 0:
-            pass
+        with RolloutClient(service.grpc_address, "run", timeout_s=0.5) as client, pytest.raises(UnavailableError):
+            client.submit_rows([LONG_ROW])
+        told = gristmill("status", "--address", service.grpc_address)
         assert told.returncode == 1
         assert "not ready: " in told.stdout
         assert "is full" in told.stdout
