@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
+
+from gristmill_service.api import request_ids
 
 
 def configure_logs(level: str, form: str) -> None:
     """`form` is human or json."""
     shared: list[Any] = [
+        _add_request_id,
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
@@ -43,3 +47,10 @@ def configure_logs(level: str, form: str) -> None:
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))
     # It would tell of every request that is passed on.
     logging.getLogger("httpx").setLevel(max(logging.WARNING, root.level))
+
+
+def _add_request_id(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """That of the call in which this happens, where it happens in one."""
+    if found := request_ids.current():
+        event.setdefault("request_id", found)
+    return event

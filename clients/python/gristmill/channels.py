@@ -7,7 +7,9 @@ current one; when a call is tried again is decided in `transport`.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
+import secrets
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +21,9 @@ from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 
 MESSAGE_BYTES = 64 << 20
 """The largest message that is sent or taken."""
+
+REQUEST_ID = "x-request-id"
+"""Metadata of every call, and what a failed call's error has as `request_id`."""
 
 _OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -102,6 +107,7 @@ class Replicas:
         self._lock = threading.Lock()
         self._made: dict[str, Any] = {}
         self._turn = 0
+        self._id, self._calls = secrets.token_hex(4), itertools.count(1)
         self._is_closed = False
 
     def unary_stream(self, *method: Any, **options: Any) -> Callable[..., Any]:
@@ -117,12 +123,18 @@ class Replicas:
     def _attempt(self, bind: Bind) -> Iterator[Callable[..., Any]]:
         """The method of the current replica."""
         turn, channel = self._current()
+        named = self._named()
         try:
-            yield bind(channel)
+            yield functools.partial(bind(channel), metadata=named)
         except grpc.RpcError as call:
+            call.request_id = named[0][1]
             if cannot_serve(call):
                 self._fail_over(turn)
             raise
+
+    def _named(self) -> tuple[tuple[str, str]]:
+        """Metadata with an id of the next call's own, by which the service's log tells of it."""
+        return ((REQUEST_ID, f"{self._id}-{next(self._calls):x}"),)
 
     def _current(self) -> tuple[int, Any]:
         """The channel to call on, and the turn to give to `_fail_over` if that fails."""
@@ -170,7 +182,8 @@ class Channels(Replicas):
 
         def call(request: Any, timeout: float) -> Callable[[], Any]:
             turn, channel = self._current()
-            future = bind(channel).future(request, timeout=timeout)  # type: ignore[attr-defined]
+            named = self._named()
+            future = bind(channel).future(request, timeout=timeout, metadata=named)  # type: ignore[attr-defined]
 
             def answer() -> Any:
                 try:
@@ -178,6 +191,7 @@ class Channels(Replicas):
                 except grpc.FutureCancelledError:
                     raise future from None
                 except grpc.RpcError as failed:
+                    failed.request_id = named[0][1]
                     if cannot_serve(failed):
                         self._fail_over(turn)
                     raise

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import grpc
@@ -71,7 +71,14 @@ class Failure:
 
 
 def failure_of(call: grpc.RpcError, address: str) -> Failure:
-    """What a gRPC status means. The class is that of the trailing metadata `gristmill-error`, else that of the code."""
+    """What a gRPC status means, with the id by which the service's log tells of the call."""
+    found = _failure_of(call, address)
+    request_id = getattr(call, "request_id", "")
+    return replace(found, error=reworded(found.error, f"{found.error} (request {request_id})")) if request_id else found
+
+
+def _failure_of(call: grpc.RpcError, address: str) -> Failure:
+    """The class is that of the trailing metadata `gristmill-error`, else that of the code."""
     trailers = {key: value for key, value in call.trailing_metadata() or () if isinstance(value, str)}
     code, details = call.code().name, call.details() or ""
     name = trailers.get("gristmill-error", "")

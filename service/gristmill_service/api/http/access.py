@@ -1,11 +1,16 @@
-"""How handlers reach what they work on: the backend, the run named in the path, and whether the caller has gone."""
+"""How handlers reach what they work on: the backend, the run named in the path, and whether the caller has gone.
+
+And how each request gets its id."""
 
 from __future__ import annotations
 
 from typing import Annotated, cast
 
 from fastapi import Depends, Path, Request
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gristmill_service.api import request_ids
 from gristmill_service.api.backend import Backend
 from gristmill_service.run.run import Run
 
@@ -22,6 +27,27 @@ def _run(backend: BackendDep, run: Annotated[str, Path(description="The run's na
 
 
 RunDep = Annotated[Run, Depends(_run)]
+
+
+class Identified:
+    """ASGI middleware: every answer tells the id of its request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        found = request_ids.begin((name.decode("latin-1"), value) for name, value in scope["headers"])
+
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # In place of the same one of a process that the request was passed on to.
+                MutableHeaders(scope=message)[request_ids.HEADER] = found
+            await send(message)
+
+        await self._app(scope, receive, told)
 
 
 async def gone(request: Request) -> None:

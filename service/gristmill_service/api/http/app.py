@@ -18,7 +18,7 @@ from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableEr
 from gristmill_service.api.backend import Backend
 from gristmill_service.api.errors import STATUSES, refusal
 from gristmill_service.api.http import models, page, rollouts, runs, trainers
-from gristmill_service.api.http.access import BackendDep
+from gristmill_service.api.http.access import BackendDep, Identified
 from gristmill_service.api.http.bodies import TOO_LARGE, BoundedBodies
 from gristmill_service.api.http.forwarding import Forwarding
 from gristmill_service.metrics import Metrics
@@ -54,6 +54,7 @@ def make_app(backend: Backend) -> FastAPI:
     app.add_exception_handler(Exception, _tell)
     app.add_middleware(BoundedBodies, limit=backend.max_message_bytes, refuse_too_large=backend.refuse_too_large)
     app.add_middleware(_Measured, metrics=backend.metrics)
+    app.add_middleware(Identified)
     return app
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from gristmill.errors import UnavailableError
+from gristmill_service.api import request_ids
 from gristmill_service.store.ledger import OwnedElsewhereError
 
 _MARK = "gristmill-forwarded"
@@ -50,7 +51,7 @@ class Forwarding:
         self._check(owner, context)
         with self._bounded(request):
             ask = self._channel(owner.grpc_address).unary_unary(method)
-            call = ask.future(request.SerializeToString(), timeout=_left(context), metadata=((_MARK, "1"),))
+            call = ask.future(request.SerializeToString(), timeout=_left(context), metadata=_marked())
             context.add_callback(call.cancel)
             while True:
                 try:
@@ -68,7 +69,7 @@ class Forwarding:
     ) -> Iterator[bytes]:
         self._check(owner, context)
         ask = self._channel(owner.grpc_address).unary_stream(method)
-        call = ask(request.SerializeToString(), timeout=_left(context), metadata=((_MARK, "1"),))
+        call = ask(request.SerializeToString(), timeout=_left(context), metadata=_marked())
         context.add_callback(call.cancel)
         yield from call
 
@@ -102,6 +103,11 @@ class Forwarding:
         finally:
             if has_place:
                 self._waits.release()
+
+
+def _marked() -> tuple[tuple[str, str], ...]:
+    """What is passed on carries the id that its caller knows."""
+    return (_MARK, "1"), (request_ids.HEADER, request_ids.current())
 
 
 def _left(context: grpc.ServicerContext) -> float:

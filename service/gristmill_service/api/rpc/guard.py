@@ -11,12 +11,15 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
+from gristmill_service.api import request_ids
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.rpc.forwarding import Forwarding
 from gristmill_service.metrics import Metrics
 from gristmill_service.store.ledger import OwnedElsewhereError
 
 _log = structlog.get_logger(__name__)
+
+_ID = request_ids.HEADER
 
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
@@ -53,6 +56,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
 
         def answer(request: Any, context: grpc.ServicerContext) -> Any:
             start = time.monotonic()
+            context.set_trailing_metadata(((_ID, request_ids.begin(context.invocation_metadata())),))
             try:
                 try:
                     response = method(_checked(request), context)
@@ -72,6 +76,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
 
         def answer(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             start = time.monotonic()
+            context.set_trailing_metadata(((_ID, request_ids.begin(context.invocation_metadata())),))
             try:
                 try:
                     yield from method(map(_checked, request) if takes_stream else _checked(request), context)
@@ -96,7 +101,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
                 # So ends reading the requests of a stream whose caller has gone away.
                 code = "CANCELLED"
         self._observe(name, code, start)
-        context.set_trailing_metadata(told.trailers)
+        context.set_trailing_metadata((*told.trailers, (_ID, request_ids.current())))
         context.abort(told.grpc_status, told.grpc_message)
         raise AssertionError("abort always raises")
 
@@ -109,7 +114,8 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
             told = refusal(UnavailableError(f"the process that decides for this run does not answer: {details}; retry"))
             code, details, trailers = told.grpc_status, told.grpc_message, told.trailers
         self._observe(name, code.name, start)
-        context.set_trailing_metadata(trailers)
+        named = any(key == _ID for key, _ in trailers)
+        context.set_trailing_metadata(trailers if named else (*trailers, (_ID, request_ids.current())))
         context.abort(code, details)
         raise AssertionError("abort always raises")
 
