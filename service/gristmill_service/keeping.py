@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -16,13 +19,17 @@ from gristmill_service.store.ledger import Ledger
 _log = structlog.get_logger(__name__)
 
 Introduce = Callable[[str, str], None]
+Room = Callable[[], dict[str, tuple[int, int]]]
 
 
 class Kept:
-    """introduce(grpc_address, http_url) says where other services reach this one."""
+    """introduce(grpc_address, http_url) says where other services reach this one. room() is, of each place that is
+    bounded, the bytes used there and those that there are."""
 
-    def __init__(self, store: Store, ledger: Ledger, introduce: Introduce, close: Callable[[], None]) -> None:
-        self.store, self.ledger, self.introduce, self.close = store, ledger, introduce, close
+    def __init__(
+        self, store: Store, ledger: Ledger, introduce: Introduce, room: Room, close: Callable[[], None]
+    ) -> None:
+        self.store, self.ledger, self.introduce, self.room, self.close = store, ledger, introduce, room, close
 
     def __enter__(self) -> Self:
         return self
@@ -47,7 +54,21 @@ def _on_this_machine(settings: Settings, opened: ExitStack) -> Kept:
     opened.callback(ledger.close)
     store = _local_store(settings)
     opened.callback(store.close)
-    return Kept(store, ledger, lambda grpc_address, http_url: None, opened.close)
+    places = {"journal": settings.journal_dir}
+    if settings.store == "shared_memory":
+        places["shared_memory"] = settings.shared_memory_dir
+    room = partial(_room_on_disk, {name: path for name, path in places.items() if path is not None})
+    return Kept(store, ledger, lambda grpc_address, http_url: None, room, opened.close)
+
+
+def _room_on_disk(places: dict[str, Path]) -> dict[str, tuple[int, int]]:
+    found = {}
+    for name, path in places.items():
+        with suppress(OSError):
+            of = os.statvfs(path)
+            used = of.f_frsize * (of.f_blocks - of.f_bfree)
+            found[name] = used, used + of.f_frsize * of.f_bavail
+    return found
 
 
 def _local_ledger(settings: Settings) -> Ledger:
@@ -90,4 +111,5 @@ def _in_redis(settings: Settings, opened: ExitStack) -> Kept:
         _log.warning(warning)
     ledger = RedisLedger(client, settings.redis_prefix, settings.lease_s)
     opened.callback(ledger.close)
-    return Kept(RedisShards(client, ledger, settings.redis_prefix), ledger, ledger.introduce, opened.close)
+    shards = RedisShards(client, ledger, settings.redis_prefix)
+    return Kept(shards, ledger, ledger.introduce, ledger.room, opened.close)

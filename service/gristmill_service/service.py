@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -21,8 +21,10 @@ from gristmill_service.api.rpc.server import GrpcServer
 from gristmill_service.api.waiting import Waiting
 from gristmill_service.keeping import keeping
 from gristmill_service.metrics import Metrics
+from gristmill_service.metrics.registry import Watched
+from gristmill_service.metrics.storing import MeasuredLedger, MeasuredStore
+from gristmill_service.run.readings import Readings
 from gristmill_service.run.runs import Runs
-from gristmill_service.run.views import RunStatus
 from gristmill_service.settings import Settings, split_address
 
 _log = structlog.get_logger(__name__)
@@ -35,11 +37,21 @@ class Service:
         self._grace_s = settings.shutdown_grace_s
         with ExitStack() as undo:
             self._kept = undo.enter_context(keeping(settings))
-            self.runs = Runs(self._kept.store, self._kept.ledger, max_row_bytes=int(settings.max_row_bytes))
+            metrics = Metrics()
+            store = MeasuredStore(self._kept.store, metrics.storing)
+            ledger = MeasuredLedger(self._kept.ledger, metrics.storing)
+            self.runs = Runs(store, ledger, max_row_bytes=int(settings.max_row_bytes))
             undo.callback(self.runs.close, 0.0)
             self.waiting = Waiting(settings.max_waiters)
-            metrics = Metrics()
-            metrics.watch(self._statuses, lambda: self.waiting.count)
+            metrics.watch(
+                Watched(
+                    readings=self._readings,
+                    waiting=lambda: self.waiting.count,
+                    leases=self.runs.leases,
+                    trouble=self.runs.trouble,
+                    room=self._room,
+                )
+            )
             self._backend = Backend(self.runs, self.waiting, metrics, int(settings.max_message_bytes))
             self._http = HttpServer(make_app(self._backend), settings.http_address, settings.shutdown_grace_s)
             undo.callback(self._http.close)
@@ -74,11 +86,14 @@ class Service:
             self._http.wait_until_idle()
         _log.info("closed")
 
-    def _statuses(self) -> Iterator[RunStatus]:
+    def _readings(self) -> Iterator[Readings]:
         for run in self.runs.own():
             # Deleted, or taken over, since the list was made.
             with suppress(NotFoundError, UnavailableError):
-                yield run.status()
+                yield run.readings()
+
+    def _room(self) -> Mapping[str, tuple[int, int]]:
+        return {"rows": self.runs.row_room, **self._kept.room()}
 
 
 def _refuse_taken(grpc_address: str) -> None:

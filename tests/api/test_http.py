@@ -158,7 +158,8 @@ def test_metrics_count_what_a_run_got_and_forget_it_with_the_run(http_door: Http
     http_door.abort_groups(run_name, ["b"], "bad prompt")
     assert metric(http_door, "gristmill_rows_total", run=run_name, outcome="accepted") == 5
     assert metric(http_door, "gristmill_rows_total", run=run_name, outcome="duplicate") == 4
-    assert metric(http_door, "gristmill_tokens_total", run=run_name) == 2 * 2 * (5 + 7) + 5
+    assert metric(http_door, "gristmill_tokens_total", run=run_name, outcome="accepted") == 2 * (5 + 7) + 5
+    assert metric(http_door, "gristmill_tokens_total", run=run_name, outcome="duplicate") == 2 * (5 + 7)
     assert metric(http_door, "gristmill_groups", run=run_name, state="complete") == 1
     assert metric(http_door, "gristmill_groups_dropped_total", run=run_name) == 1
     assert metric(http_door, "gristmill_policy_version", run=run_name) == 0

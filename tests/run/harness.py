@@ -118,6 +118,9 @@ class Milled:
     plan: dict
     shards: list
 
+    def census(self):
+        """Nothing is counted of a batch that the pipeline did not make."""
+
 
 class Mill:
     """Stands for the pipeline: keeps what it was given. One policy mini-batch a prompt group (and critic's, if any).
@@ -129,7 +132,7 @@ class Mill:
         self.batches, self.versions, self._fails = {}, {}, fails
         self._gate, self.entered = gate, threading.Event()
 
-    def __call__(self, steps, config, *, run, batch, policy_version):
+    def __call__(self, steps, config, *, run, batch, policy_version, timed):
         self.entered.set()
         if self._gate is not None:
             self._gate.wait(30)

@@ -42,12 +42,11 @@ class Backend:
 
     def submit(self, run: Run, steps: Steps) -> list[Outcome]:
         outcomes = run.submit(steps)
-        self.metrics.count_rows(run.name, outcomes, int(steps.tokens.total))
+        run.meters.received(outcomes, steps)
         return outcomes
 
     def delete(self, name: str) -> None:
         self.runs.delete(name)
-        self.metrics.forget(name)
 
     def refuse_too_large(self, size: int) -> None:
         """Raises ResourceExhaustedError for a request of so many bytes, when that is beyond the limit."""

@@ -8,18 +8,20 @@ bytes. Each stage is a module, in the order data flows:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gristmill.steps import Steps
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.batch import Prepared, prepare
+from gristmill_service.pipeline.census import Census, take_census
 from gristmill_service.pipeline.document import plan_document
 from gristmill_service.pipeline.layout import Shard
 from gristmill_service.pipeline.plan import MiniBatchPlan
 from gristmill_service.pipeline.schedule import schedule
 from gristmill_service.pipeline.shards import shards
+from gristmill_service.pipeline.stages import Timed, untimed
 
 __all__ = ["Batch", "mill", "plan"]
 
@@ -30,18 +32,33 @@ class Batch:
 
     plan: dict[str, Any]
     shards: Sequence[Shard]
+    census: Callable[[], Census]
+    """Counted when asked for: few ask."""
 
 
-def mill(steps: Steps, config: RunConfig, *, run: str, batch: int, policy_version: int | None = None) -> Batch:
+def mill(
+    steps: Steps,
+    config: RunConfig,
+    *,
+    run: str,
+    batch: int,
+    policy_version: int | None = None,
+    timed: Timed = untimed,
+) -> Batch:
     """One batch's steps to its plan and shards.
 
     policy_version: the current one, for staleness; None (offline) takes the largest in the batch.
+    timed: what each stage is run within.
     Raises InvalidArgumentError when the rows break a rule or cannot be aligned.
     """
-    prepared = prepare(steps, config, policy_version)
-    mini_batches = _schedule(prepared, config)
-    laid_out = shards(prepared, mini_batches, config, run=run, batch=batch)
-    return Batch(plan_document(prepared, mini_batches, config, batch, laid_out), laid_out)
+    prepared = prepare(steps, config, policy_version, timed)
+    with timed("schedule"):
+        mini_batches = _schedule(prepared, config)
+    with timed("layout"):
+        laid_out = shards(prepared, mini_batches, config, run=run, batch=batch)
+    with timed("plan"):
+        document = plan_document(prepared, mini_batches, config, batch, laid_out)
+    return Batch(document, laid_out, lambda: take_census(prepared, mini_batches, laid_out, config, steps.tokens.total))
 
 
 def plan(steps: Steps, config: RunConfig, *, batch: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from gristmill_service.config import RunConfig
 from gristmill_service.pipeline import advantage, filters
 from gristmill_service.pipeline.advantage import Float64s
 from gristmill_service.pipeline.merge import Mismatch, Rows, merge, step_loss_tokens
+from gristmill_service.pipeline.stages import Timed, untimed
 from gristmill_service.pipeline.validate import Received, receive
 
 
@@ -43,29 +44,33 @@ class Prepared:
         return self.received.trajectory_groups[self.rows.trajectories]
 
 
-def prepare(steps: Steps, config: RunConfig, policy_version: int | None) -> Prepared:
-    """Everything about a batch that does not depend on ranks."""
-    received = receive(steps, config)
-    received, stale, counts = _drop_stale(received, config, policy_version)
-    scores = advantage.trajectory_scores(received.steps.rewards, received.trajectory_bounds, config.trajectory_score)
-    trained, masked = filters.trained_steps(received, scores, config)
-    rows, mismatches = merge(received, config.merge)
-    per_step = _loss_tokens(received.steps, trained)
-    groups = received.trajectory_groups[rows.trajectories]
-    return Prepared(
-        received=received,
-        rows=rows,
-        mismatches=mismatches,
-        trained=trained,
-        scores=scores,
-        advantages=advantage.advantages(received, scores, config),
-        loss_tokens=np.add.reduceat(per_step, rows.first) if len(rows) else per_step,
-        row_group_bounds=np.searchsorted(groups, np.arange(len(received.groups) + 1)),
-        rows_received=len(steps),
-        staleness=filters.staleness(received, policy_version),
-        stale=stale,
-        counts=counts | masked | _group_counts(received, scores, config),
-    )
+def prepare(steps: Steps, config: RunConfig, policy_version: int | None, timed: Timed = untimed) -> Prepared:
+    """Everything about a batch that does not depend on ranks. timed: what each stage is run within."""
+    with timed("validate"):
+        received = receive(steps, config)
+        received, stale, counts = _drop_stale(received, config, policy_version)
+    with timed("merge"):
+        rows, mismatches = merge(received, config.merge)
+    with timed("advantage"):
+        score = config.trajectory_score
+        scores = advantage.trajectory_scores(received.steps.rewards, received.trajectory_bounds, score)
+        trained, masked = filters.trained_steps(received, scores, config)
+        per_step = _loss_tokens(received.steps, trained)
+        groups = received.trajectory_groups[rows.trajectories]
+        return Prepared(
+            received=received,
+            rows=rows,
+            mismatches=mismatches,
+            trained=trained,
+            scores=scores,
+            advantages=advantage.advantages(received, scores, config),
+            loss_tokens=np.add.reduceat(per_step, rows.first) if len(rows) else per_step,
+            row_group_bounds=np.searchsorted(groups, np.arange(len(received.groups) + 1)),
+            rows_received=len(steps),
+            staleness=filters.staleness(received, policy_version),
+            stale=stale,
+            counts=counts | masked | _group_counts(received, scores, config),
+        )
 
 
 def _drop_stale(

@@ -41,6 +41,11 @@ class RowBudget:
             if nbytes:
                 self._held[run] = nbytes
 
+    @property
+    def held(self) -> int:
+        """Bytes of all runs."""
+        return self._total
+
     def left_for(self, run: str) -> int:
         """What the other runs leave of it."""
         with self._lock:

@@ -125,6 +125,15 @@ class RowBuffer:
             elif table.is_sparse:
                 self._sparse.add(ref.table)
 
+    def tokens(self, refs: Iterable[RowRef]) -> int:
+        """Of these rows, as far as their tables are held here."""
+        total = 0
+        for ref in refs:
+            table = self._tables[ref.table]
+            if table.steps is not None:
+                total += int(table.steps.tokens.lengths[table.live[ref.row]])
+        return total
+
     def drop(self, number: int) -> None:
         """Holds the table no more."""
         del self._tables[number]

@@ -33,6 +33,7 @@ from gristmill_service.run.events import (
     Event,
     Resized,
 )
+from gristmill_service.run.meters import Meters
 from gristmill_service.run.patience import PatientStore
 from gristmill_service.run.state import State, apply
 from gristmill_service.store.ledger import Book, LostBookError
@@ -67,6 +68,7 @@ class KeptRun:
         self.trouble = ""
         self._store, self._book, self._on_sealed, self._clock = store, book, on_sealed, clock
         self._budget = budget
+        self.meters = Meters(clock, self._now)
         self._lock = threading.Lock()
         self._duplicates = 0
         self._closed: GristmillError | None = None
@@ -278,7 +280,9 @@ class KeptRun:
             _log.warning("log not compacted", run=self.name, reason=str(error))
 
     def _apply(self, event: Event) -> None:
-        self._rows.release(apply(self._state, event))
+        released = apply(self._state, event)
+        self.meters.note(event, self._state, len(released), lambda: self._rows.tokens(released))
+        self._rows.release(released)
         self._wakes |= event.wakes
         match event:
             case BatchSealed(batch):

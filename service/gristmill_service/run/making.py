@@ -17,6 +17,8 @@ from gristmill.errors import (
 )
 from gristmill.steps import Steps
 from gristmill_service.config import Model, RunConfig
+from gristmill_service.pipeline.census import Census
+from gristmill_service.pipeline.stages import Timed
 from gristmill_service.run import progress
 from gristmill_service.run.admission import RowBudget
 from gristmill_service.run.buffer import PickedRow, gather
@@ -46,12 +48,15 @@ class MilledBatch(Protocol):
     @property
     def shards(self) -> Sequence[ShardSource]: ...
 
+    @property
+    def census(self) -> Callable[[], Census]: ...
+
 
 class Mill(Protocol):
     """The pipeline, `gristmill_service.pipeline.mill`."""
 
     def __call__(
-        self, steps: Steps, config: RunConfig, *, run: str, batch: int, policy_version: int | None
+        self, steps: Steps, config: RunConfig, *, run: str, batch: int, policy_version: int | None, timed: Timed
     ) -> MilledBatch: ...
 
 
@@ -80,21 +85,29 @@ class MakingRun(KeptRun):
                 return
             config, picked = self.config, self._pick(batch)
             token_rewards = bool(state.form.token_rewards)
+            is_first = batch.mini_batches is None
         started = time.monotonic()
+        self.meters.started(number)
         try:
+            with self.meters.timed("gather"):
+                steps = gather(picked, token_rewards, self._book.get)
             milled = self._mill(
-                gather(picked, token_rewards, self._book.get),
+                steps,
                 config,
                 run=self.name,
                 batch=number,
                 policy_version=batch.policy_version,
+                timed=self.meters.timed,
             )
             mini_batches: dict[Model, int] = dict.fromkeys(config.models, 0)
             for part in milled.plan["mini_batches"]:
                 mini_batches[part["model"]] += 1
-            nbytes = self._store.publish(
-                self.name, number, orjson.dumps(milled.plan), milled.shards, lambda: self._closed is None
-            )
+            with self.meters.timed("publish"):
+                nbytes = self._store.publish(
+                    self.name, number, orjson.dumps(milled.plan), milled.shards, lambda: self._closed is None
+                )
+            if is_first:
+                self.meters.made(number, milled.census)
             self._settle_batch(BatchPublished(number, mini_batches, nbytes), config)
         except (UnavailableError, ResourceExhaustedError) as error:
             # Nothing is wrong with the batch: what keeps it has no room for it, or does not answer.

@@ -29,6 +29,7 @@ from gristmill_service.run.events import (
 from gristmill_service.run.form import check_form
 from gristmill_service.run.kept import with_dp_size
 from gristmill_service.run.making import MakingRun
+from gristmill_service.run.readings import Readings, oldest_open, rank_readings
 from gristmill_service.run.rewards import take_rewards
 from gristmill_service.run.status import status
 from gristmill_service.run.views import (
@@ -69,6 +70,7 @@ class Run(MakingRun):
                 raise intake.finished()
             if admitted:
                 self._commit([GroupsAdmitted(tuple(admitted), self._now())])
+            self.meters.asked_for_groups(Admission.NO_ROOM not in found)
         if Admission.NO_ROOM in found:
             return Admissions(found, admission.RETRY_AFTER_S, room.reason)
         return Admissions(found)
@@ -177,6 +179,7 @@ class Run(MakingRun):
         with self._deciding() as state:
             progress.check_rank(state, model, rank)
             progress.check_incarnation(state, model, incarnation)
+            self.meters.ranks.asked(state, model, rank)
             current = state.models[model].incarnation
             position = progress.next_of(state, model, rank) if position is None else position
             found = progress.batch_state(state, position.batch)
@@ -189,6 +192,7 @@ class Run(MakingRun):
         except NotFoundError:
             self._check_published(position.batch)
             return ShardView(BatchState.PENDING, position, incarnation=current)
+        self.meters.ranks.pulled(model, rank, location.size)
         return ShardView(found, position, address, location, current)
 
     def _check_published(self, number: int) -> None:
@@ -241,6 +245,26 @@ class Run(MakingRun):
                 config_json=self.config_json,
                 room=self._room().groups,
                 duplicates=self._duplicates,
+            )
+
+    def readings(self) -> Readings:
+        """For metrics: of what is in memory, which needs not be safe yet."""
+        with self._locked() as state:
+            self._check_open()
+            room = self._room().groups
+            return Readings(
+                status=status(
+                    state, run=self.name, config_json=self.config_json, room=room, duplicates=self._duplicates
+                ),
+                batches_buffered=len(state.batches),
+                max_buffered_batches=self.config.max_buffered_batches,
+                max_buffered_bytes=int(self.config.max_buffered_bytes),
+                oldest_open=oldest_open(state, self._now()),
+                throttled=self.meters.throttled,
+                ranks=list(rank_readings(state, self.meters)),
+                journal_bytes=self._book.log_bytes,
+                lease=self._book.lease,
+                meters=self.meters,
             )
 
     def groups(self) -> list[GroupView]:

@@ -67,6 +67,7 @@ class Runs:
         self._runs: dict[str, Run] = {}
         self._closing = False
         self._unreadable: set[str] = set()
+        self._elsewhere = self._unclaimed = 0
         self._sealed: queue.SimpleQueue[tuple[Run, int] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._sealer = threading.Thread(target=self._make_batches, name="gristmill-sealer", daemon=True)
@@ -141,6 +142,18 @@ class Runs:
         """The runs that this process decides for."""
         with self._lock:
             return [run for _, run in sorted(self._runs.items())]
+
+    @property
+    def row_room(self) -> tuple[int, int]:
+        """Bytes of rows that all runs hold or have promised room for, and how many they may."""
+        return self._budget.held, self._budget.max_bytes
+
+    def leases(self) -> dict[str, int]:
+        """Runs that this process decides for, that it is not sure of, that others decide for, and that nobody does: the
+        last two as they were found within the last seconds."""
+        own = self.own()
+        lost = sum(run.is_lost for run in own)
+        return {"own": len(own) - lost, "lost": lost, "elsewhere": self._elsewhere, "nobody": self._unclaimed}
 
     def delete(self, name: str) -> None:
         """Returns when nothing of the run is left, so that its name can be another run's."""
@@ -266,16 +279,23 @@ class Runs:
     def _adopt(self) -> None:
         """Takes over what nobody has any more, and reads anew what is not certain."""
         with suppress(UnavailableError):
+            elsewhere = unclaimed = 0
             for name in self.names():
                 try:
                     self.get(name)
                     self._unreadable.discard(name)
-                except (UnavailableError, NotFoundError):
+                except OwnedElsewhereError:
+                    elsewhere += 1
+                except UnavailableError:
+                    unclaimed += 1
+                except NotFoundError:
                     continue
                 except GristmillError as error:
+                    unclaimed += 1
                     if name not in self._unreadable:
                         self._unreadable.add(name)
                         _log.error("run cannot be read", run=name, reason=str(error))
+            self._elsewhere, self._unclaimed = elsewhere, unclaimed
 
     def _check_ledger(self) -> None:
         if silence := self._ledger.silence():

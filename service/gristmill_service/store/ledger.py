@@ -67,6 +67,14 @@ class Book(Protocol):
         """Makes safe what `sync` left for later: called about once a second."""
 
     @property
+    def log_bytes(self) -> int:
+        """What replaying reads of records and the snapshot, about."""
+
+    @property
+    def lease(self) -> float | None:
+        """Seconds for which the book is still ours unless that is renewed; None where it always is."""
+
+    @property
     def is_long(self) -> bool:
         """Whether replaying takes much longer than it would after `compact`."""
 

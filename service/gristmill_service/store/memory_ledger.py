@@ -42,6 +42,8 @@ class MemoryBook:
 
     maps_rows = reads_rows = is_lost = False
     is_long = False
+    log_bytes = 0
+    lease: float | None = None
 
     def __init__(self, config: bytes = b"{}") -> None:
         self.config = config

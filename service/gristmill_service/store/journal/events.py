@@ -109,6 +109,11 @@ class EventLog:
         self._end += _RECORD.size + len(payload)
 
     @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._end
+
+    @property
     def is_long(self) -> bool:
         return self._end - self._base > max(_LEAST_LENGTH, 2 * self._base)
 

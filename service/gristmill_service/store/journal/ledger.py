@@ -152,6 +152,7 @@ class FileBook:
 
     maps_rows = reads_rows = True
     is_lost = False
+    lease: float | None = None
 
     def __init__(self, path: Path, config: bytes, fsync: Fsync, ledger: FileLedger) -> None:
         self.config = config
@@ -202,6 +203,10 @@ class FileBook:
                 self._is_broken = True
                 raise LostBookError(f"the journal cannot be made safe: {self._path}: {error.strerror}") from None
             self._synced = appended
+
+    @property
+    def log_bytes(self) -> int:
+        return self._events.size
 
     @property
     def is_long(self) -> bool:

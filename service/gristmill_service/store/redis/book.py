@@ -150,6 +150,14 @@ class RedisBook:
         pass
 
     @property
+    def log_bytes(self) -> int:
+        return self._length + (self._snapshot.size if self._snapshot else 0)
+
+    @property
+    def lease(self) -> float | None:
+        return max(0.0, self.owned_until - time.monotonic())
+
+    @property
     def is_long(self) -> bool:
         return self._length > max(_LEAST_LENGTH, 2 * self._snapshot.size if self._snapshot else 0)
 

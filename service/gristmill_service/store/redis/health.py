@@ -20,11 +20,14 @@ _SILENT = (redis.ConnectionError, redis.TimeoutError)
 
 
 class Health:
-    """Thread-safe. trouble: whatever is wrong. silence: Redis does not answer. Both are empty when all is well."""
+    """Thread-safe. trouble: whatever is wrong. silence: Redis does not answer. Both are empty when all is well.
+
+    memory: bytes used of the fullest server, and its `maxmemory`, 0 where it has none, as they were last seen."""
 
     def __init__(self, client: Client, prefix: str) -> None:
         self._client, self._probe = client, f"{prefix}:probe"
         self.trouble = self.silence = self._no_room = ""
+        self.memory = 0, 0
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -56,7 +59,8 @@ class Health:
             with translated(self._client):
                 # A write: a server that is full, or only a replica, answers everything else.
                 self._client.set(self._probe, b"", px=1000)
-                self._no_room = next(filter(None, map(_fullness, servers(self._client))), "")
+                self.memory = max(map(_memory, servers(self._client)), key=lambda found: found[0] / (found[1] or 1e18))
+                self._no_room = _fullness(*self.memory)
             self._tell(self._no_room)
         except GristmillError as error:
             self._tell(str(error))
@@ -76,13 +80,17 @@ def servers(client: Client) -> list[redis.Redis]:
     return [client]
 
 
-def _fullness(server: redis.Redis) -> str:
-    """Why it has no room for rows; empty where it has."""
+def _memory(server: redis.Redis) -> tuple[int, int]:
+    """Bytes that it uses, and how many it may, 0 where that is not bounded."""
     try:
         memory = server.info("memory")
     except redis.exceptions.ResponseError:  # forbidden
-        return ""
-    used, most = int(memory.get("used_memory", 0)), int(memory.get("maxmemory", 0))
+        return 0, 0
+    return int(memory.get("used_memory", 0)), int(memory.get("maxmemory", 0))
+
+
+def _fullness(used: int, most: int) -> str:
+    """Why it has no room for rows; empty where it has."""
     if not most or used <= _FULLEST * most:
         return ""
     return (

@@ -158,6 +158,10 @@ class RedisLedger:
     def silence(self) -> str:
         return self._health.silence
 
+    def room(self) -> dict[str, tuple[int, int]]:
+        """Bytes used of the fullest server's memory, and its `maxmemory`; nothing where it has none."""
+        return {"redis": self._health.memory} if self._health.memory[1] else {}
+
     def close(self) -> None:
         self._stopped.set()
         self._renewer.join()

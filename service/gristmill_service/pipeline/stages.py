@@ -1,0 +1,15 @@
+"""The stages' names, and how a caller measures them: the pipeline itself has no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+Stage = Literal["validate", "merge", "advantage", "schedule", "layout", "plan"]
+Timed = Callable[[Stage], AbstractContextManager[object]]
+"""Given a stage's name, what the stage is run within."""
+
+
+def untimed(_: Stage) -> AbstractContextManager[object]:
+    return nullcontext()

@@ -1,0 +1,118 @@
+"""What /metrics makes of a run: its state, and what it counted."""
+
+from __future__ import annotations
+
+from gristmill.steps import TrajectoryKey
+from gristmill_service.pipeline import mill
+from gristmill_service.store.memory import MemoryStore
+from tests.metrics.scraping import scraped
+from tests.run.harness import Bench, group_rows, row
+
+
+def values(bench, name):
+    return {labels: value for labels, value in scraped([bench.run]).of(name).items() if value}
+
+
+def test_lost_rows_are_told_apart_from_what_clients_gave_up():
+    bench = Bench()
+    bench.state.groups_dropped |= {"rows_lost": 2, "the environment crashed": 1, "bad prompt": 3}
+    assert values(bench, "gristmill_groups_dropped_total") == {"aborted": 4, "rows_lost": 2}
+
+
+def test_rows_are_counted_by_why_they_are_not_trained():
+    bench = Bench(group_timeout_s=10.0, min_samples=1, max_staleness=1, stale="drop")
+    bench.begin("a", "b", "c", "d")
+    bench.submit(*group_rows("a", response=[7, 8]))
+    bench.run.abort_groups(0, ["a"], "the environment crashed")
+    bench.submit(row("b", 0, 0, last=False), row("b", 0, 1, attempt=1))
+    bench.submit(row("c", 0), row("c", 1, 0, last=False))
+    bench.run.abort_trajectories([TrajectoryKey(0, "b", 0)], "bad")
+    bench.now = 11.0
+    bench.run.tick()
+    assert values(bench, "gristmill_rows_dropped_total") == {"superseded": 1, "aborted": 3, "timeout": 1}
+    assert values(bench, "gristmill_tokens_dropped_total") == {"superseded": 3, "aborted": 8 + 3, "timeout": 3}
+    assert values(bench, "gristmill_groups_shortened_total") == {"timeout": 1}
+
+
+def test_a_worker_that_finds_no_room_is_throttled_until_it_finds_some():
+    bench = Bench(max_buffered_batches=1)
+    assert bench.begin("a", "b") == ["ADMITTED"] * 2
+    bench.now = 1.0
+    assert bench.begin("c") == ["NO_ROOM"]
+    bench.now = 4.0
+    assert values(bench, "gristmill_throttled_seconds_total") == {"": 3}
+    bench.run.abort_groups(0, ["a"], "bad")
+    assert bench.begin("c") == ["ADMITTED"]
+    bench.now = 9.0
+    assert values(bench, "gristmill_throttled_seconds_total") == {"": 3}
+    assert bench.begin("d") == ["NO_ROOM"]
+    bench.now = 500.0
+    assert values(bench, "gristmill_throttled_seconds_total") == {"": 3 + 35}, "it has gone away"
+
+
+def test_a_rank_waits_from_its_last_acknowledgement_until_the_next_shard_is_there():
+    bench = Bench(dp_size=2, policy_mini_batch_size=2)
+    ask(bench, 0)
+    bench.now = 5.0
+    ask(bench, 1)
+    train(bench, "a", "b")
+    assert values(bench, "gristmill_rank_wait_seconds_total") == {"policy,0": 5}
+    bench.now = 7.0
+    bench.run.acknowledge("policy", 0, ask(bench, 0), 0, commit=False)
+    bench.now = 10.0
+    assert values(bench, "gristmill_rank_wait_seconds_total") == {"policy,0": 8}
+    assert values(bench, "gristmill_rank_lag_shards") == {"policy,1": 1}
+    train(bench, "c", "d")
+    bench.now = 20.0
+    assert values(bench, "gristmill_rank_wait_seconds_total") == {"policy,0": 8}
+    assert values(bench, "gristmill_rank_acknowledged_total") == {"policy,0": 1}
+    assert values(bench, "gristmill_rank_pulls_total") == {"policy,0": 1}
+
+
+def test_nobody_waits_for_a_run_that_has_ended():
+    bench = Bench()
+    ask(bench, 0)
+    bench.now = 2.0
+    bench.run.finish()
+    bench.now = 50.0
+    assert values(bench, "gristmill_rank_wait_seconds_total") == {"policy,0": 2}
+
+
+def test_ranks_that_are_gone_have_no_series():
+    bench = Bench(dp_size=2, policy_mini_batch_size=2)
+    for rank in range(2):
+        ask(bench, rank)
+    bench.run.resume("policy", None, "again", dp_size=1)
+    assert set(scraped([bench.run]).of("gristmill_rank_pulls_total")) == {"policy,0"}
+
+
+def test_a_batch_that_is_made_again_is_counted_once():
+    bench = Bench(mill=mill, store=MemoryStore(), dp_size=1)
+    bench.begin("a", "b")
+    bench.submit(*group_rows("a"), *group_rows("b"))
+    bench.make_batches()
+    bench.run.resume("policy", None, "again", dp_size=2)
+    bench.make_batches()
+    assert values(bench, "gristmill_batch_rows_total") == {"submitted": 4, "trained": 4}
+    assert values(bench, "gristmill_publish_seconds_count") == {"": 2}
+
+
+def test_how_old_the_oldest_incomplete_group_is():
+    bench = Bench()
+    bench.begin("a")
+    bench.now = 3.0
+    bench.begin("b")
+    bench.now = 10.0
+    assert values(bench, "gristmill_oldest_open_group_seconds") == {"": 10}
+    bench.submit(*group_rows("a"))
+    assert values(bench, "gristmill_oldest_open_group_seconds") == {"": 7}
+
+
+def ask(bench, rank):
+    return bench.run.shard("policy", rank, None, 0).position
+
+
+def train(bench, *uids):
+    bench.begin(*uids)
+    bench.submit(*(one for uid in uids for one in group_rows(uid)))
+    bench.make_batches()
