@@ -5,8 +5,11 @@ Owns no state of a run and no word of gRPC or HTTP.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import structlog
 
 from gristmill.errors import ResourceExhaustedError
 from gristmill.steps import Steps, check
@@ -14,9 +17,14 @@ from gristmill.wire import Sent
 from gristmill_service.api.waiting import Question, Waiting
 from gristmill_service.config import Model
 from gristmill_service.metrics import Metrics
+from gristmill_service.run.events import GroupKey
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
 from gristmill_service.run.views import Admission, Admissions, BatchState, BatchView, Outcome, Position, ShardView
+
+_log = structlog.get_logger(__name__)
+# Asked once a submission: structlog itself would first bind and format what nobody reads.
+_tells = logging.getLogger(__name__).isEnabledFor
 
 
 @dataclass(slots=True)
@@ -42,6 +50,8 @@ class Backend:
 
     def submit(self, run: Run, steps: Steps) -> list[Outcome]:
         outcomes = run.submit(steps)
+        if _tells(logging.DEBUG):
+            _tell_submission(run.name, steps, outcomes)
         run.meters.received(outcomes, steps)
         return outcomes
 
@@ -55,6 +65,14 @@ class Backend:
                 f"the request has {size} bytes and max_message_bytes is {self.max_message_bytes}; send fewer rows a "
                 "request, or raise the setting"
             )
+
+
+def _tell_submission(run: str, steps: Steps, outcomes: Sequence[Outcome]) -> None:
+    """What leads from a request's id to its groups, which the line of their batch's sealing names."""
+    groups = sorted({str(GroupKey(*steps.key(row)[:2])) for row in range(len(steps))})
+    first = steps.name(0) if len(steps) else ""
+    accepted = outcomes.count(Outcome.ACCEPTED)
+    _log.debug("rows submitted", run=run, rows=len(steps), accepted=accepted, first=first, groups=groups)
 
 
 def ask_batch(run: Run, batch: int) -> Question[BatchView]:

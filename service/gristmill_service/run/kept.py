@@ -76,6 +76,7 @@ class KeptRun:
         # What follows from a change once the lock is given back: waking those who wait, removing and making batches.
         self._wakes = False
         self._removed: list[int] = []
+        self._untold: list[BatchSealed] = []
         self._remove_later: list[int] = []
         self._remade: list[int] = []
         self._removing = threading.RLock()
@@ -197,10 +198,13 @@ class KeptRun:
         with self._lock:
             wakes, self._wakes = self._wakes, False
             removed, self._removed = self._removed, []
+            sealed, self._untold = self._untold, []
             remade, self._remade = self._remade, []
             empty, sparse = self._rows.take_empty(), self._rows.take_sparse()
         if wakes:
             self.changes.notify()
+        for event in sealed:
+            _log.info("batch sealed", run=self.name, batch=event.batch, groups=[str(key) for key in event.groups])
         if removed:
             self._remove(removed)
         for batch in remade:
@@ -286,6 +290,7 @@ class KeptRun:
         self._wakes |= event.wakes
         match event:
             case BatchSealed(batch):
+                self._untold.append(event)
                 self._on_sealed(self, batch)
             case BatchPublished(batch) if self._book.reads_rows and not self._book.maps_rows:
                 rows = (row.ref for group in self._state.batches[batch].groups for row in group.ordered_rows())

@@ -100,6 +100,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
             else:
                 # So ends reading the requests of a stream whose caller has gone away.
                 code = "CANCELLED"
+        _log.debug("call refused", call=name, code=code, reason=told.message)
         self._observe(name, code, start)
         context.set_trailing_metadata((*told.trailers, (_ID, request_ids.current())))
         context.abort(told.grpc_status, told.grpc_message)
