@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,11 +66,15 @@ def published(runs: Runs, name: str, config: RunConfig | dict[str, Any], tables:
     for table in tables:
         run.begin_groups(0, list(dict.fromkeys(table.uids)))
         run.submit(table)
-    deadline = time.monotonic() + 60
-    while run.status().batches_published < len(tables):
-        assert time.monotonic() < deadline, run.status()
-        time.sleep(0.02)
+    until(lambda: run.status().batches_published == len(tables))
     return run
+
+
+def until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def busy(runs: Runs, name: str = "swe-agent-7b") -> Run:
@@ -89,3 +93,7 @@ def scored(steps: Steps, seed: int = 3) -> Steps:
     """With rewards of 0, 0.5 or 1 at the end, so that some groups are all alike."""
     rng = np.random.default_rng(seed)
     return replace(steps, rewards=np.where(steps.is_last_steps, rng.choice([0.0, 0.5, 1.0], len(steps)), 0.0))
+
+
+def acknowledge(run: Run, rank: int, mini_batch: int, *, batch: int = 0, commit: bool = False) -> None:
+    run.acknowledge("policy", rank, Position(batch, 0, mini_batch), 0, commit)

@@ -191,16 +191,16 @@ def _available(seen: Seen, rank: RankSeen) -> float:
 def _ranks(told: Json, seen: Seen, now: float) -> Iterator[Finding]:
     for model in told["models"]:
         busy = [rank for rank in model["ranks"] if rank["has_shard"]]
-        late = [rank for rank in busy if now - rank["available"] >= _LONG_S]
+        least = min((tuple(rank["next"].values()) for rank in busy), default=())
+        # Where all stand still, those that are least far are what the others wait for.
+        late = [rank for rank in busy if tuple(rank["next"].values()) == least and now - rank["available"] >= _LONG_S]
         if late:
-            oldest = min(late, key=lambda rank: rank["available"])
-            others = model["ranks_in_all"] - len(late)
-            which = _few([rank["rank"] for rank in late])
-            held = f"; {others} others are past it or wait for it" if others else ""
+            others = model["ranks_in_all"] - len([rank for rank in busy if tuple(rank["next"].values()) == least])
             yield Finding(
                 "stuck" if others else "slow",
-                f"{model['model']} {which} did not acknowledge {_place(oldest['next'])}, which is published{held}",
-                oldest["available"],
+                f"{model['model']} {_few([rank['rank'] for rank in late])} did not acknowledge "
+                f"{_place(late[0]['next'])}, which is published" + (f"; {others} others are past it" if others else ""),
+                min(rank["available"] for rank in late),
             )
         elif not busy and model["ranks"] and not told["finished"]:
             since = max(rank["since"] for rank in model["ranks"])

@@ -38,6 +38,11 @@ class Picture:
 
     def shards(self, model: Model, mini_batch: int | None) -> Json:
         """Of all mini-batches as far as they fit, or of one alone, with finer bars then."""
+        if model not in self._config.models:
+            raise InvalidArgumentError(
+                f"model is {model} and this run has none; it has {', '.join(self._config.models)} "
+                "(critic_mini_batch_size configures a critic)"
+            )
         own = [part for part in self._plan["mini_batches"] if part["model"] == model]
         chosen = own if mini_batch is None else own[mini_batch : mini_batch + 1] if mini_batch >= 0 else []
         if own and not chosen:
@@ -49,7 +54,7 @@ class Picture:
         return {
             **self._head,
             "model": model,
-            "models": sorted({part["model"] for part in self._plan["mini_batches"]}, reverse=True),
+            "models": list(self._config.models),
             "layout": self._config.layout,
             "pad_width": self._config.pad_width,
             "merge": self._config.merge,

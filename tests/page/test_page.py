@@ -1,0 +1,265 @@
+"""The page at `/`, in a real browser, by what a person does."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from gristmill.rows import from_rows
+from gristmill_service.run import health
+from gristmill_service.run.views import Position
+from gristmill_service.service import Service
+from tests.page import stage
+from tests.page.conftest import OpenPage
+
+
+@pytest.fixture
+def run(service: Service, run_name: str) -> str:
+    """Batch 0 of two groups, on two ranks."""
+    return stage.published(service.runs, run_name, stage.CONFIG, [two_groups("a", "b")]).name
+
+
+def two_groups(*uids: str) -> Any:
+    return from_rows([row for uid in uids for row in stage.group(uid)], step_wise=True)
+
+
+def drawn(page: Any) -> Any:
+    page.locator("section[aria-label=Shards] canvas").first.wait_for()
+    return page
+
+
+def section(page: Any, name: str) -> Any:
+    found = page.locator(f"section[aria-label='{name}']")
+    found.scroll_into_view_if_needed()
+    return found
+
+
+def test_the_first_view_shows_the_runs_and_the_newest_batch(open_page: OpenPage, run: str) -> None:
+    page = drawn(open_page())
+    assert page.locator("#runs a[aria-current=page]").inner_text().startswith(run)
+    assert page.locator("h1").inner_text() == run
+    assert "2 groups · 8 rows merged into 6" in page.locator("section[aria-label=Shards]").inner_text()
+    assert page.locator("section[aria-label=Shards] canvas").count() == 2
+    assert page.title() == f"{run} · gristmill"
+
+
+def test_nothing_is_loaded_from_elsewhere(open_page: OpenPage, service: Service, run: str) -> None:
+    page = open_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.reload()
+    drawn(page)
+    assert len(asked) > 15
+    assert all(url.startswith(service.http_url) for url in asked)
+
+
+def test_another_run_is_chosen_by_a_click(open_page: OpenPage, service: Service, run: str) -> None:
+    other = f"{run}-other"
+    service.runs.create(other, stage.CONFIG)
+    page = drawn(open_page(f"#/{run}"))
+    page.get_by_role("link", name=re.compile(other)).click()
+    page.get_by_role("heading", name=other).wait_for()
+    assert page.locator("section[aria-label=Shards]").is_hidden()
+    page.go_back()
+    page.get_by_role("heading", name=run, exact=True).wait_for()
+    drawn(page)
+
+
+def test_rows_are_told_when_pointed_at(open_page: OpenPage, run: str) -> None:
+    page = drawn(open_page(f"#/{run}"))
+    # The first panel's first bar: below its line of words.
+    page.locator("section[aria-label=Shards] canvas").first.hover(position={"x": 40, "y": 22})
+    told = page.locator("section[aria-label=Shards] .readout").inner_text()
+    assert told == (
+        "mini-batch 0, rank 0, row 0 (a sample 0, steps 0 to 1): prompt 3, observation 2, trained 3, padding 0"
+    )
+
+
+def test_the_keyboard_walks_through_rows_and_shards(open_page: OpenPage, run: str) -> None:
+    page = drawn(open_page(f"#/{run}"))
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.tagName") == "CANVAS":
+            break
+    readout = page.locator("section[aria-label=Shards] .readout")
+    assert "rank 0, row 0" in readout.inner_text()
+    page.keyboard.press("ArrowDown")
+    assert "row 1 (a sample 1, step 0): prompt 2, observation 0, trained 3, padding 3" in readout.inner_text()
+    page.keyboard.press("ArrowRight")
+    assert "rank 1, padding row: prompt 0, observation 0, trained 0, padding 8" in readout.inner_text()
+
+
+def test_the_picture_is_there_as_a_table(open_page: OpenPage, run: str) -> None:
+    page = drawn(open_page(f"#/{run}"))
+    page.get_by_text("The same as a table").click()
+    lines = page.locator("section[aria-label=Shards] tbody tr").all_inner_texts()
+    assert lines[0].split("\t") == ["0", "0", "2", "5", "2", "6", "3", "18.8%"]
+    assert len(lines) == 4
+
+
+def test_loads_are_told_by_micro_step(open_page: OpenPage, run: str) -> None:
+    page = drawn(open_page(f"#/{run}"))
+    loads = section(page, "Load per rank and micro-step")
+    loads.locator("canvas").first.hover(position={"x": 100, "y": 20})
+    assert loads.locator(".readout").inner_text() == (
+        "mini-batch 0, rank 1, micro-step 0: 8 tokens; the slowest, rank 0, has 13"
+    )
+
+
+def test_a_break_shows_the_token_that_differs_among_its_neighbours(open_page: OpenPage, run: str) -> None:
+    breaks = section(drawn(open_page(f"#/{run}")), "Where merging broke")
+    breaks.get_by_text("2 of 8 steps (25.0%) did not extend").wait_for()
+    assert "13 came back as 99 2 ×" in breaks.inner_text()
+    line = breaks.locator("tbody tr").first
+    assert line.locator("td").all_inner_texts() == ["a sample 1", "1", "3", "10 11 12 13 14", "10 11 12 99 14 15"]
+    assert line.locator("mark").all_inner_texts() == ["13", "99"]
+
+
+def test_scores_and_advantages_stand_by_group(open_page: OpenPage, run: str) -> None:
+    scores = section(drawn(open_page(f"#/{run}")), "Scores and advantages")
+    scores.locator("summary").click()
+    cells = scores.locator("tbody tr").first.locator("td").all_inner_texts()
+    assert cells[:2] == ["a", "0.500"]
+    assert cells[3] == "-0.707 0.707"
+    assert scores.locator(".chip.minus").count() == scores.locator(".chip.plus").count() == 2
+
+
+def test_ranks_stand_on_a_time_line(open_page: OpenPage, service: Service, run: str) -> None:
+    page = drawn(open_page(f"#/{run}"))
+    line = section(page, "Time line of ranks")
+    line.locator("canvas").wait_for()
+    service.runs.get(run).acknowledge("policy", 0, Position(0), 0, False)
+    waits = section(page, "What waits, and for how long")
+    ranks = waits.get_by_role("region", name="Ranks")
+    stage.until(lambda: "batch 0 mini-batch 1" in ranks.inner_text())
+    assert ranks.locator("tbody tr").nth(1).inner_text().startswith("rank 1\tbatch 0 mini-batch 0\tpublished, not")
+    assert "Of 2 ranks over" in (line.locator("canvas").get_attribute("aria-label") or "")
+
+
+def test_what_is_stuck_is_told_with_its_time(
+    open_page: OpenPage, service: Service, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "_LONG_S", 0.2)
+    service.runs.get(run).begin_groups(0, ["late"])
+    service.runs.get(run).acknowledge("policy", 0, Position(0), 0, False)
+    page = drawn(open_page(f"#/{run}"))
+    finding = page.locator(".findings li").filter(has_text="stuck")
+    finding.wait_for()
+    words = r"stuck policy ranks? .*1 did not acknowledge batch 0 mini-batch 0, which is published.*, for .*\d s"
+    assert re.fullmatch(words, finding.first.inner_text())
+    before = finding.first.inner_text()
+    stage.until(lambda: finding.first.inner_text() != before)
+    assert page.locator("h1 + .state").inner_text() == "■ stuck"
+    assert "late\t0 of 2 samples" in section(page, "What waits, and for how long").inner_text()
+
+
+def test_a_newer_batch_is_offered_and_the_one_looked_at_stays(open_page: OpenPage, service: Service, run: str) -> None:
+    page = drawn(open_page(f"#/{run}"))
+    service.runs.get(run).begin_groups(0, ["c", "d"])
+    service.runs.get(run).submit(two_groups("c", "d"))
+    newer = page.get_by_role("button", name="newer batch")
+    stage.until(newer.is_enabled)
+    assert page.get_by_role("heading", name="Batch 0").is_visible()
+    newer.click()
+    page.get_by_role("heading", name="Batch 1").wait_for()
+    assert page.evaluate("location.hash") == f"#/{run}/1"
+
+
+def test_what_did_not_change_is_not_sent_again_and_a_hidden_page_asks_nothing(open_page: OpenPage, run: str) -> None:
+    page = drawn(open_page(f"#/{run}"))
+    answers: list[int] = []
+    page.on("response", lambda answer: answers.append(answer.status) if answer.url.endswith("/health") else None)
+    stage.until(lambda: page.evaluate("1") and 304 in answers)
+    page.evaluate("""() => {
+        Object.defineProperty(document, "hidden", { get: () => true, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange"));
+    }""")
+    page.wait_for_timeout(300)
+    answers.clear()
+    page.wait_for_timeout(4_500)
+    assert not answers
+    assert page.locator("#live").inner_text() == "paused"
+    page.evaluate("""() => {
+        delete document.hidden;
+        document.dispatchEvent(new Event("visibilitychange"));
+    }""")
+    stage.until(lambda: page.evaluate("1") and bool(answers))
+
+
+def test_names_are_text_whatever_they_say(open_page: OpenPage, service: Service, run_name: str) -> None:
+    bad = "<img src=x onerror=alert(1)>"
+    run = stage.published(service.runs, run_name, stage.CONFIG, [two_groups(bad, "<script>alert(2)</script>")])
+    run.begin_groups(0, [f"{bad}late"])
+    page = drawn(open_page(f"#/{run_name}"))
+    breaks = section(page, "Where merging broke")
+    breaks.get_by_text(f"{bad} sample 1").wait_for()
+    section(page, "Scores and advantages").locator("summary").click()
+    section(page, "What waits, and for how long").get_by_text(f"{bad}late").wait_for()
+    assert page.locator("img").count() == page.locator("script:not([src])").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_from_what_is_behind_it(open_page: OpenPage, run: str, scheme: str) -> None:
+    page = drawn(open_page(f"#/{run}", color_scheme=scheme))
+    section(page, "Where merging broke").locator("mark").first.wait_for()
+    found = page.evaluate(_CONTRASTS)
+    assert len(found) > 40
+    assert {text: ratio for text, ratio in found if ratio < 4.5} == {}
+
+
+def test_nothing_moves_for_those_who_want_no_motion(open_page: OpenPage, run: str) -> None:
+    page = drawn(open_page(f"#/{run}", reduced_motion="reduce"))
+    moving = "[...document.querySelectorAll('*')].filter(node => getComputedStyle(node).transitionDuration !== '0s')"
+    assert page.evaluate(f"{moving}.length") == 0
+
+
+def test_everything_that_is_drawn_or_chosen_has_a_name(open_page: OpenPage, run: str) -> None:
+    page = drawn(open_page(f"#/{run}"))
+    section(page, "What waits, and for how long")
+    page.locator("section[aria-label='Time line of ranks'] canvas").wait_for()
+    unnamed = "[...document.querySelectorAll('canvas, select, nav, [tabindex=\"0\"]')].filter(n => !n.ariaLabel)"
+    assert page.evaluate(f"{unnamed}.length") == 0
+    assert page.evaluate("document.documentElement.lang") == "en"
+    levels = page.evaluate("[...document.querySelectorAll('h1, h2, h3')].map(node => Number(node.tagName[1]))")
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+
+
+def test_it_fits_a_small_screen(open_page: OpenPage, run: str) -> None:
+    page = open_page(f"#/{run}")
+    page.set_viewport_size({"width": 420, "height": 800})
+    drawn(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 420
+
+
+def test_an_empty_service_says_so(open_page: OpenPage, service: Service) -> None:
+    page = open_page()
+    page.get_by_text("No runs yet").wait_for()
+    service.runs.create("first", stage.CONFIG)
+    page.get_by_role("heading", name="first").wait_for()
+
+
+# Of each line of text: its ratio to the first ground behind it that is painted (WCAG 2).
+_CONTRASTS = """() => {
+  const channels = colour => colour.match(/[\\d.]+/g).map(Number);
+  const linear = value => value <= 10.31475 ? value / 255 / 12.92 : ((value / 255 + 0.055) / 1.055) ** 2.4;
+  const light = colour => {
+    const [red, green, blue] = channels(colour).map(linear);
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  };
+  const ground = node => {
+    for (; node; node = node.parentElement) {
+      const colour = getComputedStyle(node).backgroundColor;
+      if (channels(colour)[3] !== 0) return colour;
+    }
+  };
+  return [...document.querySelectorAll("body *")]
+    .filter(node => [...node.childNodes].some(child => child.nodeType === 3 && child.data.trim()))
+    .filter(node => node.checkVisibility() && !node.disabled && !["OPTION", "NOSCRIPT"].includes(node.tagName))
+    .map(node => {
+      const [a, b] = [getComputedStyle(node).color, ground(node)].map(light);
+      return [node.textContent.slice(0, 40), (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)];
+    });
+}"""

@@ -1,0 +1,290 @@
+"""What the page's calls tell, held against the shards themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+from gristmill.columns import Ragged
+from gristmill.rows import from_rows
+from gristmill.steps import Steps
+from gristmill_service.api.http import page_models as models
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline import mill
+from gristmill_service.run.outline import outline
+from gristmill_service.service import Service
+from gristmill_service.store.base import ShardAddress
+from tests.bench.workloads import uniform, workload
+from tests.page import stage
+
+PARTS = ("prompt", "observation", "trained", "padding")
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service.http_url, trust_env=False, timeout=60) as found:
+        yield found
+
+
+def agents() -> Steps:
+    """48 trajectories of several turns, some of which do not merge, with tokens that are not trained and rewards that
+    are alike in some groups."""
+    steps = workload("agent").steps
+    rows = np.array([row for row, uid in enumerate(steps.uids) if int(uid[1:]) < 6])
+    steps = stage.scored(steps.take(rows))
+    mask = steps.loss_mask.compact()
+    return replace(
+        steps, loss_mask=Ragged(mask.values * (np.arange(len(mask.values)) % 5 > 0), mask.starts, mask.lengths)
+    )
+
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 6,
+    "n_samples_per_prompt": 8,
+    "policy_mini_batch_size": 2,
+    "step_wise": True,
+    "merge": "prefix",
+    "micro_batch": {"size": 3},
+    "dp_size": 3,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "not merged": {"merge": "none"},
+    "a width a batch": {"pad_width": "batch", "pad_to_multiple_of": 64},
+    "a width a mini-batch": {"pad_width": "mini_batch"},
+    "a width a micro-batch": {"pad_width": "micro_batch"},
+    "packed": {"layout": "packed"},
+    "by tokens, balanced": {"micro_batch": {"max_tokens": 24_000}, "balance": "tokens"},
+    "groups dropped": {"micro_batch": {"max_tokens": 24_000}, "on_misaligned": "drop_trailing", "dp_size": 7},
+    "mini-batches of rows": {"mini_batch_unit": "sequence", "policy_mini_batch_size": 12},
+    "a critic": {"critic_mini_batch_size": 3},
+    "filters": {"zero_variance_filter": "mask", "overlong_filter": ["length"]},
+    "a loss reduction": {"loss_reduction": "token_mean", "trajectory_score": "sum", "advantage_estimator": "rloo"},
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_bars_are_the_rows_of_the_shards(service: Service, client: httpx.Client, run_name: str, case: str) -> None:
+    steps = agents()
+    if case == "filters":
+        steps = replace(steps, stop_reasons=["length" if row % 7 == 0 else "stop" for row in range(len(steps))])
+    run = stage.published(service.runs, run_name, {**CONFIG, **CONFIGS[case]}, [steps])
+    for model in run.config.models:
+        told = client.get(f"/v1/runs/{run_name}/batches/0/picture", params={"model": model}).json()
+        models.Picture.model_validate(told)
+        assert told["rows_per_bar"] == 1
+        for part in told["mini_batches"]:
+            for rank, shard in enumerate(part["shards"]):
+                data = b"".join(run.read_shard(0, ShardAddress(model, part["index"], rank)))
+                assert shown(shard) == in_file(data)
+        alone = client.get(
+            f"/v1/runs/{run_name}/batches/0/picture",
+            params={"model": model, "mini_batch": told["mini_batches_in_all"] - 1},
+        ).json()
+        assert alone["mini_batches"] == told["mini_batches"][-1:]
+        padding = sum(sum(shard["padding"]) for part in told["mini_batches"] for shard in part["shards"])
+        if model == "policy":
+            assert padding == told["metrics"]["padding_tokens"]
+            assert barrier(told) == pytest.approx(told["metrics"]["barrier_ratio"])
+
+
+def shown(shard: dict[str, Any]) -> list[list[int]]:
+    return [
+        list(row) for row in zip(*(shard[name] for name in (*PARTS, "row", "sample", "first", "last")), strict=True)
+    ]
+
+
+def in_file(data: bytes) -> list[list[int]]:
+    """Of each row of a shard the tokens of each kind, and which row it is."""
+    tensors = load(data)
+    head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    rows = len(tensors["row"])
+    micro_batches = json.loads(head["micro_batches"]) if "sequences" not in tensors else [list(range(rows))]
+    counts = np.zeros((rows, 4), np.int64)
+    for index, positions in enumerate(micro_batches):
+        prefix = "" if "sequences" in tensors else f"micro_batch_{index:03d}/"
+        counts[positions] = block({name: tensors[prefix + name] for name in NAMES if prefix + name in tensors})
+    real = tensors["is_padding"] == 0
+    # A padding row is all padding.
+    counts[~real] = np.stack([0 * counts[~real].sum(1)] * 3 + [counts[~real].sum(1)], axis=1)
+    labels = np.stack([tensors[name] for name in ("row", "sample", "step_first", "step_last")], axis=1)
+    return np.concatenate([counts, labels], axis=1).tolist()
+
+
+NAMES = ("sequences", "attention_mask", "response_mask", "loss_mask", "cu_seqlens")
+
+
+def block(tensors: dict[str, Any]) -> Any:
+    if "cu_seqlens" in tensors:
+        starts = tensors["cu_seqlens"][:-1]
+        lengths = widths = np.diff(tensors["cu_seqlens"])
+        responses, trained = (
+            np.add.reduceat(tensors[name].astype(int), starts) for name in ("response_mask", "loss_mask")
+        )
+    else:
+        lengths = tensors["attention_mask"].sum(axis=1, dtype=int)
+        widths = np.full(len(lengths), tensors["sequences"].shape[1])
+        responses, trained = (tensors[name].sum(axis=1, dtype=int) for name in ("response_mask", "loss_mask"))
+    return np.stack([lengths - responses, responses - trained, trained, widths - lengths], axis=1)
+
+
+def barrier(told: dict[str, Any]) -> float:
+    loads = [np.array([shard["load"] for shard in part["shards"]]) for part in told["mini_batches"]]
+    return float(sum(load.max(axis=0).sum() for load in loads) / sum(load.sum() / len(load) for load in loads))
+
+
+def test_breaks_are_those_of_the_plan_with_the_tokens_around_them(
+    service: Service, client: httpx.Client, run_name: str
+) -> None:
+    steps = agents()
+    run = stage.published(service.runs, run_name, CONFIG, [steps])
+    told = client.get(f"/v1/runs/{run_name}/batches/0/breaks").json()
+    models.Breaks.model_validate(told)
+    planned = {
+        (one["uid"], one["sample"], one["step"]): one["index"]
+        for one in json.loads(run.batch(0).plan)["merge_mismatches"]
+    }
+    found = {(one["uid"], one["sample"], one["step"]): one["index"] for one in told["breaks"]}
+    assert planned
+    # The plan has the first three of a trajectory alone.
+    assert {key: found[key] for key in planned} == planned
+    assert len(found) == told["in_all"] == told["rows"] - len(set(zip(steps.uids, steps.samples.tolist(), strict=True)))
+    for one in told["breaks"]:
+        assert one["was"][0] != one["now"][0]
+        assert one["was"][0] + 1 == one["now"][0]
+        assert len(one["before"]) == 6
+    assert sum(pair["count"] for pair in told["pairs"]) <= told["in_all"]
+
+
+def test_a_prompt_that_ends_too_early_is_told_as_such(service: Service, client: httpx.Client, run_name: str) -> None:
+    rows = [
+        stage.turn("a", 0, 0, [1, 2], [3, 4], is_last_step=False),
+        stage.turn("a", 0, 1, [1, 2, 3], [9]),
+    ]
+    config = {**stage.CONFIG, "train_batch_size": 1, "n_samples_per_prompt": 1, "dp_size": 1}
+    stage.published(service.runs, run_name, config, [from_rows(rows, step_wise=True)])
+    [found] = client.get(f"/v1/runs/{run_name}/batches/0/breaks").json()["breaks"]
+    assert (found["index"], found["before"], found["was"], found["now"]) == (3, [1, 2, 3], [4], [])
+
+
+@pytest.mark.parametrize("size", [1, 3, 64, 10_000])
+def test_it_does_not_matter_how_many_rows_are_read_at_a_time(size: int) -> None:
+    steps, config = agents(), parse_config(CONFIG)
+    found = outline(
+        (steps.take(np.arange(at, min(at + size, len(steps)))) for at in range(0, len(steps), size)), config
+    )
+    plan = mill(steps, config, run="r", batch=0).plan
+    assert len(found.lengths) == plan["rows"]
+    assert found.trained.sum() == sum(part["loss_tokens"] for part in plan["mini_batches"])
+    assert found.breaks.in_all == plan["rows"] - 48
+
+
+def test_scores_are_those_that_were_sent_and_advantages_those_of_the_shards(
+    service: Service, client: httpx.Client, run_name: str
+) -> None:
+    run = stage.published(service.runs, run_name, CONFIG, [agents()])
+    told = client.get(f"/v1/runs/{run_name}/batches/0/scores").json()
+    models.Scores.model_validate(told)
+    assert [group["uid"] for group in told["groups"]] == [f"p{number}" for number in range(6)]
+    assert [len(group["scores"]) for group in told["groups"]] == [8] * 6
+    means = [score for group in told["groups"] for score in group["scores"]]
+    assert np.mean(means) == pytest.approx(json.loads(run.batch(0).plan)["metrics"]["score_mean"])
+    advantages = {
+        (group["uid"], sample): value
+        for group in told["groups"]
+        for sample, value in zip(group["samples"], group["advantages"], strict=True)
+    }
+    data = b"".join(run.read_shard(0, ShardAddress("policy", 0, 0)))
+    tensors, size = load(data), int.from_bytes(data[:8], "little")
+    uids = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["uids"])
+    for uid, sample, values, mask in zip(
+        uids, tensors["sample"].tolist(), tensors["advantages"], tensors["response_mask"], strict=True
+    ):
+        assert set(values[mask == 1].tolist()) <= {np.float32(advantages[uid, sample])}
+    later = client.get(f"/v1/runs/{run_name}/batches/0/scores", params={"start": 4}).json()
+    assert later["groups"] == told["groups"][4:]
+
+
+def test_advantages_that_clients_gave_by_token_are_not_told(
+    service: Service, client: httpx.Client, run_name: str
+) -> None:
+    rows = [stage.turn("a", sample, 0, [1], [2, 3], advantage=[0.5, 1.0]) for sample in range(2)]
+    config = {**stage.CONFIG, "train_batch_size": 1, "advantage_estimator": "none"}
+    stage.published(service.runs, run_name, config, [from_rows(rows, step_wise=True)])
+    [group] = client.get(f"/v1/runs/{run_name}/batches/0/scores").json()["groups"]
+    assert (group["scores"], group["advantages"]) == ([0.0, 1.0], None)
+
+
+def test_a_batch_of_a_hundred_thousand_rows_makes_small_pictures(
+    service: Service, client: httpx.Client, run_name: str
+) -> None:
+    work = uniform(100_000, 8)
+    config = work.config("prefix", 8).model_dump(exclude_defaults=True) | {"policy_mini_batch_size": 125}
+    config |= {"train_batch_size": 12_500}
+    stage.published(service.runs, run_name, config, [work.steps])
+    answer = client.get(f"/v1/runs/{run_name}/batches/0/picture")
+    assert len(answer.content) < 400_000
+    told = answer.json()
+    models.Picture.model_validate(told)
+    shards = [shard for part in told["mini_batches"] for shard in part["shards"]]
+    assert (told["rows_per_bar"], told["mini_batches_in_all"], len(shards)) == (25, 100, 800)
+    assert sum(sum(shard["trained"]) for shard in shards) == 400_000
+    fine = client.get(f"/v1/runs/{run_name}/batches/0/picture", params={"mini_batch": 7}).json()
+    assert (fine["rows_per_bar"], len(fine["mini_batches"])) == (1, 1)
+    assert len(client.get(f"/v1/runs/{run_name}/batches/0/scores").content) < 100_000
+
+
+def test_what_cannot_be_shown_is_refused_with_the_reason(service: Service, client: httpx.Client, run_name: str) -> None:
+    stage.published(
+        service.runs, run_name, stage.CONFIG, [from_rows(stage.group("a") + stage.group("b"), step_wise=True)]
+    )
+    paths = f"/v1/runs/{run_name}/batches"
+    for path, status, words in [
+        (f"{paths}/1/picture", 404, "batch 1 is not published yet"),
+        (f"{paths}/-1/picture", 422, "numbered from 0"),
+        (f"{paths}/0/picture?mini_batch=2", 422, "the batch has 2 policy mini-batches"),
+        (f"{paths}/0/picture?mini_batch=-1", 422, "mini_batch is -1"),
+        (f"{paths}/0/picture?model=critic", 422, "this run has none"),
+        ("/v1/runs/nowhere/health", 404, "does not exist"),
+        ("/page/nothing.js", 404, "no file"),
+    ]:
+        answer = client.get(path)
+        assert answer.status_code == status, path
+        assert words in answer.json()["error"]["message"]
+
+
+def test_a_batch_that_was_looked_at_is_still_shown_when_it_is_freed(
+    service: Service, client: httpx.Client, run_name: str
+) -> None:
+    run = stage.published(
+        service.runs, run_name, stage.CONFIG, [from_rows(stage.group("a") + stage.group("b"), step_wise=True)]
+    )
+    before = client.get(f"/v1/runs/{run_name}/batches/0/picture").json()
+    for mini_batch in range(2):
+        for rank in range(2):
+            stage.acknowledge(run, rank, mini_batch, commit=True)
+    assert run.status().batches_freed == 1
+    assert client.get(f"/v1/runs/{run_name}/batches/0/picture").json() == before
+    # Not any more, once a run of that name is another one.
+    service.runs.delete(run_name)
+    service.runs.create(run_name, stage.CONFIG)
+    assert client.get(f"/v1/runs/{run_name}/batches/0/picture").status_code == 404
+
+
+def test_the_page_may_load_and_run_nothing_but_its_own_files(client: httpx.Client) -> None:
+    answer = client.get("/")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    rules = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in rules
+    assert "unsafe" not in rules
+    assert "https://" not in answer.text
+    again = client.get("/", headers={"If-None-Match": answer.headers["etag"]})
+    assert again.status_code == 304
