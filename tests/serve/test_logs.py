@@ -1,0 +1,137 @@
+"""What the log tells, and how a row is followed through it from the id of the request that brought it."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from gristmill import InvalidArgumentError, RolloutClient, TrainerClient
+from gristmill.v1 import rollout_pb2, rollout_pb2_grpc
+from tests.api.doors import CONFIG, GrpcDoor, group, row, rows_message
+from tests.redis.servers import RedisServer
+from tests.serving import ServiceProcess, StartService
+
+ID = "x-request-id"
+MADE = re.compile(r"[0-9a-f]{8}-[0-9a-f]+")
+
+
+def lines(service: ServiceProcess) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in service.log.read_text().splitlines()]
+
+
+@pytest.fixture
+def telling(start_service: StartService) -> ServiceProcess:
+    return start_service("--store", "memory", "--log-format", "json", "--log-level", "debug")
+
+
+def submit(service: ServiceProcess, run: str, rows: list[dict[str, Any]], *metadata: tuple[str, str]) -> str:
+    """The id that the answer has."""
+    with grpc.insecure_channel(service.grpc_address) as channel:
+        request = rollout_pb2.SubmitRowsRequest(run=run, rows=rows_message(rows))
+        _, call = rollout_pb2_grpc.RolloutServiceStub(channel).SubmitRows.with_call(
+            request, timeout=30, metadata=metadata
+        )
+        return dict(call.trailing_metadata())[ID]
+
+
+def test_a_rows_request_leads_to_its_batch(telling: ServiceProcess) -> None:
+    with closing(GrpcDoor(telling.grpc_address)) as door:
+        door.create("run", CONFIG)
+        submit(telling, "run", group("a"), (ID, "worker-7:first"))
+        submit(telling, "run", group("b"), (ID, "worker-7:second"))
+        door.batch("run", 0, wait_s=20)
+    assert telling.stop() == 0
+    told = lines(telling)
+    [submitted] = [line for line in told if line.get("request_id") == "worker-7:first"]
+    assert submitted["event"] == "rows submitted"
+    assert (submitted["run"], submitted["rows"], submitted["accepted"]) == ("run", 4, 4)
+    assert submitted["first"].startswith("uid 'a' sample 0")
+    [sealed] = [line for line in told if line["event"] == "batch sealed" and submitted["groups"][0] in line["groups"]]
+    # It was the second request that completed the batch.
+    assert (sealed["batch"], sealed["request_id"]) == (0, "worker-7:second")
+    [published] = [line for line in told if line["event"] == "batch published"]
+    assert (published["run"], published["batch"]) == ("run", sealed["batch"])
+
+
+def test_submissions_are_told_only_where_that_is_asked_for(start_service: StartService) -> None:
+    service = start_service("--store", "memory", "--log-format", "json")
+    with closing(GrpcDoor(service.grpc_address)) as door:
+        door.create("run", CONFIG)
+        for uid in ("a", "b"):
+            door.submit("run", group(uid))
+        door.batch("run", 0, wait_s=20)
+    assert service.stop() == 0
+    told = [line["event"] for line in lines(service)]
+    assert told == ["ready", "batch sealed", "batch published", "shutting down", "closed"]
+
+
+@pytest.mark.parametrize("given", ["", "two words", "x" * 129, 'a"b'])
+def test_an_id_that_is_none_is_replaced(telling: ServiceProcess, given: str) -> None:
+    with closing(GrpcDoor(telling.grpc_address)) as door:
+        door.create("run", CONFIG)
+    assert MADE.fullmatch(submit(telling, "run", [row("a", 0)], (ID, given)))
+
+
+def test_a_refusal_has_the_id_and_so_has_its_line(telling: ServiceProcess) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        submit(telling, "no-such-run", [row("a", 0)], (ID, "lost"))
+    assert dict(refused.value.trailing_metadata())[ID] == "lost"
+    [told] = [line for line in lines(telling) if line.get("request_id") == "lost"]
+    assert (told["event"], told["call"], told["code"]) == ("call refused", "SubmitRows", "NOT_FOUND")
+
+
+def test_over_http_too(telling: ServiceProcess) -> None:
+    with httpx.Client(base_url=telling.http_url) as client:
+        created = client.post("/v1/runs", json={"run": "run", "config": CONFIG})
+        assert MADE.fullmatch(created.headers[ID])
+        answer = client.post("/v1/runs/run/rows", json={"rows": [row("a", 0)]}, headers={ID: "by-hand"})
+        assert answer.headers[ID] == "by-hand"
+        assert client.get("/v1/runs/none", headers={ID: "lost"}).headers[ID] == "lost"
+    [told] = [line for line in lines(telling) if line.get("request_id") == "by-hand"]
+    assert (told["event"], told["groups"]) == ("rows submitted", ["uid 'a'"])
+
+
+def test_a_clients_error_names_the_request(telling: ServiceProcess) -> None:
+    with RolloutClient(telling.grpc_address, "run") as client:
+        client.create_run(CONFIG)
+        with pytest.raises(InvalidArgumentError, match=r"\(request [0-9a-f]{8}-[0-9a-f]+\)$") as refused:
+            client.submit_rows([row("a", 99)])
+    [found] = re.findall(r"\(request (.*)\)$", str(refused.value))
+    told = [line["event"] for line in lines(telling) if line.get("request_id") == found]
+    assert told == ["call refused"]
+
+
+def test_every_message_of_a_client_has_an_id_of_its_own(telling: ServiceProcess) -> None:
+    with RolloutClient(telling.grpc_address, "run") as client:
+        client.create_run(CONFIG)
+        for uid in ("a", "b"):
+            for one in group(uid):
+                client.submit_rows([one])
+        with TrainerClient(telling.grpc_address, "run", 0, dp_size=2, prefetch=0) as trainer:
+            next(iter(trainer))
+    ids = [line["request_id"] for line in lines(telling) if line["event"] == "rows submitted"]
+    assert len(ids) == len(set(ids)) == 8
+    # Of one client, in the order in which they were sent.
+    assert len({one.split("-")[0] for one in ids}) == 1
+
+
+def test_what_is_passed_on_to_the_runs_owner_keeps_its_id(start_service: StartService, tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis") as redis:
+        flags = ("--store", "redis", "--redis-url", redis.url, "--log-format", "json", "--log-level", "debug")
+        owner, other = start_service(*flags), start_service(*flags)
+        with closing(GrpcDoor(owner.grpc_address)) as door:
+            door.create("run", CONFIG)
+        assert submit(other, "run", [row("a", 0)], (ID, "passed-on")) == "passed-on"
+        answer = httpx.post(
+            f"{other.http_url}/v1/runs/run/rows", json={"rows": [row("b", 0)]}, headers={ID: "passed-on-too"}
+        )
+        assert answer.headers.get_list(ID) == ["passed-on-too"]
+        told = {line.get("request_id") for line in lines(owner) if line["event"] == "rows submitted"}
+        assert told == {"passed-on", "passed-on-too"}
