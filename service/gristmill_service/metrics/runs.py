@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric, Sample
 
+from gristmill_service.metrics.text import labels_of
 from gristmill_service.pipeline.census import CAUSES, LEVELS, ROW_KINDS, TOKEN_KINDS
 from gristmill_service.run.meters import REASONS, STAGES, bounded_reason
 from gristmill_service.run.readings import Readings
@@ -149,14 +150,30 @@ _SPREADS: Sequence[_Spread] = (
 def run_metrics(readings: Sequence[Readings]) -> Iterator[Metric]:
     for told in _TOLD:
         family = CounterMetricFamily if told.name.endswith("_total") else GaugeMetricFamily
-        metric = family(told.name, told.help, labels=("run", *told.labels))
-        for found in readings:
-            for labels, value in told.values(found):
-                metric.add_metric((found.status.run, *labels), value)
+        names = ("run", *told.labels)
+        metric = family(told.name, told.help, labels=names)
+        # As `add_metric` does, but for making the labels anew.
+        metric.samples = [
+            Sample(told.name, labels_of(names, (found.status.run, *labels)), value)
+            for found in readings
+            for labels, value in told.values(found)
+        ]
         yield metric
     for spread in _SPREADS:
         histogram = HistogramMetricFamily(spread.name, spread.help, labels=("run", *spread.labels))
-        for found in readings:
-            for labels, tally in spread.tallies(found):
-                histogram.add_metric((found.status.run, *labels), tally.up_to(), tally.sum)
+        histogram.samples = [
+            sample
+            for found in readings
+            for labels, tally in spread.tallies(found)
+            for sample in _samples(spread, (found.status.run, *labels), tally)
+        ]
         yield histogram
+
+
+def _samples(spread: _Spread, values: tuple[str, ...], tally: Tally) -> Iterator[Sample]:
+    names = ("run", *spread.labels)
+    for bound, count in tally.up_to():
+        yield Sample(f"{spread.name}_bucket", labels_of((*names, "le"), (*values, bound)), count)
+    labels = labels_of(names, values)
+    yield Sample(f"{spread.name}_count", labels, count)
+    yield Sample(f"{spread.name}_sum", labels, tally.sum)

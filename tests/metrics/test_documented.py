@@ -1,0 +1,74 @@
+"""docs/metrics.md lists what the registry exposes, and the text is the format's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+
+from gristmill_service.metrics import Metrics
+from gristmill_service.metrics.registry import Watched
+from gristmill_service.pipeline import mill
+from gristmill_service.store.memory import MemoryStore
+from tests.metrics.scraping import Scrape
+from tests.run.harness import Bench, group_rows
+
+_ROW = re.compile(r"^\| `(gristmill_\w+)` \| (\w+) \| ([^|]*)\|", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def busy() -> Metrics:
+    """With a series of every metric."""
+    bench = Bench(mill=mill, store=MemoryStore(), merge="prefix", name='a "run" \\ of\nmine')
+    bench.begin("a", "b", "c")
+    bench.submit(*group_rows("a"), *group_rows("b"))
+    bench.make_batches()
+    bench.run.shard("policy", 0, None, 0)
+    bench.run.abort_groups(0, ["c"], "bad")
+    bench.run._book.lease = 2.5
+    metrics = Metrics()
+    metrics.observe_call("grpc", "SubmitRows", "OK", 0.002)
+    metrics.watch(
+        Watched(
+            lambda: [bench.run.readings()],
+            lambda: 3,
+            lambda: {"own": 1, "lost": 0, "elsewhere": 0, "nobody": 0},
+            lambda: "the disk is full",
+            lambda: {"rows": (1_000_000, 8 << 30)},
+        )
+    )
+    return metrics
+
+
+def test_every_metric_is_documented_with_its_type_and_labels(busy):
+    documented = {
+        name: (kind, set(re.findall(r"`(\w+)`", labels)))
+        for name, kind, labels in _ROW.findall(Path("docs/metrics.md").read_text())
+    }
+    found = {}
+    for family in Scrape(busy.text().decode()).families:
+        if family.name.startswith("gristmill_"):
+            name = family.name + ("_total" if family.type == "counter" else "")
+            labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+            found[name] = family.type, labels
+    assert found == documented
+
+
+def test_names_and_units_follow_the_conventions(busy):
+    for family in Scrape(busy.text().decode()).families:
+        assert family.documentation.endswith("."), family.name
+        assert "_ms" not in family.name
+        if family.type == "histogram":
+            assert family.name.endswith(("_seconds", "_versions"))
+
+
+def test_the_text_is_what_prometheus_own_client_writes(busy):
+    ours, theirs = busy.text().decode(), generate_latest(busy._registry).decode()
+    # Memory, CPU and open files change meanwhile; when a series was made is told of none of the runs' own.
+    kept = [
+        [line for line in text.splitlines() if "process_" not in line and "_created" not in line]
+        for text in (ours, theirs)
+    ]
+    assert kept[0] == kept[1]
