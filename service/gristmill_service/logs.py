@@ -9,13 +9,14 @@ from typing import Any
 
 import structlog
 
+from gristmill_service import tracing
 from gristmill_service.api import request_ids
 
 
 def configure_logs(level: str, form: str) -> None:
     """`form` is human or json."""
     shared: list[Any] = [
-        _add_request_id,
+        _add_ids,
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
@@ -49,8 +50,9 @@ def configure_logs(level: str, form: str) -> None:
     logging.getLogger("httpx").setLevel(max(logging.WARNING, root.level))
 
 
-def _add_request_id(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """That of the call in which this happens, where it happens in one."""
-    if found := request_ids.current():
-        event.setdefault("request_id", found)
+def _add_ids(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Those of the call in which this happens, and of its trace, where there are any."""
+    for name, found in (("request_id", request_ids.current()), ("trace_id", tracing.trace_id())):
+        if found:
+            event.setdefault(name, found)
     return event

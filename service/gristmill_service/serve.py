@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args, get_origin
 
@@ -85,12 +85,14 @@ def serve(settings: Settings) -> int:
     """Serves until a signal asks to stop. Returns the exit status."""
     from gristmill_service.logs import configure_logs
     from gristmill_service.service import Service
+    from gristmill_service.tracing import configure_tracing
     from gristmill_service.tuning import tune_process
 
     configure_logs(settings.log_level, settings.log_format)
     tune_process()
-    with _stop_asked() as stop_asked:
+    with ExitStack() as at_end, _stop_asked() as stop_asked:
         try:
+            at_end.callback(configure_tracing())
             service = Service(settings)
         except (GristmillError, OSError) as error:
             print(f"gristmill serve: {error}", file=sys.stderr)

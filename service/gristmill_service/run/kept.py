@@ -19,6 +19,7 @@ from gristmill.errors import (
     NotFoundError,
     UnavailableError,
 )
+from gristmill_service import tracing
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.run import aborts, admission, progress, recovery, sealing
 from gristmill_service.run.admission import Room, RowBudget
@@ -291,6 +292,7 @@ class KeptRun:
         match event:
             case BatchSealed(batch):
                 self._untold.append(event)
+                tracing.sealed(self.name, batch)
                 self._on_sealed(self, batch)
             case BatchPublished(batch) if self._book.reads_rows and not self._book.maps_rows:
                 rows = (row.ref for group in self._state.batches[batch].groups for row in group.ordered_rows())

@@ -16,6 +16,7 @@ import numpy as np
 import structlog
 
 from gristmill.steps import Steps
+from gristmill_service import tracing
 from gristmill_service.pipeline.census import Census
 from gristmill_service.run.events import (
     Acknowledged,
@@ -111,7 +112,8 @@ class Meters:
         """Measures what it is around as a stage of making a batch."""
         begin = self._clock()
         try:
-            yield
+            with tracing.span(stage):
+                yield
         finally:
             self.stages[stage].add(self._clock() - begin)
 

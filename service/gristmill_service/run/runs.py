@@ -22,6 +22,7 @@ from gristmill.errors import (
     NotFoundError,
     UnavailableError,
 )
+from gristmill_service import tracing
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline import mill as pipeline_mill
 from gristmill_service.run.admission import RowBudget
@@ -252,7 +253,8 @@ class Runs:
         while (item := self._sealed.get()) is not None:
             run, batch = item
             try:
-                run.make_batch(batch)
+                with tracing.making_span(run.name, batch):
+                    run.make_batch(batch)
             except Exception:  # noqa: BLE001
                 # One batch must not end the making of all others.
                 _log.exception("batch could not be made", run=run.name, batch=batch)

@@ -1,6 +1,6 @@
 """How handlers reach what they work on: the backend, the run named in the path, and whether the caller has gone.
 
-And how each request gets its id."""
+And how each request gets its id, and its span while calls are traced."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fastapi import Depends, Path, Request
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gristmill_service import tracing
 from gristmill_service.api import request_ids
 from gristmill_service.api.backend import Backend
 from gristmill_service.run.run import Run
@@ -47,7 +48,29 @@ class Identified:
                 MutableHeaders(scope=message)[request_ids.HEADER] = found
             await send(message)
 
-        await self._app(scope, receive, told)
+        if tracing.is_on() and scope["path"].startswith("/v1/"):
+            await self._traced(scope, receive, told)
+        else:
+            await self._app(scope, receive, told)
+
+    async def _traced(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+        call = tracing.call_span(f"HTTP {scope['method']}", headers, request_id=request_ids.current())
+
+        async def observed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.set_attribute("http.response.status_code", message["status"])
+                if message["status"] >= 500:
+                    tracing.fail(call, str(message["status"]))
+            await send(message)
+
+        with tracing.within(call):
+            try:
+                await self._app(scope, receive, observed)
+            finally:
+                call.update_name(f"{scope['method']} {getattr(scope.get('route'), 'path', 'unknown')}")
+                if run := scope.get("path_params", {}).get("run"):
+                    call.set_attribute("gristmill.run", run)
 
 
 async def gone(request: Request) -> None:

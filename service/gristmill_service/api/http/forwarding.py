@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from gristmill.errors import UnavailableError
+from gristmill_service import tracing
 from gristmill_service.api import request_ids
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.http.bodies import BODY
@@ -41,7 +42,7 @@ class Forwarding:
         if _MARK in request.headers:
             return _unavailable(f"{error}; its owner is changing")
         headers = {name: value for name, value in request.headers.items() if name not in _DROPPED}
-        headers |= {_MARK: "1", request_ids.HEADER: request_ids.current()}
+        headers |= {_MARK: "1", request_ids.HEADER: request_ids.current(), **tracing.carried()}
         url = f"{error.http_url}{request.scope['raw_path'].decode('ascii')}"
         query = request.scope["query_string"].decode("latin-1")
         passed_on = self._client.build_request(

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from gristmill.errors import UnavailableError
+from gristmill_service import tracing
 from gristmill_service.api import request_ids
 from gristmill_service.store.ledger import OwnedElsewhereError
 
@@ -106,8 +107,8 @@ class Forwarding:
 
 
 def _marked() -> tuple[tuple[str, str], ...]:
-    """What is passed on carries the id that its caller knows."""
-    return (_MARK, "1"), (request_ids.HEADER, request_ids.current())
+    """What is passed on carries the id that its caller knows, and its trace."""
+    return (_MARK, "1"), (request_ids.HEADER, request_ids.current()), *tracing.carried().items()
 
 
 def _left(context: grpc.ServicerContext) -> float:

@@ -11,9 +11,11 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
+from gristmill_service import tracing
 from gristmill_service.api import request_ids
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.rpc.forwarding import Forwarding
+from gristmill_service.api.rpc.spans import spanned, spanned_stream
 from gristmill_service.metrics import Metrics
 from gristmill_service.store.ledger import OwnedElsewhereError
 
@@ -48,6 +50,8 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
             answer = self._stream(call.method, handler.stream_stream or handler.unary_stream, handler.request_streaming)
         else:
             make, answer = grpc.unary_unary_rpc_method_handler, self._unary(call.method, handler.unary_unary)
+        if tracing.is_on():
+            answer = (spanned_stream if handler.response_streaming else spanned)(call.method, answer)
         parse = self._parsers.get(call.method, handler.request_deserializer)
         return make(answer, _told_later(parse), _or_bytes(handler.response_serializer))
 

@@ -1,0 +1,171 @@
+"""Traces over OTLP, where OpenTelemetry's own variables name an endpoint. Where they do not, nothing of it is imported.
+
+A span a call, in the trace that the caller's W3C `traceparent` names; a span a batch that is made, with its stages in
+it, linked to the call that completed the batch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from typing import Any
+
+import gristmill
+from gristmill.errors import InvalidArgumentError
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_EXPORTER = "opentelemetry.exporter.otlp.proto.grpc"
+# What waits to be exported at the end gets this long; a collector that is away must not hold a shutdown up.
+_FLUSH_MS = 2_000
+
+_tracer: Any = None
+# Of each batch that waits to be made, the span of the call that sealed it.
+_sealed_in: dict[tuple[str, int], Any] = {}
+
+
+def configure_tracing(environment: Mapping[str, str] = os.environ) -> Callable[[], None]:
+    """Traces from now on, where that is configured. Returns what ends it.
+
+    Raises InvalidArgumentError where it is configured and cannot be done.
+    """
+    global _tracer
+    name = next((name for name in _ENDPOINTS if environment.get(name)), None)
+    is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or _exports_none(environment)
+    if name is None or is_off:
+        return lambda: None
+    _check(name, environment)
+    provider = _provider(environment)
+    _tracer = provider.get_tracer("gristmill", gristmill.__version__)
+
+    def end() -> None:
+        global _tracer
+        _tracer = None
+        _sealed_in.clear()
+        provider.force_flush(_FLUSH_MS)
+        provider.shutdown()
+
+    return end
+
+
+def is_on() -> bool:
+    return _tracer is not None
+
+
+def span(name: str, **attributes: str | int) -> AbstractContextManager[Any]:
+    """What happens within it is a part of what happens now."""
+    if _tracer is None:
+        return nullcontext()
+    found: AbstractContextManager[Any] = _tracer.start_as_current_span(name, attributes=_named(attributes))
+    return found
+
+
+def call_span(name: str, metadata: Iterable[tuple[str, str | bytes]], **attributes: str | int) -> Any:
+    """A span of a call that came with this metadata, in its caller's trace; not the current one yet. Only while
+    tracing is on."""
+    from opentelemetry.trace import SpanKind
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier = {key: value for key, value in metadata if isinstance(value, str)}
+    caller = TraceContextTextMapPropagator().extract(carrier)
+    return _tracer.start_span(name, caller, SpanKind.SERVER, _named(attributes))
+
+
+def within(call: Any) -> AbstractContextManager[Any]:
+    """Makes a call's span the current one, and ends it."""
+    from opentelemetry.trace import use_span
+
+    return use_span(call, end_on_exit=True, record_exception=False, set_status_on_exception=False)
+
+
+def fail(call: Any, reason: str) -> None:
+    from opentelemetry.trace import Status, StatusCode
+
+    call.set_status(Status(StatusCode.ERROR, reason))
+
+
+def sealed(run: str, batch: int) -> None:
+    """Remembers in which call the batch was sealed."""
+    if _tracer is not None:
+        from opentelemetry.trace import get_current_span
+
+        _sealed_in[run, batch] = get_current_span().get_span_context()
+
+
+def making_span(run: str, batch: int) -> AbstractContextManager[Any]:
+    """Around the making of a batch: a trace of its own, for rows of many calls come together in it."""
+    if _tracer is None:
+        return nullcontext()
+    from opentelemetry.trace import Link
+
+    call = _sealed_in.pop((run, batch), None)
+    links = [Link(call)] if call is not None and call.is_valid else []
+    attributes = _named({"run": run, "batch": batch})
+    found: AbstractContextManager[Any] = _tracer.start_as_current_span("make batch", attributes=attributes, links=links)
+    return found
+
+
+def carried() -> dict[str, str]:
+    """Metadata that puts a call that is passed on into the trace of this one."""
+    if _tracer is None:
+        return {}
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return carrier
+
+
+def trace_id() -> str:
+    """Of what happens now; empty where nothing is traced."""
+    if _tracer is None:
+        return ""
+    from opentelemetry.trace import format_trace_id, get_current_span
+
+    context = get_current_span().get_span_context()
+    return format_trace_id(context.trace_id) if context.is_valid else ""
+
+
+def _named(attributes: Mapping[str, str | int]) -> dict[str, str | int]:
+    return {f"gristmill.{name}": value for name, value in attributes.items()}
+
+
+def _exports_none(environment: Mapping[str, str]) -> bool:
+    return environment.get("OTEL_TRACES_EXPORTER", "") == "none"
+
+
+def _check(name: str, environment: Mapping[str, str]) -> None:
+    """Raises InvalidArgumentError where the endpoint that this variable names cannot be exported to."""
+    for protocol in _PROTOCOLS:
+        if environment.get(protocol, "grpc") not in ("", "grpc"):
+            raise InvalidArgumentError(
+                f"{protocol} is {environment[protocol]!r} and traces are exported over grpc only; set it to grpc, and "
+                f"{name} to the collector's gRPC port"
+            )
+    try:
+        is_there = find_spec(_EXPORTER) is not None and find_spec("opentelemetry.sdk.trace") is not None
+    except ModuleNotFoundError:
+        is_there = False
+    if not is_there:
+        raise InvalidArgumentError(
+            f"{name} is {environment[name]!r} and the packages that export traces are not installed; "
+            "pip install 'gristmill[otel]', or unset it"
+        )
+
+
+def _provider(environment: Mapping[str, str]) -> Any:
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    own = {"service.version": gristmill.__version__}
+    if "service.name=" not in environment.get("OTEL_RESOURCE_ATTRIBUTES", "") and not environment.get(
+        "OTEL_SERVICE_NAME"
+    ):
+        own["service.name"] = "gristmill"
+    provider = TracerProvider(resource=Resource.create(own), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider
