@@ -88,7 +88,10 @@ def test_a_rank_that_holds_up_the_others_is_stuck(watched: Make) -> None:
     one.after(70)
     [(level, text, seconds)] = one.findings()
     assert (level, seconds) == ("stuck", 70.0)
-    assert text == ("policy rank 1 did not acknowledge batch 0 mini-batch 0, which is published; 1 others are past it")
+    assert text == ("policy rank 1 did not even pull batch 0 mini-batch 0, which is published; 1 other rank is past it")
+    one.run.shard("policy", 1, None, 0)
+    one.after(1)
+    assert "policy rank 1 did not acknowledge" in one.findings()[0][1]
     assert one.health()["state"] == "stuck"
     stage.acknowledge(one.run, 1, 0)
     one.after(1)
@@ -99,6 +102,8 @@ def test_ranks_that_all_stand_still_are_slow(watched: Make) -> None:
     one = watched()
     one.seal("a", "b")
     one.after(1)
+    for rank in range(2):
+        one.run.shard("policy", rank, None, 0)
     assert one.findings() == []
     one.after(99)
     assert one.findings() == [

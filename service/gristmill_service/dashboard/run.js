@@ -64,13 +64,18 @@ function tiles(body) {
   ];
 }
 
+function doing(rank) {
+  if (!rank.has_shard) return "waits for the batch";
+  return { true: "pulled, not acknowledged", false: "published, not pulled" }[rank.has_pulled] ?? "published, not acknowledged";
+}
+
 function waiting(body) {
   const seen = seconds => seconds == null ? "not known" : since(seconds, body.watched_since);
   const groups = body.open_groups.map(one => [one.uid, `${one.complete} of ${one.samples} samples`, one.rows, since(one.since)]);
   const batches = body.batches.map(one => [`batch ${one.batch}`, one.state, one.prompts, seen(one.since)]);
   const ranks = body.models.flatMap(model => model.ranks.map(rank => [
     body.models.length > 1 ? `${model.model} rank ${rank.rank}` : `rank ${rank.rank}`, place(rank.next),
-    rank.has_shard ? "published, not acknowledged" : "waits for the batch", seen(rank.has_shard ? rank.available : rank.since)]));
+    doing(rank), seen(rank.has_shard ? rank.available : rank.since)]));
   const part = (title, heads, rows, none) => make("div", {}, make("h3", { class: "small" }, title),
     rows.length ? make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title },
       table(heads, rows, title)) : make("p", { class: "quiet" }, none));

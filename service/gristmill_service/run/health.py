@@ -14,7 +14,7 @@ from gristmill_service.config import Model
 from gristmill_service.run import progress
 from gristmill_service.run.groups import Group
 from gristmill_service.run.run import Run
-from gristmill_service.run.sightings import RankSeen, Seen, reading
+from gristmill_service.run.sightings import LOOK_S, RankSeen, Seen, reading
 from gristmill_service.run.state import State
 from gristmill_service.run.views import Position
 
@@ -80,10 +80,7 @@ def health(run: Run, seen: Seen, now: float) -> Json:
         *([Finding(_level(seen.full_since, now), f"workers wait for room: {reason}", seen.full_since)] if full else []),
         *(_stragglers(told, now)),
     ]
-    told["findings"] = [
-        {"level": one.level, "text": one.text[:500], "since": None if one.since is None else _rough(one.since)}
-        for one in findings
-    ]
+    told["findings"] = [{"level": one.level, "text": one.text[:500], "since": _known(one.since)} for one in findings]
     levels = {one.level for one in findings}
     told["state"] = "finished" if ended else next((one for one in ("stuck", "slow") if one in levels), "well")
     return told
@@ -149,7 +146,7 @@ def _batches(state: State, seen: Seen) -> list[Json]:
                 "batch": number,
                 "state": "published" if batch.is_published else "being made",
                 "prompts": batch.prompts,
-                "since": None if since is None else _rough(since),
+                "since": _known(since),
             }
         )
     return found
@@ -170,6 +167,8 @@ def _model(state: State, seen: Seen, model: Model) -> Json:
                 "since": _rough(ranks[rank].since),
                 "has_shard": _is_there(state, ranks[rank].next),
                 "available": _available(seen, ranks[rank]),
+                "pulled": _known(ranks[rank].pulled),
+                "has_pulled": _has_pulled(seen, ranks[rank]),
             }
             for rank in sorted(order[:SHOWN_RANKS])
         ],
@@ -188,6 +187,17 @@ def _available(seen: Seen, rank: RankSeen) -> float:
     return _rough(max(rank.since, published or rank.since))
 
 
+def _has_pulled(seen: Seen, rank: RankSeen) -> bool | None:
+    """Whether it asked for a shard of its next batch, or of one after that, as far as is known: what it has of a batch
+    that was there before anybody looked is not."""
+    batch = seen.batches.get(rank.next.batch)
+    if batch is None or batch.published is None:
+        return None
+    if rank.pulled is not None and rank.pulled >= batch.published:
+        return True
+    return None if batch.published <= seen.began + LOOK_S else False
+
+
 def _ranks(told: Json, seen: Seen, now: float) -> Iterator[Finding]:
     for model in told["models"]:
         busy = [rank for rank in model["ranks"] if rank["has_shard"]]
@@ -198,8 +208,8 @@ def _ranks(told: Json, seen: Seen, now: float) -> Iterator[Finding]:
             others = model["ranks_in_all"] - len([rank for rank in busy if tuple(rank["next"].values()) == least])
             yield Finding(
                 "stuck" if others else "slow",
-                f"{model['model']} {_few([rank['rank'] for rank in late])} did not acknowledge "
-                f"{_place(late[0]['next'])}, which is published" + (f"; {others} others are past it" if others else ""),
+                f"{model['model']} {_few([rank['rank'] for rank in late])} did not {_missing(late)} "
+                f"{_place(late[0]['next'])}, which is published" + _past(others),
                 min(rank["available"] for rank in late),
             )
         elif not busy and model["ranks"] and not told["finished"]:
@@ -211,6 +221,14 @@ def _ranks(told: Json, seen: Seen, now: float) -> Iterator[Finding]:
                 "are complete",
                 since,
             )
+
+
+def _past(others: int) -> str:
+    return f"; {others} other {'rank is' if others == 1 else 'ranks are'} past it" if others else ""
+
+
+def _missing(late: list[Json]) -> str:
+    return "even pull" if all(rank["has_pulled"] is False for rank in late) else "acknowledge"
 
 
 def _making(told: Json, now: float) -> Iterator[Finding]:
@@ -245,6 +263,10 @@ def _few(ranks: list[int]) -> str:
 def _place(position: Json) -> str:
     epoch = f" epoch {position['epoch']}" if position["epoch"] else ""
     return f"batch {position['batch']}{epoch} mini-batch {position['mini_batch']}"
+
+
+def _known(seconds: float | None) -> float | None:
+    return None if seconds is None else _rough(seconds)
 
 
 def _rough(seconds: float) -> float:

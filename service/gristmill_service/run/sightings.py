@@ -33,11 +33,14 @@ _KEPT_STEPS = 16_384
 
 @dataclass(slots=True)
 class RankSeen:
-    """next: what it has to acknowledge, since when. passed: when it acknowledged what, the last ones."""
+    """next: what it has to acknowledge, since when. passed: when it acknowledged what, the last ones. pulled: when it
+    was last told where a shard is, None where it never was; pulls: how often."""
 
     next: Position
     since: float
     passed: deque[tuple[float, Position]]
+    pulls: int = 0
+    pulled: float | None = None
 
 
 @dataclass(slots=True)
@@ -124,6 +127,7 @@ def _look(run: Run, seen: Seen, now: float) -> None:
             model: [progress.settle(state, model, position) for position in own.next]
             for model, own in state.models.items()
         }
+        pulls = {key: meter.pulls for key, meter in run.meters.ranks.found.items()}
         incarnations = {model: own.incarnation for model, own in state.models.items()}
         published = {number: batch.is_published for number, batch in state.batches.items()}
         sealed, rows = state.batches_sealed, state.rows_accepted
@@ -133,6 +137,7 @@ def _look(run: Run, seen: Seen, now: float) -> None:
             seen.incarnations[model] = incarnations[model]
         else:
             _follow(seen, model, found, now)
+    _note_pulls(seen, pulls, now)
     _note_batches(seen, published, sealed, now)
     if rows != seen.rows:
         seen.rows, seen.rows_since = rows, now
@@ -151,6 +156,14 @@ def _follow(seen: Seen, model: Model, places: list[Position], now: float) -> Non
             rank.passed.append((now, rank.next))
             rank.next, rank.since = position, now
             seen.steps += 1
+
+
+def _note_pulls(seen: Seen, pulls: dict[tuple[Model, int], int], now: float) -> None:
+    for (model, rank), count in pulls.items():
+        # A rank that is there no more may still be counted.
+        if rank < len(seen.ranks[model]) and count != seen.ranks[model][rank].pulls:
+            found = seen.ranks[model][rank]
+            found.pulls, found.pulled = count, now
 
 
 def _note_batches(seen: Seen, published: dict[int, bool], sealed: int, now: float) -> None:

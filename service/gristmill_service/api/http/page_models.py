@@ -68,6 +68,8 @@ class Rank(_Told):
     since: float = Field(description="When it moved on to that, or, where that is longer ago, when watching began.")
     has_shard: bool = Field(description="Whether that is published.")
     available: float = Field(description="Since when it could have begun with it.")
+    pulled: float | None = Field(description="When it last asked for a shard that was there.")
+    has_pulled: bool | None = Field(description="Whether it did so since that batch was published; null: not known.")
 
 
 class ModelHealth(_Told):
