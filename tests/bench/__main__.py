@@ -1,43 +1,66 @@
-"""`make bench`: every figure, as a table and in build/bench.json. Exit code 1 when one is not reached."""
+"""`make bench`: every figure, as a table, in build/bench.json and as a plot. Exit code 1 when one is not reached.
+
+`python -m tests.bench submit pulls` measures these only and leaves the other figures as they were measured before.
+"""
 
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench import balance, journal, pipeline, pulls, redis, replicas, serving, takeover
-from tests.bench.figures import OUTPUT, Figure, write
+from tests.bench import balance, journal, pipeline, plot, pulls, redis, replicas, serving, submit, takeover, told
+from tests.bench.figures import OUTPUT, Figure, merge, read, write
 
-SOURCES = (pipeline, balance, serving, pulls, redis, journal, takeover, replicas)
+SOURCES = (pipeline, balance, submit, serving, pulls, redis, journal, takeover, replicas)
+PEERS = "peers"
+"""Measured by `make bench-peers`, and kept by a run of all that is measured here."""
 
 
-def main() -> int:
-    console = Console(width=None if sys.stdout.isatty() else 110)
+def main(names: list[str]) -> int:
+    sources = {_name(source): source for source in SOURCES}
+    if unknown := [name for name in names if name not in sources]:
+        print(f"no such figures: {', '.join(unknown)}; there are {', '.join(sources)}", file=sys.stderr)
+        return 2
+    if not names:
+        write({name: entry for name, entry in read().items() if entry.get("source") == PEERS})
+    return measured({name: sources[name] for name in names or sources})
+
+
+def measured(sources: dict[str, ModuleType]) -> int:
+    """Measures, tells, and gives the exit code."""
+    console = Console(width=None if sys.stdout.isatty() else 130)
     found: list[Figure] = []
     with console.status("measuring") as status:
-        for source in SOURCES:
+        for name, source in sources.items():
+            of_source: list[Figure] = []
             for figure in source.figures():
-                found.append(figure)
+                of_source.append(figure)
                 status.update(f"measured {figure.name}")
-                write(found)
+                merge(name, of_source)
+            found += of_source
+    plot.reached()
     console.print(_table(found))
-    console.print(f"written to {OUTPUT}")
+    console.print(f"written to {OUTPUT} and {plot.REACHED}")
     return 0 if all(figure.ok for figure in found) else 1
+
+
+def _name(source: ModuleType) -> str:
+    return source.__name__.rpartition(".")[2]
 
 
 def _table(found: list[Figure]) -> Table:
     table = Table(box=None, header_style="bold")
-    for name in ("figure", "value", "reach", "bound in this run", ""):
+    for name in ("figure", "ours", "bound in this run", "ratio", "reach", ""):
         table.add_column(name, justify="left" if name in ("figure", "") else "right")
     for figure in found:
-        bound = "" if figure.bound is None else f"{figure.bound:,.2f} {figure.bound_unit}"
-        reach = "" if figure.reach is None else f"{'≤' if figure.at_most else '≥'} {figure.reach:g}"
         verdict = "" if figure.reach is None else "[green]ok[/]" if figure.ok else "[red]missed[/]"
-        table.add_row(figure.name, f"{figure.value:,.2f} {figure.unit}", reach, bound, verdict)
+        told_of = (told.ours(figure), told.bound(figure), told.ratio(figure), told.reach(figure))
+        table.add_row(figure.name, *told_of, verdict)
     return table
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

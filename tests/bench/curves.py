@@ -1,25 +1,36 @@
-"""How the pipeline's time grows, arrays in to shards in shared memory: over rows, over tokens of a row, over ranks.
+"""How time grows: of the pipeline, arrays in to shards in shared memory, over rows, over tokens of a row, over ranks;
+and of submission, arrays to the last answer, over rows and over producers.
 
-Each curve is a list of (x, seconds), the least of a few passes; linear in rows and tokens, flat in ranks but for what a
-shard costs. `python -m tests.bench.curves` prints them.
+Each curve of the pipeline is a list of (x, seconds), the least of a few passes; linear in rows and tokens, flat in
+ranks but for what a shard costs. `python -m tests.bench.curves` prints and draws them (build/curves.{json,svg}).
 """
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Picture
+from matplotlib.ticker import FuncFormatter
 
 from gristmill.steps import check
 from gristmill_service.pipeline import mill
 from gristmill_service.store.writing import write_shards
+from tests.bench import plot, producers, told
 from tests.bench.figures import seconds
 from tests.bench.pipeline import TMPFS
+from tests.bench.producers import Curve
 from tests.bench.workloads import DP_SIZE, Workload, uniform
 
-Curve = list[tuple[int, float]]
-
+MEASURED, OUTPUT = Path("build/curves.json"), Path("build/curves.svg")
 ROWS = tuple(1024 << step for step in range(7))
 LENGTHS = tuple(64 << step for step in range(11))
 RANKS = tuple(1 << step for step in range(7))
@@ -43,9 +54,6 @@ def over_ranks(merge: str = "none") -> Curve:
     return [(dp_size, _least(work, merge, dp_size)) for dp_size in RANKS]
 
 
-CURVES: dict[str, Callable[[], Curve]] = {"rows": over_rows, "tokens": over_tokens, "ranks": over_ranks}
-
-
 def _least(work: Workload, merge: str, dp_size: int = DP_SIZE) -> float:
     """Seconds of one pass, removal of what it wrote not included."""
     config = work.config(merge, dp_size)
@@ -66,10 +74,96 @@ def _least(work: Workload, merge: str, dp_size: int = DP_SIZE) -> float:
         return min(timed() for _ in range(_ROUNDS))
 
 
+@dataclass(frozen=True)
+class Cost:
+    """Milliseconds over x, with the straight line that fits best."""
+
+    title: str
+    over: str
+    one: str
+    curve: Callable[[], Curve]
+
+
+COSTS = {
+    "pipeline.rows": Cost("Pipeline over rows of 256 tokens", "rows", "row", over_rows),
+    "pipeline.tokens": Cost("Pipeline over the length of 128 rows", "tokens of each row", "token of each", over_tokens),
+    "pipeline.ranks": Cost("Pipeline over ranks, 4 shards each", "data-parallel ranks", "rank", over_ranks),
+    "submit.rows": Cost("Submission over rows of 256 tokens", "rows", "row", producers.over_rows),
+}
+RATES = {f"submit.producers.{kind}": kind for kind in producers.KINDS}
+
+
 def main() -> None:
-    for name, curve in CURVES.items():
-        for x, found in curve():
-            print(f"{name:8} {x:8,} {1e3 * found:10.2f} ms")
+    """Measures and draws; with the argument `draw` it draws what was measured before."""
+    if sys.argv[1:] != ["draw"]:
+        found = {name: cost.curve() for name, cost in COSTS.items()}
+        found |= {name: producers.over_producers(kind) for name, kind in RATES.items()}
+        MEASURED.parent.mkdir(exist_ok=True)
+        MEASURED.write_text(json.dumps(found, indent=2) + "\n")
+    draw(json.loads(MEASURED.read_text()))
+    print(f"written to {MEASURED} and {OUTPUT}")
+
+
+def draw(found: dict[str, Curve]) -> None:
+    with rc_context(plot.STYLE):
+        picture = Picture(figsize=(10, 5.6), layout="constrained")
+        places = picture.subplots(2, 3)
+        for axes, (name, cost) in zip(places.flat, COSTS.items(), strict=False):
+            _draw_cost(axes, cost, found[name])
+        for name, kind in RATES.items():
+            _draw_rate(*places.flat[len(COSTS) :], kind, found[name])
+    plot.save(picture, OUTPUT)
+
+
+def fitted(curve: Curve) -> tuple[float, float]:
+    """Milliseconds for nothing, and more for each x. The relative errors are least, so that small x count too."""
+    x, milliseconds = _arrays(curve)
+    slope, start = np.polyfit(x, milliseconds, 1, w=1 / milliseconds)
+    return float(start), float(slope)
+
+
+def _arrays(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
+    return np.array([at for at, _ in curve]), np.array([1e3 * found for _, found in curve])
+
+
+def _draw_cost(axes: Axes, cost: Cost, curve: Curve) -> None:
+    x, milliseconds = _arrays(curve)
+    start, slope = fitted(curve)
+    label = f"{told.number(start)} ms + {told.number(1e3 * slope)} µs a {cost.one}"
+    axes.plot(x, start + slope * x, color="grey", linestyle="--", linewidth=1, label=label)
+    axes.plot(x, milliseconds, color=plot.OK, marker="o", markersize=4, linestyle="none")
+    axes.set_ylabel("ms")
+    _frame(axes, cost.title, cost.over)
+    for at, found in zip(x.tolist(), milliseconds.tolist(), strict=True):
+        print(f"{cost.title:40} {at:8,} {found:10.2f} ms")
+    print(f"{cost.title:40} {label}")
+
+
+def _draw_rate(rate: Axes, volume: Axes, kind: str, curve: Curve) -> None:
+    """Rows a second of all producers together, and the MB a second that they are."""
+    rows, (least, most) = producers.KINDS[kind]
+    label = f"{rows:,} rows each of {least:,} to {most:,} tokens"
+    marker, color = ("o", plot.OK) if kind == "long" else ("s", plot.MISSED)
+    size = producers.row_bytes(kind) / 1e6
+    for axes, factor, unit in ((rate, 1.0, "rows/s"), (volume, size, "MB/s of tokens and logprobs")):
+        values = [rows_s * factor for _, rows_s in curve]
+        axes.plot([x for x, _ in curve], values, color=color, marker=marker, markersize=4, linewidth=1, label=label)
+        axes.set_ylabel(unit)
+        axes.set_xscale("log", base=2)
+        _frame(axes, "Submission over producers, all together", "client processes")
+    for count, rows_s in curve:
+        told_of = f"{rows_s:10,.0f} rows/s {rows_s * size:8.0f} MB/s"
+        print(f"{'Submission over producers, ' + kind:40} {count:8} {told_of}")
+
+
+def _frame(axes: Axes, title: str, over: str) -> None:
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel(over)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+    axes.set_ylim(bottom=0)
+    axes.grid(linewidth=0.4, alpha=0.6)
+    axes.legend(fontsize=7, loc="best", framealpha=0.8)
 
 
 if __name__ == "__main__":

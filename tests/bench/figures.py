@@ -9,8 +9,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 OUTPUT = Path("build/bench.json")
+_SAME = {"calls/s": "turns/s"}
+"""Units that count the same: a turn is a call."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +33,71 @@ class Figure:
     def ok(self) -> bool:
         return self.reach is None or (operator.le if self.at_most else operator.ge)(self.value, self.reach)
 
+    @property
+    def is_ratio(self) -> bool:
+        """The value is a multiple already, as in `x bound`, not seconds or bytes."""
+        return self.unit.split()[0] == "x" or " / " in self.unit
 
-def write(figures: list[Figure]) -> None:
+    @property
+    def ours(self) -> tuple[float, str]:
+        """What was measured of ours and its unit: that of the bound, where the value is a ratio to it."""
+        if self.is_ratio and self.bound is not None:
+            return self.value * self.bound, _bare(self.bound_unit)
+        return self.value, self.unit
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours over the bound; nothing where what stands beside the value is no bound but says what it was measured of,
+        such as a shard's MiB."""
+        if self.is_ratio:
+            return self.value
+        if not self.bound or _SAME.get(_bare(self.bound_unit), _bare(self.bound_unit)) != self.unit:
+            return None
+        return self.value / self.bound
+
+    @property
+    def within(self) -> float | None:
+        """The value relative to its reach, 1 or less when it is reached, whichever way is better."""
+        if self.reach is None:
+            return None
+        return self.value / self.reach if self.at_most else self.reach / self.value
+
+    def entry(self, source: str) -> dict[str, Any]:
+        ours, ours_unit = self.ours
+        more = {"ours": ours, "ours_unit": ours_unit, "ratio": self.ratio, "ok": self.ok, "source": source}
+        return {**asdict(self), **more}
+
+
+def read() -> dict[str, dict[str, Any]]:
+    """The entries that were written, by name."""
+    if not OUTPUT.exists():
+        return {}
+    found: dict[str, dict[str, Any]] = json.loads(OUTPUT.read_text())["figures"]
+    return found
+
+
+def parse(entries: dict[str, dict[str, Any]]) -> list[Figure]:
+    fields = ("value", "unit", "reach", "bound", "bound_unit")
+    return [
+        Figure(name, **{field: entry[field] for field in fields}, at_most=entry.get("at_most", True))
+        for name, entry in entries.items()
+    ]
+
+
+def merge(source: str, figures: list[Figure]) -> None:
+    """Writes what a source measured in place of what it measured before; other sources' figures stay."""
+    kept = {name: entry for name, entry in read().items() if entry.get("source") != source}
+    write(kept | {figure.name: figure.entry(source) for figure in figures})
+
+
+def write(entries: dict[str, dict[str, Any]]) -> None:
     OUTPUT.parent.mkdir(exist_ok=True)
-    document = {}
-    for figure in figures:
-        entry = {key: value for key, value in asdict(figure).items() if key not in ("name", "at_most")}
-        document[figure.name] = {**entry, "ok": figure.ok}
-    OUTPUT.write_text(json.dumps({"figures": document}, indent=2) + "\n")
+    OUTPUT.write_text(json.dumps({"figures": entries}, indent=2) + "\n")
+
+
+def _bare(unit: str) -> str:
+    """The unit without what is said of it: `ms` of `ms, bare gRPC`."""
+    return unit.replace(",", " ").split(" ")[0]
 
 
 def seconds(work: Callable[[], object]) -> float:
