@@ -14,6 +14,9 @@ from gristmill_service.run.readings import Readings
 from gristmill_service.run.tally import Tally
 from gristmill_service.run.views import Outcome
 
+# A trajectory's rows are superseded, and a plan's misaligned, never a whole group here.
+_GROUP_REASONS = tuple(reason for reason in REASONS if reason not in ("misaligned", "superseded"))
+
 _Values = Iterable[tuple[tuple[str, ...], float]]
 
 
@@ -56,7 +59,7 @@ def _groups(found: Readings) -> _Values:
 
 
 def _groups_dropped(found: Readings) -> _Values:
-    counts: dict[str, int] = {}
+    counts = dict.fromkeys(_GROUP_REASONS, 0)
     for reason, count in found.status.groups_dropped.items():
         label = bounded_reason(reason)
         counts[label] = counts.get(label, 0) + count
