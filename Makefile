@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
 
-.PHONY: help setup demo test check bench chaos protos format clean
+.PHONY: help setup demo test check bench bench-peers chaos protos format clean
 
 help:  ## Show this help
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(VENV)/.installed  ## Make .venv with everything in it, the gristmill command too
 
@@ -30,8 +31,17 @@ check: setup  ## Lint, types, protos, generated stubs
 	$(BIN)/buf lint protos
 	protos/generate.sh --check
 
-bench: setup  ## Measure against bounds; writes build/bench.json
+bench: setup  ## Measure against bounds; writes build/bench.json and build/bench.svg
 	$(BIN)/python -m tests.bench
+
+bench-peers: setup $(PEERS)/.installed  ## Measure beside TransferQueue; makes .venv-peers with it and Ray, 2 GB
+	$(BIN)/python -m tests.bench.peers
+
+$(PEERS)/.installed: Makefile
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		'TransferQueue==0.1.11' 'ray==2.60.0' 'torch==2.13.*' 'tensordict==0.15.3' 'numpy==2.4.6'
+	@touch $@
 
 chaos: setup  ## Kill things for a quarter of an hour and prove that nothing was lost; writes build/chaos.json
 	$(BIN)/python -m tests.chaos
@@ -44,4 +54,4 @@ format: setup  ## Format the code
 	$(BIN)/ruff check --fix .
 
 clean:  ## Remove what was built
-	rm -rf build dist .venv .venv-protos
+	rm -rf build dist .venv .venv-protos .venv-peers

@@ -111,7 +111,7 @@ def draw(found: dict[str, Curve]) -> None:
         for axes, (name, cost) in zip(places.flat, COSTS.items(), strict=False):
             _draw_cost(axes, cost, found[name])
         for name, kind in RATES.items():
-            _draw_rate(*places.flat[len(COSTS) :], kind, found[name])
+            _draw_rate(places[1, 1], places[1, 2], kind, found[name])
     plot.save(picture, OUTPUT)
 
 

@@ -1,0 +1,70 @@
+"""`python -m tests.bench.report`: what was measured last goes into docs/performance.md and docs/performance/.
+
+Tables stand between markers, `<!-- figures NAME -->` and `<!-- end -->`, where NAME is how the figures' names begin.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from tests.bench import curves, plot, told
+from tests.bench.figures import OUTPUT, Figure, parse, read
+
+DOCUMENT = Path("docs/performance.md")
+PICTURES = Path("docs/performance")
+_TABLE = re.compile(r"<!-- (figures|summary)(?: ([\w. ]+))? -->\n.*?<!-- end -->", re.DOTALL)
+_HEAD = "| figure | ours | bound in the same run | ratio | reach | |\n| --- | --- | --- | --- | --- | --- |\n"
+
+
+def main() -> int:
+    if not OUTPUT.exists():
+        print(f"{OUTPUT} is not there: run `make bench` first", file=sys.stderr)
+        return 2
+    found = parse(read())
+    DOCUMENT.write_text(rendered(DOCUMENT.read_text(), found))
+    plot.reached()
+    PICTURES.mkdir(exist_ok=True)
+    for picture in (plot.REACHED, curves.OUTPUT):
+        if picture.exists():
+            shutil.copyfile(picture, PICTURES / picture.name)
+    print(f"{len(found)} figures told in {DOCUMENT}")
+    return 0
+
+
+def rendered(text: str, found: list[Figure]) -> str:
+    """The document with its tables made anew. Figures that no table takes make it fail, so that none is forgotten."""
+    told_of: set[str] = set()
+
+    def make(match: re.Match[str]) -> str:
+        kind, begins = match.groups()
+        starts = tuple((begins or "").split())
+        mine = [figure for figure in found if figure.name.startswith(starts)]
+        if kind == "summary":
+            return f"<!-- summary -->\n{_summary(found)}\n<!-- end -->"
+        told_of.update(figure.name for figure in mine)
+        return f"<!-- figures {begins} -->\n{_HEAD}{''.join(map(_row, mine))}<!-- end -->"
+
+    text = _TABLE.sub(make, text)
+    if missing := [figure.name for figure in found if figure.name not in told_of]:
+        raise SystemExit(f"{DOCUMENT} has no table for {', '.join(missing)}")
+    return text
+
+
+def _summary(found: list[Figure]) -> str:
+    reaching = [figure for figure in found if figure.reach is not None]
+    missed = [f"`{figure.name}`" for figure in reaching if not figure.ok]
+    which = f" Missed: {', '.join(missed)}." if missed else ""
+    return f"{len(reaching) - len(missed)} of {len(reaching)} figures reached.{which}"
+
+
+def _row(figure: Figure) -> str:
+    verdict = {"missed": "**missed**"}.get(told.verdict(figure), told.verdict(figure))
+    cells = (f"`{figure.name}`", told.ours(figure), told.bound(figure), told.ratio(figure), told.reach(figure), verdict)
+    return f"| {' | '.join(cells)} |\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
