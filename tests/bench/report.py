@@ -35,22 +35,19 @@ def main() -> int:
 
 
 def rendered(text: str, found: list[Figure]) -> str:
-    """The document with its tables made anew. Figures that no table takes make it fail, so that none is forgotten."""
-    told_of: set[str] = set()
+    """The document with its tables made anew; the table without a NAME takes the figures that no other one has."""
+    named = tuple(name for _, names in _TABLE.findall(text) for name in names.split())
 
     def make(match: re.Match[str]) -> str:
-        kind, begins = match.groups()
-        starts = tuple((begins or "").split())
-        mine = [figure for figure in found if figure.name.startswith(starts)]
+        kind, names = match.group(1), match.group(2) or ""
         if kind == "summary":
             return f"<!-- summary -->\n{_summary(found)}\n<!-- end -->"
-        told_of.update(figure.name for figure in mine)
-        return f"<!-- figures {begins} -->\n{_HEAD}{''.join(map(_row, mine))}<!-- end -->"
+        begins = tuple(names.split())
+        mine = [one for one in found if one.name.startswith(begins or named) == bool(begins)]
+        table = f"{_HEAD}{''.join(map(_row, mine))}" if mine else ""
+        return f"<!-- {f'figures {names}'.strip()} -->\n{table}<!-- end -->"
 
-    text = _TABLE.sub(make, text)
-    if missing := [figure.name for figure in found if figure.name not in told_of]:
-        raise SystemExit(f"{DOCUMENT} has no table for {', '.join(missing)}")
-    return text
+    return _TABLE.sub(make, text)
 
 
 def _summary(found: list[Figure]) -> str:
