@@ -11,10 +11,10 @@ from types import ModuleType
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench import balance, journal, pipeline, plot, pulls, redis, replicas, serving, submit, takeover, told
+from tests.bench import balance, journal, page, pipeline, plot, pulls, redis, replicas, serving, submit, takeover, told
 from tests.bench.figures import OUTPUT, Figure, merge, read, write
 
-SOURCES = (pipeline, balance, submit, serving, pulls, redis, journal, takeover, replicas)
+SOURCES = (pipeline, balance, submit, serving, pulls, redis, journal, takeover, replicas, page)
 PEERS = "peers"
 """Measured by `make bench-peers`, and kept by a run of all that is measured here."""
 

@@ -22,6 +22,6 @@ export function showBreaks(parent, told) {
 }
 
 function context(one, tokens) {
-  const before = one.before.slice(-3).join(" "), [first = END, ...after] = tokens.slice(0, 4);
+  const before = one.before.slice(-3).join(" "), [first = END, ...after] = tokens.slice(0, 3);
   return make("span", { class: "tokens" }, one.index > 3 ? "… " : "", before, " ", make("mark", {}, token(first)), " ", after.join(" "));
 }

@@ -15,7 +15,7 @@ export function showLoad(parent, told) {
   parent.replaceChildren(
     make("div", { class: "bar" }, legend([["trained", `works (${unit})`], ["wait", "waits for the slowest rank"]]),
       make("span", { class: "quiet small end" }, `${cells} At the right: how much of its time a rank waits.`)),
-    ...lanes.flatMap(one => [one.title, one.shape.node]), words);
+    words, ...lanes.flatMap(one => [one.title, one.shape.node]));
   lanes.forEach(one => one.shape.redraw());
 }
 

@@ -17,7 +17,7 @@ export function showPicture(parent, told) {
   parent.replaceChildren(
     make("div", { class: "bar" }, legend([["prompt", "prompt"], ["observation", "observation (loss mask 0)"],
       ["trained", "trained"], ["padding", "padding"]]), make("span", { class: "quiet small end" }, scale(told, widest))),
-    ...panels.flatMap(one => [one.title, one.shape.node]), words,
+    words, ...panels.flatMap(one => [one.title, one.shape.node]),
     ...(leftOut(told) ? [make("p", { class: "quiet small" }, `${told.mini_batches.length} of ${told.mini_batches_in_all} mini-batches are drawn; others may be chosen above.`)] : []),
     make("details", {}, make("summary", {}, "The same as a table"), make("div", { class: "scroll", tabindex: "0", role: "region",
       "aria-label": "Tokens of each shard" }, shardTable(told))));
@@ -44,7 +44,7 @@ function panel(told, part, { widest, height, bars, words }) {
   const shape = canvas(`Mini-batch ${part.index}: a panel for each of ${ranks} ranks, a bar for each row`, lines * (tall + 6), (context, width) => {
     const paint = colours(...PARTS, "grid", "quiet", "text");
     part.shards.forEach((shard, rank) => drawShard(context, shard, rank, box(rank, width), paint));
-    if (shape.chosen) outline(context, box(shape.chosen[0], width), shape.chosen[1], paint.text);
+    if (shape.chosen) outline(context, box(shape.chosen[0], width), ...shape.chosen, paint.text);
   });
   function drawShard(context, shard, rank, { left, top, wide }, paint) {
     context.fillStyle = paint.quiet;
@@ -61,10 +61,11 @@ function panel(told, part, { widest, height, bars, words }) {
       }
     }
   }
-  function outline(context, { left, top, wide }, bar, colour) {
+  function outline(context, { left, top, wide }, rank, bar, colour) {
+    const long = total(part.shards[rank], bar) / widest * wide;
     context.strokeStyle = colour;
     context.lineWidth = 1.5;
-    context.strokeRect(left - 1, top + HEAD + bar * height - 1.5, wide + 2, height + 2);
+    context.strokeRect(left - 1, top + HEAD + bar * height - 1.5, long + 2, height + 2);
   }
   walkable(shape, {
     readout: words,

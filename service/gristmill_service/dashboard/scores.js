@@ -4,7 +4,7 @@ import { canvas, colours } from "./canvas.js";
 import { make, table } from "./dom.js";
 import { count, number, some } from "./text.js";
 
-const HEIGHT = 130, LABEL = 46;
+const HEIGHT = 136, LABEL = 46;
 
 export class ScoresView {
   constructor(run) {
@@ -22,7 +22,8 @@ export class ScoresView {
     const charts = [dots("score", sorted, group => group.scores), ...(given ? [dots("advantage", sorted, group => group.advantages)] : [])];
     this.node.replaceChildren(
       make("p", { class: "small quiet" }, `${summary(told)} Groups stand by mean score, a dot a sample. ` +
-        `${some(flat.length, "group has", "groups have")} equal scores${told.estimator === "none" ? "" : ", from which nothing is learned"}.`),
+        `${flat.length ? some(flat.length, "group has", "groups have") : "None has"} equal scores` +
+        `${told.estimator === "none" || !flat.length ? "" : ", from which nothing is learned"}.`),
       make("div", { class: "pair" }, charts.map(chart => chart.node)),
       make("details", {}, make("summary", {}, "Every group"), make("div", { class: "scroll", tabindex: "0", role: "region",
         "aria-label": "Scores of every group" }, table(["group", "mean", "scores, with the advantage's sign below each", "advantages"],
@@ -54,7 +55,7 @@ function dots(name, groups, valuesOf) {
   const all = groups.flatMap(valuesOf), low = Math.min(0, ...all), high = Math.max(0, ...all, low + 1e-9);
   return canvas(`${name} of each sample of ${groups.length} groups, from ${number(low)} to ${number(high)}`, HEIGHT, (context, width, height) => {
     const paint = colours("trained", "minus", "prompt", "grid", "quiet");
-    const y = value => 12 + (high - value) / (high - low) * (height - 24), x = index => LABEL + (index + .5) / groups.length * (width - LABEL - 6);
+    const y = value => 20 + (high - value) / (high - low) * (height - 28), x = index => LABEL + (index + .5) / groups.length * (width - LABEL - 6);
     for (const value of new Set([low, 0, high])) {
       context.fillStyle = paint.grid;
       context.fillRect(LABEL, y(value), width - LABEL, 1);
