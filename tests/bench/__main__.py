@@ -11,10 +11,24 @@ from types import ModuleType
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench import balance, journal, page, pipeline, plot, pulls, redis, replicas, serving, submit, takeover, told
+from tests.bench import (
+    balance,
+    journal,
+    metrics,
+    page,
+    pipeline,
+    plot,
+    pulls,
+    redis,
+    replicas,
+    serving,
+    submit,
+    takeover,
+    told,
+)
 from tests.bench.figures import OUTPUT, Figure, merge, read, write
 
-SOURCES = (pipeline, balance, submit, serving, pulls, redis, journal, takeover, replicas, page)
+SOURCES = (pipeline, balance, submit, serving, pulls, redis, journal, takeover, replicas, page, metrics)
 PEERS = "peers"
 """Measured by `make bench-peers`, and kept by a run of all that is measured here."""
 
