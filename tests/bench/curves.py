@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from gristmill.steps import check
 from gristmill_service.pipeline import mill
@@ -110,8 +110,7 @@ def draw(found: dict[str, Curve]) -> None:
         places = picture.subplots(2, 3)
         for axes, (name, cost) in zip(places.flat, COSTS.items(), strict=False):
             _draw_cost(axes, cost, found[name])
-        for name, kind in RATES.items():
-            _draw_rate(places[1, 1], places[1, 2], kind, found[name])
+        _draw_rates(places[1, 1], places[1, 2], found)
     plot.save(picture, OUTPUT)
 
 
@@ -139,31 +138,39 @@ def _draw_cost(axes: Axes, cost: Cost, curve: Curve) -> None:
     print(f"{cost.title:40} {label}")
 
 
-def _draw_rate(rate: Axes, volume: Axes, kind: str, curve: Curve) -> None:
+def _draw_rates(rate: Axes, volume: Axes, found: dict[str, Curve]) -> None:
     """Rows a second of all producers together, and the MB a second that they are."""
-    rows, (least, most) = producers.KINDS[kind]
-    label = f"{rows:,} rows each of {least:,} to {most:,} tokens"
-    marker, color = ("o", plot.OK) if kind == "long" else ("s", plot.MISSED)
-    size = producers.row_bytes(kind) / 1e6
-    for axes, factor, unit in ((rate, 1.0, "rows/s"), (volume, size, "MB/s of tokens and logprobs")):
-        values = [rows_s * factor for _, rows_s in curve]
-        axes.plot([x for x, _ in curve], values, color=color, marker=marker, markersize=4, linewidth=1, label=label)
+    for name, kind in RATES.items():
+        size = producers.row_bytes(kind) / 1e6
+        _draw_rate(rate, kind, found[name])
+        _draw_rate(volume, kind, [(count, rows_s * size) for count, rows_s in found[name]])
+        for count, rows_s in found[name]:
+            told_of = f"{rows_s:10,.0f} rows/s {rows_s * size:8.0f} MB/s"
+            print(f"{'Submission over producers, ' + kind:40} {count:8} {told_of}")
+    for axes, unit in ((rate, "rows/s"), (volume, "MB/s of tokens and logprobs")):
         axes.set_ylabel(unit)
         axes.set_xscale("log", base=2)
         _frame(axes, "Submission over producers, all together", "client processes")
-    for count, rows_s in curve:
-        told_of = f"{rows_s:10,.0f} rows/s {rows_s * size:8.0f} MB/s"
-        print(f"{'Submission over producers, ' + kind:40} {count:8} {told_of}")
+
+
+def _draw_rate(axes: Axes, kind: str, curve: Curve) -> None:
+    rows, (least, most) = producers.KINDS[kind]
+    label = f"{rows:,} rows each of {least:,} to {most:,} tokens"
+    marker, color = ("o", plot.OK) if kind == "long" else ("s", plot.MISSED)
+    axes.plot(*zip(*curve, strict=True), color=color, marker=marker, markersize=4, linewidth=1, label=label)
 
 
 def _frame(axes: Axes, title: str, over: str) -> None:
+    """Both axes from nothing, with room for the legend above what was drawn."""
     axes.set_title(title, fontsize=9)
     axes.set_xlabel(over)
+    if axes.get_xscale() == "linear":
+        axes.xaxis.set_major_locator(MaxNLocator(4))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
     axes.grid(linewidth=0.4, alpha=0.6)
-    axes.legend(fontsize=7, loc="best", framealpha=0.8)
+    axes.legend(fontsize=7, loc="upper left", framealpha=0.8)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from tests.bench import told
 from tests.bench.figures import OUTPUT, Figure, parse, read
@@ -64,7 +64,9 @@ def _mark(axes: Axes, line: int, figure: Figure) -> None:
 def _frame(axes: Axes, found: list[Figure]) -> None:
     axes.axvline(1, color="black", linewidth=1)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_yticks(range(len(found)), [figure.name for figure in found], fontsize=7)
     for label, figure in zip(axes.get_yticklabels(), found, strict=True):
         label.set_fontweight("normal" if figure.ok else "bold")

@@ -16,7 +16,7 @@ from tests.bench.figures import OUTPUT, Figure, parse, read
 DOCUMENT = Path("docs/performance.md")
 PICTURES = Path("docs/performance")
 _TABLE = re.compile(r"<!-- (figures|summary)(?: ([\w. ]+))? -->\n.*?<!-- end -->", re.DOTALL)
-_HEAD = "| figure | ours | bound in the same run | ratio | reach | |\n| --- | --- | --- | --- | --- | --- |\n"
+_HEAD = "\n| figure | ours | bound in the same run | ratio | reach | |\n| --- | --- | --- | --- | --- | --- |\n"
 
 
 def main() -> int:
@@ -41,10 +41,10 @@ def rendered(text: str, found: list[Figure]) -> str:
     def make(match: re.Match[str]) -> str:
         kind, names = match.group(1), match.group(2) or ""
         if kind == "summary":
-            return f"<!-- summary -->\n{_summary(found)}\n<!-- end -->"
+            return f"<!-- summary -->\n\n{_summary(found)}\n\n<!-- end -->"
         begins = tuple(names.split())
         mine = [one for one in found if one.name.startswith(begins or named) == bool(begins)]
-        table = f"{_HEAD}{''.join(map(_row, mine))}" if mine else ""
+        table = f"{_HEAD}{''.join(map(_row, mine))}\n" if mine else ""
         return f"<!-- {f'figures {names}'.strip()} -->\n{table}<!-- end -->"
 
     return _TABLE.sub(make, text)

@@ -12,7 +12,7 @@ def number(value: float) -> str:
 
 def ours(figure: Figure) -> str:
     value, unit = figure.ours
-    return f"{number(value)} {unit}"
+    return f"{value:.3f} {unit}" if unit.startswith("x") else f"{number(value)} {unit}"
 
 
 def bound(figure: Figure) -> str:
