@@ -145,15 +145,20 @@ class Meters:
 
     def note(self, event: Event, state: State, released: int, tokens: Callable[[], int]) -> None:
         """What happened, after the state took it. released, tokens: of rows that nothing refers to any more."""
-        kind = type(event)
-        if kind is RowsStored:
-            if released:
-                self._dropped("superseded", released, tokens())
+        if type(event) is RowsStored and not released:
+            # What happens thousands of times a second.
             return
+        try:
+            self._note(event, state, released, tokens)
+        except Exception:  # noqa: BLE001 - it has happened, whether it can be counted or not
+            _log.exception("event not counted", event=type(event).__name__)
+
+    def _note(self, event: Event, state: State, released: int, tokens: Callable[[], int]) -> None:
         match event:
+            case RowsStored():
+                self._dropped("superseded", released, tokens())
             case Acknowledged(model, rank, _):
                 self.ranks.moved(state, model, rank)
-                return
             case GroupDropped(_, reason) | TrajectoryAborted(_, reason):
                 self._dropped(bounded_reason(reason), released, tokens())
             case GroupClosed(_, reason):
@@ -172,7 +177,7 @@ class Meters:
                 self._making[batch] = _Making(self._clock())
             case BatchFreed(batch):
                 self._making.pop(batch, None)
-        if kind in _MOVES_RANKS:
+        if type(event) in _MOVES_RANKS:
             self.ranks.look(state)
 
     def _dropped(self, reason: str, rows: int, tokens: int) -> None:

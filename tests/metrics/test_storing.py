@@ -1,0 +1,68 @@
+"""What is measured around stores and journals."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+from prometheus_client import CollectorRegistry, generate_latest
+
+from gristmill.errors import NotFoundError, UnavailableError
+from gristmill_service.metrics.storing import MeasuredLedger, MeasuredStore, StoreMetrics
+from gristmill_service.store.journal.ledger import FileLedger
+from gristmill_service.store.memory import MemoryStore
+from tests.metrics.scraping import Scrape, scrape
+from tests.run.harness import group_rows, table
+from tests.trouble.services import eventually, on_redis
+
+
+class Watched:
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.metrics = StoreMetrics(self._registry)
+
+    def calls(self, name: str = "gristmill_store_seconds_count") -> dict[str, float]:
+        found = Scrape(generate_latest(self._registry).decode()).of(name)
+        return {operation: count for operation, count in found.items() if count}
+
+
+def test_a_journals_calls_are_counted_and_do_what_they_did(tmp_path):
+    watched = Watched()
+    ledger = MeasuredLedger(FileLedger(tmp_path), watched.metrics)
+    book = ledger.create("run", b"{}")
+    assert list(book.replay().records) == []
+    number, _ = book.put(table(*group_rows("a")))
+    before = book.log_bytes
+    book.append(b"something happened")
+    book.sync()
+    book.flush()
+    assert book.get(number).uids == ["a", "a"]
+    assert book.log_bytes > before
+    assert book.lease is None
+    book.close()
+    ledger.close()
+    assert watched.calls() == {"replay": 1, "put": 1, "append": 1, "sync": 1, "flush": 1, "get": 1}
+
+
+def test_what_fails_is_an_error_and_what_is_not_there_is_none():
+    watched = Watched()
+    store = MeasuredStore(MemoryStore(), watched.metrics)
+    with pytest.raises(NotFoundError):
+        store.plan("run", 0)
+
+    def refuse() -> None:
+        raise UnavailableError("the disk is gone")
+
+    with pytest.raises(UnavailableError):
+        watched.metrics.call("append", refuse)
+    assert watched.calls("gristmill_store_errors_total") == {"append": 1}
+    assert watched.calls() == {}
+
+
+def test_how_full_redis_is(services, redis_url):
+    service = services.start(1, *on_redis(redis_url))[0]
+    assert set(scrape(service.http_url).of("gristmill_store_limit_bytes")) == {"rows"}, "it has no bound of its own"
+    with redis.Redis.from_url(redis_url) as client:
+        client.config_set("maxmemory", "1gb")
+    limit = eventually(lambda: scrape(service.http_url).of("gristmill_store_limit_bytes").get("redis"), "it is seen")
+    assert limit == 1 << 30
+    assert 0 < scrape(service.http_url).one("gristmill_store_used_bytes", store="redis") < limit
