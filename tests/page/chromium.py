@@ -9,7 +9,8 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+MISSING = f"no Chromium on the PATH ({', '.join(_NAMES)}); install one, such as by apt-get install chromium"
 
 _FLAGS = [
     "--headless",
@@ -23,11 +24,15 @@ _FLAGS = [
 ]
 
 
+def found() -> str | None:
+    """Where it is."""
+    return next(filter(None, map(shutil.which, _NAMES)), None)
+
+
 @contextmanager
 def launched() -> Iterator[Any]:
-    path = next(filter(None, map(shutil.which, NAMES)))
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=_FLAGS)
+        browser = driver.chromium.launch(executable_path=found(), args=_FLAGS)
         try:
             yield browser
         finally:
