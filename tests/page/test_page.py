@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from gristmill_service.run.views import Position
 from gristmill_service.service import Service
 from tests.page import stage
 from tests.page.conftest import OpenPage
+from tests.serving import StartService
 
 
 @pytest.fixture
@@ -98,6 +100,15 @@ def test_the_picture_is_there_as_a_table(open_page: OpenPage, run: str) -> None:
     lines = page.locator("section[aria-label=Shards] tbody tr").all_inner_texts()
     assert lines[0].split("\t") == ["0", "0", "2", "5", "2", "6", "3", "18.8%"]
     assert len(lines) == 4
+
+
+def test_a_mini_batch_may_be_looked_at_alone(open_page: OpenPage, run: str) -> None:
+    page = drawn(open_page(f"#/{run}"))
+    page.get_by_label("mini-batch", exact=True).select_option("mini-batch 1")
+    panels = page.locator("section[aria-label=Shards] canvas")
+    stage.until(lambda: panels.count() == 1)
+    assert panels.first.get_attribute("aria-label") == "Mini-batch 1: a panel for each of 2 ranks, a bar for each row"
+    assert "2 groups · 8 rows merged into 6" in page.locator("section[aria-label=Shards]").inner_text()
 
 
 def test_loads_are_told_by_micro_step(open_page: OpenPage, run: str) -> None:
@@ -239,6 +250,20 @@ def test_an_empty_service_says_so(open_page: OpenPage, service: Service) -> None
     page.get_by_text("No runs yet").wait_for()
     service.runs.create("first", stage.CONFIG)
     page.get_by_role("heading", name="first").wait_for()
+
+
+def test_a_service_that_is_gone_is_told_and_found_again(
+    browser: Any, start_service: StartService, tmp_path: Path
+) -> None:
+    first = start_service("--journal-dir", str(tmp_path / "journal"))
+    page = browser.new_page()
+    page.goto(first.http_url)
+    page.get_by_text("No runs yet").wait_for()
+    first.stop()
+    page.locator("#live", has_text="no answer").wait_for(timeout=15_000)
+    start_service("--journal-dir", str(tmp_path / "journal"), "--http-address", first.http_url.removeprefix("http://"))
+    page.locator("#live", has_text="live").wait_for(timeout=30_000)
+    page.close()
 
 
 # Of each line of text: its ratio to the first ground behind it that is painted (WCAG 2).
