@@ -125,16 +125,9 @@ class Screen:
 def on_terminal(*arguments: object) -> Iterator[Screen]:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (40, 160))
-    process = subprocess.Popen(
-        [GRISTMILL, *map(str, arguments)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=environment(TERM="xterm"),
-        start_new_session=True,
-        # Its own, so that Ctrl-C reaches it as it does from a keyboard.
-        preexec_fn=lambda: __import__("fcntl").ioctl(0, termios.TIOCSCTTY, 0),
-    )
+    # The first terminal that the leader of a session opens is its own, so that Ctrl-C reaches it as from a keyboard.
+    command = ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', os.ttyname(theirs), GRISTMILL, *map(str, arguments)]
+    process = subprocess.Popen(command, env=environment(TERM="xterm"), start_new_session=True)
     try:
         yield Screen(process, ours)
     finally:

@@ -69,7 +69,7 @@ def test_people_get_a_sentence_a_line(service: Service, run_name: str) -> None:
     told = gristmill("tail", run_name, "--address", service.grpc_address)
     assert (told.returncode, told.stderr) == (0, "")
     assert [line.split(" ", 1)[1] for line in told.stdout.splitlines()] == [
-        "following: 1 batches sealed, 1 batches published, 1 batches freed, 0 groups open, 0 groups complete",
+        "following: batches sealed 1, batches published 1, batches freed 1, groups open 0, groups complete 0",
         "done",
     ]
 

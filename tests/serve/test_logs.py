@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from contextlib import closing
@@ -12,7 +13,7 @@ import grpc
 import httpx
 import pytest
 
-from gristmill import InvalidArgumentError, RolloutClient, TrainerClient
+from gristmill import AsyncRolloutClient, InvalidArgumentError, RolloutClient, TrainerClient
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc
 from tests.api.doors import CONFIG, GrpcDoor, group, row, rows_message
 from tests.redis.servers import RedisServer
@@ -94,6 +95,8 @@ def test_over_http_too(telling: ServiceProcess) -> None:
         answer = client.post("/v1/runs/run/rows", json={"rows": [row("a", 0)]}, headers={ID: "by-hand"})
         assert answer.headers[ID] == "by-hand"
         assert client.get("/v1/runs/none", headers={ID: "lost"}).headers[ID] == "lost"
+    [refused] = [line for line in lines(telling) if line.get("request_id") == "lost"]
+    assert (refused["event"], refused["call"], refused["code"]) == ("call refused", "get_run", "NOT_FOUND")
     [told] = [line for line in lines(telling) if line.get("request_id") == "by-hand"]
     assert (told["event"], told["groups"]) == ("rows submitted", ["uid 'a'"])
 
@@ -106,6 +109,16 @@ def test_a_clients_error_names_the_request(telling: ServiceProcess) -> None:
     [found] = re.findall(r"\(request (.*)\)$", str(refused.value))
     told = [line["event"] for line in lines(telling) if line.get("request_id") == found]
     assert told == ["call refused"]
+
+
+def test_an_async_clients_error_too(telling: ServiceProcess) -> None:
+    async def submit_wrongly() -> None:
+        async with AsyncRolloutClient(telling.grpc_address, "run") as client:
+            await client.create_run(CONFIG)
+            with pytest.raises(InvalidArgumentError, match=r"\(request [0-9a-f]{8}-[0-9a-f]+\)$"):
+                await client.submit_rows([row("a", 99)])
+
+    asyncio.run(submit_wrongly())
 
 
 def test_every_message_of_a_client_has_an_id_of_its_own(telling: ServiceProcess) -> None:

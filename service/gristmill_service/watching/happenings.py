@@ -37,11 +37,12 @@ def told(happening: Happening) -> str:
     """In a person's words."""
     event = happening["event"]
     if event == "following":
-        return "following: " + ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in happening.items() if n != event)
+        return "following: " + ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in happening.items() if n != event)
     if event == "groups dropped":
         names = ", ".join(group["uid"] for group in happening["groups"][:8])
         more = ", ..." if len(happening["groups"]) > 8 else ""
-        return f"{happening['count']} groups dropped ({happening['reason']}): {names}{more}"
+        what = "1 group" if happening["count"] == 1 else f"{happening['count']} groups"
+        return f"{what} dropped ({happening['reason']}): {names}{more}"
     if event == "acknowledged":
         return f"acknowledged by {happening['model']} rank {_ranges(happening['ranks'])}; next is {_place(happening)}"
     if event in ("committed", "resumed"):

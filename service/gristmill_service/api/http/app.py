@@ -6,6 +6,7 @@ import time
 from importlib.resources import files
 from typing import Any
 
+import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
@@ -25,6 +26,8 @@ from gristmill_service.metrics import Metrics
 from gristmill_service.run.pictures import Album
 from gristmill_service.run.sightings import Watch
 from gristmill_service.store.ledger import OwnedElsewhereError
+
+_log = structlog.get_logger(__name__)
 
 _DESCRIPTION = (
     "Rollouts in, train-ready shards out. Every call may be repeated safely. Errors name the trajectory, field, value "
@@ -83,8 +86,11 @@ def _add_probes(app: FastAPI) -> None:
         return HTMLResponse(page)
 
 
-async def _tell(_: Request, error: Exception) -> JSONResponse:
+async def _tell(request: Request, error: Exception) -> JSONResponse:
     told = refusal(error)
+    _log.debug(
+        "call refused", call=getattr(request.scope.get("route"), "name", ""), code=told.code, reason=told.message
+    )
     return JSONResponse(told.body, told.http_status, told.headers)
 
 
