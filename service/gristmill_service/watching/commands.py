@@ -104,7 +104,9 @@ def _exits() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
     except (UnavailableError, DeadlineExceededError) as error:
-        print(f"unreachable: {str(error).partition(' (gave up after ')[0]}", file=sys.stderr)
+        from gristmill_service.watching.looks import why
+
+        print(f"unreachable: {why(error)}", file=sys.stderr)
         raise typer.Exit(UNREACHABLE) from None
     except GristmillError as error:
         print(f"refused: {error}", file=sys.stderr)

@@ -114,7 +114,7 @@ def _health(address: str, transport: Transport) -> ReplicaLook:
 
 def why(error: GristmillError) -> str:
     """Without what the client says of its attempts, of which who looks chose nothing."""
-    return str(error).partition(" (gave up after ")[0]
+    return str(error).partition(" (gave up after ")[0].partition(" (request ")[0]
 
 
 @contextmanager
