@@ -100,10 +100,10 @@ class Watch:
 
 @contextmanager
 def reading(run: Run) -> Iterator[tuple[State, Room]]:
-    """The run's state, for a moment: its lock is held. Also that of a closed run, and nothing is made safe: who looks
-    decides nothing."""
-    with run._locked() as state:
-        yield state, run._room()
+    """The run's state, for a moment: its lock is held. Also that of a closed run; nothing is made safe and nothing that
+    is due is done, which could take a while: who looks decides nothing."""
+    with run._lock:
+        yield run._state, run._room()
 
 
 def run_time(run: Run) -> float:
