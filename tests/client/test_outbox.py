@@ -253,3 +253,53 @@ def test_every_row_ends_kept_once_or_told_as_failed(data):
     for key, delivery in deliveries.items():
         assert [found[1:] for found in delivery.failures] == ([key] if key in bad and delivery.outcomes else [])
         assert delivery.failures or None not in delivery.outcomes
+
+
+def test_rows_that_wait_for_room_keep_their_trajectorys_order():
+    # A message is halved for a bad row, and a half of it finds no room: the rest of the group is parked with it.
+    outbox, _ = filled(
+        *(table("g", step, sample) for sample in range(2) for step in range(2)), limits=Limits(8, 10_000, 0.0)
+    )
+    outbox.refuse(outbox.take(0.0), Failure(InvalidArgumentError("bad")), 0.0)
+    outbox.refuse(outbox.take(0.0), Failure(ResourceExhaustedError("full", 0.0), True, 0.0), 0.0)
+    sent = []
+    while (pause := outbox.due_in(0.0)) is not None:
+        entries = outbox.take(pause + 1e-9)
+        sent += [(entry.key.sample, int(entry.table.steps[entry.row])) for entry in entries]
+        outbox.settle(entries, kept(entries))
+    assert sent == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_with_several_messages_under_way_no_row_is_lost_doubled_or_early(data):
+    """Answers come in any order; each row is kept once, or told as failed, and none before the one ahead of it."""
+    draw = data.draw
+    uids = st.sampled_from(["a", "b", "c"])
+    bad = draw(st.sets(st.tuples(uids, st.integers(0, 1), st.integers(0, 2)), max_size=2))
+    outbox, now = Outbox(Limits(draw(st.integers(1, 4)), draw(st.integers(1, 400)), 0.0), 1e9), 0.0
+    delivery, arrived, under_way, steps = Delivery(), [], [], {}
+    for key in draw(st.lists(st.tuples(uids, st.integers(0, 1)), max_size=12)):
+        outbox.add(table(key[0], steps.get(key, 0), key[1]), delivery, now)
+        steps[key] = steps.get(key, 0) + 1
+    outbox.hurry()
+    while (pause := outbox.due_in(now)) is not None or under_way:
+        if pause is not None and ((len(under_way) < 3 and draw(st.booleans())) or not under_way):
+            now += max(0.0, pause) + 1e-6
+            if entries := outbox.take(now):
+                under_way.append(entries)
+            continue
+        entries = under_way.pop(draw(st.integers(0, len(under_way) - 1)))
+        rows = [(*entry.key[1:], int(entry.table.steps[entry.row])) for entry in entries]
+        fault = draw(st.sampled_from([None, None, UnavailableError("away"), ResourceExhaustedError("full", 0.0)]))
+        if fault is not None:
+            outbox.refuse(entries, Failure(fault, True, 0.0), now)
+        elif bad & set(rows):
+            outbox.refuse(entries, Failure(InvalidArgumentError("bad")), now)
+        else:
+            arrived += rows
+            outbox.settle(entries, kept(entries))
+    assert delivery.under_way == 0
+    for key, count in steps.items():
+        first_bad = min((step for *own, step in bad if (own[0], own[1]) == key and step < count), default=count)
+        assert [step for *own, step in arrived if (own[0], own[1]) == key] == list(range(first_bad))

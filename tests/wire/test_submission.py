@@ -1,5 +1,7 @@
 """SubmitRowsRequest by hand: any protobuf library reads what we write, and we read what any of them writes."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import zstandard
@@ -7,11 +9,11 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill.errors import InvalidArgumentError, ResourceExhaustedError
+from gristmill.errors import InvalidArgumentError
 from gristmill.rows import columns_of, from_rows, to_rows
 from gristmill.steps import Steps, concat
 from gristmill.submission import Submission, compressed, encode
-from gristmill.v1 import rollout_pb2
+from gristmill.v1 import rollout_pb2, rows_pb2
 from gristmill.wire import Prefixes
 from gristmill.wire import encode as encode_message
 from tests.strategies import rollouts
@@ -74,8 +76,11 @@ def test_a_request_that_is_cut_or_damaged_is_refused_or_another_request(batch, d
         try:
             ours = Submission(request)
         except InvalidArgumentError:
-            with pytest.raises(DecodeError):
-                rollout_pb2.SubmitRowsRequest.FromString(request)
+            try:
+                # What protobuf can read was refused for its compressed part alone.
+                assert rollout_pb2.SubmitRowsRequest.FromString(request).zstd
+            except DecodeError:
+                pass
             continue
         assert ours.run == rollout_pb2.SubmitRowsRequest.FromString(request).run
 
@@ -139,7 +144,7 @@ def frame_of(size, *, tells=True):
 def test_a_frame_that_would_fill_the_memory_is_refused_before_it_does():
     bomb = frame_of(100 << 20)
     assert len(bomb) < 20_000
-    with pytest.raises(ResourceExhaustedError, match=r"104857600 bytes uncompressed and max_message_bytes is 1048576"):
+    with pytest.raises(InvalidArgumentError, match=r"104857600 bytes uncompressed and max_message_bytes is 1048576"):
         Submission(bomb, most_bytes=1 << 20)
     with pytest.raises(InvalidArgumentError, match="does not tell the size of its content"):
         Submission(frame_of(100, tells=False))
@@ -149,3 +154,13 @@ def test_a_frame_that_would_fill_the_memory_is_refused_before_it_does():
 def test_what_is_no_frame_is_refused(frame):
     with pytest.raises(InvalidArgumentError, match="are no frame of zstd"):
         Submission(rollout_pb2.SubmitRowsRequest(zstd=frame).SerializeToString())
+
+
+def test_lengths_that_no_tokens_bear_out_take_no_memory():
+    rows = rows_pb2.Rows(uids=["a"], samples=[0], prompt_lengths=[1], response_lengths=[2**31 - 1], rewards=[0.0])
+    request = rollout_pb2.SubmitRowsRequest(run="r", rows=rows).SerializeToString()
+    tracemalloc.start()
+    with pytest.raises(InvalidArgumentError, match="tokens is empty"):
+        Submission(request).rows()
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()

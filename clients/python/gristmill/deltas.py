@@ -66,6 +66,9 @@ class LatestSteps:
             elif length:
                 checksum = zlib.crc32(bytes_of(tokens[:length]))
         if not is_last:
+            if 2 * tokens.nbytes < table.tokens.values.nbytes:
+                # A view would keep all of a large table alive.
+                tokens = tokens.copy()
             rest = zlib.crc32(bytes_of(tokens[length:]), checksum)
             self._put(entry.key, _Step(attempt, step, tokens, rest))
         return (length, checksum) if length >= _LEAST_TOKENS else (0, 0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from gristmill.errors import InvalidArgumentError
 from gristmill.steps import Steps
-from gristmill.tables import ValueColumns
+from gristmill.tables import ValueColumns, is_vector
 from gristmill.trajectory import plain
 
 # Columns of the output and the fields of a row that they are.
@@ -60,11 +60,11 @@ def columns_of_output(
     """The output's columns, with checked types. Raises InvalidArgumentError as `from_generator_output` does."""
     given = {name: values for name, values in output.items() if values is not None and name not in _NOT_ROWS}
     _check_names(given)
-    count = len(given["response_ids"])
-    for name, values in given.items():
-        if len(values) != count:
+    count = _length(given, "response_ids")
+    for name in given:
+        if (length := _length(given, name)) != count:
             raise InvalidArgumentError(
-                f"generator output: {name} has {len(values)} entries and response_ids has {count}; they need one each"
+                f"generator output: {name} has {length} entries and response_ids has {count}; they need one each"
             )
     keys = _keys(given)
     lasts = [bool(last) for last in given.get("is_last_step", [True] * count)]
@@ -87,6 +87,13 @@ def columns_of_output(
     if "loss_mask" not in columns:
         columns["loss_mask"] = _all_ones([np.size(response) for response in columns["response_ids"]])
     return ValueColumns(columns, count)
+
+
+def _length(given: Mapping[str, Any], name: str) -> int:
+    try:
+        return len(given[name])
+    except TypeError:
+        raise InvalidArgumentError(f"generator output: {name} is {given[name]!r}; it needs one entry a row") from None
 
 
 def _where(columns: Mapping[str, list[Any]], row: int) -> str:
@@ -149,7 +156,7 @@ def _rewards(rewards: Any, lasts: list[bool], responses: Sequence[Any]) -> list[
     if rewards is None:
         rewards = [None] * len(lasts)
     found = [plain(reward, "reward", f"generator output: row {row}") for row, reward in enumerate(rewards)]
-    per_token = any(np.ndim(reward) > 0 for reward in found if reward is not None)
+    per_token = any(map(is_vector, found))
     return [
         reward if reward is not None or last else (np.zeros(len(response)) if per_token else 0.0)
         for reward, last, response in zip(found, lasts, responses, strict=True)

@@ -281,8 +281,9 @@ class Outbox:
             return
         (group,) = groups
         parked = self._parked.setdefault(group, _Parked(deque(), Backoff()))
-        parked.entries.extendleft(reversed(entries))
-        parked.entries.extend(self._extract(lambda entry: entry.group == group, parked=False))
+        waiting = (*entries, *parked.entries, *self._extract(lambda entry: entry.group == group, parked=False))
+        # Halved messages may have put a trajectory's later rows before its earlier ones.
+        parked.entries = deque(sorted(waiting, key=lambda entry: entry.number))
         for entry in parked.entries:
             entry.expires = min(entry.expires, now + self._timeout_s)
         parked.not_before = self._next_attempt(entries, parked.backoff, failure, now)

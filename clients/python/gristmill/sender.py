@@ -14,6 +14,7 @@ import grpc
 from gristmill.delivery import Delivery, Entry, outcomes_of
 from gristmill.deltas import Packing
 from gristmill.errors import FailedPreconditionError, GristmillError, UnavailableError
+from gristmill.interrupts import Uninterrupted
 from gristmill.outbox import Limits, Outbox
 from gristmill.steps import Steps, TrajectoryKey
 from gristmill.transport import Failure, Transport, failure_of
@@ -24,6 +25,7 @@ Calls = deque[tuple[list[Entry], Callable[[], Any]]]
 # The next are written and sent while the service reads the first.
 _MOST_CALLS = 3
 _LARGE_BYTES = 1 << 20
+_INTERRUPTED = Failure(UnavailableError("interrupted"), may_retry=True)
 
 
 class Sender:
@@ -33,31 +35,39 @@ class Sender:
         self._transport = transport
         self._packing = packing
         self._outbox = Outbox(limits, transport.timeout_s, transport.channels.count)
-        lock = threading.Lock()
-        self._work = threading.Condition(lock)
-        self._progress = threading.Condition(lock)
+        # Taken itself, never through a condition: there, Ctrl-C may come when it is taken and nobody gives it back.
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._progress = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._closing = False
 
     def send(self, tables: Iterable[Steps]) -> Delivery:
-        """Blocks until every row of the tables has an outcome or an error. No other thread has to wake up for it."""
+        """Blocks until every row of the tables has an outcome or an error. No other thread has to wake up for it.
+
+        After an error of the tables themselves, what came before it is waited for all the same.
+        """
         delivery, calls = Delivery(), Calls()
         try:
             for table in tables:
                 self._add(table, delivery, calls)
-                with self._progress:
+                with self._lock:
                     self._outbox.hurry()
-                    entries = self._take(calls)
-                if entries:
-                    self._begin(entries, calls)
-        finally:
+                with Uninterrupted():
+                    self._step(calls, is_waiting=False)
+        except GristmillError:
             self._work_until(lambda: not delivery.under_way, self._progress, calls)
+            raise
+        except BaseException:
+            self._abandon(calls)
+            raise
+        self._work_until(lambda: not delivery.under_way, self._progress, calls)
         return delivery
 
     def put(self, table: Steps, delivery: Delivery) -> None:
         """Takes the rows over; blocks while too much is under way."""
         if self._add(table, delivery, Calls()) or self._thread is None:
-            with self._progress:
+            with self._lock:
                 self._work.notify()
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._send_all, name="gristmill-sender", daemon=True)
@@ -73,16 +83,16 @@ class Sender:
 
     def withdraw(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
         """Takes back, as dropped, what is not being sent at this moment."""
-        with self._progress:
+        with self._lock:
             self._outbox.withdraw(is_meant)
             self._tell()
 
     def flush(self) -> None:
         """Blocks until everything put before has an outcome. Raises what was not told yet of rows not taken."""
-        with self._progress:
+        with self._lock:
             last = self._outbox.hurry()
         self._hurry_until(lambda: self._outbox.is_settled(last))
-        with self._progress:
+        with self._lock:
             error = self._outbox.tell_all()
         if error is not None:
             raise error
@@ -91,12 +101,12 @@ class Sender:
         """Why rows of the delivery were not taken. Who calls tells it, so that `flush` does not again."""
         if not delivery.failures:
             return None
-        with self._progress:
+        with self._lock:
             return self._outbox.tell(delivery)
 
     def close(self) -> None:
         """Ends the thread when everything is sent or given up. Idempotent; nothing may be put afterwards."""
-        with self._progress:
+        with self._lock:
             self._closing = True
             self._outbox.hurry()
             self._work.notify()
@@ -108,7 +118,7 @@ class Sender:
         """Adds the rows once there is room. Returns whether that may have made a message due earlier."""
         self._transport.check_usable()
         while True:
-            with self._progress:
+            with self._lock:
                 if self._closing:
                     raise FailedPreconditionError("this RolloutClient is closed; make another")
                 if self._outbox.has_room(table):
@@ -116,7 +126,7 @@ class Sender:
             self._work_until(lambda: self._closing or self._outbox.has_room(table), self._progress, calls)
 
     def _hurry_until(self, is_done: Callable[[], bool]) -> None:
-        with self._progress:
+        with self._lock:
             self._outbox.hurry()
         self._work_until(is_done, self._progress, Calls())
 
@@ -128,28 +138,40 @@ class Sender:
         may. None of the calls is under way then."""
         try:
             while True:
-                with changed:
+                with self._lock:
                     if is_done():
-                        return
-                    entries = self._take(calls)
-                    if not entries and not calls:
-                        changed.wait(self._outbox.due_in(time.monotonic()))
+                        break
+                    pause_s = self._outbox.due_in(time.monotonic())
+                    if not calls and (pause_s is None or pause_s > 0):
+                        changed.wait(pause_s)
                         continue
-                if entries:
-                    self._begin(entries, calls)
-                else:
-                    self._finish(*calls.popleft())
-        finally:
+                with Uninterrupted():
+                    self._step(calls)
             while calls:
-                self._finish(*calls.popleft())
+                with Uninterrupted():
+                    self._finish(*calls.popleft())
+        except BaseException:
+            self._abandon(calls)
+            raise
 
-    def _take(self, calls: Calls) -> list[Entry]:
-        """The next message, if one is due and may be under way beside these. With the lock held."""
-        entries = self._outbox.take(time.monotonic()) if len(calls) < _MOST_CALLS else []
+    def _step(self, calls: Calls, *, is_waiting: bool = True) -> None:
+        """Begins the call that is due, if one more may be under way; else ends the first, where anybody waits."""
+        entries: list[Entry] = []
+        if len(calls) < _MOST_CALLS:
+            with self._lock:
+                if entries := self._outbox.take(time.monotonic()):
+                    # What is taken leaves room for more.
+                    self._progress.notify_all()
         if entries:
-            # What is taken leaves room for more.
-            self._progress.notify_all()
-        return entries
+            self._begin(entries, calls)
+        elif calls and is_waiting:
+            self._finish(*calls.popleft())
+
+    def _abandon(self, calls: Calls) -> None:
+        """After Ctrl-C: whether the rows arrived is not known; they are sent again by who works next."""
+        for entries, _ in calls:
+            self._report(entries, _INTERRUPTED)
+        calls.clear()
 
     def _begin(self, entries: list[Entry], calls: Calls) -> None:
         """A large message is on its way while the next one is written; a small one is waited for, which is faster."""
@@ -167,7 +189,7 @@ class Sender:
 
     def _settle(self, entries: list[Entry], response: Any) -> None:
         outcomes = outcomes_of(response, entries)
-        with self._progress:
+        with self._lock:
             self._outbox.settle(entries, outcomes)
             self._tell()
 
@@ -181,12 +203,12 @@ class Sender:
         except Exception as error:  # noqa: BLE001
             self._report(entries, Failure(GristmillError(f"{type(error).__name__}: {error}")))
         except BaseException:
-            # Ctrl-C, in the thread of who waits: whether the rows arrived is not known.
-            self._report(entries, Failure(UnavailableError("interrupted"), may_retry=True))
+            self._transport.channels.forget()
+            self._report(entries, _INTERRUPTED)
             raise
 
     def _report(self, entries: list[Entry], failure: Failure) -> None:
-        with self._progress:
+        with self._lock:
             self._outbox.refuse(entries, failure, time.monotonic())
             self._tell()
 

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from gristmill import wire
 from gristmill.channels import MESSAGE_BYTES
 from gristmill.columns import Array, Ragged, bytes_of
-from gristmill.errors import InvalidArgumentError, ResourceExhaustedError
+from gristmill.errors import InvalidArgumentError
 from gristmill.steps import Steps
 from gristmill.v1 import rollout_pb2, rows_pb2
 
@@ -39,7 +39,7 @@ class Submission:
     def __init__(self, data: bytes, most_bytes: int = MESSAGE_BYTES) -> None:
         """most_bytes: what a compressed request may grow to.
 
-        Raises InvalidArgumentError for what is no SubmitRowsRequest, ResourceExhaustedError for one that is too large.
+        Raises InvalidArgumentError for what is no SubmitRowsRequest, or a compressed one that is too large.
         """
         self._data = data
         try:
@@ -102,7 +102,8 @@ def decompressed(frame: bytes, most_bytes: int) -> bytes:
     try:
         size = zstandard.frame_content_size(frame)
         if size > most_bytes:
-            raise ResourceExhaustedError(
+            # Not RESOURCE_EXHAUSTED, which asks to send the same again later.
+            raise InvalidArgumentError(
                 f"zstd: the request has {size} bytes uncompressed and max_message_bytes is {most_bytes}; send fewer "
                 "rows a request, or raise the setting"
             )

@@ -46,6 +46,8 @@ class ValueColumns:
         """Raises InvalidArgumentError naming the trajectory, the field and the value. The lists are not modified."""
         self._columns, self._count = columns, count
         self._scalars = {name: self._scalar_column(name, *found) for name, found in SCALARS.items()}
+        for name in ("prompt_token_ids", "response_ids", "loss_mask"):
+            self._check_complete(name)
         self._prompts = self._array_column("prompt_token_ids", np.int32, _tokens)
         self._responses = self._array_column("response_ids", np.int32, _tokens)
         self._masks = self._array_column("loss_mask", np.uint8, _mask)
@@ -66,6 +68,11 @@ class ValueColumns:
             default if value is None else _scalar(value, name, kind, self._where(row))
             for row, value in enumerate(values)
         ]
+
+    def _check_complete(self, name: str) -> None:
+        for row, value in enumerate(self._columns.get(name, ())):
+            if value is None:
+                raise InvalidArgumentError(f"{self._where(row)}: {name} is missing; every row needs it")
 
     def _array_column(self, name: str, dtype: Any, read: Callable[[Any, str, str], Array]) -> list[Array | None]:
         """Each row's array, None where it has none."""
@@ -88,7 +95,7 @@ class ValueColumns:
         numbers: list[float | None] = []
         for row, value in enumerate(values):
             where = self._where(row)
-            if isinstance(value, (list, tuple, np.ndarray)) and np.ndim(value) > 0:
+            if is_vector(value):
                 array = nothing[row] = _floats(value, name, dtype, where)
                 numbers.append(float(array.sum(dtype=np.float64)))
             else:
@@ -205,13 +212,18 @@ def _ragged(name: str, arrays: Sequence[Array | None], table: Steps, dtype: Any)
     return Ragged.from_arrays(given, dtype)
 
 
+def is_vector(value: Any) -> bool:
+    """Whether it is given as one value a token, however wrong those are."""
+    return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim > 0)
+
+
 def _scalar(value: Any, name: str, kind: type, where: str) -> Any:
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         value = value.item()
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         # Beyond float64 it is infinite, which is refused with the other values that are not finite.
         return float(value) if abs(value) <= FLOAT32_MAX else math.inf
-    if kind is bool and value in (0, 1):
+    if kind is bool and isinstance(value, (int, float)) and value in (0, 1):
         return bool(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise InvalidArgumentError(f"{where}: {name} is {value!r}; expected {_KIND_NAMES[kind]}")

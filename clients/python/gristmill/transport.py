@@ -257,6 +257,9 @@ class Transport(Stubs):
                 return method(request, timeout=retry.attempt_s(wait_s))
             except grpc.RpcError as call:
                 self.pause(retry.pause_s(failure_of(call, self.address)))
+            except KeyboardInterrupt:
+                self.channels.forget()
+                raise
 
     def wait(self, ask: Callable[[float], T], is_settled: Callable[[T], bool], wait_s: float) -> T:
         """The answer of `ask(seconds that the service may wait)` once it is settled, or as it is after `wait_s`."""

@@ -113,12 +113,12 @@ def read(message: rows_pb2.Rows, apart: Mapping[str, memoryview]) -> Sent:
     prefixes = _prefixes(message, prompts)
     lengths = prompts + responses if prefixes is None else prompts + responses - prefixes.lengths
     tokens = _Rows(lengths).ragged(buffer("tokens"), "tokens", np.int32)
-    of_responses = _Rows(responses)
-    # All ones is the default; one shared row of them is enough.
-    loss_mask = of_responses.ragged(buffer("loss_mask"), "loss_mask", np.uint8) or _ones(responses)
-    token_rewards = _token_rewards(buffer("token_rewards"), of_responses)
     if tokens is None:
         raise InvalidArgumentError("tokens is empty; every row needs a prompt and a response")
+    of_responses = _Rows(responses)
+    # All ones is the default; one shared row of them is enough. No longer than the tokens, which are here.
+    loss_mask = of_responses.ragged(buffer("loss_mask"), "loss_mask", np.uint8) or _ones(responses)
+    token_rewards = _token_rewards(buffer("token_rewards"), of_responses)
     rewards = (
         _per_row(message.rewards, "rewards", count, np.float64, 0.0 if len(message.rewards_pending) else None)
         if token_rewards is None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from gristmill.errors import ResourceExhaustedError
+from gristmill.errors import InvalidArgumentError, ResourceExhaustedError
 from gristmill.steps import Steps, check
 from gristmill.wire import Sent
 from gristmill_service.api.waiting import Question, Waiting
@@ -45,7 +45,12 @@ class Backend:
         if sent.prefixes is None:
             return self.submit(run, check(sent.steps))
         # As if they had come whole: what a few bytes ask for must not be more than a request may be.
-        self.refuse_too_large(4 * int(sent.steps.tokens.total + sent.prefixes.lengths.sum()))
+        size = 4 * int(sent.steps.tokens.total + sent.prefixes.lengths.sum())
+        if size > self.max_message_bytes:
+            raise InvalidArgumentError(
+                f"the rows' tokens are {size} bytes with their prefixes and max_message_bytes is "
+                f"{self.max_message_bytes}; send fewer rows a request, or raise the setting"
+            )
         return self.submit(run, check(run.made_whole(sent.steps, sent.prefixes)))
 
     def submit(self, run: Run, steps: Steps) -> list[Outcome]:
