@@ -1,0 +1,79 @@
+{{- define "gristmill.name" -}}
+{{- if contains "gristmill" .Release.Name -}}
+{{ .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else -}}
+{{ printf "%s-gristmill" (.Release.Name | trunc 30 | trimSuffix "-") }}
+{{- end -}}
+{{- end }}
+
+{{- define "gristmill.selector" -}}
+app.kubernetes.io/name: gristmill
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "gristmill.labels" -}}
+{{ include "gristmill.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{- define "gristmill.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
+{{/* A pod of the restricted profile. */}}
+{{- define "gristmill.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .Values.runAsUser }}
+runAsGroup: {{ .Values.fsGroup }}
+fsGroup: {{ .Values.fsGroup }}
+# A large journal is not walked through at each start.
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{/* A container of it, which sets for itself what its pod might set otherwise. */}}
+{{- define "gristmill.containerSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .Values.runAsUser }}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{/* Settings as environment variables. Whole numbers come from YAML as floats. */}}
+{{- define "gristmill.settingsEnv" -}}
+{{- range $name, $value := .Values.settings }}
+- name: GRISTMILL_{{ upper $name }}
+  value: {{ if kindIs "float64" $value }}{{ if eq $value (floor $value) }}{{ $value | int64 | quote }}{{ else }}{{ $value | quote }}{{ end }}{{ else }}{{ $value | toString | quote }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{/* CPU, and memory with every tmpfs in it. Takes a dict of Values and tmpfsMiB. */}}
+{{- define "gristmill.resources" -}}
+{{- $memory := printf "%dMi" (add .Values.resources.processMiB .tmpfsMiB) -}}
+requests:
+  cpu: {{ .Values.resources.cpu }}
+  memory: {{ $memory }}
+limits:
+  memory: {{ $memory }}
+{{- end }}
+
+{{- define "gristmill.redisUrl" -}}
+{{- if .Values.redis.bundled.enabled -}}
+redis://{{ include "gristmill.name" . }}-redis:6379/0
+{{- else -}}
+{{ required "store: redis needs redis.url, or redis.bundled.enabled" .Values.redis.url }}
+{{- end -}}
+{{- end }}
+
+{{- define "gristmill.dnsEgress" -}}
+- ports:
+    - {port: 53, protocol: UDP}
+    - {port: 53, protocol: TCP}
+{{- end }}
