@@ -279,6 +279,8 @@ class TestTheOwnerGoes:
                             time.sleep(0.1)
                             continue
                         break
+                    # As long as a step takes: there is work left when the next service is killed.
+                    time.sleep(0.1)
                     trained.append(uids_of(data))
             except BaseException as error:  # noqa: BLE001
                 errors.append(error)
@@ -291,6 +293,7 @@ class TestTheOwnerGoes:
             for _ in range(2):
                 least = len(trained) + 3
                 eventually(lambda least=least: len(trained) >= least or errors, "it goes on")
+                assert len(trained) < groups // 2, "there is work left"
                 victim = owner(alive, run)
                 replacement = services.begin(*on_redis(shared_redis.url, LEASE_S, run))
                 victim.kill()
