@@ -16,6 +16,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 		|| { echo "gristmill needs Python 3.11 or newer; run: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	deploy/install-helm.sh
 	@touch $@
 
 demo: setup  ## Watch a small multi-turn RL run train through gristmill (under 4 minutes)
@@ -30,6 +31,8 @@ check: setup  ## Lint, types, protos, generated stubs
 	$(BIN)/mypy
 	$(BIN)/buf lint protos
 	protos/generate.sh --check
+	deploy/render.sh --check
+	$(BIN)/python deploy/validate.py deploy/manifests/*.yaml
 
 bench: setup  ## Measure against bounds; writes build/bench.json and build/bench.svg
 	$(BIN)/python -m tests.bench

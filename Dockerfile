@@ -1,0 +1,38 @@
+# gristmill as a service or as a sidecar: `docker run IMAGE serve --help`. Meant to run with a read-only root:
+#   docker run --read-only --shm-size 8g -p 50051:50051 -p 8080:8080 IMAGE
+FROM python:3.11-slim-bookworm AS build
+WORKDIR /src
+COPY deploy/requirements.txt deploy/requirements.txt
+# Wheels alone: nothing is compiled, here or in the result.
+RUN python -m venv /opt/gristmill \
+    && /opt/gristmill/bin/pip install --no-cache-dir --only-binary :all: -r deploy/requirements.txt
+COPY pyproject.toml README.md LICENSE ./
+COPY clients/python clients/python
+COPY service service
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
+    && /opt/gristmill/bin/pip install --no-cache-dir --no-deps /wheels/gristmill-*.whl \
+    && /opt/gristmill/bin/pip check \
+    && /opt/gristmill/bin/pip uninstall --yes pip setuptools
+
+FROM python:3.11-slim-bookworm
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="gristmill" \
+      org.opencontainers.image.description="Turns the rollouts of LLM reinforcement learning into train-ready shards." \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+COPY --from=build /opt/gristmill /opt/gristmill
+COPY LICENSE /licenses/LICENSE
+# A volume that is mounted here is the user's from the start.
+RUN install -d -o 10001 -g 10001 -m 0700 /var/lib/gristmill
+ENV PATH=/opt/gristmill/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
+    GRISTMILL_GRPC_ADDRESS=0.0.0.0:50051 GRISTMILL_HTTP_ADDRESS=0.0.0.0:8080 GRISTMILL_LOG_FORMAT=json
+# By number, so that Kubernetes can tell that it is not root.
+USER 10001:10001
+EXPOSE 50051 8080
+HEALTHCHECK --interval=10s --timeout=5s --start-period=600s --retries=6 \
+    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen('http://127.0.0.1:' + os.environ['GRISTMILL_HTTP_ADDRESS'].rpartition(':')[2] + '/healthz', timeout=4)"]
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["gristmill"]
+CMD ["serve"]
