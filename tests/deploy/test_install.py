@@ -1,4 +1,4 @@
-"""The image's steps without an engine: the wheel and the pinned requirements into a clean tree that nobody may write to;
+"""The image's steps without an engine: wheel and pinned requirements into a clean tree that nobody may write to;
 another user serves from it, and a batch is trained."""
 
 from __future__ import annotations
