@@ -10,6 +10,7 @@ from typing import Any
 from gristmill.v1 import run_pb2
 from gristmill_service.watching.documents import place_document
 from gristmill_service.watching.health import model_name, place
+from gristmill_service.watching.printable import printable
 
 Happening = dict[str, Any]
 """`event`, and what belongs to it."""
@@ -34,7 +35,11 @@ def happenings(before: run_pb2.RunStatus, after: run_pb2.RunStatus, groups: Grou
 
 
 def told(happening: Happening) -> str:
-    """In a person's words."""
+    """In a person's words, fit for a terminal."""
+    return printable(_told(happening))
+
+
+def _told(happening: Happening) -> str:
     event = happening["event"]
     if event == "following":
         return "following: " + ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in happening.items() if n != event)

@@ -12,7 +12,10 @@ from rich.text import Text
 from gristmill.v1 import run_pb2
 from gristmill_service.watching.health import Health, model_name, place, slowest
 from gristmill_service.watching.looks import Look, ReplicaLook
+from gristmill_service.watching.printable import printable
 
+# Of those that groups were dropped for, the most frequent.
+_REASONS = 20
 _STYLES = {"done": "dim", "idle": "dim", "collecting": "green", "training": "green", "making": "cyan"}
 
 
@@ -30,14 +33,14 @@ def overview(look: Look, healths: list[Health], rates: Mapping[str, float] | Non
     for run, health in zip(look.runs, healths, strict=True):
         cells = [""] * 9 if run.status is None else _counts(run.status)
         rate = [] if rates is None else [f"{rates[run.run]:,.0f}" if run.run in rates else ""]
-        table.add_row(Text(run.run), _state(health), *cells, *rate)
+        table.add_row(Text(printable(run.run)), _state(health), *cells, *rate)
     return Group(_replicas(look.replicas), table, *_reasons(look, healths))
 
 
 def details(look: Look, health: Health) -> RenderableType:
     """The one run of the look."""
     [run] = look.runs
-    head = Text.assemble((run.run, "bold"), "  ", _state(health), "  ", health.reason)
+    head = Text.assemble((printable(run.run), "bold"), "  ", _state(health), "  ", printable(health.reason))
     status = run.status
     if status is None:
         return Group(_replicas(look.replicas), head)
@@ -61,7 +64,7 @@ def _state(health: Health) -> Text:
 def _reasons(look: Look, healths: list[Health]) -> list[Text]:
     """Why a run is stuck does not fit into its line."""
     found = [(run.run, health.reason) for run, health in zip(look.runs, healths, strict=True) if health.is_stuck]
-    return [Text.assemble("\n", (f"{run}: ", "bold"), (reason, "red")) for run, reason in found]
+    return [Text.assemble("\n", (f"{printable(run)}: ", "bold"), (printable(reason), "red")) for run, reason in found]
 
 
 def _counts(status: run_pb2.RunStatus) -> list[str]:
@@ -75,14 +78,16 @@ def _facts(status: run_pb2.RunStatus) -> Table:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, text in _lines(status):
-        table.add_row(name, Text(text))
+        table.add_row(name, Text(printable(text)))
     return table
 
 
 def _lines(status: run_pb2.RunStatus) -> Iterable[tuple[str, str]]:
     yield "groups", f"{status.groups_open} open, {status.groups_complete} complete, room for {status.groups_room}"
     if status.groups_dropped:
-        yield "dropped", ", ".join(f"{count} {reason}" for reason, count in sorted(status.groups_dropped.items()))
+        most = sorted(status.groups_dropped.items(), key=lambda item: (-item[1], item[0]))
+        more = f", and {len(most) - _REASONS} more reasons" if len(most) > _REASONS else ""
+        yield "dropped", ", ".join(f"{count} {reason}" for reason, count in most[:_REASONS]) + more
     yield (
         "batches",
         f"{status.batches_sealed} sealed, {status.batches_published} published, {status.batches_freed} freed",

@@ -63,7 +63,7 @@ volumeMounts:
 
 {{/* The pod's labels, by which monitor and network policy find it. */}}
 {{- define "gristmill.sidecar.labels" -}}
-gristmill.io/sidecar: {{ .Release.Name }}
+gristmill.io/sidecar: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "gristmill.sidecar.volumes" -}}
