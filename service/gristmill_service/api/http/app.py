@@ -22,6 +22,7 @@ from gristmill_service.api.http import models, page, rollouts, runs, trainers
 from gristmill_service.api.http.access import BackendDep, Identified
 from gristmill_service.api.http.bodies import TOO_LARGE, BoundedBodies
 from gristmill_service.api.http.forwarding import Forwarding
+from gristmill_service.api.http.origins import OwnOrigin
 from gristmill_service.metrics import Metrics
 from gristmill_service.run.pictures import Album
 from gristmill_service.run.sightings import Watch
@@ -56,6 +57,7 @@ def make_app(backend: Backend) -> FastAPI:
     app.add_exception_handler(HTTPException, _tell_status)
     app.add_exception_handler(Exception, _tell)
     app.add_middleware(BoundedBodies, limit=backend.max_message_bytes, refuse_too_large=backend.refuse_too_large)
+    app.add_middleware(OwnOrigin)
     app.add_middleware(_Measured, metrics=backend.metrics)
     app.add_middleware(Identified)
     return app
