@@ -36,7 +36,7 @@ class Figure:
     @property
     def is_ratio(self) -> bool:
         """The value is a multiple already, as in `x bound`, not seconds or bytes."""
-        return self.unit.split()[0] == "x" or " / " in self.unit
+        return self.unit.split()[:1] == ["x"] or " / " in self.unit
 
     @property
     def ours(self) -> tuple[float, str]:
