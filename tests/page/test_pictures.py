@@ -192,6 +192,7 @@ def test_scores_are_those_that_were_sent_and_advantages_those_of_the_shards(
 ) -> None:
     run = stage.published(service.runs, run_name, CONFIG, [agents()])
     told = client.get(f"/v1/runs/{run_name}/batches/0/scores").json()
+    assert client.get(f"/v1/runs/{run_name}/batches/0/scores", params={"start": 10**30}).status_code == 422
     models.Scores.model_validate(told)
     assert [group["uid"] for group in told["groups"]] == [f"p{number}" for number in range(6)]
     assert [len(group["scores"]) for group in told["groups"]] == [8] * 6

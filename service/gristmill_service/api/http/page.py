@@ -97,7 +97,7 @@ async def batch_scores(
     run: RunDep,
     album: _AlbumDep,
     batch: Int64,
-    start: Annotated[int, Query(ge=0, description="The first group to tell of.")] = 0,
+    start: Annotated[int, Query(ge=0, lt=2**63, description="The first group to tell of.")] = 0,
 ) -> Response:
     """Scores and advantages of a batch's groups, 200 at a time; advantages before `loss_reduction` scales them."""
     picture = await _picture(album, run, batch)
