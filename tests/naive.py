@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load
 
-from gristmill_service.store.iovec import join
+from gristmill_service.pipeline.iovec import join
 
 Row = dict[str, Any]
 

@@ -17,15 +17,15 @@ from gristmill.errors import NotFoundError, UnavailableError
 from gristmill_service.api.backend import Backend
 from gristmill_service.api.http.app import make_app
 from gristmill_service.api.http.server import HttpServer
+from gristmill_service.api.long_poll import Waiting
 from gristmill_service.api.rpc.server import GrpcServer
-from gristmill_service.api.waiting import Waiting
-from gristmill_service.keeping import keeping
-from gristmill_service.metrics import Metrics
-from gristmill_service.metrics.registry import Watched
-from gristmill_service.metrics.storing import MeasuredLedger, MeasuredStore
-from gristmill_service.run.readings import Readings
+from gristmill_service.monitoring.metrics import Metrics
+from gristmill_service.monitoring.metrics.registry import Watched
+from gristmill_service.monitoring.metrics.storage_timing import TimedRunStore, TimedShardStore
+from gristmill_service.monitoring.run_stats import RunStats
 from gristmill_service.run.runs import Runs
 from gristmill_service.settings import Settings, split_address
+from gristmill_service.storage.backends import keeping
 
 _log = structlog.get_logger(__name__)
 
@@ -38,8 +38,8 @@ class Service:
         with ExitStack() as undo:
             self._kept = undo.enter_context(keeping(settings))
             metrics = Metrics()
-            store = MeasuredStore(self._kept.store, metrics.storing)
-            ledger = MeasuredLedger(self._kept.ledger, metrics.storing)
+            store = TimedShardStore(self._kept.store, metrics.storing)
+            ledger = TimedRunStore(self._kept.ledger, metrics.storing)
             self.runs = Runs(store, ledger, max_row_bytes=int(settings.max_row_bytes))
             undo.callback(self.runs.close, 0.0)
             self.waiting = Waiting(settings.max_waiters)
@@ -86,7 +86,7 @@ class Service:
             self._http.wait_until_idle()
         _log.info("closed")
 
-    def _readings(self) -> Iterator[Readings]:
+    def _readings(self) -> Iterator[RunStats]:
         for run in self.runs.own():
             # Deleted, or taken over, since the list was made.
             with suppress(NotFoundError, UnavailableError):

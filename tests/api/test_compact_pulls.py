@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from gristmill.pull import stream
-from gristmill.shards import ShardAddress
-from gristmill.transport import Transport
+from gristmill._client.pull import stream
+from gristmill._client.transport import Transport
+from gristmill._wire.addresses import ShardAddress
 from gristmill.v1 import trainer_pb2_grpc
 from gristmill_service.api.rpc.streams import Streams
 from gristmill_service.api.rpc.trainers import TrainerServicer
 from gristmill_service.pipeline import mill
-from gristmill_service.store.memory import MemoryStore
-from gristmill_service.store.redis.shards import RedisShards
+from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.redis.shard_store import RedisShardStore
 from tests import naive
 from tests.bench.workloads import workload
 from tests.redis.fence import OpenFence
@@ -39,7 +39,11 @@ def shard(batch):
 @pytest.fixture(scope="module", params=["redis", "memory"])
 def store(request, tmp_path_factory, batch):
     with RedisServer(tmp_path_factory.mktemp("redis"), appendonly="no") as server:
-        made = RedisShards(client := server.client(), OpenFence(client)) if request.param == "redis" else MemoryStore()
+        made = (
+            RedisShardStore(client := server.client(), OpenFence(client))
+            if request.param == "redis"
+            else MemoryShardStore()
+        )
         made.publish("run", 0, b"{}", batch.shards)
         yield made
 
@@ -79,7 +83,7 @@ def test_padding_is_sent_only_to_who_does_not_restore_it(transport, store, shard
     whole, accepted = messages(accepts_compact=False), messages(accepts_compact=True)
     assert b"".join(one.data for one in whole) == naive.shard_bytes(shard)
     assert not any(one.is_compact for one in whole)
-    is_compact = isinstance(store, RedisShards)
+    is_compact = isinstance(store, RedisShardStore)
     assert {one.is_compact for one in accepted} == {is_compact}
     sizes = [sum(len(one.data) for one in some) for some in (whole, accepted)]
     assert sizes[1] < 0.4 * sizes[0] if is_compact else sizes[1] == sizes[0]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from gristmill.errors import InvalidArgumentError, UnavailableError
-from gristmill_service.api.waiting import LONGEST_WAIT_S, Question, Waiting, checked_wait
+from gristmill_service.api.long_poll import LONGEST_WAIT_S, Question, Waiting, checked_wait
 
 
 class Counter:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from tests.bench import (
     balance,
+    formats,
     journal,
     metrics,
     page,
@@ -24,7 +25,6 @@ from tests.bench import (
     serving,
     submit,
     takeover,
-    told,
 )
 from tests.bench.figures import OUTPUT, Figure, merge, read, write
 
@@ -71,7 +71,7 @@ def _table(found: list[Figure]) -> Table:
         table.add_column(name, justify="left" if name in ("figure", "") else "right")
     for figure in found:
         verdict = "" if figure.reach is None else "[green]ok[/]" if figure.ok else "[red]missed[/]"
-        told_of = (told.ours(figure), told.bound(figure), told.ratio(figure), told.reach(figure))
+        told_of = (formats.ours(figure), formats.bound(figure), formats.ratio(figure), formats.reach(figure))
         table.add_row(figure.name, *told_of, verdict)
     return table
 

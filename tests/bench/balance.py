@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gristmill.columns import Int64s
+from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline.balance import barrier_ratio, loads_of
 from gristmill_service.pipeline.schedule import schedule

@@ -21,10 +21,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from gristmill.steps import check
+from gristmill._wire.steps import check
 from gristmill_service.pipeline import mill
-from gristmill_service.store.writing import write_shards
-from tests.bench import plot, producers, told
+from gristmill_service.storage.shard_files import write_shards
+from tests.bench import formats, plot, producers
 from tests.bench.figures import seconds
 from tests.bench.pipeline import TMPFS
 from tests.bench.producers import Curve
@@ -128,7 +128,7 @@ def _arrays(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
 def _draw_cost(axes: Axes, cost: Cost, curve: Curve) -> None:
     x, milliseconds = _arrays(curve)
     start, slope = fitted(curve)
-    label = f"{told.number(start)} ms + {told.number(1e3 * slope)} µs a {cost.one}"
+    label = f"{formats.number(start)} ms + {formats.number(1e3 * slope)} µs a {cost.one}"
     axes.plot(x, start + slope * x, color="grey", linestyle="--", linewidth=1, label=label)
     axes.plot(x, milliseconds, color=plot.OK, marker="o", markersize=4, linestyle="none")
     axes.set_ylabel("ms")

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from gristmill.transport import Transport
+from gristmill._client.transport import Transport
 from gristmill.v1 import run_pb2
 from gristmill_service.run.runs import Runs
-from gristmill_service.store.journal.ledger import FileLedger
-from gristmill_service.store.memory import MemoryStore
+from gristmill_service.storage.journal.run_store import JournalRunStore
+from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.bench.figures import Figure
 from tests.bench.pipeline import TMPFS
 from tests.bench.processes import served
@@ -49,8 +49,8 @@ def _recovery() -> Figure:
 
 def _fill(directory: Path) -> None:
     """As a killed service leaves it: a run of long rows, nothing of it sealed."""
-    ledger = FileLedger(directory, "never")
-    runs = Runs(MemoryStore(), ledger)
+    ledger = JournalRunStore(directory, "never")
+    runs = Runs(MemoryShardStore(), ledger)
     runs.create("bench", config())
     for table in tables(LONG, JOURNAL_BYTES):
         runs.get("bench").submit(table)
@@ -98,8 +98,8 @@ def _at_rest() -> Figure:
     """Of the workload of agents, whose rows repeat what came before them as their prompt."""
     work = workload("agent")
     with tempfile.TemporaryDirectory(dir=TMPFS) as directory:
-        ledger = FileLedger(Path(directory), "never")
-        runs = Runs(MemoryStore(), ledger)
+        ledger = JournalRunStore(Path(directory), "never")
+        runs = Runs(MemoryShardStore(), ledger)
         # One group more than there are: nothing is sealed.
         runs.create("bench", config(train_batch_size=len(set(work.steps.uids)) + 1, policy_mini_batch_size=1))
         for table in split(work):

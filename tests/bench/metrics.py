@@ -12,13 +12,13 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from gristmill import RolloutClient
-from gristmill.steps import Steps
-from gristmill_service.metrics import Metrics
-from gristmill_service.metrics.storing import StoreMetrics
-from gristmill_service.run.events import RowsStored
-from gristmill_service.run.meters import Meters
-from gristmill_service.run.state import State
-from gristmill_service.run.views import Outcome
+from gristmill._wire.steps import Steps
+from gristmill_service.monitoring.metrics import Metrics
+from gristmill_service.monitoring.metrics.storage_timing import StoreMetrics
+from gristmill_service.monitoring.run_metrics import RunMetrics
+from gristmill_service.run.machine.answers import Outcome
+from gristmill_service.run.machine.events import RowsStored
+from gristmill_service.run.machine.state import State
 from tests.api.doors import GrpcDoor, group
 from tests.bench.figures import Figure, seconds
 from tests.bench.processes import Served, served
@@ -101,7 +101,7 @@ class _Costs(NamedTuple):
 
 
 def _costs() -> _Costs:
-    meters, metrics = Meters(time.monotonic, time.monotonic), Metrics()
+    meters, metrics = RunMetrics(time.monotonic, time.monotonic), Metrics()
     rows, outcomes = _part(next(tables(SHORT, 1 << 20)), 0), [Outcome.ACCEPTED] * _ROWS
     event, state = RowsStored(()), State.initial(config())
 

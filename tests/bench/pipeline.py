@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from gristmill.steps import check
+from gristmill._wire.steps import check
 from gristmill_service.pipeline import mill
-from gristmill_service.store.writing import write_shards
+from gristmill_service.storage.shard_files import write_shards
 from tests.bench.figures import Figure, paired
 from tests.bench.workloads import Workload, workload
 

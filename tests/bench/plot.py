@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from tests.bench import told
+from tests.bench import formats
 from tests.bench.figures import OUTPUT, Figure, parse, read
 
 REACHED = OUTPUT.with_suffix(".svg")
@@ -55,8 +55,8 @@ def _mark(axes: Axes, line: int, figure: Figure) -> None:
     color = OK if figure.ok else MISSED
     axes.plot([1, within], [line, line], color=color, linewidth=1, linestyle="-" if figure.ok else ":")
     axes.plot([within], [line], color=color, marker="o" if figure.ok else "x", markersize=5, markeredgewidth=2)
-    value = f"{figure.value:.3f} x" if figure.is_ratio else f"{told.number(figure.value)} {figure.unit}"
-    text = f"{value}  ({told.reach(figure)}){'' if figure.ok else '  missed'}"
+    value = f"{figure.value:.3f} x" if figure.is_ratio else f"{formats.number(figure.value)} {figure.unit}"
+    text = f"{value}  ({formats.reach(figure)}){'' if figure.ok else '  missed'}"
     weight = "normal" if figure.ok else "bold"
     axes.text(1.01, line, text, transform=axes.get_yaxis_transform(), va="center", fontsize=7, fontweight=weight)
 

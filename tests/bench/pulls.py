@@ -26,11 +26,11 @@ import torch
 from safetensors.torch import save_file
 
 from gristmill import RolloutClient, TrainerClient
+from gristmill._client.pull import stream
+from gristmill._client.transport import Transport
+from gristmill._wire.addresses import Position, ShardAddress
 from gristmill.errors import GristmillError
-from gristmill.pull import stream
-from gristmill.shards import Position, ShardAddress
 from gristmill.torch import map_shard
-from gristmill.transport import Transport
 from gristmill.v1 import run_pb2, trainer_pb2
 from tests.bench.figures import Figure, paired, seconds
 from tests.bench.pipeline import TMPFS
@@ -117,7 +117,7 @@ def _woken(side: OtherSide) -> Iterator[Figure]:
     gRPC, whose handlers wait for one event."""
     run = "woken"
     side.create(run, train_batch_size=1, policy_mini_batch_size=1, n_samples_per_prompt=2)
-    side.call("Watch", run.encode())
+    side.call("HistoryRecorder", run.encode())
     ours, bare = Ranks(side.grpc_address, RANKS), Ranks(side.bare_address, RANKS)
     ours_s: list[float] = []
     bare_s: list[float] = []
@@ -208,7 +208,7 @@ def _overlapped(side: OtherSide) -> Iterator[Figure]:
     """The share of a loop's time that a rank waits for its next shard, all of them streamed, at steps of 20 ms."""
     run = side.publish("overlapped", _GROUPS * 8, mini_batches=8)
     shares: dict[int, list[float]] = {0: [], 1: []}
-    with patch("gristmill.pull.is_mappable", lambda path, size: False):
+    with patch("gristmill._client.pull.is_mappable", lambda path, size: False):
         for number in range(10):
             with TrainerClient(side.grpc_address, run, 0, prefetch=number % 2) as trainer:
                 share = _waited(next(iter(trainer)).forward())
@@ -372,7 +372,7 @@ class _Bare:
         self._released = threading.Event()
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        names = ("Watch", "Published", "Waiting", "Wait", "Release")
+        names = ("HistoryRecorder", "Published", "Waiting", "Wait", "Release")
         unary: dict[str, Callable[..., bytes]] = {name: getattr(self, f"_{name.lower()}") for name in names}
         made = {name: grpc.unary_unary_rpc_method_handler(answer) for name, answer in unary.items()}
         return {**made, "Read": grpc.unary_stream_rpc_method_handler(self._read)}

@@ -13,13 +13,13 @@ import numpy as np
 import redis
 from safetensors.numpy import load
 
-from gristmill.compact import restore
+from gristmill._wire.compact_shards import restore
 from gristmill_service.pipeline import mill
+from gristmill_service.pipeline.iovec import join
 from gristmill_service.pipeline.layout import Shard
 from gristmill_service.run.runs import Runs
-from gristmill_service.store.iovec import join
-from gristmill_service.store.redis.ledger import RedisLedger
-from gristmill_service.store.redis.shards import RedisShards
+from gristmill_service.storage.redis.run_store import RedisRunStore
+from gristmill_service.storage.redis.shard_store import RedisShardStore
 from tests.bench.figures import Figure, paired
 from tests.bench.submissions import split
 from tests.bench.workloads import workload
@@ -56,7 +56,7 @@ def _figures(client: redis.Redis, name: str, merge: str) -> Iterator[Figure]:
     client.flushall()
     work = workload(name)
     batch = mill(work.steps, work.config(merge), run="bench", batch=0)
-    store = RedisShards(client, OpenFence(client))
+    store = RedisShardStore(client, OpenFence(client))
     store.publish("bench", 0, b"{}", batch.shards)
     stored = sum(client.strlen(key) for key in client.scan_iter("*:shard:*"))
     real = sum(_real_bytes(shard) for shard in batch.shards)
@@ -72,9 +72,9 @@ def _at_rest(server: RedisServer, name: str) -> Iterator[Figure]:
     for merge in MERGES:
         client = server.client()
         client.flushall()
-        ledger = RedisLedger(client, "gristmill", lease_s=10.0)
+        ledger = RedisRunStore(client, "gristmill", lease_s=10.0)
         ledger.introduce("127.0.0.1:1", "http://127.0.0.1:1")
-        runs = Runs(RedisShards(client, ledger), ledger)
+        runs = Runs(RedisShardStore(client, ledger), ledger)
         try:
             # More groups than there are: nothing is sealed before it is asked for.
             settings = json.loads(work.config(merge).model_dump_json(exclude_defaults=True))
@@ -112,14 +112,14 @@ def _real_bytes(shard: Shard) -> int:
     )
 
 
-def _pull(client: redis.Redis, store: RedisShards, shards: list[Shard]) -> tuple[float, float]:
+def _pull(client: redis.Redis, store: RedisShardStore, shards: list[Shard]) -> tuple[float, float]:
     """Shard after shard, as ranks pull them. What came is kept, so that memory is fresh each time, for both alike."""
     kept: list[np.ndarray] = []
     found = [_pull_one(client, store, shard, kept) for shard in shards[:SHARDS]]
     return statistics.median(ratio for ratio, _ in found), statistics.median(limit for _, limit in found)
 
 
-def _pull_one(client: redis.Redis, store: RedisShards, shard: Shard, kept: list[np.ndarray]) -> tuple[float, float]:
+def _pull_one(client: redis.Redis, store: RedisShardStore, shard: Shard, kept: list[np.ndarray]) -> tuple[float, float]:
     address, output = shard.address, np.frombuffer(join(shard.iovec()), np.uint8)
     keys = sorted(client.scan_iter(f"*:{address.model}:{address.mini_batch}:{address.rank}:*"))
 

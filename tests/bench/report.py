@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from tests.bench import curves, plot, told
+from tests.bench import curves, formats, plot
 from tests.bench.figures import OUTPUT, Figure, parse, read
 
 DOCUMENT = Path("docs/performance.md")
@@ -58,8 +58,15 @@ def _summary(found: list[Figure]) -> str:
 
 
 def _row(figure: Figure) -> str:
-    verdict = {"missed": "**missed**"}.get(told.verdict(figure), told.verdict(figure))
-    cells = (f"`{figure.name}`", told.ours(figure), told.bound(figure), told.ratio(figure), told.reach(figure), verdict)
+    verdict = {"missed": "**missed**"}.get(formats.verdict(figure), formats.verdict(figure))
+    cells = (
+        f"`{figure.name}`",
+        formats.ours(figure),
+        formats.bound(figure),
+        formats.ratio(figure),
+        formats.reach(figure),
+        verdict,
+    )
     return f"| {' | '.join(cells)} |\n"
 
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 import grpc
 import numpy as np
 
-from gristmill.columns import Ragged
-from gristmill.steps import Steps
+from gristmill._wire.columns import Ragged
+from gristmill._wire.row_codec import encode
+from gristmill._wire.steps import Steps
 from gristmill.v1 import rollout_pb2
-from gristmill.wire import encode
 from gristmill_service.config import RunConfig, parse_config
 from tests.bench.workloads import Workload
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from gristmill import RolloutClient, TrainerClient, calls
-from gristmill.generation import columns_of_output
-from gristmill.submission import encode
-from gristmill.transport import Transport
+from gristmill import RolloutClient, TrainerClient
+from gristmill._client import requests
+from gristmill._client.skyrl_output import columns_of_output
+from gristmill._client.transport import Transport
+from gristmill._wire.submit_codec import encode
 from gristmill.v1 import run_pb2
 from tests.bench.bare import Bare, bare
 from tests.bench.figures import Figure, seconds
@@ -217,7 +218,9 @@ def _row(uid: str, sample: int, prompt: np.ndarray, response: int, rng: np.rando
 
 def _messages(output: Output) -> list[bytes]:
     """The same rows as requests of about the size that the client sends."""
-    return [encode("run", [table]) for table in calls.tables(columns_of_output(output), calls.limits(1024, 4 << 20))]
+    return [
+        encode("run", [table]) for table in requests.tables(columns_of_output(output), requests.limits(1024, 4 << 20))
+    ]
 
 
 def _config(**more: object) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gristmill.columns import Ragged
-from gristmill.steps import Steps
+from gristmill._wire.columns import Ragged
+from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig, parse_config
 
 DP_SIZE = 8

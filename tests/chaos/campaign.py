@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gristmill import RolloutClient
-from gristmill.transport import Transport
+from gristmill._client.transport import Transport
 from gristmill.v1 import run_pb2
 from tests.chaos.contents import Contents
 from tests.chaos.heartbeat import Heartbeats

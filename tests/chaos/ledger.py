@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from gristmill.shards import Position
+from gristmill._wire.addresses import Position
 
 
 class Effect(NamedTuple):

@@ -16,10 +16,10 @@ import grpc
 import numpy as np
 from safetensors.numpy import load
 
-from gristmill.compact import restore
+from gristmill._client.transport import Transport, failure_of
+from gristmill._wire.addresses import Position
+from gristmill._wire.compact_shards import restore
 from gristmill.errors import GristmillError
-from gristmill.shards import Position
-from gristmill.transport import Transport, failure_of
 from gristmill.v1 import run_pb2, trainer_pb2
 from tests.chaos.contents import digest
 from tests.chaos.heartbeat import Heartbeats

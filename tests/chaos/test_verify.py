@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gristmill.groups import Group
-from gristmill.shards import Position
+from gristmill._client.groups import Group
+from gristmill._wire.addresses import Position
 from tests.chaos.contents import SAMPLES, Contents
 from tests.chaos.ledger import Effect, RankLedger, Trained
 from tests.chaos.verify import expected_effect, verify

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gristmill.shards import Position
+from gristmill._wire.addresses import Position
 from tests.chaos.heartbeat import Heartbeats
 from tests.chaos.ledger import RankLedger, Trained
 

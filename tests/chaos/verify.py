@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import isclose
 
-from gristmill.groups import Group
-from gristmill.shards import Position
+from gristmill._client.groups import Group
+from gristmill._wire.addresses import Position
 from tests.chaos.contents import SAMPLES, Contents, digest
 from tests.chaos.ledger import Effect, Trained
 from tests.chaos.worker import WorkerLog

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gristmill.v1 import run_pb2
-from gristmill_service.watching.happenings import Happening, happenings, told
+from gristmill_service.cli.watch.changes import Happening, happenings, told
 
 POLICY = run_pb2.MODEL_POLICY
 

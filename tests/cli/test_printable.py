@@ -1,9 +1,9 @@
 """What clients named does nothing to a terminal."""
 
 from gristmill.v1 import run_pb2
-from gristmill_service.watching.happenings import told
-from gristmill_service.watching.printable import printable
-from gristmill_service.watching.screens import _lines
+from gristmill_service.cli.watch.changes import told
+from gristmill_service.cli.watch.escape import printable
+from gristmill_service.cli.watch.render import _lines
 
 
 def test_escapes_and_new_lines_are_written_out():

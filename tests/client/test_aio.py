@@ -20,8 +20,8 @@ from gristmill import (
     TrainerClient,
     Trajectory,
     UnavailableError,
-    calls,
 )
+from gristmill._client import requests
 from tests.client.faulty import FaultyService, serving, unavailable
 
 CONFIG = {
@@ -77,7 +77,7 @@ def test_a_long_wait_for_room_tells_why(service, run_name, monkeypatch, caplog):
             await client.begin_groups(["a", "b"])
             return await client.begin_groups(["c"], wait_s=0.05)
 
-    monkeypatch.setattr(calls, "ROOM_NOTICE_S", 0.0)
+    monkeypatch.setattr(requests, "ROOM_NOTICE_S", 0.0)
     assert asyncio.run(work()) == []
     assert "no room for groups for 0 s now: max_buffered_batches: 1 batches" in caplog.text
 

@@ -14,8 +14,8 @@ from gristmill import (
     StaleIncarnationError,
     TrainerClient,
 )
-from gristmill.shards import Position
-from gristmill_service.run.views import BatchState, ShardView
+from gristmill._wire.addresses import Position
+from gristmill_service.run.machine.answers import BatchState, ShardAnswer
 
 CONFIG = {
     "train_batch_size": 4,
@@ -95,7 +95,7 @@ def test_a_trainer_goes_on_within_its_batch_when_the_service_is_killed(
     before = start_service(*flags)
     fill(before.grpc_address, "run", "abcd", length=200_000)
     if not is_mapped:
-        monkeypatch.setattr("gristmill.pull.is_mappable", lambda path, size: False)
+        monkeypatch.setattr("gristmill._client.pull.is_mappable", lambda path, size: False)
     with TrainerClient(before.grpc_address, "run", 0, auto_commit=False, prefetch=prefetch) as trainer:
         batch = next(iter(trainer))
         [*expected] = batch.forward()
@@ -120,7 +120,7 @@ def test_a_shard_that_is_withdrawn_while_it_is_asked_for_or_read_is_waited_for(
     fill(service.grpc_address, run_name, "abcd")
     run = type(service.runs.get(run_name))
     shard, read = run.shard, run.read_shard
-    pending = [ShardView(BatchState.PENDING, Position(0), incarnation=0)] * 2
+    pending = [ShardAnswer(BatchState.PENDING, Position(0), incarnation=0)] * 2
     refusals = [NotFoundError("batch 0 is not published, or freed already")]
 
     def found(self, *question):
@@ -132,7 +132,7 @@ def test_a_shard_that_is_withdrawn_while_it_is_asked_for_or_read_is_waited_for(
         return read(self, batch, address)
 
     # Nothing that happens in the run ends the wait.
-    monkeypatch.setattr("gristmill.transport.LONGEST_WAIT_S", 0.2)
+    monkeypatch.setattr("gristmill._client.transport.LONGEST_WAIT_S", 0.2)
     monkeypatch.setattr(run, "shard", found)
     monkeypatch.setattr(run, "read_shard", read_or_withdrawn)
     with TrainerClient(service.grpc_address, run_name, 0, prefetch=prefetch) as trainer:

@@ -10,15 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gristmill import InvalidArgumentError, RolloutClient, RowOutcome
-from gristmill.delivery import Delivery
-from gristmill.deltas import LatestSteps
-from gristmill.outbox import Limits, Outbox
-from gristmill.rows import from_rows, to_rows
-from gristmill.submission import Submission
-from gristmill.transport import failure_of
+from gristmill._client.delivery import Delivery
+from gristmill._client.outbox import Limits, Outbox
+from gristmill._client.prefix_dedup import LatestSteps
+from gristmill._client.transport import failure_of
+from gristmill._wire.row_codec import encode as encode_message
+from gristmill._wire.rows import from_rows, to_rows
+from gristmill._wire.submit_codec import Submission
 from gristmill.v1 import rollout_pb2
-from gristmill.wire import encode as encode_message
-from gristmill_service.run import restoring
+from gristmill_service.run import prefix_expansion
 from tests.strategies import rollouts
 
 CONFIG = {
@@ -129,10 +129,10 @@ def test_a_broken_prefix_sends_from_the_first_token_that_differs(service, run_na
 
 
 def test_a_service_that_has_not_got_the_step_before_is_sent_the_row_whole(service, run_name, sent, monkeypatch):
-    rows, find = conversation(4), restoring.rows_before
+    rows, find = conversation(4), prefix_expansion.rows_before
     # As after a failover, when a new owner has rows that it did not take itself.
     forgets = iter([False, True])
-    monkeypatch.setattr(restoring, "rows_before", lambda *given: [] if next(forgets, False) else find(*given))
+    monkeypatch.setattr(prefix_expansion, "rows_before", lambda *given: [] if next(forgets, False) else find(*given))
     with RolloutClient(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
         outcomes = [client.submit_rows([row]) for row in rows]
@@ -225,12 +225,12 @@ def test_a_client_remembers_no_more_than_it_is_told_to():
 @given(batch=rollouts(most_prompts=2, samples=2), data=st.data())
 def test_the_service_makes_the_rows_that_were_given(service, monkeypatch, batch, data):
     """Rows as short as these are shortened as well, in requests of any number of steps, some of which are forgotten."""
-    monkeypatch.setattr("gristmill.deltas._LEAST_TOKENS", 1)
+    monkeypatch.setattr("gristmill._client.prefix_dedup._LEAST_TOKENS", 1)
     run = f"deltas-{next(_names)}"
     prompts = len({row["uid"] for row in batch})
-    find = restoring.rows_before
+    find = prefix_expansion.rows_before
     forgets = iter(data.draw(st.lists(st.booleans(), max_size=4)))
-    monkeypatch.setattr(restoring, "rows_before", lambda *given: [] if next(forgets, False) else find(*given))
+    monkeypatch.setattr(prefix_expansion, "rows_before", lambda *given: [] if next(forgets, False) else find(*given))
     with RolloutClient(service.grpc_address, run) as client:
         client.create_run(CONFIG | {"train_batch_size": prompts, "n_samples_per_prompt": 2})
         rest = list(batch)

@@ -23,9 +23,9 @@ from gristmill import (
     RowOutcome,
     StaleIncarnationError,
     TrainerClient,
-    calls,
 )
-from gristmill.shards import Position
+from gristmill._client import requests
+from gristmill._wire.addresses import Position
 from gristmill.v1 import rollout_pb2, trainer_pb2, trainer_pb2_grpc
 
 CONFIG = {
@@ -456,15 +456,15 @@ def test_a_long_wait_for_room_tells_why(client, monkeypatch, caplog):
     roll_out(client, prompts(0, 2))
     assert client.begin_groups(["late"], wait_s=0.05) == []
     assert caplog.messages == []
-    monkeypatch.setattr(calls, "ROOM_NOTICE_S", 0.0)
+    monkeypatch.setattr(requests, "ROOM_NOTICE_S", 0.0)
     assert client.begin_groups(["late"], wait_s=0.05) == []
     assert f"run {client.run!r}: no room for groups for 0 s now: max_buffered_batches: 1 batches" in caplog.messages[0]
 
 
 def test_waiting_for_room_is_told_once_in_a_while(monkeypatch, caplog):
     times = iter((0.0, 0.1, 20.0, 40.0, 50.0, 60.0, 80.0, 100.0))
-    monkeypatch.setattr(calls.time, "monotonic", lambda: next(times))
-    wait = calls.RoomWait("run")
+    monkeypatch.setattr(requests.time, "monotonic", lambda: next(times))
+    wait = requests.RoomWait("run")
     full = rollout_pb2.BeginGroupsResponse(admissions=[rollout_pb2.GROUP_ADMISSION_NO_ROOM], reason="it is full")
     assert not any(wait.is_over(full) for _ in range(7))
     assert [message.split("for groups for ")[1] for message in caplog.messages] == [
@@ -544,7 +544,7 @@ def test_shards_are_mapped_where_the_service_shares_memory_and_streamed_where_no
         mapped = next(next(iter(trainer)).forward())
         mapped["rewards"].zero_()
         again = trainer.open_shard(mapped.position)
-        monkeypatch.setattr("gristmill.pull.is_mappable", lambda path, size: False)
+        monkeypatch.setattr("gristmill._client.pull.is_mappable", lambda path, size: False)
         streamed = trainer.open_shard(mapped.position)
     assert (again.is_mapped, streamed.is_mapped) == (True, False)
     assert again["rewards"].any()

@@ -26,12 +26,12 @@ from gristmill import (
     RolloutClient,
     TrainerClient,
     UnavailableError,
-    transport,
 )
-from gristmill.channels import Channels, addresses_of
-from gristmill.pull import stream
-from gristmill.shards import ShardAddress
-from gristmill.transport import Backoff, failure_of
+from gristmill._client import transport
+from gristmill._client.channels import Channels, addresses_of
+from gristmill._client.pull import stream
+from gristmill._client.transport import Backoff, failure_of
+from gristmill._wire.addresses import ShardAddress
 from gristmill.v1 import trainer_pb2_grpc
 from tests.client.faulty import FaultyService, refuse, serving, unavailable
 from tests.client.test_shards import CONFIG, ROWS, shard_bytes

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 
+from gristmill._client.skyrl_output import from_generator_output
+from gristmill._wire.row_codec import encode
+from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
-from gristmill.generation import from_generator_output
-from gristmill.rows import from_rows
-from gristmill.wire import encode
 from tests.strategies import rollouts
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gristmill import RolloutClient
-from gristmill.interrupts import Uninterrupted
+from gristmill._client.sigint import Uninterrupted
 
 CONFIG = {
     "train_batch_size": 4096,

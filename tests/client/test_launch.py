@@ -8,7 +8,7 @@ import pytest
 from torch import distributed
 
 from gristmill import InvalidArgumentError, RolloutClient, TrainerClient
-from gristmill.launch import launch_name
+from gristmill._client.launch_id import launch_name
 
 CONFIG = {"train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}
 

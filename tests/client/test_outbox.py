@@ -7,7 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gristmill.delivery import Delivery, RowOutcome, row_sizes, tables_of
+from gristmill._client.delivery import Delivery, RowOutcome, row_sizes, tables_of
+from gristmill._client.outbox import Limits, Outbox
+from gristmill._client.transport import Failure
+from gristmill._wire.rows import from_rows
+from gristmill._wire.steps import concat
 from gristmill.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -15,10 +19,6 @@ from gristmill.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gristmill.outbox import Limits, Outbox
-from gristmill.rows import from_rows
-from gristmill.steps import concat
-from gristmill.transport import Failure
 
 LIMITS = Limits(message_rows=3, message_bytes=2000, linger_s=0.01)
 

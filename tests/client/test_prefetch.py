@@ -18,9 +18,9 @@ from gristmill import (
     TrainerClient,
     UnavailableError,
 )
-from gristmill import trainer as trainer_module
-from gristmill.prefetch import Prefetch
-from gristmill.shards import Position
+from gristmill._client import trainer_client as trainer_module
+from gristmill._client.prefetch import Prefetch
+from gristmill._wire.addresses import Position
 from tests.client.test_comebacks import CONFIG, uids_of
 
 THREAD = "gristmill-prefetch"

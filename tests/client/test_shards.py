@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from gristmill import FailedPreconditionError, InvalidArgumentError
-from gristmill.pieces import frame, unframe
-from gristmill.rows import from_rows
-from gristmill.shards import Position, ShardAddress, is_mappable
+from gristmill._wire.addresses import Position, ShardAddress, is_mappable
+from gristmill._wire.rows import from_rows
+from gristmill._wire.shard_frames import frame, unframe
 from gristmill.torch import Conversion, Shard, map_shard, open_shard, parse_shard, token_logprobs
 from gristmill.v1 import trainer_pb2
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import mill
-from gristmill_service.store.iovec import join
+from gristmill_service.pipeline.iovec import join
 from tests import naive
 from tests.strategies import batches_and_settings
 

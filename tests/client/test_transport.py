@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import load
 
 from gristmill import errors
+from gristmill._client.pull import stream
+from gristmill._client.transport import Backoff, Failure, Patience, Retry, Transport, failure_of
+from gristmill._wire.addresses import ShardAddress
+from gristmill._wire.rows import from_rows
 from gristmill.errors import BatchFailedError, GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
-from gristmill.pull import stream
-from gristmill.rows import from_rows
-from gristmill.shards import ShardAddress
-from gristmill.transport import Backoff, Failure, Patience, Retry, Transport, failure_of
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import mill
-from gristmill_service.store.iovec import join
+from gristmill_service.pipeline.iovec import join
 from tests.client.test_shards import CONFIG, ROWS, shard_bytes
 
 

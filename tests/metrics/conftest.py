@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.services import Services
 from tests.redis.servers import RedisServer
-from tests.trouble.services import Services
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from gristmill_service.metrics import Metrics
-from gristmill_service.metrics.registry import Watched
+from gristmill_service.monitoring.metrics import Metrics
+from gristmill_service.monitoring.metrics.registry import Watched
 
 
 class Scrape:

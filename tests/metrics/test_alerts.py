@@ -11,7 +11,7 @@ import yaml
 
 from tests.metrics.promtool import RULES, check_alert, promtool
 from tests.metrics.recording import Recording
-from tests.run.harness import Mill, group_rows
+from tests.run.harness import BuildBatch, group_rows
 
 RUN, POLICY, INSTANCE = {"run": "run"}, {"run": "run", "model": "policy"}, {"instance": "one:8080"}
 
@@ -74,7 +74,7 @@ def straggling():
 
 
 def failed():
-    recording = Recording(mill=Mill(fails=(0,)))
+    recording = Recording(mill=BuildBatch(fails=(0,)))
     recording.minute()
     recording.bench.submit(*(row for uid in "ab" for row in group_rows(uid)))
     recording.bench.make_batches()

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
-from gristmill.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import Batch, mill
 from tests.strategies import batches_and_settings

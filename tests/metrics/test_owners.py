@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.api.doors import CONFIG
+from tests.faults.services import CONFIG as SMALL
+from tests.faults.services import eventually, group, on_redis, owner, patiently, train
 from tests.metrics.scraping import scrape
-from tests.trouble.services import CONFIG as SMALL
-from tests.trouble.services import eventually, group, on_redis, owner, patiently, train
 
 
 def test_a_deleted_run_has_no_series_and_one_of_its_name_begins_at_0(services):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gristmill.steps import TrajectoryKey
+from gristmill._wire.steps import TrajectoryKey
 from gristmill_service.pipeline import mill
-from gristmill_service.store.memory import MemoryStore
+from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.metrics.scraping import scraped
 from tests.run.harness import Bench, group_rows, row
 
@@ -87,7 +87,7 @@ def test_ranks_that_are_gone_have_no_series():
 
 
 def test_a_batch_that_is_made_again_is_counted_once():
-    bench = Bench(mill=mill, store=MemoryStore(), dp_size=1)
+    bench = Bench(mill=mill, store=MemoryShardStore(), dp_size=1)
     bench.begin("a", "b")
     bench.submit(*group_rows("a"), *group_rows("b"))
     bench.make_batches()

@@ -7,12 +7,12 @@ import redis
 from prometheus_client import CollectorRegistry, generate_latest
 
 from gristmill.errors import NotFoundError, UnavailableError
-from gristmill_service.metrics.storing import MeasuredLedger, MeasuredStore, StoreMetrics
-from gristmill_service.store.journal.ledger import FileLedger
-from gristmill_service.store.memory import MemoryStore
+from gristmill_service.monitoring.metrics.storage_timing import StoreMetrics, TimedRunStore, TimedShardStore
+from gristmill_service.storage.journal.run_store import JournalRunStore
+from gristmill_service.storage.memory_shards import MemoryShardStore
+from tests.faults.services import eventually, on_redis
 from tests.metrics.scraping import Scrape, scrape
 from tests.run.harness import group_rows, table
-from tests.trouble.services import eventually, on_redis
 
 
 class Watched:
@@ -27,7 +27,7 @@ class Watched:
 
 def test_a_journals_calls_are_counted_and_do_what_they_did(tmp_path):
     watched = Watched()
-    ledger = MeasuredLedger(FileLedger(tmp_path), watched.metrics)
+    ledger = TimedRunStore(JournalRunStore(tmp_path), watched.metrics)
     book = ledger.create("run", b"{}")
     assert list(book.replay().records) == []
     number, _ = book.put(table(*group_rows("a")))
@@ -45,7 +45,7 @@ def test_a_journals_calls_are_counted_and_do_what_they_did(tmp_path):
 
 def test_what_fails_is_an_error_and_what_is_not_there_is_none():
     watched = Watched()
-    store = MeasuredStore(MemoryStore(), watched.metrics)
+    store = TimedShardStore(MemoryShardStore(), watched.metrics)
     with pytest.raises(NotFoundError):
         store.plan("run", 0)
 

@@ -54,7 +54,7 @@ def test_an_exported_batch_is_laid_out_as_the_service_did(service, run_name, tmp
     assert json.loads((tmp_path / "out/batch-00000/plan.json").read_text()) == plan
     paths = sorted((tmp_path / "out/batch-00000").glob("*/*.safetensors"))
     assert len(paths) == 4
-    from gristmill_service.store.base import ShardAddress
+    from gristmill_service.pipeline.shard_address import ShardAddress
 
     for path in paths:
         address = ShardAddress("policy", int(path.parent.name[-3:]), int(path.stem[-3:]))

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from gristmill.steps import Steps
+from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
+from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
-from gristmill_service.run.views import Position
 from tests.bench.workloads import Workload, workload
 
 CONFIG: dict[str, Any] = {

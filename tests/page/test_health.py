@@ -8,15 +8,15 @@ from typing import Any
 import httpx
 import pytest
 
-from gristmill.rows import from_rows
+from gristmill._wire.rows import from_rows
 from gristmill_service.api.http import page_models as models
 from gristmill_service.config import RunConfig
-from gristmill_service.run.health import health, timeline
+from gristmill_service.monitoring.health import health, timeline
+from gristmill_service.monitoring.history import HistoryRecorder
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
-from gristmill_service.run.sightings import Watch
 from gristmill_service.service import Service
-from gristmill_service.store.memory import MemoryStore
+from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.page import stage
 
 
@@ -33,10 +33,10 @@ class Watched:
 
     def __init__(self, **settings: Any) -> None:
         self.clock = Clock()
-        self.runs = Runs(MemoryStore(), clock=lambda: self.clock.now)
+        self.runs = Runs(MemoryShardStore(), clock=lambda: self.clock.now)
         self.runs.create("r", RunConfig.model_validate({**stage.CONFIG, **settings}))
         self.run: Run = self.runs.get("r")
-        self.watch = Watch(self.runs.own, self.clock)
+        self.watch = HistoryRecorder(self.runs.own, self.clock)
         self.watch.look()
 
     def after(self, seconds: float) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gristmill.rows import from_rows
-from gristmill_service.run import health
-from gristmill_service.run.views import Position
+from gristmill._wire.rows import from_rows
+from gristmill_service.monitoring import health
+from gristmill_service.run.machine.answers import Position
 from gristmill_service.service import Service
 from tests.page import stage
 from tests.page.conftest import OpenPage

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from gristmill.columns import Ragged
-from gristmill.rows import from_rows
-from gristmill.steps import Steps
+from gristmill._wire.columns import Ragged
+from gristmill._wire.rows import from_rows
+from gristmill._wire.steps import Steps
 from gristmill_service.api.http import page_models as models
 from gristmill_service.config import parse_config
+from gristmill_service.monitoring.batch_summary import outline
 from gristmill_service.pipeline import mill
-from gristmill_service.run.outline import outline
+from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.service import Service
-from gristmill_service.store.base import ShardAddress
 from tests.bench.workloads import uniform, workload
 from tests.page import stage
 
@@ -79,7 +79,7 @@ def test_bars_are_the_rows_of_the_shards(service: Service, client: httpx.Client,
     run = stage.published(service.runs, run_name, {**CONFIG, **CONFIGS[case]}, [steps])
     for model in run.config.models:
         told = client.get(f"/v1/runs/{run_name}/batches/0/picture", params={"model": model}).json()
-        models.Picture.model_validate(told)
+        models.BatchView.model_validate(told)
         assert told["rows_per_bar"] == 1
         for part in told["mini_batches"]:
             for rank, shard in enumerate(part["shards"]):
@@ -234,7 +234,7 @@ def test_a_batch_of_a_hundred_thousand_rows_makes_small_pictures(
     answer = client.get(f"/v1/runs/{run_name}/batches/0/picture")
     assert len(answer.content) < 400_000
     told = answer.json()
-    models.Picture.model_validate(told)
+    models.BatchView.model_validate(told)
     shards = [shard for part in told["mini_batches"] for shard in part["shards"]]
     assert (told["rows_per_bar"], told["mini_batches_in_all"], len(shards)) == (25, 100, 800)
     assert sum(sum(shard["trained"]) for shard in shards) == 400_000

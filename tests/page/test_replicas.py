@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.faults.services import Services, on_redis, owner
 from tests.page.stage import CONFIG, group
 from tests.redis.servers import RedisServer
-from tests.trouble.services import Services, on_redis, owner
 
 BATCH = "batches/0"
 

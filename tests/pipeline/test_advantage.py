@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
-from gristmill.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import mill
 from gristmill_service.pipeline.advantage import group_advantages, trajectory_scores
-from gristmill_service.pipeline.batch import prepare
+from gristmill_service.pipeline.scored_batch import prepare
 
 
 def config(estimator, n=4, **more):

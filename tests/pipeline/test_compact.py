@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gristmill import compact
-from gristmill.compact import PART, restore
+from gristmill._wire import compact_shards
+from gristmill._wire.compact_shards import PART, restore
+from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
-from gristmill.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import mill
-from gristmill_service.store.iovec import Region, coalesced, cut, join
+from gristmill_service.pipeline.iovec import Region, coalesced, cut, join
 from tests import naive
 from tests.strategies import batches_and_settings
 
@@ -51,7 +51,7 @@ def test_a_shard_restored_from_its_compact_form_in_any_pieces_is_its_file(short,
         rows, config = with_advantages(rows, advantages), config | {"advantage_estimator": "none"}
     batch = mill(from_rows(rows), parse_config(config), run="r", batch=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compact, "_SHORT", short)
+        patch.setattr(compact_shards, "_SHORT", short)
         for shard in batch.shards:
             restored = restore(in_pieces(join(shard.compact()), cuts))
             assert restored.tobytes() == naive.shard_bytes(shard)
@@ -158,7 +158,7 @@ def test_a_table_that_lies_is_refused_or_gives_a_file_of_its_size(layout, at, va
     data = bytearray(join(shard.compact()))
     data[at] = value
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compact, "_SHORT", short)
+        patch.setattr(compact_shards, "_SHORT", short)
         try:
             assert len(restore([sealed(bytes(data))])) == shard.size
         except InvalidArgumentError:
@@ -172,7 +172,7 @@ def table_of(**changes):
     for name, value in part.items():
         parts[name] = value
     payload = np.arange(part["nbytes"], dtype=np.uint8).tobytes()
-    return compact.head(parts, np.array([4]), np.array([2]), 24) + payload
+    return compact_shards.head(parts, np.array([4]), np.array([2]), 24) + payload
 
 
 @pytest.mark.parametrize(

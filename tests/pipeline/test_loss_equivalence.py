@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from gristmill.rows import from_rows
+from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import mill
 from tests import naive

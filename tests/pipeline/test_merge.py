@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill.columns import Ragged
-from gristmill.rows import from_rows
+from gristmill._wire.columns import Ragged
+from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import mill
 from gristmill_service.pipeline.merge import extends

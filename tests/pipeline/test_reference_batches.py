@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
+from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
-from gristmill.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import mill
 from tests import naive

@@ -2,8 +2,8 @@
 
 import pytest
 
+from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
-from gristmill.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline.validate import receive
 

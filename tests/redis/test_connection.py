@@ -16,8 +16,8 @@ from redis.cluster import NodesManager
 from redis.sentinel import Sentinel as SentinelManager
 
 from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError, UnavailableError
-from gristmill_service.store.redis import connection
-from gristmill_service.store.redis.connection import (
+from gristmill_service.storage.redis import connection
+from gristmill_service.storage.redis.connection import (
     Client,
     RedisAddress,
     Translated,

@@ -12,24 +12,24 @@ import numpy as np
 import pytest
 import redis
 
-from gristmill.columns import Ragged
+from gristmill._wire.columns import Ragged
+from gristmill._wire.rows import to_rows
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, UnavailableError
-from gristmill.rows import to_rows
-from gristmill_service.store.ledger import LostBookError, OwnedElsewhereError
-from gristmill_service.store.redis import rows
-from gristmill_service.store.redis.book import RedisBook
-from gristmill_service.store.redis.connection import Client, RedisAddress, connect
-from gristmill_service.store.redis.ledger import RedisLedger
-from gristmill_service.store.redis.shards import RedisShards
+from gristmill_service.storage.redis import row_values
+from gristmill_service.storage.redis.connection import Client, RedisAddress, connect
+from gristmill_service.storage.redis.run_log import RedisRunLog
+from gristmill_service.storage.redis.run_store import RedisRunStore
+from gristmill_service.storage.redis.shard_store import RedisShardStore
+from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
 from tests.redis.proxy import Proxy
 from tests.redis.servers import RedisServer, StartRedis, wait_until
 from tests.run.harness import row, table
-from tests.store.test_stores import sources
+from tests.storage.test_stores import sources
 
 PREFIX = "test"
 SHORT_S = 0.5
 
-Join = Callable[..., RedisLedger]
+Join = Callable[..., RedisRunStore]
 
 
 def any_table(number: int = 0, tokens: int = 20):
@@ -55,9 +55,9 @@ def join() -> Iterator[Join]:
     """A ledger as a process of its own has it, closed with the test."""
     with ExitStack() as opened:
 
-        def start(url: str, number: int = 0, lease_s: float = 30.0) -> RedisLedger:
+        def start(url: str, number: int = 0, lease_s: float = 30.0) -> RedisRunStore:
             client = opened.enter_context(closing(connect(RedisAddress(url=url))))
-            ledger = RedisLedger(client, PREFIX, lease_s)
+            ledger = RedisRunStore(client, PREFIX, lease_s)
             opened.callback(ledger.close)
             ledger.introduce(f"grpc-{number}", f"http-{number}")
             return ledger
@@ -66,30 +66,30 @@ def join() -> Iterator[Join]:
 
 
 @pytest.fixture
-def ledger(url: str, join: Join) -> RedisLedger:
+def ledger(url: str, join: Join) -> RedisRunStore:
     return join(url)
 
 
 @pytest.fixture
 def small_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "VALUE_BYTES", 300)
+    monkeypatch.setattr(row_values, "VALUE_BYTES", 300)
 
 
-def keys(ledger: RedisLedger) -> set[str]:
+def keys(ledger: RedisRunStore) -> set[str]:
     client: Client = ledger._client
     return {key.decode() for key in client.scan_iter(match="*") if b":probe" not in key}
 
 
-def row_keys(ledger: RedisLedger) -> set[str]:
+def row_keys(ledger: RedisRunStore) -> set[str]:
     return {key for key in keys(ledger) if ":rows:" in key}
 
 
-def expire(ledger: RedisLedger, name: str = "run") -> None:
+def expire(ledger: RedisRunStore, name: str = "run") -> None:
     """As if the owner's lease had run out."""
     ledger._client.delete(ledger._keys(name).owner)
 
 
-def started(book: RedisBook) -> list[bytes]:
+def started(book: RedisRunLog) -> list[bytes]:
     """Its records, read as whoever opens a run does first."""
     return list(book.replay().records)
 
@@ -231,7 +231,7 @@ class TestLedger:
     def test_a_process_that_is_not_introduced_yet_claims_nothing(self, url, join):
         join(url).create("run", b"{}").close()
         with closing(connect(RedisAddress(url=url))) as client:
-            silent = RedisLedger(client, PREFIX, 30.0)
+            silent = RedisRunStore(client, PREFIX, 30.0)
             try:
                 assert silent.names() == []
                 with pytest.raises(UnavailableError, match="is starting"):
@@ -242,7 +242,7 @@ class TestLedger:
 
 class TestRows:
     @pytest.fixture
-    def book(self, ledger: RedisLedger) -> RedisBook:
+    def book(self, ledger: RedisRunStore) -> RedisRunLog:
         book = ledger.create("run", b"{}")
         started(book)
         return book
@@ -388,23 +388,23 @@ class TestOwnership:
         before = first.create("run", b"{}")
         started(before)
         before.append(b"one")
-        shards = RedisShards(first._client, first, PREFIX)
+        shards = RedisShardStore(first._client, first, PREFIX)
         shards.publish("run", 0, b"{}", sources(first=b"kept"))
         expire(first)
         book = second.open("run")
         started(book)
         book.append(b"two")
 
-        with pytest.raises(LostBookError, match="another replica decides"):
+        with pytest.raises(LogLostError, match="another replica decides"):
             before.append(b"of the former")
         assert before.is_lost
-        with pytest.raises(LostBookError):
+        with pytest.raises(LogLostError):
             before.compact(b"of the former")
-        with pytest.raises(LostBookError):
+        with pytest.raises(LogLostError):
             shards.publish("run", 0, b"other", sources(first=b"other"))
-        with pytest.raises(LostBookError):
+        with pytest.raises(LogLostError):
             shards.publish("run", 1, b"other", sources(first=b"other"))
-        with pytest.raises(LostBookError):
+        with pytest.raises(LogLostError):
             shards.free("run", 0)
         before.close()
         assert shards.plan("run", 0) == b"{}"
@@ -430,7 +430,7 @@ class TestOwnership:
         again = ledger.open("run")
         assert started(again) == [b"one"]
         again.append(b"two")
-        with pytest.raises(LostBookError):
+        with pytest.raises(LogLostError):
             before.append(b"late")
         again.append(b"three")
 
@@ -524,14 +524,14 @@ class TestDoubt:
     def test_an_append_of_unknown_outcome_loses_the_book_which_is_opened_anew(
         self, redis_server, proxy, join, monkeypatch
     ):
-        monkeypatch.setattr("gristmill_service.store.redis.book._PATIENCE_S", 0.3)
+        monkeypatch.setattr("gristmill_service.storage.redis.run_log._PATIENCE_S", 0.3)
         ledger = join(proxy.url)
         book = ledger.create("run", b"{}")
         started(book)
         book.append(b"one")
         proxy.lose_next_reply()
         proxy.refuse()
-        with pytest.raises(LostBookError, match="whether the last change was made is not known"):
+        with pytest.raises(LogLostError, match="whether the last change was made is not known"):
             book.append(b"two")
         assert book.is_lost
         proxy.accept()
@@ -545,7 +545,7 @@ class TestDoubt:
     @pytest.mark.parametrize("step", ["create", "claim", "compact", "publish", "release", "delete"])
     def test_every_step_may_be_told_again_when_its_answer_is_lost(self, redis_server, proxy, join, step):
         ledger = join(proxy.url)
-        shards = RedisShards(ledger._client, ledger, PREFIX)
+        shards = RedisShardStore(ledger._client, ledger, PREFIX)
 
         def doubtful(call, *arguments):
             if step != call.__name__.strip("_"):
@@ -641,7 +641,7 @@ class TestForgetfulServer:
         server.start()
         with pytest.raises(UnavailableError):
             book.append(b"four")
-        with pytest.raises(LostBookError, match=r"has forgotten a part|not known"):
+        with pytest.raises(LogLostError, match=r"has forgotten a part|not known"):
             book.append(b"four")
         assert book.is_lost
         again = join(server.url, 1)
@@ -690,7 +690,7 @@ def test_a_former_owner_deletes_nothing(redis_server: RedisServer, join: Join):
     book = second.open("run")
     started(book)
     number, _ = book.put(any_table())
-    with pytest.raises(LostBookError):
+    with pytest.raises(LogLostError):
         first.delete("run")
     assert second.names() == ["run"]
     assert same(book.get(number), any_table())
@@ -703,6 +703,6 @@ def test_errors_of_redis_never_leave_as_such(redis_server: RedisServer, join: Jo
     started(book)
     for key in (ledger._keys("run").snapshot, ledger._keys("run").log):
         redis_server.client().delete(key)
-    with pytest.raises(LostBookError):
+    with pytest.raises(LogLostError):
         book.append(b"one")
-    assert not issubclass(LostBookError, redis.RedisError)
+    assert not issubclass(LogLostError, redis.RedisError)

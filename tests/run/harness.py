@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gristmill._wire.rows import from_rows
+from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -14,16 +16,15 @@ from gristmill.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gristmill.rows import from_rows
-from gristmill.steps import TrajectoryKey
 from gristmill_service.config import parse_config
-from gristmill_service.run.admission import RowBudget
-from gristmill_service.run.codec import decode_events
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.run.machine.admission import RowBudget
+from gristmill_service.run.machine.codec import decode_events
+from gristmill_service.run.machine.state import State, apply
 from gristmill_service.run.patience import PatientStore
 from gristmill_service.run.run import Run
-from gristmill_service.run.state import State, apply
-from gristmill_service.store.base import ShardAddress, ShardLocation
-from gristmill_service.store.memory_ledger import MemoryBook
+from gristmill_service.storage.memory_runs import MemoryRunLog
+from gristmill_service.storage.shard_store import ShardLocation
 
 CONFIG = {
     "train_batch_size": 2,
@@ -122,7 +123,7 @@ class Milled:
         """Nothing is counted of a batch that the pipeline did not make."""
 
 
-class Mill:
+class BuildBatch:
     """Stands for the pipeline: keeps what it was given. One policy mini-batch a prompt group (and critic's, if any).
 
     fails: batches that cannot be made. When `gate` is given, it waits there, having set `entered`.
@@ -153,7 +154,7 @@ class Mill:
         return Milled({"batch": batch, "mini_batches": parts}, shards)
 
 
-class RecordingBook(MemoryBook):
+class RecordingBook(MemoryRunLog):
     """Keeps the events. `refuses`: how many of the next appends fail."""
 
     def __init__(self):
@@ -180,7 +181,7 @@ class Bench:
 
     def __init__(self, *, mill=None, store=None, budget=None, name="run", **settings):
         self.config = parse_config(CONFIG | settings)
-        self.mill, self.store, self.log = mill or Mill(), store or Shelf(), RecordingBook()
+        self.mill, self.store, self.log = mill or BuildBatch(), store or Shelf(), RecordingBook()
         self.now, self.sealed = 0.0, []
         self.run = Run(
             name,

@@ -3,7 +3,7 @@
 import pytest
 
 from gristmill.errors import InvalidArgumentError, NotFoundError
-from gristmill_service.run.events import GroupDropped, TrajectoryAborted
+from gristmill_service.run.machine.events import GroupDropped, TrajectoryAborted
 from tests.run.harness import Bench, group_rows, key, row
 from tests.run.test_admission import train
 

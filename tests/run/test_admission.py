@@ -3,8 +3,8 @@
 import pytest
 
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
-from gristmill_service.run.admission import RowBudget
-from gristmill_service.run.views import Position
+from gristmill_service.run.machine.admission import RowBudget
+from gristmill_service.run.machine.answers import Position
 from tests.run.harness import Bench, group_rows, key, row
 
 NAMES = list("abcdefghij")

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill_service.run.buffer import RowBuffer, compacted, gather
-from gristmill_service.run.intake import describe_rows
-from gristmill_service.run.views import RewardUpdate
+from gristmill_service.run.machine.answers import RewardUpdate
+from gristmill_service.run.machine.ingest import describe_rows
+from gristmill_service.run.row_buffer import RowBuffer, compacted, gather
 from tests.run.harness import Bench, contents, group_rows, key, row, table
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from gristmill.errors import FailedPreconditionError, GristmillError, NotFoundError, ResourceExhaustedError
+from gristmill_service.run.machine.answers import Admission, BatchState, Position, RewardUpdate
+from gristmill_service.run.machine.state import State, apply
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
-from gristmill_service.run.state import State, apply
-from gristmill_service.run.views import Admission, BatchState, Position, RewardUpdate
-from gristmill_service.store.memory import MemoryStore
-from gristmill_service.store.memory_ledger import MemoryLedger
+from gristmill_service.storage.memory_runs import MemoryRunStore
+from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.run.harness import CONFIG, RecordingBook, group_rows, key, row, table
 from tests.run.test_laws import check_invariants, follow
 from tests.run.test_served_bytes import PATIENCE_S
@@ -121,8 +121,8 @@ def disturb(run: Run, stopped: threading.Event) -> None:
 
 
 def test_whatever_many_threads_do_every_row_ends_once_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    log, store, stopped = RecordingBook(), MemoryStore(), threading.Event()  # type: ignore[no-untyped-call]
-    ledger = MemoryLedger()  # type: ignore[no-untyped-call]
+    log, store, stopped = RecordingBook(), MemoryShardStore(), threading.Event()  # type: ignore[no-untyped-call]
+    ledger = MemoryRunStore()  # type: ignore[no-untyped-call]
     monkeypatch.setattr(ledger, "create", lambda name, config: log.of(config))
     runs = Runs(store, ledger, clock=lambda: 0.0)
     runs.create("run", CONFIG | CHAOS)
@@ -165,7 +165,7 @@ def check_outcome(run: Run, events: list[Any], done: list[list[Position]]) -> No
 
 
 def test_a_run_deleted_under_load_ends_every_call_and_leaves_nothing() -> None:
-    store = MemoryStore()
+    store = MemoryShardStore()
     runs = Runs(store)
     for number in range(20):
         runs.create("run", CONFIG | {"train_batch_size": 1, "max_buffered_batches": 50})

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from gristmill._wire.rows import from_rows
 from gristmill.errors import AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
-from gristmill.rows import from_rows
 from tests.run.harness import Bench, contents, group_rows, key, row, table
 
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.errors import GristmillError
-from gristmill_service.run.events import (
+from gristmill_service.run.machine.answers import Position, RewardUpdate
+from gristmill_service.run.machine.events import (
     BatchSealed,
     GroupClosed,
     GroupDropped,
@@ -17,7 +18,6 @@ from gristmill_service.run.events import (
     RowsStored,
     TrajectoryAborted,
 )
-from gristmill_service.run.views import Position, RewardUpdate
 from tests.run.harness import Bench, contents, key, row
 
 UIDS = st.sampled_from("abcd")

@@ -2,13 +2,8 @@
 
 import pytest
 
-from gristmill.errors import (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-    StaleIncarnationError,
-)
-from gristmill_service.run.views import BatchState, Position, Resumed
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, StaleIncarnationError
+from gristmill_service.run.machine.answers import BatchState, Position, Resumed
 from tests.run.harness import Bench, group_rows
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gristmill._wire.rows import from_rows, to_rows
 from gristmill.errors import (
     BatchFailedError,
     FailedPreconditionError,
@@ -20,19 +21,18 @@ from gristmill.errors import (
     StaleIncarnationError,
     UnavailableError,
 )
-from gristmill.rows import from_rows, to_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import mill
-from gristmill_service.run.admission import RowBudget
-from gristmill_service.run.codec import decode_state, encode_state
+from gristmill_service.pipeline.iovec import join
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.run.machine.admission import RowBudget
+from gristmill_service.run.machine.answers import BatchState, Outcome, Position, RewardUpdate
+from gristmill_service.run.machine.codec import decode_state, encode_state
+from gristmill_service.run.machine.state import State, apply
 from gristmill_service.run.patience import PatientStore
 from gristmill_service.run.run import Run
-from gristmill_service.run.state import State, apply
-from gristmill_service.run.views import BatchState, Outcome, Position, RewardUpdate
-from gristmill_service.store.base import ShardAddress
-from gristmill_service.store.iovec import join
-from gristmill_service.store.journal.ledger import FileLedger
-from gristmill_service.store.memory import MemoryStore
+from gristmill_service.storage.journal.run_store import JournalRunStore
+from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.run.harness import CONFIG, Bench, contents, group_rows, key, row, table
 from tests.run.test_laws import COMMANDS, SETTINGS, act
 
@@ -43,11 +43,11 @@ class Machine:
     def __init__(self, directory, **settings):
         self.directory, self.config = directory, parse_config(CONFIG | settings)
         self.now, self.deaths = 0.0, 0
-        self.ledger = FileLedger(directory, "never")
+        self.ledger = JournalRunStore(directory, "never")
         self._begin(self.ledger.create("run", b"{}"))
 
     def _begin(self, book):
-        self.sealed, self.store = [], MemoryStore()
+        self.sealed, self.store = [], MemoryShardStore()
         self.run = Run(
             "run",
             self.config,
@@ -64,7 +64,7 @@ class Machine:
         self.deaths += 1
         self.ledger.close()
         self.now = 1000.0 * self.deaths  # the clock of another process
-        self.ledger = FileLedger(self.directory, "never")
+        self.ledger = JournalRunStore(self.directory, "never")
         self._begin(self.ledger.open("run"))
 
     def submit(self, *rows):

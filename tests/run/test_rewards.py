@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
-from gristmill_service.run.views import RewardUpdate
+from gristmill_service.run.machine.answers import RewardUpdate
 from tests.run.harness import Bench, contents, key, row
 
 

@@ -15,11 +15,11 @@ from gristmill.errors import (
     UnavailableError,
 )
 from gristmill_service.pipeline import mill as pipeline_mill
+from gristmill_service.run.machine.answers import BatchState, Outcome, Position
 from gristmill_service.run.runs import Runs
-from gristmill_service.run.views import BatchState, Outcome, Position
-from gristmill_service.store.memory import MemoryStore
-from gristmill_service.store.shared_memory import SharedMemoryStore
-from tests.run.harness import CONFIG, Mill, Shelf, group_rows, row, table
+from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.shared_memory import SharedMemoryShardStore
+from tests.run.harness import CONFIG, BuildBatch, Shelf, group_rows, row, table
 
 PATIENCE_S = 30
 
@@ -30,7 +30,7 @@ def serve():
     started = []
 
     def start(store=None, **more):
-        runs = Runs(store or Shelf(), **({"mill": Mill()} | more))
+        runs = Runs(store or Shelf(), **({"mill": BuildBatch()} | more))
         started.append(runs)
         return runs
 
@@ -100,7 +100,7 @@ class TestNames:
 
 @pytest.mark.parametrize("store", ["memory", "shared memory"])
 def test_rollouts_become_shards_with_the_real_pipeline_and_stores(serve, store, tmp_path):
-    kept = MemoryStore() if store == "memory" else SharedMemoryStore(tmp_path)
+    kept = MemoryShardStore() if store == "memory" else SharedMemoryShardStore(tmp_path)
     runs = serve(kept, mill=pipeline_mill)
     runs.create("run", CONFIG | {"merge": "prefix", "dp_size": 2})
     run = runs.get("run")
@@ -123,7 +123,7 @@ def test_rollouts_become_shards_with_the_real_pipeline_and_stores(serve, store, 
 
 
 def test_many_workers_and_ranks_at_once_lose_nothing_and_train_nothing_twice(serve):
-    mill = Mill()
+    mill = BuildBatch()
     runs = serve(mill=mill)
     runs.create("run", CONFIG | {"train_batch_size": 4, "policy_mini_batch_size": 2, "dp_size": 3})
     run, groups, workers = runs.get("run"), 200, 8
@@ -169,7 +169,7 @@ def notify(condition):
 
 
 def test_a_run_is_milled_in_the_order_of_its_batches(serve):
-    mill = Mill()
+    mill = BuildBatch()
     runs = serve(mill=mill)
     runs.create("run", CONFIG | {"train_batch_size": 1, "max_buffered_batches": 8})
     run = runs.get("run")
@@ -283,7 +283,7 @@ class TestDeleting:
 
     def test_a_batch_that_is_being_made_leaves_nothing_and_does_not_meet_a_new_run_of_the_name(self, serve):
         gate, shelf = threading.Event(), Shelf()
-        mill = Mill(gate=gate)
+        mill = BuildBatch(gate=gate)
         runs = serve(shelf, mill=mill)
         runs.create("run", CONFIG | {"train_batch_size": 1})
         runs.get("run").submit(table(*group_rows("old"), *group_rows("older")))
@@ -383,7 +383,7 @@ class TestDeleting:
 class TestClosing:
     def test_what_is_being_made_is_finished_and_every_call_is_refused(self, serve):
         gate, shelf = threading.Event(), Shelf()
-        mill = Mill(gate=gate)
+        mill = BuildBatch(gate=gate)
         runs = serve(shelf, mill=mill)
         runs.create("run", CONFIG)
         run = runs.get("run")
@@ -405,7 +405,7 @@ class TestClosing:
 
     def test_it_does_not_wait_longer_than_told(self, serve):
         gate = threading.Event()
-        mill = Mill(gate=gate)
+        mill = BuildBatch(gate=gate)
         runs = serve(mill=mill)
         runs.create("run", CONFIG | {"train_batch_size": 1})
         runs.get("run").submit(table(*group_rows("a")))

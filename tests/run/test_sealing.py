@@ -3,8 +3,8 @@
 import pytest
 
 from gristmill.errors import BatchFailedError, FailedPreconditionError
-from gristmill_service.run.events import BatchSealed
-from gristmill_service.run.views import BatchState, Position, RewardUpdate
+from gristmill_service.run.machine.answers import BatchState, Position, RewardUpdate
+from gristmill_service.run.machine.events import BatchSealed
 from tests.run.harness import Bench, group_rows, key, row
 
 

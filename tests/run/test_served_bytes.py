@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gristmill._wire.rows import from_rows
+from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import BatchFailedError
-from gristmill.rows import from_rows
-from gristmill.steps import TrajectoryKey
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import mill
+from gristmill_service.pipeline.iovec import join
+from gristmill_service.run.machine.answers import BatchState, Position, RewardUpdate
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
-from gristmill_service.run.views import BatchState, Position, RewardUpdate
-from gristmill_service.store.iovec import join
-from gristmill_service.store.memory import MemoryStore
+from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.run.harness import CONFIG, group_rows, row, table
 from tests.strategies import Row, batches_and_settings
 
@@ -28,7 +28,7 @@ PATIENCE_S = 30
 
 @pytest.fixture(scope="module")
 def runs() -> Iterator[Runs]:
-    serving = Runs(MemoryStore(), clock=lambda: 0.0)
+    serving = Runs(MemoryShardStore(), clock=lambda: 0.0)
     yield serving
     serving.close(PATIENCE_S)
 

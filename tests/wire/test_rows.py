@@ -8,12 +8,12 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill.columns import Ragged
+from gristmill._wire.columns import Ragged
+from gristmill._wire.row_codec import decode, encode
+from gristmill._wire.rows import from_rows
+from gristmill._wire.steps import concat
 from gristmill.errors import InvalidArgumentError
-from gristmill.rows import from_rows
-from gristmill.steps import concat
 from gristmill.v1 import rows_pb2
-from gristmill.wire import decode, encode
 from tests.strategies import rollouts
 
 ROW = {

@@ -9,13 +9,13 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gristmill._wire.row_codec import Prefixes
+from gristmill._wire.row_codec import encode as encode_message
+from gristmill._wire.rows import columns_of, from_rows, to_rows
+from gristmill._wire.steps import Steps, concat
+from gristmill._wire.submit_codec import Submission, compressed, encode
 from gristmill.errors import InvalidArgumentError
-from gristmill.rows import columns_of, from_rows, to_rows
-from gristmill.steps import Steps, concat
-from gristmill.submission import Submission, compressed, encode
 from gristmill.v1 import rollout_pb2, rows_pb2
-from gristmill.wire import Prefixes
-from gristmill.wire import encode as encode_message
 from tests.strategies import rollouts
 
 

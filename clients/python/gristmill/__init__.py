@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from gristmill._client.delivery import RowOutcome
+    from gristmill._client.groups import Group
+    from gristmill._client.rollout_client import RolloutClient
+    from gristmill._client.trainer_batch import Batch
+    from gristmill._client.trainer_client import TrainerClient
+    from gristmill._client.trajectory import Trajectory
     from gristmill.aio import AsyncRolloutClient, AsyncTrajectory
-    from gristmill.batch import Batch
-    from gristmill.delivery import RowOutcome
     from gristmill.errors import (
         AlreadyExistsError,
         BatchFailedError,
@@ -28,11 +32,7 @@ if TYPE_CHECKING:
         UnavailableError,
         UnsupportedError,
     )
-    from gristmill.groups import Group
-    from gristmill.rollout import RolloutClient
     from gristmill.torch import MicroBatch, Shard
-    from gristmill.trainer import TrainerClient
-    from gristmill.trajectory import Trajectory
 
 __all__ = [
     "AlreadyExistsError",
@@ -62,14 +62,14 @@ __all__ = [
 _MODULES = {
     "AsyncRolloutClient": "aio",
     "AsyncTrajectory": "aio",
-    "Batch": "batch",
-    "Group": "groups",
+    "Batch": "_client.trainer_batch",
+    "Group": "_client.groups",
     "MicroBatch": "torch",
-    "RolloutClient": "rollout",
-    "RowOutcome": "delivery",
+    "RolloutClient": "_client.rollout_client",
+    "RowOutcome": "_client.delivery",
     "Shard": "torch",
-    "TrainerClient": "trainer",
-    "Trajectory": "trajectory",
+    "TrainerClient": "_client.trainer_client",
+    "Trajectory": "_client.trajectory",
 }
 
 

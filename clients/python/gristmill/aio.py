@@ -10,18 +10,18 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from gristmill import calls
-from gristmill.aio_sender import AsyncSender, AsyncTransport
-from gristmill.delivery import Delivery, RowOutcome
+from gristmill._client import requests
+from gristmill._client.aio_sender import AsyncSender, AsyncTransport
+from gristmill._client.delivery import Delivery, RowOutcome
+from gristmill._client.groups import Group, groups_of
+from gristmill._client.rollout_client import late_policy_version
+from gristmill._client.skyrl_output import columns_of_output
+from gristmill._client.trajectory import StepWriter, abort_reason, unfinished
+from gristmill._client.transport import TIMEOUT_S
+from gristmill._wire.rows import columns_of
+from gristmill._wire.steps import UNKNOWN, TrajectoryKey
+from gristmill._wire.tables import ValueColumns
 from gristmill.errors import GristmillError, NotFoundError
-from gristmill.generation import columns_of_output
-from gristmill.groups import Group, groups_of
-from gristmill.rollout import late_policy_version
-from gristmill.rows import columns_of
-from gristmill.steps import UNKNOWN, TrajectoryKey
-from gristmill.tables import ValueColumns
-from gristmill.trajectory import StepWriter, abort_reason, unfinished
-from gristmill.transport import TIMEOUT_S
 from gristmill.v1 import rollout_pb2, run_pb2
 
 
@@ -120,14 +120,14 @@ class AsyncRolloutClient:
         token_rewards: bool = False,
         compression: str | None = None,
     ) -> None:
-        self.run = calls.check_run(run)
+        self.run = requests.check_run(run)
         self._token_rewards = token_rewards
-        self._limits = calls.limits(max_batch_rows, max_batch_bytes)
+        self._limits = requests.limits(max_batch_rows, max_batch_bytes)
         self._transport = AsyncTransport(address, timeout_s)
-        self._sender = AsyncSender(self._transport, calls.packing(run, compression), self._limits)
+        self._sender = AsyncSender(self._transport, requests.packing(run, compression), self._limits)
 
     async def create_run(self, config: Mapping[str, Any]) -> list[str]:
-        request = calls.create_run(self.run, config)
+        request = requests.create_run(self.run, config)
         return list((await self._transport.call(self._transport.runs.CreateRun, request)).warnings)
 
     async def status(self) -> run_pb2.RunStatus:
@@ -157,15 +157,15 @@ class AsyncRolloutClient:
         return int(response.version)
 
     async def begin_groups(self, uids: Sequence[str], round: int = 0, wait_s: float | None = None) -> list[str]:
-        uids, wait_s = calls.uids_of(uids), calls.wait_of(wait_s)
+        uids, wait_s = requests.uids_of(uids), requests.wait_of(wait_s)
         answer = await self._ask_groups(uids, round, 0.0)
-        if calls.waits_for_room(answer) and wait_s:
+        if requests.waits_for_room(answer) and wait_s:
             answer = await self._transport.wait(
                 lambda part_s: self._ask_groups(uids, round, part_s),
-                calls.RoomWait(self.run).is_over,
+                requests.RoomWait(self.run).is_over,
                 wait_s,
             )
-        return calls.admitted(uids, answer)
+        return requests.admitted(uids, answer)
 
     async def _ask_groups(self, uids: Sequence[str], round_: int, wait_s: float) -> rollout_pb2.BeginGroupsResponse:
         request = rollout_pb2.BeginGroupsRequest(run=self.run, round=round_, uids=uids, wait_s=wait_s)
@@ -216,7 +216,7 @@ class AsyncRolloutClient:
     async def _submit(self, columns: ValueColumns) -> list[RowOutcome]:
         delivery = Delivery()
         try:
-            for table in calls.tables(columns, self._limits):
+            for table in requests.tables(columns, self._limits):
                 await self._sender.put(table, delivery)
         finally:
             await self._sender.wait(delivery)
@@ -226,7 +226,7 @@ class AsyncRolloutClient:
 
     async def set_reward(self, uid: str, sample: int, reward: Any, *, round: int = 0, step: int | None = None) -> bool:
         key = TrajectoryKey(round, uid, sample)
-        request = calls.set_reward(self.run, key, step, reward)
+        request = requests.set_reward(self.run, key, step, reward)
         await self._sender.wait_for(lambda found: found == key)
         return bool((await self._transport.call(self._transport.rollouts.SetRewards, request)).changed)
 
@@ -235,7 +235,7 @@ class AsyncRolloutClient:
         self._sender.withdraw(lambda found: found == key)
         # Also the rest of its group, which may be what makes the group known.
         await self._sender.wait_for(lambda found: found[:2] == key[:2])
-        request = calls.abort_trajectory(self.run, key, reason)
+        request = requests.abort_trajectory(self.run, key, reason)
         return bool((await self._transport.call(self._transport.rollouts.AbortTrajectories, request)).changed)
 
     async def flush(self) -> None:

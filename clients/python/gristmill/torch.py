@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gristmill._wire.addresses import Position, read_header
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
-from gristmill.shards import Position, read_header
 
 try:
     import torch
@@ -27,7 +27,7 @@ except ImportError as missing:
         f"shards are read by PyTorch and safetensors ({missing}): pip install gristmill[torch]"
     ) from missing
 
-from gristmill.device import Copies, Copy, side_stream
+from gristmill._client.device_copies import Copies, Copy, side_stream
 
 Tensors = dict[str, torch.Tensor]
 

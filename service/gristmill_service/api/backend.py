@@ -11,16 +11,24 @@ from dataclasses import dataclass
 
 import structlog
 
+from gristmill._wire.row_codec import Sent
+from gristmill._wire.steps import Steps, check
 from gristmill.errors import InvalidArgumentError, ResourceExhaustedError
-from gristmill.steps import Steps, check
-from gristmill.wire import Sent
-from gristmill_service.api.waiting import Question, Waiting
+from gristmill_service.api.long_poll import Question, Waiting
 from gristmill_service.config import Model
-from gristmill_service.metrics import Metrics
-from gristmill_service.run.events import GroupKey
+from gristmill_service.monitoring.metrics import Metrics
+from gristmill_service.run.machine.answers import (
+    Admission,
+    Admissions,
+    BatchAnswer,
+    BatchState,
+    Outcome,
+    Position,
+    ShardAnswer,
+)
+from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
-from gristmill_service.run.views import Admission, Admissions, BatchState, BatchView, Outcome, Position, ShardView
 
 _log = structlog.get_logger(__name__)
 # Asked once a submission: structlog itself would first bind and format what nobody reads.
@@ -80,11 +88,11 @@ def _tell_submission(run: str, steps: Steps, outcomes: Sequence[Outcome]) -> Non
     _log.debug("rows submitted", run=run, rows=len(steps), accepted=accepted, first=first, groups=groups)
 
 
-def ask_batch(run: Run, batch: int) -> Question[BatchView]:
+def ask_batch(run: Run, batch: int) -> Question[BatchAnswer]:
     return Question(run.changes, lambda: run.batch(batch), lambda view: view.state is not BatchState.PENDING)
 
 
-def ask_shard(run: Run, model: Model, rank: int, position: Position | None, incarnation: int) -> Question[ShardView]:
+def ask_shard(run: Run, model: Model, rank: int, position: Position | None, incarnation: int) -> Question[ShardAnswer]:
     return Question(
         run.changes,
         lambda: run.shard(model, rank, position, incarnation),

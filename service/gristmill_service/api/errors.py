@@ -32,7 +32,7 @@ _MESSAGE_BYTES = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class ErrorResponse:
     """An error as either door tells it. `type` is the name of the Python class, for clients that raise it again."""
 
     code: str
@@ -82,14 +82,14 @@ class Refusal:
         return {"error": error}
 
 
-def refusal(error: Exception) -> Refusal:
+def refusal(error: Exception) -> ErrorResponse:
     """What is told of an error. Of one that is not ours only that it happened: the caller logs it."""
     if not isinstance(error, GristmillError) or error.code not in STATUSES or error.code == "INTERNAL":
-        return Refusal("INTERNAL", "GristmillError", INTERNAL_MESSAGE)
+        return ErrorResponse("INTERNAL", "GristmillError", INTERNAL_MESSAGE)
     retry_after_s = None
     if isinstance(error, ResourceExhaustedError):
         retry_after_s = error.retry_after_s
     elif error.code == "UNAVAILABLE":
         retry_after_s = UNAVAILABLE_RETRY_S
     batch = error.batch if isinstance(error, BatchFailedError) else None
-    return Refusal(error.code, type(error).__name__, str(error), retry_after_s, batch)
+    return ErrorResponse(error.code, type(error).__name__, str(error), retry_after_s, batch)

@@ -8,21 +8,21 @@ from typing import Any, get_args
 import numpy as np
 import orjson
 
-from gristmill.columns import Array
+from gristmill._wire.columns import Array
+from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import InvalidArgumentError
-from gristmill.steps import TrajectoryKey
 from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
 from gristmill_service.config import Model
-from gristmill_service.run.views import (
+from gristmill_service.run.machine.answers import (
     Admissions,
-    BatchView,
+    BatchAnswer,
+    GroupAnswer,
     GroupState,
-    GroupView,
     Outcome,
     Position,
     RewardUpdate,
     RunStatus,
-    ShardView,
+    ShardAnswer,
 )
 
 _MODELS: dict[int, Model] = {
@@ -110,11 +110,11 @@ def admissions_to(view: Admissions) -> rollout_pb2.BeginGroupsResponse:
     )
 
 
-def batch_to(view: BatchView) -> trainer_pb2.GetBatchResponse:
+def batch_to(view: BatchAnswer) -> trainer_pb2.GetBatchResponse:
     return trainer_pb2.GetBatchResponse(state=view.state.value, plan_json=view.plan.decode())  # type: ignore[arg-type]
 
 
-def shard_to(view: ShardView) -> trainer_pb2.GetShardResponse:
+def shard_to(view: ShardAnswer) -> trainer_pb2.GetShardResponse:
     location = view.location
     return trainer_pb2.GetShardResponse(
         state=view.state.value,  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def shard_to(view: ShardView) -> trainer_pb2.GetShardResponse:
     )
 
 
-def groups_to(views: Iterable[GroupView]) -> run_pb2.ListGroupsResponse:
+def groups_to(views: Iterable[GroupAnswer]) -> run_pb2.ListGroupsResponse:
     return run_pb2.ListGroupsResponse(
         groups=[
             run_pb2.GroupStatus(

@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gristmill.steps import Steps
+from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.batch import Prepared, prepare
-from gristmill_service.pipeline.census import Census, take_census
-from gristmill_service.pipeline.document import plan_document
+from gristmill_service.pipeline.batch_stats import BatchStats, take_census
 from gristmill_service.pipeline.layout import Shard
 from gristmill_service.pipeline.plan import MiniBatchPlan
+from gristmill_service.pipeline.plan_document import plan_document
 from gristmill_service.pipeline.schedule import schedule
+from gristmill_service.pipeline.scored_batch import ScoredBatch, prepare
 from gristmill_service.pipeline.shards import shards
-from gristmill_service.pipeline.stages import Timed, untimed
+from gristmill_service.pipeline.stage_timer import Timed, untimed
 
 __all__ = ["Batch", "mill", "plan"]
 
@@ -32,7 +32,7 @@ class Batch:
 
     plan: dict[str, Any]
     shards: Sequence[Shard]
-    census: Callable[[], Census]
+    census: Callable[[], BatchStats]
     """Counted when asked for: few ask."""
 
 
@@ -67,5 +67,5 @@ def plan(steps: Steps, config: RunConfig, *, batch: int) -> dict[str, Any]:
     return plan_document(prepared, _schedule(prepared, config), config, batch, None)
 
 
-def _schedule(prepared: Prepared, config: RunConfig) -> list[MiniBatchPlan]:
+def _schedule(prepared: ScoredBatch, config: RunConfig) -> list[MiniBatchPlan]:
     return schedule(prepared.rows.lengths, prepared.row_group_bounds, config)

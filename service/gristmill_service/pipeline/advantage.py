@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill.columns import Int64s
+from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.plan import MiniBatchPlan
 from gristmill_service.pipeline.validate import Received

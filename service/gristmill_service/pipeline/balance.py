@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill.columns import Int64s
+from gristmill._wire.columns import Int64s
 from gristmill_service.config import Flops
 from gristmill_service.pipeline.plan import MiniBatchPlan
 

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill.columns import Int64s, Ragged
-from gristmill.compact import Form
+from gristmill._wire.columns import Int64s, Ragged
+from gristmill._wire.compact_shards import Form
+from gristmill_service.pipeline.iovec import Iovec, Region
 from gristmill_service.pipeline.merge import Rows
-from gristmill_service.store.iovec import Iovec, Region
 
 Scope = Literal["sequence", "response"]
 SCOPES: tuple[Scope, Scope] = ("sequence", "response")
@@ -106,7 +106,7 @@ class Placement:
 
 class Column(ABC):
     """One tensor of a shard. name, dtype: as in the shard. scope: over the whole sequence, or the response only.
-    form, fill: how it travels without its padding, and what that is (`gristmill.compact`)."""
+    form, fill: how it travels without its padding, and what that is (`gristmill._wire.compact_shards`)."""
 
     name: str
     dtype: Any

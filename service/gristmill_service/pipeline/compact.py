@@ -1,6 +1,6 @@
 """A shard's compact form, described as runs of memory like its file: what padding and lengths do not tell.
 
-The format is `gristmill.compact`'s. Made only for who asks: a store that holds whole files never does.
+The format is `gristmill._wire.compact_shards`'s. Made only for who asks: a store that holds whole files never does.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from gristmill import compact
-from gristmill.compact import PACKED, PART, Form
+from gristmill._wire import compact_shards
+from gristmill._wire.compact_shards import PACKED, PART, Form
 from gristmill_service.pipeline.columns import Column, Placement, Runs, Scope
-from gristmill_service.store.iovec import Iovec, Region, coalesced
+from gristmill_service.pipeline.iovec import Iovec, Region, coalesced
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class CompactShard:
         parts["nbytes"] = [int(iovec[:, 1].sum()) for _, iovec in described]
         placement, begin, end = self._compaction.placement, self._blocks[0].begin, self._blocks[-1].end
         rows, geometry = placement.rows[begin:end], placement.geometry
-        self._head = Region(compact.head(parts, geometry.lengths[rows], geometry.responses[rows], self._size))
+        self._head = Region(compact_shards.head(parts, geometry.lengths[rows], geometry.responses[rows], self._size))
         return coalesced(np.concatenate([self._head.whole(), *(iovec for _, iovec in described)]))
 
     def _parts(self) -> Iterator[tuple[tuple[Any, ...], Iovec]]:
@@ -71,7 +71,7 @@ class CompactShard:
                 for column, runs in zip(self._compaction.columns, self._compaction.runs, strict=True):
                     if np.dtype(column.dtype).itemsize == itemsize:
                         width = PACKED if block.widths is None else block.widths[column.scope]
-                        scope = compact.SCOPES.index(column.scope)
+                        scope = compact_shards.SCOPES.index(column.scope)
                         part = (column.form, scope, itemsize, 0, column.fill, *rows, width, 0, 0)
                         yield part, _joined([one.of(block.begin, block.end) for one in runs])
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill.columns import Int64s
-from gristmill.steps import UNKNOWN
+from gristmill._wire.columns import Int64s
+from gristmill._wire.steps import UNKNOWN
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.advantage import Float64s, by_size, flat
 from gristmill_service.pipeline.validate import Received

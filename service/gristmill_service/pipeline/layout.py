@@ -16,13 +16,13 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from gristmill.columns import Int64s
+from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.columns import SCOPES, Column, Geometry, Placement, Runs, Scope
 from gristmill_service.pipeline.compact import Block, Compaction, CompactShard
+from gristmill_service.pipeline.iovec import Iovec, Region
 from gristmill_service.pipeline.plan import MiniBatchPlan
-from gristmill_service.store.base import ShardAddress
-from gristmill_service.store.iovec import Iovec, Region
+from gristmill_service.pipeline.shard_address import ShardAddress
 
 
 def _safetensors_name(dtype: Any) -> str:

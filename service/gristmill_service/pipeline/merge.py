@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill.columns import Int64s, Ragged, bytes_of
-from gristmill.steps import UNKNOWN
+from gristmill._wire.columns import Int64s, Ragged, bytes_of
+from gristmill._wire.steps import UNKNOWN
 from gristmill_service.pipeline.validate import Received
 
 REPORTED_MISMATCHES = 3

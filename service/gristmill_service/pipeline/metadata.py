@@ -9,17 +9,17 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from gristmill.columns import Int64s
+from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.advantage import Denominators
-from gristmill_service.pipeline.batch import Prepared
 from gristmill_service.pipeline.plan import RankPlan
-from gristmill_service.store.base import ShardAddress
+from gristmill_service.pipeline.scored_batch import ScoredBatch
+from gristmill_service.pipeline.shard_address import ShardAddress
 
 Labels = dict[str, NDArray[Any]]
 
 
-def row_labels(prepared: Prepared) -> Labels:
+def row_labels(prepared: ScoredBatch) -> Labels:
     """Per row its uid, round and stop reason, the padding row's at the end; (rows + 1,) each."""
     received, rows = prepared.received, prepared.rows
     uids = [uid for _, uid in received.groups]

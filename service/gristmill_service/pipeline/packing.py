@@ -11,7 +11,7 @@ from itertools import count
 
 import numpy as np
 
-from gristmill.columns import Int64s
+from gristmill._wire.columns import Int64s
 
 
 def first_fit(lengths: Sequence[int], cap: int) -> Int64s:

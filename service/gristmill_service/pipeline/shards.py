@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill.columns import Ragged
+from gristmill._wire.columns import Ragged
+from gristmill._wire.steps import FLOAT32_MAX
 from gristmill.errors import InvalidArgumentError
-from gristmill.steps import FLOAT32_MAX
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.advantage import Denominators, Float64s
-from gristmill_service.pipeline.batch import Prepared
 from gristmill_service.pipeline.columns import (
     Column,
     Geometry,
@@ -24,15 +23,16 @@ from gristmill_service.pipeline.columns import (
     StepTokens,
     Tokens,
 )
+from gristmill_service.pipeline.iovec import Region
 from gristmill_service.pipeline.layout import Layout, PerRow, Shard
 from gristmill_service.pipeline.metadata import Metadata, row_labels
 from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan, RankPlan
-from gristmill_service.store.base import ShardAddress
-from gristmill_service.store.iovec import Region
+from gristmill_service.pipeline.scored_batch import ScoredBatch
+from gristmill_service.pipeline.shard_address import ShardAddress
 
 
 def shards(
-    prepared: Prepared, mini_batches: Sequence[MiniBatchPlan], config: RunConfig, *, run: str, batch: int
+    prepared: ScoredBatch, mini_batches: Sequence[MiniBatchPlan], config: RunConfig, *, run: str, batch: int
 ) -> list[Shard]:
     """Every shard of the batch, policy first, in plan order. No token is copied until a shard is read."""
     builder = _ShardBuilder(prepared, config, run, batch)
@@ -42,7 +42,7 @@ def shards(
 class _ShardBuilder:
     """What the shards of one batch share."""
 
-    def __init__(self, prepared: Prepared, config: RunConfig, run: str, batch: int) -> None:
+    def __init__(self, prepared: ScoredBatch, config: RunConfig, run: str, batch: int) -> None:
         self._prepared, self._config, self._run, self._batch = prepared, config, run, batch
         steps = prepared.received.steps
         self._geometry = Geometry(

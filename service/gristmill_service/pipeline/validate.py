@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill.columns import Int64s
+from gristmill._wire.columns import Int64s
+from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
-from gristmill.steps import Steps
 from gristmill_service.config import RunConfig
 
 
@@ -153,7 +153,7 @@ def _check_rewards(steps: Steps) -> None:
         raise InvalidArgumentError(f"{steps.name(int(pending[0]))}: reward is missing; every row needs one")
 
 
-def check_advantage_form(steps: Steps, config: RunConfig) -> None:
+def check_advantage_schema(steps: Steps, config: RunConfig) -> None:
     """Rows carry advantages with `advantage_estimator: none`, and only then. Of at least one row."""
     given = steps.advantages is not None or steps.token_advantages is not None
     if given != (config.advantage_estimator == "none"):
@@ -166,7 +166,7 @@ def check_advantage_form(steps: Steps, config: RunConfig) -> None:
 
 def _check_advantages(steps: Steps, bounds: Int64s, config: RunConfig) -> None:
     if len(steps):
-        check_advantage_form(steps, config)
+        check_advantage_schema(steps, config)
     if steps.advantages is not None:
         first = np.repeat(steps.advantages[bounds[:-1]], np.diff(bounds))
         differs = np.flatnonzero(steps.advantages != first)

@@ -14,30 +14,20 @@ from typing import Any
 
 import structlog
 
-from gristmill.errors import (
-    GristmillError,
-    NotFoundError,
-    UnavailableError,
-)
+from gristmill.errors import GristmillError, NotFoundError, UnavailableError
 from gristmill_service import tracing
 from gristmill_service.config import RunConfig, parse_config
-from gristmill_service.run import aborts, admission, progress, recovery, sealing
-from gristmill_service.run.admission import Room, RowBudget
-from gristmill_service.run.buffer import RowBuffer, compacted
+from gristmill_service.monitoring.run_metrics import RunMetrics
+from gristmill_service.run import recovery
 from gristmill_service.run.changes import Changes
-from gristmill_service.run.codec import encode_events, encode_state
-from gristmill_service.run.events import (
-    BatchFreed,
-    BatchPublished,
-    BatchSealed,
-    BatchWithdrawn,
-    Event,
-    Resized,
-)
-from gristmill_service.run.meters import Meters
+from gristmill_service.run.machine import aborts, admission, progress, sealing
+from gristmill_service.run.machine.admission import Room, RowBudget
+from gristmill_service.run.machine.codec import encode_events, encode_state
+from gristmill_service.run.machine.events import BatchFreed, BatchPublished, BatchSealed, BatchWithdrawn, Event, Resized
+from gristmill_service.run.machine.state import State, apply
 from gristmill_service.run.patience import PatientStore
-from gristmill_service.run.state import State, apply
-from gristmill_service.store.ledger import Book, LostBookError
+from gristmill_service.run.row_buffer import RowBuffer, compacted
+from gristmill_service.storage.run_store import LogLostError, RunLog
 
 _log = structlog.get_logger(__name__)
 
@@ -59,7 +49,7 @@ class KeptRun:
         name: str,
         config: RunConfig,
         store: PatientStore,
-        book: Book,
+        book: RunLog,
         on_sealed: OnSealed,
         clock: Callable[[], float],
         budget: RowBudget,
@@ -69,7 +59,7 @@ class KeptRun:
         self.trouble = ""
         self._store, self._book, self._on_sealed, self._clock = store, book, on_sealed, clock
         self._budget = budget
-        self.meters = Meters(clock, self._now)
+        self.meters = RunMetrics(clock, self._now)
         self._lock = threading.Lock()
         self._duplicates = 0
         self._closed: GristmillError | None = None
@@ -149,7 +139,7 @@ class KeptRun:
         """Makes safe what the book was not told to make safe at once."""
         try:
             self._book.flush()
-        except LostBookError:
+        except LogLostError:
             self._is_lost = True
             raise
 
@@ -182,7 +172,7 @@ class KeptRun:
             yield state
         try:
             self._book.sync()
-        except LostBookError:
+        except LogLostError:
             self._is_lost = True
             raise
 
@@ -266,7 +256,7 @@ class KeptRun:
             return
         try:
             self._book.append(encode_events(events))
-        except LostBookError:
+        except LogLostError:
             self._is_lost = self._wakes = True
             raise
         for event in events:
@@ -277,7 +267,7 @@ class KeptRun:
     def _compact(self) -> None:
         try:
             self._book.compact(encode_state(self._state))
-        except LostBookError:
+        except LogLostError:
             self._is_lost = self._wakes = True
         except UnavailableError as error:
             # The log stays as it is, only longer. Telling the whole state takes a while, with the lock held.

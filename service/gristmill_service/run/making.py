@@ -9,28 +9,20 @@ from typing import Any, Protocol
 import orjson
 import structlog
 
-from gristmill.errors import (
-    FailedPreconditionError,
-    GristmillError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
-from gristmill.steps import Steps
+from gristmill._wire.steps import Steps
+from gristmill.errors import FailedPreconditionError, GristmillError, ResourceExhaustedError, UnavailableError
 from gristmill_service.config import Model, RunConfig
-from gristmill_service.pipeline.census import Census
-from gristmill_service.pipeline.stages import Timed
-from gristmill_service.run import progress
-from gristmill_service.run.admission import RowBudget
-from gristmill_service.run.buffer import PickedRow, gather
-from gristmill_service.run.events import (
-    BatchFailed,
-    BatchPublished,
-)
+from gristmill_service.pipeline.batch_stats import BatchStats
+from gristmill_service.pipeline.stage_timer import Timed
 from gristmill_service.run.kept import KeptRun, OnSealed
+from gristmill_service.run.machine import progress
+from gristmill_service.run.machine.admission import RowBudget
+from gristmill_service.run.machine.events import BatchFailed, BatchPublished
+from gristmill_service.run.machine.state import Batch
 from gristmill_service.run.patience import PatientStore
-from gristmill_service.run.state import Batch
-from gristmill_service.store.base import ShardSource
-from gristmill_service.store.ledger import Book
+from gristmill_service.run.row_buffer import PickedRow, gather
+from gristmill_service.storage.run_store import RunLog
+from gristmill_service.storage.shard_store import ShardSource
 
 _log = structlog.get_logger(__name__)
 
@@ -39,7 +31,7 @@ _RETRY_S = 1.0
 _EXPORTED_ROWS = 64
 
 
-class MilledBatch(Protocol):
+class BuiltBatch(Protocol):
     """What the pipeline makes of a batch."""
 
     @property
@@ -49,15 +41,15 @@ class MilledBatch(Protocol):
     def shards(self) -> Sequence[ShardSource]: ...
 
     @property
-    def census(self) -> Callable[[], Census]: ...
+    def census(self) -> Callable[[], BatchStats]: ...
 
 
-class Mill(Protocol):
+class BuildBatch(Protocol):
     """The pipeline, `gristmill_service.pipeline.mill`."""
 
     def __call__(
         self, steps: Steps, config: RunConfig, *, run: str, batch: int, policy_version: int | None, timed: Timed
-    ) -> MilledBatch: ...
+    ) -> BuiltBatch: ...
 
 
 class MakingRun(KeptRun):
@@ -68,8 +60,8 @@ class MakingRun(KeptRun):
         name: str,
         config: RunConfig,
         store: PatientStore,
-        book: Book,
-        mill: Mill,
+        book: RunLog,
+        mill: BuildBatch,
         on_sealed: OnSealed,
         clock: Callable[[], float],
         budget: RowBudget,

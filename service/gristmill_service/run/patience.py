@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from gristmill.errors import NotFoundError, ResourceExhaustedError
-from gristmill_service.store.base import ShardAddress, ShardLocation, ShardSource, Store
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.storage.shard_store import ShardLocation, ShardSource, ShardStore
 
 _LOOK_S, _PATIENCE_S = 1.0, 5.0
 
@@ -15,7 +16,7 @@ _LOOK_S, _PATIENCE_S = 1.0, 5.0
 class PatientStore:
     """Thread-safe. One for all runs of a store: what any of them gives back is room for whichever waits."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ShardStore) -> None:
         self._store = store
         self._changed = threading.Condition()
         self._held: set[tuple[str, int]] = set()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from gristmill.steps import Steps
+from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
-from gristmill_service.run.buffer import row_digests
-from gristmill_service.run.codec import decode_events, decode_state
-from gristmill_service.run.events import BatchFailed, BatchWithdrawn, Event, GroupDropped, StoredRow
-from gristmill_service.run.groups import Group
-from gristmill_service.run.state import State, apply
-from gristmill_service.store.ledger import Book
+from gristmill_service.run.machine.codec import decode_events, decode_state
+from gristmill_service.run.machine.events import BatchFailed, BatchWithdrawn, Event, GroupDropped, StoredRow
+from gristmill_service.run.machine.groups import Group
+from gristmill_service.run.machine.state import State, apply
+from gristmill_service.run.row_buffer import row_digests
+from gristmill_service.storage.run_store import RunLog
 
 ROWS_LOST = "rows_lost"
 
 
-def replayed(book: Book, config: RunConfig) -> State:
+def replayed(book: RunLog, config: RunConfig) -> State:
     """Raises InvalidArgumentError for a log that this version does not read."""
     snapshot, records = book.replay()
     state = State.initial(config) if snapshot is None else decode_state(snapshot)

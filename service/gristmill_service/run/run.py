@@ -8,46 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from gristmill.errors import (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-    UnavailableError,
-)
-from gristmill.steps import Steps, TrajectoryKey, check_text
-from gristmill.wire import Prefixes
+from gristmill._wire.row_codec import Prefixes
+from gristmill._wire.steps import Steps, TrajectoryKey, check_text
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service.config import Model
-from gristmill_service.run import aborts, admission, intake, progress, restoring, sealing
-from gristmill_service.run.buffer import values_digest
-from gristmill_service.run.events import (
-    GroupDropped,
-    GroupKey,
-    GroupsAdmitted,
-    PolicyVersionAnnounced,
-    RunFinished,
-)
-from gristmill_service.run.form import check_form
+from gristmill_service.monitoring.run_stats import RunStats, oldest_open, rank_stats
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.run import prefix_expansion
 from gristmill_service.run.kept import with_dp_size
-from gristmill_service.run.making import MakingRun
-from gristmill_service.run.readings import Readings, oldest_open, rank_readings
-from gristmill_service.run.rewards import take_rewards
-from gristmill_service.run.status import status
-from gristmill_service.run.views import (
+from gristmill_service.run.machine import aborts, admission, ingest, progress, sealing
+from gristmill_service.run.machine.answers import (
     Admission,
     Admissions,
+    BatchAnswer,
     BatchState,
-    BatchView,
-    GroupView,
+    GroupAnswer,
     Outcome,
     Position,
     Resumed,
     RewardUpdate,
     RunStatus,
     Sealed,
-    ShardView,
+    ShardAnswer,
 )
-from gristmill_service.store.base import ShardAddress
-from gristmill_service.store.ledger import LostBookError
+from gristmill_service.run.machine.events import (
+    GroupDropped,
+    GroupKey,
+    GroupsAdmitted,
+    PolicyVersionAnnounced,
+    RunFinished,
+)
+from gristmill_service.run.machine.rewards import take_rewards
+from gristmill_service.run.machine.row_schema import check_schema
+from gristmill_service.run.machine.status import status
+from gristmill_service.run.making import MakingRun
+from gristmill_service.run.row_buffer import values_digest
+from gristmill_service.storage.run_store import LogLostError
 
 
 class Run(MakingRun):
@@ -67,7 +63,7 @@ class Run(MakingRun):
             room = self._room()
             found, admitted = admission.begin(state, keys, len(keys) if state.finished else room.groups)
             if admitted and state.finished:
-                raise intake.finished()
+                raise ingest.finished()
             if admitted:
                 self._commit([GroupsAdmitted(tuple(admitted), self._now())])
             self.meters.asked_for_groups(Admission.NO_ROOM not in found)
@@ -82,8 +78,8 @@ class Run(MakingRun):
         """
         with self._locked() as state:
             self._check_open()
-            before = self._rows.pick(restoring.rows_before(state, steps, prefixes))
-        return restoring.made_whole(steps, prefixes, before)
+            before = self._rows.pick(prefix_expansion.rows_before(state, steps, prefixes))
+        return prefix_expansion.made_whole(steps, prefixes, before)
 
     def submit(self, steps: Steps) -> list[Outcome]:
         if not len(steps):
@@ -92,10 +88,10 @@ class Run(MakingRun):
         number, steps = self._book.put(steps)
         is_kept = False
         try:
-            rows = intake.describe_rows(steps, number)
+            rows = ingest.describe_rows(steps, number)
             with self._deciding() as state:
-                form = check_form(steps, state.form, self.config)
-                outcomes, events = intake.take_rows(state, self.config, rows, form, self._room, self._now())
+                form = check_schema(steps, state.form, self.config)
+                outcomes, events = ingest.take_rows(state, self.config, rows, form, self._room, self._now())
                 self._duplicates += outcomes.count(Outcome.DUPLICATE)
                 if accepted := [row for row, outcome in enumerate(outcomes) if outcome is Outcome.ACCEPTED]:
                     self._rows.add(number, steps, accepted)
@@ -105,7 +101,7 @@ class Run(MakingRun):
                         self._commit(events)
                     except UnavailableError as error:
                         self._rows.drop(number)
-                        is_kept = isinstance(error, LostBookError)
+                        is_kept = isinstance(error, LogLostError)
                         raise
         finally:
             if not is_kept:
@@ -164,18 +160,18 @@ class Run(MakingRun):
             if version > state.policy_version:
                 self._commit([PolicyVersionAnnounced(version)])
 
-    def batch(self, number: int) -> BatchView:
+    def batch(self, number: int) -> BatchAnswer:
         with self._deciding() as state:
             found = progress.batch_state(state, number)
         if found is not BatchState.PUBLISHED:
-            return BatchView(found)
+            return BatchAnswer(found)
         try:
-            return BatchView(found, self._store.plan(self.name, number))
+            return BatchAnswer(found, self._store.plan(self.name, number))
         except NotFoundError:
             self._check_published(number)
-            return BatchView(BatchState.PENDING)
+            return BatchAnswer(BatchState.PENDING)
 
-    def shard(self, model: Model, rank: int, position: Position | None, incarnation: int) -> ShardView:
+    def shard(self, model: Model, rank: int, position: Position | None, incarnation: int) -> ShardAnswer:
         with self._deciding() as state:
             progress.check_rank(state, model, rank)
             progress.check_incarnation(state, model, incarnation)
@@ -184,16 +180,16 @@ class Run(MakingRun):
             position = progress.next_of(state, model, rank) if position is None else position
             found = progress.batch_state(state, position.batch)
             if found is not BatchState.PUBLISHED:
-                return ShardView(found, position, incarnation=current)
+                return ShardAnswer(found, position, incarnation=current)
             progress.check_mini_batch(state, model, position)
         address = ShardAddress(model, position.mini_batch, rank)
         try:
             location = self._store.locate(self.name, position.batch, address)
         except NotFoundError:
             self._check_published(position.batch)
-            return ShardView(BatchState.PENDING, position, incarnation=current)
+            return ShardAnswer(BatchState.PENDING, position, incarnation=current)
         self.meters.ranks.pulled(model, rank, location.size)
-        return ShardView(found, position, address, location, current)
+        return ShardAnswer(found, position, address, location, current)
 
     def _check_published(self, number: int) -> None:
         """For a batch that was published a moment ago and is not in the store: returns where it was withdrawn, to come
@@ -247,12 +243,12 @@ class Run(MakingRun):
                 duplicates=self._duplicates,
             )
 
-    def readings(self) -> Readings:
+    def readings(self) -> RunStats:
         """For metrics: of what is in memory, which needs not be safe yet."""
         with self._locked() as state:
             self._check_open()
             room = self._room().groups
-            return Readings(
+            return RunStats(
                 status=status(
                     state, run=self.name, config_json=self.config_json, room=room, duplicates=self._duplicates
                 ),
@@ -261,23 +257,23 @@ class Run(MakingRun):
                 max_buffered_bytes=int(self.config.max_buffered_bytes),
                 oldest_open=oldest_open(state, self._now()),
                 throttled=self.meters.throttled,
-                ranks=list(rank_readings(state, self.meters)),
+                ranks=list(rank_stats(state, self.meters)),
                 journal_bytes=self._book.log_bytes,
                 lease=self._book.lease,
                 meters=self.meters,
             )
 
-    def groups(self) -> list[GroupView]:
+    def groups(self) -> list[GroupAnswer]:
         """Every group that was ever admitted; the decided ones first."""
         with self._deciding() as state:
             closed, failed = list(state.closed.items()), dict(state.failed)
-            waiting = [GroupView(*key, "complete" if key in state.complete else "open") for key in state.open]
+            waiting = [GroupAnswer(*key, "complete" if key in state.complete else "open") for key in state.open]
         return [_decided(key, found, failed) for key, found in closed] + waiting
 
 
-def _decided(key: GroupKey, found: int | str, failed: Mapping[int, str]) -> GroupView:
+def _decided(key: GroupKey, found: int | str, failed: Mapping[int, str]) -> GroupAnswer:
     if isinstance(found, str):
-        return GroupView(*key, "dropped", reason=found)
+        return GroupAnswer(*key, "dropped", reason=found)
     if found in failed:
-        return GroupView(*key, "dropped", found, "batch_failed")
-    return GroupView(*key, "sealed", found)
+        return GroupAnswer(*key, "dropped", found, "batch_failed")
+    return GroupAnswer(*key, "sealed", found)

@@ -15,24 +15,18 @@ from typing import Any
 
 import structlog
 
-from gristmill.errors import (
-    AlreadyExistsError,
-    GristmillError,
-    InvalidArgumentError,
-    NotFoundError,
-    UnavailableError,
-)
+from gristmill.errors import AlreadyExistsError, GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service import tracing
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline import mill as pipeline_mill
-from gristmill_service.run.admission import RowBudget
-from gristmill_service.run.making import Mill
+from gristmill_service.run.machine.admission import RowBudget
+from gristmill_service.run.making import BuildBatch
 from gristmill_service.run.patience import PatientStore
 from gristmill_service.run.run import Run
 from gristmill_service.run.shards import Shards, StoredShards
-from gristmill_service.store.base import Store
-from gristmill_service.store.ledger import Book, Ledger, OwnedElsewhereError
-from gristmill_service.store.memory_ledger import MemoryLedger
+from gristmill_service.storage.memory_runs import MemoryRunStore
+from gristmill_service.storage.run_store import OwnedElsewhereError, RunLog, RunStore
+from gristmill_service.storage.shard_store import ShardStore
 
 _log = structlog.get_logger(__name__)
 
@@ -52,15 +46,15 @@ class Runs:
 
     def __init__(
         self,
-        store: Store,
-        ledger: Ledger | None = None,
+        store: ShardStore,
+        ledger: RunStore | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        mill: Mill = pipeline_mill,
+        mill: BuildBatch = pipeline_mill,
         max_row_bytes: int = _MAX_ROW_BYTES,
     ) -> None:
         self._store, self._clock, self._mill = PatientStore(store), clock, mill
-        self._ledger = ledger or MemoryLedger()
+        self._ledger = ledger or MemoryRunStore()
         self._budget = RowBudget(max_row_bytes)
         self._lock = threading.Lock()
         self._opening = threading.Lock()
@@ -193,7 +187,7 @@ class Runs:
         for run in runs:
             run.close_book()
 
-    def _started(self, name: str, book: Book) -> Run:
+    def _started(self, name: str, book: RunLog) -> Run:
         try:
             config = parse_config(json.loads(book.config))
             run = Run(name, config, self._store, book, self._mill, self._enqueue, self._clock, self._budget)
@@ -236,7 +230,7 @@ class Runs:
             _log.info("run restored", run=name, **run.holding, seconds=round(self._clock() - began, 3))
             return run
 
-    def _keep(self, name: str, book: Book) -> Run:
+    def _keep(self, name: str, book: RunLog) -> Run:
         run = self._started(name, book)
         with self._lock:
             self._runs[name] = run

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.run.patience import PatientStore
-from gristmill_service.store.base import ShardAddress
 
 
 class Shards(Protocol):

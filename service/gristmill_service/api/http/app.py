@@ -19,14 +19,14 @@ from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableEr
 from gristmill_service.api.backend import Backend
 from gristmill_service.api.errors import STATUSES, refusal
 from gristmill_service.api.http import models, page, rollouts, runs, trainers
-from gristmill_service.api.http.access import BackendDep, Identified
 from gristmill_service.api.http.bodies import TOO_LARGE, BoundedBodies
+from gristmill_service.api.http.dependencies import BackendDep, RequestIds
 from gristmill_service.api.http.forwarding import Forwarding
-from gristmill_service.api.http.origins import OwnOrigin
-from gristmill_service.metrics import Metrics
-from gristmill_service.run.pictures import Album
-from gristmill_service.run.sightings import Watch
-from gristmill_service.store.ledger import OwnedElsewhereError
+from gristmill_service.api.http.same_origin import SameOrigin
+from gristmill_service.monitoring.batch_view import BatchViewCache
+from gristmill_service.monitoring.history import HistoryRecorder
+from gristmill_service.monitoring.metrics import Metrics
+from gristmill_service.storage.run_store import OwnedElsewhereError
 
 _log = structlog.get_logger(__name__)
 
@@ -44,7 +44,7 @@ def make_app(backend: Backend) -> FastAPI:
     app = FastAPI(
         title="gristmill", version=gristmill.__version__, description=_DESCRIPTION, docs_url=None, redoc_url=None
     )
-    app.state.backend, app.state.watch, app.state.album = backend, Watch(backend.runs.own), Album()
+    app.state.backend, app.state.watch, app.state.album = backend, HistoryRecorder(backend.runs.own), BatchViewCache()
     app.state.watch.start()
     for router in (runs.router, rollouts.router, trainers.router, page.router):
         app.include_router(router, responses=errors)
@@ -57,9 +57,9 @@ def make_app(backend: Backend) -> FastAPI:
     app.add_exception_handler(HTTPException, _tell_status)
     app.add_exception_handler(Exception, _tell)
     app.add_middleware(BoundedBodies, limit=backend.max_message_bytes, refuse_too_large=backend.refuse_too_large)
-    app.add_middleware(OwnOrigin)
+    app.add_middleware(SameOrigin)
     app.add_middleware(_Measured, metrics=backend.metrics)
-    app.add_middleware(Identified)
+    app.add_middleware(RequestIds)
     return app
 
 

@@ -18,8 +18,8 @@ from gristmill_service import tracing
 from gristmill_service.api import request_ids
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.http.bodies import BODY
-from gristmill_service.api.waiting import LONGEST_WAIT_S
-from gristmill_service.store.ledger import OwnedElsewhereError
+from gristmill_service.api.long_poll import LONGEST_WAIT_S
+from gristmill_service.storage.run_store import OwnedElsewhereError
 
 _MARK = "gristmill-forwarded"
 _LOOK_S = 0.5

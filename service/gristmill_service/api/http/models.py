@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from gristmill_service.config import Model
-from gristmill_service.run.views import GroupState, Position
+from gristmill_service.run.machine.answers import GroupState, Position
 
 _STRICT = ConfigDict(extra="forbid")
 

@@ -13,13 +13,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from gristmill_service.api.http import page_models as models
-from gristmill_service.api.http.access import BackendDep, RunDep
+from gristmill_service.api.http.dependencies import BackendDep, RunDep
 from gristmill_service.api.http.models import Int64
 from gristmill_service.config import Model
-from gristmill_service.run.health import health, timeline
-from gristmill_service.run.pictures import Album, Picture
+from gristmill_service.monitoring.batch_view import BatchView, BatchViewCache
+from gristmill_service.monitoring.health import health, timeline
+from gristmill_service.monitoring.history import HistoryRecorder
 from gristmill_service.run.run import Run
-from gristmill_service.run.sightings import Watch
 
 router = APIRouter(prefix="/v1", tags=["page"])
 page = APIRouter(include_in_schema=False)
@@ -35,16 +35,16 @@ _HEADERS = {
 }
 
 
-def _watch(request: Request) -> Watch:
-    return cast(Watch, request.app.state.watch)
+def _watch(request: Request) -> HistoryRecorder:
+    return cast(HistoryRecorder, request.app.state.watch)
 
 
-def _album(request: Request) -> Album:
-    return cast(Album, request.app.state.album)
+def _album(request: Request) -> BatchViewCache:
+    return cast(BatchViewCache, request.app.state.album)
 
 
-_WatchDep = Annotated[Watch, Depends(_watch)]
-_AlbumDep = Annotated[Album, Depends(_album)]
+_WatchDep = Annotated[HistoryRecorder, Depends(_watch)]
+_AlbumDep = Annotated[BatchViewCache, Depends(_album)]
 
 
 @router.get("/overview", response_model=models.Overview)
@@ -73,7 +73,7 @@ def run_timeline(
     return _json(timeline(run, watch.seen(run), model, time.time(), seconds))
 
 
-@router.get("/runs/{run}/batches/{batch}/picture", response_model=models.Picture)
+@router.get("/runs/{run}/batches/{batch}/picture", response_model=models.BatchView)
 async def batch_picture(
     run: RunDep,
     album: _AlbumDep,
@@ -104,7 +104,7 @@ async def batch_scores(
     return await run_in_threadpool(lambda: _json(picture.scores(start)))
 
 
-async def _picture(album: Album, run: Run, batch: int) -> Picture:
+async def _picture(album: BatchViewCache, run: Run, batch: int) -> BatchView:
     kept = album.kept(run, batch)
     if kept is not None:
         return kept
@@ -113,7 +113,7 @@ async def _picture(album: Album, run: Run, batch: int) -> Picture:
         return await run_in_threadpool(album.get, run, batch)
 
 
-def _summary(run: Run, watch: Watch, now: float) -> dict[str, Any]:
+def _summary(run: Run, watch: HistoryRecorder, now: float) -> dict[str, Any]:
     told = health(run, watch.seen(run), now)
     published = [batch["batch"] for batch in told["batches"] if batch["state"] == "published"]
     return {name: told[name] for name in models.RunSummary.model_fields if name in told} | {

@@ -157,7 +157,7 @@ class PictureMiniBatch(_Told):
     shards: list[PictureShard] = Field(description="One a rank.")
 
 
-class Picture(_Told):
+class BatchView(_Told):
     run: str
     batch: int
     model: Model

@@ -13,16 +13,16 @@ from fastapi import APIRouter, Request
 from google.protobuf.message import DecodeError
 from starlette.concurrency import run_in_threadpool
 
-from gristmill import wire
+from gristmill._wire import row_codec
+from gristmill._wire.rows import from_rows
+from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import InvalidArgumentError
-from gristmill.rows import from_rows
-from gristmill.steps import Steps, TrajectoryKey
 from gristmill.v1 import rows_pb2
 from gristmill_service.api.backend import Backend, ask_groups
 from gristmill_service.api.http import models
-from gristmill_service.api.http.access import BackendDep, RunDep, gone
+from gristmill_service.api.http.dependencies import BackendDep, RunDep, gone
+from gristmill_service.run.machine.answers import RewardUpdate
 from gristmill_service.run.run import Run
-from gristmill_service.run.views import RewardUpdate
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["rollouts"])
 
@@ -105,7 +105,7 @@ def _from_protobuf(_: Run, body: bytes) -> Steps:
         raise InvalidArgumentError(
             f"the body of {len(body)} bytes is not a gristmill.v1.Rows message, or ends early; send one as {PROTOBUF}"
         ) from None
-    return wire.decode(message)
+    return row_codec.decode(message)
 
 
 def _from_json(run: Run, body: bytes) -> Steps:

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Query, Request
 
 from gristmill_service.api.backend import ask_policy_version
 from gristmill_service.api.http import models
-from gristmill_service.api.http.access import BackendDep, RunDep, gone
-from gristmill_service.run.views import ModelProgress
+from gristmill_service.api.http.dependencies import BackendDep, RunDep, gone
+from gristmill_service.run.machine.answers import ModelProgress
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 

@@ -10,15 +10,15 @@ import orjson
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
+from gristmill._wire.rows import to_rows
+from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
-from gristmill.rows import to_rows
-from gristmill.steps import Steps
 from gristmill_service.api.backend import ask_batch, ask_shard
 from gristmill_service.api.http import models
-from gristmill_service.api.http.access import BackendDep, RunDep, gone
+from gristmill_service.api.http.dependencies import BackendDep, RunDep, gone
 from gristmill_service.config import Model
-from gristmill_service.run.views import Position, ShardView
-from gristmill_service.store.base import ShardAddress
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.run.machine.answers import Position, ShardAnswer
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["trainers"])
 
@@ -116,7 +116,7 @@ def resume(run: RunDep, body: models.Resume) -> models.Resumed:
     return models.Resumed(incarnation=resumed.incarnation, position=models.Place.of(resumed.position))
 
 
-def _shard(run: str, view: ShardView) -> models.Shard:
+def _shard(run: str, view: ShardAnswer) -> models.Shard:
     address, location, position = view.address, view.location, view.position
     path = None
     if address is not None and position is not None:

@@ -15,7 +15,7 @@ import grpc
 from gristmill.errors import UnavailableError
 from gristmill_service import tracing
 from gristmill_service.api import request_ids
-from gristmill_service.store.ledger import OwnedElsewhereError
+from gristmill_service.storage.run_store import OwnedElsewhereError
 
 _MARK = "gristmill-forwarded"
 _LONGEST_S = 60.0

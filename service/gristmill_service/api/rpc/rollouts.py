@@ -8,16 +8,16 @@ from typing import Any
 import grpc
 import structlog
 
-from gristmill import wire
-from gristmill.submission import Submission
-from gristmill.transport import SUBMIT_ROWS
+from gristmill._client.transport import SUBMIT_ROWS
+from gristmill._wire import row_codec
+from gristmill._wire.submit_codec import Submission
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc
 from gristmill_service.api import messages
 from gristmill_service.api.backend import Backend, ask_groups
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.rpc.forwarding import Forwarding
 from gristmill_service.api.rpc.streams import Streams
-from gristmill_service.store.ledger import OwnedElsewhereError
+from gristmill_service.storage.run_store import OwnedElsewhereError
 
 _log = structlog.get_logger(__name__)
 
@@ -76,7 +76,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     def _submit(self, request: rollout_pb2.StreamRowsRequest) -> list[Any]:
         run = self._backend.runs.get(request.run)
-        return messages.outcomes_to(self._backend.submit_sent(run, wire.read(request.rows, {})))
+        return messages.outcomes_to(self._backend.submit_sent(run, row_codec.read(request.rows, {})))
 
     def _answer(
         self, request: rollout_pb2.StreamRowsRequest, context: grpc.ServicerContext

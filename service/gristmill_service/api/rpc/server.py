@@ -15,14 +15,14 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from gristmill._client.transport import SUBMIT_ROWS
+from gristmill._wire.submit_codec import Submission
 from gristmill.errors import UnavailableError
-from gristmill.submission import Submission
-from gristmill.transport import SUBMIT_ROWS
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc, trainer_pb2
 from gristmill_service.api.backend import Backend
 from gristmill_service.api.rpc import trainers
 from gristmill_service.api.rpc.forwarding import Forwarding
-from gristmill_service.api.rpc.guard import Guard
+from gristmill_service.api.rpc.interceptor import Interceptor
 from gristmill_service.api.rpc.rollouts import RolloutServicer
 from gristmill_service.api.rpc.runs import RunServicer
 from gristmill_service.api.rpc.streams import Streams
@@ -60,7 +60,7 @@ class GrpcServer:
             ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
             ("grpc.keepalive_permit_without_calls", 1),
         )
-        guard = Guard(backend.metrics, self._forwarding, {SUBMIT_ROWS: partial(Submission, most_bytes=limit)})
+        guard = Interceptor(backend.metrics, self._forwarding, {SUBMIT_ROWS: partial(Submission, most_bytes=limit)})
         self._server = grpc.server(self._pool, interceptors=(guard,), options=options)
         self._streams = streams = Streams(settings.max_streams)
         self._health = health.HealthServicer()

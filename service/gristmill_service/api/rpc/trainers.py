@@ -8,14 +8,14 @@ from typing import NamedTuple, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from gristmill import wire
-from gristmill.pieces import frame
+from gristmill._wire import row_codec
+from gristmill._wire.shard_frames import frame
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
 from gristmill_service.api import messages
 from gristmill_service.api.backend import Backend, ask_batch, ask_shard
+from gristmill_service.api.long_poll import Question
 from gristmill_service.api.rpc.streams import Streams
-from gristmill_service.api.waiting import Question
-from gristmill_service.store.base import ShardAddress
+from gristmill_service.pipeline.shard_address import ShardAddress
 
 # Large enough to be fast, small enough for clients that keep gRPC's limit of 4 MiB a message.
 _PIECE_BYTES = 1 << 20
@@ -86,7 +86,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         run = self._backend.runs.get(request.run)
         with self._streams.place():
             for steps in run.export(request.batch):
-                yield trainer_pb2.ExportBatchResponse(rows=wire.encode(steps))
+                yield trainer_pb2.ExportBatchResponse(rows=row_codec.encode(steps))
 
     def Acknowledge(  # noqa: N802
         self, request: trainer_pb2.AcknowledgeRequest, context: grpc.ServicerContext

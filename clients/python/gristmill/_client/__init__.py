@@ -1,0 +1,1 @@
+"""How the clients work inside. Not public."""

@@ -1,0 +1,328 @@
+"""Rows on their way to the service: what is sent next, what is sent again and when, and what became of each row.
+
+A state machine without threads, clock or I/O, which the blocking and the asyncio sender drive: `take` a message, send
+it, and report by `settle` or `refuse`. Several messages may be under way at a time, of different trajectories, so that
+rows of a trajectory arrive in the order they were added; after a failure, one by one until all is well again. No row
+leaves it without an outcome or an error.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from gristmill._client.channels import MESSAGE_BYTES
+from gristmill._client.delivery import Delivery, Entry, Group, RowOutcome, error_of, form_of, row_sizes
+from gristmill._client.transport import Backoff, Failure, reworded
+from gristmill._wire.columns import Int64s
+from gristmill._wire.steps import Steps, TrajectoryKey
+from gristmill.errors import (
+    AlreadyExistsError,
+    GristmillError,
+    InvalidArgumentError,
+    PrefixUnknownError,
+    ResourceExhaustedError,
+)
+
+# All tokens are sent.
+_WHOLE = (0, 0)
+# A message is a little more than its rows' buffers.
+_MESSAGE_RESERVE = 64 << 10
+
+
+@dataclass(slots=True)
+class _Parked:
+    """A group that the service has no room for now; not_before is infinite while some of it is being sent."""
+
+    entries: deque[Entry]
+    backoff: Backoff
+    not_before: float = inf
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a message is full, how long a row waits for others, and how much may wait."""
+
+    message_rows: int
+    message_bytes: int
+    linger_s: float
+    queue_messages: int = 8
+
+
+class Outbox:
+    def __init__(self, limits: Limits, timeout_s: float, replicas: int = 1) -> None:
+        self._limits = limits
+        self._replicas = replicas
+        self._timeout_s = timeout_s
+        self._fresh: deque[Entry] = deque()
+        self._fresh_bytes = 0
+        self._again: deque[list[Entry]] = deque()
+        self._parked: dict[Group, _Parked] = {}
+        self._outage = Backoff(replicas)
+        self._held_until = 0.0
+        self._last_number = 0
+        self._urgent_number = 0
+        self._under_way: dict[int, Entry] = {}
+        self._messages = 0
+        self._being_sent: set[TrajectoryKey] = set()
+        self._untold: dict[int, Delivery] = {}
+
+    # What producers do.
+
+    def check_sizes(self, table: Steps) -> Int64s:
+        """Bytes of each row on the wire. Raises InvalidArgumentError for a row that no message can hold."""
+        sizes = row_sizes(table)
+        most = MESSAGE_BYTES - _MESSAGE_RESERVE
+        if len(sizes) and int(sizes.max()) > most:
+            row = int(sizes.argmax())
+            raise InvalidArgumentError(
+                f"{table.name(row)}: the row has {sizes[row]} bytes and a message holds {most}; shorten its prompt or "
+                "response"
+            )
+        return sizes
+
+    def has_room(self, table: Steps) -> bool:
+        """Whether the rows may be added now. Not while one of their groups waits for the service to have room: that
+        holds back who is ahead of the trainer, and nobody else."""
+        many = self._limits.queue_messages
+        if len(self._fresh) >= many * self._limits.message_rows:
+            return False
+        if self._fresh_bytes >= many * self._limits.message_bytes:
+            return False
+        return not self._parked or not any(table.key(row)[:2] in self._parked for row in range(len(table)))
+
+    def add(self, table: Steps, delivery: Delivery, now: float) -> bool:
+        """Puts the rows at the end. Returns whether that may have made a message due earlier."""
+        form, sizes, was_empty = form_of(table), self.check_sizes(table).tolist(), not self._fresh
+        for row in range(len(table)):
+            self._last_number = number = self._last_number + 1
+            index = len(delivery.outcomes)
+            entry = Entry(table, row, table.key(row), form, sizes[row], delivery, index, number, now)
+            delivery.outcomes.append(None)
+            delivery.under_way += 1
+            self._under_way[number] = entry
+            self._fresh.append(entry)
+            self._fresh_bytes += sizes[row]
+        return was_empty or self.is_full()
+
+    @property
+    def rows_under_way(self) -> int:
+        return len(self._under_way)
+
+    def hurry(self) -> int:
+        """Sends what is here without waiting for more. Returns the number of the last row, for `is_settled`."""
+        self._urgent_number = self._last_number
+        return self._last_number
+
+    def is_settled(self, number: int) -> bool:
+        """Whether every row up to this number has an outcome or an error."""
+        return not self._under_way or next(iter(self._under_way)) > number
+
+    def is_sending(self, is_meant: Callable[[TrajectoryKey], bool]) -> bool:
+        """Whether rows of the trajectories that are meant have neither outcome nor error yet."""
+        return any(is_meant(entry.key) for entry in self._under_way.values())
+
+    def withdraw(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
+        """Takes back rows that are not being sent at this moment, as dropped."""
+        withdrawn = self._extract(lambda entry: is_meant(entry.key))
+        for entry in withdrawn:
+            self._conclude(entry, RowOutcome.DROPPED)
+        self._release(withdrawn)
+
+    def tell(self, delivery: Delivery) -> GristmillError | None:
+        """Why rows of the delivery were not taken. Who asks is the one to be told, and `tell_all` is not again."""
+        self._untold.pop(id(delivery), None)
+        return error_of(delivery.failures) if delivery.failures else None
+
+    def tell_all(self) -> GristmillError | None:
+        """Why rows were not taken, of all that nobody was told of."""
+        failures = {key: error for delivery in self._untold.values() for key, error in delivery.failures.items()}
+        self._untold.clear()
+        return error_of(failures) if failures else None
+
+    # What the sender does.
+
+    def take(self, now: float) -> list[Entry]:
+        """The next message's rows, all of one form; empty when none is due, or has to wait for one under way."""
+        if now < self._held_until or self._is_blocked():
+            return []
+        entries = self._again.popleft() if self._again else self._take_parked(now) or self._take_fresh(now)
+        for entry in entries:
+            entry.expires = min(entry.expires, now + self._timeout_s)
+            self._being_sent.add(entry.key)
+        self._messages += bool(entries)
+        return entries
+
+    def attempt_s(self, entries: Sequence[Entry], now: float) -> float:
+        """The time that an attempt at these rows gets."""
+        return self._outage.attempt_s(min(entry.expires for entry in entries) - now)
+
+    def due_in(self, now: float) -> float | None:
+        """Seconds until `take` has a message; None when there is nothing to send, or not before an answer comes."""
+        if self._is_blocked():
+            return None
+        times = [parked.not_before for parked in self._parked.values()]
+        if self._again:
+            times.append(now)
+        if self._fresh:
+            times.append(now if self.is_full() or self._is_urgent() else self._fresh[0].added + self._limits.linger_s)
+        soonest = min(times, default=inf)
+        return None if soonest == inf else max(soonest, self._held_until) - now
+
+    def settle(self, entries: Sequence[Entry], outcomes: Sequence[RowOutcome]) -> None:
+        """The service answered."""
+        self._returned(entries)
+        self._outage = Backoff(self._replicas)
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            self._conclude(entry, outcome)
+        self._release(entries)
+
+    def refuse(self, entries: list[Entry], failure: Failure, now: float) -> None:
+        """The attempt failed, and nothing of it was kept: sends the rows again later, in smaller messages so that one
+        bad row does not take others with it, or gives them up."""
+        self._returned(entries)
+        error = failure.error
+        if isinstance(error, PrefixUnknownError) and any(entry.prefix != _WHOLE for entry in entries):
+            for entry in entries:
+                entry.prefix = _WHOLE
+            self._again.appendleft(entries)
+        elif failure.may_retry:
+            expired = [entry for entry in entries if entry.expires <= now]
+            if expired:
+                self.fail(expired, reworded(error, f"{error} (gave up after {self._timeout_s:g} s)"))
+            entries = [entry for entry in entries if entry.number in self._under_way]
+            if entries and isinstance(error, ResourceExhaustedError):
+                self._wait_for_room(entries, failure, now)
+            elif entries:
+                self._held_until = self._next_attempt(entries, self._outage, failure, now)
+                self._again.appendleft(entries)
+        elif len(entries) > 1 and isinstance(error, (InvalidArgumentError, AlreadyExistsError)):
+            middle = len(entries) // 2
+            self._again.extendleft((entries[middle:], entries[:middle]))
+        else:
+            self.fail(entries, error)
+
+    def fail(self, entries: Sequence[Entry], error: GristmillError) -> None:
+        """Gives the rows up, and those that follow in their trajectories: one with a hole is of no use."""
+        lost = {(entry.key, id(entry.delivery)) for entry in entries}
+        followers = self._extract(lambda entry: (entry.key, id(entry.delivery)) in lost)
+        for entry in (*entries, *followers):
+            self._under_way.pop(entry.number, None)
+            entry.delivery.under_way -= 1
+            entry.delivery.failures.setdefault(entry.key, error)
+            self._untold[id(entry.delivery)] = entry.delivery
+        self._release(entries)
+
+    def fail_all(self, error: GristmillError) -> None:
+        """Gives up whatever is left."""
+        self.fail(self._extract(lambda entry: True), error)
+
+    def _is_blocked(self) -> bool:
+        """Whether what is next has to wait until a message that is under way has returned."""
+        if not self._messages:
+            return False
+        if self._again or self._parked:
+            return True
+        return bool(self._fresh) and self._fresh[0].key in self._being_sent
+
+    def _returned(self, entries: Sequence[Entry]) -> None:
+        self._messages -= bool(entries)
+        self._being_sent.difference_update(entry.key for entry in entries)
+
+    def _take_fresh(self, now: float) -> list[Entry]:
+        fresh, taken = self._fresh, list[Entry]()
+        if not fresh:
+            return taken
+        if not (self.is_full() or self._is_urgent() or fresh[0].added + self._limits.linger_s <= now):
+            return taken
+        taken = self._fill(fresh)
+        self._fresh_bytes -= sum(entry.size for entry in taken)
+        return taken
+
+    def _take_parked(self, now: float) -> list[Entry]:
+        for parked in self._parked.values():
+            if parked.not_before <= now:
+                parked.not_before = inf
+                return self._fill(parked.entries)
+        return []
+
+    def _fill(self, source: deque[Entry]) -> list[Entry]:
+        """As many rows of one form as fit a message; at least one."""
+        taken, room = [source.popleft()], self._limits.message_bytes
+        room -= taken[0].size
+        while source and len(taken) < self._limits.message_rows:
+            if source[0].size > room or source[0].form != taken[0].form or source[0].key in self._being_sent:
+                break
+            room -= source[0].size
+            taken.append(source.popleft())
+        return taken
+
+    def is_half_full(self) -> bool:
+        """Whether there is enough for half a message."""
+        limits = self._limits
+        return 2 * len(self._fresh) >= limits.message_rows or 2 * self._fresh_bytes >= limits.message_bytes
+
+    def is_full(self) -> bool:
+        """Whether a message can be filled."""
+        return len(self._fresh) >= self._limits.message_rows or self._fresh_bytes >= self._limits.message_bytes
+
+    def _is_urgent(self) -> bool:
+        return self._fresh[0].number <= self._urgent_number
+
+    def _wait_for_room(self, entries: list[Entry], failure: Failure, now: float) -> None:
+        """Parks the group that has no room; of several groups, finds by halving which it is."""
+        groups = list(dict.fromkeys(entry.group for entry in entries))
+        if len(groups) > 1:
+            first = set(groups[: len(groups) // 2])
+            halves = ([e for e in entries if e.group not in first], [e for e in entries if e.group in first])
+            self._again.extendleft(halves)
+            return
+        (group,) = groups
+        parked = self._parked.setdefault(group, _Parked(deque(), Backoff()))
+        waiting = (*entries, *parked.entries, *self._extract(lambda entry: entry.group == group, parked=False))
+        # Halved messages may have put a trajectory's later rows before its earlier ones.
+        parked.entries = deque(sorted(waiting, key=lambda entry: entry.number))
+        for entry in parked.entries:
+            entry.expires = min(entry.expires, now + self._timeout_s)
+        parked.not_before = self._next_attempt(entries, parked.backoff, failure, now)
+
+    @staticmethod
+    def _next_attempt(entries: Sequence[Entry], backoff: Backoff, failure: Failure, now: float) -> float:
+        """A last attempt is made when the first of the rows expires."""
+        pause_s = backoff.pause_s(failure.pushback_s, is_of_replica=failure.is_of_replica)
+        return min(now + pause_s, min(entry.expires for entry in entries))
+
+    def _release(self, entries: Iterable[Entry]) -> None:
+        """What waited with these rows for room goes on."""
+        if self._parked:
+            for group in {entry.group for entry in entries} & self._parked.keys():
+                rest = self._parked.pop(group).entries
+                while rest:
+                    self._again.append(self._fill(rest))
+
+    def _conclude(self, entry: Entry, outcome: RowOutcome) -> None:
+        self._under_way.pop(entry.number, None)
+        entry.delivery.under_way -= 1
+        entry.delivery.outcomes[entry.index] = outcome
+        entry.delivery.is_kept &= outcome.is_kept
+
+    def _extract(self, is_meant: Callable[[Entry], bool], *, parked: bool = True) -> list[Entry]:
+        """Removes the queued rows that are meant, in order."""
+        found: list[Entry] = []
+
+        def rest_of(entries: Iterable[Entry]) -> list[Entry]:
+            rest: list[Entry] = []
+            for entry in entries:
+                (found if is_meant(entry) else rest).append(entry)
+            return rest
+
+        if parked:
+            for waiting in self._parked.values():
+                waiting.entries = deque(rest_of(waiting.entries))
+            self._parked = {group: w for group, w in self._parked.items() if w.entries or w.not_before == inf}
+        self._again = deque(rest for message in self._again if (rest := rest_of(message)))
+        self._fresh = deque(rest_of(self._fresh))
+        self._fresh_bytes = sum(entry.size for entry in self._fresh)
+        return found

@@ -1,0 +1,75 @@
+"""Gets a shard's tensors: maps the service's shared memory where it is this machine's, else streams the bytes, without
+their padding where the service has them so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill._client.transport import Retry, Transport, failure_of
+from gristmill._wire.addresses import ShardAddress, is_mappable
+from gristmill._wire.compact_shards import restore
+from gristmill._wire.shard_frames import unframe
+from gristmill.errors import InvalidArgumentError, UnavailableError
+from gristmill.torch import Tensors, map_shard, parse_shard
+from gristmill.v1 import trainer_pb2
+
+# A stream that brings less than this is given up and made again.
+_SLOWEST_BYTES_PER_S = 5e6
+_READ_SHARD = "/gristmill.v1.TrainerService/ReadShard"
+
+
+def map_published(address: ShardAddress, path: str, size: int) -> tuple[Tensors, dict[str, Any]] | None:
+    """None where the file is not there, or is not the one meant: the service's memory is not this machine's, or the
+    batch was freed at this moment."""
+    if not path or not is_mappable(path, size):
+        return None
+    try:
+        tensors, metadata = map_shard(path)
+    except (OSError, InvalidArgumentError):
+        return None
+    return (tensors, metadata) if address.is_of(metadata) else None
+
+
+def stream(transport: Transport, address: ShardAddress, size: int) -> tuple[Tensors, dict[str, Any]]:
+    """A copy, over the connection; blocks until the file's `size` bytes are here. A stream that breaks is made
+    again, from its start, by another replica where there is one.
+
+    Raises what the call ends with, NotFoundError for instance when the batch is freed.
+    """
+    transport.check_usable()
+    retry = Retry(transport.timeout_s, transport.channels.count)
+    while True:
+        try:
+            data = _read(transport, address, size, retry.attempt_s(size / _SLOWEST_BYTES_PER_S))
+        except grpc.RpcError as call:
+            transport.pause(retry.pause_s(failure_of(call, transport.address)))
+            continue
+        return parse_shard(data, str(address))
+
+
+def _read(transport: Transport, address: ShardAddress, size: int, timeout_s: float) -> NDArray[np.uint8]:
+    """The file's bytes; more or less than `size` where the service sends more or less."""
+    request: trainer_pb2.ReadShardRequest = address.request()
+    request.accepts_compact = True
+    # Bytes as they come, which `unframe` reads.
+    serialize = trainer_pb2.ReadShardRequest.SerializeToString
+    read = transport.channels.unary_stream(_READ_SHARD, request_serializer=serialize)
+    data: NDArray[np.uint8] = np.empty(size, np.uint8)
+    into, came, compact = data.data, 0, []
+    for message in read(request, timeout=timeout_s):
+        piece, is_compact = unframe(message)
+        if is_compact:
+            compact.append(piece)
+        else:
+            # What is too much is counted only.
+            into[came : came + len(piece)] = piece[: max(0, size - came)]
+        came += len(piece)
+    if compact:
+        return restore(compact)
+    if came != size:
+        raise UnavailableError(f"{address}: {came} bytes came where the service told {size}; read it again")
+    return data

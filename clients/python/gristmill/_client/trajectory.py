@@ -1,0 +1,229 @@
+"""One trajectory as its worker sees it: steps are numbered, rewards given their form, and a failed one is given up.
+
+Owns no thread and no connection: those are the client's. `StepWriter` is what the blocking and the asyncio trajectory
+have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from gristmill._client.delivery import Delivery
+from gristmill._client.sender import Sender
+from gristmill._wire.columns import Ragged
+from gristmill._wire.rows import from_rows
+from gristmill._wire.steps import Steps, TrajectoryKey
+from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError, NotFoundError
+
+# A reason travels with an abort and is counted by; a traceback has no place in it.
+_REASON_LENGTH = 200
+
+
+class StepWriter:
+    """Makes the rows of one trajectory, in step order. Pure."""
+
+    def __init__(self, key: TrajectoryKey, attempt: int, policy_version: int, token_rewards: bool) -> None:
+        self.key = key
+        self.attempt = attempt
+        self.policy_version = policy_version
+        self.next_step = 0
+        self.is_ended = False
+        self._token_rewards = token_rewards
+
+    def table(
+        self,
+        prompt_token_ids: Any,
+        response_ids: Any,
+        *,
+        loss_mask: Any,
+        rollout_logprobs: Any,
+        reward: Any,
+        stop_reason: str,
+        is_last_step: bool,
+        policy_version: int | None,
+        advantage: Any,
+    ) -> Steps:
+        """The next step as a table of one row. The number moves on by `written`, once the row is handed over."""
+        if self.is_ended:
+            raise FailedPreconditionError(
+                f"{self.key}: the trajectory has ended with step {self.next_step - 1}; sample it again as another "
+                "attempt, or start another trajectory"
+            )
+        where = f"{self.key} step {self.next_step}"
+        response = plain(response_ids, "response_ids", where)
+        length = np.size(response)
+        row = {
+            "uid": self.key.uid,
+            "round": self.key.round,
+            "sample": self.key.sample,
+            "step": self.next_step,
+            "attempt": self.attempt,
+            "is_last_step": is_last_step,
+            "prompt_token_ids": plain(prompt_token_ids, "prompt_token_ids", where),
+            "response_ids": response,
+            "loss_mask": np.ones(length, np.uint8) if loss_mask is None else plain(loss_mask, "loss_mask", where),
+            "rollout_logprobs": plain(rollout_logprobs, "rollout_logprobs", where),
+            "reward": self._reward(plain(reward, "reward", where), length, is_last_step, where),
+            "stop_reason": stop_reason,
+            "policy_version": self.policy_version if policy_version is None else policy_version,
+            "advantage": plain(advantage, "advantage", where),
+        }
+        table = from_rows([row])
+        if self._token_rewards and table.token_rewards is None:
+            # Pending: the zeros do not count, they say that the run's rewards are one per token.
+            zeros = Ragged.from_lengths(np.zeros(length), table.response_lengths)
+            return replace(table, token_rewards=zeros)
+        return table
+
+    def written(self, is_last_step: bool) -> None:
+        self.next_step += 1
+        self.is_ended = is_last_step
+
+    def _reward(self, reward: Any, length: int, is_last_step: bool, where: str) -> Any:
+        """None, which is pending, only for a last step: before it, no reward is a reward of 0."""
+        if reward is None:
+            return None if is_last_step else (np.zeros(length) if self._token_rewards else 0.0)
+        if (np.ndim(reward) > 0) != self._token_rewards:
+            has, needs = ("one per token", "one number") if np.ndim(reward) else ("one number", "one per token")
+            raise InvalidArgumentError(
+                f"{where}: reward is {has} and the client was made for {needs} "
+                f"(token_rewards={self._token_rewards}); all rows of a run use the one or the other"
+            )
+        return reward
+
+
+class Trajectory:
+    """One trajectory being rolled out; made by `RolloutClient.trajectory`. For one thread at a time.
+
+    As a context manager it is aborted, with the exception as the reason, when the block raises. A block that ends
+    without a last step aborts it too and raises FailedPreconditionError, as its group would wait for it forever;
+    `abort` is the way to give up on purpose.
+    """
+
+    def __init__(self, sender: Sender, abort: Callable[..., bool], writer: StepWriter) -> None:
+        self._sender = sender
+        self._abort = abort
+        self._writer = writer
+        self._delivery = Delivery()
+
+    @property
+    def key(self) -> TrajectoryKey:
+        return self._writer.key
+
+    @property
+    def is_kept(self) -> bool:
+        """False as soon as the service is known to have no use for further steps: the trajectory's group was dropped,
+        aborted, or sealed without it, or a higher attempt supersedes it. Costs no call."""
+        return self._delivery.is_kept
+
+    def step(
+        self,
+        prompt_token_ids: Any,
+        response_ids: Any,
+        *,
+        loss_mask: Any = None,
+        rollout_logprobs: Any = None,
+        reward: Any = None,
+        stop_reason: str = "",
+        is_last_step: bool = False,
+        policy_version: int | None = None,
+        advantage: Any = None,
+    ) -> bool:
+        """Hands over the next step and returns `is_kept`: on False, stop working on the trajectory.
+
+        The arrays may be lists, NumPy arrays, or CPU tensors; they are copied, so the caller may go on changing them.
+        loss_mask: one 0 or 1 a response token; all 1 when not given.
+        reward: one number, or one per response token where the client was made with `token_rewards`. Not given, it is
+            0 before the last step; on the last step it is pending until `RolloutClient.set_reward`.
+        policy_version: when it differs from the trajectory's.
+
+        Does not wait for the service: rows are sent by a thread a few milliseconds later, and `flush` waits for them.
+        Blocks only while too much is under way, or while the service has no room for the trajectory's group.
+        Raises InvalidArgumentError naming the field, after which the same step may be given again, corrected; and the
+        error of an earlier step that the service did not take, after which the trajectory is lost.
+
+            with client.trajectory("math/17", sample=0, policy_version=4) as trajectory:
+                while not done:
+                    prompt, response = sample(conversation)
+                    done, score = environment.act(response)
+                    if not trajectory.step(prompt, response, reward=score, is_last_step=done):
+                        break
+        """
+        if error := self._sender.told(self._delivery):
+            raise error
+        if not self.is_kept:
+            return False
+        table = self._writer.table(
+            prompt_token_ids,
+            response_ids,
+            loss_mask=loss_mask,
+            rollout_logprobs=rollout_logprobs,
+            reward=reward,
+            stop_reason=stop_reason,
+            is_last_step=is_last_step,
+            policy_version=policy_version,
+            advantage=advantage,
+        )
+        self._sender.put(table, self._delivery)
+        self._writer.written(is_last_step)
+        return self.is_kept
+
+    def abort(self, reason: str) -> None:
+        """Gives the trajectory up: its rows are dropped and its group goes on without it. Idempotent."""
+        self._writer.is_ended = True
+        # Where no row has arrived, the service may never have heard of the group.
+        with suppress(NotFoundError):
+            self._abort(self.key.uid, self.key.sample, round=self.key.round, reason=reason)
+
+    def __enter__(self) -> Trajectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._writer.is_ended or not self.is_kept:
+            return
+        reason = abort_reason(error)
+        if error is None:
+            self.abort(reason)
+            raise unfinished(self._writer)
+        try:
+            self.abort(reason)
+        except GristmillError as failed:
+            error.add_note(f"{self.key} could not be aborted: {failed}")
+
+
+def abort_reason(error: BaseException | None) -> str:
+    if error is None:
+        return "ended without a last step"
+    return f"{type(error).__name__}: {error}"[:_REASON_LENGTH].removesuffix(": ")
+
+
+def unfinished(writer: StepWriter) -> FailedPreconditionError:
+    return FailedPreconditionError(
+        f"{writer.key}: the block ended after {writer.next_step} steps without a last one, so that the trajectory was "
+        "aborted; give is_last_step=True with the last step, or call abort(reason) to give up on purpose"
+    )
+
+
+def plain(values: Any, name: str, where: str) -> Any:
+    """Anything that speaks NumPy's array protocol (tensors, for instance) as an array, all else as it is.
+
+    Raises InvalidArgumentError for tensors that NumPy cannot read: of bfloat16, on a device, or part of a graph.
+    """
+    if isinstance(values, np.ndarray) or not hasattr(values, "__array__"):
+        return values
+    read: Callable[[Any], Any] = np.asarray
+    try:
+        return read(values)
+    except (TypeError, RuntimeError, ValueError) as error:
+        told = str(error).splitlines()[0]
+        raise InvalidArgumentError(
+            f"{where}: {name} cannot be read as an array: {told} Give .detach().cpu().float() or .tolist()"
+        ) from None

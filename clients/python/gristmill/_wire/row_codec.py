@@ -1,0 +1,220 @@
+"""Steps to protobuf rows and back. Buffers are little-endian and are viewed, not copied, when read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill._wire.columns import Array, Int64s, Ragged, starts_of
+from gristmill._wire.steps import UNKNOWN, Steps, check
+from gristmill.errors import InvalidArgumentError
+from gristmill.v1 import rows_pb2
+
+if sys.byteorder != "little":  # pragma: no cover
+    raise ImportError("gristmill moves raw little-endian buffers and needs a little-endian machine")
+
+BUFFERS = ("tokens", "rollout_logprobs", "token_rewards", "token_advantages", "loss_mask")
+"""The fields with values of tokens. The others are small."""
+
+
+class Prefixes(NamedTuple):
+    """What rows leave out of `tokens`: as many of their first tokens, which the step before begins with.
+
+    lengths: int64 (rows,), at most the row's prompt. checksums: uint32 (rows,), CRC-32 of the bytes left out.
+    """
+
+    lengths: Int64s
+    checksums: NDArray[np.uint32]
+
+
+class Sent(NamedTuple):
+    """Rows as they came. Where there are prefixes, `tokens` of `steps` holds what was sent, and nothing is checked."""
+
+    steps: Steps
+    prefixes: Prefixes | None
+
+
+def encode(table: Steps) -> rows_pb2.Rows:
+    """The table as a message."""
+    message = small_fields([table])
+    for name, column in buffers(table).items():
+        setattr(message, name, column.compact().values.tobytes())
+    return message
+
+
+def small_fields(tables: Sequence[Steps], prefixes: Prefixes | None = None) -> rows_pb2.Rows:
+    """The tables' rows, one table after another, but for their buffers."""
+    first = tables[0]
+    rewards = first.token_rewards is None
+    return rows_pb2.Rows(
+        uids=[uid for table in tables for uid in table.uids],
+        rounds=_unless(_column(tables, "rounds"), 0),
+        samples=_column(tables, "samples").tolist(),
+        steps=_unless(_column(tables, "steps"), 0),
+        attempts=_unless(_column(tables, "attempts"), 0),
+        is_last_steps=_unless(_column(tables, "is_last_steps"), True),
+        prompt_lengths=_column(tables, "prompt_lengths").tolist(),
+        response_lengths=_column(tables, "response_lengths").tolist(),
+        rewards=_column(tables, "rewards").tolist() if rewards else (),
+        rewards_pending=_unless(_column(tables, "rewards_pending"), False),
+        advantages=() if first.advantages is None else _column(tables, "advantages").tolist(),
+        stop_reasons=_stop_reasons(tables),
+        policy_versions=_unless(_column(tables, "policy_versions"), UNKNOWN),
+        prefix_lengths=() if prefixes is None else prefixes.lengths.tolist(),
+        prefix_checksums=() if prefixes is None else prefixes.checksums.tolist(),
+    )
+
+
+def buffers(table: Steps) -> dict[str, Ragged]:
+    """The table's columns that are sent as buffers; a mask of ones is not."""
+    found = {
+        "tokens": table.tokens,
+        "rollout_logprobs": table.logprobs,
+        "token_rewards": table.token_rewards,
+        "token_advantages": table.token_advantages,
+        "loss_mask": None if table.loss_mask.values.all() else table.loss_mask,
+    }
+    return {name: column for name, column in found.items() if column is not None}
+
+
+def decode(message: rows_pb2.Rows) -> Steps:
+    """A checked table over the message's buffers.
+
+    Raises InvalidArgumentError naming the field and both sizes where a column does not fit the number of rows or
+    tokens, or as `gristmill._wire.steps.check` does; also for rows without their prefixes.
+    """
+    sent = read(message, {})
+    if sent.prefixes is not None:
+        raise InvalidArgumentError("prefix_lengths are given; only SubmitRows takes rows that are not whole")
+    return check(sent.steps)
+
+
+def read(message: rows_pb2.Rows, apart: Mapping[str, memoryview]) -> Sent:
+    """A table over the buffers of the message, and those that were read apart from it. The values are not checked.
+
+    Raises InvalidArgumentError naming the field and both sizes where a column does not fit the number of rows or
+    tokens.
+    """
+
+    def buffer(name: str) -> bytes | memoryview:
+        return getattr(message, name) or apart.get(name, b"")
+
+    uids = list(message.uids)
+    count = len(uids)
+    prompts = _per_row(message.prompt_lengths, "prompt_lengths", count, np.int64, None)
+    responses = _per_row(message.response_lengths, "response_lengths", count, np.int64, None)
+    for name, lengths in (("prompt_lengths", prompts), ("response_lengths", responses)):
+        if count and lengths.min() < 0:
+            raise InvalidArgumentError(f"{name} holds {lengths.min()}; lengths are not negative")
+    prefixes = _prefixes(message, prompts)
+    lengths = prompts + responses if prefixes is None else prompts + responses - prefixes.lengths
+    tokens = _Rows(lengths).ragged(buffer("tokens"), "tokens", np.int32)
+    if tokens is None:
+        raise InvalidArgumentError("tokens is empty; every row needs a prompt and a response")
+    of_responses = _Rows(responses)
+    # All ones is the default; one shared row of them is enough. No longer than the tokens, which are here.
+    loss_mask = of_responses.ragged(buffer("loss_mask"), "loss_mask", np.uint8) or _ones(responses)
+    token_rewards = _token_rewards(buffer("token_rewards"), of_responses)
+    rewards = (
+        _per_row(message.rewards, "rewards", count, np.float64, 0.0 if len(message.rewards_pending) else None)
+        if token_rewards is None
+        else token_rewards.row_sums()
+    )
+    steps = Steps(
+        uids=uids,
+        rounds=_per_row(message.rounds, "rounds", count, np.int32, 0),
+        samples=_per_row(message.samples, "samples", count, np.int32, None),
+        steps=_per_row(message.steps, "steps", count, np.int32, 0),
+        attempts=_per_row(message.attempts, "attempts", count, np.int32, 0),
+        is_last_steps=_per_row(message.is_last_steps, "is_last_steps", count, np.bool_, True),
+        stop_reasons=_strings(message.stop_reasons, count),
+        policy_versions=_per_row(message.policy_versions, "policy_versions", count, np.int32, UNKNOWN),
+        tokens=tokens,
+        prompt_lengths=prompts,
+        loss_mask=loss_mask,
+        logprobs=of_responses.ragged(buffer("rollout_logprobs"), "rollout_logprobs", np.float32),
+        rewards=rewards,
+        token_rewards=token_rewards,
+        rewards_pending=_per_row(message.rewards_pending, "rewards_pending", count, np.bool_, False),
+        advantages=(
+            _per_row(message.advantages, "advantages", count, np.float64, None) if message.advantages else None
+        ),
+        token_advantages=of_responses.ragged(buffer("token_advantages"), "token_advantages", np.float32),
+    )
+    return Sent(steps, prefixes)
+
+
+def _column(tables: Sequence[Steps], name: str) -> Array:
+    columns = [getattr(table, name) for table in tables]
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
+
+
+def _unless(column: Array, default: Any) -> Sequence[Any]:
+    """Nothing where all are the default."""
+    values: list[Any] = column.tolist()
+    return [] if values.count(default) == len(values) else values
+
+
+def _stop_reasons(tables: Sequence[Steps]) -> list[str]:
+    found = [reason for table in tables for reason in table.stop_reasons]
+    return found if any(found) else []
+
+
+def _per_row(values: Any, name: str, count: int, dtype: Any, default: Any) -> Array:
+    if not len(values) and default is not None:
+        return np.full(count, default, dtype)
+    if len(values) != count:
+        raise InvalidArgumentError(f"{name} has {len(values)} entries for {count} rows (uids); it needs one each")
+    return np.fromiter(values, dtype, count)
+
+
+def _strings(values: Any, count: int) -> list[str]:
+    if not len(values):
+        return [""] * count
+    if len(values) != count:
+        raise InvalidArgumentError(f"stop_reasons has {len(values)} entries for {count} rows (uids); it needs one each")
+    return list(values)
+
+
+def _prefixes(message: rows_pb2.Rows, prompts: Int64s) -> Prefixes | None:
+    if not len(message.prefix_lengths):
+        return None
+    lengths = _per_row(message.prefix_lengths, "prefix_lengths", len(prompts), np.int64, None)
+    checksums = _per_row(message.prefix_checksums, "prefix_checksums", len(prompts), np.uint32, None)
+    bad = (lengths < 0) | (lengths > prompts)
+    if bad.any():
+        row = int(bad.argmax())
+        raise InvalidArgumentError(
+            f"prefix_lengths[{row}] is {lengths[row]}, of a prompt of {prompts[row]} tokens; a prefix lies within it"
+        )
+    return Prefixes(lengths, checksums) if lengths.any() else None
+
+
+class _Rows:
+    """Rows that stand one after another in each of several buffers."""
+
+    def __init__(self, lengths: Int64s) -> None:
+        self._lengths, self._starts, self.total = lengths, starts_of(lengths), int(lengths.sum())
+
+    def ragged(self, buffer: bytes | memoryview, name: str, dtype: Any) -> Ragged | None:
+        if not len(buffer):
+            return None
+        expected = self.total * np.dtype(dtype).itemsize
+        if len(buffer) != expected:
+            raise InvalidArgumentError(
+                f"{name} has {len(buffer)} bytes and the rows' lengths ask for {expected} ({np.dtype(dtype).name} each)"
+            )
+        return Ragged(np.frombuffer(buffer, dtype), self._starts, self._lengths)
+
+
+def _ones(lengths: Any) -> Ragged:
+    longest = int(lengths.max()) if len(lengths) else 0
+    return Ragged(np.ones(longest, np.uint8), np.zeros(len(lengths), np.int64), lengths)
+
+
+def _token_rewards(buffer: bytes | memoryview, rows: _Rows) -> Ragged | None:
+    return rows.ragged(buffer, "token_rewards", np.float64 if len(buffer) == 8 * rows.total else np.float32)

@@ -1,0 +1,245 @@
+"""Steps: the table of rows as rollout workers produce them, and the rules that each row obeys by itself.
+
+The same table is built from Python lists, from files and from the wire, and is what the pipeline reads. Rules that
+need more than one row (steps 0..T-1, samples in range, mixed batches) belong to the service.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill._wire.columns import Array, Int64s, Ragged
+from gristmill.errors import InvalidArgumentError
+
+UNKNOWN = -1
+INT32_MAX = 2**31 - 1
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+_FINITE = "it must be finite, also as float32"
+
+
+class TrajectoryKey(NamedTuple):
+    """Names one trajectory of a run. `round` tells the times a uid is sampled again."""
+
+    round: int
+    uid: str
+    sample: int
+
+    def __str__(self) -> str:
+        where = f"uid {self.uid!r} sample {self.sample}"
+        return f"{where} round {self.round}" if self.round else where
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Steps:
+    """Rows as columns, in any order.
+
+    uids, stop_reasons: (n,) Python strings, "" an unknown stop reason.
+    rounds, samples, steps, attempts, policy_versions: int32 (n,); policy version -1 is unknown.
+    is_last_steps: bool (n,).
+    tokens: ragged int32, of each row the prompt and then the response.
+    prompt_lengths: int64 (n,), how much of `tokens` is the prompt.
+    loss_mask: ragged uint8 over the response.
+    logprobs: ragged float32 over the response, or None when the rows have none.
+    rewards: float64 (n,), the step's reward, or its sum where `token_rewards` are given.
+    token_rewards: ragged float32 or float64 over the response, or None for scalar rewards.
+    rewards_pending: bool (n,), rows whose reward is still to come.
+    advantages: float64 (n,) or None; token_advantages: ragged float32 over the response or None.
+    """
+
+    uids: Sequence[str]
+    rounds: NDArray[np.int32]
+    samples: NDArray[np.int32]
+    steps: NDArray[np.int32]
+    attempts: NDArray[np.int32]
+    is_last_steps: NDArray[np.bool_]
+    stop_reasons: Sequence[str]
+    policy_versions: NDArray[np.int32]
+    tokens: Ragged
+    prompt_lengths: Int64s
+    loss_mask: Ragged
+    logprobs: Ragged | None
+    rewards: NDArray[np.float64]
+    token_rewards: Ragged | None
+    rewards_pending: NDArray[np.bool_]
+    advantages: NDArray[np.float64] | None = None
+    token_advantages: Ragged | None = None
+
+    def __len__(self) -> int:
+        return len(self.uids)
+
+    @property
+    def response_lengths(self) -> Int64s:
+        return self.loss_mask.lengths
+
+    def key(self, row: int) -> TrajectoryKey:
+        return TrajectoryKey(int(self.rounds[row]), self.uids[row], int(self.samples[row]))
+
+    def name(self, row: int) -> str:
+        """The row, for a message."""
+        return f"{self.key(row)} step {self.steps[row]}"
+
+    def take(self, rows: Int64s) -> Steps:
+        """The rows at these indices, in that order, sharing the token data."""
+
+        def pick(column: Any) -> Any:
+            if isinstance(column, Ragged):
+                return column.take(rows)
+            if isinstance(column, np.ndarray):
+                return column[rows]
+            return None if column is None else [column[row] for row in rows.tolist()]
+
+        return Steps(**{field.name: pick(getattr(self, field.name)) for field in fields(self)})
+
+
+def concat(tables: Sequence[Steps]) -> Steps:
+    """The rows of all tables, one after another; token data is copied once.
+
+    Raises InvalidArgumentError when some carry logprobs, per-token rewards or advantages and others do not.
+    """
+    if len(tables) == 1:
+        return tables[0]
+    return Steps(**{field.name: _concat_column(field.name, tables) for field in fields(Steps)})
+
+
+def _concat_column(name: str, tables: Sequence[Steps]) -> Any:
+    columns = [getattr(table, name) for table in tables]
+    if name in ("uids", "stop_reasons"):
+        return [value for column in columns for value in column]
+    missing = [index for index, column in enumerate(columns) if column is None]
+    if len(missing) == len(columns):
+        return None
+    if missing:
+        given = next(index for index, column in enumerate(columns) if column is not None)
+        raise InvalidArgumentError(
+            f"{name}: {tables[given].name(0)} has them and {tables[missing[0]].name(0)} does not; "
+            "all rows of a run have them, or none has"
+        )
+    if isinstance(columns[0], Ragged):
+        dtype = np.result_type(*(column.values.dtype for column in columns))
+        return Ragged.from_arrays([view for column in columns for view in column.arrays()], dtype)
+    return np.concatenate(columns)
+
+
+def check(table: Steps) -> Steps:
+    """The table itself, if every row obeys the rules that concern it alone.
+
+    Raises InvalidArgumentError naming the first offending trajectory, the field, the value and the remedy.
+    """
+    _check_identity(table)
+    _check_lengths(table)
+    _check_tokens(table)
+    _check_numbers(table)
+    return table
+
+
+def check_text(text: str, what: str) -> None:
+    """Raises InvalidArgumentError for a string that no file, message or metadata could hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"{what} is {text!r}, which is not valid Unicode: {error.reason}") from None
+
+
+def _check_identity(table: Steps) -> None:
+    for name, least in (("rounds", 0), ("samples", 0), ("steps", 0), ("attempts", 0), ("policy_versions", UNKNOWN)):
+        column = getattr(table, name)
+        if column.size and column.min() < least:
+            at = int((column < least).argmax())
+            raise InvalidArgumentError(f"{table.name(at)}: {name[:-1]} is {column[at]}; it must be at least {least}")
+    if "" in table.uids:
+        raise InvalidArgumentError(
+            f"row {list(table.uids).index('')}: uid is empty; name the prompt that it belongs to"
+        )
+
+
+def _check_lengths(table: Steps) -> None:
+    responses = table.tokens.lengths - table.prompt_lengths
+    parts = (("prompt_token_ids", "prompt", table.prompt_lengths), ("response_ids", "response", responses))
+    for name, what, lengths in parts:
+        if lengths.size and lengths.min() < 1:
+            empty = int((lengths < 1).argmax())
+            raise InvalidArgumentError(f"{table.name(empty)}: {name} is empty; a {what} has at least one token")
+    seen: list[Int64s] = []
+    for name, column in _response_columns(table):
+        if any(column.lengths is lengths for lengths in seen):
+            continue
+        seen.append(column.lengths)
+        row = _first(column.lengths != responses)
+        if row is not None:
+            raise InvalidArgumentError(
+                f"{table.name(row)}: {name} has {column.lengths[row]} values and response_ids has {responses[row]}; "
+                "they need one each"
+            )
+
+
+def _check_tokens(table: Steps) -> None:
+    # One pass without temporaries on the good path; the search for the culprit runs only on the bad one.
+    if table.tokens.values.size and table.tokens.values.min() < 0:
+        for row, tokens in enumerate(table.tokens.arrays()):
+            bad = _first(tokens < 0)
+            if bad is not None:
+                split = int(table.prompt_lengths[row])
+                field, index = ("prompt_token_ids", bad) if bad < split else ("response_ids", bad - split)
+                raise InvalidArgumentError(
+                    f"{table.name(row)}: {field}[{index}] is {tokens[bad]}; token ids are 0..{INT32_MAX}"
+                )
+    if table.loss_mask.values.size and table.loss_mask.values.max() > 1:
+        _refuse_value(table, "loss_mask", table.loss_mask, lambda values: values > 1, "each is 0 or 1")
+
+
+def _check_numbers(table: Steps) -> None:
+    row = _first(_not_finite(table.rewards) & ~table.rewards_pending)
+    if row is not None and table.token_rewards is None:
+        raise InvalidArgumentError(f"{table.name(row)}: reward is {table.rewards[row]}; {_FINITE}")
+    if table.advantages is not None:
+        row = _first(_not_finite(table.advantages))
+        if row is not None:
+            raise InvalidArgumentError(f"{table.name(row)}: advantage is {table.advantages[row]}; {_FINITE}")
+    for name, column in _response_columns(table):
+        values = column.values
+        if values.dtype.kind == "f" and values.size and _is_suspicious(values):
+            _refuse_value(table, name, column, _not_finite, _FINITE)
+
+
+def _is_suspicious(values: Array) -> bool:
+    """Whether any may not be finite as float32, found without temporaries: NaN and infinity show in the sum, as may a
+    sum that overflows; what float64 holds and float32 does not shows in the extremes."""
+    if values.dtype == np.float32:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return not math.isfinite(float(values.sum()))
+    return not -FLOAT32_MAX <= values.min() <= values.max() <= FLOAT32_MAX
+
+
+def _not_finite(values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Also what is infinite as the float32 that shards hold."""
+    fits: NDArray[np.bool_] = np.abs(values) <= FLOAT32_MAX
+    return ~fits
+
+
+def _refuse_value(table: Steps, name: str, column: Ragged, is_bad: Any, rule: str) -> None:
+    for row, values in enumerate(column.arrays()):
+        bad = _first(is_bad(values))
+        if bad is not None:
+            raise InvalidArgumentError(f"{table.name(row)}: {name}[{bad}] is {values[bad]}; {rule}")
+
+
+def _response_columns(table: Steps) -> list[tuple[str, Ragged]]:
+    columns = (
+        ("loss_mask", table.loss_mask),
+        ("rollout_logprobs", table.logprobs),
+        ("reward", table.token_rewards),
+        ("advantage", table.token_advantages),
+    )
+    return [(name, column) for name, column in columns if column is not None]
+
+
+def _first(bad: NDArray[np.bool_]) -> int | None:
+    """Index of the first true value."""
+    index = int(bad.argmax()) if bad.size else 0
+    return index if bad.size and bad[index] else None

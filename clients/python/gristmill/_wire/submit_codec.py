@@ -1,0 +1,208 @@
+"""SubmitRowsRequest as bytes, by hand where it is large: a buffer is copied once when written, and viewed when read.
+
+Any protobuf library reads what is written here, and what any of them wrote is read here. protobuf's own classes would
+copy every buffer two or three times on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from gristmill._client.channels import MESSAGE_BYTES
+from gristmill._wire import row_codec
+from gristmill._wire.columns import Array, Ragged, bytes_of
+from gristmill._wire.steps import Steps
+from gristmill.errors import InvalidArgumentError
+from gristmill.v1 import rollout_pb2, rows_pb2
+
+Buffer = bytes | memoryview
+
+_ROWS = rollout_pb2.SubmitRowsRequest.DESCRIPTOR.fields_by_name["rows"].number
+_NUMBERS = {name: rows_pb2.Rows.DESCRIPTOR.fields_by_name[name].number for name in (*row_codec.BUFFERS, "padding")}
+_LENGTH_DELIMITED = 2
+_BY_TAG = {number << 3 | _LENGTH_DELIMITED: name for name, number in _NUMBERS.items()}
+# A length may be written longer than it needs to be, so that it is known where the rows begin before it is known how
+# long they are. Five bytes are the most that every reader takes.
+_LENGTH_BYTES = 5
+_ALIGNMENT = 8
+# Token ids use 17 of their 32 bits: a higher level takes longer and gains little.
+_ZSTD_LEVEL = 1
+
+
+class Submission:
+    """One request as it came; the rows are read when they are asked for."""
+
+    def __init__(self, data: bytes, most_bytes: int = MESSAGE_BYTES) -> None:
+        """most_bytes: what a compressed request may grow to.
+
+        Raises InvalidArgumentError for what is no SubmitRowsRequest, or a compressed one that is too large.
+        """
+        self._data = data
+        try:
+            self._read(data)
+            if self._zstd:
+                self._read(decompressed(self._zstd, most_bytes))
+        except DecodeError as error:
+            raise InvalidArgumentError(
+                f"the request is no message of gristmill.v1: {error}; send what the protos describe"
+            ) from None
+
+    def _read(self, data: bytes) -> None:
+        parts = _parts(data)
+        request = rollout_pb2.SubmitRowsRequest.FromString(parts.rest)
+        if parts.small and request.HasField("rows"):
+            # Messages that come twice are merged; nobody writes that, and protobuf knows how.
+            parts = _Parts({}, b"", data)
+            request = rollout_pb2.SubmitRowsRequest.FromString(data)
+        self._rows = rows_pb2.Rows.FromString(parts.small) if parts.small else request.rows
+        self._buffers = parts.buffers
+        self._zstd: bytes = request.zstd
+        self.run: str = request.run
+
+    def rows(self) -> row_codec.Sent:
+        """Raises InvalidArgumentError as `gristmill._wire.row_codec.read` does."""
+        return row_codec.read(self._rows, self._buffers)
+
+    def SerializeToString(self) -> bytes:  # noqa: N802  as protobuf's own messages have it
+        return self._data
+
+
+def encode(run: str, tables: Sequence[Steps], prefixes: row_codec.Prefixes | None = None) -> bytes:
+    """The request for the tables' rows, one table after another; all have the same columns.
+
+    prefixes: what of the rows' tokens is left out. Each buffer stands at a multiple of 8 bytes, so that the service can
+    use it where it is.
+    """
+    pieces: list[Buffer] = []
+    at = 1 + _LENGTH_BYTES
+    for name, memory in _buffers(tables, prefixes).items():
+        head = _head(_NUMBERS[name], sum(map(len, memory)))
+        fill = -(at + len(_head(_NUMBERS["padding"], 0)) + len(head)) % _ALIGNMENT
+        field = [_head(_NUMBERS["padding"], fill), bytes(fill), head, *memory]
+        at += sum(map(len, field))
+        pieces += field
+    pieces.append(row_codec.small_fields(tables, prefixes).SerializeToString())
+    head = _varint(_ROWS << 3 | _LENGTH_DELIMITED) + _varint(sum(map(len, pieces)), _LENGTH_BYTES)
+    return b"".join([head, *pieces, rollout_pb2.SubmitRowsRequest(run=run).SerializeToString()])
+
+
+def compressed(request: bytes) -> bytes:
+    """The request as one that says the same in fewer bytes. Raises InvalidArgumentError where zstandard is missing."""
+    frame = _zstandard().ZstdCompressor(level=_ZSTD_LEVEL, write_content_size=True).compress(request)
+    return rollout_pb2.SubmitRowsRequest(zstd=frame).SerializeToString()
+
+
+def decompressed(frame: bytes, most_bytes: int) -> bytes:
+    """What `compressed` was given. Raises as `Submission`; no more memory is taken than the frame may take."""
+    zstandard = _zstandard()
+    try:
+        size = zstandard.frame_content_size(frame)
+        if size > most_bytes:
+            # Not RESOURCE_EXHAUSTED, which asks to send the same again later.
+            raise InvalidArgumentError(
+                f"zstd: the request has {size} bytes uncompressed and max_message_bytes is {most_bytes}; send fewer "
+                "rows a request, or raise the setting"
+            )
+        if size < 0:
+            raise InvalidArgumentError("zstd: the frame does not tell the size of its content; write it with that")
+        found: bytes = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
+        return found
+    except zstandard.ZstdError as error:
+        raise InvalidArgumentError(f"zstd: {len(frame)} bytes are no frame of zstd: {error}; send another") from None
+
+
+def check_zstd() -> None:
+    """Raises InvalidArgumentError where zstandard is missing."""
+    _zstandard()
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError as missing:
+        raise InvalidArgumentError(f"zstd needs zstandard ({missing}): pip install gristmill[zstd]") from None
+    return zstandard
+
+
+def _buffers(tables: Sequence[Steps], prefixes: row_codec.Prefixes | None) -> dict[str, list[Buffer]]:
+    """Of each buffer that is sent, the memory that it is made of."""
+    found = [row_codec.buffers(table) for table in tables]
+    memory: dict[str, list[Buffer]] = {}
+    for name in row_codec.BUFFERS:
+        if not any(name in columns for columns in found):
+            continue
+        # A mask of ones is sent where other rows have another.
+        columns = [columns.get(name, table.loss_mask) for columns, table in zip(found, tables, strict=True)]
+        memory[name] = _memory(columns)
+    if prefixes is not None:
+        rows = [row for columns in found for row in columns["tokens"].arrays()]
+        memory["tokens"] = [bytes_of(row[length:]) for row, length in zip(rows, prefixes.lengths.tolist(), strict=True)]
+    return memory
+
+
+def _memory(columns: Sequence[Ragged]) -> list[Buffer]:
+    dtype = np.result_type(*(column.values.dtype for column in columns))
+    arrays: list[Array] = []
+    for column in columns:
+        arrays += [column.values] if column.is_compact() else column.arrays()
+    return [bytes_of(array.astype(dtype, copy=False)) for array in arrays]
+
+
+class _Parts(NamedTuple):
+    """buffers: those that the rows begin with. small: the rest of the rows. rest: the request but for its rows."""
+
+    buffers: dict[str, memoryview]
+    small: bytes
+    rest: bytes
+
+
+def _parts(data: bytes) -> _Parts:
+    """Where the request is not as `encode` writes it, all of it is the rest, for protobuf to read."""
+    whole, buffers = _Parts({}, b"", data), dict[str, memoryview]()
+    view = memoryview(data)
+    try:
+        tag, begin = _read_varint(data, 0)
+        size, at = _read_varint(data, begin)
+        end = at + size
+        if tag != _ROWS << 3 | _LENGTH_DELIMITED or end > len(data):
+            return whole
+        while at < end:
+            tag, begin = _read_varint(data, at)
+            if tag not in _BY_TAG:
+                break
+            size, begin = _read_varint(data, begin)
+            if begin + size > end:
+                return whole
+            buffers[_BY_TAG[tag]] = view[begin : begin + size]
+            at = begin + size
+    except IndexError:
+        return whole
+    return _Parts(buffers, data[at:end], data[end:])
+
+
+def _head(number: int, size: int) -> bytes:
+    return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(size)
+
+
+def _varint(value: int, least_bytes: int = 1) -> bytes:
+    found = bytearray()
+    while value >= 0x80 or len(found) + 1 < least_bytes:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The value, and where it ends. Raises IndexError where the data ends first."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if not byte & 0x80 or shift > 63:
+            return value, at

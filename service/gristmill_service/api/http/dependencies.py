@@ -1,0 +1,79 @@
+"""How handlers reach what they work on: the backend, the run named in the path, and whether the caller has gone.
+
+And how each request gets its id, and its span while calls are traced."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+from fastapi import Depends, Path, Request
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gristmill_service import tracing
+from gristmill_service.api import request_ids
+from gristmill_service.api.backend import Backend
+from gristmill_service.run.run import Run
+
+
+async def _backend(request: Request) -> Backend:
+    return cast(Backend, request.app.state.backend)
+
+
+BackendDep = Annotated[Backend, Depends(_backend)]
+
+
+def _run(backend: BackendDep, run: Annotated[str, Path(description="The run's name.")]) -> Run:
+    return backend.runs.get(run)
+
+
+RunDep = Annotated[Run, Depends(_run)]
+
+
+class RequestIds:
+    """ASGI middleware: every answer tells the id of its request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        found = request_ids.begin((name.decode("latin-1"), value) for name, value in scope["headers"])
+
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # In place of the same one of a process that the request was passed on to.
+                MutableHeaders(scope=message)[request_ids.HEADER] = found
+            await send(message)
+
+        if tracing.is_on() and scope["path"].startswith("/v1/"):
+            await self._traced(scope, receive, told)
+        else:
+            await self._app(scope, receive, told)
+
+    async def _traced(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+        call = tracing.call_span(f"HTTP {scope['method']}", headers, request_id=request_ids.current())
+
+        async def observed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.set_attribute("http.response.status_code", message["status"])
+                if message["status"] >= 500:
+                    tracing.fail(call, str(message["status"]))
+            await send(message)
+
+        with tracing.within(call):
+            try:
+                await self._app(scope, receive, observed)
+            finally:
+                call.update_name(f"{scope['method']} {getattr(scope.get('route'), 'path', 'unknown')}")
+                if run := scope.get("path_params", {}).get("run"):
+                    call.set_attribute("gristmill.run", run)
+
+
+async def gone(request: Request) -> None:
+    """Returns when the caller has closed the connection. The body was read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,67 @@
+"""`gristmill export`: a sealed batch of a running service as a rollout file, to be laid out again offline."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import orjson
+import typer
+import yaml
+
+from gristmill._client.transport import Transport
+from gristmill._wire.row_codec import decode
+from gristmill._wire.rows import to_rows
+from gristmill.errors import InvalidArgumentError
+from gristmill.v1 import run_pb2, trainer_pb2
+from gristmill_service.cli.refusal_exit import refusals
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the command line."""
+    app.command()(export)
+
+
+def export(
+    run: Annotated[str, typer.Argument(help="The run.", show_default=False)],
+    batch: Annotated[int, typer.Argument(help="The batch, from 0. It may be exported until it is freed.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="A rollout file: .jsonl or .jsonl.gz.")],
+    address: Annotated[str, typer.Option(help="The service: HOST:PORT or unix:/PATH.")] = "127.0.0.1:50051",
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="Also writes the run's configuration, as YAML.")
+    ] = None,
+) -> None:
+    """Write a sealed batch's rows, as they were submitted, to a file.
+
+    Example: gristmill export my-run 12 --out rollouts.jsonl.gz --config run.yaml
+
+    What gristmill batch makes of these two files has the tensors of the service's own shards.
+    """
+    with refusals(), closing(Transport(address, 10.0, "gristmill export")) as transport:
+        if config is not None:
+            config.write_text(_settings(transport, run), encoding="utf-8")
+        _write(transport, trainer_pb2.ExportBatchRequest(run=run, batch=batch), out)
+
+
+def _settings(transport: Transport, run: str) -> str:
+    status = transport.call(transport.runs.GetRun, run_pb2.GetRunRequest(run=run)).status
+    return yaml.safe_dump(json.loads(status.config_json), sort_keys=False)
+
+
+def _write(transport: Transport, request: trainer_pb2.ExportBatchRequest, out: Path) -> None:
+    """The file appears whole or not at all."""
+    if out.suffix not in (".jsonl", ".gz"):
+        raise InvalidArgumentError(f"--out is {out}; it ends in .jsonl or .jsonl.gz")
+    draft = out.with_name(f".{out.name}.draft")
+    try:
+        pages = transport.call(
+            lambda request, timeout: list(transport.trainers.ExportBatch(request, timeout=timeout)), request
+        )
+        lines = b"".join(orjson.dumps(row) + b"\n" for page in pages for row in to_rows(decode(page.rows)))
+        draft.write_bytes(gzip.compress(lines) if out.suffix == ".gz" else lines)
+        draft.rename(out)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,169 @@
+"""The offline commands: `gristmill plan`, `gristmill batch` and `gristmill show`.
+
+Results go to standard output or the given directory, progress and messages to standard error. A refusal is one clear
+message there and exit code 1.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from gristmill._wire.steps import Steps
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.cli.refusal_exit import messages, refusals
+from gristmill_service.cli.rollout_files import read_batches
+from gristmill_service.config import RunConfig, read_config
+from gristmill_service.pipeline import Batch, mill
+from gristmill_service.pipeline import plan as plan_batch
+from gristmill_service.storage.shard_files import write_shards
+
+RolloutsArgument = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", help="Rollouts: .jsonl, .jsonl.gz or .parquet, one row a step.", show_default=False),
+]
+ConfigOption = Annotated[
+    Path, typer.Option("--config", metavar="CONFIG", help="The run's configuration, YAML or JSON.", show_default=False)
+]
+
+Advance = Callable[[int], None]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the offline commands to the command line."""
+    app.command()(plan)
+    app.command()(batch)
+    app.command()(show)
+
+
+def plan(file: RolloutsArgument, config: ConfigOption) -> None:
+    """Print the plan of each batch in FILE: one JSON document a line.
+
+    FILE may also be a lengths file, with prompt_len and response_len in place of tokens, masks and rewards.
+
+    Example: gristmill plan rollouts.jsonl --config run.yaml | jq .optimizer_steps
+    """
+    with refusals():
+        settings = read_config(config)
+        batches, is_lengths = _read(file, settings)
+        if is_lengths:
+            settings = settings.model_copy(update={"zero_variance_filter": None, "overlong_filter": ()})
+        for number, steps in enumerate(batches):
+            document = plan_batch(steps, settings, batch=number)
+            _warn(document["counts"])
+            print(json.dumps(document, separators=(",", ":")))
+
+
+def batch(
+    file: RolloutsArgument,
+    config: ConfigOption,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where batch-00000/ and so on are written.")],
+) -> None:
+    """Make the shards of each batch in FILE, as the service would.
+
+    Writes DIR/batch-00000/plan.json and beside it MODEL-MINI_BATCH/rank-RANK.safetensors. A batch appears whole or not
+    at all, and nothing is written when any batch of FILE is refused.
+
+    Example: gristmill batch rollouts.jsonl --config run.yaml --out shards
+    """
+    with refusals():
+        settings = read_config(config)
+        batches, is_lengths = _read(file, settings)
+        if is_lengths:
+            raise InvalidArgumentError(f"{file} is a lengths file: it has no tokens to lay out; use gristmill plan")
+        targets = [out / f"batch-{number:05d}" for number in range(len(batches))]
+        for target in targets:
+            if target.exists():
+                raise InvalidArgumentError(f"{target} exists already; remove it or choose another --out")
+        milled = list(_mill_all(batches, settings, file.name.split(".")[0]))
+        size = sum(shard.size for one in milled for shard in one.shards)
+        with _progress("Writing shards", size) as advance:
+            for target, one in zip(targets, milled, strict=True):
+                _write(target, one, advance)
+
+
+def show(directory: Annotated[Path, typer.Argument(metavar="DIR", help="What gristmill batch wrote.")]) -> None:
+    """Show what is in the shards under DIR: rows, tokens, padding share and loss tokens of each.
+
+    Example: gristmill show shards
+    """
+    from gristmill_service.cli.show import shard_table
+
+    with refusals():
+        # Wide enough that a pipe or a log gets every column whole.
+        console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+        console.print(shard_table(directory))
+
+
+def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:
+    for warning in config.warnings():
+        messages.print(f"[yellow]warning:[/] {warning}")
+    size = file.stat().st_size if file.is_file() else None
+    with _progress("Reading rollouts", size) as advance:
+        done = 0
+
+        def read(position: int) -> None:
+            nonlocal done
+            if position - done >= 1 << 20:
+                advance(position - done)
+                done = position
+
+        return read_batches(file, config, read)
+
+
+def _mill_all(batches: list[Steps], config: RunConfig, run: str) -> Iterator[Batch]:
+    for number, steps in enumerate(batches):
+        milled = mill(steps, config, run=run, batch=number)
+        _warn(milled.plan["counts"])
+        yield milled
+
+
+def _warn(counts: dict[str, int]) -> None:
+    if counts.get("rows_over_max_seq_len"):
+        messages.print(
+            f"[yellow]warning:[/] {counts['rows_over_max_seq_len']} rows are longer than max_seq_len; "
+            "nothing is truncated"
+        )
+    if counts.get("maxrl_nonpositive_groups"):
+        messages.print(
+            f"[yellow]warning:[/] {counts['maxrl_nonpositive_groups']} prompt groups have a mean score that is not "
+            "positive: maxrl reinforces the worse sample there"
+        )
+
+
+def _write(target: Path, milled: Batch, advance: Advance) -> None:
+    """The batch directory, complete or absent."""
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        write_shards(partial, milled.shards, advance)
+        (partial / "plan.json").write_text(json.dumps(milled.plan) + "\n", encoding="utf-8")
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _progress(label: str, total: int | None) -> Iterator[Advance]:
+    """A bar on standard error for work that takes long enough to ask; yields a function that advances it by bytes."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda count: bar.advance(task, count)

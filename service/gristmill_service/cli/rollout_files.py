@@ -1,0 +1,154 @@
+"""Rollout files: JSON lines (gzip by extension) and Parquet, to tables of steps, whole batches at a time.
+
+A lengths file has `prompt_len, response_len` in place of tokens, masks and rewards; it can be planned, not laid out.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import orjson
+
+from gristmill._wire.columns import Ragged
+from gristmill._wire.rows import from_rows
+from gristmill._wire.steps import Steps
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.config import RunConfig
+
+Progress = Callable[[int], None]
+"""Called with the bytes of the file that are read so far."""
+
+_NO_ROW = object()
+_LENGTH_FIELDS = ("prompt_len", "response_len")
+
+
+def read_batches(path: Path, config: RunConfig, progress: Progress) -> tuple[list[Steps], bool]:
+    """The file's batches in order, and whether it is a lengths file.
+
+    Raises InvalidArgumentError naming the file and the line or trajectory, also when the prompt groups do not fill
+    whole batches.
+    """
+    try:
+        rows = _read_parquet(path) if path.suffix == ".parquet" else _read_lines(path, progress)
+        first = next(rows, _NO_ROW)
+        if first is _NO_ROW:
+            raise InvalidArgumentError("holds no rows")
+        is_lengths = isinstance(first, Mapping) and not first.keys().isdisjoint(_LENGTH_FIELDS)
+        table = (
+            _lengths_table(_chain(first, rows), config)
+            if is_lengths
+            else from_rows(_chain(first, rows), step_wise=config.step_wise)
+        )
+        return _split(table, config), is_lengths
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{path}: {error}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidArgumentError(f"{path}: cannot be read to its end: {error}") from None
+
+
+def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest
+
+
+def _read_lines(path: Path, progress: Progress) -> Iterator[Any]:
+    with path.open("rb") as raw:
+        lines: BinaryIO = gzip.open(raw) if path.suffix == ".gz" else raw  # type: ignore[assignment]  # noqa: SIM115
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _parse(line, number)
+            progress(raw.tell())
+
+
+def _parse(line: bytes, number: int) -> Any:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        # The slower parser takes NaN and Infinity, so that they can be refused with the trajectory's name.
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"line {number} is not valid JSON ({error}); one row a line is expected") from None
+
+
+def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise InvalidArgumentError("reading Parquet needs pyarrow; pip install 'gristmill[parquet]'") from None
+    try:
+        table = pq.read_table(path).combine_chunks()
+    except (pa.ArrowInvalid, pa.ArrowException) as error:
+        raise InvalidArgumentError(f"is not a readable Parquet file: {error}") from None
+    columns = {name: _column_values(table.column(name), pa) for name in table.column_names}
+    for row in range(table.num_rows):
+        yield {name: values(row) for name, values in columns.items()}
+
+
+def _column_values(column: Any, pa: Any) -> Callable[[int], Any]:
+    """Row index to value: NumPy views of list columns, Python values of others."""
+    chunk = column.chunk(0) if column.num_chunks else pa.array([], column.type)
+    if not (pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)):
+        values: list[Any] = chunk.to_pylist()
+        return values.__getitem__
+    flat = chunk.values.to_numpy(zero_copy_only=False)
+    edges: list[int] = chunk.offsets.to_pylist()
+    valid: list[bool] = chunk.is_valid().to_pylist()
+    return lambda row: flat[edges[row] : edges[row + 1]] if valid[row] else None
+
+
+def _lengths_table(rows: Iterator[Any], config: RunConfig) -> Steps:
+    """Steps that have lengths and no tokens."""
+    if config.merge != "none":
+        raise InvalidArgumentError(
+            f"is a lengths file, which has no tokens to compare, and merge is {config.merge}; set merge: none"
+        )
+    prompts: list[int] = []
+    responses: list[int] = []
+
+    def stand_in(row: Any) -> Any:
+        if not isinstance(row, Mapping):
+            return row
+        for name, lengths in zip(_LENGTH_FIELDS, (prompts, responses), strict=True):
+            length = row.get(name)
+            if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length < 2**31:
+                where = f"uid {row.get('uid')!r} sample {row.get('sample')}"
+                raise InvalidArgumentError(f"{where}: {name} is {length!r}; expected tokens, at least 1")
+            lengths.append(length)
+        rest = {name: value for name, value in row.items() if name not in _LENGTH_FIELDS}
+        return {**rest, "prompt_token_ids": [0], "response_ids": [0], "loss_mask": [1], "reward": 0.0}
+
+    table = from_rows(map(stand_in, rows), step_wise=config.step_wise)
+    nothing, starts = np.empty(0, np.int32), np.zeros(len(table), np.int64)
+    prompt_lengths, response_lengths = np.array(prompts, np.int64), np.array(responses, np.int64)
+    return replace(
+        table,
+        tokens=Ragged(nothing, starts, prompt_lengths + response_lengths),
+        prompt_lengths=prompt_lengths,
+        loss_mask=Ragged(nothing.astype(np.uint8), starts, response_lengths),
+        advantages=np.zeros(len(table)) if config.advantage_estimator == "none" else None,
+    )
+
+
+def _split(table: Steps, config: RunConfig) -> list[Steps]:
+    """Every `train_batch_size` prompt groups, in order of first appearance, are a batch."""
+    size = config.train_batch_size
+    index: dict[tuple[int, str], int] = {}
+    keys = zip(table.rounds.tolist(), table.uids, strict=True)
+    groups = np.fromiter((index.setdefault(key, len(index)) for key in keys), np.int64, len(table))
+    if len(index) % size:
+        raise InvalidArgumentError(
+            f"holds {len(index)} prompt groups, which is {len(index) // size} batches of train_batch_size: {size} and "
+            f"{len(index) % size} more; complete the last batch or change train_batch_size"
+        )
+    batches = groups // size
+    return [table.take(np.flatnonzero(batches == number)) for number in range(len(index) // size)]

@@ -1,0 +1,113 @@
+"""`gristmill status`, `top` and `tail` on the command line. What is heavy is imported when they run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from gristmill.errors import DeadlineExceededError, GristmillError, UnavailableError
+
+TROUBLE, UNREACHABLE = 1, 2
+
+AddressOption = Annotated[
+    str,
+    typer.Option(
+        envvar="GRISTMILL_ADDRESS",
+        help="The service, or any of its replicas: HOST:PORT or unix:/PATH, several with commas between.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
+_ADDRESS = "127.0.0.1:50051"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands to the command line."""
+    app.command()(status)
+    app.command()(top)
+    app.command()(tail)
+
+
+def status(
+    run: Annotated[str | None, typer.Argument(help="One run, whole; all runs without it.", show_default=False)] = None,
+    address: AddressOption = _ADDRESS,
+    as_json: JsonOption = False,
+    watched_s: Annotated[
+        float,
+        typer.Option(
+            "--for", min=0.0, metavar="SECONDS", help="Look twice: a run in which nothing moved meanwhile is stuck."
+        ),
+    ] = 0.0,
+) -> None:
+    """Show the service's runs and how they are.
+
+    Exit status 1: a run is stuck, a replica is not ready or away, or there is no such run. 2: no replica can be
+    reached. A run is stuck when a batch that is still to be trained could not be made, when its owner does not answer,
+    or, with --for, when nothing moved.
+
+    Example: gristmill status --for 300 --json | jq '.runs[].health'
+    """
+    from gristmill_service.cli.watch.status import show_status
+
+    with _exits():
+        is_well = show_status(address, run, watched_s, as_json=as_json)
+    raise typer.Exit(0 if is_well else TROUBLE)
+
+
+def top(
+    address: AddressOption = _ADDRESS,
+    as_json: JsonOption = False,
+    interval_s: Annotated[float, typer.Option("--interval", min=0.1, metavar="SECONDS", help="Between looks.")] = 1.0,
+) -> None:
+    """Watch the service's runs, until q or Ctrl-C.
+
+    Where its output is no terminal, it prints what there is once. With --json a terminal gets one object a look.
+    """
+    from gristmill_service.cli.watch.top import show_top
+
+    with _exits():
+        show_top(address, interval_s, as_json=as_json)
+
+
+def tail(
+    run: Annotated[str, typer.Argument(help="The run.", show_default=False)],
+    address: AddressOption = _ADDRESS,
+    as_json: JsonOption = False,
+    interval_s: Annotated[float, typer.Option("--interval", min=0.05, metavar="SECONDS", help="Between looks.")] = 0.5,
+) -> None:
+    """Follow what happens in a run, a line each, from now on, until it is done, gone, or Ctrl-C is pressed.
+
+    Tells when batches are sealed, published, acknowledged, committed, freed or failed, and which groups were dropped
+    and why. Goes on when the service was away meanwhile, and tells that too.
+
+    Example: gristmill tail my-run --json | jq 'select(.event == "groups dropped")'
+    """
+    from gristmill_service.cli.watch.tail import show_tail
+
+    with _exits():
+        show_tail(address, run, interval_s, as_json=as_json)
+
+
+@contextmanager
+def _exits() -> Iterator[None]:
+    """The exit status of what ends a command early. Ctrl-C is how a person ends one that goes on: 0."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+    except BrokenPipeError:
+        # Whoever reads has enough. Python would fail again when it writes the rest at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+    except (UnavailableError, DeadlineExceededError) as error:
+        from gristmill_service.cli.watch.snapshot import why
+
+        print(f"unreachable: {why(error)}", file=sys.stderr)
+        raise typer.Exit(UNREACHABLE) from None
+    except GristmillError as error:
+        print(f"refused: {error}", file=sys.stderr)
+        raise typer.Exit(TROUBLE) from None

@@ -1,0 +1,57 @@
+"""What `--json` prints: plain values, names as in the contract."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from gristmill.v1 import run_pb2
+from gristmill_service.cli.watch.health import Health, model_name
+from gristmill_service.cli.watch.snapshot import Look, RunLook
+
+Json = dict[str, Any]
+
+_SAME = (
+    *("policy_version", "finished", "groups_open", "groups_complete", "groups_room", "batches_sealed"),
+    *("batches_published", "batches_freed", "row_bytes", "shard_bytes", "rows_accepted", "rows_duplicate"),
+)
+
+
+def look_document(look: Look, healths: list[Health]) -> Json:
+    """One look, for programs."""
+    replicas = [
+        {"address": one.address, "reached": one.is_reached, "trouble": one.trouble, "version": one.version}
+        for one in look.replicas
+    ]
+    runs = [_run_document(run, health) for run, health in zip(look.runs, healths, strict=True)]
+    return {"replicas": replicas, "runs": runs}
+
+
+def place_document(position: run_pb2.Position) -> Json:
+    return {"batch": position.batch, "epoch": position.epoch, "mini_batch": position.mini_batch}
+
+
+def _run_document(run: RunLook, health: Health) -> Json:
+    found: Json = {"run": run.run, "health": asdict(health)}
+    status = run.status
+    if status is None:
+        return found
+    return {
+        **found,
+        **{name: getattr(status, name) for name in _SAME},
+        "groups_dropped": dict(status.groups_dropped),
+        "failed_batches": {str(number): reason for number, reason in status.failed_batches.items()},
+        "models": [_model_document(status, model) for model in status.models],
+        "config": json.loads(status.config_json),
+    }
+
+
+def _model_document(status: run_pb2.RunStatus, model: run_pb2.ModelProgress) -> Json:
+    ranks = sorted((rank.rank, place_document(rank.next)) for rank in status.ranks if rank.model == model.model)
+    return {
+        "model": model_name(model.model),
+        "committed": place_document(model.committed),
+        "incarnation": model.incarnation,
+        "next": [position for _, position in ranks],
+    }

@@ -1,0 +1,1 @@
+"""What is seen of runs from outside: metrics, health, history and batch views. Decides nothing."""

@@ -1,0 +1,94 @@
+"""The process's metrics, in a registry of their own; those of its runs are asked for at each scrape."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Histogram, Info, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+import gristmill
+from gristmill_service.monitoring.metrics.exposition import text
+from gristmill_service.monitoring.metrics.run_families import run_metrics
+from gristmill_service.monitoring.metrics.storage_timing import StoreMetrics
+from gristmill_service.monitoring.run_stats import RunStats
+
+# From a small call to a wait that lasts as long as the service allows.
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What is asked at each scrape.
+
+    readings: of each run that this process decides for. waiting: calls that wait now. leases: runs by who decides for
+    them. trouble: why batches or calls have to wait for what keeps them. room: of each place where something is kept,
+    the bytes that are used and those that there are.
+    """
+
+    readings: Callable[[], Iterable[RunStats]]
+    waiting: Callable[[], int]
+    leases: Callable[[], Mapping[str, int]] = dict
+    trouble: Callable[[], str] = str
+    room: Callable[[], Mapping[str, tuple[int, int]]] = dict
+
+
+class Metrics:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._calls = Histogram(
+            "gristmill_call_seconds",
+            "Seconds from a call's arrival to its answer, waiting included.",
+            ("door", "call", "status"),
+            registry=self._registry,
+            buckets=_SECONDS,
+        )
+        self.storing = StoreMetrics(self._registry)
+        build = Info("gristmill_build", "Which version runs, always 1.", registry=self._registry)
+        build.info({"version": gristmill.__version__, "python": platform.python_version()})
+        ProcessCollector(registry=self._registry)
+
+    def watch(self, watched: Watched) -> None:
+        """Tells of these, too, from now on."""
+        self._registry.register(_WatchedCollector(watched))
+
+    def observe_call(self, door: str, call: str, status: str, seconds: float) -> None:
+        self._calls.labels(door, call, status).observe(seconds)
+
+    def text(self) -> bytes:
+        """All metrics in the Prometheus text format."""
+        return text(self._registry.collect())
+
+
+class _WatchedCollector(Collector):
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: the registry would otherwise ask every run when this is registered."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        watched = self._watched
+        yield GaugeMetricFamily("gristmill_waiting_calls", "Calls that wait now.", watched.waiting())
+        yield GaugeMetricFamily(
+            "gristmill_store_trouble",
+            "1 while batches or calls wait for what keeps them; /readyz says why.",
+            1 if watched.trouble() else 0,
+        )
+        leases = GaugeMetricFamily("gristmill_leases", "Runs, by who decides for them.", labels=("state",))
+        for state, count in watched.leases().items():
+            leases.add_metric((state,), count)
+        yield leases
+        used = GaugeMetricFamily("gristmill_store_used_bytes", "Bytes used where it is kept.", labels=("store",))
+        limit = GaugeMetricFamily("gristmill_store_limit_bytes", "Bytes that there are in all.", labels=("store",))
+        for store, (taken, most) in watched.room().items():
+            used.add_metric((store,), taken)
+            limit.add_metric((store,), most)
+        yield from (used, limit)
+        yield from run_metrics(list(watched.readings()))

@@ -1,0 +1,133 @@
+"""What stores and journals take, measured around them: seconds, and calls that failed.
+
+Waits for room are a run's own; what is not found is no failure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from gristmill._wire.steps import Steps
+from gristmill.errors import AlreadyExistsError, NotFoundError
+from gristmill_service.storage.run_store import OwnedElsewhereError, Replay, RunLog, RunStore
+from gristmill_service.storage.shard_store import ShardSource, ShardStore
+
+T = TypeVar("T")
+
+_SECONDS = (0.0001, 0.0005, 0.0025, 0.01, 0.05, 0.25, 1.0, 5.0, 30.0)
+_NO_FAILURE = (NotFoundError, AlreadyExistsError, OwnedElsewhereError)
+OPERATIONS = ("publish", "plan", "free", "append", "sync", "flush", "compact", "put", "get", "replay")
+
+
+class StoreMetrics:
+    """Thread-safe."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        seconds = Histogram(
+            "gristmill_store_seconds",
+            "Seconds of calls to what keeps shards, rows and events.",
+            ("operation",),
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        failed = Counter(
+            "gristmill_store_errors", "Calls to what keeps them that failed.", ("operation",), registry=registry
+        )
+        # Looked up once: some are made with each request.
+        self._observe = {name: seconds.labels(name).observe for name in OPERATIONS}
+        self._fail = {name: failed.labels(name).inc for name in OPERATIONS}
+
+    def call(self, operation: str, function: Callable[[], T]) -> T:
+        begin = time.perf_counter()
+        try:
+            found = function()
+        except Exception as error:
+            if not isinstance(error, _NO_FAILURE):
+                self._fail[operation]()
+            raise
+        self._observe[operation](time.perf_counter() - begin)
+        return found
+
+
+class TimedShardStore:
+    """See `gristmill_service.storage.shard_store.ShardStore`."""
+
+    def __init__(self, store: ShardStore, measured: StoreMetrics) -> None:
+        self._store, self._call = store, measured.call
+        self.locate, self.read, self.read_compact = store.locate, store.read, store.read_compact
+        self.delete_run, self.close = store.delete_run, store.close
+
+    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
+        return self._call("publish", lambda: self._store.publish(run, batch, plan, shards))
+
+    def plan(self, run: str, batch: int) -> bytes:
+        return self._call("plan", lambda: self._store.plan(run, batch))
+
+    def free(self, run: str, batch: int) -> None:
+        self._call("free", lambda: self._store.free(run, batch))
+
+
+class TimedRunStore:
+    """See `gristmill_service.storage.run_store.RunStore`."""
+
+    def __init__(self, ledger: RunStore, measured: StoreMetrics) -> None:
+        self._ledger, self._measured = ledger, measured
+        self.is_shared = ledger.is_shared
+        self.names, self.delete, self.close = ledger.names, ledger.delete, ledger.close
+        self.trouble, self.silence = ledger.trouble, ledger.silence
+
+    def create(self, name: str, config: bytes) -> RunLog:
+        return TimedRunLog(self._ledger.create(name, config), self._measured)
+
+    def open(self, name: str) -> RunLog:
+        return TimedRunLog(self._ledger.open(name), self._measured)
+
+
+class TimedRunLog:
+    """See `gristmill_service.storage.run_store.RunLog`."""
+
+    def __init__(self, book: RunLog, measured: StoreMetrics) -> None:
+        self._book, self._call = book, measured.call
+        self.config, self.maps_rows, self.reads_rows = book.config, book.maps_rows, book.reads_rows
+        self.remove, self.keep, self.close = book.remove, book.keep, book.close
+
+    @property
+    def is_lost(self) -> bool:
+        return self._book.is_lost
+
+    @property
+    def is_long(self) -> bool:
+        return self._book.is_long
+
+    @property
+    def log_bytes(self) -> int:
+        return self._book.log_bytes
+
+    @property
+    def lease(self) -> float | None:
+        return self._book.lease
+
+    def replay(self) -> Replay:
+        return self._call("replay", self._book.replay)
+
+    def append(self, record: bytes) -> None:
+        self._call("append", lambda: self._book.append(record))
+
+    def sync(self) -> None:
+        self._call("sync", self._book.sync)
+
+    def flush(self) -> None:
+        self._call("flush", self._book.flush)
+
+    def compact(self, snapshot: bytes) -> None:
+        self._call("compact", lambda: self._book.compact(snapshot))
+
+    def put(self, table: Steps) -> tuple[int, Steps]:
+        return self._call("put", lambda: self._book.put(table))
+
+    def get(self, number: int) -> Steps:
+        return self._call("get", lambda: self._book.get(number))

@@ -1,0 +1,123 @@
+"""What became of a batch's rows and tokens, in numbers, for those who watch: nothing of it goes into plan or shards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gristmill._wire.columns import Int64s
+from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.layout import Shard
+from gristmill_service.pipeline.merge import Mismatch
+from gristmill_service.pipeline.plan import MiniBatchPlan
+from gristmill_service.pipeline.scored_batch import ScoredBatch
+
+ROW_KINDS = ("submitted", "merged", "trained", "padding")
+TOKEN_KINDS = (*ROW_KINDS, "loss")
+CAUSES = ("prompt", "response", "truncated", "further")
+LEVELS = ("laid_out", "packed", "micro_batch", "shard", "mini_batch", "batch")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStats:
+    """Of the policy's mini-batches, each row once whatever the epochs.
+
+    rows, tokens: by kind. `submitted` is what came in, `merged` what went into other rows, `trained` what is trained
+        on, `loss` its tokens with loss_mask 1, `padding` what fills up.
+    dropped_rows, dropped_tokens: by reason, stale or misaligned; what alignment drops is counted as merged rows.
+    mismatches: by cause; see `_causes`.
+    padding: the share of elements that is padding, as it is laid out, and as each `pad_width` would have it.
+    staleness: of each trajectory with a known policy version, how many versions it is behind.
+    """
+
+    rows: dict[str, int]
+    tokens: dict[str, int]
+    dropped_rows: dict[str, int]
+    dropped_tokens: dict[str, int]
+    mismatches: dict[str, int]
+    padding: dict[str, float]
+    staleness: Int64s
+
+
+def take_census(
+    prepared: ScoredBatch,
+    mini_batches: Sequence[MiniBatchPlan],
+    laid_out: Sequence[Shard],
+    config: RunConfig,
+    tokens_submitted: int,
+) -> BatchStats:
+    """tokens_submitted: prompt and response tokens of all rows as they came, also of stale groups."""
+    policy = [part for part in mini_batches if part.model == "policy"]
+    steps, rows = prepared.received.steps, prepared.rows
+    elements = sum(shard.sequence_elements for shard in laid_out if shard.address.model == "policy")
+    fresh, merged = steps.tokens.total, int(rows.lengths.sum())
+    trained = sum(int(rows.lengths[part.start : part.kept_end].sum()) for part in policy)
+    trained_rows = sum(part.rows for part in policy)
+    return BatchStats(
+        rows={
+            "submitted": prepared.rows_received,
+            "merged": len(steps) - len(rows),
+            "trained": trained_rows,
+            "padding": sum(part.padding_rows for part in policy),
+        },
+        tokens={
+            "submitted": tokens_submitted,
+            "merged": fresh - merged,
+            "trained": trained,
+            "padding": elements - trained,
+            "loss": sum(int(prepared.loss_tokens[part.start : part.kept_end].sum()) for part in policy),
+        },
+        dropped_rows={"stale": prepared.rows_received - len(steps), "misaligned": len(rows) - trained_rows},
+        dropped_tokens={"stale": tokens_submitted - fresh, "misaligned": merged - trained},
+        mismatches=_causes(prepared, config),
+        padding=_padding(prepared, policy, config, trained, elements),
+        staleness=prepared.staleness,
+    )
+
+
+def _causes(prepared: ScoredBatch, config: RunConfig) -> dict[str, int]:
+    """Why steps did not join the one before: where the first token that differs stands in that one, in its prompt or
+    its response, or that the new prompt merely ends too early. The first few of a trajectory are looked at; `further`
+    are the others."""
+    if config.merge == "none":
+        return {}
+    found = Counter(_cause(prepared, mismatch) for mismatch in prepared.mismatches)
+    breaks = len(prepared.rows) - len(prepared.scores)
+    return {**found, "further": breaks - found.total()}
+
+
+def _cause(prepared: ScoredBatch, mismatch: Mismatch) -> str:
+    at = int(prepared.received.trajectory_bounds[mismatch.trajectory]) + mismatch.step
+    prompts = prepared.received.steps.prompt_lengths
+    if mismatch.index >= prompts[at]:
+        return "truncated"
+    return "prompt" if mismatch.index < prompts[at - 1] else "response"
+
+
+def _padding(
+    prepared: ScoredBatch, policy: Sequence[MiniBatchPlan], config: RunConfig, trained: int, elements: int
+) -> dict[str, float]:
+    if not elements:
+        return {}
+    lengths = np.append(prepared.rows.lengths, config.padding_row_tokens)
+    ranks = [rank for part in policy for rank in part.ranks]
+    placed = lengths[np.concatenate([rank.rows for rank in ranks])]
+    begins = np.cumsum([0, *(len(rank.rows) for rank in ranks)])
+    edges = {
+        "micro_batch": np.concatenate([begin + rank.bounds[:-1] for begin, rank in zip(begins, ranks, strict=False)]),
+        "shard": begins[:-1],
+        "mini_batch": begins[: -1 : len(policy[0].ranks)],
+        "batch": begins[:1],
+    }
+    sizes = {"laid_out": elements, "packed": int(placed.sum())}
+    sizes |= {level: _elements(placed, edge, config.pad_to_multiple_of) for level, edge in edges.items()}
+    return {level: 1 - trained / size for level, size in sizes.items()}
+
+
+def _elements(lengths: Int64s, begins: Int64s, multiple: int) -> int:
+    """Of rows in blocks, each as wide as its longest row."""
+    widths = -(-np.maximum.reduceat(lengths, begins) // multiple) * multiple
+    return int((widths * np.diff(np.append(begins, len(lengths)))).sum())

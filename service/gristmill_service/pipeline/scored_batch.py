@@ -1,0 +1,105 @@
+"""A batch between its stages: what validation, filters, merging and scoring found, before it is scheduled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill._wire.columns import Int64s
+from gristmill._wire.steps import Steps
+from gristmill_service.config import RunConfig
+from gristmill_service.pipeline import advantage, filters
+from gristmill_service.pipeline.advantage import Float64s
+from gristmill_service.pipeline.merge import Mismatch, Rows, merge, step_loss_tokens
+from gristmill_service.pipeline.stage_timer import Timed, untimed
+from gristmill_service.pipeline.validate import Received, receive
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredBatch:
+    """rows_received counts steps, also those of dropped groups. trained: bool (steps,), False where a filter masks.
+    scores, advantages: float64 (trajectories,). loss_tokens: int64 (rows,). row_group_bounds: (groups + 1,) into rows.
+    staleness: (trajectories with a known policy version,) versions behind the current one, of each one's oldest step.
+    stale: (round, uid) of groups dropped as stale. counts: what each rule met, by name.
+    """
+
+    received: Received
+    rows: Rows
+    mismatches: list[Mismatch]
+    trained: NDArray[np.bool_]
+    scores: Float64s
+    advantages: Float64s
+    loss_tokens: Int64s
+    row_group_bounds: Int64s
+    rows_received: int
+    staleness: Int64s
+    stale: list[tuple[int, str]] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def row_groups(self) -> Int64s:
+        """Group of each row."""
+        return self.received.trajectory_groups[self.rows.trajectories]
+
+
+def prepare(steps: Steps, config: RunConfig, policy_version: int | None, timed: Timed = untimed) -> ScoredBatch:
+    """Everything about a batch that does not depend on ranks. timed: what each stage is run within."""
+    with timed("validate"):
+        received = receive(steps, config)
+        received, stale, counts = _drop_stale(received, config, policy_version)
+    with timed("merge"):
+        rows, mismatches = merge(received, config.merge)
+    with timed("advantage"):
+        score = config.trajectory_score
+        scores = advantage.trajectory_scores(received.steps.rewards, received.trajectory_bounds, score)
+        trained, masked = filters.trained_steps(received, scores, config)
+        per_step = _loss_tokens(received.steps, trained)
+        groups = received.trajectory_groups[rows.trajectories]
+        return ScoredBatch(
+            received=received,
+            rows=rows,
+            mismatches=mismatches,
+            trained=trained,
+            scores=scores,
+            advantages=advantage.advantages(received, scores, config),
+            loss_tokens=np.add.reduceat(per_step, rows.first) if len(rows) else per_step,
+            row_group_bounds=np.searchsorted(groups, np.arange(len(received.groups) + 1)),
+            rows_received=len(steps),
+            staleness=filters.staleness(received, policy_version),
+            stale=stale,
+            counts=counts | masked | _group_counts(received, scores, config),
+        )
+
+
+def _drop_stale(
+    received: Received, config: RunConfig, policy_version: int | None
+) -> tuple[Received, list[tuple[int, str]], dict[str, int]]:
+    if config.max_staleness is None:
+        return received, [], {}
+    stale = filters.stale_groups(received, config, policy_version)
+    counts = {"stale_groups": int(stale.sum())}
+    if config.stale == "count" or not stale.any():
+        return received, [], counts
+    keep = ~stale[received.trajectory_groups][received.trajectory_of_step]
+    dropped = [received.groups[group] for group in np.flatnonzero(stale).tolist()]
+    return receive(received.steps.take(np.flatnonzero(keep)), config), dropped, counts
+
+
+def _loss_tokens(steps: Steps, trained: NDArray[np.bool_]) -> Int64s:
+    if steps.tokens.values.size:
+        return step_loss_tokens(steps.loss_mask, trained)
+    # A lengths file has no masks: every response token counts.
+    return steps.response_lengths * trained
+
+
+def _group_counts(received: Received, scores: Float64s, config: RunConfig) -> dict[str, int]:
+    sizes = np.diff(received.group_bounds)
+    counts = {"incomplete_groups": int((sizes < config.n_samples_per_prompt).sum())}
+    if config.n_samples_per_prompt > 1:
+        counts["lone_survivors"] = int((sizes == 1).sum())
+    if config.advantage_estimator == "maxrl" and len(sizes):
+        means = np.add.reduceat(scores, received.group_bounds[:-1]) / sizes
+        counts["maxrl_nonpositive_groups"] = int((means <= 0).sum())
+    return counts

@@ -1,0 +1,139 @@
+"""How many prompt groups may be admitted, and why no more: what paces producers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gristmill_service.config import RunConfig
+from gristmill_service.run.machine.answers import Admission
+from gristmill_service.run.machine.events import GroupKey
+from gristmill_service.run.machine.state import State
+
+RETRY_AFTER_S = 0.5
+
+_UNBOUNDED = 1 << 31
+
+
+class Room(NamedTuple):
+    groups: int
+    reason: str
+    """What sets the limit, for a person who is refused."""
+
+
+class RowBudget:
+    """The bytes of rows that all runs of the service hold or have promised room for, and their bound. Thread-safe.
+
+    Runs are admitted to it one by one, so that two at the same moment may overshoot by what they then admit.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._held: dict[str, int] = {}
+        self._total = 0
+
+    def hold(self, run: str, nbytes: int) -> None:
+        """The run now holds so much, in place of what it held before."""
+        with self._lock:
+            self._total += nbytes - self._held.pop(run, 0)
+            if nbytes:
+                self._held[run] = nbytes
+
+    @property
+    def held(self) -> int:
+        """Bytes of all runs."""
+        return self._total
+
+    def left_for(self, run: str) -> int:
+        """What the other runs leave of it."""
+        with self._lock:
+            return self.max_bytes - self._total + self._held.get(run, 0)
+
+
+def room(state: State, config: RunConfig, service_bytes: int) -> Room:
+    """Groups that may be admitted now. service_bytes: what the service's other runs leave for rows of this one."""
+    bounds = [_by_batches(state, config), _by_bytes(state, config), _by_service(state, service_bytes)]
+    unsealed = len(state.open)
+    if unsealed < config.train_batch_size and not state.batches:
+        # Nothing is held that could be freed: without these groups the next batch could never be filled.
+        bounds = [Room(max(bound.groups, config.train_batch_size - unsealed), bound.reason) for bound in bounds]
+    if config.max_staleness is not None:
+        bounds.append(_by_staleness(state, config, config.max_staleness))
+    least = min(bounds)
+    return Room(max(0, least.groups), least.reason)
+
+
+def begin(state: State, keys: Sequence[GroupKey], groups: int) -> tuple[list[Admission], dict[GroupKey, None]]:
+    """What becomes of each group where so many more may be admitted, and which are admitted by this."""
+    found: list[Admission] = []
+    admitted: dict[GroupKey, None] = {}
+    for key in keys:
+        closed = state.closed.get(key)
+        if closed is not None:
+            found.append(Admission.SEALED if isinstance(closed, int) else Admission.DROPPED)
+        elif key in state.open or key in admitted:
+            found.append(Admission.ADMITTED)
+        elif len(admitted) < groups:
+            admitted[key] = None
+            found.append(Admission.ADMITTED)
+        else:
+            found.append(Admission.NO_ROOM)
+    return found, admitted
+
+
+def row_bytes_promised(state: State) -> int:
+    """Bytes of rows that are held, and that open groups are expected to bring."""
+    return state.row_bytes + _reserved(state)
+
+
+def _mean(state: State) -> float:
+    return state.completed_bytes / state.completions if state.completions else 0.0
+
+
+def _reserved(state: State) -> int:
+    return int(_mean(state) * (len(state.open) - len(state.complete)))
+
+
+def _by_batches(state: State, config: RunConfig) -> Room:
+    held = len(state.open) + state.groups_buffered
+    return Room(
+        config.max_buffered_batches * config.train_batch_size - held,
+        f"max_buffered_batches: {config.max_buffered_batches} batches of train_batch_size: {config.train_batch_size} "
+        "are held; the trainer has to commit one, or raise the setting",
+    )
+
+
+def _by_bytes(state: State, config: RunConfig) -> Room:
+    held, reserved, limit = state.row_bytes + state.shard_bytes, _reserved(state), config.max_buffered_bytes
+    return Room(
+        _groups_in(state, limit - held - reserved),
+        f"{held} bytes are held and {reserved} reserved of max_buffered_bytes: {limit}; the trainer has to commit a "
+        "batch, or raise the setting",
+    )
+
+
+def _by_service(state: State, service_bytes: int) -> Room:
+    promised = row_bytes_promised(state)
+    return Room(
+        _groups_in(state, service_bytes - promised),
+        f"{promised} bytes of rows are held or reserved of the {service_bytes} that the service's other runs leave; "
+        "batches have to be sealed, or raise the service's max_row_bytes",
+    )
+
+
+def _groups_in(state: State, free: int) -> int:
+    """How many groups fit. Before the first is complete their size is unknown: anything fits as long as any is free."""
+    mean = _mean(state)
+    return int(free // mean) if mean else (_UNBOUNDED if free > 0 else 0)
+
+
+def _by_staleness(state: State, config: RunConfig, max_staleness: int) -> Room:
+    """What is accepted plus running stays within (max_staleness + version + 1) batches (AReaL, Fu et al. 2025)."""
+    batches = max_staleness + state.policy_version + 1
+    return Room(
+        batches * config.train_batch_size - len(state.open) - state.groups_sealed,
+        f"max_staleness: {max_staleness} at policy version {state.policy_version} allows {batches} batches in all; the "
+        "trainer has to announce a newer version",
+    )

@@ -1,0 +1,137 @@
+"""What a run answers: plain values that the front doors translate, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, NamedTuple
+
+from gristmill._wire.columns import Array
+from gristmill._wire.steps import TrajectoryKey
+from gristmill_service.config import Model
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.storage.shard_store import ShardLocation
+
+
+class Admission(Enum):
+    """What became of one uid of `begin_groups`; values are those of the proto enum."""
+
+    ADMITTED = 1
+    NO_ROOM = 2
+    SEALED = 3
+    DROPPED = 4
+
+
+class Outcome(Enum):
+    """What became of one submitted row; values are those of the proto enum."""
+
+    ACCEPTED = 1
+    DUPLICATE = 2
+    SEALED = 3
+    DROPPED = 4
+    SUPERSEDED = 5
+
+
+class BatchState(Enum):
+    """Values are those of the proto enum. A batch that failed raises BatchFailedError instead."""
+
+    PENDING = 1
+    PUBLISHED = 2
+    END = 3
+
+
+class Position(NamedTuple):
+    """A place in a model's training order; positions compare in that order."""
+
+    batch: int
+    epoch: int = 0
+    mini_batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Admissions:
+    admissions: Sequence[Admission]
+    retry_after_s: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardUpdate:
+    """`value` where rows carry scalar rewards; `token_values`, one a response token, where they carry those."""
+
+    trajectory: TrajectoryKey
+    step: int | None = None
+    value: float | None = None
+    token_values: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    batch: int
+    prompts: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAnswer:
+    state: BatchState
+    plan: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardAnswer:
+    state: BatchState
+    position: Position | None = None
+    address: ShardAddress | None = None
+    location: ShardLocation | None = None
+    incarnation: int = 0
+
+
+GroupState = Literal["open", "complete", "sealed", "dropped"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAnswer:
+    """batch: which it was sealed into; reason: why it was dropped, `batch_failed` with its batch."""
+
+    round: int
+    uid: str
+    state: GroupState
+    batch: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    incarnation: int
+    position: Position
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProgress:
+    model: Model
+    committed: Position
+    incarnation: int
+    next: Sequence[Position]
+    """Per rank, the next position to acknowledge."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    run: str
+    config_json: str
+    policy_version: int
+    finished: bool
+    groups_open: int
+    groups_complete: int
+    groups_room: int
+    batches_sealed: int
+    batches_published: int
+    batches_freed: int
+    row_bytes: int
+    shard_bytes: int
+    rows_accepted: int
+    rows_duplicate: int
+    groups_dropped: Mapping[str, int]
+    models: Sequence[ModelProgress]
+    failed_batches: Mapping[int, str]

@@ -1,0 +1,206 @@
+"""What can happen to a run, as small values in one ordered log.
+
+An event says what was decided, never how. Rows of tokens are referenced, not contained. Only `state.apply` gives events
+their meaning; `codec` writes them down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from gristmill._wire.steps import TrajectoryKey
+from gristmill_service.config import Model
+from gristmill_service.run.machine.answers import Position
+
+
+class GroupKey(NamedTuple):
+    """Names one prompt group of a run."""
+
+    round: int
+    uid: str
+
+    def __str__(self) -> str:
+        return f"uid {self.uid!r} round {self.round}" if self.round else f"uid {self.uid!r}"
+
+
+class RowRef(NamedTuple):
+    """Where a row's tokens are: in which table of the run's book, and which row of it."""
+
+    table: int
+    row: int
+
+
+class StoredRow(NamedTuple):
+    """What the state knows of one accepted row.
+
+    digest: of all that the client sent, to tell a repeated row from another one.
+    reward: the step's reward, None while it is pending; reward_digest: of the values, where they are per token.
+    late_rewards: those values, float64, where they came after the row.
+    """
+
+    trajectory: TrajectoryKey
+    step: int
+    attempt: int
+    is_last: bool
+    ref: RowRef
+    digest: bytes
+    nbytes: int
+    response_length: int
+    version: int
+    reward: float | None
+    reward_digest: bytes = b""
+    advantage: float | None = None
+    late_rewards: bytes = b""
+
+    @property
+    def group(self) -> GroupKey:
+        return GroupKey(self.trajectory.round, self.trajectory.uid)
+
+
+class SetReward(NamedTuple):
+    trajectory: TrajectoryKey
+    step: int
+    value: float
+    digest: bytes = b""
+    token_values: bytes = b""
+    """float64, one a response token, where rewards are given so."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSchema:
+    """Which columns the rows of a run carry; all rows agree. None: not known yet, or not applicable."""
+
+    logprobs: bool | None = None
+    token_rewards: bool | None = None
+    token_advantages: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    wakes: ClassVar[bool] = True
+    """Whether someone may be waiting for it. What happens thousands of times a second is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsAdmitted(Event):
+    wakes: ClassVar[bool] = False
+
+    groups: tuple[GroupKey, ...]
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaFixed(Event):
+    wakes: ClassVar[bool] = False
+
+    form: RowSchema
+
+
+@dataclass(frozen=True, slots=True)
+class RowsStored(Event):
+    wakes: ClassVar[bool] = False
+
+    rows: tuple[StoredRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardsSet(Event):
+    wakes: ClassVar[bool] = False
+
+    rewards: tuple[SetReward, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryAborted(Event):
+    trajectory: TrajectoryKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupClosed(Event):
+    """The group goes on with the trajectories that are complete; all others of it are aborted."""
+
+    group: GroupKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDropped(Event):
+    group: GroupKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSealed(Event):
+    """The groups, in this order, are batch number `batch`. Logged before anything of it is computed."""
+
+    batch: int
+    groups: tuple[GroupKey, ...]
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPublished(Event):
+    batch: int
+    mini_batches: Mapping[Model, int]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchWithdrawn(Event):
+    """Its shards are gone, or no longer what ranks need; it will be published again, made of the same rows."""
+
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFailed(Event):
+    batch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFreed(Event):
+    """Every model is past the batch and it is in a checkpoint: what is kept of it may go."""
+
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged(Event):
+    model: Model
+    rank: int
+    next: Position
+
+
+@dataclass(frozen=True, slots=True)
+class PositionCommitted(Event):
+    model: Model
+    position: Position
+
+
+@dataclass(frozen=True, slots=True)
+class ModelResumed(Event):
+    model: Model
+    position: Position
+    incarnation: int
+    launch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resized(Event):
+    """The trainer has another number of data-parallel ranks from now on."""
+
+    dp_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyVersionAnnounced(Event):
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunFinished(Event):
+    pass

@@ -1,0 +1,204 @@
+"""What becomes of submitted rows: reads the state, returns outcomes and events, changes nothing.
+
+A request is taken whole or refused whole, so rows are judged against the state and the request's own earlier rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from gristmill._wire.steps import Steps, TrajectoryKey
+from gristmill.errors import AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
+from gristmill_service.config import RunConfig
+from gristmill_service.run.machine.admission import RETRY_AFTER_S, Room
+from gristmill_service.run.machine.answers import Outcome
+from gristmill_service.run.machine.events import (
+    Event,
+    GroupKey,
+    GroupsAdmitted,
+    RowRef,
+    RowSchema,
+    RowsStored,
+    SchemaFixed,
+    StoredRow,
+)
+from gristmill_service.run.machine.groups import Trajectory
+from gristmill_service.run.machine.state import State
+from gristmill_service.run.row_buffer import reward_digests, row_digests
+
+
+def describe_rows(steps: Steps, table: int) -> list[StoredRow]:
+    """The rows of a request as the state knows them, should they be stored as this table.
+
+    All work per token is here, and none of it needs the state.
+    """
+    digests, rewards_given = row_digests(steps), reward_digests(steps)
+    itemsize = sum(
+        column.values.itemsize
+        for column in (steps.loss_mask, steps.logprobs, steps.token_rewards, steps.token_advantages)
+        if column is not None
+    )
+    responses = steps.response_lengths
+    nbytes = (4 * steps.tokens.lengths + itemsize * responses).tolist()
+    pending, rewards = steps.rewards_pending.tolist(), steps.rewards.tolist()
+    advantages = [None] * len(steps) if steps.advantages is None else steps.advantages.tolist()
+    columns = zip(
+        steps.rounds.tolist(),
+        steps.uids,
+        steps.samples.tolist(),
+        steps.steps.tolist(),
+        steps.attempts.tolist(),
+        steps.is_last_steps.tolist(),
+        responses.tolist(),
+        steps.policy_versions.tolist(),
+        strict=True,
+    )
+    return [
+        StoredRow(
+            trajectory=TrajectoryKey(round_, uid, sample),
+            step=step,
+            attempt=attempt,
+            is_last=last,
+            ref=RowRef(table, row),
+            digest=digests[row],
+            nbytes=nbytes[row],
+            response_length=response,
+            version=version,
+            reward=None if pending[row] else rewards[row],
+            reward_digest=rewards_given[row],
+            advantage=advantages[row],
+        )
+        for row, (round_, uid, sample, step, attempt, last, response, version) in enumerate(columns)
+    ]
+
+
+@dataclass(slots=True)
+class _View:
+    """A trajectory as the state has it, and with the request's own rows added."""
+
+    attempt: int = -1
+    before: dict[int, StoredRow] = field(default_factory=dict)
+    added: dict[int, StoredRow] = field(default_factory=dict)
+    last: int | None = None
+    highest: int = -1
+
+    @classmethod
+    def of(cls, trajectory: Trajectory | None) -> _View:
+        if trajectory is None:
+            return cls()
+        return cls(trajectory.attempt, trajectory.rows, {}, trajectory.last, trajectory.highest)
+
+    def take(self, row: StoredRow) -> Outcome:
+        if row.attempt < self.attempt:
+            return Outcome.SUPERSEDED
+        if row.attempt > self.attempt:
+            self.attempt, self.before, self.added, self.last, self.highest = row.attempt, {}, {}, None, -1
+        known = self.added.get(row.step) or self.before.get(row.step)
+        if known is not None:
+            if known.digest != row.digest:
+                raise AlreadyExistsError(
+                    f"{row.trajectory} step {row.step}: another content was accepted for this step under attempt "
+                    f"{row.attempt}; send the same again, or restart the trajectory with a higher attempt"
+                )
+            return Outcome.DUPLICATE
+        self._check_order(row)
+        self.added[row.step] = row
+        self.highest = max(self.highest, row.step)
+        if row.is_last:
+            self.last = row.step
+        return Outcome.ACCEPTED
+
+    def _check_order(self, row: StoredRow) -> None:
+        if self.last is not None and (row.is_last or row.step > self.last):
+            problem = "is_last_step is true" if row.is_last else f"step {row.step} comes after the last step"
+            raise InvalidArgumentError(
+                f"{row.trajectory} step {row.step}: {problem}, and step {self.last} is the last of the trajectory "
+                "already; exactly one step is the last"
+            )
+        if row.is_last and row.step < self.highest:
+            raise InvalidArgumentError(
+                f"{row.trajectory} step {row.step}: is_last_step is true, and step {self.highest} was accepted "
+                "already; the last step has the highest number"
+            )
+        other = next(iter(self.added.values()), None) or next(iter(self.before.values()), None)
+        if other is not None and other.advantage != row.advantage:
+            raise InvalidArgumentError(
+                f"{row.trajectory} step {row.step}: advantage is {row.advantage} and {other.advantage} on step "
+                f"{other.step}; give the same on every step of a trajectory, or one per response token"
+            )
+
+
+def take_rows(
+    state: State, config: RunConfig, rows: Sequence[StoredRow], form: RowSchema, room: Callable[[], Room], now: float
+) -> tuple[list[Outcome], list[Event]]:
+    """Outcome of each row, and what happened. Raises with nothing decided when any row is refused."""
+    views: dict[TrajectoryKey, _View] = {}
+    outcomes: list[Outcome] = []
+    stored: list[StoredRow] = []
+    admitted: dict[GroupKey, None] = {}
+    for row in rows:
+        key = row.group
+        closed = state.closed.get(key)
+        if closed is not None:
+            outcomes.append(Outcome.SEALED if isinstance(closed, int) else Outcome.DROPPED)
+            continue
+        _check_row(row, config)
+        group = state.open.get(key)
+        if group is None:
+            admitted[key] = None
+        elif row.trajectory.sample in group.aborted:
+            outcomes.append(Outcome.DROPPED)
+            continue
+        view = views.get(row.trajectory)
+        if view is None:
+            trajectory = None if group is None else group.trajectories.get(row.trajectory.sample)
+            view = views[row.trajectory] = _View.of(trajectory)
+        outcome = view.take(row)
+        outcomes.append(outcome)
+        if outcome is Outcome.ACCEPTED:
+            stored.append(row)
+    if state.finished and (admitted or stored):
+        raise finished()
+    events: list[Event] = []
+    if admitted:
+        _check_room(admitted, room(), config)
+        events.append(GroupsAdmitted(tuple(admitted), now))
+    if stored:
+        if form != state.form:
+            events.append(SchemaFixed(form))
+        events.append(RowsStored(tuple(stored)))
+    return outcomes, events
+
+
+def _check_row(row: StoredRow, config: RunConfig) -> None:
+    if row.trajectory.sample >= config.n_samples_per_prompt:
+        raise InvalidArgumentError(
+            f"{row.trajectory} step {row.step}: sample is {row.trajectory.sample}, and n_samples_per_prompt: "
+            f"{config.n_samples_per_prompt} allows 0..{config.n_samples_per_prompt - 1}"
+        )
+    if not config.step_wise and (row.step or not row.is_last):
+        raise InvalidArgumentError(
+            f"{row.trajectory} step {row.step}: step_wise: false allows one step a trajectory, number 0 and the last; "
+            "set step_wise: true for multi-turn trajectories"
+        )
+
+
+def finished() -> FailedPreconditionError:
+    return FailedPreconditionError("the run is finished and takes no more rollouts; create another run")
+
+
+def _check_room(admitted: dict[GroupKey, None], found: Room, config: RunConfig) -> None:
+    if len(admitted) <= found.groups:
+        return
+    most = config.max_buffered_batches * config.train_batch_size
+    if len(admitted) > most:
+        raise InvalidArgumentError(
+            f"{next(iter(admitted))}: the request begins {len(admitted)} prompt groups at once, and "
+            f"max_buffered_batches allows {most}; send fewer a request"
+        )
+    raise ResourceExhaustedError(
+        f"{next(iter(admitted))}: no room for {len(admitted)} more prompt groups, {found.groups} may be admitted: "
+        f"{found.reason}",
+        RETRY_AFTER_S,
+    )

@@ -1,0 +1,116 @@
+"""When complete groups leave the run: into a batch, or dropped by a filter. Reads the state, returns events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, takewhile
+
+import numpy as np
+
+from gristmill.errors import FailedPreconditionError
+from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.advantage import all_equal, trajectory_scores
+from gristmill_service.run.machine.events import (
+    BatchSealed,
+    Event,
+    GroupClosed,
+    GroupDropped,
+    GroupKey,
+    PolicyVersionAnnounced,
+    RewardsSet,
+    RowsStored,
+    TrajectoryAborted,
+)
+from gristmill_service.run.machine.groups import Group
+from gristmill_service.run.machine.state import State
+
+
+def due(state: State, config: RunConfig, happened: Sequence[Event] | None) -> list[Event]:
+    """What follows from what just happened; empty when nothing does. Apply it and ask again with it. None asks what
+    follows from anything before.
+
+    Groups are judged when they complete and when the policy version moves, not at every call: a run holds thousands.
+    """
+    dropped = [
+        GroupDropped(key, reason)
+        for key in (list(state.complete) if happened is None else _touched(state, happened))
+        if (reason := _unfit(state.open[key], state, config))
+    ]
+    if dropped:
+        return [*dropped]
+    if len(state.batches) >= config.max_buffered_batches:
+        return []
+    least = 1 if state.finished else config.train_batch_size
+    if len(state.complete) < least:
+        return []
+    keys = list(islice(_next_groups(state, config), config.train_batch_size))
+    return [_seal(state, keys)] if len(keys) >= least else []
+
+
+def seal_now(state: State, config: RunConfig) -> BatchSealed:
+    """A batch of what is complete, also fewer groups than train_batch_size."""
+    if not state.complete:
+        raise FailedPreconditionError(
+            f"no prompt group is complete ({len(state.open)} are open), so there is nothing to seal; submit the "
+            "missing steps and rewards, or abort what will not come"
+        )
+    return _seal(state, list(islice(_complete_groups(state, config), config.train_batch_size)))
+
+
+def remaining_batches(state: State, config: RunConfig) -> int:
+    """How many batches a finished run still makes of what is complete."""
+    return -(-len(state.complete) // config.train_batch_size)
+
+
+def _seal(state: State, keys: list[GroupKey]) -> BatchSealed:
+    return BatchSealed(state.batches_sealed, tuple(keys), state.policy_version)
+
+
+def _next_groups(state: State, config: RunConfig) -> Iterable[GroupKey]:
+    """Those that come next in `seal_order`, as far as they are complete."""
+    if config.seal_order == "completion" or state.finished:
+        return _complete_groups(state, config)
+    return takewhile(lambda key: key in state.complete, state.open)
+
+
+def _complete_groups(state: State, config: RunConfig) -> Iterator[GroupKey]:
+    """All that are complete, in `seal_order`."""
+    if config.seal_order == "completion":
+        return iter(state.complete)
+    return (key for key in state.open if key in state.complete)
+
+
+def _touched(state: State, happened: Sequence[Event]) -> list[GroupKey]:
+    """The complete groups that these events may have made unfit for training, in a fixed order."""
+    keys: dict[GroupKey, None] = {}
+    for event in happened:
+        match event:
+            case RowsStored(rows):
+                keys.update(dict.fromkeys(row.group for row in rows))
+            case RewardsSet(rewards):
+                keys.update(dict.fromkeys(GroupKey(*reward.trajectory[:2]) for reward in rewards))
+            case TrajectoryAborted(trajectory, _):
+                keys[GroupKey(*trajectory[:2])] = None
+            case GroupClosed(key, _):
+                keys[key] = None
+            case PolicyVersionAnnounced():
+                keys.update(state.complete)
+    return [key for key in keys if key in state.complete]
+
+
+def _unfit(group: Group, state: State, config: RunConfig) -> str | None:
+    """Why the group is not to be trained on."""
+    if config.stale == "drop" and config.max_staleness is not None:
+        oldest = group.oldest_version()
+        if oldest is not None and state.policy_version - oldest > config.max_staleness:
+            return "stale"
+    if config.zero_variance_filter == "replace" and _is_zero_variance(group, config):
+        return "zero_variance"
+    return None
+
+
+def _is_zero_variance(group: Group, config: RunConfig) -> bool:
+    rows = list(group.ordered_rows())
+    rewards = np.array([row.reward for row in rows], np.float64)
+    starts = [index for index, row in enumerate(rows) if row.step == 0]
+    return all_equal(trajectory_scores(rewards, np.array([*starts, len(rows)]), config.trajectory_score))

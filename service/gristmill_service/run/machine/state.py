@@ -1,0 +1,265 @@
+"""The fold: a run's state is what its log's events, applied in order, make of an empty state.
+
+`apply` is the one place where state changes. It never fails and never decides; decisions (`intake`, `admission`,
+`sealing`, `progress`, ...) read the state and return events. It holds no tokens and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gristmill_service.config import Model, RunConfig
+from gristmill_service.run.machine.answers import Position
+from gristmill_service.run.machine.events import (
+    Acknowledged,
+    BatchFailed,
+    BatchFreed,
+    BatchPublished,
+    BatchSealed,
+    BatchWithdrawn,
+    Event,
+    GroupClosed,
+    GroupDropped,
+    GroupKey,
+    GroupsAdmitted,
+    ModelResumed,
+    PolicyVersionAnnounced,
+    PositionCommitted,
+    Resized,
+    RewardsSet,
+    RowRef,
+    RowSchema,
+    RowsStored,
+    RunFinished,
+    SchemaFixed,
+    TrajectoryAborted,
+)
+from gristmill_service.run.machine.groups import Group
+
+START = Position(0)
+
+
+@dataclass(slots=True)
+class Batch:
+    """A sealed batch that is not freed. `groups` is its rows; `mini_batches` is known from its first publication on,
+    also while it is withdrawn."""
+
+    policy_version: int
+    prompts: int
+    groups: list[Group]
+    mini_batches: dict[Model, int] | None = None
+    is_published: bool = False
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class ModelState:
+    """How far a model's ranks are. `resumed_at` is where its current incarnation started; a call with incarnation 0 is
+    not checked, so they count from 1. `superseded`: launches before the current one."""
+
+    next: list[Position]
+    committed: Position = START
+    incarnation: int = 1
+    launch: str = ""
+    resumed_at: Position = START
+    superseded: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class State:
+    """
+    open: admitted groups that are not sealed, in order of admission; complete: those of them that are complete, in
+        order of completion.
+    closed: what became of every other group that was ever admitted: the batch it was sealed into, or why it was
+        dropped.
+    batches: sealed and neither failed nor freed. prompts: of every batch ever sealed, how many groups it has.
+    freed: batches before this number are freed or failed.
+    groups_sealed: groups in all sealed batches but failed ones.
+    completions, completed_bytes: how often a group became complete, and the bytes of all those together.
+    now: the run's own time when it was last told, in seconds.
+    """
+
+    dp_size: int
+    samples: int
+    epochs: int
+    models: dict[Model, ModelState]
+    open: dict[GroupKey, Group] = field(default_factory=dict)
+    complete: dict[GroupKey, None] = field(default_factory=dict)
+    closed: dict[GroupKey, int | str] = field(default_factory=dict)
+    batches: dict[int, Batch] = field(default_factory=dict)
+    prompts: list[int] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
+    freed: int = 0
+    form: RowSchema = field(default_factory=RowSchema)
+    policy_version: int = 0
+    finished: bool = False
+    row_bytes: int = 0
+    shard_bytes: int = 0
+    rows_accepted: int = 0
+    groups_sealed: int = 0
+    groups_dropped: dict[str, int] = field(default_factory=dict)
+    completions: int = 0
+    completed_bytes: int = 0
+    now: float = 0.0
+
+    @classmethod
+    def initial(cls, config: RunConfig) -> State:
+        models = {model: ModelState([START] * config.dp_size) for model in config.models}
+        return cls(config.dp_size, config.n_samples_per_prompt, config.update_epochs_per_batch, models)
+
+    @property
+    def batches_sealed(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def batches_made(self) -> int:
+        """Batches before this number were published or failed."""
+        return min(
+            (number for number, batch in self.batches.items() if not batch.mini_batches), default=len(self.prompts)
+        )
+
+    @property
+    def groups_buffered(self) -> int:
+        """Groups of batches that are sealed and not freed."""
+        return sum(batch.prompts for batch in self.batches.values())
+
+
+def apply(state: State, event: Event) -> list[RowRef]:
+    """Changes the state as the event says. Returns the rows that nothing refers to any more."""
+    match event:
+        case RowsStored():
+            return _store_rows(state, event)
+        case GroupsAdmitted(groups, at):
+            state.open.update({key: Group(key, state.samples, at) for key in groups})
+            state.now = at
+        case SchemaFixed(form):
+            state.form = form
+        case RewardsSet():
+            _set_rewards(state, event)
+        case TrajectoryAborted(trajectory, reason):
+            group = state.open[GroupKey(trajectory.round, trajectory.uid)]
+            return _shrink(state, group, lambda: group.abort(trajectory.sample, reason))
+        case GroupClosed(key, reason):
+            group = state.open[key]
+            return _shrink(state, group, lambda: group.close(reason))
+        case GroupDropped():
+            return _drop_group(state, event)
+        case PolicyVersionAnnounced(version):
+            state.policy_version = version
+        case RunFinished():
+            state.finished = True
+        case Resized(dp_size):
+            state.dp_size = dp_size
+            for model in state.models.values():
+                model.next = [min(model.next)] * dp_size
+        case BatchSealed() | BatchPublished() | BatchWithdrawn() | BatchFailed() | BatchFreed():
+            return _apply_batch(state, event)
+        case Acknowledged() | PositionCommitted() | ModelResumed():
+            _apply_progress(state, event)
+    return []
+
+
+def _store_rows(state: State, event: RowsStored) -> list[RowRef]:
+    released: list[RowRef] = []
+    for row in event.rows:
+        group = state.open[row.group]
+        before = group.nbytes
+        released += group.store(row)
+        state.row_bytes += group.nbytes - before
+        _note_completion(state, group)
+    state.rows_accepted += len(event.rows)
+    return released
+
+
+def _set_rewards(state: State, event: RewardsSet) -> None:
+    for reward in event.rewards:
+        group = state.open[GroupKey(reward.trajectory.round, reward.trajectory.uid)]
+        group.set_reward(reward)
+        state.row_bytes += len(reward.token_values)
+        _note_completion(state, group)
+
+
+def _shrink(state: State, group: Group, shrink: Callable[[], list[RowRef]]) -> list[RowRef]:
+    before = group.nbytes
+    released = shrink()
+    state.row_bytes += group.nbytes - before
+    _note_completion(state, group)
+    return released
+
+
+def _note_completion(state: State, group: Group) -> None:
+    if not group.is_complete:
+        # A higher attempt may take back what was complete.
+        state.complete.pop(group.key, None)
+    elif group.key not in state.complete:
+        state.complete[group.key] = None
+        state.completions += 1
+        state.completed_bytes += group.nbytes
+
+
+def _drop_group(state: State, event: GroupDropped) -> list[RowRef]:
+    group = state.open.pop(event.group)
+    state.complete.pop(event.group, None)
+    state.closed[event.group] = event.reason
+    state.groups_dropped[event.reason] = state.groups_dropped.get(event.reason, 0) + 1
+    state.row_bytes -= group.nbytes
+    return group.refs()
+
+
+def _apply_batch(
+    state: State, event: BatchSealed | BatchPublished | BatchWithdrawn | BatchFailed | BatchFreed
+) -> list[RowRef]:
+    match event:
+        case BatchSealed(number, keys, version):
+            groups = [state.open.pop(key) for key in keys]
+            for key in keys:
+                del state.complete[key]
+                state.closed[key] = number
+            state.batches[number] = Batch(version, len(keys), groups)
+            state.prompts.append(len(keys))
+            state.groups_sealed += len(keys)
+            return []
+        case BatchPublished(number, mini_batches, nbytes):
+            batch = state.batches[number]
+            batch.mini_batches, batch.nbytes, batch.is_published = dict(mini_batches), nbytes, True
+            state.shard_bytes += nbytes
+            return []
+        case BatchWithdrawn(number):
+            batch = state.batches[number]
+            state.shard_bytes -= batch.nbytes
+            batch.nbytes, batch.is_published = 0, False
+            return []
+        case BatchFailed(number, reason):
+            batch = state.batches.pop(number)
+            state.shard_bytes -= batch.nbytes
+            state.failed[number] = reason
+            state.groups_sealed -= batch.prompts
+            state.groups_dropped["batch_failed"] = state.groups_dropped.get("batch_failed", 0) + batch.prompts
+            state.freed = min(state.batches, default=len(state.prompts))
+            return _release_rows(state, batch)
+        case BatchFreed(number):
+            batch = state.batches.pop(number)
+            state.shard_bytes -= batch.nbytes
+            state.freed = min(state.batches, default=len(state.prompts))
+            return _release_rows(state, batch)
+
+
+def _release_rows(state: State, batch: Batch) -> list[RowRef]:
+    released = [ref for group in batch.groups for ref in group.refs()]
+    state.row_bytes -= sum(group.nbytes for group in batch.groups)
+    batch.groups = []
+    return released
+
+
+def _apply_progress(state: State, event: Acknowledged | PositionCommitted | ModelResumed) -> None:
+    model = state.models[event.model]
+    match event:
+        case Acknowledged(_, rank, following):
+            model.next[rank] = following
+        case PositionCommitted(_, position):
+            model.committed = position
+        case ModelResumed(_, position, incarnation, launch):
+            model.next = [position] * len(model.next)
+            model.superseded.add(model.launch)
+            model.incarnation, model.launch, model.resumed_at = incarnation, launch, position

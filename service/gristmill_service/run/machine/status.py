@@ -1,0 +1,38 @@
+"""A run's state as it is shown to people and programs."""
+
+from __future__ import annotations
+
+from gristmill_service.run.machine import progress
+from gristmill_service.run.machine.answers import ModelProgress, RunStatus
+from gristmill_service.run.machine.state import State
+
+
+def status(state: State, *, run: str, config_json: str, room: int, duplicates: int) -> RunStatus:
+    """duplicates: rows that came again, which is no event of the run."""
+    return RunStatus(
+        run=run,
+        config_json=config_json,
+        policy_version=state.policy_version,
+        finished=state.finished,
+        groups_open=len(state.open) - len(state.complete),
+        groups_complete=len(state.complete),
+        groups_room=0 if state.finished else room,
+        batches_sealed=state.batches_sealed,
+        batches_published=state.batches_made,
+        batches_freed=state.freed,
+        row_bytes=state.row_bytes,
+        shard_bytes=state.shard_bytes,
+        rows_accepted=state.rows_accepted,
+        rows_duplicate=duplicates,
+        groups_dropped=dict(state.groups_dropped),
+        models=[
+            ModelProgress(
+                model,
+                own.committed,
+                own.incarnation,
+                [progress.settle(state, model, position) for position in own.next],
+            )
+            for model, own in state.models.items()
+        ],
+        failed_batches=dict(state.failed),
+    )

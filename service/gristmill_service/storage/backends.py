@@ -1,0 +1,115 @@
+"""Where a service keeps its runs and shards, as its settings say. Imports only what that needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from gristmill_service.settings import Settings
+from gristmill_service.storage.run_store import RunStore
+from gristmill_service.storage.shard_store import ShardStore
+
+_log = structlog.get_logger(__name__)
+
+Advertise = Callable[[str, str], None]
+Room = Callable[[], dict[str, tuple[int, int]]]
+
+
+class Storage:
+    """introduce(grpc_address, http_url) says where other services reach this one. room() is, of each place that is
+    bounded, the bytes used there and those that there are."""
+
+    def __init__(
+        self, store: ShardStore, ledger: RunStore, introduce: Advertise, room: Room, close: Callable[[], None]
+    ) -> None:
+        self.store, self.ledger, self.introduce, self.room, self.close = store, ledger, introduce, room, close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def keeping(settings: Settings) -> Storage:
+    """Raises UnavailableError where Redis cannot be reached, and other errors for what the settings get wrong."""
+    with ExitStack() as opened:
+        kept = _in_redis(settings, opened) if settings.store == "redis" else _on_this_machine(settings, opened)
+        kept.close = opened.pop_all().close
+        return kept
+
+
+def _on_this_machine(settings: Settings, opened: ExitStack) -> Storage:
+    # The journal first: it is what another service of the same directory is refused by.
+    ledger = _local_ledger(settings)
+    opened.callback(ledger.close)
+    store = _local_store(settings)
+    opened.callback(store.close)
+    places = {"journal": settings.journal_dir}
+    if settings.store == "shared_memory":
+        places["shared_memory"] = settings.shared_memory_dir
+    room = partial(_room_on_disk, {name: path for name, path in places.items() if path is not None})
+    return Storage(store, ledger, lambda grpc_address, http_url: None, room, opened.close)
+
+
+def _room_on_disk(places: dict[str, Path]) -> dict[str, tuple[int, int]]:
+    found = {}
+    for name, path in places.items():
+        with suppress(OSError):
+            of = os.statvfs(path)
+            used = of.f_frsize * (of.f_blocks - of.f_bfree)
+            found[name] = used, used + of.f_frsize * of.f_bavail
+    return found
+
+
+def _local_ledger(settings: Settings) -> RunStore:
+    if settings.journal_dir is None:
+        from gristmill_service.storage.memory_runs import MemoryRunStore
+
+        return MemoryRunStore()
+    from gristmill_service.storage.journal.run_store import JournalRunStore
+
+    return JournalRunStore(settings.journal_dir, settings.journal_fsync)
+
+
+def _local_store(settings: Settings) -> ShardStore:
+    if settings.store == "memory":
+        from gristmill_service.storage.memory_shards import MemoryShardStore
+
+        return MemoryShardStore()
+    from gristmill_service.storage.shared_memory import SharedMemoryShardStore
+
+    return SharedMemoryShardStore(settings.shared_memory_dir)
+
+
+def _in_redis(settings: Settings, opened: ExitStack) -> Storage:
+    from gristmill_service.storage.redis.connection import RedisAddress, check_server, connect
+    from gristmill_service.storage.redis.run_store import RedisRunStore
+    from gristmill_service.storage.redis.shard_store import RedisShardStore
+
+    assert settings.redis_url is not None, "checked with the settings"
+    password = settings.redis_password
+    client = connect(
+        RedisAddress(
+            url=settings.redis_url,
+            username=settings.redis_username,
+            password=None if password is None else password.get_secret_value(),
+            ca_file=settings.redis_ca_file,
+        )
+    )
+    opened.callback(client.close)
+    for warning in check_server(client):
+        _log.warning(warning)
+    ledger = RedisRunStore(client, settings.redis_prefix, settings.lease_s)
+    opened.callback(ledger.close)
+    shards = RedisShardStore(client, ledger, settings.redis_prefix)
+    return Storage(shards, ledger, ledger.introduce, ledger.room, opened.close)

@@ -1,0 +1,80 @@
+"""The ledger of a service that keeps nothing: what is appended goes, and rows live on the heap."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+
+from gristmill._wire.steps import Steps
+from gristmill.errors import NotFoundError
+from gristmill_service.storage.run_store import CheckTable, Replay
+
+
+class MemoryRunStore:
+    """See `gristmill_service.storage.run_store.RunStore`. Knows no run: those that were created are their makers' to know."""
+
+    is_shared = False
+
+    def names(self) -> list[str]:
+        return []
+
+    def create(self, name: str, config: bytes) -> MemoryRunLog:
+        return MemoryRunLog(config)
+
+    def open(self, name: str) -> MemoryRunLog:
+        raise NotFoundError(f"run {name!r} is kept nowhere; create it first")
+
+    def delete(self, name: str) -> None:
+        pass
+
+    def silence(self) -> str:
+        return ""
+
+    def trouble(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        pass
+
+
+class MemoryRunLog:
+    """See `gristmill_service.storage.run_store.RunLog`. Tables are held by whoever put them."""
+
+    maps_rows = reads_rows = is_lost = False
+    is_long = False
+    log_bytes = 0
+    lease: float | None = None
+
+    def __init__(self, config: bytes = b"{}") -> None:
+        self.config = config
+        self._numbers = itertools.count()
+
+    def replay(self) -> Replay:
+        return Replay(None, ())
+
+    def append(self, record: bytes) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def compact(self, snapshot: bytes) -> None:
+        pass
+
+    def put(self, table: Steps) -> tuple[int, Steps]:
+        return next(self._numbers), table
+
+    def get(self, number: int) -> Steps:
+        raise NotFoundError(f"table {number} of rows is held by its run")
+
+    def remove(self, numbers: Collection[int]) -> None:
+        pass
+
+    def keep(self, numbers: Collection[int], check: CheckTable) -> set[int]:
+        return set(numbers)
+
+    def close(self) -> None:
+        pass

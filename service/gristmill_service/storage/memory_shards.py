@@ -1,0 +1,73 @@
+"""The store's in-process twin: shards as bytes in a dictionary. For tests, and for where there is no shared memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from gristmill.errors import NotFoundError
+from gristmill_service.pipeline.iovec import join
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.storage.shard_store import ShardLocation, ShardSource
+
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Published:
+    plan: bytes
+    shards: dict[ShardAddress, bytes]
+
+
+class MemoryShardStore:
+    """See `gristmill_service.storage.shard_store.ShardStore`."""
+
+    def __init__(self) -> None:
+        self._batches: dict[tuple[str, int], _Published] = {}
+        self._lock = threading.Lock()
+
+    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
+        joined = {shard.address: join(shard.iovec()) for shard in shards}
+        with self._lock:
+            self._batches[run, batch] = _Published(plan, joined)
+        return len(plan) + sum(map(len, joined.values()))
+
+    def plan(self, run: str, batch: int) -> bytes:
+        return self._published(run, batch).plan
+
+    def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
+        return ShardLocation(len(self._shard(run, batch, address)), None)
+
+    def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
+        data = self._shard(run, batch, address)
+        return (data[start : start + _PIECE] for start in range(0, len(data), _PIECE))
+
+    def read_compact(self, run: str, batch: int, address: ShardAddress) -> None:
+        """Whole files are all that it holds."""
+
+    def free(self, run: str, batch: int) -> None:
+        with self._lock:
+            self._batches.pop((run, batch), None)
+
+    def delete_run(self, run: str) -> None:
+        with self._lock:
+            for key in [key for key in self._batches if key[0] == run]:
+                del self._batches[key]
+
+    def close(self) -> None:
+        with self._lock:
+            self._batches.clear()
+
+    def _published(self, run: str, batch: int) -> _Published:
+        with self._lock:
+            published = self._batches.get((run, batch))
+        if published is None:
+            raise NotFoundError(f"run {run!r}: batch {batch} is not published, or freed already")
+        return published
+
+    def _shard(self, run: str, batch: int, address: ShardAddress) -> bytes:
+        shard = self._published(run, batch).shards.get(address)
+        if shard is None:
+            raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}")
+        return shard

@@ -1,0 +1,99 @@
+"""Whether Redis takes what it is given, as a person is told; and whether it has room for rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import redis
+import structlog
+
+from gristmill.errors import GristmillError, UnavailableError
+from gristmill_service.storage.redis.connection import Client, translated
+
+_log = structlog.get_logger(__name__)
+
+# Of `maxmemory`. What is left is for batches and acknowledgements, which make room.
+_FULLEST = 0.9
+_SILENT = (redis.ConnectionError, redis.TimeoutError)
+
+
+class Health:
+    """Thread-safe. trouble: whatever is wrong. silence: Redis does not answer. Both are empty when all is well.
+
+    memory: bytes used of the fullest server, and its `maxmemory`, 0 where it has none, as they were last seen."""
+
+    def __init__(self, client: Client, prefix: str) -> None:
+        self._client, self._probe = client, f"{prefix}:probe"
+        self.trouble = self.silence = self._no_room = ""
+        self.memory = 0, 0
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Notes that Redis does not answer, or refuses, until `look` finds it well."""
+        try:
+            yield
+        except UnavailableError as error:
+            self._tell(str(error))
+            if isinstance(error.__cause__, _SILENT):
+                self.silence = str(error)
+            raise
+
+    def check_room(self) -> None:
+        """Raises UnavailableError where rows would take what is left for ending batches."""
+        if self._no_room:
+            raise UnavailableError(self._no_room)
+
+    def look(self) -> None:
+        """Asks the servers. Called about once a second; never raises."""
+        try:
+            with translated(self._client):
+                self._client.ping()
+            self.silence = ""
+        except GristmillError as error:
+            self.silence = str(error)
+            self._tell(self.silence)
+            return
+        try:
+            with translated(self._client):
+                # A write: a server that is full, or only a replica, answers everything else.
+                self._client.set(self._probe, b"", px=1000)
+                self.memory = max(map(_memory, servers(self._client)), key=lambda found: found[0] / (found[1] or 1e18))
+                self._no_room = _fullness(*self.memory)
+            self._tell(self._no_room)
+        except GristmillError as error:
+            self._tell(str(error))
+
+    def _tell(self, trouble: str) -> None:
+        before, self.trouble = self.trouble, trouble
+        if trouble and not before:
+            _log.warning("Redis in trouble", reason=trouble)
+        elif before and not trouble:
+            _log.info("Redis well again")
+
+
+def servers(client: Client) -> list[redis.Redis]:
+    """Those that take writes."""
+    if isinstance(client, redis.RedisCluster):
+        return [client.get_redis_connection(node) for node in cast(Any, client).get_primaries()]
+    return [client]
+
+
+def _memory(server: redis.Redis) -> tuple[int, int]:
+    """Bytes that it uses, and how many it may, 0 where that is not bounded."""
+    try:
+        memory = server.info("memory")
+    except redis.exceptions.ResponseError:  # forbidden
+        return 0, 0
+    return int(memory.get("used_memory", 0)), int(memory.get("maxmemory", 0))
+
+
+def _fullness(used: int, most: int) -> str:
+    """Why it has no room for rows; empty where it has."""
+    if not most or used <= _FULLEST * most:
+        return ""
+    return (
+        f"Redis has used {used} bytes of its maxmemory: {most}, and the rest is for batches that are ending; raise it, "
+        "or lower max_row_bytes or max_buffered_batches; it goes on by itself when batches are committed"
+    )

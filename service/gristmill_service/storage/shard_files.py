@@ -1,0 +1,66 @@
+"""Writing shards to files, with nothing assembled in between."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+from gristmill_service.pipeline import iovec
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.storage.shard_store import ShardSource
+
+# The kernel copies without the interpreter's lock, so that a second thread prepares and writes at the same time. One
+# for all batches: more would take cores from the trainer that the service runs beside. It lives on, because a new
+# thread is waited for until it has run, which takes milliseconds where all cores are busy.
+_helper = ThreadPoolExecutor(1, "gristmill-writer")
+
+
+def write_shards(
+    directory: Path, shards: Iterable[ShardSource], on_written: Callable[[int], None] = lambda size: None
+) -> dict[ShardAddress, int]:
+    """Writes each shard at its address's path under `directory`; returns their sizes.
+
+    on_written: called with the bytes of each shard that is written, by either of two threads. On an error some files
+    may be there; raises one of those that `write_file` does. Nothing is written any more when it returns or raises.
+    """
+    shards = list(shards)
+    for parent in {os.path.dirname(shard.address.path) for shard in shards}:
+        (directory / parent).mkdir(mode=0o700)
+    missing, failed = iter(shards), list[ShardSource]()
+
+    def write() -> None:
+        # Both threads take the next one from the same list, which is one step of the interpreter.
+        for shard in missing:
+            if failed:
+                return
+            try:
+                write_file(f"{directory}/{shard.address.path}", shard.iovec())
+                on_written(shard.size)
+            except BaseException:
+                failed.append(shard)
+                raise
+
+    helping = _helper.submit(write)
+    try:
+        write()
+    finally:
+        # One that has not begun has nothing left to do.
+        if not helping.cancel():
+            wait([helping])
+    if not helping.cancelled():
+        helping.result()
+    return {shard.address: shard.size for shard in shards}
+
+
+def write_file(path: Path | str, runs: iovec.Iovec) -> None:
+    """Creates `path`, readable by its owner only, with the runs' bytes in order.
+
+    Raises FileExistsError, or OSError where space or permission is lacking; the file may then be there in part.
+    """
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        iovec.write(descriptor, runs)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,210 @@
+"""Shards as safetensors files on tmpfs, for trainer ranks to map.
+
+Owns one directory, `gristmill-<user>-<token>`, beside a lock file that this process holds for as long as it lives:
+which is how another process of the same user knows a dead one's leftovers and removes them at its start. Everything is
+readable by its owner only. Files appear by rename and are never written again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from io import FileIO
+from pathlib import Path
+
+from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError, UnavailableError
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.storage.file_names import directory_name
+from gristmill_service.storage.shard_files import write_shards
+from gristmill_service.storage.shard_store import ShardLocation, ShardSource
+
+_PIECE = 1 << 20
+
+
+class SharedMemoryShardStore:
+    """See `gristmill_service.storage.shard_store.ShardStore`. `directory` is a tmpfs, /dev/shm where the user has no other."""
+
+    def __init__(self, directory: Path = Path("/dev/shm")) -> None:  # noqa: S108
+        prefix = f"gristmill-{os.geteuid()}-"
+        remove_leftovers(directory, prefix)
+        self._root, self._lock_file = _claim(directory, prefix)
+        self._sizes: dict[tuple[str, int], dict[ShardAddress, int]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def root(self) -> Path:
+        return self._root
+
+    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
+        final, shards = self._path(run, batch), list(shards)
+        partial = final.with_name(f".{final.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.parent.mkdir(mode=0o700, exist_ok=True)
+            partial.mkdir(mode=0o700)
+            sizes = write_shards(partial, shards)
+            _write_bytes(partial / "plan.json", plan)
+            with self._lock:
+                if self._closed:
+                    raise UnavailableError(f"run {run!r}: batch {batch} came after the store was closed")
+                partial.rename(final)
+                self._sizes[run, batch] = sizes
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._check_ever_fits(run, batch, sum(shard.size for shard in shards))
+                raise ResourceExhaustedError(
+                    f"run {run!r}: batch {batch} does not fit into {self._root.parent}, which is full; give it "
+                    "more room, or lower max_buffered_batches"
+                ) from None
+            raise
+        return len(plan) + sum(sizes.values())
+
+    def _check_ever_fits(self, run: str, batch: int, size: int) -> None:
+        found = os.statvfs(self._root)
+        if size > (room := found.f_blocks * found.f_frsize):
+            raise FailedPreconditionError(
+                f"run {run!r}: batch {batch} has {size} bytes and {self._root.parent} has {room} in all; give it "
+                "more, or lower train_batch_size"
+            )
+
+    def plan(self, run: str, batch: int) -> bytes:
+        self._shards(run, batch)
+        try:
+            return (self._path(run, batch) / "plan.json").read_bytes()
+        except FileNotFoundError:
+            raise _gone(run, batch) from None
+
+    def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
+        size = self._shards(run, batch).get(address)
+        if size is None:
+            raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}")
+        return ShardLocation(size, str(self._path(run, batch) / address.path))
+
+    def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
+        path = self.locate(run, batch, address).shared_memory_path
+        assert path is not None
+        try:
+            # Opened here, not at the first piece: a batch that is freed meanwhile is still read to its end.
+            file = open(path, "rb", buffering=0)  # noqa: SIM115
+        except FileNotFoundError:
+            raise _gone(run, batch) from None
+        return _pieces(file)
+
+    def read_compact(self, run: str, batch: int, address: ShardAddress) -> None:
+        """Whole files are all that it holds."""
+
+    def free(self, run: str, batch: int) -> None:
+        path = self._path(run, batch)
+        with self._lock:
+            if self._sizes.pop((run, batch), None) is None:
+                return
+            freed = path.with_name(f".{path.name}.freed-{secrets.token_hex(4)}")
+            path.rename(freed)
+        # Another thread may remove the whole run at the same time.
+        shutil.rmtree(freed, ignore_errors=True)
+
+    def delete_run(self, run: str) -> None:
+        root = self._root / directory_name(run)
+        deleted = root.with_name(f".deleted-{secrets.token_hex(8)}")
+        with self._lock:
+            for key in [key for key in self._sizes if key[0] == run]:
+                del self._sizes[key]
+            # Away at once, so that a new run of the name starts with nothing.
+            if root.exists():
+                root.rename(deleted)
+        shutil.rmtree(deleted, ignore_errors=True)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._sizes.clear()
+        _remove(self._root)
+        os.close(self._lock_file)
+
+    def _path(self, run: str, batch: int) -> Path:
+        return self._root / directory_name(run) / f"batch-{batch:05d}"
+
+    def _shards(self, run: str, batch: int) -> dict[ShardAddress, int]:
+        with self._lock:
+            sizes = self._sizes.get((run, batch))
+        if sizes is None:
+            raise _gone(run, batch)
+        return sizes
+
+
+def remove_leftovers(directory: Path, prefix: str) -> None:
+    """Removes what dead processes of this user left in `directory`. A living one holds its lock and keeps its own."""
+    for path in directory.glob(f"{prefix}*.lock"):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            if not _is_ours(os.fstat(descriptor), stat.S_ISREG):
+                continue
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            root = path.with_suffix("")
+            if not os.path.lexists(root) or _is_ours(root.lstat(), stat.S_ISDIR):
+                _remove(root)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(descriptor)
+
+
+def _claim(directory: Path, prefix: str) -> tuple[Path, int]:
+    """A new directory of our own and its lock, held. The lock comes first, so that no directory is ever without."""
+    while True:
+        root = directory / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
+        lock = _lock_path(root)
+        descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another process may have taken the lock for a leftover before it was locked, and removed it.
+            if os.stat(lock).st_ino == os.fstat(descriptor).st_ino:
+                root.mkdir(mode=0o700)
+                return root, descriptor
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        os.close(descriptor)
+
+
+def _remove(root: Path) -> None:
+    """The directory and then its lock, which stays as long as anything of the directory does: without it, no later
+    start would know what is left."""
+    shutil.rmtree(root, ignore_errors=True)
+    if not root.exists():
+        _lock_path(root).unlink(missing_ok=True)
+
+
+def _lock_path(root: Path) -> Path:
+    return root.with_name(f"{root.name}.lock")
+
+
+def _is_ours(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+    return status.st_uid == os.geteuid() and is_kind(status.st_mode)
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(data)
+
+
+def _pieces(file: FileIO) -> Iterator[bytes]:
+    with file:
+        while piece := file.read(_PIECE):
+            yield piece
+
+
+def _gone(run: str, batch: int) -> NotFoundError:
+    return NotFoundError(f"run {run!r}: batch {batch} is not published, or freed already")

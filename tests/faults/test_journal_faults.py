@@ -1,0 +1,404 @@
+"""What a service with a journal makes of its own death and of its disk: it goes on, or refuses."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gristmill.errors import UnavailableError
+from gristmill_service.storage.journal.run_store import JournalRunStore
+from tests.api.doors import Refused
+from tests.faults.services import (
+    COMMAND,
+    CONFIG,
+    Json,
+    Service,
+    Services,
+    check,
+    eventually,
+    group,
+    patiently,
+    train,
+    uids_of,
+)
+from tests.run.harness import row as run_row
+from tests.run.harness import table
+
+FREE = ["--grpc-address", "127.0.0.1:0", "--http-address", "127.0.0.1:0"]
+
+
+def in_journal(directory: Path, *more: str) -> list[str]:
+    """The flags of a service with a journal in this directory, and its shards beside it."""
+    (directory / "shards").mkdir(parents=True, exist_ok=True)
+    return ["--journal-dir", str(directory / "journal"), "--shared-memory-dir", str(directory / "shards"), *more]
+
+
+def refused_start(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *FREE, *flags], capture_output=True, text=True, timeout=30, check=False)
+
+
+class Life:
+    """A service that dies again and again, its run, and clients that only know to ask again."""
+
+    def __init__(self, services: Services, flags: Sequence[str], run: str, config: Json) -> None:
+        self._services, self._flags, self.run = services, flags, run
+        self.trained: dict[int, list[str]] = {}
+        self.first: dict[int, bytes] = {}
+        self.accepted: list[str] = []
+        self.errors: list[BaseException] = []
+        self._stopped, self._trained = threading.Event(), threading.Event()
+        self.service = self._begin()
+        self.service.grpc.create(run, config)
+
+    def _begin(self) -> Service:
+        [service] = self._services.start(1, *self._flags)
+        return service
+
+    def die(self) -> None:
+        self.service.kill()
+        self.service = self._begin()
+
+    def submit(self, uid: str) -> None:
+        rows = group(uid, response_ids=list(range(50)), loss_mask=[1] * 50)
+        for _ in range(1000):
+            try:
+                outcomes = self.service.grpc.submit(self.run, rows)
+            except Refused as refused:
+                if refused.code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED"):
+                    time.sleep(0.02)
+                    continue
+                if refused.code == "CANCELLED" or not refused.kind:  # the connection's death
+                    continue
+                raise
+            assert set(outcomes) <= {"accepted", "duplicate", "sealed"}, outcomes
+            self.accepted.append(uid)
+            return
+        raise AssertionError("never accepted")
+
+    def work(self, worker: int) -> None:
+        try:
+            number = 0
+            while not self._stopped.is_set():
+                self.submit(f"w{worker}-{number}")
+                number += 1
+        except BaseException as error:  # noqa: BLE001
+            self.errors.append(error)
+
+    def train_next(self) -> bool:
+        """Pulls the rank's next shard and acknowledges it. Whether there was one."""
+        door = self.service.grpc
+        shard = door.shard(self.run, 0, wait_s=0.2)
+        if shard["state"] != "published":
+            return False
+        batch = shard["position"]["batch"]
+        data = door.read(self.run, batch, 0, 0)
+        assert self.first.setdefault(batch, data) == data, f"batch {batch} is another after a restart"
+        self.trained[batch] = uids_of(data)
+        door.acknowledge(self.run, 0, shard["position"], commit=True)
+        return True
+
+    def train_on(self) -> None:
+        try:
+            while not self._trained.is_set():
+                try:
+                    self.train_next()
+                except Refused as refused:
+                    # Between finding and reading a shard, or because of an answer that was lost, it may be past.
+                    check(refused, "UNAVAILABLE", "NOT_FOUND", "CANCELLED")
+                    time.sleep(0.02)
+        except BaseException as error:  # noqa: BLE001
+            self.errors.append(error)
+
+    def stop(self, threads: Sequence[threading.Thread]) -> None:
+        """The last of the threads is the trainer, without whom producers would wait for room."""
+        self._stopped.set()
+        for thread in threads[:-1]:
+            thread.join(40)
+        self._trained.set()
+        threads[-1].join(40)
+        assert not self.errors, self.errors
+
+    def finish(self) -> None:
+        patiently(lambda: self.service.grpc.finish(self.run))
+        while True:
+            try:
+                if not self.train_next() and self.service.grpc.shard(self.run, 0)["state"] == "end":
+                    return
+            except Refused as refused:
+                check(refused, "NOT_FOUND")
+
+
+@pytest.mark.parametrize("fsync", ["never", "always"])
+def test_killed_at_any_moment_under_load_every_accepted_row_is_in_one_batch(
+    services: Services, tmp_path: Path, run: str, fsync: str
+):
+    flags = in_journal(tmp_path, "--journal-fsync", fsync)
+    life = Life(services, flags, run, {**CONFIG, "max_buffered_batches": 8, "max_staleness": 100_000})
+    threads = [threading.Thread(target=life.work, args=(worker,)) for worker in range(3)]
+    threads.append(threading.Thread(target=life.train_on))
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(3 if fsync == "never" else 1):
+            least = len(life.trained) + 5
+            eventually(lambda least=least: len(life.trained) > least or life.errors, "it goes on")
+            time.sleep(random.uniform(0, 0.2))
+            life.die()
+    finally:
+        life.stop(threads)
+    life.finish()
+    uids = [uid for batch in life.trained.values() for uid in set(batch)]
+    assert len(uids) == len(set(uids))
+    assert set(uids) == set(life.accepted)
+    assert life.service.grpc.get(run)["groups_dropped"] == {}
+    assert len(list((tmp_path / "shards").glob("*.lock"))) == 1, "shards of the dead are removed by those after them"
+
+
+def test_positions_incarnations_and_a_withdrawn_batch_outlive_the_process(services: Services, tmp_path: Path, run: str):
+    flags = in_journal(tmp_path)
+    [service] = services.start(1, *flags)
+    service.grpc.create(run, {**CONFIG, "dp_size": 2})
+    service.grpc.submit(run, [each for uid in "abcd" for each in group(uid)])
+    service.grpc.batch(run, 1, wait_s=20)
+    resumed = service.http.call(
+        "POST", f"/runs/{run}/resume", {"launch": "smaller", "position": None, "dp_size": 1}
+    ).json()
+    service.kill()
+    [service] = services.start(1, *flags)
+    assert service.grpc.batch(run, 1, wait_s=20)["plan"]["dp_size"] == 1
+    assert service.grpc.shard(run, 0, incarnation=resumed["incarnation"])["state"] == "published"
+    with pytest.raises(Refused, match="superseded"):
+        service.grpc.shard(run, 0, incarnation=1)
+    train(service.grpc, run, 0, commit=False)
+    service.kill()
+    [service] = services.start(1, *flags)
+    assert service.grpc.shard(run, 0)["position"]["batch"] == 1
+    assert service.grpc.get(run)["batches_freed"] == 0, "what no checkpoint holds stays"
+    assert service.stop() == 0
+    [service] = services.start(1, *flags)
+    assert service.grpc.shard(run, 0)["position"]["batch"] == 1
+
+
+def test_a_deleted_run_stays_deleted_and_its_name_is_free(services: Services, tmp_path: Path, run: str):
+    flags = in_journal(tmp_path)
+    [service] = services.start(1, *flags)
+    service.grpc.create(run, CONFIG)
+    service.grpc.submit(run, group("a"))
+    service.grpc.delete(run)
+    service.grpc.create(f"{run}-kept", CONFIG)
+    service.kill()
+    [service] = services.start(1, *flags)
+    assert service.grpc.names() == [f"{run}-kept"]
+    service.grpc.create(run, CONFIG)
+    assert service.grpc.submit(run, group("a")) == ["accepted"] * 2
+
+
+def test_a_torn_tail_is_cut_and_told_and_the_rest_is_there(services: Services, tmp_path: Path, run: str):
+    flags = in_journal(tmp_path)
+    [service] = services.start(1, *flags)
+    service.grpc.create(run, CONFIG)
+    service.grpc.submit(run, group("a"))
+    service.grpc.submit(run, group("b", response_ids=[9, 9], reward=None))
+    service.kill()
+    [log] = (tmp_path / "journal").glob("run-*/events-*.log")
+    os.truncate(log, log.stat().st_size - 5)
+    [service] = services.start(1, *flags)
+    assert "torn tail cut" in service.log
+    assert service.grpc.submit(run, group("a")) == ["duplicate"] * 2
+    assert service.grpc.submit(run, group("b")) == ["accepted"] * 2, "of what was not whole nothing is known"
+    assert service.grpc.batch(run, 0, wait_s=20)["state"] == "published"
+
+
+class TestItDoesNotStart:
+    def test_beside_another_in_the_same_directory(self, services: Services, tmp_path: Path):
+        flags = in_journal(tmp_path)
+        [service] = services.start(1, *flags)
+        second = refused_start(*flags)
+        assert second.returncode == 2
+        assert second.stderr.strip().splitlines()[-1].endswith("stop it, or give each its own directory")
+        assert len(second.stderr.strip().splitlines()) == 1, second.stderr
+        assert service.trouble == ""
+
+    @pytest.mark.parametrize("what", ["run.json", "events-000000.log"])
+    def test_on_what_a_newer_version_wrote(self, services: Services, tmp_path: Path, run: str, what: str):
+        flags = in_journal(tmp_path)
+        [service] = services.start(1, *flags)
+        service.grpc.create(run, CONFIG)
+        service.stop()
+        [path] = (tmp_path / "journal").glob(f"run-*/{what}")
+        content = path.read_bytes()
+        newer = content.replace(b'"format":1', b'"format":9')
+        if what != "run.json":
+            newer = content[:14] + (9).to_bytes(2, "little") + content[16:]
+        path.write_bytes(newer)
+        found = refused_start(*flags)
+        assert found.returncode == 2
+        [line] = found.stderr.strip().splitlines()
+        assert "has format 9 and this version reads up to 1; use a newer gristmill" in line
+        assert path.read_bytes() == newer, "what is refused is left as it was"
+        path.write_bytes(content)
+        [service] = services.start(1, *flags)
+        assert service.grpc.names() == [run]
+
+    def test_in_a_directory_that_it_may_not_use(self, tmp_path: Path):
+        (tmp_path / "journal").write_text("a file")
+        found = refused_start(*in_journal(tmp_path))
+        assert (found.returncode, len(found.stderr.strip().splitlines())) == (2, 1)
+        assert "journal_dir" in found.stderr
+
+
+class TestTheDiskIsFull:
+    SIZE = 40 << 20
+
+    @pytest.fixture
+    def disk(self, tmp_path: Path) -> Iterator[Path]:
+        """A small file system of its own."""
+        path = tmp_path / "disk"
+        path.mkdir()
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={self.SIZE}", "tmpfs", str(path)], capture_output=True, check=False
+        )
+        if mounted.returncode:
+            pytest.skip("mounting a small file system needs root")
+        with ExitStack() as after:
+            after.callback(subprocess.run, ["umount", "-l", str(path)], check=True)
+            yield path
+
+    @pytest.fixture
+    def service(self, services: Services, tmp_path: Path, disk: Path, run: str) -> Service:
+        (tmp_path / "shards").mkdir()
+        journal = ["--journal-dir", str(disk / "journal"), "--shared-memory-dir", str(tmp_path / "shards")]
+        [service] = services.start(1, *journal)
+        service.grpc.create(run, {**CONFIG, "max_buffered_batches": 1000, "max_staleness": 100_000})
+        return service
+
+    def fill(self, service: Service, run: str, rows: int = 100_000, prefix: str = "u") -> int:
+        """Submits groups until one is refused. Returns how many were taken."""
+        long = {"response_ids": list(range(rows)), "loss_mask": [1] * rows}
+        for number in range(10_000):
+            try:
+                service.grpc.submit(run, group(f"{prefix}-{number}", **long))
+            except Refused as refused:
+                check(refused, "UNAVAILABLE")
+                message = refused.message
+                break
+        assert "is full; give it more room" in message
+        return number
+
+    def test_rows_are_refused_with_the_remedy_and_acknowledgements_make_room(self, service: Service, run: str):
+        taken = self.fill(service, run)
+        assert taken > 10
+        assert "is full" in service.trouble
+        for batch in range(taken // 2):
+            train(service.http, run, batch)
+        assert service.grpc.get(run)["batches_freed"] == taken // 2
+        assert service.trouble == ""
+        assert service.grpc.submit(run, group("more")) == ["accepted"] * 2
+
+    def test_producers_that_go_on_trying_do_not_take_what_acknowledgements_need(self, disk: Path):
+        ledger = JournalRunStore(disk, "never")
+        book = ledger.create("run", b"{}")
+        list(book.replay().records)
+        for _ in range(3):
+            for tokens in (200_000, 20_000, 3000, 400, 50, 1, 1, 1):
+                steps = table(run_row("a", response=range(tokens)))
+                with suppress(UnavailableError):
+                    for _ in range(100_000):
+                        number, _ = book.put(steps)
+                        try:
+                            book.append(bytes(200))
+                        except UnavailableError:
+                            book.remove([number])
+                            raise
+            for _ in range(200):
+                book.append(b"a rank moved on, a batch is freed, its rows are no longer needed")
+        book.close()
+        ledger.close()
+
+    def test_killed_when_full_it_starts_again_and_goes_on(
+        self, services: Services, service: Service, tmp_path: Path, disk: Path, run: str
+    ):
+        taken = self.fill(service, run)
+        data = service.grpc.read(run, 0, 0, 0)
+        service.kill()
+        journal = ["--journal-dir", str(disk / "journal"), "--shared-memory-dir", str(tmp_path / "shards")]
+        [again] = services.start(1, *journal)
+        for batch in range(taken // 2):
+            found = train(again.grpc, run, batch)
+            assert batch or found == data
+        eventually(lambda: again.trouble == "", "it is ready")
+        assert again.grpc.submit(run, group("more")) == ["accepted"] * 2
+
+    def test_room_that_another_gives_back_is_found_without_a_restart(self, service: Service, disk: Path, run: str):
+        other = disk / "other"
+        with other.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, self.SIZE // 2)
+        taken = self.fill(service, run)
+        other.unlink()
+        assert patiently(lambda: service.grpc.submit(run, group("more"))) == ["accepted"] * 2
+        eventually(lambda: service.trouble == "", "it is ready")
+        assert service.grpc.get(run)["rows_accepted"] == 2 * taken + 2
+
+
+def test_a_clock_that_is_set_is_no_reason_to_time_groups_out(services: Services, tmp_path: Path, run: str):
+    """Time is counted while it serves; what a clock says, and for how long nobody served, is not asked."""
+    flags = in_journal(tmp_path)
+    [service] = services.start(1, *flags)
+    service.grpc.create(run, {**CONFIG, "group_timeout_s": 1.5})
+    service.grpc.submit(run, group("a")[:1])
+    service.kill()
+    for path in (tmp_path / "journal").rglob("*"):
+        os.utime(path, (0, 0))
+    time.sleep(1.5)
+    [service] = services.start(1, *flags)
+    assert service.grpc.submit(run, group("a")[1:]) == ["accepted"]
+    service.grpc.begin(run, ["late"])
+    begun = time.monotonic()
+    eventually(lambda: service.grpc.get(run)["groups_dropped"] == {"timeout": 1}, "the late one is dropped")
+    assert 1.2 < time.monotonic() - begun < 8
+
+
+def test_the_journal_is_one_process_also_when_that_forked(services: Services, tmp_path: Path):
+    """Its lock goes with it, whatever it had opened."""
+    flags = in_journal(tmp_path)
+    [service] = services.start(1, *flags)
+    service.kill()
+    with (tmp_path / "journal" / "lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_neither_threads_nor_files_nor_memory_grow_with_runs_that_come_and_go(
+    services: Services, tmp_path: Path, run: str
+):
+    [service] = services.start(1, *in_journal(tmp_path))
+
+    def used() -> tuple[int, int]:
+        proc = Path(f"/proc/{service.process.pid}")
+        return len(list((proc / "fd").iterdir())), len(list((proc / "task").iterdir()))
+
+    def live(number: int) -> None:
+        name = f"{run}-{number}"
+        service.grpc.create(name, CONFIG)
+        service.grpc.submit(name, [*group("a"), *group("b")])
+        train(service.grpc, name, 0)
+        service.grpc.delete(name)
+
+    for number in range(5):
+        live(number)
+    before = used()
+    for number in range(5, 40):
+        live(number)
+    after = used()
+    assert after[0] <= before[0] + 3
+    assert after[1] <= before[1] + 3
+    assert httpx.get(f"{service.http_url}/healthz", trust_env=False).status_code == 200

@@ -1,0 +1,316 @@
+"""What a service makes of a Redis that dies, hangs, is slow, full or forgetful: it refuses, says why, and goes on."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import redis
+import trustme
+
+from tests.api.doors import Refused
+from tests.faults.services import (
+    CONFIG,
+    PATIENCE_S,
+    Service,
+    Services,
+    eventually,
+    group,
+    on_redis,
+    patiently,
+    train,
+    uids_of,
+)
+from tests.redis.proxy import Proxy
+from tests.redis.servers import RedisCluster, RedisServer, Sentinel, StartRedis
+
+
+def refused(call: Callable[[], object], within_s: float = 12) -> Refused:
+    """What the call is refused with, soon."""
+    begun = time.monotonic()
+    with pytest.raises(Refused) as caught:
+        call()
+    assert time.monotonic() - begun < within_s
+    return caught.value
+
+
+class Producer:
+    """Submits groups one after another, each until it is taken; remembers which were."""
+
+    def __init__(self, service: Service, run: str) -> None:
+        self._service, self._run = service, run
+        self.accepted: list[str] = []
+        self.errors: list[BaseException] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._produce)
+        self._thread.start()
+
+    def _produce(self) -> None:
+        try:
+            number = 0
+            while not self._stopped.is_set():
+                uid = f"u{number}"
+                outcomes = patiently(lambda uid=uid: self._service.grpc.submit(self._run, group(uid)))
+                assert set(outcomes) <= {"accepted", "duplicate", "sealed"}
+                self.accepted.append(uid)
+                number += 1
+        except BaseException as error:  # noqa: BLE001
+            self.errors.append(error)
+
+    def stop(self) -> list[str]:
+        self._stopped.set()
+        self._thread.join(2 * PATIENCE_S)
+        assert not self.errors, self.errors
+        return self.accepted
+
+
+def all_trained(service: Service, run: str) -> list[str]:
+    """The uids of all batches of the run, which it finishes."""
+    batches = patiently(lambda: service.grpc.finish(run))
+    return [uid for batch in range(batches) for uid in sorted(set(uids_of(train(service.grpc, run, batch))))]
+
+
+BIG = {**CONFIG, "max_buffered_batches": 10_000, "max_staleness": 20_000}
+
+
+class TestItDies:
+    def test_killed_and_started_again_it_has_lost_nothing(self, services: Services, start_redis: StartRedis, run: str):
+        server = start_redis(appendonly="always")
+        [service] = services.start(1, *on_redis(server.url))
+        service.grpc.create(run, BIG)
+        producer = Producer(service, run)
+        for _ in range(3):
+            least = len(producer.accepted) + 20
+            eventually(lambda least=least: len(producer.accepted) >= least or producer.errors, "it goes on")
+            server.kill()
+            server.start()
+        accepted = producer.stop()
+        assert sorted(all_trained(service, run)) == sorted(accepted)
+        assert service.grpc.get(run)["groups_dropped"] == {}
+        eventually(lambda: service.trouble == "", "it is ready again")
+
+    def test_away_for_longer_than_the_lease_it_is_refused_and_goes_on(
+        self, services: Services, start_redis: StartRedis, run: str
+    ):
+        server = start_redis(appendonly="always")
+        [service] = services.start(1, *on_redis(server.url, 0.5))
+        service.grpc.create(run, CONFIG)
+        service.grpc.submit(run, [*group("a"), *group("b"), *group("c")])
+        service.grpc.batch(run, 0, wait_s=20)
+        data = service.grpc.read(run, 0, 0, 0)
+        server.stop()
+        assert "Redis at" in eventually(lambda: service.trouble, "it tells")
+        for door in (service.grpc, service.http):
+            for call in (
+                lambda door=door: door.submit(run, group("d")),
+                lambda door=door: door.create(f"{run}-new", CONFIG),
+            ):
+                error = refused(call, 5)
+                assert error.code == "UNAVAILABLE"
+                assert error.retry_after_s
+                assert "Redis" in error.message
+        assert service.probe("/healthz").status_code == 200
+        server.start()
+        assert patiently(lambda: service.grpc.submit(run, group("d"))) == ["accepted"] * 2
+        assert train(service.grpc, run, 0) == data
+        assert sorted(set(uids_of(train(service.grpc, run, 1)))) == ["c", "d"]
+
+    def test_without_a_log_on_disk_all_is_lost_cleanly_and_the_service_goes_on(
+        self, services: Services, start_redis: StartRedis, run: str
+    ):
+        """The truth of `appendonly no`: the run is unknown afterwards, its rows have to be sent again."""
+        server = start_redis(appendonly="no")
+        [service] = services.start(1, *on_redis(server.url))
+        assert "appendonly is no" in service.log
+        service.grpc.create(run, CONFIG)
+        service.grpc.submit(run, [*group("a"), *group("b")])
+        service.grpc.batch(run, 0, wait_s=20)
+        server.kill()
+        server.start()
+        for door in (service.grpc, service.http):
+            eventually(lambda door=door: _is_unknown(lambda: door.submit(run, group("c"))), "the run is not known")
+        assert service.grpc.names() == []
+        assert patiently(lambda: service.grpc.create(run, CONFIG))["created"]
+        service.grpc.submit(run, [*group("a"), *group("b")])
+        assert sorted(set(uids_of(train(service.grpc, run, 0)))) == ["a", "b"]
+        eventually(lambda: service.trouble == "", "it is ready")
+
+    def test_while_it_is_away_the_service_ends_within_its_grace(
+        self, services: Services, start_redis: StartRedis, run: str
+    ):
+        server = start_redis(appendonly="always")
+        gone, silent = services.begin(*on_redis(server.url)), Proxy(server.port)
+        with silent:
+            hanging = services.begin(*on_redis(silent.url))
+            for one in (gone.ready(), hanging.ready()):
+                for number in range(4):
+                    one.grpc.create(f"{run}-{one.process.pid}-{number}", CONFIG)
+            silent.freeze()
+            server.pause()
+            begun = time.monotonic()
+            hanging.terminate()
+            server.resume()
+            server.stop()
+            gone.terminate()
+            assert gone.process.wait(15) == 0
+            assert hanging.process.wait(15) == 0
+            # The grace is 5 s, and a command that is under way has 5 s.
+            assert time.monotonic() - begun < 12
+
+
+def _is_unknown(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except Refused as error:
+        return error.code == "NOT_FOUND"
+    return False
+
+
+class TestItIsSlowOrSilent:
+    def test_slow_it_works(self, services: Services, shared_redis: RedisServer, proxy: Proxy, run: str):
+        [service] = services.start(1, *on_redis(proxy.url))
+        service.grpc.create(run, CONFIG)
+        proxy.delay(0.05)
+        try:
+            assert service.grpc.submit(run, [*group("a"), *group("b")]) == ["accepted"] * 4
+            assert service.http.batch(run, 0, wait_s=20)["state"] == "published"
+            assert sorted(set(uids_of(train(service.http, run, 0)))) == ["a", "b"]
+            time.sleep(1.5)  # longer than a lease
+            assert service.grpc.get(run)["batches_freed"] == 1
+            assert service.trouble == ""
+        finally:
+            proxy.delay(0)
+
+    def test_silent_it_is_refused_soon_and_goes_on_when_it_answers(
+        self, services: Services, start_redis: StartRedis, run: str
+    ):
+        server = start_redis(appendonly="always")
+        [service] = services.start(1, *on_redis(server.url))
+        service.grpc.create(run, CONFIG)
+        service.grpc.submit(run, group("a"))
+        server.pause()
+        try:
+            error = refused(lambda: service.grpc.submit(run, group("b")))
+            assert error.code == "UNAVAILABLE"
+            assert error.retry_after_s
+            eventually(lambda: service.trouble, "it tells")
+            assert refused(lambda: service.http.get(run)).code == "UNAVAILABLE"
+            assert service.probe("/healthz").status_code == 200
+            assert service.probe("/metrics", timeout_s=10).status_code == 200
+        finally:
+            server.resume()
+        assert set(patiently(lambda: service.grpc.submit(run, group("b")))) <= {"accepted", "duplicate"}
+        assert sorted(set(uids_of(train(service.grpc, run, 0)))) == ["a", "b"]
+        assert service.grpc.get(run)["rows_accepted"] == 4
+
+
+class TestItIsFull:
+    def test_rows_wait_acknowledgements_do_not_and_it_goes_on_by_itself(
+        self, services: Services, start_redis: StartRedis, run: str
+    ):
+        server = start_redis(appendonly="no", maxmemory="1gb")
+        admin = server.client()
+        [service] = services.start(1, *on_redis(server.url))
+        service.grpc.create(run, CONFIG)
+        service.grpc.submit(run, [*group("a"), *group("b"), *group("c")])
+        service.grpc.batch(run, 0, wait_s=20)
+        admin.config_set("maxmemory", int(admin.info("memory")["used_memory"] / 0.95))
+        assert "maxmemory" in eventually(lambda: service.trouble, "it tells")
+        for door in (service.grpc, service.http):
+            error = refused(lambda door=door: door.submit(run, group("d")))
+            assert error.code == "UNAVAILABLE"
+            assert "maxmemory" in error.message
+        assert sorted(set(uids_of(train(service.http, run, 0)))) == ["a", "b"]
+        assert service.grpc.get(run)["batches_freed"] == 1
+        admin.config_set("maxmemory", 0)
+        assert patiently(lambda: service.grpc.submit(run, group("d"))) == ["accepted"] * 2
+        eventually(lambda: service.trouble == "", "it is ready again")
+        assert sorted(set(uids_of(train(service.grpc, run, 1)))) == ["c", "d"]
+
+    def test_full_it_can_still_be_taken_over_so_that_acknowledgements_make_room(
+        self, services: Services, start_redis: StartRedis, run: str
+    ):
+        server = start_redis(appendonly="no", maxmemory="1gb")
+        admin = server.client()
+        first, second = services.start(2, *on_redis(server.url))
+        first.grpc.create(run, CONFIG)
+        first.grpc.submit(run, [*group("a"), *group("b"), *group("c")])
+        first.grpc.batch(run, 0, wait_s=20)
+        admin.config_set("maxmemory", int(admin.info("memory")["used_memory"] / 0.95))
+        eventually(lambda: "maxmemory" in first.trouble and "maxmemory" in second.trouble, "both tell")
+        assert second.grpc.get(run)["batches_published"] == 1, "what is passed on needs no room"
+        first.kill()
+        assert sorted(set(uids_of(train(second.grpc, run, 0)))) == ["a", "b"]
+
+    def test_a_batch_that_found_no_room_is_stored_once_there_is_some(
+        self, services: Services, start_redis: StartRedis, run: str
+    ):
+        server = start_redis(appendonly="no", maxmemory="1gb")
+        admin = server.client()
+        [service] = services.start(1, *on_redis(server.url))
+        service.grpc.create(run, CONFIG)
+        service.grpc.submit(run, [*group("a"), *group("b")])
+        service.grpc.batch(run, 0, wait_s=20)
+        # The rows of the second batch fit, its shards do not.
+        long = list(range(50_000))
+        late = [each | {"response_ids": long, "loss_mask": [1] * len(long)} for each in group("d", reward=None)]
+        service.grpc.submit(run, [*group("c"), *late])
+        admin.config_set("maxmemory", admin.info("memory")["used_memory"] + (1 << 20))
+        with suppress(redis.exceptions.OutOfMemoryError):
+            for filler in itertools.count():
+                admin.set(f"filler-{filler}", bytes(4096))
+        admin.delete("filler-0", "filler-1", "filler-2", "filler-3")  # room for a few records of the log
+        rewards = [{"uid": "d", "sample": sample, "reward": float(sample)} for sample in range(2)]
+        patiently(lambda: service.grpc.set_rewards(run, rewards))
+        assert service.grpc.batch(run, 1, wait_s=1)["state"] == "pending"
+        admin.config_set("maxmemory", 0)
+        assert service.grpc.batch(run, 1, wait_s=4)["state"] == "published"
+
+
+class TestOtherForms:
+    def test_a_failover_by_sentinel_is_no_more_than_a_retry(self, services: Services, tmp_path: Path, run: str):
+        with Sentinel(tmp_path / "sentinel") as sentinel:
+            [service] = services.start(1, *on_redis(sentinel.url))
+            service.grpc.create(run, CONFIG)
+            service.grpc.submit(run, [*group("a"), *group("b"), *group("c")])
+            service.grpc.batch(run, 0, wait_s=20)
+            data = service.grpc.read(run, 0, 0, 0)
+            master, replica = sentinel.master.client(), sentinel.replica
+            assert replica is not None
+            eventually(lambda: master.execute_command("WAIT", 1, 1000) == 1, "the replica has all")
+            sentinel.kill_master()
+            assert patiently(lambda: service.grpc.submit(run, group("d"))) == ["accepted"] * 2
+            assert train(service.grpc, run, 0) == data
+            assert sorted(set(uids_of(train(service.grpc, run, 1)))) == ["c", "d"]
+            eventually(lambda: service.trouble == "", "it is ready again")
+
+    def test_over_tls(self, services: Services, shared_redis: RedisServer, tmp_path: Path, run: str):
+        authority = trustme.CA()
+        authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+        with Proxy(shared_redis.port, certificate=authority.issue_cert("127.0.0.1")) as tls:
+            [service] = services.start(1, *on_redis(tls.url), "--redis-ca-file", str(tmp_path / "ca.pem"))
+            service.grpc.create(run, CONFIG)
+            service.grpc.submit(run, [*group("a"), *group("b")])
+            assert sorted(set(uids_of(train(service.http, run, 0)))) == ["a", "b"]
+
+    def test_on_a_cluster_a_whole_run_and_a_takeover(self, services: Services, tmp_path: Path, run: str):
+        with RedisCluster(tmp_path / "cluster") as cluster:
+            first, second = services.start(2, *on_redis(cluster.url))
+            first.grpc.create(run, CONFIG)
+            second.grpc.submit(run, [*group("a"), *group("b"), *group("c")])
+            data = train(second.http, run, 0)
+            assert sorted(set(uids_of(data))) == ["a", "b"]
+            first.kill()
+            assert patiently(lambda: second.grpc.submit(run, group("d"))) == ["accepted"] * 2
+            assert sorted(set(uids_of(train(second.grpc, run, 1)))) == ["c", "d"]
+            second.grpc.finish(run)
+            status = second.grpc.get(run)
+            assert (status["batches_freed"], status["row_bytes"]) == (2, 0)
+            second.grpc.delete(run)
+            left = [key for node in cluster.nodes for key in node.client().keys("*") if run.encode() in key]
+            assert left == []

@@ -1,0 +1,484 @@
+"""Several services on one Redis: any takes any call, and whatever becomes of the one that decides, the others go on."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from gristmill.v1 import rollout_pb2
+from tests.api.doors import Door, Refused, rows_message
+from tests.faults.services import (
+    COMMAND,
+    CONFIG,
+    Service,
+    Services,
+    check,
+    eventually,
+    group,
+    on_redis,
+    owner,
+    patiently,
+    train,
+    uids_of,
+)
+from tests.redis.proxy import Proxy
+from tests.redis.servers import RedisServer
+
+LEASE_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def replicas(shared_redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, Service]]:
+    """Two that every test of the module may call, and none may harm."""
+    started = Services(tmp_path_factory.mktemp("replicas"))
+    try:
+        first, second = started.start(2, *on_redis(shared_redis.url))
+        yield first, second
+    finally:
+        started.close()
+
+
+@pytest.fixture
+def owned(replicas: tuple[Service, Service], run: str) -> Service:
+    """The owner of the test's run; `other` is the one that is not."""
+    replicas[0].grpc.create(run, CONFIG)
+    return owner(replicas, run)
+
+
+@pytest.fixture
+def other(replicas: tuple[Service, Service], owned: Service) -> Service:
+    return next(one for one in replicas if one is not owned)
+
+
+@pytest.fixture(params=["grpc", "http"])
+def door(request: pytest.FixtureRequest, other: Service) -> Door:
+    """To the replica that does not decide."""
+    return getattr(other, request.param)
+
+
+class TestAnyTakesAnyCall:
+    def test_a_whole_run_through_one_that_does_not_decide(self, door, owned, other, run):
+        assert door.create(run, CONFIG)["created"] is False
+        assert run in door.names()
+        assert door.begin(run, ["a", "b"]) == ["admitted"] * 2
+        late = group("b", reward=None)
+        assert door.submit(run, [*group("a"), *late]) == ["accepted"] * 4
+        assert (
+            door.set_rewards(run, [{"uid": "b", "sample": sample, "reward": float(sample)} for sample in (0, 1)]) == 2
+        )
+        assert door.submit(run, group("a"))[0] in ("duplicate", "sealed")
+        assert door.batch(run, 0, wait_s=20)["state"] == "published"
+        door.announce(run, 3)
+        assert door.policy_version(run) == 3
+        assert door.submit(run, [*group("c"), *group("d"), *group("e")]) == ["accepted"] * 6
+        assert door.abort_groups(run, ["e"], "not wanted") == 1
+        resumed = door.resume(run, "launch")
+        for batch in range(2):
+            data = train(door, run, batch, commit=False)
+            assert data == owned.grpc.read(run, batch, 0, 0)
+        assert door.commit(run, {"batch": 2, "epoch": 0, "mini_batch": 0}, resumed["incarnation"])["batch"] == 2
+        assert door.submit(run, group("f")) == ["accepted"] * 2
+        assert door.seal(run)["batch"] == 2
+        train(door, run, 2)
+        assert door.finish(run) == 3
+        assert door.shard(run, 0, wait_s=20)["state"] == "end"
+        status = door.get(run)
+        assert (status["batches_freed"], status["row_bytes"], status["shard_bytes"]) == (3, 0, 0)
+        assert status["groups_dropped"] == {"not wanted": 1}
+        door.delete(run)
+        assert run not in owned.grpc.names()
+        with pytest.raises(Refused) as refused:
+            door.get(run)
+        assert refused.value.code == "NOT_FOUND"
+
+    def test_who_waits_at_one_is_woken_by_what_happens_at_the_other(self, door, owned, run):
+        with ThreadPoolExecutor(3) as pool:
+            batch = pool.submit(door.batch, run, 0, 20.0)
+            shard = pool.submit(lambda: door.shard(run, 0, wait_s=20.0))
+            version = pool.submit(door.policy_version, run, 5, 20.0)
+            eventually(lambda: "gristmill_waiting_calls 3.0" in owned.probe("/metrics").text, "all three wait")
+            start = time.monotonic()
+            owned.grpc.submit(run, [*group("a"), *group("b")])
+            owned.grpc.announce(run, 5)
+            assert batch.result()["state"] == "published"
+            assert shard.result()["state"] == "published"
+            assert version.result() == 5
+            assert time.monotonic() - start < 10
+
+    def test_a_wait_that_ends_with_nothing_is_answered_as_by_the_owner(self, door, run):
+        assert door.batch(run, 0, wait_s=0.2) == {"state": "pending"}
+        assert door.shard(run, 0, wait_s=0.2)["state"] == "pending"
+
+    def test_a_refusal_is_the_owners_own_word(self, door, owned, run):
+        def refusals(at: Door) -> list[tuple[str, str, str]]:
+            found = []
+            for call in (
+                lambda: at.create(run, {**CONFIG, "dp_size": 2}),
+                lambda: at.batch(run, -1),
+                lambda: at.shard(run, 7),
+                lambda: at.seal(run),
+                lambda: at.submit(run, [{**group("a")[0], "sample": 9}]),
+                lambda: at.read(run, 77, 0, 0),
+                lambda: at.get("no-such-run"),
+            ):
+                with pytest.raises(Refused) as refused:
+                    call()
+                found.append((refused.value.code, refused.value.kind, refused.value.message))
+            return found
+
+        assert refusals(door) == refusals(getattr(owned, "grpc" if door.__class__.__name__ == "GrpcDoor" else "http"))
+
+    def test_a_stream_of_rows_is_answered_request_by_request(self, owned, other, run, replicas):
+        second = f"{run}-also"
+        patiently(lambda: owned.grpc.create(second, CONFIG))
+        requests = [
+            rollout_pb2.StreamRowsRequest(run=name, rows=rows_message(group(uid)))
+            for uid in ("a", "b", "c")
+            for name in (run, second, "no-such-run")
+        ]
+        for one in replicas:
+            answers = list(one.grpc.rollouts.StreamRows(iter(requests), timeout=20))
+            codes = [answer.error.code for answer in answers]
+            assert codes == [0, 0, grpc.StatusCode.NOT_FOUND.value[0]] * 3, answers
+        assert owned.grpc.get(run)["rows_accepted"] == 6
+        assert other.grpc.get(second)["rows_accepted"] == 6
+
+    def test_a_run_created_at_all_at_once_is_one_run(self, replicas, run):
+        names = [f"{run}-{number}" for number in range(5)]
+        with ThreadPoolExecutor(8) as pool:
+            for name in names:
+                doors = [one.grpc for one in replicas] * 2 + [one.http for one in replicas] * 2
+                calls = [
+                    pool.submit(patiently, lambda door=door, name=name: door.create(name, CONFIG)) for door in doors
+                ]
+                assert sum(call.result()["created"] for call in calls) <= 1
+        for name in names:
+            assert {one.grpc.get(name)["rows_accepted"] for one in replicas} == {0}
+
+    def test_other_ranks_asked_for_at_one_that_does_not_decide_get_every_batch_cut_anew(self, other, run):
+        stop, errors = threading.Event(), []
+
+        def produce() -> None:
+            number = 0
+            while not stop.is_set():
+                try:
+                    other.grpc.submit(run, [*group(f"{number}-x"), *group(f"{number}-y")])
+                    number += 1
+                except Refused as refused:
+                    if refused.code not in ("RESOURCE_EXHAUSTED", "UNAVAILABLE"):
+                        errors.append(refused)
+                        return
+                    time.sleep(0.05)
+
+        producer = threading.Thread(target=produce)
+        producer.start()
+        try:
+            for turn, dp_size in enumerate([2, 1, 3, 1]):
+                eventually(lambda turn=turn: other.grpc.get(run)["batches_published"] > 3 * turn, "batches are made")
+                resumed = other.http.call(
+                    "POST", f"/runs/{run}/resume", {"launch": f"launch-{turn}", "position": None, "dp_size": dp_size}
+                ).json()
+        finally:
+            stop.set()
+            producer.join()
+        assert not errors
+        sealed = other.grpc.get(run)["batches_sealed"]
+        seen: list[str] = []
+        for batch in range(sealed):
+            assert other.grpc.batch(run, batch, wait_s=20)["plan"]["dp_size"] == 1
+            seen += set(uids_of(train(other.grpc, run, batch, commit=False)))
+        assert resumed["position"]["batch"] == 0
+        assert len(seen) == len(set(seen)) == 2 * sealed
+
+
+class TestTheOwnerGoes:
+    @pytest.fixture
+    def start(self, services: Services, shared_redis: RedisServer, run: str) -> Callable[[], tuple[Service, Service]]:
+        """An owner of the run, and another."""
+
+        def begin() -> tuple[Service, Service]:
+            both = services.start(2, *on_redis(shared_redis.url, LEASE_S, run))
+            both[0].grpc.create(run, CONFIG)
+            first = owner(both, run)
+            return first, next(one for one in both if one is not first)
+
+        return begin
+
+    def test_killed_it_is_replaced_within_seconds_and_nothing_is_lost(self, start, run):
+        first, second = start()
+        first.grpc.submit(run, [*group("a"), *group("b"), *group("c")])
+        before = first.grpc.batch(run, 0, wait_s=20)
+        data = second.grpc.read(run, 0, 0, 0)
+        first.grpc.announce(run, 4)
+        resumed = first.grpc.resume(run, "launch")
+        first.kill()
+        killed = time.monotonic()
+        assert second.grpc.read(run, 0, 0, 0) == data, "shards need no owner"
+        found = patiently(lambda: second.grpc.batch(run, 0))
+        assert time.monotonic() - killed < 5
+        assert found == before
+        assert second.grpc.policy_version(run) == 4
+        assert second.grpc.submit(run, [*group("a"), *group("c")]) == ["sealed"] * 2 + ["duplicate"] * 2
+        assert second.grpc.shard(run, 0, incarnation=resumed["incarnation"])["incarnation"] == resumed["incarnation"]
+        assert train(second.grpc, run, 0) == data
+        assert second.grpc.submit(run, group("d")) == ["accepted"] * 2
+        assert sorted(set(uids_of(train(second.http, run, 1)))) == ["c", "d"]
+
+    def test_killed_under_load_again_and_again_every_row_is_trained_once(
+        self, services: Services, shared_redis: RedisServer, run: str
+    ):
+        """Clients see no more of it than retries."""
+        alive = services.start(3, *on_redis(shared_redis.url, LEASE_S, run))
+        alive[0].grpc.create(run, CONFIG)
+        groups, trained, errors = 60, list[list[str]](), list[BaseException]()
+        guard = threading.Lock()
+
+        def some_service(number: int) -> Service:
+            with guard:
+                return alive[number % len(alive)]
+
+        def produce(worker: int) -> None:
+            try:
+                for number in range(worker, groups, 3):
+                    rows = group(f"u{number}")
+                    for turn in range(1000):
+                        try:
+                            outcomes = some_service(worker + turn).grpc.submit(run, rows)
+                        except Refused as refused:
+                            check(refused, "UNAVAILABLE", "RESOURCE_EXHAUSTED")
+                            time.sleep(0.1)
+                            continue
+                        assert set(outcomes) <= {"accepted", "duplicate", "sealed"}, outcomes
+                        break
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+
+        def consume() -> None:
+            try:
+                for batch in range(groups // 2):
+                    for turn in range(1000):
+                        try:
+                            with_retries = some_service(batch + turn).grpc
+                            shard = with_retries.shard(run, 0, batch=batch, wait_s=1.0)
+                            if shard["state"] != "published":
+                                continue
+                            data = with_retries.read(run, batch, 0, 0)
+                            position = {"batch": batch, "epoch": 0, "mini_batch": 0}
+                            with_retries.acknowledge(run, 0, position, commit=batch % 3 == 2)
+                        except Refused as refused:
+                            # Acknowledged by a call whose answer was lost: then it was read before.
+                            if refused.code == "NOT_FOUND" and turn:
+                                break
+                            check(refused, "UNAVAILABLE")
+                            time.sleep(0.1)
+                            continue
+                        break
+                    # As long as a step takes: there is work left when the next service is killed.
+                    time.sleep(0.1)
+                    trained.append(uids_of(data))
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+
+        threads = [threading.Thread(target=produce, args=(worker,)) for worker in range(3)]
+        threads.append(threading.Thread(target=consume))
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(2):
+                least = len(trained) + 3
+                eventually(lambda least=least: len(trained) >= least or errors, "it goes on")
+                assert len(trained) < groups // 2, "there is work left"
+                victim = owner(alive, run)
+                replacement = services.begin(*on_redis(shared_redis.url, LEASE_S, run))
+                victim.kill()
+                with guard:
+                    alive.remove(victim)
+                replacement.ready()
+                with guard:
+                    alive.append(replacement)
+        finally:
+            for thread in threads:
+                thread.join(60)
+        assert not errors
+        uids = [uid for batch in trained for uid in set(batch)]
+        assert len(uids) == len(set(uids)) == groups
+        status = patiently(lambda: alive[0].grpc.get(run))
+        assert (status["batches_sealed"], status["groups_dropped"]) == (groups // 2, {})
+
+    def test_stopped_beyond_its_lease_it_decides_and_publishes_nothing_when_it_wakes_up(self, start, run):
+        first, second = start()
+        first.grpc.submit(run, group("a"))
+        first.pause()
+        try:
+            # It takes the run over by itself.
+            assert owner([second], run) is second
+            assert second.grpc.submit(run, group("b")) == ["accepted"] * 2
+            assert second.grpc.batch(run, 0, wait_s=20)["state"] == "published"
+            data = second.grpc.read(run, 0, 0, 0)
+            status = second.grpc.get(run)
+        finally:
+            first.resume()
+        # Asked as itself, its answer is the new owner's, or none.
+        assert patiently(lambda: first.grpc.submit(run, group("c"))) == ["accepted"] * 2
+        assert patiently(lambda: first.grpc.read(run, 0, 0, 0)) == data
+        after = second.grpc.get(run)
+        assert (after["batches_sealed"], after["rows_accepted"]) == (1, status["rows_accepted"] + 2)
+        assert owner([first, second], run) is second
+        assert patiently(lambda: first.grpc.get(run)) == after
+        assert train(first.grpc, run, 0) == data
+        assert first.trouble == ""
+
+    def test_a_call_passed_on_to_an_owner_that_hangs_ends_when_another_takes_the_run_over(self, start, run):
+        first, second = start()
+        second.grpc.get(run)
+        request = rollout_pb2.SubmitRowsRequest(run=run, rows=rows_message(group("a")))
+        first.pause()
+        try:
+            with pytest.raises(grpc.RpcError) as refused:
+                second.grpc.rollouts.SubmitRows(request, timeout=4)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert patiently(lambda: second.grpc.submit(run, group("a"))) == ["accepted"] * 2
+        finally:
+            first.resume()
+
+    def test_asked_to_stop_it_hands_over_at_once(self, start, run):
+        first, second = start()
+        first.grpc.submit(run, [*group("a"), *group("b"), *group("c")])
+        first.grpc.batch(run, 0, wait_s=20)
+        waits = threading.Thread(target=lambda: patiently(lambda: second.grpc.batch(run, 1, wait_s=20.0)))
+        waits.start()
+        assert first.stop() == 0
+        stopped = time.monotonic()
+        assert patiently(lambda: second.grpc.submit(run, group("d"))) == ["accepted"] * 2
+        assert time.monotonic() - stopped < LEASE_S
+        waits.join(20)
+        assert not waits.is_alive()
+        assert second.grpc.batch(run, 1, wait_s=20)["state"] == "published"
+
+    def test_killed_while_it_deletes_the_run_can_be_deleted_by_the_next(self, start, run, shared_redis):
+        first, second = start()
+        for number in range(20):
+            first.grpc.submit(run, [*group(f"{number}-a"), *group(f"{number}-b")])
+        eventually(lambda: first.grpc.get(run)["batches_published"] == 20, "all is made")
+        with ThreadPoolExecutor(1) as pool:
+            deleting = pool.submit(first.grpc.delete, run)
+            time.sleep(0.005)
+            first.kill()
+            deleting.exception()
+
+        def deleted() -> bool:
+            try:
+                second.grpc.delete(run)
+            except Refused as refused:
+                if refused.code != "NOT_FOUND":
+                    raise
+            return True
+
+        eventually(deleted, "it is deleted")
+        second.grpc.create(run, CONFIG)
+        assert second.grpc.get(run)["batches_sealed"] == 0
+        second.grpc.submit(run, [*group("a"), *group("b")])
+        assert sorted(set(uids_of(train(second.grpc, run, 0)))) == ["a", "b"]
+
+
+class TestOneIsCutOff:
+    def test_it_says_so_and_the_others_go_on_until_it_is_back(
+        self, services: Services, shared_redis: RedisServer, proxy: Proxy, run: str
+    ):
+        near = services.begin(*on_redis(shared_redis.url, LEASE_S))
+        far = services.begin(*on_redis(proxy.url, LEASE_S))
+        far.ready()
+        far.grpc.create(run, CONFIG)
+        assert owner([far], run) is far
+        near.ready()
+        far.grpc.submit(run, group("a"))
+        proxy.refuse()
+        proxy.cut()
+        begun = time.monotonic()
+        assert patiently(lambda: near.grpc.submit(run, group("b"))) == ["accepted"] * 2
+        assert time.monotonic() - begun < 5
+        assert "Redis at" in eventually(lambda: far.trouble, "it tells")
+        for door in (far.grpc, far.http):
+            with pytest.raises(Refused) as refused:
+                door.submit(run, group("c"))
+            assert refused.value.code == "UNAVAILABLE"
+            assert refused.value.retry_after_s
+        assert far.probe("/healthz").status_code == 200
+        assert near.trouble == ""
+        data = train(near.grpc, run, 0)
+        assert sorted(set(uids_of(data))) == ["a", "b"]
+        proxy.accept()
+        assert patiently(lambda: far.grpc.submit(run, group("c"))) == ["accepted"] * 2
+        eventually(lambda: far.trouble == "", "it is ready again")
+        assert far.grpc.get(run) == near.grpc.get(run)
+
+    def test_a_network_that_goes_silent_is_answered_within_seconds_and_never_takes_the_probes_down(
+        self, services: Services, shared_redis: RedisServer, proxy: Proxy, run: str
+    ):
+        near = services.begin(*on_redis(shared_redis.url, LEASE_S))
+        far = services.begin(*on_redis(proxy.url, LEASE_S))
+        far.ready()
+        far.grpc.create(run, CONFIG)
+        assert owner([far], run) is far
+        near.ready()
+        proxy.freeze()
+        slowest, codes, lock = 0.0, list[str](), threading.Lock()
+
+        def call(door: Door) -> None:
+            nonlocal slowest
+            begun = time.monotonic()
+            with pytest.raises(Refused) as refused:
+                door.submit(run, group("a"))
+            with lock:
+                codes.append(refused.value.code)
+                slowest = max(slowest, time.monotonic() - begun)
+
+        with ThreadPoolExecutor(10) as pool:
+            calls = [pool.submit(call, door) for door in (far.grpc, far.http) for _ in range(5)]
+            while not all(each.done() for each in calls):
+                assert far.probe("/healthz", timeout_s=2).status_code == 200
+                time.sleep(0.1)
+            for each in calls:
+                each.result()
+        assert set(codes) == {"UNAVAILABLE"}
+        assert slowest < 12
+        assert "Redis at" in far.trouble
+        assert patiently(lambda: near.grpc.submit(run, group("b"))) == ["accepted"] * 2
+        proxy.thaw()
+        assert patiently(lambda: far.grpc.submit(run, group("a"))) == ["accepted"] * 2
+        assert sorted(set(uids_of(train(far.http, run, 0)))) == ["a", "b"]
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
+def test_one_that_listens_everywhere_tells_the_others_where_or_does_not_start(shared_redis: RedisServer, address: str):
+    command = [*COMMAND, *on_redis(shared_redis.url), "--grpc-address", address, "--http-address", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline() == ""
+            assert process.wait(10) == 2
+            assert "advertise_grpc_address" in process.stderr.read()
+        finally:
+            process.kill()
+
+
+def test_all_of_them_ended_and_started_again_the_run_goes_on(services: Services, shared_redis: RedisServer, run: str):
+    first, second = services.start(2, *on_redis(shared_redis.url, LEASE_S, run))
+    first.grpc.create(run, CONFIG)
+    first.grpc.submit(run, [*group("a"), *group("b"), *group("c")])
+    first.grpc.batch(run, 0, wait_s=20)
+    data = first.grpc.read(run, 0, 0, 0)
+    for one in (first, second):
+        one.terminate()
+    assert [one.process.wait(30) for one in (first, second)] == [0, 0]
+    [third] = services.start(1, *on_redis(shared_redis.url, LEASE_S, run))
+    assert patiently(lambda: third.grpc.submit(run, group("d"))) == ["accepted"] * 2
+    assert train(third.grpc, run, 0) == data
+    assert sorted(set(uids_of(train(third.grpc, run, 1)))) == ["c", "d"]

@@ -1,0 +1,440 @@
+"""A service's runs on Redis, in this process: what becomes of them, and of what they left there, when owners change."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+
+import pytest
+
+from gristmill.errors import GristmillError, InvalidArgumentError, ResourceExhaustedError, UnavailableError
+from gristmill_service.pipeline import mill
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.run.machine.answers import BatchState, Position
+from gristmill_service.run.runs import Runs
+from gristmill_service.storage.journal.run_store import JournalRunStore
+from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.redis.connection import RedisAddress, connect
+from gristmill_service.storage.redis.run_store import RedisRunStore
+from gristmill_service.storage.redis.shard_store import RedisShardStore
+from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
+from tests.faults.services import uids_of
+from tests.redis.proxy import Proxy
+from tests.redis.servers import RedisCluster, RedisServer, wait_until
+from tests.run.harness import CONFIG, group_rows, table
+
+CREATED = {**CONFIG, "train_batch_size": 1, "max_buffered_batches": 1000, "max_staleness": 100_000}
+PREFIX = "runs"
+
+
+class Replica:
+    """What a service is on Redis, without its doors."""
+
+    def __init__(self, url: str, name: str, lease_s: float) -> None:
+        self.client = connect(RedisAddress(url=url))
+        self.ledger = RedisRunStore(self.client, PREFIX, lease_s)
+        self.store = RedisShardStore(self.client, self.ledger, PREFIX)
+        self.runs = Runs(self.store, self.ledger, mill=mill)
+        self.ledger.introduce(name, name)
+        self._is_open = True
+
+    def die(self) -> None:
+        """Its threads end, and it says goodbye to nobody: its leases are as if they had run out."""
+        names = list(self.runs._runs)
+        self.ledger._stopped.set()
+        self.ledger._renewer.join()
+        self.ledger._scripts.release = lambda *_: None  # type: ignore[method-assign]
+        self.close()
+        with closing(connect(RedisAddress(url=self.url))) as client:
+            for name in names:
+                client.delete(self.ledger._keys(name).owner)
+
+    @property
+    def url(self) -> str:
+        options = self.client.connection_pool.connection_kwargs
+        return f"redis://{options['host']}:{options['port']}"
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self.runs.close(5)
+            self.ledger.close()
+            self.client.close()
+
+
+Join = Callable[..., Replica]
+
+
+@pytest.fixture
+def server(shared_redis: RedisServer) -> RedisServer:
+    shared_redis.client().flushall()
+    return shared_redis
+
+
+@pytest.fixture
+def join() -> Iterator[Join]:
+    with ExitStack() as opened:
+
+        def start(url: str, name: str = "one", lease_s: float = 3.0) -> Replica:
+            replica = Replica(url, name, lease_s)
+            opened.callback(replica.close)
+            return replica
+
+        yield start
+
+
+def published(replica: Replica, run: str, batch: int) -> bool:
+    return replica.runs.get(run).batch(batch).state is BatchState.PUBLISHED
+
+
+def keys(server: RedisServer, run: str) -> list[str]:
+    return [key.decode() for key in server.client().keys("*") if run in key.decode()]
+
+
+def test_a_run_that_cannot_be_read_keeps_no_other_from_being_taken_over(server: RedisServer, join: Join):
+    first = join(server.url, "first")
+    for name in ("a", "b"):
+        first.runs.create(name, CREATED)
+    first.die()
+    config = first.ledger._keys("a").config
+    client = server.client()
+    client.set(config, client.get(config).replace(b'"format":1', b'"format":9'))
+    second = join(server.url, "second")
+    wait_until(lambda: [run.name for run in second.runs.own()] == ["b"], "the other is taken over", 5)
+    with pytest.raises(InvalidArgumentError, match="use a newer gristmill"):
+        second.runs.get("a")
+
+
+def test_what_a_run_holds_is_counted_without_padding(server: RedisServer, join: Join):
+    one = join(server.url)
+    # One prompt is long: the whole file is beyond the bound, what rests of it is not.
+    bounds = {"max_buffered_bytes": 100_000, "max_buffered_batches": 10, "micro_batch": {"size": 8}}
+    one.runs.create("run", {**CREATED, "n_samples_per_prompt": 8, **bounds})
+    run = one.runs.get("run")
+    rows = group_rows("a", 8)
+    rows[0]["prompt_token_ids"] = list(range(4000))
+    run.submit(table(*rows))
+    wait_until(lambda: published(one, "run", 0), "it is made", 10)
+    status, client = run.status(), server.client()
+    address = ShardAddress("policy", 0, 0)
+    assert one.store.locate("run", 0, address).size > 100_000
+    parts = [key for key in keys(server, "run") if ":shard:" in key]
+    assert status.shard_bytes == sum(client.strlen(key) for key in parts) < 50_000
+    assert status.groups_room > 0
+
+
+def test_what_a_dead_owner_had_freed_but_not_removed_goes_when_the_run_is_taken_over(server: RedisServer, join: Join):
+    first = join(server.url, "first")
+    first.runs.create("run", CREATED)
+    run = first.runs.get("run")
+    run.submit(table(*group_rows("a")))
+    wait_until(lambda: published(first, "run", 0), "it is made", 10)
+
+    def dead(*_: object) -> None:
+        raise UnavailableError("dead")
+
+    first.store.free = dead  # type: ignore[method-assign]
+    run.acknowledge("policy", 0, Position(0), 0, True)
+    assert run.status().batches_freed == 1
+    first.die()
+    second = join(server.url, "second")
+    assert second.runs.get("run").status().batches_freed == 1
+    wait_until(lambda: not [key for key in keys(server, "run") if ":batch:" in key or ":shard:" in key], "it goes", 3)
+
+
+def test_what_could_not_be_removed_while_redis_was_away_is_removed_later(server: RedisServer, proxy: Proxy, join: Join):
+    one = join(proxy.url)
+    one.runs.create("run", CREATED)
+    run = one.runs.get("run")
+    run.submit(table(*group_rows("a")))
+    wait_until(lambda: published(one, "run", 0), "it is made", 10)
+    remove, fails = one.ledger.remove, [True]
+
+    def failing(name: str, key: str) -> bytes:
+        if fails:
+            fails.clear()
+            proxy.refuse()
+            proxy.cut()
+            try:
+                return remove(name, key)
+            finally:
+                proxy.accept()
+        return remove(name, key)
+
+    one.ledger.remove = failing  # type: ignore[method-assign]
+    run.acknowledge("policy", 0, Position(0), 0, True)
+    wait_until(lambda: not [key for key in keys(server, "run") if ":batch:" in key or ":shard:" in key], "it goes", 4)
+
+
+def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_anew(server: RedisServer, join: Join):
+    """The log may tell of it: what was published is not for the former book to remove."""
+    one = join(server.url)
+    one.runs.create("run", CREATED)
+    run = one.runs.get("run")
+    append = run._book.append
+
+    def doubtful(record: bytes) -> None:
+        append(record)
+        if b"BatchPublished" in record:
+            run._book.owned_until = 0.0
+            raise LogLostError("whether the last change was made is not known")
+
+    run._book.append = doubtful  # type: ignore[method-assign]
+    free = one.store.free
+
+    def late(name: str, batch: int) -> None:
+        # The thread that published is slow; if the run can be opened meanwhile, it is.
+        with suppress(TimeoutError):
+            wait_until(lambda: one.runs._runs["run"] is not run, "it is opened anew", 2)
+        free(name, batch)
+
+    one.store.free = late  # type: ignore[method-assign]
+    run.submit(table(*group_rows("a")))
+    wait_until(lambda: one.runs.own() and one.runs.own()[0] is not run, "it is opened anew", 10)
+    again = one.runs.get("run")
+    wait_until(lambda: again.batch(0).state is BatchState.PUBLISHED, "it is there", 10)
+    time.sleep(0.3)
+    view = again.shard("policy", 0, None, 0)
+    assert view.state is BatchState.PUBLISHED
+    assert set(uids_of(b"".join(again.read_shard(0, view.address)))) == {"a"}
+
+
+def test_owners_that_die_under_load_with_short_logs_lose_nothing(
+    server: RedisServer, join: Join, monkeypatch: pytest.MonkeyPatch
+):
+    """The log is compacted all the time."""
+    monkeypatch.setattr("gristmill_service.storage.redis.run_log._LEAST_LENGTH", 3000)
+    replicas = [join(server.url, "0")]
+    replicas[0].runs.create("run", CREATED)
+    accepted, seen, stop, errors = list[str](), dict[int, bytes](), threading.Event(), list[BaseException]()
+
+    def produce(worker: int) -> None:
+        number = 0
+        while not stop.is_set():
+            uid = f"{worker}-{number}"
+            try:
+                replicas[-1].runs.get("run").submit(table(*group_rows(uid)))
+            except (UnavailableError, ResourceExhaustedError):
+                time.sleep(0.01)
+                continue
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+                return
+            accepted.append(uid)
+            number += 1
+
+    def train() -> bool:
+        with suppress(UnavailableError):
+            run = replicas[-1].runs.get("run")
+            view = run.shard("policy", 0, None, 0)
+            if view.state is BatchState.PUBLISHED:
+                data = b"".join(run.read_shard(view.position.batch, view.address))
+                assert seen.setdefault(view.position.batch, data) == data
+                run.acknowledge("policy", 0, view.position, 0, True)
+            return view.state is BatchState.END
+        return False
+
+    def finish() -> bool:
+        with suppress(UnavailableError):
+            return replicas[-1].runs.get("run").finish() >= 0
+        return False
+
+    threads = [threading.Thread(target=produce, args=(worker,)) for worker in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(1, 5):
+            until = len(seen) + 15
+            while len(seen) < until and not errors:
+                train()
+            replicas.append(join(server.url, str(number)))
+            replicas[-2].die()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(20)
+    assert not errors, errors
+    wait_until(finish, "it finishes", 10)
+    wait_until(train, "all is trained", 30)
+    uids = [uid for data in seen.values() for uid in set(uids_of(data))]
+    assert len(uids) == len(set(uids))
+    assert set(uids) == set(accepted)
+    assert server.client().exists(replicas[-1].ledger._keys("run").snapshot)
+    status = replicas[-1].runs.get("run").status()
+    assert (status.row_bytes, status.shard_bytes, status.groups_dropped) == (0, 0, {})
+
+
+def test_a_journal_that_is_compacted_under_load_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gristmill_service.storage.journal.event_log._LEAST_LENGTH", 3000)
+    ledger, store = JournalRunStore(tmp_path, "always"), MemoryShardStore()
+    runs = Runs(store, ledger, mill=mill)
+    runs.create("run", CREATED)
+    accepted, lock = list[str](), threading.Lock()
+
+    def produce(worker: int) -> None:
+        for number in range(60):
+            uid = f"{worker}-{number}"
+            runs.get("run").submit(table(*group_rows(uid)))
+            with lock:
+                accepted.append(uid)
+
+    threads = [threading.Thread(target=produce, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    number = int(next(tmp_path.glob("run-run/events-*.log")).stem.rpartition("-")[2])
+    assert number >= 2, "it was compacted again and again"
+    runs.close(10)
+    ledger.close()
+    ledger = JournalRunStore(tmp_path)
+    again = Runs(MemoryShardStore(), ledger, mill=mill)
+    try:
+        groups = again.get("run").groups()
+        assert sorted(view.uid for view in groups) == sorted(accepted)
+        assert {view.state for view in groups} == {"sealed"}
+    finally:
+        again.close(10)
+        ledger.close()
+
+
+def test_many_runs_keep_their_owner_though_redis_is_slow(server: RedisServer, proxy: Proxy, join: Join):
+    one = join(proxy.url, "one", 1.0)
+    names = [f"run-{number}" for number in range(30)]
+    for name in names:
+        one.runs.create(name, CREATED)
+    claimed = {name: one.runs.get(name) for name in names}
+    proxy.delay(0.025)
+    try:
+        time.sleep(3.0)
+        assert [name for name in names if claimed[name].is_lost] == []
+    finally:
+        proxy.delay(0)
+
+
+def test_a_node_of_a_cluster_that_hangs_takes_only_its_own_runs_with_it(tmp_path: Path, join: Join):
+    with RedisCluster(tmp_path / "cluster", arguments=["cluster-require-full-coverage no"]) as cluster:
+        # The nodes are to find each other out only after the test.
+        for node in cluster.nodes:
+            node.client().config_set("cluster-node-timeout", 60_000)
+        one = join(cluster.url, "one", 2.0)
+        names = [f"run-{number}" for number in range(12)]
+        for name in names:
+            one.runs.create(name, CREATED)
+        claimed = {name: one.runs.get(name) for name in names}
+        hangs = cluster.nodes[2]
+        kept = [name for name in names if cluster.node_of(one.ledger._keys(name).log.encode()) is not hangs]
+        assert 0 < len(kept) < len(names)
+        hangs.pause()
+        try:
+            time.sleep(4.0)
+            assert [name for name in kept if claimed[name].is_lost] == []
+        finally:
+            hangs.resume()
+
+
+def test_a_run_read_anew_again_and_again_leaves_no_thread_and_no_connection(server: RedisServer, join: Join):
+    one = join(server.url)
+    one.runs.create("run", CREATED)
+    one.runs.get("run").submit(table(*group_rows("a")))
+    wait_until(lambda: published(one, "run", 0), "it is made", 10)
+
+    def reopen() -> None:
+        run = one.runs.get("run")
+        run._is_lost = True
+        wait_until(lambda: one.runs.get("run") is not run, "it is read anew", 5)
+
+    def used() -> tuple[int, int]:
+        return threading.active_count(), int(server.client().info("clients")["connected_clients"])
+
+    reopen()
+    before = used()
+    for _ in range(100):
+        reopen()
+    wait_until(lambda: used()[0] <= before[0], "its threads have ended", 5)
+    assert used()[1] <= before[1] + 8
+    assert published(one, "run", 0)
+
+
+def test_a_run_deleted_while_its_lease_runs_out_is_deleted(server: RedisServer, join: Join):
+    one, two = join(server.url, "one"), join(server.url, "two")
+    for turn in range(20):
+        one.runs.create("run", CREATED)
+        with suppress(OwnedElsewhereError):
+            one.runs.get("run").submit(table(*group_rows("a")))
+
+        def interfere() -> None:
+            time.sleep(random.uniform(0, 0.01))
+            server.client().delete(one.ledger._keys("run").owner)
+            with suppress(GristmillError):
+                two.runs.get("run")
+
+        other = threading.Thread(target=interfere)
+        other.start()
+        owners = [one.runs, two.runs]
+        for attempt in range(200):
+            try:
+                owners[attempt % 2].delete("run")
+            except UnavailableError:
+                time.sleep(0.02)
+                continue
+            except GristmillError as error:
+                if error.code != "NOT_FOUND":
+                    raise
+            break
+        other.join()
+        wait_until(lambda: _gone(one.runs, two.runs), "it is gone for both", 10)
+        assert not [key for key in keys(server, "run") if "probe" not in key and key != "runs:runs"], turn
+
+
+def _gone(*runs: Runs) -> bool:
+    for each in runs:
+        try:
+            each.delete("run")
+        except GristmillError as error:
+            if error.code != "NOT_FOUND":
+                return False
+    return True
+
+
+def test_tables_of_groups_that_share_a_request_are_found_again_after_publication(server: RedisServer, join: Join):
+    """Published rows are left to Redis; those of the same request whose groups are open are found there, too."""
+    one = join(server.url)
+    one.runs.create("run", {**CREATED, "train_batch_size": 2, "policy_mini_batch_size": 2})
+    run = one.runs.get("run")
+    run.submit(table(*group_rows("a"), *group_rows("b"), *group_rows("c"), group_rows("d")[0]))
+    wait_until(lambda: published(one, "run", 0), "it is made", 10)
+    assert len(next(run.export(0))) == 4
+    run.submit(table(group_rows("d")[1]))
+    wait_until(lambda: published(one, "run", 1), "it is made", 10)
+    for batch, uids in ((0, {"a", "b"}), (1, {"c", "d"})):
+        view = run.shard("policy", 0, Position(batch), 0)
+        assert set(uids_of(b"".join(run.read_shard(batch, view.address)))) == uids
+        run.acknowledge("policy", 0, Position(batch), 0, True)
+    assert run.status().row_bytes == 0
+    wait_until(lambda: not [key for key in keys(server, "run") if ":rows:" in key], "rows go", 5)
+    assert json.loads(run.config_json)["train_batch_size"] == 2
+
+
+def test_a_compaction_that_fails_is_not_tried_again_with_every_change(
+    server: RedisServer, join: Join, monkeypatch: pytest.MonkeyPatch
+):
+    """Each writes down the whole state, with the run's lock held."""
+    monkeypatch.setattr("gristmill_service.storage.redis.run_log._LEAST_LENGTH", 3000)
+    one = join(server.url)
+    one.runs.create("run", CREATED)
+    run, tried = one.runs.get("run"), list[int]()
+
+    def full(snapshot: bytes) -> None:
+        tried.append(len(snapshot))
+        raise UnavailableError("Redis is full")
+
+    run._book.compact = full  # type: ignore[method-assign]
+    for number in range(200):
+        run.submit(table(*group_rows(f"u{number}")))
+    assert 1 <= len(tried) < 20

@@ -1,0 +1,84 @@
+"""Shards written by two threads: all of them or an error, and nobody still at it afterwards."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from gristmill_service.pipeline.iovec import Region
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.storage import shard_files
+from gristmill_service.storage.shard_files import write_shards
+
+
+class Source:
+    """A shard of one byte repeated; `before` is called by the thread that is about to write it."""
+
+    def __init__(self, rank, size=1000, before=lambda: None):
+        self.address, self.size, self._before = ShardAddress("policy", 0, rank), size, before
+        self.region = Region(bytes([rank % 256]) * size)
+
+    def iovec(self):
+        self._before()
+        return self.region.whole()
+
+
+def written(directory):
+    return {path.name: path.read_bytes() for path in directory.glob("policy-000/*")}
+
+
+def test_every_shard_is_written_once_and_told_once(tmp_path):
+    sources, told = [Source(rank, size=rank * 10) for rank in range(100)], []
+    sizes = write_shards(tmp_path, sources, told.append)
+    assert sizes == {source.address: source.size for source in sources}
+    assert sorted(told) == sorted(sizes.values())
+    assert written(tmp_path) == {f"rank-{s.address.rank:03d}.safetensors": s.region.array.tobytes() for s in sources}
+
+
+def test_no_shards_are_no_files(tmp_path):
+    assert write_shards(tmp_path, []) == {}
+
+
+def test_two_threads_write(tmp_path):
+    both = threading.Barrier(2, timeout=30)
+    write_shards(tmp_path, [Source(0, before=both.wait), Source(1, before=both.wait)])
+    assert len(written(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("failing", [0, 1, 7])
+def test_an_error_of_either_thread_is_raised_when_nothing_is_written_any_more(tmp_path, failing):
+    def fail():
+        raise OSError("no room")
+
+    def slow():
+        time.sleep(0.01)
+
+    sources = [Source(rank, before=fail if rank == failing else slow) for rank in range(40)]
+    with pytest.raises(OSError, match="no room"):
+        write_shards(tmp_path, sources)
+    left = written(tmp_path)
+    assert len(left) < 40
+    time.sleep(0.05)
+    assert written(tmp_path) == left
+
+
+def test_batches_written_at_the_same_time_do_not_wait_for_the_one_helper(tmp_path):
+    busy, release = threading.Event(), threading.Event()
+
+    def hold():
+        busy.set()
+        release.wait(30)
+
+    helping = shard_files._helper.submit(hold)
+    busy.wait(30)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            directories = [tmp_path / str(index) for index in range(4)]
+            for directory in directories:
+                directory.mkdir()
+            list(pool.map(lambda directory: write_shards(directory, [Source(rank) for rank in range(9)]), directories))
+        assert [len(written(directory)) for directory in directories] == [9] * 4
+    finally:
+        release.set()
+        helping.result()

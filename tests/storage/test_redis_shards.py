@@ -1,0 +1,259 @@
+"""Shards in Redis: what is kept, what is left behind, and what goes wrong."""
+
+import threading
+
+import pytest
+import redis
+
+from gristmill._wire.compact_shards import restore
+from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError, UnavailableError
+from gristmill_service.pipeline import mill
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.storage.redis import shard_store
+from gristmill_service.storage.redis.shard_store import RedisShardStore
+from tests import naive
+from tests.bench.workloads import workload
+from tests.redis.fence import OpenFence
+from tests.redis.servers import RedisCluster, RedisServer
+from tests.storage.test_stores import FIRST, SECOND, Source, sources
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with RedisServer(tmp_path_factory.mktemp("redis"), appendonly="no") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with RedisCluster(tmp_path_factory.mktemp("cluster")) as started:
+        yield started
+
+
+def cluster_client(cluster):
+    return redis.cluster.RedisCluster(host="127.0.0.1", port=cluster.nodes[0].port, protocol=2)
+
+
+@pytest.fixture
+def client(server):
+    made = server.client()
+    made.flushall()
+    return made
+
+
+@pytest.fixture
+def store(client):
+    return RedisShardStore(client, OpenFence(client))
+
+
+@pytest.fixture
+def small_values(monkeypatch):
+    monkeypatch.setattr(shard_store, "VALUE_BYTES", 100)
+
+
+def read(store, address=FIRST, batch=0):
+    return b"".join(store.read("run", batch, address))
+
+
+def test_real_shards_come_back_as_their_files_and_rest_in_a_fraction(store, client):
+    work = workload("short")
+    batch = mill(work.steps, work.config("prefix"), run="run", batch=0)
+    nbytes = store.publish("run", 0, b"{}", batch.shards)
+    some = batch.shards[:3]
+    for shard in some:
+        assert read(store, shard.address) == naive.shard_bytes(shard)
+        assert restore(list(store.read_compact("run", 0, shard.address))).tobytes() == naive.shard_bytes(shard)
+    kept = sum(client.strlen(key) for key in client.scan_iter("*"))
+    assert kept < 0.5 * sum(shard.size for shard in batch.shards)
+    assert nbytes == kept - client.strlen(store._keys("run").index(0))
+
+
+def test_a_batch_that_is_published_again_is_replaced_and_the_old_one_leaves_nothing(store, client):
+    store.publish("run", 0, b"{}", sources(first=b"x" * 50))
+    before = len(client.keys())
+    store.publish("run", 0, b"new", sources(first=b"another", second=b"one"))
+    assert store.plan("run", 0) == b"new"
+    assert read(store) == b"another"
+    assert store.locate("run", 0, SECOND).size == 3
+    assert len(client.keys()) == before
+
+
+@pytest.mark.usefixtures("small_values")
+def test_large_shards_stand_in_several_values(store, client):
+    data = bytes(range(250)) * 2
+    store.publish("run", 0, b"{}", sources(first=data))
+    pieces = list(store.read_compact("run", 0, FIRST))
+    assert [len(piece) for piece in pieces[:-1]] == [100] * (len(pieces) - 1)
+    assert len(pieces) > 5
+    assert read(store) == data
+
+
+@pytest.mark.usefixtures("small_values")
+@pytest.mark.parametrize("run", ["run", "{brace} and\nspace", "a*[b]?"])
+def test_freed_batches_and_deleted_runs_leave_no_key(store, client, run):
+    for batch in range(3):
+        store.publish(run, batch, b"{}", sources(first=b"x" * 1000))
+    store.free(run, 1)
+    with pytest.raises(NotFoundError):
+        store.plan(run, 1)
+    assert store.plan(run, 2) == b"{}"
+    for key in client.keys("*"):
+        bare = key.replace(b"{", b"", 1).replace(b"}", b"", 1) if b":batch:" in key else key
+        assert not set(b"{} \n") & set(bare), "only an index has a hash tag"
+    store.delete_run(run)
+    assert client.keys() == []
+
+
+def test_a_run_that_looks_like_a_pattern_deletes_itself_alone(store):
+    store.publish("run", 0, b"{}", sources())
+    for other in ("r*", "ru?", "[r]un", "*"):
+        store.publish(other, 0, b"other", sources())
+        store.delete_run(other)
+    assert store.plan("run", 0) == b"{}"
+
+
+def test_stores_with_prefixes_of_their_own_share_a_server(client):
+    one, other = (RedisShardStore(client, OpenFence(client), prefix) for prefix in ("gm*", "gmx"))
+    for store in (one, other):
+        store.publish("run", 0, store._prefix.encode(), sources())
+    one.delete_run("run")
+    assert other.plan("run", 0) == b"gmx"
+
+
+def test_a_publication_that_died_half_way_goes_with_its_run(store, client):
+    client.set("gristmill:run:shard:0123:policy:0:0:0", b"left behind")
+    store.publish("run", 0, b"{}", sources())
+    store.delete_run("run")
+    assert client.keys() == []
+
+
+def test_a_batch_that_fails_half_way_leaves_no_key(store, client):
+    with pytest.raises(ValueError, match="no rows"):
+        store.publish("run", 0, b"{}", [Source(b"good", FIRST), Source(b"bad!", SECOND, fails=ValueError("no rows"))])
+    assert client.keys() == []
+
+
+def test_a_full_redis_refuses_the_batch_and_keeps_nothing_of_it_but_the_one_before(store, client):
+    store.publish("run", 0, b"old", sources())
+    before = set(client.keys())
+    client.config_set("maxmemory", client.info("memory")["used_memory"] + (1 << 20))
+    try:
+        with pytest.raises(ResourceExhaustedError, match=r"batch 0 does not fit into Redis.*maxmemory"):
+            store.publish("run", 0, b"{}", [Source(b"x" * (1 << 20), ShardAddress("policy", 0, i)) for i in range(8)])
+    finally:
+        client.config_set("maxmemory", 0)
+    assert set(client.keys()) == before
+    assert store.plan("run", 0) == b"old"
+
+
+def test_a_shard_is_whole_or_said_to_be_gone_when_its_batch_is_freed_while_it_is_read(store, small_values):
+    store.publish("run", 0, b"{}", sources(first=b"x" * 1000))
+    pieces = store.read_compact("run", 0, FIRST)
+    next(pieces)
+    store.free("run", 0)
+    with pytest.raises(NotFoundError, match="batch 0 is not published, or freed already"):
+        next(pieces)
+
+
+def test_a_shard_that_is_replaced_while_it_is_read_has_to_be_read_again(store, small_values):
+    store.publish("run", 0, b"{}", sources(first=b"x" * 1000))
+    pieces = store.read_compact("run", 0, FIRST)
+    next(pieces)
+    store.publish("run", 0, b"{}", sources(first=b"y" * 1000))
+    with pytest.raises(UnavailableError, match="published anew while it was read"):
+        next(pieces)
+
+
+def test_readers_see_one_publication_or_the_next(store, small_values):
+    problems = []
+    done = threading.Event()
+
+    def keep_reading():
+        while not done.is_set():
+            seen = read(store)
+            if len(seen) != 1000 or len(set(seen)) != 1:
+                problems.append(seen)
+
+    store.publish("run", 0, b"{}", sources(first=b"x" * 1000))
+    readers = [threading.Thread(target=keep_reading) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for index in range(30):
+        store.publish("run", 0, b"{}", sources(first=bytes([index]) * 1000))
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert problems == []
+
+
+def test_an_evicted_part_is_said_to_be_lost(store, client):
+    store.publish("run", 0, b"{}", sources())
+    (key,) = client.keys("*:policy:0:0:0")
+    client.delete(key)
+    with pytest.raises(FailedPreconditionError, match="set its maxmemory-policy to noeviction"):
+        read(store)
+
+
+def test_a_batch_of_a_newer_format_is_refused(store, client):
+    store.publish("run", 0, b"{}", sources())
+    client.setrange("{gristmill:run}:batch:0", 0, b"\x02")
+    with pytest.raises(FailedPreconditionError, match="format has version 2, and this one reads version 1; upgrade"):
+        store.plan("run", 0)
+
+
+def test_nothing_expires(store, client):
+    store.publish("run", 0, b"{}", sources())
+    assert {client.ttl(key) for key in client.keys("*")} == {-1}
+
+
+def test_a_redis_that_is_not_there_is_unavailable(tmp_path):
+    with RedisServer(tmp_path / "gone", appendonly="no") as server:
+        store = RedisShardStore(client := server.client(), OpenFence(client))
+        store.publish("run", 0, b"{}", sources())
+    for call in (
+        lambda: store.publish("run", 1, b"{}", sources()),
+        lambda: store.plan("run", 0),
+        lambda: store.free("run", 0),
+        lambda: store.delete_run("run"),
+        lambda: read(store),
+    ):
+        with pytest.raises(UnavailableError, match=r"Redis at .* refused; retry"):
+            call()
+
+
+def test_a_write_whose_answer_is_lost_leaves_nothing_visible(store, client, monkeypatch):
+    write = client.set
+
+    def set_and_lose(key, value):
+        write(key, value)
+        if ":batch:" in key:
+            raise redis.ConnectionError("answer lost")
+
+    monkeypatch.setattr(client, "set", set_and_lose)
+    with pytest.raises(UnavailableError, match="answer lost"):
+        store.publish("run", 0, b"{}", sources())
+    assert client.keys() == []
+
+
+def test_what_cannot_be_done_is_told_as_redis_tells_it(store, client):
+    client.lpush("{gristmill:run}:batch:0", b"not ours")
+    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        store.plan("run", 0)
+
+
+def test_a_cluster_keeps_a_batch_on_all_of_its_nodes(cluster, small_values):
+    store = RedisShardStore(client := cluster_client(cluster), OpenFence(client))
+    data = bytes(range(250)) * 20
+    store.publish("run", 0, b"{}", sources(first=data))
+    store.publish("other", 0, b"other", sources())
+    assert read(store) == data
+    assert store.plan("run", 0) == b"{}"
+    for node in client.get_primaries():
+        assert client.dbsize(target_nodes=node) > 5
+    store.free("run", 0)
+    with pytest.raises(NotFoundError):
+        store.plan("run", 0)
+    store.publish("run", 1, b"{}", sources(first=data))
+    store.delete_run("run")
+    store.delete_run("other")
+    assert client.dbsize(target_nodes="primaries") == 0

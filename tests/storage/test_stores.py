@@ -1,0 +1,332 @@
+"""What every store does, the one in shared memory and its in-process twin."""
+
+import ctypes
+import errno
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill._wire.compact_shards import PART, Form, head
+from gristmill.errors import NotFoundError, ResourceExhaustedError, UnavailableError
+from gristmill_service.pipeline import iovec
+from gristmill_service.pipeline.iovec import Region
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.redis.shard_store import RedisShardStore
+from gristmill_service.storage.shard_files import write_file
+from gristmill_service.storage.shared_memory import SharedMemoryShardStore
+from tests.redis.fence import OpenFence
+from tests.redis.servers import RedisServer
+
+
+class Source:
+    """A shard of given bytes, in groups of buffers as the pipeline gives them."""
+
+    def __init__(self, data, address, fails=None):
+        self.address, self._data, self._fails = address, data, fails
+
+    @property
+    def size(self):
+        return len(self._data)
+
+    def iovec(self):
+        if self._fails:
+            raise self._fails
+        half = len(self._data) // 2
+        self._regions = [Region(self._data[:half]), Region(b""), Region(self._data[half:])]
+        return np.concatenate([region.whole() for region in self._regions])
+
+    def compact(self):
+        parts = np.array([(Form.VERBATIM, 0, 0, 0, 0, 0, 0, 0, 0, self.size)], PART)
+        nobody = np.empty(0, np.int64)
+        runs = self.iovec()
+        self._regions.append(Region(head(parts, nobody, nobody, self.size)))
+        return np.concatenate([self._regions[-1].whole(), runs])
+
+
+FIRST, SECOND = ShardAddress("policy", 0, 0), ShardAddress("critic", 1, 7)
+
+
+def sources(first=b"first shard", second=b"second"):
+    return [Source(first, FIRST), Source(second, SECOND)]
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory):
+    with RedisServer(tmp_path_factory.mktemp("redis"), appendonly="no") as server:
+        yield server
+
+
+def in_shared_memory(request):
+    directory = request.getfixturevalue("tmp_path")
+    store = SharedMemoryShardStore(directory)
+    yield store
+    store.close()
+    assert list(directory.iterdir()) == []
+
+
+def in_memory(request):
+    yield MemoryShardStore()
+
+
+def in_redis(request):
+    client = request.getfixturevalue("redis_server").client()
+    client.flushall()
+    yield RedisShardStore(client, OpenFence(client))
+
+
+@pytest.fixture(params=[in_shared_memory, in_memory, in_redis], ids=["shared_memory", "memory", "redis"])
+def store(request):
+    yield from request.param(request)
+
+
+class TestEveryStore:
+    def test_a_published_batch_gives_its_plan_and_every_shard(self, store):
+        nbytes = store.publish("run", 0, b"{}", sources())
+        forms = [store.read_compact("run", 0, one) or store.read("run", 0, one) for one in (FIRST, SECOND)]
+        assert nbytes == len(b"{}") + sum(len(data) for form in forms for data in form)
+        assert store.plan("run", 0) == b"{}"
+        assert b"".join(store.read("run", 0, FIRST)) == b"first shard"
+        assert b"".join(store.read("run", 0, SECOND)) == b"second"
+        assert store.locate("run", 0, SECOND).size == 6
+
+    def test_nothing_of_a_batch_is_there_before_it_is_published(self, store):
+        for read in (store.plan, lambda run, batch: store.locate(run, batch, FIRST)):
+            with pytest.raises(NotFoundError, match="run 'run': batch 0 is not published"):
+                read("run", 0)
+
+    def test_a_shard_that_the_batch_does_not_have_is_not_found(self, store):
+        store.publish("run", 0, b"{}", sources())
+        with pytest.raises(NotFoundError, match="batch 0 has no shard policy-000/rank-009"):
+            store.locate("run", 0, ShardAddress("policy", 0, 9))
+
+    def test_a_batch_that_fails_half_way_leaves_nothing(self, store):
+        broken = [Source(b"good", FIRST), Source(b"bad!", SECOND, fails=ValueError("no rows"))]
+        with pytest.raises(ValueError, match="no rows"):
+            store.publish("run", 0, b"{}", broken)
+        with pytest.raises(NotFoundError):
+            store.plan("run", 0)
+        store.publish("run", 0, b"{}", sources())
+
+    def test_a_freed_batch_is_gone_and_freeing_it_again_is_no_error(self, store):
+        store.publish("run", 0, b"{}", sources())
+        store.publish("run", 1, b"{1}", sources())
+        store.free("run", 0)
+        store.free("run", 0)
+        with pytest.raises(NotFoundError):
+            store.locate("run", 0, FIRST)
+        assert store.plan("run", 1) == b"{1}"
+
+    def test_a_read_that_has_begun_ends_although_the_batch_is_freed(self, store):
+        data = os.urandom(5 << 20)
+        store.publish("run", 0, b"{}", sources(first=data))
+        pieces = store.read("run", 0, FIRST)
+        begun = next(pieces)
+        store.free("run", 0)
+        assert begun + b"".join(pieces) == data
+
+    def test_deleting_a_run_leaves_the_others(self, store):
+        for run in ("one", "other"):
+            store.publish(run, 0, b"{}", sources())
+        store.delete_run("one")
+        store.delete_run("one")
+        with pytest.raises(NotFoundError):
+            store.plan("one", 0)
+        assert store.plan("other", 0) == b"{}"
+
+    def test_freeing_batches_while_their_run_is_deleted_is_no_error(self, store):
+        for _ in range(20):
+            for batch in range(8):
+                store.publish("run", batch, b"{}", sources())
+            with ThreadPoolExecutor(4) as pool:
+                calls = [pool.submit(store.free, "run", batch) for batch in range(8)]
+                calls += [pool.submit(store.delete_run, "run") for _ in range(2)]
+            for call in calls:
+                call.result()
+            with pytest.raises(NotFoundError):
+                store.plan("run", 0)
+
+    @pytest.mark.parametrize(
+        "run", ["..", ".", "a/b", "/etc", "~root", "x" * 128, "日本語" * 40, "a\0b", "%2e%2e", "-"]
+    )
+    def test_any_run_name_is_a_name_of_its_own(self, store, run):
+        store.publish(run, 0, b"{}", sources())
+        store.publish("plain", 0, b"plain", sources())
+        assert store.plan(run, 0) == b"{}"
+        store.delete_run(run)
+        assert store.plan("plain", 0) == b"plain"
+
+    def test_readers_see_all_of_a_batch_or_none_of_it(self, store):
+        problems = []
+        done = threading.Event()
+
+        def read():
+            while not done.is_set():
+                try:
+                    store.plan("run", 0)
+                    seen = b"".join(store.read("run", 0, FIRST)), b"".join(store.read("run", 0, SECOND))
+                except NotFoundError:
+                    continue
+                if seen != (b"first shard", b"second"):
+                    problems.append(seen)
+
+        readers = [threading.Thread(target=read) for _ in range(3)]
+        for reader in readers:
+            reader.start()
+        for _ in range(50):
+            store.publish("run", 0, b"{}", sources())
+            store.free("run", 0)
+        done.set()
+        for reader in readers:
+            reader.join()
+        assert problems == []
+
+
+def test_files_are_their_owners_alone(tmp_path):
+    store = SharedMemoryShardStore(tmp_path)
+    store.publish("run", 0, b"{}", sources())
+    for path in [store.root, *store.root.rglob("*")]:
+        want = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == want, path
+    store.close()
+
+
+def test_a_location_names_a_file_with_exactly_the_shards_bytes(tmp_path):
+    store = SharedMemoryShardStore(tmp_path)
+    store.publish("run", 3, b"{}", sources())
+    path = Path(store.locate("run", 3, FIRST).shared_memory_path)
+    assert path.read_bytes() == b"first shard"
+    assert path.parts[-3:] == ("batch-00003", "policy-000", "rank-000.safetensors")
+    store.close()
+
+
+def test_a_full_tmpfs_refuses_the_batch_and_keeps_nothing_of_it(tmp_path):
+    store = SharedMemoryShardStore(tmp_path)
+    full = [Source(b"some", FIRST, fails=OSError(errno.ENOSPC, "no space"))]
+    with pytest.raises(ResourceExhaustedError, match=r"batch 0 does not fit .* lower max_buffered_batches"):
+        store.publish("run", 0, b"{}", full)
+    assert [path for path in store.root.rglob("*") if path.is_file()] == []
+    store.close()
+
+
+DIES = """
+import os, sys
+from pathlib import Path
+from gristmill_service.storage.redis.shard_store import RedisShardStore
+from gristmill_service.storage.shared_memory import SharedMemoryShardStore
+store = SharedMemoryShardStore(Path(sys.argv[1]))
+(store.root / "left").write_bytes(b"behind")
+print(store.root, flush=True)
+if sys.argv[2] == "dies":
+    os._exit(9)
+sys.stdin.read()
+"""
+
+
+def start(directory, fate):
+    command = [sys.executable, "-c", DIES, str(directory), fate]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_leftovers_of_a_dead_process_are_removed_at_start_and_a_living_ones_are_not(tmp_path):
+    living, kept = start(tmp_path, "lives")
+    dead, left = start(tmp_path, "dies")
+    dead.communicate()
+    assert left.exists()
+    store = SharedMemoryShardStore(tmp_path)
+    try:
+        assert not left.exists()
+        assert (kept / "left").read_bytes() == b"behind"
+        assert store.root.exists()
+    finally:
+        living.communicate("")
+        store.close()
+
+
+def test_a_batch_that_is_being_written_while_the_store_closes_is_refused_and_leaves_nothing(tmp_path):
+    store = SharedMemoryShardStore(tmp_path)
+
+    class ClosesMeanwhile(Source):
+        def iovec(self):
+            store.close()
+            return super().iovec()
+
+    with pytest.raises((UnavailableError, FileNotFoundError)):
+        store.publish("run", 0, b"{}", [ClosesMeanwhile(b"data", FIRST)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_could_not_be_removed_keeps_its_lock_for_the_next_start(tmp_path, monkeypatch):
+    store = SharedMemoryShardStore(tmp_path)
+    store.publish("run", 0, b"{}", sources())
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)
+        store.close()
+    assert store.root.exists()
+    SharedMemoryShardStore(tmp_path).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_planted_lock_does_not_lead_the_clean_up_astray(tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "precious").write_text("data")
+    base = tmp_path / "shm"
+    base.mkdir()
+    name = f"gristmill-{os.geteuid()}-1-planted"
+    (base / f"{name}.lock").touch()
+    (base / name).symlink_to(victim)
+    (base / f"gristmill-{os.geteuid()}-2-link.lock").symlink_to(victim / "precious")
+    store = SharedMemoryShardStore(base)
+    store.close()
+    assert (victim / "precious").read_text() == "data"
+
+
+def test_a_file_is_written_whole_whatever_the_number_of_runs(tmp_path):
+    regions = [Region(bytes([index % 256]) * (index % 7)) for index in range(5000)]
+    write_file(tmp_path / "file", np.concatenate([region.whole() for region in regions]))
+    assert (tmp_path / "file").read_bytes() == b"".join(region.array.tobytes() for region in regions)
+
+
+@given(st.lists(st.binary(max_size=9), min_size=1, max_size=30), st.lists(st.integers(1, 7), max_size=40))
+def test_short_writes_are_continued_where_they_ended(pieces, limits):
+    regions = [Region(piece) for piece in pieces]
+    limits = iter(limits)
+
+    class Libc:
+        def writev(self, descriptor, address, count):
+            runs = np.ctypeslib.as_array((ctypes.c_int64 * (2 * count)).from_address(address)).reshape(-1, 2)
+            data = iovec.join(runs)[: next(limits, None)]
+            return os.write(descriptor, data)
+
+    reader, writer = os.pipe()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(iovec, "_libc", Libc())
+        iovec.write(writer, np.concatenate([region.whole() for region in regions]))
+    os.close(writer)
+    with open(reader, "rb") as file:
+        assert file.read() == b"".join(pieces)
+
+
+def test_a_failing_write_says_why(tmp_path):
+    descriptor = os.open(tmp_path / "file", os.O_CREAT | os.O_RDONLY)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        iovec.write(descriptor, Region(b"data").whole())
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 2), (3, 2), (0, 5), (0, -1), (9, 0)])
+def test_no_run_leaves_its_buffer(start, length):
+    with pytest.raises(IndexError, match="outside of its buffer of 4 bytes"):
+        Region(b"1234").runs(np.array([start]), np.array([length]))
