@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Collection
 
 from gristmill._wire.steps import Steps
@@ -46,13 +47,13 @@ class MemoryRunLog:
     lease: float | None = None
 
     def __init__(self, config: bytes = b"{}") -> None:
-        self.config = config
+        self.config, self.run_id = config, uuid.uuid4().hex
         self._numbers = itertools.count()
 
     def replay(self) -> Replay:
         return Replay(None, ())
 
-    def append(self, record: bytes) -> None:
+    def append(self, record: bytes, tables: Collection[int] = ()) -> None:
         pass
 
     def sync(self) -> None:

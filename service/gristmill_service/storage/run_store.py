@@ -29,10 +29,14 @@ class OwnedElsewhereError(UnavailableError):
 
 
 class Replay(NamedTuple):
-    """What a book holds: a snapshot, None where none was made, and the records that were appended after it."""
+    """What a run's log holds: a snapshot, None where none was made, and the records that were appended after it.
+
+    is_short: whether the log is found shorter than what was promised, or may be; known when all records were read.
+    """
 
     snapshot: bytes | None
     records: Iterable[bytes]
+    is_short: Callable[[], bool] = lambda: False
 
 
 class RunLog(Protocol):
@@ -43,6 +47,9 @@ class RunLog(Protocol):
 
     config: bytes
     """As it was given when the run was created."""
+
+    run_id: str
+    """Made when the run was created; another run of the same name has another one."""
 
     maps_rows: bool
     """Whether tables are views of the book's own memory, so that nobody else needs to compact them."""
@@ -57,8 +64,11 @@ class RunLog(Protocol):
     def replay(self) -> Replay:
         """To be read once, before anything is appended."""
 
-    def append(self, record: bytes) -> None:
-        """Raises LogLostError where the outcome is not known, or where the book is somebody else's by now."""
+    def append(self, record: bytes, tables: Collection[int] = ()) -> None:
+        """Appends a record, which refers to these tables that were put since the last one: with it they are kept.
+
+        Raises LogLostError where the outcome is not known, or where the log is somebody else's by now.
+        """
 
     def sync(self) -> None:
         """Returns when all that was appended and put is as safe as the book is told to make it."""
@@ -82,7 +92,8 @@ class RunLog(Protocol):
         """Replaces all records so far by a snapshot of what they make."""
 
     def put(self, table: Steps) -> tuple[int, Steps]:
-        """Keeps a table of rows. Returns its number, never used before, and the table as it is kept."""
+        """Keeps a table of rows, at the latest with the append that refers to it. Returns its number, never used
+        before, and the table as it is kept."""
 
     def get(self, number: int) -> Steps:
         """Raises NotFoundError for a table that was removed or lost."""

@@ -273,6 +273,8 @@ class RunStatus(google.protobuf.message.Message):
     RANKS_FIELD_NUMBER: builtins.int
     MODELS_FIELD_NUMBER: builtins.int
     FAILED_BATCHES_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
     run: builtins.str
     config_json: builtins.str
     policy_version: builtins.int
@@ -293,6 +295,12 @@ class RunStatus(google.protobuf.message.Message):
     shard_bytes: builtins.int
     rows_accepted: builtins.int
     rows_duplicate: builtins.int
+    run_id: builtins.str
+    """Made when the run was created: another run of the same name has another one."""
+    generation: builtins.int
+    """Grows by one whenever the run's log was found shorter than what had been promised: what was accepted or
+    acknowledged last may be lost then.
+    """
     @property
     def groups_dropped(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Groups dropped so far, by reason."""
@@ -326,8 +334,10 @@ class RunStatus(google.protobuf.message.Message):
         ranks: collections.abc.Iterable[global___RankProgress] | None = ...,
         models: collections.abc.Iterable[global___ModelProgress] | None = ...,
         failed_batches: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
+        run_id: builtins.str = ...,
+        generation: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batches_freed", b"batches_freed", "batches_published", b"batches_published", "batches_sealed", b"batches_sealed", "config_json", b"config_json", "failed_batches", b"failed_batches", "finished", b"finished", "groups_complete", b"groups_complete", "groups_dropped", b"groups_dropped", "groups_open", b"groups_open", "groups_room", b"groups_room", "models", b"models", "policy_version", b"policy_version", "ranks", b"ranks", "row_bytes", b"row_bytes", "rows_accepted", b"rows_accepted", "rows_duplicate", b"rows_duplicate", "run", b"run", "shard_bytes", b"shard_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batches_freed", b"batches_freed", "batches_published", b"batches_published", "batches_sealed", b"batches_sealed", "config_json", b"config_json", "failed_batches", b"failed_batches", "finished", b"finished", "generation", b"generation", "groups_complete", b"groups_complete", "groups_dropped", b"groups_dropped", "groups_open", b"groups_open", "groups_room", b"groups_room", "models", b"models", "policy_version", b"policy_version", "ranks", b"ranks", "row_bytes", b"row_bytes", "rows_accepted", b"rows_accepted", "rows_duplicate", b"rows_duplicate", "run", b"run", "run_id", b"run_id", "shard_bytes", b"shard_bytes"]) -> None: ...
 
 global___RunStatus = RunStatus
 

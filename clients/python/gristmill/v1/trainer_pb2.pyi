@@ -342,12 +342,20 @@ class ResumeRequest(google.protobuf.message.Message):
     POSITION_FIELD_NUMBER: builtins.int
     LAUNCH_FIELD_NUMBER: builtins.int
     DP_SIZE_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    GIVE_UP_REASON_FIELD_NUMBER: builtins.int
     run: builtins.str
     model: gristmill.v1.run_pb2.Model.ValueType
     launch: builtins.str
     """Names this start of the trainer, the same on all its ranks."""
     dp_size: builtins.int
     """How many data-parallel ranks the trainer has now, the same on all of them; 0: as many as before."""
+    run_id: builtins.str
+    """Which run, and which generation of it, the checkpoint is of; empty and 0: not checked."""
+    generation: builtins.int
+    give_up_reason: builtins.str
+    """Not empty: groups that lie between what was acknowledged and `position` are given up, counted under this reason."""
     @property
     def position(self) -> gristmill.v1.run_pb2.Position:
         """Unset: stay at the committed position."""
@@ -360,9 +368,12 @@ class ResumeRequest(google.protobuf.message.Message):
         position: gristmill.v1.run_pb2.Position | None = ...,
         launch: builtins.str = ...,
         dp_size: builtins.int = ...,
+        run_id: builtins.str = ...,
+        generation: builtins.int = ...,
+        give_up_reason: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["position", b"position"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["dp_size", b"dp_size", "launch", b"launch", "model", b"model", "position", b"position", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dp_size", b"dp_size", "generation", b"generation", "give_up_reason", b"give_up_reason", "launch", b"launch", "model", b"model", "position", b"position", "run", b"run", "run_id", b"run_id"]) -> None: ...
 
 global___ResumeRequest = ResumeRequest
 
@@ -372,7 +383,12 @@ class ResumeResponse(google.protobuf.message.Message):
 
     INCARNATION_FIELD_NUMBER: builtins.int
     POSITION_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
+    run_id: builtins.str
+    """What the trainer's next checkpoints are of."""
+    generation: builtins.int
     @property
     def position(self) -> gristmill.v1.run_pb2.Position: ...
     def __init__(
@@ -380,8 +396,10 @@ class ResumeResponse(google.protobuf.message.Message):
         *,
         incarnation: builtins.int = ...,
         position: gristmill.v1.run_pb2.Position | None = ...,
+        run_id: builtins.str = ...,
+        generation: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["position", b"position"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "position", b"position"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "incarnation", b"incarnation", "position", b"position", "run_id", b"run_id"]) -> None: ...
 
 global___ResumeResponse = ResumeResponse

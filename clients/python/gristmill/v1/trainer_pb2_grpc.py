@@ -140,7 +140,9 @@ class TrainerServiceServicer(object):
 
         With another `dp_size` than the run's, unacknowledged mini-batches are planned and cut again for it, from the same
         rows; what all ranks have acknowledged stays done. The run's other model has to resume, too.
-        FAILED_PRECONDITION for a position before the committed one (its data is gone) or past what is sealed.
+        FAILED_PRECONDITION for a position before the committed one (its data is gone), past what is sealed, of another run
+        (`run_id`), or past what was acknowledged: accepted rows would be skipped. The message says what would be lost and
+        which position fits. With `give_up_reason`, the groups that the position steps over are given up for that reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -6,7 +6,7 @@ Waits for room are a run's own; what is not found is no failure.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -92,7 +92,8 @@ class TimedRunLog:
 
     def __init__(self, book: RunLog, measured: StoreMetrics) -> None:
         self._book, self._call = book, measured.call
-        self.config, self.maps_rows, self.reads_rows = book.config, book.maps_rows, book.reads_rows
+        self.config, self.run_id = book.config, book.run_id
+        self.maps_rows, self.reads_rows = book.maps_rows, book.reads_rows
         self.remove, self.keep, self.close = book.remove, book.keep, book.close
 
     @property
@@ -114,8 +115,8 @@ class TimedRunLog:
     def replay(self) -> Replay:
         return self._call("replay", self._book.replay)
 
-    def append(self, record: bytes) -> None:
-        self._call("append", lambda: self._book.append(record))
+    def append(self, record: bytes, tables: Collection[int] = ()) -> None:
+        self._call("append", lambda: self._book.append(record, tables))
 
     def sync(self) -> None:
         self._call("sync", self._book.sync)

@@ -155,7 +155,7 @@ class JournalRunLog:
     lease: float | None = None
 
     def __init__(self, path: Path, config: bytes, fsync: Fsync, ledger: JournalRunStore) -> None:
-        self.config = config
+        self.config, self.run_id = config, ""
         self._path, self._fsync, self._ledger = path, fsync, ledger
         self._events, self._rows = EventLog(path), RowSegments(path)
         self._syncing = threading.Lock()
@@ -165,7 +165,7 @@ class JournalRunLog:
     def replay(self) -> Replay:
         return self._events.replay()
 
-    def append(self, record: bytes) -> None:
+    def append(self, record: bytes, tables: Collection[int] = ()) -> None:
         self._check()
         try:
             try:

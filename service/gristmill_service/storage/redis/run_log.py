@@ -65,7 +65,7 @@ class RedisRunLog:
         claim: int,
         health: Health,
     ) -> None:
-        self.config, self.token = config, token
+        self.config, self.token, self.run_id = config, token, ""
         self.owned_until = 0.0
         self.on_close: Callable[[], None] = lambda: None
         self._client, self._scripts, self._keys, self._row_keys = client, scripts, keys, row_keys
@@ -115,7 +115,7 @@ class RedisRunLog:
             if len(entries) < _ENTRIES_AT_ONCE:
                 return
 
-    def append(self, record: bytes) -> None:
+    def append(self, record: bytes, tables: Collection[int] = ()) -> None:
         appended = self._append(record)
         if appended is not Appended.DONE:
             self.owned_until = 0.0
