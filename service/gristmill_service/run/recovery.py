@@ -18,7 +18,7 @@ ROWS_LOST = "rows_lost"
 
 def replayed(book: RunLog, config: RunConfig) -> State:
     """Raises InvalidArgumentError for a log that this version does not read."""
-    snapshot, records = book.replay()
+    snapshot, records, _ = book.replay()
     state = State.initial(config) if snapshot is None else decode_state(snapshot)
     for record in records:
         for event in decode_events(record):
