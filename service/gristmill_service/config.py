@@ -135,6 +135,12 @@ class RunConfig(BaseModel):
             return self.policy_mini_batch_size
         return self.critic_mini_batch_size
 
+    def with_dp_size(self, dp_size: int) -> RunConfig:
+        """The same for so many ranks. Raises InvalidArgumentError where the other settings do not allow it."""
+        if dp_size == self.dp_size:
+            return self
+        return parse_config(json.loads(self.model_dump_json(exclude_defaults=True)) | {"dp_size": dp_size})
+
     def warnings(self) -> list[str]:
         """What is allowed but probably not meant. Said once, when the run is created."""
         found = []

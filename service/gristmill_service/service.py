@@ -14,15 +14,15 @@ from typing import Any
 import structlog
 
 from gristmill.errors import NotFoundError, UnavailableError
-from gristmill_service.api.backend import Backend
+from gristmill_service.api.context import ApiContext
 from gristmill_service.api.http.app import make_app
 from gristmill_service.api.http.server import HttpServer
-from gristmill_service.api.long_poll import Waiting
+from gristmill_service.api.long_poll import LongPoll
 from gristmill_service.api.rpc.server import GrpcServer
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.registry import Watched
 from gristmill_service.monitoring.metrics.storage_timing import TimedRunStore, TimedShardStore
-from gristmill_service.monitoring.run_stats import RunStats
+from gristmill_service.monitoring.run_stats import RunStats, run_stats
 from gristmill_service.run.runs import Runs
 from gristmill_service.settings import Settings, split_address
 from gristmill_service.storage.backends import keeping
@@ -42,21 +42,21 @@ class Service:
             ledger = TimedRunStore(self._kept.ledger, metrics.storing)
             self.runs = Runs(store, ledger, max_row_bytes=int(settings.max_row_bytes))
             undo.callback(self.runs.close, 0.0)
-            self.waiting = Waiting(settings.max_waiters)
+            self.long_poll = LongPoll(settings.max_waiters)
             metrics.watch(
                 Watched(
                     readings=self._readings,
-                    waiting=lambda: self.waiting.count,
+                    waiting=lambda: self.long_poll.count,
                     leases=self.runs.leases,
-                    trouble=self.runs.trouble,
+                    trouble=self.runs.unhealthy_reason,
                     room=self._room,
                 )
             )
-            self._backend = Backend(self.runs, self.waiting, metrics, int(settings.max_message_bytes))
-            self._http = HttpServer(make_app(self._backend), settings.http_address, settings.shutdown_grace_s)
+            self._context = ApiContext(self.runs, self.long_poll, metrics, int(settings.max_message_bytes))
+            self._http = HttpServer(make_app(self._context), settings.http_address, settings.shutdown_grace_s)
             undo.callback(self._http.close)
             _refuse_taken(settings.grpc_address)
-            self._grpc = GrpcServer(self._backend, settings)
+            self._grpc = GrpcServer(self._context, settings)
             undo.pop_all()
         self.grpc_address = self._grpc.address
         self.http_url = self._http.url
@@ -68,20 +68,20 @@ class Service:
         """Returns when both doors answer."""
         self._grpc.start()
         self._http.start()
-        self._backend.not_ready = ""
+        self._context.not_ready = ""
         _log.info("ready", grpc=self.grpc_address, http=self.http_url)
 
     def stop(self) -> None:
         """Takes no new calls, finishes what is being sealed, answers who waits, and closes. Within the grace."""
-        _log.info("shutting down", waiting=self.waiting.count)
-        self._backend.not_ready = "shutting down"
+        _log.info("shutting down", waiting=self.long_poll.count)
+        self._context.not_ready = "shutting down"
         with ExitStack() as whatever_fails:
             # Memory that outlives the process is given back in any case.
             whatever_fails.callback(self._kept.close)
             self._grpc.refuse_new_calls(self._grace_s)
             self._http.refuse_new_calls()
             self.runs.close(self._grace_s)
-            self.waiting.close()
+            self.long_poll.close()
             self._grpc.wait_until_idle()
             self._http.wait_until_idle()
         _log.info("closed")
@@ -90,7 +90,7 @@ class Service:
         for run in self.runs.own():
             # Deleted, or taken over, since the list was made.
             with suppress(NotFoundError, UnavailableError):
-                yield run.readings()
+                yield run_stats(run)
 
     def _room(self) -> Mapping[str, tuple[int, int]]:
         return {"rows": self.runs.row_room, **self._kept.room()}

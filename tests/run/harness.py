@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +18,13 @@ from gristmill.errors import (
     UnavailableError,
 )
 from gristmill_service.config import parse_config
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.run.machine.admission import RowBudget
 from gristmill_service.run.machine.codec import decode_events
 from gristmill_service.run.machine.state import State, apply
-from gristmill_service.run.patience import PatientStore
-from gristmill_service.run.run import Run
+from gristmill_service.run.run import Run, Shared
+from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.storage.memory_runs import MemoryRunLog
 from gristmill_service.storage.shard_store import ShardLocation
 
@@ -154,7 +156,7 @@ class BuildBatch:
         return Milled({"batch": batch, "mini_batches": parts}, shards)
 
 
-class RecordingBook(MemoryRunLog):
+class RecordingLog(MemoryRunLog):
     """Keeps the events. `refuses`: how many of the next appends fail."""
 
     def __init__(self):
@@ -169,35 +171,59 @@ class RecordingBook(MemoryRunLog):
     def events(self):
         return [event for record in self.records for event in decode_events(record)]
 
-    def append(self, record):
+    def append(self, record, tables=()):
         if self.refuses:
             self.refuses -= 1
             raise UnavailableError("the book is full")
         self.records.append(record)
 
 
+class InlineTasks:
+    """Runs tasks in the thread that gives them; builds of batches wait until they are asked for."""
+
+    def __init__(self):
+        self.builds = []
+
+    def submit(self, key, task):
+        if key[0] != "build":
+            task()
+        elif not self.builds:
+            self.builds.append(task)
+
+    def build(self):
+        while self.builds:
+            self.builds.pop()()
+
+
+def shared_by(store, *, pipeline, clock, tasks, budget=None, room=None):
+    """What runs share in a service, without its threads."""
+    return Shared(store, room or ShardRoom(), budget or RowBudget(8 << 30), pipeline, Monitor, clock, tasks, tasks)
+
+
 class Bench:
-    """A run on the bench. `make_batches` does what the service's thread does."""
+    """A run on the bench. `make_batches` does what the service's threads do."""
 
     def __init__(self, *, mill=None, store=None, budget=None, name="run", **settings):
         self.config = parse_config(CONFIG | settings)
-        self.mill, self.store, self.log = mill or BuildBatch(), store or Shelf(), RecordingBook()
-        self.now, self.sealed = 0.0, []
-        self.run = Run(
-            name,
-            self.config,
-            PatientStore(self.store),
-            self.log,
-            self.mill,
-            lambda run, batch: self.sealed.append(batch),
-            lambda: self.now,
-            budget or RowBudget(8 << 30),
-        )
+        self.mill, self.store, self.log = mill or BuildBatch(), store or Shelf(), RecordingLog()
+        self.now, self.tasks = 0.0, InlineTasks()
+        shared = shared_by(self.store, pipeline=self.mill, clock=lambda: self.now, tasks=self.tasks, budget=budget)
+        self.run = Run(name, self.config, self.log, shared)
         self.run.start()
 
     @property
     def state(self):
-        return self.run._state
+        return self.run.read(lambda state, room: state)
+
+    @property
+    def sealed(self):
+        """Batches that are sealed and not published."""
+        return [number for number, batch in self.state.batches.items() if not batch.is_published]
+
+    @property
+    def rows(self):
+        """The rows that are held."""
+        return self.run._writer.rows
 
     def submit(self, *rows):
         return [outcome.name for outcome in self.run.submit(table(*rows))]
@@ -206,8 +232,7 @@ class Bench:
         return [admission.name for admission in self.run.begin_groups(round_, uids).admissions]
 
     def make_batches(self):
-        while self.sealed:
-            self.run.make_batch(self.sealed.pop(0))
+        self.tasks.build()
 
     def uids(self, batch):
         """The groups of a batch that was made, in order."""
@@ -218,6 +243,14 @@ class Bench:
         for event in self.log.events:
             apply(state, event)
         return state
+
+
+def wait_until(ready, seconds=30.0):
+    """Returns when `ready()` is true."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, "it never comes"
+        time.sleep(0.002)
 
 
 def contents(steps):

@@ -36,7 +36,7 @@ def test_a_group_of_which_nothing_is_left_is_dropped_for_that_reason():
         TrajectoryAborted(key("a", 0), "broken tool"),
         GroupDropped((0, "a"), "broken tool"),
     ]
-    assert len(bench.run._rows) == 0
+    assert len(bench.rows) == 0
     assert bench.state.row_bytes == 0
 
 
@@ -60,7 +60,7 @@ def test_aborting_groups_drops_their_rows_once():
     assert bench.run.abort_groups(0, ["a", "b", "a"], "") == 2
     assert bench.run.abort_groups(0, ["a"], "") == 0
     assert bench.run.status().groups_dropped == {"aborted": 2}
-    assert (bench.state.row_bytes, len(bench.run._rows)) == (0, 0)
+    assert (bench.state.row_bytes, len(bench.rows)) == (0, 0)
 
 
 def test_a_straggling_group_closes_with_the_samples_it_has():
@@ -76,7 +76,7 @@ def test_a_straggling_group_closes_with_the_samples_it_has():
     bench.make_batches()
     assert bench.mill.batches[0].samples.tolist() == [0, 2]
     train(bench, 0)
-    assert len(bench.run._rows) == 0
+    assert len(bench.rows) == 0
 
 
 def test_a_straggling_group_with_too_few_samples_is_dropped():

@@ -27,7 +27,7 @@ def test_a_table_of_which_half_is_not_needed_shrinks_to_the_rest():
     bench = Bench(train_batch_size=9)
     uids = [f"u{index}" for index in range(8)]
     bench.submit(*(one for uid in uids for one in group_rows(uid, response=range(100))))
-    held = bench.run._rows
+    held = bench.rows
     assert len(held) == 16
     bench.run.abort_groups(0, uids[:4], "")
     assert len(held) == 8
@@ -43,7 +43,7 @@ def test_repeated_rows_of_a_request_are_not_held_a_second_time():
     sent = [row("a", 0, step, last=False) for step in range(10)]
     bench.submit(*sent)
     bench.submit(*sent, row("a", 0, 10))
-    assert len(bench.run._rows) == 11
+    assert len(bench.rows) == 11
 
 
 def test_a_table_may_shrink_while_its_rows_are_gathered():

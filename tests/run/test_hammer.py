@@ -17,7 +17,7 @@ from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_runs import MemoryRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
-from tests.run.harness import CONFIG, RecordingBook, group_rows, key, row, table
+from tests.run.harness import CONFIG, RecordingLog, group_rows, key, row, table, wait_until
 from tests.run.test_laws import check_invariants, follow
 from tests.run.test_served_bytes import PATIENCE_S
 
@@ -68,34 +68,26 @@ class Worker:
             self._run.abort_groups(0, [uid], "tired")
 
     def _await(self, attempt: Any) -> None:
-        """Again with every change, until there is room."""
-        changed = threading.Event()
-        self._run.changes.subscribe(changed.set)
-        try:
-            while True:
-                changed.clear()
-                try:
-                    if attempt():
-                        return
-                except ResourceExhaustedError:
-                    pass
-                assert changed.wait(PATIENCE_S), "there is never room again"
-        finally:
-            self._run.changes.unsubscribe(changed.set)
+        """Again and again, until there is room."""
+
+        def has_room() -> bool:
+            try:
+                return bool(attempt())
+            except ResourceExhaustedError:
+                return False
+
+        wait_until(has_room)
 
 
 def consume(run: Run, rank: int) -> list[Position]:
     """Trains on whatever comes, in order, until the end."""
     done: list[Position] = []
-    changed = threading.Event()
-    run.changes.subscribe(changed.set)
     while True:
-        changed.clear()
         view = run.shard("policy", rank, None, 0)
         if view.state is BatchState.END:
             return done
         if view.state is BatchState.PENDING:
-            assert changed.wait(PATIENCE_S), "nothing comes any more"
+            wait_until(lambda: run.shard("policy", rank, None, 0).state is not BatchState.PENDING)
             continue
         assert view.position is not None
         assert view.address is not None
@@ -121,7 +113,7 @@ def disturb(run: Run, stopped: threading.Event) -> None:
 
 
 def test_whatever_many_threads_do_every_row_ends_once_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    log, store, stopped = RecordingBook(), MemoryShardStore(), threading.Event()  # type: ignore[no-untyped-call]
+    log, store, stopped = RecordingLog(), MemoryShardStore(), threading.Event()  # type: ignore[no-untyped-call]
     ledger = MemoryRunStore()  # type: ignore[no-untyped-call]
     monkeypatch.setattr(ledger, "create", lambda name, config: log.of(config))
     runs = Runs(store, ledger, clock=lambda: 0.0)
@@ -149,8 +141,9 @@ def check_outcome(run: Run, events: list[Any], done: list[list[Position]]) -> No
     state = State.initial(run.config)
     for event in events:
         apply(state, event)
-    assert state == run._state, "the log is what happened"
-    check_invariants(SimpleNamespace(state=run._state, config=run.config, run=run))
+    found = run.read(lambda state, room: state)
+    assert state == found, "the log is what happened"
+    check_invariants(SimpleNamespace(state=found, config=run.config, rows=run._writer.rows))
     accepted, ends = follow(events)
     assert Counter(name for name, _ in ends) == Counter(accepted)
     assert len(set(accepted)) == len(accepted)
@@ -159,7 +152,7 @@ def check_outcome(run: Run, events: list[Any], done: list[list[Position]]) -> No
     assert len(state.closed) == WORKERS * GROUPS
     sealed = sum(isinstance(end, int) for end in state.closed.values())
     assert sealed + sum(status.groups_dropped.values()) == WORKERS * GROUPS
-    assert (status.row_bytes, status.shard_bytes, len(run._rows)) == (0, 0, 0)
+    assert (status.row_bytes, status.shard_bytes, len(run._writer.rows)) == (0, 0, 0)
     assert status.batches_freed == status.batches_published == status.batches_sealed
     assert done[0] == done[1] == [Position(b, 0, m) for b, count in enumerate(state.prompts) for m in range(count)]
 
@@ -194,8 +187,4 @@ def test_a_run_deleted_under_load_ends_every_call_and_leaves_nothing() -> None:
 
 
 def _await_sealed(run: Run) -> None:
-    changed = threading.Event()
-    run.changes.subscribe(changed.set)
-    while not run.status().batches_sealed:
-        assert changed.wait(PATIENCE_S)
-        changed.clear()
+    wait_until(lambda: bool(run.status().batches_sealed))

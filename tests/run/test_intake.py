@@ -58,7 +58,7 @@ def test_a_higher_attempt_supersedes_all_rows_of_the_lower():
     assert bench.submit(row("a", step=0, last=False)) == ["SUPERSEDED"]
     trajectory = bench.state.open[0, "a"].trajectories[0]
     assert (trajectory.attempt, list(trajectory.rows)) == (1, [0])
-    assert len(bench.run._rows) == 1
+    assert len(bench.rows) == 1
 
 
 def test_attempts_within_one_request_follow_its_order():
@@ -109,7 +109,7 @@ def test_one_bad_row_refuses_the_whole_request():
             )
     assert list(bench.state.open) == [(0, "a")]
     assert bench.state.rows_accepted == 1
-    assert len(bench.run._rows) == 1
+    assert len(bench.rows) == 1
 
 
 def test_a_sample_outside_the_group_is_refused_with_its_name():

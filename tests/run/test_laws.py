@@ -18,6 +18,7 @@ from gristmill_service.run.machine.events import (
     RowsStored,
     TrajectoryAborted,
 )
+from gristmill_service.run.machine.trainer_commands import Checkpoint
 from tests.run.harness import Bench, contents, key, row
 
 UIDS = st.sampled_from("abcd")
@@ -105,7 +106,7 @@ def act(bench, command, *arguments):
 
 def snapshot(bench):
     state = copy.deepcopy(bench.state)
-    return state, list(state.open), list(state.complete), len(bench.run._rows)
+    return state, list(state.open), list(state.complete), len(bench.rows)
 
 
 def check_invariants(bench):
@@ -113,10 +114,8 @@ def check_invariants(bench):
     groups = [*state.open.values(), *(group for batch in state.batches.values() for group in batch.groups)]
     refs = [ref for group in groups for ref in group.refs()]
     assert state.row_bytes == sum(row.nbytes for group in groups for row in group.ordered_rows())
-    assert sorted(refs) == sorted(
-        (number, row) for number, held in bench.run._rows._tables.items() for row in held.live
-    )
-    assert len(bench.run._rows) <= 2 * len(refs), "what is held is at most twice what is accounted for"
+    assert sorted(refs) == sorted((number, row) for number, held in bench.rows._tables.items() for row in held.live)
+    assert len(bench.rows) <= 2 * len(refs), "what is held is at most twice what is accounted for"
     assert set(state.complete) == {name for name, group in state.open.items() if group.is_complete}
     for group in groups:
         assert group.done == sum(trajectory.is_complete for trajectory in group.trajectories.values())
@@ -159,12 +158,12 @@ def test_an_accepted_row_ends_in_exactly_one_batch_or_is_dropped_exactly_once(ch
     ]
     assert sorted(trained) == sorted(name for name, end in ends if end == "sealed")
     assert sorted(name for name, _ in ends) == sorted(accepted)
-    assert (bench.state.row_bytes, len(bench.run._rows)) == (0, 0)
+    assert (bench.state.row_bytes, len(bench.rows)) == (0, 0)
 
 
 def drain(bench):
     """Trains on everything."""
-    bench.run.resume("policy", None, "drain")
+    bench.run.resume("policy", Checkpoint(None), "drain")
     bench.make_batches()
     for _ in range(200):
         position = bench.run.shard("policy", 0, None, 0).position

@@ -4,6 +4,7 @@ import pytest
 
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, StaleIncarnationError
 from gristmill_service.run.machine.answers import BatchState, Position, Resumed
+from gristmill_service.run.machine.trainer_commands import Checkpoint
 from tests.run.harness import Bench, group_rows
 
 
@@ -122,35 +123,35 @@ class TestResuming:
         for m in range(2):
             for rank in range(2):
                 ack(bench, 0, 0, m, rank=rank)
-        found = bench.run.resume("policy", Position(0, 0, 1), "launch-1")
+        found = bench.run.resume("policy", Checkpoint(Position(0, 0, 1)), "launch-1")
         assert found == Resumed(2, Position(0, 0, 1))
         assert [bench.run.shard("policy", rank, None, 2).position for rank in range(2)] == [Position(0, 0, 1)] * 2
-        assert bench.run.resume("policy", Position(1), "launch-2").incarnation == 3, "forward, too"
+        assert bench.run.resume("policy", Checkpoint(Position(1)), "launch-2").incarnation == 3, "forward, too"
         assert bench.run.shard("policy", 1, None, 3).position == Position(1)
 
     def test_ranks_of_one_launch_get_the_same_also_after_the_first_has_moved_on(self):
         bench = published()
-        first = bench.run.resume("policy", None, "launch")
+        first = bench.run.resume("policy", Checkpoint(None), "launch")
         ack(bench, 0, incarnation=2)
-        assert bench.run.resume("policy", None, "launch") == first
-        assert bench.run.resume("policy", Position(0), "launch") == first
+        assert bench.run.resume("policy", Checkpoint(None), "launch") == first
+        assert bench.run.resume("policy", Checkpoint(Position(0)), "launch") == first
         assert bench.run.shard("policy", 0, None, 2).position == Position(0, 0, 1)
         with pytest.raises(FailedPreconditionError, match="all ranks load the same checkpoint"):
-            bench.run.resume("policy", Position(0, 0, 1), "launch")
+            bench.run.resume("policy", Checkpoint(Position(0, 0, 1)), "launch")
 
     def test_a_rank_of_an_older_launch_that_comes_late_takes_nothing_from_the_newer(self):
         bench = published()
-        bench.run.resume("policy", None, "one")
-        newer = bench.run.resume("policy", None, "two")
+        bench.run.resume("policy", Checkpoint(None), "one")
+        newer = bench.run.resume("policy", Checkpoint(None), "two")
         for position in (None, Position(0)):
             with pytest.raises(StaleIncarnationError, match="launch 'one' was superseded by 'two'"):
-                bench.run.resume("policy", position, "one")
-        assert bench.run.resume("policy", None, "two") == newer
+                bench.run.resume("policy", Checkpoint(position), "one")
+        assert bench.run.resume("policy", Checkpoint(None), "two") == newer
 
     def test_calls_of_an_older_incarnation_are_refused_and_change_nothing(self):
         bench = published()
-        bench.run.resume("policy", None, "one")
-        bench.run.resume("policy", None, "two")
+        bench.run.resume("policy", Checkpoint(None), "one")
+        bench.run.resume("policy", Checkpoint(None), "two")
         for call in (
             lambda: bench.run.shard("policy", 0, None, 2),
             lambda: ack(bench, 0, incarnation=2),
@@ -170,7 +171,7 @@ class TestResuming:
         bench = published(2)
         ack(bench, 0, 0, 0)
         ack(bench, 0, 0, 1)
-        bench.run.resume("policy", Position(0), "launch")
+        bench.run.resume("policy", Checkpoint(Position(0)), "launch")
         bench.run.commit("policy", Position(1), 2)
         assert bench.run.status().batches_freed == 0, "the ranks have it before them again"
         ack(bench, 0, 0, 0, incarnation=2)
@@ -181,12 +182,12 @@ class TestResuming:
         bench = published(2)
         bench.run.commit("policy", Position(1), 0)
         with pytest.raises(FailedPreconditionError, match="lies before the committed batch 1"):
-            bench.run.resume("policy", Position(0, 0, 1), "launch")
+            bench.run.resume("policy", Checkpoint(Position(0, 0, 1)), "launch")
         with pytest.raises(FailedPreconditionError, match="past the last sealed"):
-            bench.run.resume("policy", Position(3), "launch")
+            bench.run.resume("policy", Checkpoint(Position(3)), "launch")
         with pytest.raises(InvalidArgumentError, match="launch is empty"):
-            bench.run.resume("policy", None, "")
-        assert bench.run.resume("policy", None, "launch").position == Position(1)
+            bench.run.resume("policy", Checkpoint(None), "")
+        assert bench.run.resume("policy", Checkpoint(None), "launch").position == Position(1)
 
     def test_a_position_at_the_end_of_a_batch_that_is_freed_since_goes_on_with_the_next(self):
         bench = published(2)
@@ -194,11 +195,11 @@ class TestResuming:
         ack(bench, 0, 0, 1)
         assert bench.run.commit("policy", Position(0, 0, 2), 0) == Position(0, 0, 2)
         assert bench.run.status().batches_freed == 1
-        bench.run.resume("policy", None, "launch")
+        bench.run.resume("policy", Checkpoint(None), "launch")
         assert bench.run.shard("policy", 0, None, 0).position == Position(1)
 
     def test_models_resume_by_themselves(self):
         bench = published(critic_mini_batch_size=1)
-        bench.run.resume("policy", None, "launch")
+        bench.run.resume("policy", Checkpoint(None), "launch")
         assert bench.run.shard("critic", 0, None, 0).incarnation == 1
         assert bench.run.shard("policy", 0, None, 0).incarnation == 2

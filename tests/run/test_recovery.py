@@ -25,15 +25,14 @@ from gristmill_service.config import parse_config
 from gristmill_service.pipeline import mill
 from gristmill_service.pipeline.iovec import join
 from gristmill_service.pipeline.shard_address import ShardAddress
-from gristmill_service.run.machine.admission import RowBudget
 from gristmill_service.run.machine.answers import BatchState, Outcome, Position, RewardUpdate
 from gristmill_service.run.machine.codec import decode_state, encode_state
 from gristmill_service.run.machine.state import State, apply
-from gristmill_service.run.patience import PatientStore
+from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.run import Run
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
-from tests.run.harness import CONFIG, Bench, contents, group_rows, key, row, table
+from tests.run.harness import CONFIG, Bench, InlineTasks, contents, group_rows, key, row, shared_by, table
 from tests.run.test_laws import COMMANDS, SETTINGS, act
 
 
@@ -46,18 +45,10 @@ class Machine:
         self.ledger = JournalRunStore(directory, "never")
         self._begin(self.ledger.create("run", b"{}"))
 
-    def _begin(self, book):
-        self.sealed, self.store = [], MemoryShardStore()
-        self.run = Run(
-            "run",
-            self.config,
-            PatientStore(self.store),
-            book,
-            mill,
-            lambda run, batch: self.sealed.append(batch),
-            lambda: self.now,
-            RowBudget(8 << 30),
-        )
+    def _begin(self, log):
+        self.tasks, self.store = InlineTasks(), MemoryShardStore()
+        shared = shared_by(self.store, pipeline=mill, clock=lambda: self.now, tasks=self.tasks)
+        self.run = Run("run", self.config, log, shared)
         self.run.start()
 
     def die(self):
@@ -71,8 +62,7 @@ class Machine:
         return [outcome.name for outcome in self.run.submit(table(*rows))]
 
     def make_batches(self):
-        while self.sealed:
-            self.run.make_batch(self.sealed.pop(0))
+        self.tasks.build()
 
     def shard(self, position, rank=0):
         view = self.run.shard("policy", rank, position, 0)
@@ -142,7 +132,7 @@ def test_rows_go_with_their_batch_and_the_directory_shrinks(machine):
     assert size < 100_000, "each of thirty groups had more"
     one.die()
     status = one.run.status()
-    assert (status.batches_freed, status.row_bytes, len(one.run._rows)) == (30, 0, 0)
+    assert (status.batches_freed, status.row_bytes, len(one.run._writer.rows)) == (30, 0, 0)
 
 
 def test_positions_incarnations_and_versions_are_remembered(machine):
@@ -150,7 +140,7 @@ def test_positions_incarnations_and_versions_are_remembered(machine):
     one.submit(*group_rows("a"), *group_rows("b"))
     one.make_batches()
     one.run.announce(3)
-    one.run.resume("policy", Position(0), "first")
+    one.run.resume("policy", Checkpoint(Position(0)), "first")
     one.train(Position(0), rank=1, commit=False)
     one.die()
     assert one.run.policy_version == 3
@@ -207,18 +197,18 @@ def test_rows_that_the_disk_lost_are_dropped_with_a_reason_and_the_others_go_on(
 
 def test_what_follows_from_a_logged_event_happens_after_a_death_in_between(machine):
     one = machine(train_batch_size=1)
-    append, left = one.run._book.append, [2]  # the groups, then the rows in one record; not the seal
+    append, left = one.run._log.append, [1]  # the groups and the rows in one record; not the seal
 
-    def dying(record):
+    def dying(record, tables=()):
         if not left[0]:
             raise UnavailableError("dead")
         left[0] -= 1
-        append(record)
+        append(record, tables)
 
-    one.run._book.append = dying
+    one.run._log.append = dying
     assert one.submit(*group_rows("a")) == ["ACCEPTED"] * 2
     left[0] = 0
-    assert one.submit(*group_rows("a")) in (["SEALED"] * 2, ["DUPLICATE"] * 2)
+    assert one.submit(*group_rows("a")) == ["DUPLICATE"] * 2
     one.die()
     one.make_batches()
     assert one.run.batch(0).state is BatchState.PUBLISHED
@@ -229,19 +219,19 @@ def test_a_book_that_refuses_refuses_the_call_whole_and_the_run_goes_on_when_it_
     bench.log.refuses = 1
     with pytest.raises(UnavailableError):
         bench.submit(*group_rows("a"))
-    assert len(bench.run._rows) == 0
+    assert len(bench.rows) == 0
     assert bench.run.status().rows_accepted == 0
     assert bench.submit(*group_rows("a")) == ["ACCEPTED"] * 2
     bench.log.refuses = 1
     bench.make_batches()
     assert bench.run.batch(0).state is BatchState.PENDING
     assert bench.store.batches == {}, "what is not logged as published is not there"
-    assert "batch 0 waits" in bench.run.trouble
+    assert "batch 0 waits" in bench.run.blocked_reason
     bench.now += 10
     bench.run.tick()
     bench.make_batches()
     assert bench.run.batch(0).state is BatchState.PUBLISHED
-    assert bench.run.trouble == ""
+    assert bench.run.blocked_reason == ""
     assert bench.replayed() == bench.state
 
 
@@ -249,10 +239,10 @@ def test_what_becomes_due_while_the_book_refuses_is_done_at_the_next_tick():
     bench = Bench(train_batch_size=1)
     append, calls = bench.log.append, itertools.count()
 
-    def refuse_the_second(record):
+    def refuse_the_second(record, tables=()):
         if next(calls) == 1:
-            raise UnavailableError("the book is full")
-        append(record)
+            raise UnavailableError("the log is full")
+        append(record, tables)
 
     bench.log.append = refuse_the_second
     assert bench.submit(*group_rows("a")) == ["ACCEPTED"] * 2
@@ -321,7 +311,7 @@ class TestOtherRanks:
         before = self.rows_of(one, Position(0, 0, 1), 2)
         for rank in range(2):
             one.train(Position(0), rank)
-        resumed = one.run.resume("policy", None, "bigger", 4)
+        resumed = one.run.resume("policy", Checkpoint(None), "bigger", 4)
         assert resumed.position == Position(0, 0, 1), "what all ranks have acknowledged stays done"
         assert one.run.status().shard_bytes == 0
         assert one.run.shard("policy", 3, None, resumed.incarnation).state is BatchState.PENDING
@@ -337,29 +327,29 @@ class TestOtherRanks:
 
     def test_ranks_of_one_launch_ask_for_the_same_size(self, machine):
         one = self.begin(machine)
-        one.run.resume("policy", None, "bigger", 4)
-        one.run.resume("policy", None, "bigger", 4)
+        one.run.resume("policy", Checkpoint(None), "bigger", 4)
+        one.run.resume("policy", Checkpoint(None), "bigger", 4)
         with pytest.raises(FailedPreconditionError, match="resumed with dp_size 4, and this rank asks for 2"):
-            one.run.resume("policy", None, "bigger", 2)
+            one.run.resume("policy", Checkpoint(None), "bigger", 2)
 
     def test_the_old_ranks_and_the_other_model_are_refused(self, machine):
         one = self.begin(machine, critic_mini_batch_size=2)
-        one.run.resume("policy", None, "bigger", 1)
+        one.run.resume("policy", Checkpoint(None), "bigger", 1)
         for model in ("policy", "critic"):
             with pytest.raises(StaleIncarnationError):
                 one.run.acknowledge(model, 0, Position(0), 1, False)
         one.make_batches()
-        assert one.run.resume("critic", None, "bigger", 1).position == Position(0)
+        assert one.run.resume("critic", Checkpoint(None), "bigger", 1).position == Position(0)
 
     def test_a_size_that_the_settings_do_not_allow_changes_nothing(self, machine):
         one = self.begin(machine, mini_batch_unit="sequence", micro_batch={"size": 1})
         with pytest.raises(InvalidArgumentError, match="dp_size"):
-            one.run.resume("policy", None, "odd", 3)
+            one.run.resume("policy", Checkpoint(None), "odd", 3)
         assert one.run.shard("policy", 1, None, 1).state is BatchState.PUBLISHED
 
     def test_it_is_remembered(self, machine):
         one = self.begin(machine)
-        one.run.resume("policy", None, "bigger", 4)
+        one.run.resume("policy", Checkpoint(None), "bigger", 4)
         one.die()
         one.make_batches()
         assert one.run.config.dp_size == 4
@@ -372,7 +362,7 @@ class TestOtherRanks:
         making = threading.Thread(target=bench.make_batches)
         making.start()
         bench.mill.entered.wait(30)
-        bench.run.resume("policy", None, "smaller", 1)
+        bench.run.resume("policy", Checkpoint(None), "smaller", 1)
         bench.mill._gate.set()
         making.join()
         bench.make_batches()

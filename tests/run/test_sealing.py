@@ -19,7 +19,7 @@ def test_a_batch_is_sealed_with_the_group_that_fills_it_and_is_logged_before_it_
     bench.make_batches()
     view = bench.run.batch(0)
     assert (view.state, view.plan[:10]) == (BatchState.PUBLISHED, b'{"batch":0')
-    assert len(bench.run._rows) == 4, "rows stay until the batch is freed: it may have to be cut again"
+    assert len(bench.rows) == 4, "rows stay until the batch is freed: it may have to be cut again"
 
 
 def test_one_request_may_fill_several_batches():
@@ -243,7 +243,7 @@ class TestFailing:
         assert status.failed_batches == {0: "cannot be aligned"}
         assert status.groups_dropped == {"batch_failed": 1}
         assert (status.batches_published, status.batches_freed) == (2, 1)
-        assert len(bench.run._rows) == 2, "the failed batch's rows are gone"
+        assert len(bench.rows) == 2, "the failed batch's rows are gone"
 
     def test_ranks_step_over_it(self):
         bench = Bench(train_batch_size=1)

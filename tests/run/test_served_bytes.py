@@ -1,7 +1,6 @@
 """However rows come, a run serves the bytes that the offline command writes of the same rows. The real pipeline."""
 
 import json
-import threading
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -20,7 +19,7 @@ from gristmill_service.run.machine.answers import BatchState, Position, RewardUp
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_shards import MemoryShardStore
-from tests.run.harness import CONFIG, group_rows, row, table
+from tests.run.harness import CONFIG, group_rows, row, table, wait_until
 from tests.strategies import Row, batches_and_settings
 
 PATIENCE_S = 30
@@ -35,15 +34,8 @@ def runs() -> Iterator[Runs]:
 
 def await_batch(run: Run, number: int) -> bytes:
     """The batch's plan, when it is there."""
-    changed = threading.Event()
-    run.changes.subscribe(changed.set)
-    try:
-        while run.batch(number).state is BatchState.PENDING:
-            assert changed.wait(PATIENCE_S), "nothing changed"
-            changed.clear()
-        return run.batch(number).plan
-    finally:
-        run.changes.unsubscribe(changed.set)
+    wait_until(lambda: run.batch(number).state is not BatchState.PENDING)
+    return run.batch(number).plan
 
 
 def served(run: Run, number: int) -> tuple[bytes, dict[str, bytes]]:

@@ -73,7 +73,7 @@ def health(run: Run, seen: History, now: float) -> Json:
         reason, full = room.reason, not room.groups and not state.finished
         failed, ended = list(state.failed.items())[-3:], state.finished and not state.batches
     findings = [
-        *([Finding("stuck", run.trouble, None)] if run.trouble else []),
+        *([Finding("stuck", run.blocked_reason, None)] if run.blocked_reason else []),
         *(Finding("slow", f"batch {number} failed: {why}", None) for number, why in failed),
         *(_ranks(told, seen, now)),
         *(_making(told, now)),

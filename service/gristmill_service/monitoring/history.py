@@ -102,13 +102,12 @@ class HistoryRecorder:
 def reading(run: Run) -> Iterator[tuple[State, Room]]:
     """The run's state, for a moment: its lock is held. Also that of a closed run; nothing is made safe and nothing that
     is due is done, which could take a while: who looks decides nothing."""
-    with run._lock:
-        yield run._state, run._room()
+    yield run.read(lambda state, room: (state, room))
 
 
 def run_time(run: Run) -> float:
     """The run's own time, in seconds."""
-    return run._now()
+    return run.monitor.metrics.now()  # type: ignore
 
 
 def _keep_looking(watch: weakref.ref[HistoryRecorder]) -> None:
@@ -127,7 +126,7 @@ def _look(run: Run, seen: History, now: float) -> None:
             model: [progress.settle(state, model, position) for position in own.next]
             for model, own in state.models.items()
         }
-        pulls = {key: meter.pulls for key, meter in run.meters.ranks.found.items()}
+        pulls = {key: meter.pulls for key, meter in run.monitor.metrics.ranks.found.items()}  # type: ignore
         incarnations = {model: own.incarnation for model, own in state.models.items()}
         published = {number: batch.is_published for number, batch in state.batches.items()}
         sealed, rows = state.batches_sealed, state.rows_accepted

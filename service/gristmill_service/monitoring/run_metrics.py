@@ -68,6 +68,7 @@ class RunMetrics:
 
     def __init__(self, clock: Callable[[], float], now: Callable[[], float]) -> None:
         self._clock, self._now = clock, now
+        self.now = now
         self._lock = threading.Lock()
         self._making: dict[int, _Making] = {}
         self._throttled = 0.0

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from gristmill_service.config import Model
 from gristmill_service.monitoring.rank_metrics import lags
 from gristmill_service.monitoring.run_metrics import RunMetrics
+from gristmill_service.run.machine.admission import Room
 from gristmill_service.run.machine.answers import RunStatus
 from gristmill_service.run.machine.state import State
+from gristmill_service.run.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +59,24 @@ def rank_stats(state: State, meters: RunMetrics) -> Iterator[RankStats]:
             if of == model:
                 waited = meters.ranks.waited(found)
                 yield RankStats(model, rank, found.pulls, found.nbytes, found.acknowledged, waited, behind[rank])
+
+
+def run_stats(run: Run) -> RunStats:
+    """The run's numbers, of what is in memory, which need not be safe yet."""
+    metrics = run.monitor.metrics  # type: ignore
+
+    def take(state: State, room: Room) -> RunStats:
+        return RunStats(
+            status=run.status_of(state),
+            batches_buffered=len(state.batches),
+            max_buffered_batches=run.config.max_buffered_batches,
+            max_buffered_bytes=int(run.config.max_buffered_bytes),
+            oldest_open=oldest_open(state, metrics.now()),
+            throttled=metrics.throttled,
+            ranks=list(rank_stats(state, metrics)),
+            journal_bytes=run.log_bytes,
+            lease=run.lease,
+            meters=metrics,
+        )
+
+    return run.read(take)

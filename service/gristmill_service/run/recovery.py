@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.codec import decode_events, decode_state
-from gristmill_service.run.machine.events import BatchFailed, BatchWithdrawn, Event, GroupDropped, StoredRow
+from gristmill_service.run.machine.events import (
+    BatchFailed,
+    BatchWithdrawn,
+    Event,
+    GenerationBegan,
+    GroupDropped,
+    StoredRow,
+)
 from gristmill_service.run.machine.groups import Group
 from gristmill_service.run.machine.state import State, apply
-from gristmill_service.run.row_buffer import row_digests
+from gristmill_service.run.row_buffer import RowBuffer, row_digests
 from gristmill_service.storage.run_store import RunLog
 
 ROWS_LOST = "rows_lost"
 
 
-def replayed(book: RunLog, config: RunConfig) -> State:
-    """Raises InvalidArgumentError for a log that this version does not read."""
-    snapshot, records, _ = book.replay()
+def replayed(log: RunLog, config: RunConfig) -> tuple[State, bool]:
+    """The state, and whether the log is, or may be, shorter than what was promised. Raises InvalidArgumentError for a
+    log that this version does not read."""
+    snapshot, records, is_short = log.replay()
     state = State.initial(config) if snapshot is None else decode_state(snapshot)
     for record in records:
         for event in decode_events(record):
             apply(state, event)
-    return state
+    return state, is_short()
+
+
+def recovered(state: State, rows: RowBuffer, log: RunLog, is_stored: Callable[[int], bool]) -> list[Event]:
+    """Fills the buffer with the rows that the state needs, and returns what follows from those that are lost, and from
+    batches whose shards are not stored any more."""
+    needed = Needed(state)
+    lost = log.keep(needed.tables, needed.is_whole)
+    for number, held in needed.tables.items():
+        whole = log.get(number) if log.maps_rows and number not in lost else None
+        rows.add(number, whole, held)
+    stored = [number for number, batch in state.batches.items() if batch.is_published and is_stored(number)]
+    return [*losses(state, lost), *withdrawn(state, stored)]
+
+
+def rollback(state: State) -> GenerationBegan:
+    """The event that records that the log was found shorter than promised."""
+    reached = {model: max(own.committed, *own.next) for model, own in state.models.items()}
+    return GenerationBegan(state.generation + 1, reached)
 
 
 class Needed:

@@ -1,22 +1,27 @@
-"""One run, thread-safe: decide, log, apply, tell. Every call of the API ends here.
+"""One run, thread-safe. Every call of the API ends here, as a command to the run's writer or as a read.
 
-A call reads the state and gets events from the modules that know the rules, appends them to the run's book, and applies
-them, all under one lock. Work per token (writing rows down, digests, gathering, the pipeline) happens outside it.
+Work per token (storing rows, digests, gathering, the pipeline) happens in the calling thread or a worker's, never in the
+writer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import structlog
 
 from gristmill._wire.row_codec import Prefixes
 from gristmill._wire.steps import Steps, TrajectoryKey, check_text
-from gristmill.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
-from gristmill_service.config import Model
-from gristmill_service.monitoring.run_stats import RunStats, oldest_open, rank_stats
+from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
+from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.shard_address import ShardAddress
-from gristmill_service.run import prefix_expansion
-from gristmill_service.run.kept import with_dp_size
-from gristmill_service.run.machine import aborts, admission, ingest, progress, sealing
+from gristmill_service.run import prefix_expansion, recovery
+from gristmill_service.run.batch_builder import BatchBuilder, BuildBatch
+from gristmill_service.run.housekeeping import Housekeeping
+from gristmill_service.run.machine import progress, rollout_commands, trainer_commands
+from gristmill_service.run.machine.admission import Room, RowBudget
 from gristmill_service.run.machine.answers import (
     Admission,
     Admissions,
@@ -31,23 +36,88 @@ from gristmill_service.run.machine.answers import (
     Sealed,
     ShardAnswer,
 )
-from gristmill_service.run.machine.events import (
-    GroupDropped,
-    GroupKey,
-    GroupsAdmitted,
-    PolicyVersionAnnounced,
-    RunFinished,
-)
-from gristmill_service.run.machine.rewards import take_rewards
-from gristmill_service.run.machine.row_schema import check_schema
+from gristmill_service.run.machine.command import Barrier, Command
+from gristmill_service.run.machine.conditions import Condition
+from gristmill_service.run.machine.events import GroupKey
+from gristmill_service.run.machine.ingest import describe_rows
+from gristmill_service.run.machine.state import State
 from gristmill_service.run.machine.status import status
-from gristmill_service.run.making import MakingRun
-from gristmill_service.run.row_buffer import values_digest
-from gristmill_service.storage.run_store import LogLostError
+from gristmill_service.run.machine.trainer_commands import Checkpoint
+from gristmill_service.run.monitor import RunMonitor
+from gristmill_service.run.row_buffer import PickedRow, RowBuffer, values_digest
+from gristmill_service.run.shard_room import ShardRoom
+from gristmill_service.run.workers import TaskQueue
+from gristmill_service.run.writer import Writer
+from gristmill_service.storage.run_store import LogLostError, RunLog
+from gristmill_service.storage.shard_store import ShardStore
+
+_log = structlog.get_logger(__name__)
+# Asked once a submission: structlog itself would first bind and format what nobody reads.
+_logs = logging.getLogger(__name__).isEnabledFor
+
+T = TypeVar("T")
+MakeMonitor = Callable[[Callable[[], float], Callable[[], float]], RunMonitor]
 
 
-class Run(MakingRun):
-    """See `KeptRun` for what a run is made of."""
+class Shared(NamedTuple):
+    """What the runs of a service share.
+
+    pipeline: makes shards of a sealed batch. make_monitor(clock, now): now is the run's own time. clock: seconds, as
+    `time.monotonic`. builders, workers: threads for building batches, and for what is short.
+    """
+
+    store: ShardStore
+    room: ShardRoom
+    budget: RowBudget
+    pipeline: BuildBatch
+    make_monitor: MakeMonitor
+    clock: Callable[[], float]
+    builders: TaskQueue
+    workers: TaskQueue
+
+
+class Run:
+    """The run that its log describes, from its beginning or from where the log ends.
+
+    config: as the run was created; `self.config` is what holds now, for a trainer may come back with another dp_size.
+    Raises InvalidArgumentError for a log that this version does not read.
+    """
+
+    def __init__(self, name: str, config: RunConfig, log: RunLog, shared: Shared) -> None:
+        self.name, self.run_id, self.created_with = name, log.run_id, config
+        self._log, self._store, clock = log, shared.store, shared.clock
+        state, self._is_rolled_back = recovery.replayed(log, config)
+        # Only time in which workers could have come counts for stragglers.
+        offset = state.now - clock()
+
+        def now() -> float:
+            return clock() + offset
+
+        self.monitor = shared.make_monitor(clock, now)
+        self._writer = Writer(name, state, config, log, self.monitor, shared.budget, clock, now)
+        self._builder = BatchBuilder(
+            name, self._writer, log, shared.store, shared.room, shared.pipeline, self.monitor, clock
+        )
+        self._housekeeping = Housekeeping(
+            name, self._writer, self._builder, log, shared.store, shared.room, shared.builders, shared.workers, clock
+        )
+        self._duplicates = 0
+
+    def start(self) -> None:
+        """Goes on where the log ends: drops what was lost, and has batches built whose shards are not there.
+
+        Raises UnavailableError where the log cannot be written; the run is of no use then.
+        """
+        state, rows = self._writer.state, self._writer.rows
+        found = recovery.recovered(state, rows, self._log, self._is_stored)
+        if self._is_rolled_back:
+            found.append(recovery.rollback(state))
+            _log.error("run rolled back: its log is shorter than promised", run=self.name, run_id=self.run_id)
+        effects = self._writer.begin(found)
+        # The process before may have died between recording that a batch is freed and removing it.
+        effects.freed += range(max(0, state.freed - self.config.max_buffered_batches), state.freed)
+        effects.builds = True
+        self._housekeeping.perform(effects)
 
     # --- Rollout workers
 
@@ -58,217 +128,266 @@ class Run(MakingRun):
             )
         for uid in uids:
             check_text(uid, "uid")
-        keys = [GroupKey(round_, uid) for uid in uids]
-        with self._deciding() as state:
-            room = self._room()
-            found, admitted = admission.begin(state, keys, len(keys) if state.finished else room.groups)
-            if admitted and state.finished:
-                raise ingest.finished()
-            if admitted:
-                self._commit([GroupsAdmitted(tuple(admitted), self._now())])
-            self.meters.asked_for_groups(Admission.NO_ROOM not in found)
-        if Admission.NO_ROOM in found:
-            return Admissions(found, admission.RETRY_AFTER_S, room.reason)
-        return Admissions(found)
+        begun = self._execute(rollout_commands.BeginGroups([GroupKey(round_, uid) for uid in uids]))
+        self.monitor.asked_for_groups(Admission.NO_ROOM not in begun.admissions)
+        return begun
 
-    def made_whole(self, steps: Steps, prefixes: Prefixes) -> Steps:
+    def expand_prefixes(self, steps: Steps, prefixes: Prefixes) -> Steps:
         """Rows that came without the tokens that the steps before them begin with, with those.
 
         Raises PrefixUnknownError where such a step is not at hand.
         """
-        with self._locked() as state:
-            self._check_open()
-            before = self._rows.pick(prefix_expansion.rows_before(state, steps, prefixes))
-        return prefix_expansion.made_whole(steps, prefixes, before)
+        self._writer.check_open()
+
+        def pick(state: State, rows: RowBuffer) -> list[PickedRow]:
+            return rows.pick(prefix_expansion.rows_before(state, steps, prefixes))
+
+        return prefix_expansion.made_whole(steps, prefixes, self._writer.read(pick))
 
     def submit(self, steps: Steps) -> list[Outcome]:
         if not len(steps):
             return []
-        self._check_open()
-        number, steps = self._book.put(steps)
-        is_kept = False
+        self._writer.check_open()
+        number, steps = self._log.put(steps)
+        self._writer.staged[number] = steps
+        is_unknown = False
         try:
-            rows = ingest.describe_rows(steps, number)
-            with self._deciding() as state:
-                form = check_schema(steps, state.form, self.config)
-                outcomes, events = ingest.take_rows(state, self.config, rows, form, self._room, self._now())
-                self._duplicates += outcomes.count(Outcome.DUPLICATE)
-                if accepted := [row for row, outcome in enumerate(outcomes) if outcome is Outcome.ACCEPTED]:
-                    self._rows.add(number, steps, accepted)
-                    # Where it is not known whether they were logged, they may have been.
-                    is_kept = True
-                    try:
-                        self._commit(events)
-                    except UnavailableError as error:
-                        self._rows.drop(number)
-                        is_kept = isinstance(error, LogLostError)
-                        raise
+            outcomes = self._execute(rollout_commands.TakeRows(steps, describe_rows(steps, number)))
+        except LogLostError:
+            # The rows may have been accepted.
+            is_unknown = True
+            raise
         finally:
-            if not is_kept:
-                self._book.remove([number])
+            if self._writer.staged.pop(number, None) is not None and not is_unknown:
+                self._log.remove([number])
+        self._duplicates += outcomes.count(Outcome.DUPLICATE)
+        self.monitor.received(outcomes, steps)
+        if _logs(logging.DEBUG):
+            _log_submission(self.name, steps, outcomes)
         return outcomes
 
     def set_rewards(self, rewards: Sequence[RewardUpdate]) -> int:
         digests = [b"" if update.token_values is None else values_digest(update.token_values) for update in rewards]
-        with self._deciding() as state:
-            changed, events = take_rewards(state, rewards, digests)
-            self._commit(events)
-        return changed
+        return self._execute(rollout_commands.SetRewards(rewards, digests))
 
     def abort_trajectories(self, trajectories: Sequence[TrajectoryKey], reason: str) -> int:
-        with self._deciding() as state:
-            aborted, dropped = aborts.abort_trajectories(state, trajectories, reason)
-            self._commit([*aborted, *dropped])
-        return len(aborted)
+        return self._execute(rollout_commands.AbortTrajectories(trajectories, reason))
 
     def abort_groups(self, round_: int, uids: Sequence[str], reason: str) -> int:
-        with self._deciding() as state:
-            dropped = aborts.abort_groups(state, [GroupKey(round_, uid) for uid in uids], reason)
-            self._commit(dropped)
-        return len(dropped)
+        return self._execute(rollout_commands.AbortGroups([GroupKey(round_, uid) for uid in uids], reason))
 
     def seal(self, batch: int | None) -> Sealed:
-        with self._deciding() as state:
-            if batch is not None and 0 <= batch < state.batches_sealed:
-                return Sealed(batch, state.prompts[batch])
-            number = state.batches_sealed
-            if batch is not None and batch != number:
-                raise FailedPreconditionError(f"batch {batch} cannot be sealed, the next is {number}; seal that")
-            self._commit([sealing.seal_now(state, self.config)])
-            return Sealed(number, state.prompts[number])
+        return self._execute(rollout_commands.SealBatch(batch))
 
     def finish(self) -> int:
-        with self._deciding() as state:
-            if not state.finished:
-                incomplete = [key for key in state.open if key not in state.complete]
-                self._commit([RunFinished(), *(GroupDropped(key, "finished") for key in incomplete)])
-            return state.batches_sealed + sealing.remaining_batches(state, self.config)
+        return self._execute(rollout_commands.FinishRun())
 
     # --- Trainer ranks
 
     @property
     def policy_version(self) -> int:
-        self._check_open()
-        return self._state.policy_version
+        return self._read(lambda state: state.policy_version)
 
     def announce(self, version: int) -> None:
-        with self._deciding() as state:
-            if version < state.policy_version:
-                raise FailedPreconditionError(
-                    f"policy version {version} is lower than the current {state.policy_version}; versions never go back"
-                )
-            if version > state.policy_version:
-                self._commit([PolicyVersionAnnounced(version)])
+        self._execute(trainer_commands.AnnounceVersion(version))
 
     def batch(self, number: int) -> BatchAnswer:
-        with self._deciding() as state:
-            found = progress.batch_state(state, number)
+        found = self._read(lambda state: progress.batch_state(state, number))
         if found is not BatchState.PUBLISHED:
             return BatchAnswer(found)
-        try:
-            return BatchAnswer(found, self._store.plan(self.name, number))
-        except NotFoundError:
-            self._check_published(number)
-            return BatchAnswer(BatchState.PENDING)
+        plan = self._builder.plans.get(number)
+        if plan is None:
+            try:
+                plan = self._store.plan(self.name, number)
+            except NotFoundError:
+                self._check_withdrawn(number)
+                return BatchAnswer(BatchState.PENDING)
+        return BatchAnswer(found, plan)
 
     def shard(self, model: Model, rank: int, position: Position | None, incarnation: int) -> ShardAnswer:
-        with self._deciding() as state:
-            progress.check_rank(state, model, rank)
-            progress.check_incarnation(state, model, incarnation)
-            self.meters.ranks.asked(state, model, rank)
-            current = state.models[model].incarnation
-            position = progress.next_of(state, model, rank) if position is None else position
-            found = progress.batch_state(state, position.batch)
-            if found is not BatchState.PUBLISHED:
-                return ShardAnswer(found, position, incarnation=current)
-            progress.check_mini_batch(state, model, position)
-        address = ShardAddress(model, position.mini_batch, rank)
-        try:
-            location = self._store.locate(self.name, position.batch, address)
-        except NotFoundError:
-            self._check_published(position.batch)
-            return ShardAnswer(BatchState.PENDING, position, incarnation=current)
-        self.meters.ranks.pulled(model, rank, location.size)
-        return ShardAnswer(found, position, address, location, current)
+        def find(state: State) -> tuple[BatchState, Position, int]:
+            progress.check_caller(state, model, rank, incarnation)
+            self.monitor.asked_for_shard(state, model, rank)
+            wanted = progress.next_of(state, model, rank) if position is None else position
+            found = progress.batch_state(state, wanted.batch)
+            if found is BatchState.PUBLISHED:
+                progress.check_mini_batch(state, model, wanted)
+            return found, wanted, state.models[model].incarnation
 
-    def _check_published(self, number: int) -> None:
+        found, wanted, current = self._read(find)
+        if found is not BatchState.PUBLISHED:
+            return ShardAnswer(found, wanted, incarnation=current)
+        address = ShardAddress(model, wanted.mini_batch, rank)
+        try:
+            location = self._store.locate(self.name, wanted.batch, address)
+        except NotFoundError:
+            self._check_withdrawn(wanted.batch)
+            return ShardAnswer(BatchState.PENDING, wanted, incarnation=current)
+        self.monitor.gave_shard(model, rank, location.size)
+        return ShardAnswer(found, wanted, address, location, current)
+
+    def _check_withdrawn(self, number: int) -> None:
         """For a batch that was published a moment ago and is not in the store: returns where it was withdrawn, to come
         again. Raises NotFoundError where it was freed."""
-        with self._deciding() as state:
-            if progress.batch_state(state, number) is BatchState.PUBLISHED:
-                raise UnavailableError(f"batch {number} is not to be found at this moment; ask again")
+        if self._read(lambda state: progress.batch_state(state, number)) is BatchState.PUBLISHED:
+            raise UnavailableError(f"batch {number} cannot be found at this moment; ask again")
 
     def read_shard(self, batch: int, address: ShardAddress) -> Iterator[bytes]:
-        self._check_open()
+        self._writer.check_open()
         return self._store.read(self.name, batch, address)
 
     def read_compact_shard(self, batch: int, address: ShardAddress) -> Iterator[bytes] | None:
         """Its compact form, or None where the store has whole files only."""
-        self._check_open()
+        self._writer.check_open()
         return self._store.read_compact(self.name, batch, address)
 
+    def export(self, number: int) -> Iterator[Steps]:
+        """The rows of a sealed batch in their order, some at a time. Raises as `batch` does."""
+        self._writer.check_open()
+        return self._builder.export(number)
+
     def acknowledge(self, model: Model, rank: int, position: Position, incarnation: int, commit: bool) -> Position:
-        with self._deciding() as state:
-            progress.check_rank(state, model, rank)
-            progress.check_incarnation(state, model, incarnation)
-            self._commit(progress.acknowledge(state, model, rank, position))
-            if commit:
-                self._commit(progress.commit_acknowledged(state, model))
-            return progress.next_of(state, model, rank)
+        return self._execute(trainer_commands.Acknowledge(model, rank, position, incarnation, commit))
 
     def commit(self, model: Model, position: Position, incarnation: int) -> Position:
-        with self._deciding() as state:
-            progress.check_incarnation(state, model, incarnation)
-            self._commit(progress.commit(state, model, position))
-            return state.models[model].committed
+        return self._execute(trainer_commands.Commit(model, position, incarnation))
 
-    def resume(self, model: Model, position: Position | None, launch: str, dp_size: int = 0) -> Resumed:
+    def resume(self, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int = 0) -> Resumed:
         """dp_size: 0 for as many ranks as before."""
-        with self._deciding() as state:
-            dp_size = dp_size or state.dp_size
-            with_dp_size(self.created_with, dp_size)
-            self._commit(progress.resume(state, model, position, launch, dp_size))
-            current = state.models[model]
-            return Resumed(current.incarnation, current.resumed_at)
+        return self._execute(trainer_commands.Resume(model, checkpoint, launch, dp_size, self.run_id))
 
     # --- Everyone
 
-    def status(self) -> RunStatus:
-        with self._deciding() as state:
-            return status(
-                state,
-                run=self.name,
-                config_json=self.config_json,
-                room=self._room().groups,
-                duplicates=self._duplicates,
-            )
+    @property
+    def config(self) -> RunConfig:
+        """As it holds now."""
+        return self._writer.config
 
-    def readings(self) -> RunStats:
-        """For metrics: of what is in memory, which needs not be safe yet."""
-        with self._locked() as state:
-            self._check_open()
-            room = self._room().groups
-            return RunStats(
-                status=status(
-                    state, run=self.name, config_json=self.config_json, room=room, duplicates=self._duplicates
-                ),
-                batches_buffered=len(state.batches),
-                max_buffered_batches=self.config.max_buffered_batches,
-                max_buffered_bytes=int(self.config.max_buffered_bytes),
-                oldest_open=oldest_open(state, self._now()),
-                throttled=self.meters.throttled,
-                ranks=list(rank_stats(state, self.meters)),
-                journal_bytes=self._book.log_bytes,
-                lease=self._book.lease,
-                meters=self.meters,
-            )
+    def read(self, function: Callable[[State, Room], T]) -> T:
+        """Reads the state for a moment, also that of a closed run. The function must be quick and change nothing."""
+        return self._writer.read(lambda state, rows: function(state, self._writer.room()))
+
+    def status(self) -> RunStatus:
+        return self._read(self.status_of)
+
+    def status_of(self, state: State) -> RunStatus:
+        """For `read`."""
+        config_json = self.config.model_dump_json(exclude_defaults=True)
+        room = self._writer.room().groups
+        return status(state, self.name, self.run_id, config_json=config_json, room=room, duplicates=self._duplicates)
 
     def groups(self) -> list[GroupAnswer]:
         """Every group that was ever admitted; the decided ones first."""
-        with self._deciding() as state:
-            closed, failed = list(state.closed.items()), dict(state.failed)
+
+        def find(state: State) -> tuple[list[tuple[GroupKey, int | str]], dict[int, str], list[GroupAnswer]]:
             waiting = [GroupAnswer(*key, "complete" if key in state.complete else "open") for key in state.open]
+            return list(state.closed.items()), dict(state.failed), waiting
+
+        closed, failed, waiting = self._read(find)
         return [_decided(key, found, failed) for key, found in closed] + waiting
+
+    def wait(self, condition: Condition, wake: Callable[[], None]) -> None:
+        """Has `wake` called once, from any thread, when the condition is met; at once where it is already, or where the
+        run takes no calls. To be given back with `stop_waiting`."""
+        self._writer.wait(condition, wake)
+
+    def stop_waiting(self, condition: Condition, wake: Callable[[], None]) -> None:
+        self._writer.stop_waiting(condition, wake)
+
+    @property
+    def blocked_reason(self) -> str:
+        """Why a sealed batch cannot be published now; empty while none is blocked."""
+        return self._builder.blocked_reason
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of the log of events."""
+        return self._log.log_bytes
+
+    @property
+    def lease(self) -> float | None:
+        """Seconds for which this process decides for the run unless it renews that; None where it needs no lease."""
+        return self._log.lease
+
+    # --- Time, and the end
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `tick` has something to do; cheap, and without a lock."""
+        has_stragglers = self.config.group_timeout_s is not None and bool(self._writer.state.open)
+        return has_stragglers or self._writer.owes or self._housekeeping.is_due
+
+    def tick(self) -> None:
+        """Closes or drops the groups whose time is over, and goes on with what could not be done before.
+
+        Raises UnavailableError where the log cannot be written.
+        """
+        try:
+            self._execute(rollout_commands.CloseStragglers())
+        finally:
+            self._housekeeping.try_again()
+
+    def flush(self) -> None:
+        """Makes safe what the log was not told to make safe at once."""
+        try:
+            self._log.flush()
+        except LogLostError:
+            self._writer.lose()
+            raise
+
+    def close(self, error: GristmillError) -> None:
+        """From now on every call raises this error; callers that wait are woken to see it. Returns when no command is
+        under way."""
+        for wake in self._writer.close(error):
+            wake()
+        self._writer.execute(Barrier())
+
+    def close_log(self) -> None:
+        """After `close`, when no batch is being built any more: gives the log and all memory back. Idempotent."""
+        self._writer.let_go()
+        self._builder.plans.clear()
+        self._log.close()
+
+    @property
+    def is_deleted(self) -> bool:
+        return isinstance(self._writer.closed, NotFoundError)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the log has to be opened anew, here or elsewhere."""
+        return self._writer.is_lost
+
+    # --- Inside
+
+    def _execute(self, command: Command[T]) -> T:
+        """The command of a caller. Its answer is safe when this returns."""
+        ticket, effects = self._writer.execute(command)
+        if effects is not None:
+            self._housekeeping.perform(effects)
+        answer = ticket.result()
+        self._sync()
+        return answer
+
+    def _read(self, function: Callable[[State], T]) -> T:
+        """What a caller reads is safe, too: nobody is told of what may be lost."""
+        self._writer.check_open()
+        found = self._writer.read(lambda state, rows: function(state))
+        self._sync()
+        return found
+
+    def _sync(self) -> None:
+        try:
+            self._log.sync()
+        except LogLostError:
+            self._writer.lose()
+            raise
+
+    def _is_stored(self, number: int) -> bool:
+        try:
+            self._store.plan(self.name, number)
+        except NotFoundError:
+            return False
+        return True
 
 
 def _decided(key: GroupKey, found: int | str, failed: Mapping[int, str]) -> GroupAnswer:
@@ -277,3 +396,10 @@ def _decided(key: GroupKey, found: int | str, failed: Mapping[int, str]) -> Grou
     if found in failed:
         return GroupAnswer(*key, "dropped", found, "batch_failed")
     return GroupAnswer(*key, "sealed", found)
+
+
+def _log_submission(run: str, steps: Steps, outcomes: Sequence[Outcome]) -> None:
+    """Leads from a request's id to its groups, which the line of their batch's sealing names."""
+    groups = sorted({str(GroupKey(*steps.key(row)[:2])) for row in range(len(steps))})
+    accepted, first = outcomes.count(Outcome.ACCEPTED), str(steps.key(0))
+    _log.debug("rows submitted", run=run, rows=len(steps), accepted=accepted, first=first, groups=groups)

@@ -1,29 +1,37 @@
-"""The runs of this process, and the threads that work for them: one that makes sealed batches, one that keeps time.
+"""The runs of this process: created, opened, taken over, deleted; and the threads that work for them.
 
-Runs are kept in a ledger: those that it has when the service starts go on where they stopped.
+Runs are stored in a run store: those that it has when the service starts go on where they stopped. A run that cannot be
+read is set aside, and the others serve.
 """
 
 from __future__ import annotations
 
 import json
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import structlog
 
-from gristmill.errors import AlreadyExistsError, GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
-from gristmill_service import tracing
+from gristmill.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    GristmillError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
 from gristmill_service.config import RunConfig, parse_config
-from gristmill_service.pipeline import mill as pipeline_mill
+from gristmill_service.monitoring.run_monitor import Monitor
+from gristmill_service.pipeline import mill
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.run.batch_builder import BuildBatch
 from gristmill_service.run.machine.admission import RowBudget
-from gristmill_service.run.making import BuildBatch
-from gristmill_service.run.patience import PatientStore
-from gristmill_service.run.run import Run
-from gristmill_service.run.shards import Shards, StoredShards
+from gristmill_service.run.run import MakeMonitor, Run, Shared
+from gristmill_service.run.shard_room import ShardRoom
+from gristmill_service.run.workers import Workers
 from gristmill_service.storage.memory_runs import MemoryRunStore
 from gristmill_service.storage.run_store import OwnedElsewhereError, RunLog, RunStore
 from gristmill_service.storage.shard_store import ShardStore
@@ -34,42 +42,49 @@ _LONGEST_NAME = 128
 _TICK_S = 0.2
 _FLUSH_S = 1.0
 _MAX_ROW_BYTES = 8 << 30
+# A large batch, or a store that hangs, takes one of them.
+_BUILDERS = 8
+_WORKERS = 16
 
 
 class Runs:
-    """Thread-safe. Owns its threads, neither the store nor the ledger.
+    """Thread-safe. Owns its threads, neither the shard store nor the run store.
 
-    max_row_bytes: what rows of all runs together may hold.
+    max_row_bytes: how many bytes the rows of all runs together may hold.
 
-    Raises InvalidArgumentError where a run of the ledger cannot be read, and UnavailableError where it cannot go on.
+    Raises UnavailableError where a run of the store cannot go on.
     """
 
     def __init__(
         self,
-        store: ShardStore,
-        ledger: RunStore | None = None,
+        shard_store: ShardStore,
+        run_store: RunStore | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        mill: BuildBatch = pipeline_mill,
+        pipeline: BuildBatch = mill,
+        make_monitor: MakeMonitor = Monitor,
         max_row_bytes: int = _MAX_ROW_BYTES,
     ) -> None:
-        self._store, self._clock, self._mill = PatientStore(store), clock, mill
-        self._ledger = ledger or MemoryRunStore()
+        self._shards, self._clock = shard_store, clock
+        self._store = run_store or MemoryRunStore()
         self._budget = RowBudget(max_row_bytes)
+        self._builders, self._workers = Workers(_BUILDERS, "gristmill-build"), Workers(_WORKERS, "gristmill-worker")
+        self._shared = Shared(
+            shard_store, ShardRoom(), self._budget, pipeline, make_monitor, clock, self._builders, self._workers
+        )
+        # `_lock` guards `_runs`, `_unreadable` and `_names`; a name's own lock is held while its run is created, opened
+        # or deleted, and is taken first.
         self._lock = threading.Lock()
-        self._opening = threading.Lock()
-        self._deleting = threading.Lock()
         self._runs: dict[str, Run] = {}
+        self._unreadable: dict[str, str] = {}
+        self._names: dict[str, _NameLock] = {}
         self._closing = False
-        self._unreadable: set[str] = set()
         self._elsewhere = self._unclaimed = 0
-        self._sealed: queue.SimpleQueue[tuple[Run, int] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
-        self._sealer = threading.Thread(target=self._make_batches, name="gristmill-sealer", daemon=True)
         self._timer = threading.Thread(target=self._keep_time, name="gristmill-timer", daemon=True)
-        for name in () if self._ledger.is_shared else self._ledger.names():
-            self._open(name)
-        self._sealer.start()
+        for name in () if self._store.is_shared else self._store.names():
+            with suppress(FailedPreconditionError):
+                self._open(name)
         self._timer.start()
 
     def create(self, name: str, config: Mapping[str, Any] | RunConfig) -> tuple[list[str], bool]:
@@ -93,27 +108,31 @@ class Runs:
         return parsed.warnings(), False
 
     def get(self, name: str) -> Run:
-        """Raises NotFoundError where there is no such run, and OwnedElsewhereError where another process has it."""
+        """Raises NotFoundError where there is no such run, OwnedElsewhereError where another process has it, and
+        FailedPreconditionError where it cannot be read."""
         run = self._runs.get(name)
-        if run is not None and (self._closing or not run.is_lost):
+        if run is not None and (self._closing or run.is_deleted or not run.is_lost):
             return run
-        if run is None and not self._ledger.is_shared:
+        if run is None and not self._store.is_shared and name not in self._unreadable:
             raise self._unknown(name)
         self._check_serving()
         return self._open(name)
 
-    def shards(self, name: str) -> Shards:
-        """The run's shards, which any process that shares their store can read."""
-        try:
-            return self.get(name)
-        except OwnedElsewhereError:
-            return StoredShards(name, self._store)
+    def read_shard(self, name: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
+        """The shard's file in order, which any process that shares the store can read."""
+        if self._is_elsewhere(name):
+            return self._shards.read(name, batch, address)
+        return self.get(name).read_shard(batch, address)
 
-    def trouble(self) -> str:
-        """Why batches or calls have to wait for what keeps them; empty when all is well."""
-        with self._lock:
-            runs = list(self._runs.values())
-        return self._ledger.trouble() or next((run.trouble for run in runs if run.trouble), "")
+    def read_compact_shard(self, name: str, batch: int, address: ShardAddress) -> Iterator[bytes] | None:
+        """Its compact form likewise, or None where the store has whole files only."""
+        if self._is_elsewhere(name):
+            return self._shards.read_compact(name, batch, address)
+        return self.get(name).read_compact_shard(batch, address)
+
+    def unhealthy_reason(self) -> str:
+        """Why batches or calls have to wait for what stores them; empty when all is well."""
+        return self._store.trouble() or next((run.blocked_reason for run in self.own() if run.blocked_reason), "")
 
     def is_owner(self, name: str, grpc_address: str) -> bool:
         """Whether the process there has the run, as far as can be told."""
@@ -123,20 +142,26 @@ class Runs:
             return elsewhere.grpc_address == grpc_address
         except UnavailableError:
             return True
-        except NotFoundError:
+        except GristmillError:
             return False
         return False
 
     def names(self) -> list[str]:
-        """Of all runs, also those that other processes have."""
+        """Of all runs, also those that other processes have and those that cannot be read."""
         with self._lock:
-            own = set(self._runs)
-        return sorted(own.union(self._ledger.names()) if self._ledger.is_shared else own)
+            own = {*self._runs, *self._unreadable}
+        return sorted(own.union(self._store.names()) if self._store.is_shared else own)
 
     def own(self) -> list[Run]:
         """The runs that this process decides for."""
         with self._lock:
             return [run for _, run in sorted(self._runs.items())]
+
+    @property
+    def unreadable(self) -> Mapping[str, str]:
+        """The runs that are set aside because they cannot be read, with the reasons."""
+        with self._lock:
+            return dict(self._unreadable)
 
     @property
     def row_room(self) -> tuple[int, int]:
@@ -151,107 +176,139 @@ class Runs:
         return {"own": len(own) - lost, "lost": lost, "elsewhere": self._elsewhere, "nobody": self._unclaimed}
 
     def delete(self, name: str) -> None:
-        """Returns when nothing of the run is left, so that its name can be another run's."""
-        with self._deleting:
-            run = self.get(name)
+        """Returns when nothing of the run is left, so that its name can be another run's. A run that cannot be read may
+        be deleted, too."""
+        if name in self._unreadable:
+            self._delete_unreadable(name)
+            return
+        run = self.get(name)
+        with self._locked(name):
+            if self._runs.get(name) is not run:
+                raise self._unknown(name)
             run.close(NotFoundError(f"run {name!r} was deleted"))
+            # What it was about to remove must not be removed from a new run of the name.
+            self._workers.wait_idle(("free", name))
             try:
-                self._ledger.delete(name)
-                self._store.delete_run(name)
+                self._store.delete(name)
+                self._shards.delete_run(name)
+            except (GristmillError, OSError) as error:
+                # It is opened anew when it is asked for, here or elsewhere.
+                self._set_aside(name, error)
+                raise
             finally:
-                # Where it could not be deleted it is opened anew, here or elsewhere.
-                run.close_book()
-                with self._lock:
-                    self._runs.pop(name, None)
+                self._close_log(name, run)
+                self._shared.room.removed()
 
     def tick(self) -> None:
-        """Closes or drops what has waited too long, in every run."""
+        """Has every run close or drop what has waited too long, and go on with what could not be done before."""
         for run in self.own():
-            # What keeps it may take nothing now, which `trouble` tells.
-            with suppress(UnavailableError):
-                run.tick()
+            if run.is_due and not self._workers.is_busy(key := ("tick", run.name)):
+                self._workers.submit(key, lambda run=run: _quietly(run.tick))  # type: ignore[misc]
 
     def close(self, timeout_s: float) -> None:
-        """Takes no more calls, finishes the batches that are sealed, and wakes who waits. The store stays open."""
+        """Takes no more calls, finishes the batches that are sealed, and wakes callers that wait. The stores stay
+        open."""
         with self._lock:
             if self._closing:
                 return
             self._closing = True
             runs = list(self._runs.values())
         self._stopped.set()
-        for run in runs:
-            run.close(UnavailableError("the service is shutting down; ask again when it is back"))
-        self._sealed.put(None)
-        self._sealer.join(timeout_s)
         self._timer.join()
         for run in runs:
-            run.close_book()
+            run.close(UnavailableError("the service is shutting down; ask again when it is back"))
+        self._builders.stop(timeout_s)
+        self._workers.stop(timeout_s)
+        for run in runs:
+            run.close_log()
 
-    def _started(self, name: str, book: RunLog) -> Run:
+    # --- Opening and closing one run. A name's lock is held.
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """One name at a time: a long replay or deletion is in nobody else's way."""
+        with self._lock:
+            entry = self._names.setdefault(name, _NameLock())
+            entry.users += 1
         try:
-            config = parse_config(json.loads(book.config))
-            run = Run(name, config, self._store, book, self._mill, self._enqueue, self._clock, self._budget)
-            run.start()
-        except BaseException:
-            book.close()
-            raise
-        return run
+            with entry.lock:
+                yield
+        finally:
+            with self._lock:
+                entry.users -= 1
+                if not entry.users:
+                    del self._names[name]
 
     def _create(self, name: str, config: RunConfig) -> bool:
         """Whether no other call, or process, was faster."""
-        with self._opening:
+        with self._locked(name):
             if name in self._runs:
                 return False
             try:
-                self._keep(name, self._ledger.create(name, config.model_dump_json().encode()))
+                self._start(name, self._store.create(name, config.model_dump_json().encode()))
             except AlreadyExistsError:
                 return False
             return True
 
     def _open(self, name: str) -> Run:
-        """The run as its book tells it now. Raises as `get` does."""
-        self._check_ledger()
-        with self._opening:
-            # Who waited behind an attempt that failed does not make it again.
-            self._check_ledger()
+        """The run as its log describes it now. Raises as `get` does."""
+        self._check_store()
+        with self._locked(name):
+            # A caller that waited behind an attempt that failed does not make it again.
+            self._check_store()
             run = self._runs.get(name)
             if run is not None:
-                if not run.is_lost:
+                if run.is_deleted or not run.is_lost:
                     return run
-                run.close(UnavailableError(f"run {name!r} is read anew from where it is kept; ask again"))
-                run.close_book()
-                with self._lock:
-                    del self._runs[name]
+                run.close(UnavailableError(f"run {name!r} is read anew from where it is stored; ask again"))
+                self._close_log(name, run)
             began = self._clock()
             try:
-                run = self._keep(name, self._ledger.open(name))
+                run = self._start(name, self._store.open(name))
             except NotFoundError:
                 raise self._unknown(name) from None
-            _log.info("run restored", run=name, **run.holding, seconds=round(self._clock() - began, 3))
+            except UnavailableError:
+                raise
+            except (GristmillError, OSError) as error:
+                self._set_aside(name, error)
+                raise FailedPreconditionError(
+                    f"run {name!r} cannot be read: {error}; mend what stores it, or delete the run"
+                ) from error
+            _log.info("run restored", run=name, **_holding(run), seconds=round(self._clock() - began, 3))
             return run
 
-    def _keep(self, name: str, book: RunLog) -> Run:
-        run = self._started(name, book)
+    def _start(self, name: str, log: RunLog) -> Run:
+        try:
+            run = Run(name, parse_config(json.loads(log.config)), log, self._shared)
+            run.start()
+        except BaseException:
+            log.close()
+            raise
         with self._lock:
             self._runs[name] = run
+            self._unreadable.pop(name, None)
         return run
 
-    def _unknown(self, name: str) -> NotFoundError:
-        known = ", ".join(self.names()[:10]) or "none"
-        return NotFoundError(f"run {name!r} does not exist; create it first (there are: {known})")
+    def _close_log(self, name: str, run: Run) -> None:
+        run.close_log()
+        with self._lock:
+            del self._runs[name]
 
-    def _enqueue(self, run: Run, batch: int) -> None:
-        self._sealed.put((run, batch))
+    def _set_aside(self, name: str, error: Exception) -> None:
+        with self._lock:
+            is_new = name not in self._unreadable
+            self._unreadable[name] = str(error)
+        if is_new:
+            _log.error("run cannot be read", run=name, reason=str(error))
 
-    def _make_batches(self) -> None:
-        while (item := self._sealed.get()) is not None:
-            run, batch = item
-            try:
-                with tracing.making_span(run.name, batch):
-                    run.make_batch(batch)
-            except Exception:  # noqa: BLE001
-                # One batch must not end the making of all others.
-                _log.exception("batch could not be made", run=run.name, batch=batch)
+    def _delete_unreadable(self, name: str) -> None:
+        with self._locked(name):
+            self._store.delete(name)
+            self._shards.delete_run(name)
+            with self._lock:
+                self._unreadable.pop(name, None)
+
+    # --- Time
 
     def _keep_time(self) -> None:
         flushed = self._clock()
@@ -262,44 +319,82 @@ class Runs:
                     flushed = self._clock()
                     self._flush()
                     self._adopt()
-                    # Looking is also what finds that there is room again.
-                    self._ledger.trouble()
+                    # Asking is also what finds that there is room again.
+                    self._workers.submit("health", lambda: _quietly(self._store.trouble))
             except Exception:  # noqa: BLE001
                 _log.exception("tick failed")
 
     def _flush(self) -> None:
         for run in self.own():
-            with suppress(UnavailableError):
-                run.flush()
+            if not self._workers.is_busy(key := ("flush", run.name)):
+                self._workers.submit(key, lambda run=run: _quietly(run.flush))  # type: ignore[misc]
 
     def _adopt(self) -> None:
         """Takes over what nobody has any more, and reads anew what is not certain."""
-        with suppress(UnavailableError):
-            elsewhere = unclaimed = 0
-            for name in self.names():
-                try:
-                    self.get(name)
-                    self._unreadable.discard(name)
-                except OwnedElsewhereError:
-                    elsewhere += 1
-                except UnavailableError:
-                    unclaimed += 1
-                except NotFoundError:
-                    continue
-                except GristmillError as error:
-                    unclaimed += 1
-                    if name not in self._unreadable:
-                        self._unreadable.add(name)
-                        _log.error("run cannot be read", run=name, reason=str(error))
-            self._elsewhere, self._unclaimed = elsewhere, unclaimed
+        if not self._workers.is_busy("adopt"):
+            self._workers.submit("adopt", lambda: _quietly(self._adopt_all))
 
-    def _check_ledger(self) -> None:
-        if silence := self._ledger.silence():
-            raise UnavailableError(silence)
+    def _adopt_all(self) -> None:
+        elsewhere = unclaimed = 0
+        for name in self.names():
+            try:
+                self.get(name)
+            except OwnedElsewhereError:
+                elsewhere += 1
+            except NotFoundError:
+                continue
+            except GristmillError:
+                unclaimed += 1
+        self._elsewhere, self._unclaimed = elsewhere, unclaimed
+
+    # --- Checks
+
+    def _is_elsewhere(self, name: str) -> bool:
+        try:
+            self.get(name)
+        except OwnedElsewhereError:
+            return True
+        return False
+
+    def _unknown(self, name: str) -> NotFoundError:
+        known = ", ".join(self.names()[:10]) or "none"
+        return NotFoundError(f"run {name!r} does not exist; create it first (there are: {known})")
+
+    def _check_store(self) -> None:
+        if reason := self._store.silence():
+            raise UnavailableError(reason)
 
     def _check_serving(self) -> None:
         if self._closing:
             raise UnavailableError("the service is shutting down; ask again when it is back")
+
+
+class _NameLock:
+    """users: how many hold the lock or wait for it."""
+
+    def __init__(self) -> None:
+        self.lock, self.users = threading.Lock(), 0
+
+
+def _quietly(task: Callable[[], object]) -> None:
+    """What stores it may take nothing now, which `unhealthy_reason` tells."""
+    with suppress(UnavailableError):
+        task()
+
+
+def _holding(run: Run) -> dict[str, int]:
+    """How many batches, open groups and rows are held now."""
+    return run.read(
+        lambda state, room: {
+            "batches": len(state.batches),
+            "groups_open": len(state.open),
+            "rows": sum(
+                len(group.refs())
+                for groups in (state.open.values(), *(batch.groups for batch in state.batches.values()))
+                for group in groups
+            ),
+        }
+    )
 
 
 def _difference(one: RunConfig, other: RunConfig) -> str:

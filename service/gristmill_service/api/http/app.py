@@ -16,11 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import gristmill
 from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
-from gristmill_service.api.backend import Backend
+from gristmill_service.api.context import ApiContext
 from gristmill_service.api.errors import STATUSES, refusal
 from gristmill_service.api.http import models, page, rollouts, runs, trainers
 from gristmill_service.api.http.bodies import TOO_LARGE, BoundedBodies
-from gristmill_service.api.http.dependencies import BackendDep, RequestIds
+from gristmill_service.api.http.dependencies import ContextDep, RequestIds
 from gristmill_service.api.http.forwarding import Forwarding
 from gristmill_service.api.http.same_origin import SameOrigin
 from gristmill_service.monitoring.batch_view import BatchViewCache
@@ -36,7 +36,7 @@ _DESCRIPTION = (
 )
 
 
-def make_app(backend: Backend) -> FastAPI:
+def make_app(context: ApiContext) -> FastAPI:
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": models.Error, "description": code} for code, (_, status) in STATUSES.items()
     }
@@ -44,21 +44,21 @@ def make_app(backend: Backend) -> FastAPI:
     app = FastAPI(
         title="gristmill", version=gristmill.__version__, description=_DESCRIPTION, docs_url=None, redoc_url=None
     )
-    app.state.backend, app.state.watch, app.state.album = backend, HistoryRecorder(backend.runs.own), BatchViewCache()
+    app.state.context, app.state.watch, app.state.album = context, HistoryRecorder(context.runs.own), BatchViewCache()
     app.state.watch.start()
     for router in (runs.router, rollouts.router, trainers.router, page.router):
         app.include_router(router, responses=errors)
     app.include_router(page.page)
     _add_probes(app)
-    forwarding = Forwarding(backend.runs.is_owner)
+    forwarding = Forwarding(context.runs.is_owner)
     app.add_exception_handler(OwnedElsewhereError, forwarding.answer)
     app.add_exception_handler(GristmillError, _tell)
     app.add_exception_handler(RequestValidationError, _tell_invalid)
     app.add_exception_handler(HTTPException, _tell_status)
     app.add_exception_handler(Exception, _tell)
-    app.add_middleware(BoundedBodies, limit=backend.max_message_bytes, refuse_too_large=backend.refuse_too_large)
+    app.add_middleware(BoundedBodies, limit=context.max_message_bytes, refuse_too_large=context.refuse_too_large)
     app.add_middleware(SameOrigin)
-    app.add_middleware(_Measured, metrics=backend.metrics)
+    app.add_middleware(_Measured, metrics=context.metrics)
     app.add_middleware(RequestIds)
     return app
 
@@ -70,16 +70,16 @@ def _add_probes(app: FastAPI) -> None:
         return {"status": "alive"}
 
     @app.get("/readyz", tags=["probes"], responses={503: {"model": models.Error, "description": "UNAVAILABLE"}})
-    async def readyz(backend: BackendDep) -> dict[str, str]:
+    async def readyz(context: ContextDep) -> dict[str, str]:
         """The service takes calls; 503 says why not."""
-        if reason := backend.trouble():
+        if reason := context.unhealthy_reason():
             raise UnavailableError(f"not ready: {reason}; send new work elsewhere or later")
         return {"status": "ready"}
 
     @app.get("/metrics", tags=["probes"], response_class=PlainTextResponse)
-    def metrics(backend: BackendDep) -> PlainTextResponse:
+    def metrics(context: ContextDep) -> PlainTextResponse:
         """Prometheus metrics."""
-        return PlainTextResponse(backend.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return PlainTextResponse(context.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     page = files(__package__).joinpath("docs.html").read_text(encoding="utf-8")
 

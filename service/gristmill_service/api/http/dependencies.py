@@ -12,19 +12,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gristmill_service import tracing
 from gristmill_service.api import request_ids
-from gristmill_service.api.backend import Backend
+from gristmill_service.api.context import ApiContext
 from gristmill_service.run.run import Run
 
 
-async def _backend(request: Request) -> Backend:
-    return cast(Backend, request.app.state.backend)
+async def _context(request: Request) -> ApiContext:
+    return cast(ApiContext, request.app.state.context)
 
 
-BackendDep = Annotated[Backend, Depends(_backend)]
+ContextDep = Annotated[ApiContext, Depends(_context)]
 
 
-def _run(backend: BackendDep, run: Annotated[str, Path(description="The run's name.")]) -> Run:
-    return backend.runs.get(run)
+def _run(context: ContextDep, run: Annotated[str, Path(description="The run's name.")]) -> Run:
+    return context.runs.get(run)
 
 
 RunDep = Annotated[Run, Depends(_run)]

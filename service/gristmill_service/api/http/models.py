@@ -196,11 +196,16 @@ class Resume(BaseModel):
     position: Place | None = Field(None, description="null: stay at the committed position.")
     launch: str = Field(description="Names this start of the trainer, the same on all its ranks.", examples=["job-7"])
     dp_size: Int32 = Field(0, ge=0, description="How many data-parallel ranks it has now; 0: as many as before.")
+    run_id: str = Field("", description="Which run the checkpoint is of; empty: not checked.")
+    generation: Int64 = Field(0, ge=0, description="Which generation of it; 0: not checked.")
+    give_up_reason: str = Field("", description="Why groups are dropped that the position steps over; empty: refused.")
 
 
 class Resumed(BaseModel):
     incarnation: int
     position: Place
+    run_id: str
+    generation: int
 
 
 class Group(BaseModel):
@@ -230,6 +235,8 @@ class ModelStatus(BaseModel):
 
 class RunState(BaseModel):
     run: str
+    run_id: str = Field(description="Made when the run was created; another run of the same name has another one.")
+    generation: int = Field(description="How often the run's log was found shorter than promised, plus 1.")
     config: dict[str, Any]
     policy_version: int
     finished: bool

@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from gristmill_service.api.http import page_models as models
-from gristmill_service.api.http.dependencies import BackendDep, RunDep
+from gristmill_service.api.http.dependencies import ContextDep, RunDep
 from gristmill_service.api.http.models import Int64
 from gristmill_service.config import Model
 from gristmill_service.monitoring.batch_view import BatchView, BatchViewCache
@@ -48,11 +48,11 @@ _AlbumDep = Annotated[BatchViewCache, Depends(_album)]
 
 
 @router.get("/overview", response_model=models.Overview)
-def overview(request: Request, backend: BackendDep, watch: _WatchDep) -> Response:
+def overview(request: Request, context: ContextDep, watch: _WatchDep) -> Response:
     """Every run and how it is, as far as this process decides for it. Has an ETag."""
-    now, own = time.time(), {run.name: run for run in backend.runs.own()}
-    runs = [_summary(own[name], watch, now) if name in own else {"run": name} for name in backend.runs.names()]
-    return _versioned(request, {"trouble": backend.trouble(), "runs": runs[: models.SHOWN_RUNS]}, now)
+    now, own = time.time(), {run.name: run for run in context.runs.own()}
+    runs = [_summary(own[name], watch, now) if name in own else {"run": name} for name in context.runs.names()]
+    return _versioned(request, {"trouble": context.unhealthy_reason(), "runs": runs[: models.SHOWN_RUNS]}, now)
 
 
 @router.get("/runs/{run}/health", response_model=models.Health)

@@ -18,9 +18,10 @@ from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rows_pb2
-from gristmill_service.api.backend import Backend, ask_groups
+from gristmill_service.api.context import ApiContext
 from gristmill_service.api.http import models
-from gristmill_service.api.http.dependencies import BackendDep, RunDep, gone
+from gristmill_service.api.http.dependencies import ContextDep, RunDep, gone
+from gristmill_service.api.questions import ask_groups
 from gristmill_service.run.machine.answers import RewardUpdate
 from gristmill_service.run.run import Run
 
@@ -31,10 +32,10 @@ PROTOBUF = "application/x-protobuf"
 
 @router.post("/groups")
 async def begin_groups(
-    request: Request, run: RunDep, backend: BackendDep, body: models.BeginGroups
+    request: Request, run: RunDep, context: ContextDep, body: models.BeginGroups
 ) -> models.GroupsBegun:
     """Admits prompt groups: as many of the uids, in order, as there is room for."""
-    view = await backend.waiting.ask_async(ask_groups(run, body.round, body.uids), body.wait_s, gone(request))
+    view = await context.long_poll.ask_async(ask_groups(run, body.round, body.uids), body.wait_s, gone(request))
     return models.GroupsBegun(
         admissions=[admission.name.lower() for admission in view.admissions],  # type: ignore[misc]
         retry_after_s=view.retry_after_s,
@@ -61,11 +62,11 @@ _ROWS_BODY = {
 
 
 @router.post("/rows", openapi_extra=_ROWS_BODY)
-async def submit_rows(request: Request, run: RunDep, backend: BackendDep) -> models.RowsSubmitted:
+async def submit_rows(request: Request, run: RunDep, context: ContextDep) -> models.RowsSubmitted:
     """Submits rows of any trajectories in any order. All rows of the request are taken, or none is."""
     body, kind = await request.body(), request.headers.get("content-type", "").partition(";")[0].strip().lower()
     decode = _from_protobuf if kind == PROTOBUF else _from_json
-    return await run_in_threadpool(_submit, backend, run, decode, body)
+    return await run_in_threadpool(_submit, context, run, decode, body)
 
 
 @router.post("/rewards")
@@ -93,8 +94,8 @@ def seal_batch(run: RunDep, body: models.SealBatch | None = None) -> models.Batc
     return models.BatchSealed(batch=sealed.batch, prompts=sealed.prompts)
 
 
-def _submit(backend: Backend, run: Run, decode: Callable[[Run, bytes], Steps], body: bytes) -> models.RowsSubmitted:
-    outcomes = backend.submit(run, decode(run, body))
+def _submit(context: ApiContext, run: Run, decode: Callable[[Run, bytes], Steps], body: bytes) -> models.RowsSubmitted:
+    outcomes = run.submit(decode(run, body))
     return models.RowsSubmitted.model_construct(outcomes=[outcome.name.lower() for outcome in outcomes])
 
 

@@ -8,25 +8,25 @@ from typing import Annotated
 import orjson
 from fastapi import APIRouter, Query, Request
 
-from gristmill_service.api.backend import ask_policy_version
 from gristmill_service.api.http import models
-from gristmill_service.api.http.dependencies import BackendDep, RunDep, gone
+from gristmill_service.api.http.dependencies import ContextDep, RunDep, gone
+from gristmill_service.api.questions import ask_policy_version
 from gristmill_service.run.machine.answers import ModelProgress
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
 
 @router.post("")
-def create_run(body: models.CreateRun, backend: BackendDep) -> models.RunCreated:
+def create_run(body: models.CreateRun, context: ContextDep) -> models.RunCreated:
     """Creates a run. The same name and configuration again is answered alike; another configuration is 409."""
-    warnings, created = backend.runs.create(body.run, body.config)
+    warnings, created = context.runs.create(body.run, body.config)
     return models.RunCreated(warnings=warnings, created=created)
 
 
 @router.get("")
-def list_runs(backend: BackendDep) -> models.RunNames:
+def list_runs(context: ContextDep) -> models.RunNames:
     """The names of all runs."""
-    return models.RunNames(runs=backend.runs.names())
+    return models.RunNames(runs=context.runs.names())
 
 
 @router.get("/{run}")
@@ -41,9 +41,9 @@ def get_run(run: RunDep) -> models.RunState:
 
 
 @router.delete("/{run}", status_code=204)
-def delete_run(run: str, backend: BackendDep) -> None:
+def delete_run(run: str, context: ContextDep) -> None:
     """Ends a run at once and removes all it holds."""
-    backend.delete(run)
+    context.runs.delete(run)
 
 
 @router.get("/{run}/groups")
@@ -62,12 +62,12 @@ def finish_run(run: RunDep) -> models.RunFinished:
 async def wait_policy_version(
     request: Request,
     run: RunDep,
-    backend: BackendDep,
+    context: ContextDep,
     at_least: models.Int32 = -1,
     wait_s: Annotated[float, Query(description="Seconds to wait; the service may answer earlier.")] = 0.0,
 ) -> models.PolicyVersion:
     """The policy version, waiting until it is at least this."""
-    version = await backend.waiting.ask_async(ask_policy_version(run, at_least), wait_s, gone(request))
+    version = await context.long_poll.ask_async(ask_policy_version(run, at_least), wait_s, gone(request))
     return models.PolicyVersion(version=version)
 
 

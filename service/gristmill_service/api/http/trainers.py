@@ -13,12 +13,13 @@ from fastapi.responses import StreamingResponse
 from gristmill._wire.rows import to_rows
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.api.backend import ask_batch, ask_shard
 from gristmill_service.api.http import models
-from gristmill_service.api.http.dependencies import BackendDep, RunDep, gone
+from gristmill_service.api.http.dependencies import ContextDep, RunDep, gone
+from gristmill_service.api.questions import ask_batch, ask_shard
 from gristmill_service.config import Model
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import Position, ShardAnswer
+from gristmill_service.run.machine.trainer_commands import Checkpoint
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["trainers"])
 
@@ -35,10 +36,10 @@ _BATCH_ANSWER = {
 
 @router.get("/batches/{batch}", responses={200: {"content": {"application/json": {"schema": _BATCH_ANSWER}}}})
 async def get_batch(
-    request: Request, run: RunDep, backend: BackendDep, batch: models.Int64, wait_s: _Wait = 0.0
+    request: Request, run: RunDep, context: ContextDep, batch: models.Int64, wait_s: _Wait = 0.0
 ) -> Response:
     """A batch's plan, waiting until it is published."""
-    view = await backend.waiting.ask_async(ask_batch(run, batch), wait_s, gone(request))
+    view = await context.long_poll.ask_async(ask_batch(run, batch), wait_s, gone(request))
     # The plan is JSON already, and may be large.
     plan = b',"plan":' + view.plan if view.plan else b""
     body = b'{"state":"' + view.state.name.lower().encode() + b'"' + plan + b"}"
@@ -49,7 +50,7 @@ async def get_batch(
 async def get_shard(
     request: Request,
     run: RunDep,
-    backend: BackendDep,
+    context: ContextDep,
     rank: models.Int32,
     model: Model = "policy",
     batch: Annotated[models.Int64 | None, Query(description="None: the rank's next shard.")] = None,
@@ -63,7 +64,7 @@ async def get_shard(
         raise InvalidArgumentError("epoch and mini_batch name a place within a batch; give batch too, or none of them")
     position = None if batch is None else Position(batch, epoch or 0, mini_batch or 0)
     question = ask_shard(run, model, rank, position, incarnation)
-    return _shard(run.name, await backend.waiting.ask_async(question, wait_s, gone(request)))
+    return _shard(run.name, await context.long_poll.ask_async(question, wait_s, gone(request)))
 
 
 @router.get(
@@ -72,10 +73,10 @@ async def get_shard(
     responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
 )
 def read_shard(
-    run: str, backend: BackendDep, batch: models.Int64, model: Model, mini_batch: models.Int32, rank: models.Int32
+    run: str, context: ContextDep, batch: models.Int64, model: Model, mini_batch: models.Int32, rank: models.Int32
 ) -> StreamingResponse:
     """The shard's safetensors file."""
-    pieces = iter(backend.runs.shards(run).read_shard(batch, ShardAddress(model, mini_batch, rank)))
+    pieces = iter(context.runs.read_shard(run, batch, ShardAddress(model, mini_batch, rank)))
     # The first piece before the status line: what is refused is refused with its status.
     first: Iterator[bytes] = iter([next(pieces, b"")])
     return StreamingResponse(chain(first, pieces), media_type="application/octet-stream")
@@ -112,8 +113,14 @@ def commit(run: RunDep, body: models.Commit) -> models.Committed:
 def resume(run: RunDep, body: models.Resume) -> models.Resumed:
     """Puts all ranks of a model to a position, under a new incarnation."""
     position = None if body.position is None else body.position.position()
-    resumed = run.resume(body.model, position, body.launch, body.dp_size)
-    return models.Resumed(incarnation=resumed.incarnation, position=models.Place.of(resumed.position))
+    checkpoint = Checkpoint(position, body.run_id, body.generation, body.give_up_reason)
+    resumed = run.resume(body.model, checkpoint, body.launch, body.dp_size)
+    return models.Resumed(
+        incarnation=resumed.incarnation,
+        position=models.Place.of(resumed.position),
+        run_id=resumed.run_id,
+        generation=resumed.generation,
+    )
 
 
 def _shard(run: str, view: ShardAnswer) -> models.Shard:

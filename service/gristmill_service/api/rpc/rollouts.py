@@ -13,8 +13,9 @@ from gristmill._wire import row_codec
 from gristmill._wire.submit_codec import Submission
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc
 from gristmill_service.api import messages
-from gristmill_service.api.backend import Backend, ask_groups
+from gristmill_service.api.context import ApiContext
 from gristmill_service.api.errors import refusal
+from gristmill_service.api.questions import ask_groups
 from gristmill_service.api.rpc.forwarding import Forwarding
 from gristmill_service.api.rpc.streams import Streams
 from gristmill_service.storage.run_store import OwnedElsewhereError
@@ -23,21 +24,21 @@ _log = structlog.get_logger(__name__)
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    def __init__(self, backend: Backend, streams: Streams, forwarding: Forwarding) -> None:
-        self._backend, self._streams, self._forwarding = backend, streams, forwarding
+    def __init__(self, context: ApiContext, streams: Streams, forwarding: Forwarding) -> None:
+        self._context, self._streams, self._forwarding = context, streams, forwarding
 
     def BeginGroups(  # noqa: N802
         self, request: rollout_pb2.BeginGroupsRequest, context: grpc.ServicerContext
     ) -> rollout_pb2.BeginGroupsResponse:
-        question = ask_groups(self._backend.runs.get(request.run), request.round, list(request.uids))
-        return messages.admissions_to(self._backend.waiting.ask(question, request.wait_s, context))
+        question = ask_groups(self._context.runs.get(request.run), request.round, list(request.uids))
+        return messages.admissions_to(self._context.long_poll.ask(question, request.wait_s, context))
 
     def SubmitRows(  # noqa: N802
         self, request: Submission, context: grpc.ServicerContext
     ) -> rollout_pb2.SubmitRowsResponse:
         # The run comes first, so that what an unknown run is sent is not decoded.
-        run = self._backend.runs.get(request.run)
-        outcomes = self._backend.submit_sent(run, request.rows())
+        run = self._context.runs.get(request.run)
+        outcomes = self._context.submit(run, request.rows())
         return rollout_pb2.SubmitRowsResponse(outcomes=messages.outcomes_to(outcomes))
 
     def StreamRows(  # noqa: N802
@@ -51,32 +52,32 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.SetRewardsRequest, context: grpc.ServicerContext
     ) -> rollout_pb2.SetRewardsResponse:
         rewards = [messages.reward_of(reward) for reward in request.rewards]
-        return rollout_pb2.SetRewardsResponse(changed=self._backend.runs.get(request.run).set_rewards(rewards))
+        return rollout_pb2.SetRewardsResponse(changed=self._context.runs.get(request.run).set_rewards(rewards))
 
     def AbortTrajectories(  # noqa: N802
         self, request: rollout_pb2.AbortTrajectoriesRequest, context: grpc.ServicerContext
     ) -> rollout_pb2.AbortTrajectoriesResponse:
         keys = [messages.key_of(key) for key in request.trajectories]
-        changed = self._backend.runs.get(request.run).abort_trajectories(keys, request.reason)
+        changed = self._context.runs.get(request.run).abort_trajectories(keys, request.reason)
         return rollout_pb2.AbortTrajectoriesResponse(changed=changed)
 
     def AbortGroups(  # noqa: N802
         self, request: rollout_pb2.AbortGroupsRequest, context: grpc.ServicerContext
     ) -> rollout_pb2.AbortGroupsResponse:
-        run = self._backend.runs.get(request.run)
+        run = self._context.runs.get(request.run)
         changed = run.abort_groups(request.round, list(request.uids), request.reason)
         return rollout_pb2.AbortGroupsResponse(changed=changed)
 
     def SealBatch(  # noqa: N802
         self, request: rollout_pb2.SealBatchRequest, context: grpc.ServicerContext
     ) -> rollout_pb2.SealBatchResponse:
-        run = self._backend.runs.get(request.run)
+        run = self._context.runs.get(request.run)
         sealed = run.seal(request.batch if request.HasField("batch") else None)
         return rollout_pb2.SealBatchResponse(batch=sealed.batch, prompts=sealed.prompts)
 
     def _submit(self, request: rollout_pb2.StreamRowsRequest) -> list[Any]:
-        run = self._backend.runs.get(request.run)
-        return messages.outcomes_to(self._backend.submit_sent(run, row_codec.read(request.rows, {})))
+        run = self._context.runs.get(request.run)
+        return messages.outcomes_to(self._context.submit(run, row_codec.read(request.rows, {})))
 
     def _answer(
         self, request: rollout_pb2.StreamRowsRequest, context: grpc.ServicerContext

@@ -19,7 +19,7 @@ from gristmill._client.transport import SUBMIT_ROWS
 from gristmill._wire.submit_codec import Submission
 from gristmill.errors import UnavailableError
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc, trainer_pb2
-from gristmill_service.api.backend import Backend
+from gristmill_service.api.context import ApiContext
 from gristmill_service.api.rpc import trainers
 from gristmill_service.api.rpc.forwarding import Forwarding
 from gristmill_service.api.rpc.interceptor import Interceptor
@@ -41,11 +41,11 @@ _WORKERS = 32
 class GrpcServer:
     """Listens from `start` on. Raises UnavailableError from the constructor where the address cannot be had."""
 
-    def __init__(self, backend: Backend, settings: Settings) -> None:
+    def __init__(self, context: ApiContext, settings: Settings) -> None:
         # A pool thread is started only when none is idle, so that a large pool costs nothing until it is needed; with a
         # place for every waiter and stream, those can never take a thread that a short call needs.
         self._pool = ThreadPoolExecutor(_WORKERS + settings.max_waiters + settings.max_streams, "grpc")
-        self._forwarding = Forwarding(settings.max_waiters, backend.runs.is_owner)
+        self._forwarding = Forwarding(settings.max_waiters, context.runs.is_owner)
         limit = int(settings.max_message_bytes)
         options = (
             ("grpc.max_receive_message_length", limit),
@@ -60,17 +60,17 @@ class GrpcServer:
             ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
             ("grpc.keepalive_permit_without_calls", 1),
         )
-        guard = Interceptor(backend.metrics, self._forwarding, {SUBMIT_ROWS: partial(Submission, most_bytes=limit)})
+        guard = Interceptor(context.metrics, self._forwarding, {SUBMIT_ROWS: partial(Submission, most_bytes=limit)})
         self._server = grpc.server(self._pool, interceptors=(guard,), options=options)
         self._streams = streams = Streams(settings.max_streams)
         self._health = health.HealthServicer()
         servicers: tuple[tuple[Callable[[Any, Any], None], object], ...] = (
-            (run_pb2_grpc.add_RunServiceServicer_to_server, RunServicer(backend)),
+            (run_pb2_grpc.add_RunServiceServicer_to_server, RunServicer(context)),
             (
                 rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
-                RolloutServicer(backend, streams, self._forwarding),
+                RolloutServicer(context, streams, self._forwarding),
             ),
-            (trainers.add_to_server, TrainerServicer(backend, streams)),
+            (trainers.add_to_server, TrainerServicer(context, streams)),
             (health_pb2_grpc.add_HealthServicer_to_server, self._health),
         )
         for add, servicer in servicers:

@@ -2,66 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator
 
 import grpc
-from google.protobuf.message import Message
 
 from gristmill._wire import row_codec
 from gristmill._wire.shard_frames import frame
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
 from gristmill_service.api import messages
-from gristmill_service.api.backend import Backend, ask_batch, ask_shard
-from gristmill_service.api.long_poll import Question
+from gristmill_service.api.context import ApiContext
+from gristmill_service.api.questions import ask_batch, ask_shard
 from gristmill_service.api.rpc.streams import Streams
 from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.run.machine.answers import BatchAnswer
+from gristmill_service.run.machine.trainer_commands import Checkpoint
 
 # Large enough to be fast, small enough for clients that keep gRPC's limit of 4 MiB a message.
 _PIECE_BYTES = 1 << 20
 _SERVICE = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
 
 
-T = TypeVar("T")
-
-
-class _Told(NamedTuple):
-    """An answer, and as the message that tells it."""
-
-    is_settled: bool
-    message: bytes
-
-
-def _told(question: Question[T], message_of: Callable[[T], Message], key: Hashable) -> Question[_Told]:
-    """The question with its answer serialized. key: of what is asked, within the run."""
-
-    def read() -> _Told:
-        answer = question.read()
-        return _Told(question.is_settled(answer), message_of(answer).SerializeToString())
-
-    return Question(question.changes, read, lambda told: told.is_settled, key)
-
-
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
-    def __init__(self, backend: Backend, streams: Streams) -> None:
-        self._backend = backend
+    def __init__(self, context: ApiContext, streams: Streams) -> None:
+        self._context = context
         self._streams = streams
+        # The plan that was told of last, and the message with it.
+        self._encoded: tuple[bytes, bytes] | None = None
 
     def GetBatch(  # noqa: N802
         self, request: trainer_pb2.GetBatchRequest, context: grpc.ServicerContext
     ) -> bytes:
-        """Serialized, once for all ranks that wait for the batch: a plan is large, and they are answered at once."""
-        asked = ask_batch(self._backend.runs.get(request.run), request.batch)
-        question = _told(asked, messages.batch_to, ("batch", request.batch))
-        return self._backend.waiting.ask(question, request.wait_s, context).message
+        question = ask_batch(self._context.runs.get(request.run), request.batch)
+        return self._encode(self._context.long_poll.ask(question, request.wait_s, context))
+
+    def _encode(self, answer: BatchAnswer) -> bytes:
+        """Serialized once for all ranks that are told of a batch: a plan is large, and they are answered at once."""
+        if not answer.plan:
+            return messages.batch_to(answer).SerializeToString()
+        encoded = self._encoded
+        if encoded is None or encoded[0] is not answer.plan:
+            encoded = self._encoded = answer.plan, messages.batch_to(answer).SerializeToString()
+        return encoded[1]
 
     def GetShard(  # noqa: N802
         self, request: trainer_pb2.GetShardRequest, context: grpc.ServicerContext
-    ) -> bytes:
-        model, position = messages.model_of(request.model), messages.optional_position(request)
-        asked = ask_shard(self._backend.runs.get(request.run), model, request.rank, position, request.incarnation)
-        question = _told(asked, messages.shard_to, ("shard", model, request.rank, position, request.incarnation))
-        return self._backend.waiting.ask(question, request.wait_s, context).message
+    ) -> trainer_pb2.GetShardResponse:
+        run, model = self._context.runs.get(request.run), messages.model_of(request.model)
+        question = ask_shard(run, model, request.rank, messages.optional_position(request), request.incarnation)
+        return messages.shard_to(self._context.long_poll.ask(question, request.wait_s, context))
 
     def ReadShard(  # noqa: N802
         self, request: trainer_pb2.ReadShardRequest, context: grpc.ServicerContext
@@ -71,10 +59,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def read_shard(self, request: trainer_pb2.ReadShardRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         address = ShardAddress(messages.model_of(request.model), request.mini_batch, request.rank)
-        run = self._backend.runs.shards(request.run)
+        runs, name, batch = self._context.runs, request.run, request.batch
         with self._streams.place():
-            compact = run.read_compact_shard(request.batch, address) if request.accepts_compact else None
-            pieces = run.read_shard(request.batch, address) if compact is None else compact
+            compact = runs.read_compact_shard(name, batch, address) if request.accepts_compact else None
+            pieces = runs.read_shard(name, batch, address) if compact is None else compact
             for data in pieces:
                 view = memoryview(data)
                 for start in range(0, len(view), _PIECE_BYTES):
@@ -83,7 +71,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     def ExportBatch(  # noqa: N802
         self, request: trainer_pb2.ExportBatchRequest, context: grpc.ServicerContext
     ) -> Iterator[trainer_pb2.ExportBatchResponse]:
-        run = self._backend.runs.get(request.run)
+        run = self._context.runs.get(request.run)
         with self._streams.place():
             for steps in run.export(request.batch):
                 yield trainer_pb2.ExportBatchResponse(rows=row_codec.encode(steps))
@@ -91,7 +79,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     def Acknowledge(  # noqa: N802
         self, request: trainer_pb2.AcknowledgeRequest, context: grpc.ServicerContext
     ) -> trainer_pb2.AcknowledgeResponse:
-        following = self._backend.runs.get(request.run).acknowledge(
+        following = self._context.runs.get(request.run).acknowledge(
             messages.model_of(request.model),
             request.rank,
             messages.position_of(request.position),
@@ -103,7 +91,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     def Commit(  # noqa: N802
         self, request: trainer_pb2.CommitRequest, context: grpc.ServicerContext
     ) -> trainer_pb2.CommitResponse:
-        committed = self._backend.runs.get(request.run).commit(
+        committed = self._context.runs.get(request.run).commit(
             messages.model_of(request.model), messages.position_of(request.position), request.incarnation
         )
         return trainer_pb2.CommitResponse(committed=messages.position_to(committed))
@@ -111,14 +99,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     def Resume(  # noqa: N802
         self, request: trainer_pb2.ResumeRequest, context: grpc.ServicerContext
     ) -> trainer_pb2.ResumeResponse:
-        resumed = self._backend.runs.get(request.run).resume(
-            messages.model_of(request.model),
-            messages.optional_position(request),
-            request.launch,
-            messages.dp_size_of(request.dp_size),
+        checkpoint = Checkpoint(
+            messages.optional_position(request), request.run_id, request.generation, request.give_up_reason
+        )
+        resumed = self._context.runs.get(request.run).resume(
+            messages.model_of(request.model), checkpoint, request.launch, messages.dp_size_of(request.dp_size)
         )
         return trainer_pb2.ResumeResponse(
-            incarnation=resumed.incarnation, position=messages.position_to(resumed.position)
+            incarnation=resumed.incarnation,
+            position=messages.position_to(resumed.position),
+            run_id=resumed.run_id,
+            generation=resumed.generation,
         )
 
 

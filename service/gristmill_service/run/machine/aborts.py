@@ -39,7 +39,7 @@ def abort_trajectories(
     left = {key: state.samples - len(group.aborted) for key, group in touched.items()}
     for trajectory in aborted:
         left[GroupKey(trajectory.round, trajectory.uid)] -= 1
-    reason = _checked(reason)
+    reason = checked_reason(reason)
     return (
         [TrajectoryAborted(trajectory, reason) for trajectory in aborted],
         [GroupDropped(key, reason) for key, samples in left.items() if not samples],
@@ -48,7 +48,7 @@ def abort_trajectories(
 
 def abort_groups(state: State, keys: Sequence[GroupKey], reason: str) -> list[GroupDropped]:
     opened = [key for key in dict.fromkeys(keys) if _open_group(state, key) is not None]
-    reason = _checked(reason)
+    reason = checked_reason(reason)
     return [GroupDropped(key, reason) for key in opened]
 
 
@@ -65,7 +65,7 @@ def timeouts(state: State, config: RunConfig, now: float) -> list[Event]:
     ]
 
 
-def _checked(reason: str) -> str:
+def checked_reason(reason: str) -> str:
     """Reasons are counted by name, so that they are names and not reports."""
     if len(reason) > _LONGEST_REASON:
         raise InvalidArgumentError(

@@ -105,6 +105,8 @@ class GroupAnswer:
 class Resumed:
     incarnation: int
     position: Position
+    run_id: str
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,11 @@ class ModelProgress:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
+    """run_id: made when the run was created. generation: how often its log was found shorter than promised, plus 1."""
+
     run: str
+    run_id: str
+    generation: int
     config_json: str
     policy_version: int
     finished: bool

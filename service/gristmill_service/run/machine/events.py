@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from gristmill._wire.steps import TrajectoryKey
 from gristmill_service.config import Model
@@ -79,36 +79,27 @@ class RowSchema:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    wakes: ClassVar[bool] = True
-    """Whether someone may be waiting for it. What happens thousands of times a second is not."""
+    """Something that was decided."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupsAdmitted(Event):
-    wakes: ClassVar[bool] = False
-
     groups: tuple[GroupKey, ...]
     at: float
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaFixed(Event):
-    wakes: ClassVar[bool] = False
-
-    form: RowSchema
+    schema: RowSchema
 
 
 @dataclass(frozen=True, slots=True)
 class RowsStored(Event):
-    wakes: ClassVar[bool] = False
-
     rows: tuple[StoredRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RewardsSet(Event):
-    wakes: ClassVar[bool] = False
-
     rewards: tuple[SetReward, ...]
 
 
@@ -159,6 +150,23 @@ class BatchWithdrawn(Event):
 class BatchFailed(Event):
     batch: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchGivenUp(Event):
+    """A checkpoint stepped over the batch, and somebody said so: its groups are dropped for this reason."""
+
+    batch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationBegan(Event):
+    """The log was found shorter than what had been promised. reached: the furthest position that is known to be
+    acknowledged, by model; a checkpoint of an earlier generation that lies beyond it does not fit any more."""
+
+    generation: int
+    reached: Mapping[Model, Position]
 
 
 @dataclass(frozen=True, slots=True)

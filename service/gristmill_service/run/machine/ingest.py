@@ -130,7 +130,12 @@ class _View:
 
 
 def take_rows(
-    state: State, config: RunConfig, rows: Sequence[StoredRow], form: RowSchema, room: Callable[[], Room], now: float
+    state: State,
+    config: RunConfig,
+    rows: Sequence[StoredRow],
+    schema: RowSchema,
+    room: Callable[[], Room],
+    now: Callable[[], float],
 ) -> tuple[list[Outcome], list[Event]]:
     """Outcome of each row, and what happened. Raises with nothing decided when any row is refused."""
     views: dict[TrajectoryKey, _View] = {}
@@ -141,7 +146,7 @@ def take_rows(
         key = row.group
         closed = state.closed.get(key)
         if closed is not None:
-            outcomes.append(Outcome.SEALED if isinstance(closed, int) else Outcome.DROPPED)
+            outcomes.append(_closed_outcome(state, row, closed))
             continue
         _check_row(row, config)
         group = state.open.get(key)
@@ -163,12 +168,23 @@ def take_rows(
     events: list[Event] = []
     if admitted:
         _check_room(admitted, room(), config)
-        events.append(GroupsAdmitted(tuple(admitted), now))
+        events.append(GroupsAdmitted(tuple(admitted), now()))
     if stored:
-        if form != state.form:
-            events.append(SchemaFixed(form))
+        if schema != state.schema:
+            events.append(SchemaFixed(schema))
         events.append(RowsStored(tuple(stored)))
     return outcomes, events
+
+
+def _closed_outcome(state: State, row: StoredRow, closed: int | str) -> Outcome:
+    """A row whose group is sealed was taken before, as far as the batch is still held to compare it with."""
+    if isinstance(closed, str):
+        return Outcome.DROPPED
+    batch = state.batches.get(closed)
+    group = next((group for group in batch.groups if group.key == row.group), None) if batch else None
+    trajectory = group.trajectories.get(row.trajectory.sample) if group else None
+    known = trajectory.rows.get(row.step) if trajectory and trajectory.attempt == row.attempt else None
+    return Outcome.DUPLICATE if known is not None and known.digest == row.digest else Outcome.SEALED
 
 
 def _check_row(row: StoredRow, config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""Ranks on their way through the batches: the order of positions, and what acknowledging, committing and resuming do.
+"""Ranks on their way through the batches: the order of positions, and what acknowledging and committing do.
 
 Reads the state, returns events. A batch that failed, or that has nothing for a model, has no positions: it is stepped
 over.
@@ -18,11 +18,8 @@ from gristmill_service.run.machine.answers import BatchState, Position
 from gristmill_service.run.machine.events import (
     Acknowledged,
     BatchFreed,
-    BatchWithdrawn,
     Event,
-    ModelResumed,
     PositionCommitted,
-    Resized,
 )
 from gristmill_service.run.machine.state import ModelState, State
 
@@ -41,6 +38,12 @@ def check_rank(state: State, model: Model, rank: int) -> None:
     size = len(model_state(state, model).next)
     if not 0 <= rank < size:
         raise InvalidArgumentError(f"rank is {rank} and dp_size is {size}; ranks are 0..{size - 1}")
+
+
+def check_caller(state: State, model: Model, rank: int, incarnation: int) -> None:
+    """The incarnation comes first: a rank of an older, larger launch is stale, not out of range."""
+    check_incarnation(state, model, incarnation)
+    check_rank(state, model, rank)
 
 
 def check_incarnation(state: State, model: Model, incarnation: int) -> None:
@@ -113,7 +116,7 @@ def acknowledge(state: State, model: Model, rank: int, position: Position) -> li
     batch = state.batches.get(position.batch)
     if position != expected or batch is None or batch.mini_batches is None:
         raise FailedPreconditionError(
-            f"{model} rank {rank}: {_text(position)} cannot be acknowledged, the next is {_text(expected)}"
+            f"{model} rank {rank}: {text_of(position)} cannot be acknowledged, the next is {text_of(expected)}"
             + ("" if position != expected else ", which is not published yet")
             + "; acknowledge in order"
         )
@@ -123,7 +126,7 @@ def acknowledge(state: State, model: Model, rank: int, position: Position) -> li
 
 def commit(state: State, model: Model, position: Position) -> list[Event]:
     """Raises the committed position; nothing for one before it."""
-    _check_exists(state, model, position)
+    check_exists(state, model, position)
     if position <= model_state(state, model).committed:
         return []
     return [PositionCommitted(model, position)]
@@ -153,69 +156,22 @@ def _reached(model: ModelState) -> Position:
     return min(model.committed, *model.next)
 
 
-def resume(state: State, model: Model, position: Position | None, launch: str, dp_size: int) -> list[Event]:
-    """Puts all ranks to the position under a new incarnation; nothing where this launch did so already.
-
-    With another `dp_size`, batches that are published are withdrawn, and a run's other model has to resume, too.
-    """
-    current = model_state(state, model)
-    if not launch:
-        raise InvalidArgumentError("launch is empty; name this start of the trainer, the same on all its ranks")
-    if launch == current.launch:
-        if position is not None and position != current.resumed_at:
-            raise FailedPreconditionError(
-                f"{model}: launch {launch!r} resumed at {_text(current.resumed_at)}, and this rank asks for "
-                f"{_text(position)}; all ranks load the same checkpoint"
-            )
-        if dp_size != state.dp_size:
-            raise FailedPreconditionError(
-                f"{model}: launch {launch!r} resumed with dp_size {state.dp_size}, and this rank asks for {dp_size}; "
-                "all ranks have the same"
-            )
-        return []
-    if launch in current.superseded:
-        # A rank of it that comes late must not take the run from the launch that came after.
-        raise StaleIncarnationError(
-            f"{model}: launch {launch!r} was superseded by {current.launch!r}: the trainer was started again; end this "
-            "process"
-        )
-    target = current.committed if position is None else position
-    _check_exists(state, model, target)
-    if target < current.committed:
-        raise FailedPreconditionError(
-            f"{model}: {_text(target)} lies before the committed {_text(current.committed)}, and its data may be gone; "
-            "resume from the newer checkpoint, and commit only what a checkpoint holds"
-        )
-    resumed = ModelResumed(model, target, current.incarnation + 1, launch)
-    return [resumed] if dp_size == state.dp_size else [*_resized(state, dp_size, model), resumed]
-
-
-def _resized(state: State, dp_size: int, asked: Model) -> list[Event]:
-    """Ranks of the other model, which there may not be as many of any more, are refused from now on."""
-    others = [
-        ModelResumed(model, min(own.next), own.incarnation + 1, "")
-        for model, own in state.models.items()
-        if model != asked
-    ]
-    withdrawn = [BatchWithdrawn(number) for number, batch in state.batches.items() if batch.is_published]
-    return [Resized(dp_size), *others, *withdrawn]
-
-
 def _check_made(state: State, number: int) -> None:
     if number in state.failed:
         raise BatchFailedError(f"batch {number} failed: {state.failed[number]}", number)
 
 
-def _check_exists(state: State, model: Model, position: Position) -> None:
+def check_exists(state: State, model: Model, position: Position) -> None:
+    """Raises for a position that the run cannot have given out."""
     model_state(state, model)
     if min(position) < 0:
-        raise InvalidArgumentError(f"{model}: {_text(position)} is no position; its parts are not negative")
+        raise InvalidArgumentError(f"{model}: {text_of(position)} is no position; its parts are not negative")
     if position > Position(state.batches_sealed):
         raise FailedPreconditionError(
-            f"{model}: {_text(position)} is past the last sealed batch, number {state.batches_sealed - 1}; is it of "
+            f"{model}: {text_of(position)} is past the last sealed batch, number {state.batches_sealed - 1}; is it of "
             "another run?"
         )
 
 
-def _text(position: Position) -> str:
+def text_of(position: Position) -> str:
     return f"batch {position.batch} epoch {position.epoch} mini-batch {position.mini_batch}"

@@ -22,13 +22,13 @@ def take_rewards(state: State, updates: Sequence[RewardUpdate], digests: Sequenc
 
     digests: of each update's values per token, empty where it has none.
     """
-    form = state.form
+    schema = state.schema
     seen: dict[RowRef, SetReward] = {}
     for update, digest in zip(updates, digests, strict=True):
         row = _row_of(state, update)
         if row is None:
             continue
-        form = check_reward_schema(row, update, form)
+        schema = check_reward_schema(row, update, schema)
         value = _value(row, update)
         if row.reward is not None:
             _check_same(row, row.reward, row.reward_digest, value, digest)
@@ -38,7 +38,7 @@ def take_rewards(state: State, updates: Sequence[RewardUpdate], digests: Sequenc
             seen[row.ref] = SetReward(row.trajectory, row.step, value, digest, _bytes(update))
     if not seen:
         return 0, []
-    fixed = [SchemaFixed(form)] if form != state.form else []
+    fixed = [SchemaFixed(schema)] if schema != state.schema else []
     return len(seen), [*fixed, RewardsSet(tuple(seen.values()))]
 
 

@@ -18,8 +18,8 @@ _NAMES = {
 }
 
 
-def check_schema(steps: Steps, form: RowSchema, config: RunConfig) -> RowSchema:
-    """The run's row form with what these rows fix of it. Raises InvalidArgumentError where they disagree with it."""
+def check_schema(steps: Steps, schema: RowSchema, config: RunConfig) -> RowSchema:
+    """The run's row schema with what these rows fix of it. Raises InvalidArgumentError where they disagree with it."""
     check_advantage_schema(steps, config)
     if steps.advantages is not None and steps.token_advantages is not None:
         raise InvalidArgumentError(
@@ -33,25 +33,25 @@ def check_schema(steps: Steps, form: RowSchema, config: RunConfig) -> RowSchema:
         "token_advantages": steps.token_advantages is not None if config.advantage_estimator == "none" else None,
     }
     for name, value in found.items():
-        before = getattr(form, name)
+        before = getattr(schema, name)
         if value is not None and before is not None and value != before:
             raise InvalidArgumentError(
                 f"{steps.name(0)}: has {_NAMES[name][value]}, and the rows before it in this run have "
                 f"{_NAMES[name][before]}; all rows of a run are alike in this"
             )
-    fixed = {name: value for name, value in found.items() if value is not None and value != getattr(form, name)}
-    return replace(form, **fixed) if fixed else form
+    fixed = {name: value for name, value in found.items() if value is not None and value != getattr(schema, name)}
+    return replace(schema, **fixed) if fixed else schema
 
 
-def check_reward_schema(row: StoredRow, update: RewardUpdate, form: RowSchema) -> RowSchema:
+def check_reward_schema(row: StoredRow, update: RewardUpdate, schema: RowSchema) -> RowSchema:
     per_token = update.token_values is not None
     if per_token and update.value is not None:
         raise InvalidArgumentError(
             f"{row.trajectory} step {row.step}: reward is given twice, as one number and per response token; send one"
         )
-    if form.token_rewards is not None and form.token_rewards != per_token:
+    if schema.token_rewards is not None and schema.token_rewards != per_token:
         raise InvalidArgumentError(
             f"{row.trajectory} step {row.step}: has {_NAMES['token_rewards'][per_token]}, and rows of this run have "
-            f"{_NAMES['token_rewards'][form.token_rewards]}; give that"
+            f"{_NAMES['token_rewards'][schema.token_rewards]}; give that"
         )
-    return replace(form, token_rewards=per_token)
+    return replace(schema, token_rewards=per_token)

@@ -57,9 +57,9 @@ def seal_now(state: State, config: RunConfig) -> BatchSealed:
     return _seal(state, list(islice(_complete_groups(state, config), config.train_batch_size)))
 
 
-def remaining_batches(state: State, config: RunConfig) -> int:
+def remaining_batches(state: State, train_batch_size: int) -> int:
     """How many batches a finished run still makes of what is complete."""
-    return -(-len(state.complete) // config.train_batch_size)
+    return -(-len(state.complete) // train_batch_size)
 
 
 def _seal(state: State, keys: list[GroupKey]) -> BatchSealed:

@@ -15,10 +15,12 @@ from gristmill_service.run.machine.events import (
     Acknowledged,
     BatchFailed,
     BatchFreed,
+    BatchGivenUp,
     BatchPublished,
     BatchSealed,
     BatchWithdrawn,
     Event,
+    GenerationBegan,
     GroupClosed,
     GroupDropped,
     GroupKey,
@@ -78,6 +80,8 @@ class State:
     groups_sealed: groups in all sealed batches but failed ones.
     completions, completed_bytes: how often a group became complete, and the bytes of all those together.
     now: the run's own time when it was last told, in seconds.
+    generation: how often the log was found shorter than promised, plus 1. rollbacks: for each such time, how far each
+        model's ranks are known to have come then.
     """
 
     dp_size: int
@@ -91,7 +95,7 @@ class State:
     prompts: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
     freed: int = 0
-    form: RowSchema = field(default_factory=RowSchema)
+    schema: RowSchema = field(default_factory=RowSchema)
     policy_version: int = 0
     finished: bool = False
     row_bytes: int = 0
@@ -102,6 +106,8 @@ class State:
     completions: int = 0
     completed_bytes: int = 0
     now: float = 0.0
+    generation: int = 1
+    rollbacks: list[dict[Model, Position]] = field(default_factory=list)
 
     @classmethod
     def initial(cls, config: RunConfig) -> State:
@@ -133,8 +139,8 @@ def apply(state: State, event: Event) -> list[RowRef]:
         case GroupsAdmitted(groups, at):
             state.open.update({key: Group(key, state.samples, at) for key in groups})
             state.now = at
-        case SchemaFixed(form):
-            state.form = form
+        case SchemaFixed(schema):
+            state.schema = schema
         case RewardsSet():
             _set_rewards(state, event)
         case TrajectoryAborted(trajectory, reason):
@@ -155,6 +161,11 @@ def apply(state: State, event: Event) -> list[RowRef]:
                 model.next = [min(model.next)] * dp_size
         case BatchSealed() | BatchPublished() | BatchWithdrawn() | BatchFailed() | BatchFreed():
             return _apply_batch(state, event)
+        case BatchGivenUp():
+            return _give_up_batch(state, event)
+        case GenerationBegan(generation, reached):
+            state.generation = generation
+            state.rollbacks.append(dict(reached))
         case Acknowledged() | PositionCommitted() | ModelResumed():
             _apply_progress(state, event)
     return []
@@ -243,6 +254,17 @@ def _apply_batch(
             state.shard_bytes -= batch.nbytes
             state.freed = min(state.batches, default=len(state.prompts))
             return _release_rows(state, batch)
+
+
+def _give_up_batch(state: State, event: BatchGivenUp) -> list[RowRef]:
+    batch = state.batches.pop(event.batch)
+    for group in batch.groups:
+        state.closed[group.key] = event.reason
+    state.shard_bytes -= batch.nbytes
+    state.failed[event.batch] = f"given up: {event.reason}"
+    state.groups_dropped[event.reason] = state.groups_dropped.get(event.reason, 0) + batch.prompts
+    state.freed = min(state.batches, default=len(state.prompts))
+    return _release_rows(state, batch)
 
 
 def _release_rows(state: State, batch: Batch) -> list[RowRef]:

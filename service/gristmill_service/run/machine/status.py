@@ -7,10 +7,12 @@ from gristmill_service.run.machine.answers import ModelProgress, RunStatus
 from gristmill_service.run.machine.state import State
 
 
-def status(state: State, *, run: str, config_json: str, room: int, duplicates: int) -> RunStatus:
+def status(state: State, run: str, run_id: str, *, config_json: str, room: int, duplicates: int) -> RunStatus:
     """duplicates: rows that came again, which is no event of the run."""
     return RunStatus(
         run=run,
+        run_id=run_id,
+        generation=state.generation,
         config_json=config_json,
         policy_version=state.policy_version,
         finished=state.finished,

@@ -1,0 +1,212 @@
+"""Sealed batches become shards: computed on a worker's thread, published, and recorded; or tried again, or failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import orjson
+import structlog
+
+from gristmill._wire.steps import Steps
+from gristmill.errors import FailedPreconditionError, GristmillError, ResourceExhaustedError, UnavailableError
+from gristmill_service import tracing
+from gristmill_service.config import Model, RunConfig
+from gristmill_service.pipeline.batch_stats import BatchStats
+from gristmill_service.pipeline.stage_timer import Timed
+from gristmill_service.run.effects import Effects
+from gristmill_service.run.machine import progress
+from gristmill_service.run.machine.events import BatchFailed, BatchPublished
+from gristmill_service.run.machine.state import Batch, State
+from gristmill_service.run.machine.trainer_commands import RecordBatch
+from gristmill_service.run.monitor import RunMonitor
+from gristmill_service.run.row_buffer import PickedRow, RowBuffer, gather
+from gristmill_service.run.shard_room import ShardRoom
+from gristmill_service.run.writer import Writer
+from gristmill_service.storage.run_store import RunLog
+from gristmill_service.storage.shard_store import ShardSource, ShardStore
+
+_log = structlog.get_logger(__name__)
+
+# A batch that could not be stored is tried again after this.
+RETRY_S = 1.0
+_EXPORTED_ROWS = 64
+
+
+class BuiltBatch(Protocol):
+    """What the pipeline makes of a batch."""
+
+    @property
+    def plan(self) -> dict[str, Any]: ...
+
+    @property
+    def shards(self) -> Sequence[ShardSource]: ...
+
+    @property
+    def census(self) -> Callable[[], BatchStats]: ...
+
+
+class BuildBatch(Protocol):
+    """The pipeline, `gristmill_service.pipeline.mill`."""
+
+    def __call__(
+        self, steps: Steps, config: RunConfig, *, run: str, batch: int, policy_version: int | None, timed: Timed
+    ) -> BuiltBatch: ...
+
+
+class _Job(NamedTuple):
+    """A batch to build, as it was when it was begun."""
+
+    number: int
+    batch: Batch
+    config: RunConfig
+    rows: list[PickedRow]
+    token_rewards: bool
+    is_first: bool
+
+
+class BatchBuilder:
+    """One run's. `build` is called by one thread at a time.
+
+    blocked_reason: why a sealed batch cannot be published now; empty while none is blocked. plans: of the batches that
+    this process published, encoded.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        writer: Writer,
+        log: RunLog,
+        store: ShardStore,
+        room: ShardRoom,
+        pipeline: BuildBatch,
+        monitor: RunMonitor,
+        clock: Callable[[], float],
+    ) -> None:
+        self.blocked_reason = ""
+        self.retry_at = 0.0
+        self.plans: dict[int, bytes] = {}
+        self._name, self._writer, self._log, self._store, self._room = name, writer, log, store, room
+        self._pipeline, self._monitor, self._clock = pipeline, monitor, clock
+
+    def build(self, perform: Callable[[Effects], None], retry: Callable[[], None]) -> None:
+        """Builds what is sealed and not published, oldest first, until nothing is left or the store has no room.
+
+        perform: sees to effects. retry: has `build` called again, when there may be room. Never raises for a batch's
+        sake.
+        """
+        while (job := self._next_job()) is not None:
+            removals = self._room.removals
+            try:
+                with tracing.making_span(self._name, job.number):
+                    event = self._build(job)
+                    self._record(job, event, perform)
+            except (UnavailableError, ResourceExhaustedError) as error:
+                # Nothing is wrong with the batch: what stores it has no room for it, or does not answer.
+                self._block(job.number, error)
+                if isinstance(error, ResourceExhaustedError):
+                    self._room.wait(removals, retry)
+                return
+            self.blocked_reason = ""
+
+    def export(self, number: int) -> Iterator[Steps]:
+        """The rows of a sealed batch in their order, some at a time. Raises as `progress.batch_state` does."""
+
+        def pick(state: State, rows: RowBuffer) -> tuple[list[PickedRow], bool]:
+            progress.batch_state(state, number)
+            if number not in state.batches:
+                raise FailedPreconditionError(f"batch {number} is not sealed yet; its rows are not decided")
+            return _pick(rows, state.batches[number]), bool(state.schema.token_rewards)
+
+        picked, token_rewards = self._writer.read(pick)
+        for start in range(0, len(picked), _EXPORTED_ROWS):
+            yield gather(picked[start : start + _EXPORTED_ROWS], token_rewards, self._log.get)
+
+    def _next_job(self) -> _Job | None:
+        def find(state: State, rows: RowBuffer) -> _Job | None:
+            for number, batch in state.batches.items():
+                if not batch.is_published:
+                    config, is_first = self._writer.config, batch.mini_batches is None
+                    token_rewards = bool(state.schema.token_rewards)
+                    return _Job(number, batch, config, _pick(rows, batch), token_rewards, is_first)
+            return None
+
+        try:
+            self._writer.check_open(is_internal=True)
+        except GristmillError:
+            return None
+        return self._writer.read(find)
+
+    def _build(self, job: _Job) -> BatchPublished | BatchFailed:
+        """Computes and publishes the batch. Raises UnavailableError or ResourceExhaustedError where it cannot be stored
+        now."""
+        started = time.monotonic()
+        self._monitor.building(job.number)
+        try:
+            with self._monitor.timed("gather"):
+                steps = gather(job.rows, job.token_rewards, self._log.get)
+            built = self._pipeline(
+                steps,
+                job.config,
+                run=self._name,
+                batch=job.number,
+                policy_version=job.batch.policy_version,
+                timed=self._monitor.timed,
+            )
+            mini_batches: dict[Model, int] = dict.fromkeys(job.config.models, 0)
+            for part in built.plan["mini_batches"]:
+                mini_batches[part["model"]] += 1
+            plan = orjson.dumps(built.plan)
+            self._writer.check_open(is_internal=True)
+            with self._monitor.timed("publish"):
+                nbytes = self._store.publish(self._name, job.number, plan, built.shards)
+        except (UnavailableError, ResourceExhaustedError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever went wrong is the batch's reason, not the thread's end
+            if not isinstance(error, GristmillError):
+                _log.exception("batch failed", run=self._name, batch=job.number)
+            return BatchFailed(job.number, str(error) or type(error).__name__)
+        if job.is_first:
+            self._monitor.built(job.number, built.census)
+        self._keep_plan(job.number, plan)
+        seconds = round(time.monotonic() - started, 3)
+        _log.info("batch built", run=self._name, batch=job.number, rows=len(job.rows), bytes=nbytes, seconds=seconds)
+        return BatchPublished(job.number, mini_batches, nbytes)
+
+    def _keep_plan(self, number: int, plan: bytes) -> None:
+        held = self._writer.read(lambda state, rows: set(state.batches))
+        self.plans = {other: encoded for other, encoded in self.plans.items() if other in held} | {number: plan}
+
+    def _record(self, job: _Job, event: BatchPublished | BatchFailed, perform: Callable[[Effects], None]) -> None:
+        """Records what became of the batch. Where nobody wants it any more, or not so, its shards are removed: it was
+        given up, the run was deleted, or the trainer came back with other ranks."""
+        is_recorded = False
+        try:
+            ticket, effects = self._writer.execute(RecordBatch(event, job.config))
+            if effects is not None:
+                perform(effects)
+            is_recorded = ticket.result()
+        finally:
+            if not is_recorded:
+                self.plans.pop(event.batch, None)
+                if isinstance(event, BatchPublished):
+                    self._discard(event.batch)
+
+    def _discard(self, number: int) -> None:
+        try:
+            self._store.free(self._name, number)
+        except (GristmillError, OSError) as error:
+            # They are replaced when the batch is published again, or go with the run.
+            _log.warning("shards not removed", run=self._name, batch=number, reason=str(error))
+
+    def _block(self, number: int, error: GristmillError) -> None:
+        is_new = not self.blocked_reason
+        self.retry_at = self._clock() + RETRY_S
+        self.blocked_reason = f"run {self._name!r}: batch {number} waits: {error}"
+        if is_new:
+            _log.warning("batch waits", run=self._name, batch=number, reason=str(error))
+
+
+def _pick(rows: RowBuffer, batch: Batch) -> list[PickedRow]:
+    return rows.pick(row for group in batch.groups for row in group.ordered_rows())

@@ -1,0 +1,143 @@
+"""The commands of rollout workers: groups, rows, rewards, aborts, seals, and the end of the rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gristmill._wire.steps import Steps, TrajectoryKey
+from gristmill.errors import FailedPreconditionError
+from gristmill_service.run.machine import aborts, admission, ingest, sealing
+from gristmill_service.run.machine.answers import Admission, Admissions, Outcome, RewardUpdate, Sealed
+from gristmill_service.run.machine.command import Command, View
+from gristmill_service.run.machine.events import Event, GroupDropped, GroupKey, GroupsAdmitted, RunFinished, StoredRow
+from gristmill_service.run.machine.rewards import take_rewards
+from gristmill_service.run.machine.row_schema import check_schema
+from gristmill_service.run.machine.state import State
+
+
+class BeginGroups(Command[Admissions]):
+    def __init__(self, groups: Sequence[GroupKey]) -> None:
+        self._groups = groups
+        self._found: list[Admission] = []
+        self._full_reason = ""
+
+    def decide(self, view: View) -> Sequence[Event]:
+        room, is_finished = view.room(), view.state.finished
+        self._full_reason = room.reason
+        count = len(self._groups) if is_finished else room.groups
+        self._found, admitted = admission.begin(view.state, self._groups, count)
+        if admitted and is_finished:
+            raise ingest.finished()
+        return [GroupsAdmitted(tuple(admitted), view.now())] if admitted else []
+
+    def answer(self, state: State) -> Admissions:
+        if Admission.NO_ROOM in self._found:
+            return Admissions(self._found, admission.RETRY_AFTER_S, self._full_reason)
+        return Admissions(self._found)
+
+
+class TakeRows(Command[list[Outcome]]):
+    """rows: as the state would know them; steps: the same with their tokens."""
+
+    def __init__(self, steps: Steps, rows: Sequence[StoredRow]) -> None:
+        self.keys = frozenset([row.trajectory for row in rows])
+        self._steps, self._rows = steps, rows
+        self._outcomes: list[Outcome] = []
+
+    def decide(self, view: View) -> Sequence[Event]:
+        schema = check_schema(self._steps, view.state.schema, view.config)
+        self._outcomes, events = ingest.take_rows(view.state, view.config, self._rows, schema, view.room, view.now)
+        return events
+
+    def answer(self, state: State) -> list[Outcome]:
+        return self._outcomes
+
+
+class SetRewards(Command[int]):
+    """digests: of each update's values per token, empty where it has none."""
+
+    def __init__(self, updates: Sequence[RewardUpdate], digests: Sequence[bytes]) -> None:
+        self.keys = frozenset([update.trajectory for update in updates])
+        self._updates, self._digests, self._changed = updates, digests, 0
+
+    def decide(self, view: View) -> Sequence[Event]:
+        self._changed, events = take_rewards(view.state, self._updates, self._digests)
+        return events
+
+    def answer(self, state: State) -> int:
+        return self._changed
+
+
+class AbortTrajectories(Command[int]):
+    def __init__(self, trajectories: Sequence[TrajectoryKey], reason: str) -> None:
+        self._trajectories, self._reason, self._count = trajectories, reason, 0
+
+    def decide(self, view: View) -> Sequence[Event]:
+        aborted, dropped = aborts.abort_trajectories(view.state, self._trajectories, self._reason)
+        self._count = len(aborted)
+        return [*aborted, *dropped]
+
+    def answer(self, state: State) -> int:
+        return self._count
+
+
+class AbortGroups(Command[int]):
+    def __init__(self, groups: Sequence[GroupKey], reason: str) -> None:
+        self._groups, self._reason, self._count = groups, reason, 0
+
+    def decide(self, view: View) -> Sequence[Event]:
+        dropped = aborts.abort_groups(view.state, self._groups, self._reason)
+        self._count = len(dropped)
+        return [*dropped]
+
+    def answer(self, state: State) -> int:
+        return self._count
+
+
+class CloseStragglers(Command[None]):
+    """Closes or drops the groups whose time is over."""
+
+    def decide(self, view: View) -> Sequence[Event]:
+        return aborts.timeouts(view.state, view.config, view.now())
+
+    def answer(self, state: State) -> None:
+        pass
+
+
+class SealBatch(Command[Sealed]):
+    """batch: the number that it is to get, so that the call may be repeated; None: the next."""
+
+    def __init__(self, batch: int | None) -> None:
+        self._batch, self._number = batch, -1
+
+    def decide(self, view: View) -> Sequence[Event]:
+        state, asked = view.state, self._batch
+        self._number = state.batches_sealed if asked is None else asked
+        if 0 <= self._number < state.batches_sealed:
+            return []
+        if self._number != state.batches_sealed:
+            raise FailedPreconditionError(
+                f"batch {asked} cannot be sealed, the next is {state.batches_sealed}; seal that"
+            )
+        return [sealing.seal_now(state, view.config)]
+
+    def answer(self, state: State) -> Sealed:
+        return Sealed(self._number, state.prompts[self._number])
+
+
+class FinishRun(Command[int]):
+    """Answers how many batches the run has in all."""
+
+    def __init__(self) -> None:
+        self._train_batch_size = 1
+
+    def decide(self, view: View) -> Sequence[Event]:
+        state = view.state
+        self._train_batch_size = view.config.train_batch_size
+        if state.finished:
+            return []
+        incomplete = [key for key in state.open if key not in state.complete]
+        return [RunFinished(), *(GroupDropped(key, "finished") for key in incomplete)]
+
+    def answer(self, state: State) -> int:
+        return state.batches_sealed + sealing.remaining_batches(state, self._train_batch_size)

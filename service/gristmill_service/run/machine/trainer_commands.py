@@ -1,0 +1,114 @@
+"""The commands of trainers, and of the worker that builds batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gristmill.errors import FailedPreconditionError
+from gristmill_service.config import Model, RunConfig
+from gristmill_service.run.machine import progress
+from gristmill_service.run.machine.answers import Position, Resumed
+from gristmill_service.run.machine.command import Command, View
+from gristmill_service.run.machine.events import BatchFailed, BatchPublished, Event, PolicyVersionAnnounced
+from gristmill_service.run.machine.resume import resume
+from gristmill_service.run.machine.state import State
+
+
+class AnnounceVersion(Command[None]):
+    def __init__(self, version: int) -> None:
+        self._version = version
+
+    def decide(self, view: View) -> Sequence[Event]:
+        current = view.state.policy_version
+        if self._version < current:
+            raise FailedPreconditionError(
+                f"policy version {self._version} is lower than the current {current}; versions never go back"
+            )
+        return [PolicyVersionAnnounced(self._version)] if self._version > current else []
+
+    def answer(self, state: State) -> None:
+        pass
+
+
+class Acknowledge(Command[Position]):
+    """commits: whether to commit up to where every rank is, as a trainer without checkpoints asks for."""
+
+    def __init__(self, model: Model, rank: int, position: Position, incarnation: int, commits: bool) -> None:
+        self.keys, self.follows = frozenset([(model, rank)]), commits
+        self._model, self._rank, self._position, self._incarnation = model, rank, position, incarnation
+
+    def decide(self, view: View) -> Sequence[Event]:
+        progress.check_caller(view.state, self._model, self._rank, self._incarnation)
+        return progress.acknowledge(view.state, self._model, self._rank, self._position)
+
+    def follow(self, state: State) -> Sequence[Event]:
+        return progress.commit_acknowledged(state, self._model)
+
+    def answer(self, state: State) -> Position:
+        return progress.next_of(state, self._model, self._rank)
+
+
+class Commit(Command[Position]):
+    def __init__(self, model: Model, position: Position, incarnation: int) -> None:
+        self._model, self._position, self._incarnation = model, position, incarnation
+
+    def decide(self, view: View) -> Sequence[Event]:
+        progress.check_incarnation(view.state, self._model, self._incarnation)
+        return progress.commit(view.state, self._model, self._position)
+
+    def answer(self, state: State) -> Position:
+        return state.models[self._model].committed
+
+
+class Checkpoint(NamedTuple):
+    """What a trainer comes back with. position: None for the committed one. run_id, generation: "" and 0 where they are
+    not known. give_up_reason: why groups are dropped that the position steps over; "" refuses such a position."""
+
+    position: Position | None
+    run_id: str = ""
+    generation: int = 0
+    give_up_reason: str = ""
+
+
+class Resume(Command[Resumed]):
+    """dp_size: 0 for as many ranks as before. run_id: of this run."""
+
+    def __init__(self, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int, run_id: str) -> None:
+        self._model, self._checkpoint, self._launch = model, checkpoint, launch
+        self._dp_size, self._run_id = dp_size, run_id
+
+    def decide(self, view: View) -> Sequence[Event]:
+        given = self._checkpoint
+        if given.run_id not in ("", self._run_id):
+            raise FailedPreconditionError(
+                f"the checkpoint is of another run of this name, run_id {given.run_id}, and this one has {self._run_id}: "
+                "that run was deleted since; start without the checkpoint's state, or restore that run"
+            )
+        dp_size = self._dp_size or view.state.dp_size
+        view.config.with_dp_size(dp_size)
+        return resume(
+            view.state, self._model, given.position, self._launch, dp_size, given.generation, given.give_up_reason
+        )
+
+    def answer(self, state: State) -> Resumed:
+        own = state.models[self._model]
+        return Resumed(own.incarnation, own.resumed_at, self._run_id, state.generation)
+
+
+class RecordBatch(Command[bool]):
+    """What became of a batch that was built for this configuration. Answers whether it is recorded: it is not where the
+    batch is gone, or is to be built for another number of ranks."""
+
+    is_internal = True
+
+    def __init__(self, event: BatchPublished | BatchFailed, built_with: RunConfig) -> None:
+        self._event, self._built_with, self._is_wanted = event, built_with, False
+
+    def decide(self, view: View) -> Sequence[Event]:
+        is_held = self._event.batch in view.state.batches
+        self._is_wanted = is_held and view.state.dp_size == self._built_with.dp_size
+        return [self._event] if self._is_wanted else []
+
+    def answer(self, state: State) -> bool:
+        return self._is_wanted
