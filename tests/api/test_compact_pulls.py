@@ -51,13 +51,10 @@ def store(request, tmp_path_factory, batch):
 @pytest.fixture
 def transport(store):
     """To a service that has this one run; of a run's calls only those that read shards."""
-    run = SimpleNamespace(
-        read_shard=lambda batch, address: store.read("run", batch, address),
-        read_compact_shard=lambda batch, address: store.read_compact("run", batch, address),
-    )
+    runs = SimpleNamespace(read_shard=store.read, read_compact_shard=store.read_compact)
     server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
-    backend = SimpleNamespace(runs=SimpleNamespace(shards={"run": run}.__getitem__))
-    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(TrainerServicer(backend, Streams(2)), server)
+    context = SimpleNamespace(runs=runs)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(TrainerServicer(context, Streams(2)), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     made = Transport(f"127.0.0.1:{port}", 20.0, "TrainerClient")

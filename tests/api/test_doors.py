@@ -112,8 +112,17 @@ def test_the_same_row_again_is_a_duplicate(door: Door, run: str) -> None:
 def test_a_row_of_a_sealed_group_is_ignored(door: Door, run: str) -> None:
     fill_batch(door, run)
     door.batch(run, 0, wait_s=WAIT_S)
-    assert door.submit(run, group("a")) == ["sealed"] * 4
+    late = [sent | {"stop_reason": "another"} for sent in group("a")]
+    assert door.submit(run, late) == ["sealed"] * 4
     assert door.begin(run, ["a"]) == ["sealed"]
+
+
+def test_a_retry_whose_answer_was_lost_is_a_duplicate_also_when_the_batch_was_sealed_meanwhile(
+    door: Door, run: str
+) -> None:
+    fill_batch(door, run)
+    door.batch(run, 0, wait_s=WAIT_S)
+    assert door.submit(run, group("a")) == ["duplicate"] * 4
 
 
 def test_a_higher_attempt_supersedes(door: Door, run: str) -> None:

@@ -25,10 +25,10 @@ WAIT_S = 20.0
 @contextmanager
 def waiting(service: Service, call: Callable[[], T]) -> Iterator[Future[T]]:
     """The body runs when the call waits."""
-    before = service.waiting.count
+    before = service.long_poll.count
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(call)
-        until(lambda: service.waiting.count > before or answer.done())
+        until(lambda: service.long_poll.count > before or answer.done())
         yield answer
         answer.result(WAIT_S)
 
@@ -92,24 +92,24 @@ def test_a_caller_that_hangs_up_frees_its_place(
     service: Service, grpc_door: GrpcDoor, http_door: HttpDoor, run_name: str
 ) -> None:
     grpc_door.create(run_name, CONFIG)
-    before = service.waiting.count
+    before = service.long_poll.count
     request = trainer_pb2.GetBatchRequest(run=run_name, batch=0, wait_s=30)
     call = grpc_door.trainers.GetBatch.future(request)
-    until(lambda: service.waiting.count > before)
+    until(lambda: service.long_poll.count > before)
     call.cancel()
-    until(lambda: service.waiting.count == before)
+    until(lambda: service.long_poll.count == before)
     with pytest.raises(httpx.ReadTimeout):
         http_door.client.get(f"/v1/runs/{run_name}/batches/0", params={"wait_s": 30}, timeout=0.2)
-    until(lambda: service.waiting.count == before)
+    until(lambda: service.long_poll.count == before)
 
 
 def test_hundreds_who_wait_are_in_no_producer_s_way(service: Service, run_name: str) -> None:
     door = GrpcDoor(service.grpc_address)
     door.create(run_name, CONFIG)
-    before = service.waiting.count
+    before = service.long_poll.count
     request = trainer_pb2.GetBatchRequest(run=run_name, batch=0, wait_s=WAIT_S)
     calls = [door.trainers.GetBatch.future(request) for _ in range(300)]
-    until(lambda: service.waiting.count == before + 300)
+    until(lambda: service.long_poll.count == before + 300)
     for number in range(50):
         # Groups that never complete a batch: each change wakes everyone.
         door.submit(run_name, group("a", samples=1))
@@ -141,7 +141,7 @@ def test_stopping_the_service_answers_who_waits() -> None:
     doors[0].create("run", CONFIG)
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(door.batch, "run", 0, WAIT_S) for door in doors]
-        until(lambda: service.waiting.count == 2)
+        until(lambda: service.long_poll.count == 2)
         service.stop()
         # HTTP counts whole seconds.
         for answer, retry_after_s in zip(answers, (0.5, 1.0), strict=True):

@@ -206,9 +206,15 @@ class Bench:
     def __init__(self, *, mill=None, store=None, budget=None, name="run", **settings):
         self.config = parse_config(CONFIG | settings)
         self.mill, self.store, self.log = mill or BuildBatch(), store or Shelf(), RecordingLog()
-        self.now, self.tasks = 0.0, InlineTasks()
-        shared = shared_by(self.store, pipeline=self.mill, clock=lambda: self.now, tasks=self.tasks, budget=budget)
-        self.run = Run(name, self.config, self.log, shared)
+        self.now, self.name, self.budget = 0.0, name, budget
+        self.reopen()
+
+    def reopen(self):
+        """Opens the run from its log, as another process would."""
+        self.tasks = InlineTasks()
+        clock = lambda: self.now  # noqa: E731
+        shared = shared_by(self.store, pipeline=self.mill, clock=clock, tasks=self.tasks, budget=self.budget)
+        self.run = Run(self.name, self.config, self.log, shared)
         self.run.start()
 
     @property

@@ -5,6 +5,7 @@ import pytest
 
 from gristmill._wire.rows import from_rows
 from gristmill.errors import AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
+from gristmill_service.run.machine.answers import Position
 from tests.run.harness import Bench, contents, group_rows, key, row, table
 
 
@@ -221,9 +222,19 @@ def test_a_finished_run_takes_no_new_rows_but_still_answers_repeated_ones():
     bench = Bench(max_buffered_batches=1)
     bench.submit(*group_rows("a"))
     bench.run.finish()
-    assert bench.submit(row("a", 0, reward=0.0)) == ["SEALED"]
+    assert bench.submit(row("a", 0, reward=0.0)) == ["DUPLICATE"], "it was taken, and is in the batch"
+    assert bench.submit(row("a", 0, reward=7.0)) == ["SEALED"], "this one was not"
     with pytest.raises(FailedPreconditionError, match="finished"):
         bench.submit(row("b"))
+
+
+def test_a_row_whose_batch_is_freed_can_be_told_from_no_other():
+    bench = Bench(train_batch_size=1)
+    bench.submit(*group_rows("a"))
+    bench.make_batches()
+    assert bench.submit(*group_rows("a")) == ["DUPLICATE"] * 2
+    bench.run.acknowledge("policy", 0, Position(0), 0, commit=True)
+    assert bench.submit(*group_rows("a")) == ["SEALED"] * 2
 
 
 def test_a_batchs_rows_stand_by_group_sample_and_step_with_all_that_was_sent():

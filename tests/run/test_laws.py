@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gristmill.errors import GristmillError
 from gristmill_service.run.machine.answers import Position, RewardUpdate
 from gristmill_service.run.machine.events import (
+    BatchGivenUp,
     BatchSealed,
     GroupClosed,
     GroupDropped,
@@ -49,6 +50,9 @@ def whole_groups(draw):
 
 POSITIONS = st.builds(Position, st.integers(0, 2), st.integers(0, 1), st.integers(0, 1))
 TRAJECTORIES = st.builds(key, UIDS, SAMPLES)
+CHECKPOINTS = st.builds(
+    Checkpoint, st.none() | POSITIONS, generation=st.integers(0, 2), give_up_reason=st.sampled_from(["", "lost"])
+)
 COMMANDS = st.one_of(
     st.tuples(st.just("submit"), st.lists(rows(), min_size=1, max_size=6)),
     st.tuples(st.just("submit"), whole_groups()),
@@ -67,7 +71,7 @@ COMMANDS = st.one_of(
     st.tuples(st.just("announce"), st.integers(0, 3)),
     st.tuples(st.just("acknowledge"), st.just("policy"), st.integers(0, 1), POSITIONS, st.just(0), st.booleans()),
     st.tuples(st.just("commit"), st.just("policy"), POSITIONS, st.integers(0, 2)),
-    st.tuples(st.just("resume"), st.just("policy"), st.none() | POSITIONS, st.sampled_from(["one", "two", "three"])),
+    st.tuples(st.just("resume"), st.just("policy"), CHECKPOINTS, st.sampled_from(["one", "two", "three"])),
     st.tuples(st.just("make_batches")),
     st.tuples(st.just("wait"), st.sampled_from([1.0, 5.0])),
     st.tuples(st.just("finish")),
@@ -151,9 +155,11 @@ def test_an_accepted_row_ends_in_exactly_one_batch_or_is_dropped_exactly_once(ch
         pytest.fail("a run can always be finished")
     drain(bench)
     accepted, ends = follow(bench.log.events)
+    given_up = {event.batch for event in bench.log.events if isinstance(event, BatchGivenUp)}
     trained = [
         (steps.key(index), int(steps.steps[index]), int(steps.attempts[index]))
-        for steps in bench.mill.batches.values()
+        for number, steps in bench.mill.batches.items()
+        if number not in given_up
         for index in range(len(steps))
     ]
     assert sorted(trained) == sorted(name for name, end in ends if end == "sealed")
@@ -179,6 +185,7 @@ def drain(bench):
 def follow(events):
     """What was accepted, and how each of it ended: an independent reading of the log."""
     accepted, ends, held = [], [], {}
+    given_up = {event.batch for event in events if isinstance(event, BatchGivenUp)}
 
     def end(names, how):
         for name in list(names):
@@ -208,9 +215,9 @@ def follow(events):
                 end(_incomplete(events, event, by_trajectory), "closed")
             case GroupDropped(group, _):
                 end(of_group(group), "dropped")
-            case BatchSealed(_, groups, _):
+            case BatchSealed(number, groups, _):
                 for group in groups:
-                    end(of_group(group), "sealed")
+                    end(of_group(group), "given up" if number in given_up else "sealed")
     assert not held
     return accepted, ends
 

@@ -124,9 +124,11 @@ class TestResuming:
             for rank in range(2):
                 ack(bench, 0, 0, m, rank=rank)
         found = bench.run.resume("policy", Checkpoint(Position(0, 0, 1)), "launch-1")
-        assert found == Resumed(2, Position(0, 0, 1))
+        assert found == Resumed(2, Position(0, 0, 1), bench.run.run_id, 1)
         assert [bench.run.shard("policy", rank, None, 2).position for rank in range(2)] == [Position(0, 0, 1)] * 2
-        assert bench.run.resume("policy", Checkpoint(Position(1)), "launch-2").incarnation == 3, "forward, too"
+        assert bench.run.resume("policy", Checkpoint(Position(1)), "launch-2").incarnation == 3, (
+            "a newer checkpoint, too"
+        )
         assert bench.run.shard("policy", 1, None, 3).position == Position(1)
 
     def test_ranks_of_one_launch_get_the_same_also_after_the_first_has_moved_on(self):

@@ -1,9 +1,9 @@
 """Calls that wait for a run to change: bounded in number and time, and ended by whoever goes away, the caller or the
 service.
 
-A wait over gRPC holds a thread, so that at most `limit` wait at once, over both doors; one more is answered at once with
-what there is so far. A waiting call sleeps until its run wakes it, reads again, and goes on waiting where the answer is
-not settled, because another caller was faster.
+A wait over gRPC holds a thread, so that at most `limit` wait at once, over both doors; one more is answered at once
+with what there is so far. A waiting call sleeps until its run wakes it, reads again, and goes on waiting where the
+answer is not settled, because another caller was faster.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Caller(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[T]):
-    """A call that may wait: `read` is called again whenever the run meets the condition, until its answer is settled."""
+    """A call that may wait: `read` is called again whenever the run meets the condition, until its answer is
+    settled."""
 
     run: Waitable
     condition: Condition

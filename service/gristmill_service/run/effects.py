@@ -21,9 +21,9 @@ class SparseTable:
 @dataclass(slots=True)
 class Effects:
     """
-    builds: whether a batch is to be built. freed: batches whose shards are to be removed. empty: row tables that nothing
-    needs. sparse: row tables to be copied without what is not needed. wakes: callers whose wait is over. sealed, failed:
-    batches to be logged.
+    builds: whether a batch is to be built. freed: batches whose shards are to be removed. empty: row tables that
+    nothing needs. sparse: row tables to be copied without what is not needed. wakes: callers whose wait is over.
+    sealed, failed: batches to be logged.
     """
 
     builds: bool = False

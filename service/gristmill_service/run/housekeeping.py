@@ -1,4 +1,5 @@
-"""Sees to what a run's writer leaves to others: waking callers, building batches, removing what is not needed any more."""
+"""Sees to what a run's writer leaves to others: waking callers, building batches, removing what is not needed any
+more."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def recovered(state: State, rows: RowBuffer, log: RunLog, is_stored: Callable[[i
 
 def rollback(state: State) -> GenerationBegan:
     """The event that records that the log was found shorter than promised."""
-    reached = {model: max(own.committed, *own.next) for model, own in state.models.items()}
+    reached = {model: max(own.furthest, own.committed) for model, own in state.models.items()}
     return GenerationBegan(state.generation + 1, reached)
 
 

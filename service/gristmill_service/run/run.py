@@ -1,7 +1,7 @@
 """One run, thread-safe. Every call of the API ends here, as a command to the run's writer or as a read.
 
-Work per token (storing rows, digests, gathering, the pipeline) happens in the calling thread or a worker's, never in the
-writer.
+Work per token (storing rows, digests, gathering, the pipeline) happens in the calling thread or a worker's, never in
+the writer.
 """
 
 from __future__ import annotations
@@ -340,7 +340,9 @@ class Run:
         under way."""
         for wake in self._writer.close(error):
             wake()
-        self._writer.execute(Barrier())
+        _, effects = self._writer.execute(Barrier())
+        if effects is not None:
+            self._housekeeping.perform(effects)
 
     def close_log(self) -> None:
         """After `close`, when no batch is being built any more: gives the log and all memory back. Idempotent."""

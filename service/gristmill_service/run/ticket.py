@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 class Ticket(Generic[T]):
-    """signal: gives True to the thread that is to be the writer, False to one whose command is done. Its put and get are
-    C, where an Event's are dozens of lines of Python."""
+    """signal: gives True to the thread that is to be the writer, False to one whose command is done. Its put and get
+    are C, where an Event's are dozens of lines of Python."""
 
     __slots__ = ("command", "error", "events", "signal", "value")
 

@@ -1,9 +1,9 @@
 """One writer a run: commands are decided in turn, logged together, applied, and answered.
 
-A thread that brings a command becomes the writer where nobody is. Where somebody is, it waits; its command is then taken
-together with the others that came meanwhile, and logged with them in one append (group commit by leader and followers,
-as in LevelDB's write queue; docs/decisions/0005). So the log's round trip is paid once for many calls, and a run without
-load pays for no thread of its own.
+A thread that brings a command becomes the writer where nobody is. Where somebody is, it waits; its command is then
+taken together with the others that came meanwhile, and logged with them in one append (group commit by leader and
+followers, as in LevelDB's write queue; docs/decisions/0005). So the log's round trip is paid once for many calls, and
+a run without load pays for no thread of its own.
 
 `lock` guards the state, the rows and the waiters while they change and while others read them. It is never held during
 I/O. Everything else here belongs to the writer alone.
@@ -61,8 +61,8 @@ _OWN_KEYS_ONLY = frozenset([RowsStored, RewardsSet, Acknowledged])
 class Writer:
     """The only one that changes the state. Thread-safe.
 
-    config: as the run was created; the attribute is what holds now. now: the run's own time. staged: tables that were put
-    and are not accepted yet, by number. closed: what every call raises, once the run is closed.
+    config: as the run was created; the attribute is what holds now. now: the run's own time. staged: tables that were
+    put and are not accepted yet, by number. closed: what every call raises, once the run is closed.
     """
 
     def __init__(
@@ -231,7 +231,8 @@ class Writer:
                 self.check_open(ticket.command.is_internal)
                 events = ticket.command.decide(self)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is its caller's to handle
-                ticket.error = error
+                # A refusal's traceback would hold this frame, which holds the ticket, which holds the refusal.
+                ticket.error = error.with_traceback(None) if isinstance(error, GristmillError) else error
                 continue
             is_alone = keys is None or not all(type(event) in _OWN_KEYS_ONLY for event in events)
             if is_alone and has_events:

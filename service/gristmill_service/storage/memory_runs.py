@@ -12,7 +12,8 @@ from gristmill_service.storage.run_store import CheckTable, Replay
 
 
 class MemoryRunStore:
-    """See `gristmill_service.storage.run_store.RunStore`. Knows no run: those that were created are their makers' to know."""
+    """See `gristmill_service.storage.run_store.RunStore`. Knows no run: those that were created are their makers' to
+    know."""
 
     is_shared = False
 

@@ -204,9 +204,9 @@ class RolloutClient:
     ) -> list[RowOutcome]:
         """Submits a whole generator output as SkyRL makes it, and waits; returns what became of each row.
 
-        `gristmill._client.skyrl_output.from_generator_output` says which keys it has. Safe to repeat: rows that were taken before
-        are DUPLICATE. Raises InvalidArgumentError for a row that is wrong, when rows before it may have been taken, and
-        the error of the first row that the service did not take, naming the trajectories.
+        `gristmill._client.skyrl_output.from_generator_output` says which keys it has. Safe to repeat: rows that were
+        taken before are DUPLICATE. Raises InvalidArgumentError for a row that is wrong, when rows before it may have
+        been taken, and the error of the first row that the service did not take, naming the trajectories.
         """
         columns = columns_of_output(generator_output, round=round, attempt=attempt, policy_version=policy_version)
         return self._submit(columns)

@@ -1,4 +1,5 @@
-"""Resuming: a trainer comes back with a checkpoint, and the run checks that the two fit. Reads the state, returns events.
+"""Resuming: a trainer comes back with a checkpoint, and the run checks that the two fit. Reads the state, returns
+events.
 
 A checkpoint fits where everything before its position was acknowledged in this run and generation. One that is ahead
 would silently step over accepted rows; it is refused, or the batches in between are given up for a reason.
@@ -55,8 +56,8 @@ def resume(
     check_exists(state, model, target)
     if target < current.committed:
         raise FailedPreconditionError(
-            f"{model}: {text_of(target)} lies before the committed {text_of(current.committed)}, and its data may be gone; "
-            "resume from the newer checkpoint, and commit only what a checkpoint holds"
+            f"{model}: {text_of(target)} lies before the committed {text_of(current.committed)}, and its data may be
+            gone; " "resume from the newer checkpoint, and commit only what a checkpoint holds"
         )
     skipped = _skipped(state, model, target, generation, give_up_reason)
     resumed = ModelResumed(model, target, current.incarnation + 1, launch)
@@ -100,7 +101,7 @@ def _furthest_fit(state: State, model: Model, generation: int) -> Position:
     if generation > state.generation:
         return START
     rolled_back = [reached.get(model, START) for reached in state.rollbacks[generation - 1 :]] if generation else []
-    return min([max(own.committed, *own.next), *rolled_back])
+    return min([max(own.furthest, own.committed), *rolled_back])
 
 
 def _refusal(state: State, model: Model, target: Position, fits: Position, between: list[int], generation: int) -> str:

@@ -58,7 +58,8 @@ class Batch:
 @dataclass(slots=True)
 class ModelState:
     """How far a model's ranks are. `resumed_at` is where its current incarnation started; a call with incarnation 0 is
-    not checked, so they count from 1. `superseded`: launches before the current one."""
+    not checked, so they count from 1. `superseded`: launches before the current one. `furthest`: how far any rank has
+    ever come; it stays when a trainer goes back to an older checkpoint, for a newer one may be loaded yet."""
 
     next: list[Position]
     committed: Position = START
@@ -66,6 +67,7 @@ class ModelState:
     launch: str = ""
     resumed_at: Position = START
     superseded: set[str] = field(default_factory=set)
+    furthest: Position = START
 
 
 @dataclass(slots=True)
@@ -279,9 +281,11 @@ def _apply_progress(state: State, event: Acknowledged | PositionCommitted | Mode
     match event:
         case Acknowledged(_, rank, following):
             model.next[rank] = following
+            model.furthest = max(model.furthest, following)
         case PositionCommitted(_, position):
             model.committed = position
         case ModelResumed(_, position, incarnation, launch):
             model.next = [position] * len(model.next)
+            model.furthest = max(model.furthest, position)
             model.superseded.add(model.launch)
             model.incarnation, model.launch, model.resumed_at = incarnation, launch, position

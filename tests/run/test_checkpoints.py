@@ -1,0 +1,137 @@
+"""A trainer comes back with a checkpoint: one that fits goes on, one that would skip accepted rows is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gristmill.errors import FailedPreconditionError
+from gristmill_service.run.machine.answers import BatchState, Position
+from gristmill_service.run.machine.events import GenerationBegan
+from gristmill_service.run.machine.trainer_commands import Checkpoint
+from gristmill_service.storage.run_store import Replay
+from tests.run.harness import Bench, RecordingLog, group_rows
+
+
+def sealed(count: int, **settings: Any) -> Bench:
+    """A run with so many batches of one group each, all published."""
+    bench = Bench(train_batch_size=1, max_buffered_batches=20, **settings)
+    for number in range(count):
+        bench.submit(*group_rows(f"u{number}"))
+    bench.make_batches()
+    return bench
+
+
+def train(bench: Bench, *batches: int) -> None:
+    for batch in batches:
+        bench.run.acknowledge("policy", 0, Position(batch), 0, commit=False)
+
+
+def test_a_checkpoint_ahead_of_what_was_acknowledged_is_refused_and_says_what_would_be_lost() -> None:
+    bench = sealed(3)
+    train(bench, 0)
+    with pytest.raises(FailedPreconditionError) as refused:
+        bench.run.resume("policy", Checkpoint(Position(3)), "launch")
+    message = str(refused.value)
+    assert "the checkpoint is at batch 3 epoch 0 mini-batch 0" in message
+    assert "what lies before batch 1 epoch 0 mini-batch 0" in message
+    assert "2 sealed batches with 2 prompt groups" in message
+    assert "give_up_reason" in message
+    assert bench.run.resume("policy", Checkpoint(Position(1)), "launch").position == Position(1), "one that fits"
+
+
+def test_groups_that_are_given_up_are_dropped_for_the_reason_and_never_trained() -> None:
+    bench = sealed(4)
+    train(bench, 0)
+    resumed = bench.run.resume("policy", Checkpoint(Position(3), give_up_reason="redis rolled back"), "launch")
+    assert resumed.position == Position(3)
+    assert bench.run.shard("policy", 0, None, 0).position == Position(3)
+    status = bench.run.status()
+    assert status.groups_dropped == {"redis rolled back": 2}
+    found = {group.uid: (group.state, group.reason) for group in bench.run.groups()}
+    assert found["u1"] == found["u2"] == ("dropped", "redis rolled back")
+    assert found["u0"][0] == found["u3"][0] == "sealed"
+    assert sorted(number for _, number in bench.store.batches) == [0, 3], "shards of what is given up go"
+    assert bench.submit(*group_rows("u1")) == ["DROPPED"] * 2
+    assert bench.replayed() == bench.state
+
+
+def test_a_checkpoint_of_an_earlier_incarnation_fits_as_far_as_any_rank_ever_came() -> None:
+    bench = sealed(3)
+    train(bench, 0, 1)
+    bench.run.resume("policy", Checkpoint(Position(0)), "older checkpoint")
+    assert bench.run.resume("policy", Checkpoint(Position(2)), "newer checkpoint").position == Position(2)
+
+
+def test_a_checkpoint_in_the_middle_of_a_batch_that_was_not_begun_is_refused() -> None:
+    bench = Bench(train_batch_size=2, policy_mini_batch_size=1)
+    bench.submit(*group_rows("a"), *group_rows("b"))
+    bench.make_batches()
+    with pytest.raises(FailedPreconditionError, match="what a begun batch has left"):
+        bench.run.resume("policy", Checkpoint(Position(0, 0, 1)), "launch")
+
+
+def test_a_checkpoint_of_another_run_of_the_name_is_refused() -> None:
+    bench = sealed(1)
+    train(bench, 0)
+    own = Checkpoint(Position(1), run_id=bench.run.run_id, generation=1)
+    with pytest.raises(FailedPreconditionError, match="is of another run of this name"):
+        bench.run.resume("policy", own._replace(run_id="0" * 32), "launch")
+    resumed = bench.run.resume("policy", own, "launch")
+    assert (resumed.run_id, resumed.generation) == (bench.run.run_id, 1)
+
+
+def test_a_failed_batch_before_the_position_is_no_reason_to_refuse() -> None:
+    from tests.run.harness import BuildBatch
+
+    bench = sealed(2, mill=BuildBatch(fails={1}))
+    train(bench, 0)
+    assert bench.run.resume("policy", Checkpoint(Position(2)), "launch").position == Position(2)
+
+
+class RolledBackLog(RecordingLog):
+    """A log that is found again without its last records."""
+
+    def __init__(self, records: list[bytes], config: bytes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.records, self.config = records, config
+
+    def replay(self) -> Replay:
+        return Replay(None, list(self.records), lambda: True)
+
+
+def rolled_back(bench: Bench, keep: int) -> Bench:
+    again = Bench.__new__(Bench)
+    again.__dict__.update(bench.__dict__)
+    again.log = RolledBackLog(bench.log.records[:keep], b"{}")
+    again.log.keep = lambda numbers, check: set()  # type: ignore[method-assign]
+    again.reopen()
+    return again
+
+
+def test_a_log_found_shorter_than_promised_begins_a_generation() -> None:
+    bench = sealed(3)
+    train(bench, 0)
+    short = len(bench.log.records)
+    train(bench, 1, 2)
+    again = rolled_back(bench, short)
+    assert again.run.status().generation == 2
+    began = [event for event in again.log.events if isinstance(event, GenerationBegan)]
+    assert began == [GenerationBegan(2, {"policy": Position(1)})]
+
+
+def test_a_checkpoint_from_before_a_rollback_fits_only_as_far_as_the_run_was_rolled_back() -> None:
+    bench = sealed(3)
+    train(bench, 0)
+    short = len(bench.log.records)
+    train(bench, 1, 2)
+    again = rolled_back(bench, short)
+    again.make_batches()
+    # Another trainer goes on in the new generation, past where the old one was.
+    train(again, 1, 2)
+    with pytest.raises(FailedPreconditionError, match="its log was rolled back in between"):
+        again.run.resume("policy", Checkpoint(Position(3), generation=1), "old trainer")
+    assert again.run.resume("policy", Checkpoint(Position(1), generation=1), "old one").position == Position(1)
+    assert again.run.resume("policy", Checkpoint(Position(3), generation=2), "new one").position == Position(3)
+    assert again.run.batch(1).state is BatchState.PUBLISHED

@@ -1,0 +1,227 @@
+"""One writer a run: calls that come together are logged together, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from gristmill.errors import AlreadyExistsError, GristmillError, NotFoundError, UnavailableError
+from gristmill_service.run.machine import conditions
+from gristmill_service.run.machine.answers import Outcome, Position
+from gristmill_service.run.machine.codec import decode_events
+from gristmill_service.run.machine.events import RowsStored
+from gristmill_service.run.runs import Runs
+from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.run_store import LogLostError
+from tests.run.harness import CONFIG, Bench, group_rows, row, table, wait_until
+
+PATIENCE_S = 30.0
+
+
+class SlowAppends:
+    """Makes a bench's log wait in its next append until it is let go."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._append = bench.log.append
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        bench.log.append = self.append
+
+    def append(self, record: bytes, tables: object = ()) -> None:
+        self.entered.set()
+        assert self.go_on.wait(PATIENCE_S)
+        if self.error is not None:
+            raise self.error
+        self._append(record, tables)
+
+
+def begun(**settings: object) -> Bench:
+    """A run that has begun its groups and knows what its rows are like."""
+    bench = Bench(max_buffered_batches=50, **settings)
+    bench.begin("first", *(f"u{number}" for number in range(40)))
+    bench.submit(row("first"))
+    return bench
+
+
+def queue(pool: ThreadPoolExecutor, bench: Bench, *submissions: list[dict[str, object]]) -> list[Future[list[Outcome]]]:
+    """Submissions that wait for the writer, in this order."""
+    futures = []
+    for submission in submissions:
+        futures.append(pool.submit(bench.run.submit, table(*submission)))
+        wait_until(lambda: len(bench.run._writer._inbox) == len(futures))
+    return futures
+
+
+def test_calls_that_come_while_the_log_is_written_are_logged_in_one_append() -> None:
+    bench = begun()
+    slow = SlowAppends(bench)
+    with ThreadPoolExecutor(16) as pool:
+        first = pool.submit(bench.run.submit, table(row("u0")))
+        assert slow.entered.wait(PATIENCE_S)
+        before = len(bench.log.records)
+        others = queue(pool, bench, *([row(f"u{number}")] for number in range(1, 11)))
+        slow.go_on.set()
+        assert first.result(PATIENCE_S) == [Outcome.ACCEPTED]
+        assert [other.result(PATIENCE_S) for other in others] == [[Outcome.ACCEPTED]] * 10
+    assert len(bench.log.records) == before + 2, "the one that was being written, and one for all that waited"
+    assert len(decode_events(bench.log.records[-1])) == 10
+    assert bench.replayed() == bench.state
+
+
+def test_the_same_row_sent_twice_at_once_is_accepted_once() -> None:
+    bench = begun()
+    slow = SlowAppends(bench)
+    with ThreadPoolExecutor(16) as pool:
+        first = pool.submit(bench.run.submit, table(row("u0")))
+        assert slow.entered.wait(PATIENCE_S)
+        others = queue(pool, bench, [row("u1")], [row("u1")], [row("u1", reward=9.0)], [row("u2")])
+        slow.go_on.set()
+        first.result(PATIENCE_S)
+        assert others[0].result(PATIENCE_S) == [Outcome.ACCEPTED]
+        assert others[1].result(PATIENCE_S) == [Outcome.DUPLICATE]
+        with pytest.raises(AlreadyExistsError):
+            others[2].result(PATIENCE_S)
+        assert others[3].result(PATIENCE_S) == [Outcome.ACCEPTED]
+    assert bench.replayed() == bench.state
+
+
+def test_a_refused_call_hurts_none_that_is_logged_with_it() -> None:
+    bench = begun()
+    slow = SlowAppends(bench)
+    with ThreadPoolExecutor(16) as pool:
+        first = pool.submit(bench.run.submit, table(row("u0")))
+        assert slow.entered.wait(PATIENCE_S)
+        others = queue(pool, bench, [row("u1")], [row("u2", sample=99)], [row("u3")])
+        slow.go_on.set()
+        first.result(PATIENCE_S)
+        assert others[0].result(PATIENCE_S) == others[2].result(PATIENCE_S) == [Outcome.ACCEPTED]
+        with pytest.raises(GristmillError, match="sample is 99"):
+            others[1].result(PATIENCE_S)
+    stored = [row for event in bench.log.events if isinstance(event, RowsStored) for row in event.rows]
+    assert [row.trajectory.uid for row in stored] == ["first", "u0", "u1", "u3"]
+
+
+def test_a_log_that_refuses_refuses_all_that_it_would_have_logged_and_keeps_none_of_their_rows() -> None:
+    bench = begun()
+    slow = SlowAppends(bench)
+    held = len(bench.rows)
+    with ThreadPoolExecutor(16) as pool:
+        first = pool.submit(bench.run.submit, table(row("u0")))
+        assert slow.entered.wait(PATIENCE_S)
+        slow.error = UnavailableError("the log is full")
+        others = queue(pool, bench, *([row(f"u{number}")] for number in range(1, 4)))
+        slow.go_on.set()
+        errors = [one.exception(PATIENCE_S) for one in (first, *others)]
+    assert all(isinstance(error, UnavailableError) for error in errors)
+    assert len({id(error) for error in errors}) == 4, "each caller has an error of its own"
+    assert len(bench.rows) == held
+    assert bench.replayed() == bench.state
+    assert bench.run._writer.staged == {}
+
+
+def test_a_lost_log_ends_every_call_and_every_wait() -> None:
+    bench = begun()
+    woken = threading.Event()
+    bench.run.wait(conditions.version_is_reached(7), woken.set)
+    slow = SlowAppends(bench)
+    with ThreadPoolExecutor(16) as pool:
+        first = pool.submit(bench.run.submit, table(row("u0")))
+        assert slow.entered.wait(PATIENCE_S)
+        slow.error = LogLostError("another process decides")
+        others = queue(pool, bench, [row("u1")], [row("u2")])
+        slow.go_on.set()
+        for one in (first, *others):
+            with pytest.raises(UnavailableError):
+                one.result(PATIENCE_S)
+    assert woken.wait(PATIENCE_S)
+    assert bench.run.is_lost
+
+
+def test_reads_do_not_wait_for_the_log() -> None:
+    bench = begun()
+    slow = SlowAppends(bench)
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(bench.run.submit, table(row("u0")))
+        assert slow.entered.wait(PATIENCE_S)
+        assert bench.run.status().rows_accepted == 1
+        assert bench.run.shard("policy", 0, None, 0).position == Position(0)
+        slow.go_on.set()
+        writing.result(PATIENCE_S)
+
+
+def test_a_defect_in_a_command_is_its_callers_alone_and_the_writer_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = begun()
+    monkeypatch.setattr("gristmill_service.run.machine.aborts.abort_groups", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.run.abort_groups(0, ["u0"], "why")
+    assert bench.submit(row("u0")) == ["ACCEPTED"]
+
+
+def test_ranks_that_acknowledge_at_once_are_logged_together_and_commit_once() -> None:
+    bench = Bench(dp_size=4, train_batch_size=1, max_buffered_batches=4)
+    bench.submit(*group_rows("a"), *group_rows("b"))
+    bench.make_batches()
+    slow = SlowAppends(bench)
+    with ThreadPoolExecutor(8) as pool:
+        first = pool.submit(bench.run.announce, 1)
+        assert slow.entered.wait(PATIENCE_S)
+        before = len(bench.log.records)
+        acks = []
+        for rank in range(4):
+            acks.append(pool.submit(bench.run.acknowledge, "policy", rank, Position(0), 0, True))
+            wait_until(lambda: len(bench.run._writer._inbox) == len(acks))
+        slow.go_on.set()
+        first.result(PATIENCE_S)
+        assert [ack.result(PATIENCE_S) for ack in acks] == [Position(1)] * 4
+    # The version, the acknowledgements, their commit, and what the commit frees.
+    assert len(bench.log.records) == before + 4
+    assert bench.state.freed == 1
+
+
+@pytest.mark.parametrize("is_collected", [False, True], ids=["its rows", "the run itself"])
+def test_a_deleted_run_leaves_memory_without_the_garbage_collector(is_collected: bool) -> None:
+    runs = Runs(MemoryShardStore())
+    runs.create("run", CONFIG | {"train_batch_size": 1})
+    run = runs.get("run")
+    for number in range(3):
+        run.submit(table(*group_rows(f"u{number}")))
+    wait_until(lambda: run.batch(0).state.name == "PUBLISHED")
+    with pytest.raises(GristmillError):
+        run.submit(table(row("u9", sample=99)))
+    steps = next(iter(run._writer.rows._tables.values())).steps
+    gone = weakref.ref(run if is_collected else steps.tokens.values)
+    gc.collect()
+    gc.disable()
+    try:
+        del run, steps
+        runs.delete("run")
+        deadline = time.monotonic() + 10
+        while gone() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert gone() is None
+    finally:
+        gc.enable()
+    runs.close(PATIENCE_S)
+
+
+def test_closing_returns_when_no_call_is_under_way() -> None:
+    bench = begun()
+    slow = SlowAppends(bench)
+    with ThreadPoolExecutor(4) as pool:
+        writing = pool.submit(bench.run.submit, table(row("u0")))
+        assert slow.entered.wait(PATIENCE_S)
+        closing = pool.submit(bench.run.close, NotFoundError("deleted"))
+        late = pool.submit(bench.run.submit, table(row("u1")))
+        with pytest.raises(NotFoundError):
+            late.result(PATIENCE_S) if late.done() else bench.run.status()
+        assert not closing.done()
+        slow.go_on.set()
+        assert writing.result(PATIENCE_S) == [Outcome.ACCEPTED]
+        closing.result(PATIENCE_S)
+        with pytest.raises(NotFoundError):
+            late.result(PATIENCE_S)
