@@ -19,6 +19,7 @@ from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.run_store import LogLostError
 from tests.run.harness import CONFIG, Bench, group_rows, row, table, wait_until
+from tests.run.test_served_bytes import await_batch
 
 PATIENCE_S = 30.0
 
@@ -190,7 +191,7 @@ def test_a_deleted_run_leaves_memory_without_the_garbage_collector(is_collected:
     run = runs.get("run")
     for number in range(3):
         run.submit(table(*group_rows(f"u{number}")))
-    wait_until(lambda: run.batch(0).state.name == "PUBLISHED")
+    await_batch(run, 0)
     with pytest.raises(GristmillError):
         run.submit(table(row("u9", sample=99)))
     steps = next(iter(run._writer.rows._tables.values())).steps

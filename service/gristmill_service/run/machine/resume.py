@@ -56,8 +56,8 @@ def resume(
     check_exists(state, model, target)
     if target < current.committed:
         raise FailedPreconditionError(
-            f"{model}: {text_of(target)} lies before the committed {text_of(current.committed)}, and its data may be
-            gone; " "resume from the newer checkpoint, and commit only what a checkpoint holds"
+            f"{model}: {text_of(target)} lies before the committed {text_of(current.committed)}, and its data may be "
+            "gone; resume from the newer checkpoint, and commit only what a checkpoint holds"
         )
     skipped = _skipped(state, model, target, generation, give_up_reason)
     resumed = ModelResumed(model, target, current.incarnation + 1, launch)

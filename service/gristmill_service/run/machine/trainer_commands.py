@@ -82,8 +82,8 @@ class Resume(Command[Resumed]):
         given = self._checkpoint
         if given.run_id not in ("", self._run_id):
             raise FailedPreconditionError(
-                f"the checkpoint is of another run of this name, run_id {given.run_id}, and this one has
-                {self._run_id}: " "that run was deleted since; start without the checkpoint's state, or restore that run"
+                f"the checkpoint is of another run of this name, run_id {given.run_id}, and this one has "
+                f"{self._run_id}: that run was deleted since; start without the checkpoint's state, or restore that run"
             )
         dp_size = self._dp_size or view.state.dp_size
         view.config.with_dp_size(dp_size)
