@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.advantage import group_advantages, trajectory_scores
-from gristmill_service.pipeline.scored_batch import prepare
+from gristmill_service.pipeline.scored_batch import score_batch
 
 
 def config(estimator, n=4, **more):
@@ -107,7 +107,7 @@ def test_scores_too_far_apart_for_the_float32_of_a_shard_are_refused_with_the_tr
     with pytest.raises(
         InvalidArgumentError, match=r"uid 'p' sample 0: advantage is 6e\+38, which float32 does not hold"
     ):
-        mill(from_rows(rows, step_wise=False), config("rloo", 2), run="r", batch=0)
+        build_batch(from_rows(rows, step_wise=False), config("rloo", 2), run="r", batch=0)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -133,5 +133,5 @@ def test_groups_of_different_sizes_are_each_compared_with_their_own():
         for uid, rewards in {"a": [1.0, 0.0], "b": [5.0, 5.0, 2.0], "c": [9.0], "d": [0.0, 4.0]}.items()
         for sample, reward in enumerate(rewards)
     ]
-    prepared = prepare(from_rows(rows, step_wise=False), config("rloo", 4), None)
-    assert prepared.advantages.tolist() == [1, -1, 1.5, 1.5, -3, 0, -4, 4]
+    scored = score_batch(from_rows(rows, step_wise=False), config("rloo", 4), None)
+    assert scored.advantages.tolist() == [1, -1, 1.5, 1.5, -3, 0, -4, 4]

@@ -119,7 +119,7 @@ class Milled:
     plan: dict
     shards: list
 
-    def census(self):
+    def stats(self):
         """Nothing is counted of a batch that the pipeline did not make."""
 
 
@@ -179,16 +179,16 @@ class RecordingBook(MemoryRunLog):
 class Bench:
     """A run on the bench. `make_batches` does what the service's thread does."""
 
-    def __init__(self, *, mill=None, store=None, budget=None, name="run", **settings):
+    def __init__(self, *, build_batch=None, store=None, budget=None, name="run", **settings):
         self.config = parse_config(CONFIG | settings)
-        self.mill, self.store, self.log = mill or BuildBatch(), store or Shelf(), RecordingBook()
+        self.build_batch, self.store, self.log = build_batch or BuildBatch(), store or Shelf(), RecordingBook()
         self.now, self.sealed = 0.0, []
         self.run = Run(
             name,
             self.config,
             PatientStore(self.store),
             self.log,
-            self.mill,
+            self.build_batch,
             lambda run, batch: self.sealed.append(batch),
             lambda: self.now,
             budget or RowBudget(8 << 30),
@@ -211,7 +211,7 @@ class Bench:
 
     def uids(self, batch):
         """The groups of a batch that was made, in order."""
-        return list(dict.fromkeys(self.mill.batches[batch].uids))
+        return list(dict.fromkeys(self.build_batch.batches[batch].uids))
 
     def replayed(self):
         state = State.initial(self.config)

@@ -154,7 +154,7 @@ def test_an_accepted_row_ends_in_exactly_one_batch_or_is_dropped_exactly_once(ch
     accepted, ends = follow(bench.log.events)
     trained = [
         (steps.key(index), int(steps.steps[index]), int(steps.attempts[index]))
-        for steps in bench.mill.batches.values()
+        for steps in bench.build_batch.batches.values()
         for index in range(len(steps))
     ]
     assert sorted(trained) == sorted(name for name, end in ends if end == "sealed")
@@ -304,7 +304,7 @@ def test_in_order_of_admission_no_interleaving_repetition_or_splitting_changes_a
             else:
                 bench.submit(*request)
         bench.make_batches()
-        found.append([contents(bench.mill.batches[batch]) for batch in range(2)])
+        found.append([contents(bench.build_batch.batches[batch]) for batch in range(2)])
     assert found[0] == found[1]
     assert [[name.split("'")[1] for name, _ in batch["keys"]] for batch in found[0]] == [
         sorted(name.split("'")[1] for name, _ in batch["keys"]) for batch in found[0]

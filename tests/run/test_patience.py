@@ -98,7 +98,7 @@ def test_a_batch_that_cannot_be_removed_is_not_waited_for() -> None:
 @pytest.mark.parametrize("ending", ["trained on", "deleted"])
 def test_a_run_whose_batch_waits_for_another_runs_room_goes_on_when_that_comes(ending: str) -> None:
     shelf = Shelf(places=1)
-    runs = Runs(shelf, mill=BuildBatch())
+    runs = Runs(shelf, build_batch=BuildBatch())
     for name in ("one", "other"):
         runs.create(name, CONFIG | {"train_batch_size": 1})
         runs.get(name).submit(table(*group_rows("a")))
@@ -117,7 +117,7 @@ def test_a_run_whose_batch_waits_for_another_runs_room_goes_on_when_that_comes(e
 
 def test_a_run_deleted_while_its_batch_waits_for_room_is_in_no_ones_way() -> None:
     shelf = Shelf(places=1)
-    runs = Runs(shelf, mill=BuildBatch())
+    runs = Runs(shelf, build_batch=BuildBatch())
     for name in ("one", "other", "third"):
         runs.create(name, CONFIG | {"train_batch_size": 1})
     runs.get("one").submit(table(*group_rows("a")))

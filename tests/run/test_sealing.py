@@ -167,14 +167,14 @@ class TestStaleness:
         bench.run.announce(9)
         bench.submit(*group_rows("a", policy_version=0))
         bench.make_batches()
-        assert bench.mill.versions == {0: 9}
+        assert bench.build_batch.versions == {0: 9}
 
-    def test_a_batch_is_milled_with_the_version_it_was_sealed_under(self):
+    def test_a_batch_is_built_with_the_version_it_was_sealed_under(self):
         bench = Bench(train_batch_size=1, max_staleness=1, stale="drop")
         bench.submit(*group_rows("a", policy_version=0))
         bench.run.announce(7)
         bench.make_batches()
-        assert bench.mill.versions == {0: 0}, "else replaying the log would give another batch"
+        assert bench.build_batch.versions == {0: 0}, "else replaying the log would give another batch"
 
     def test_versions_never_go_back(self):
         bench = Bench()
@@ -228,7 +228,7 @@ class TestFinishing:
 class TestFailing:
     def test_everyone_who_asks_gets_the_reason_and_later_batches_go_on(self):
         bench = Bench(train_batch_size=1)
-        bench.mill._fails = {0}
+        bench.build_batch._fails = {0}
         bench.submit(*group_rows("a"), *group_rows("b"))
         bench.make_batches()
         for ask in (
@@ -247,7 +247,7 @@ class TestFailing:
 
     def test_ranks_step_over_it(self):
         bench = Bench(train_batch_size=1)
-        bench.mill._fails = {0, 2}
+        bench.build_batch._fails = {0, 2}
         bench.submit(*group_rows("a"), *group_rows("b"), *group_rows("c"))
         bench.make_batches()
         assert bench.run.shard("policy", 0, None, 0).position == Position(1)
@@ -255,7 +255,7 @@ class TestFailing:
         assert bench.run.status().batches_freed == 3
 
     def test_an_unforeseen_error_is_a_reason_too(self):
-        bench = Bench(train_batch_size=1, mill=lambda *args, **more: 1 / 0)
+        bench = Bench(train_batch_size=1, build_batch=lambda *args, **more: 1 / 0)
         bench.submit(*group_rows("a"))
         bench.make_batches()
         with pytest.raises(BatchFailedError, match="division by zero"):

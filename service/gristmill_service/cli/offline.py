@@ -23,8 +23,7 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.cli.refusal_exit import messages, refusals
 from gristmill_service.cli.rollout_files import read_batches
 from gristmill_service.config import RunConfig, read_config
-from gristmill_service.pipeline import Batch, mill
-from gristmill_service.pipeline import plan as plan_batch
+from gristmill_service.pipeline import BuiltBatch, build_batch, plan_batch
 from gristmill_service.storage.shard_files import write_shards
 
 RolloutsArgument = Annotated[
@@ -84,10 +83,10 @@ def batch(
         for target in targets:
             if target.exists():
                 raise InvalidArgumentError(f"{target} exists already; remove it or choose another --out")
-        milled = list(_mill_all(batches, settings, file.name.split(".")[0]))
-        size = sum(shard.size for one in milled for shard in one.shards)
+        built = list(_build_all(batches, settings, file.name.split(".")[0]))
+        size = sum(shard.size for one in built for shard in one.shards)
         with _progress("Writing shards", size) as advance:
-            for target, one in zip(targets, milled, strict=True):
+            for target, one in zip(targets, built, strict=True):
                 _write(target, one, advance)
 
 
@@ -120,11 +119,11 @@ def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:
         return read_batches(file, config, read)
 
 
-def _mill_all(batches: list[Steps], config: RunConfig, run: str) -> Iterator[Batch]:
+def _build_all(batches: list[Steps], config: RunConfig, run: str) -> Iterator[BuiltBatch]:
     for number, steps in enumerate(batches):
-        milled = mill(steps, config, run=run, batch=number)
-        _warn(milled.plan["counts"])
-        yield milled
+        built = build_batch(steps, config, run=run, batch=number)
+        _warn(built.plan["counts"])
+        yield built
 
 
 def _warn(counts: dict[str, int]) -> None:
@@ -140,14 +139,14 @@ def _warn(counts: dict[str, int]) -> None:
         )
 
 
-def _write(target: Path, milled: Batch, advance: Advance) -> None:
+def _write(target: Path, built: BuiltBatch, advance: Advance) -> None:
     """The batch directory, complete or absent."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        write_shards(partial, milled.shards, advance)
-        (partial / "plan.json").write_text(json.dumps(milled.plan) + "\n", encoding="utf-8")
+        write_shards(partial, built.shards, advance)
+        (partial / "plan.json").write_text(json.dumps(built.plan) + "\n", encoding="utf-8")
         partial.rename(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

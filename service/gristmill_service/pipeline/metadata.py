@@ -19,11 +19,11 @@ from gristmill_service.pipeline.shard_address import ShardAddress
 Labels = dict[str, NDArray[Any]]
 
 
-def row_labels(prepared: ScoredBatch) -> Labels:
+def row_labels(scored: ScoredBatch) -> Labels:
     """Per row its uid, round and stop reason, the padding row's at the end; (rows + 1,) each."""
-    received, rows = prepared.received, prepared.rows
+    received, rows = scored.received, scored.rows
     uids = [uid for _, uid in received.groups]
-    groups = np.append(prepared.row_groups, len(uids))
+    groups = np.append(scored.row_groups, len(uids))
     lasts = np.append(rows.last, len(received.steps))
     return {
         "uids": _objects([*uids, _unused("padding", set(uids))])[groups],

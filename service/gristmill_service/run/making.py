@@ -13,7 +13,7 @@ from gristmill._wire.steps import Steps
 from gristmill.errors import FailedPreconditionError, GristmillError, ResourceExhaustedError, UnavailableError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.batch_stats import BatchStats
-from gristmill_service.pipeline.stage_timer import Timed
+from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.run.kept import KeptRun, OnSealed
 from gristmill_service.run.machine import progress
 from gristmill_service.run.machine.admission import RowBudget
@@ -41,14 +41,14 @@ class BuiltBatch(Protocol):
     def shards(self) -> Sequence[ShardSource]: ...
 
     @property
-    def census(self) -> Callable[[], BatchStats]: ...
+    def stats(self) -> Callable[[], BatchStats]: ...
 
 
 class BuildBatch(Protocol):
-    """The pipeline, `gristmill_service.pipeline.mill`."""
+    """The pipeline, `gristmill_service.pipeline.build_batch`."""
 
     def __call__(
-        self, steps: Steps, config: RunConfig, *, run: str, batch: int, policy_version: int | None, timed: Timed
+        self, steps: Steps, config: RunConfig, *, run: str, batch: int, policy_version: int | None, timed: StageTimer
     ) -> BuiltBatch: ...
 
 
@@ -61,13 +61,13 @@ class MakingRun(KeptRun):
         config: RunConfig,
         store: PatientStore,
         book: RunLog,
-        mill: BuildBatch,
+        build_batch: BuildBatch,
         on_sealed: OnSealed,
         clock: Callable[[], float],
         budget: RowBudget,
     ) -> None:
         super().__init__(name, config, store, book, on_sealed, clock, budget)
-        self._mill = mill
+        self._build_batch = build_batch
 
     def make_batch(self, number: int) -> None:
         """Computes and publishes a sealed batch. Blocks as long as that takes; never raises for the batch's sake."""
@@ -83,7 +83,7 @@ class MakingRun(KeptRun):
         try:
             with self.meters.timed("gather"):
                 steps = gather(picked, token_rewards, self._book.get)
-            milled = self._mill(
+            built = self._build_batch(
                 steps,
                 config,
                 run=self.name,
@@ -92,14 +92,14 @@ class MakingRun(KeptRun):
                 timed=self.meters.timed,
             )
             mini_batches: dict[Model, int] = dict.fromkeys(config.models, 0)
-            for part in milled.plan["mini_batches"]:
+            for part in built.plan["mini_batches"]:
                 mini_batches[part["model"]] += 1
             with self.meters.timed("publish"):
                 nbytes = self._store.publish(
-                    self.name, number, orjson.dumps(milled.plan), milled.shards, lambda: self._closed is None
+                    self.name, number, orjson.dumps(built.plan), built.shards, lambda: self._closed is None
                 )
             if is_first:
-                self.meters.made(number, milled.census)
+                self.meters.made(number, built.stats)
             self._settle_batch(BatchPublished(number, mini_batches, nbytes), config)
         except (UnavailableError, ResourceExhaustedError) as error:
             # Nothing is wrong with the batch: what keeps it has no room for it, or does not answer.

@@ -18,7 +18,7 @@ import structlog
 from gristmill.errors import AlreadyExistsError, GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service import tracing
 from gristmill_service.config import RunConfig, parse_config
-from gristmill_service.pipeline import mill as pipeline_mill
+from gristmill_service.pipeline import build_batch as pipeline_build_batch
 from gristmill_service.run.machine.admission import RowBudget
 from gristmill_service.run.making import BuildBatch
 from gristmill_service.run.patience import PatientStore
@@ -50,10 +50,10 @@ class Runs:
         ledger: RunStore | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        mill: BuildBatch = pipeline_mill,
+        build_batch: BuildBatch = pipeline_build_batch,
         max_row_bytes: int = _MAX_ROW_BYTES,
     ) -> None:
-        self._store, self._clock, self._mill = PatientStore(store), clock, mill
+        self._store, self._clock, self._build_batch = PatientStore(store), clock, build_batch
         self._ledger = ledger or MemoryRunStore()
         self._budget = RowBudget(max_row_bytes)
         self._lock = threading.Lock()
@@ -190,7 +190,7 @@ class Runs:
     def _started(self, name: str, book: RunLog) -> Run:
         try:
             config = parse_config(json.loads(book.config))
-            run = Run(name, config, self._store, book, self._mill, self._enqueue, self._clock, self._budget)
+            run = Run(name, config, self._store, book, self._build_batch, self._enqueue, self._clock, self._budget)
             run.start()
         except BaseException:
             book.close()
