@@ -1,5 +1,6 @@
 """When groups become batches, and which."""
 
+import numpy as np
 import pytest
 
 from gristmill.errors import BatchFailedError, FailedPreconditionError
@@ -112,6 +113,19 @@ class TestZeroVariance:
         bench = Bench(zero_variance_filter="replace", trajectory_score=score)
         bench.submit(row("a", 0), row("a", 1, step=0, last=False, reward=5.0), row("a", 1, step=1))
         assert bool(bench.run.status().groups_dropped) is dropped
+
+    def test_equal_rewards_in_another_order_are_equal_scores(self):
+        bench = Bench(zero_variance_filter="replace", trajectory_score="sum")
+        for sample, rewards in enumerate([(0.1, 0.2, 0.3), (0.3, 0.2, 0.1)]):
+            bench.submit(*(row("a", sample, step=s, last=s == 2, reward=reward) for s, reward in enumerate(rewards)))
+        assert bench.run.status().groups_dropped == {"zero_variance": 1}
+
+    def test_equal_rewards_per_token_are_equal_scores_whichever_way_they_came(self):
+        bench = Bench(zero_variance_filter="replace")
+        bench.submit(row("a", 0, reward=[0.1, 0.2, 0.3], response=(1, 2, 3)))
+        bench.submit(row("a", 1, reward=None, response=(1, 2, 3)))
+        bench.run.set_rewards([RewardUpdate(key("a", 1), None, None, np.array([0.3, 0.2, 0.1]))])
+        assert bench.run.status().groups_dropped == {"zero_variance": 1}
 
     def test_it_is_judged_with_the_reward_that_comes_last(self):
         bench = Bench(zero_variance_filter="replace")

@@ -52,7 +52,7 @@ def plan(file: RolloutsArgument, config: ConfigOption) -> None:
     Example: gristmill plan rollouts.jsonl --config run.yaml | jq .optimizer_steps
     """
     with refusals():
-        settings = read_config(config)
+        settings = _read_settings(config)
         batches, is_lengths = _read(file, settings)
         if is_lengths:
             settings = settings.model_copy(update={"zero_variance_filter": None, "overlong_filter": ()})
@@ -75,7 +75,7 @@ def batch(
     Example: gristmill batch rollouts.jsonl --config run.yaml --out shards
     """
     with refusals():
-        settings = read_config(config)
+        settings = _read_settings(config)
         batches, is_lengths = _read(file, settings)
         if is_lengths:
             raise InvalidArgumentError(f"{file} is a lengths file: it has no tokens to lay out; use gristmill plan")
@@ -101,6 +101,17 @@ def show(directory: Annotated[Path, typer.Argument(metavar="DIR", help="What gri
         # Wide enough that a pipe or a log gets every column whole.
         console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
         console.print(shard_table(directory))
+
+
+def _read_settings(path: Path) -> RunConfig:
+    """Returns the run's settings. Raises InvalidArgumentError also for those that only a service can carry out."""
+    config = read_config(path)
+    if config.zero_variance_filter == "replace":
+        raise InvalidArgumentError(
+            f"{path}: zero_variance_filter: replace puts the next group in the place of one with equal scores, and a "
+            "file has no next group; use zero_variance_filter: mask, or leave it out"
+        )
+    return config
 
 
 def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:
