@@ -102,6 +102,16 @@ def test_stale_groups_are_counted_by_default_and_dropped_when_asked():
     assert {uid for uid, _ in trained(dropped)} == {"p1"}
 
 
+def test_padding_rows_have_the_uid_of_no_group_also_of_none_that_was_dropped():
+    given = rows([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
+    for row, version in zip(given, [1, 1, 4, 4, 4, 4], strict=True):
+        row["uid"] = {"p0": "padding", "p1": "_padding", "p2": "p2"}[row["uid"]]
+        row["policy_version"] = version
+    batch = built(given, max_staleness=2, stale="drop", dp_size=3)
+    assert batch.plan["dropped_uids"] == ["padding"]
+    assert {uid for uid, sample in trained(batch) if sample == -1} == {"__padding"}
+
+
 def test_exactly_max_staleness_behind_is_not_stale_and_unknown_versions_never_are():
     given = rows([[0.0, 1.0]])
     for row, version in zip(given, [2, 4], strict=True):
