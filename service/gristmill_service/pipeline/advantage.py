@@ -23,7 +23,7 @@ Float64s = NDArray[np.float64]
 
 
 def trajectory_scores(rewards: Float64s, trajectory_bounds: Int64s, mode: str) -> Float64s:
-    """Returns the score of each trajectory: its last step's reward, or the exact sum over its steps (`trajectory_score`).
+    """Returns each trajectory's score: its last step's reward, or the exact sum over its steps (`trajectory_score`).
 
     rewards: float64 (steps,), trajectories one after another; trajectory_bounds: (trajectories + 1,).
     """
