@@ -233,3 +233,20 @@ def test_shards_of_a_batch_tell_their_own_rows(dp_size, pad_width):
             assert metadata["loss_denominators"]["row_tokens"] == [
                 max(1, row % 4 + 1) if row >= 0 else 1 for row in rank["rows"]
             ]
+
+
+@pytest.mark.parametrize("balance", ["none", "tokens"])
+def test_the_largest_settings_that_are_accepted_are_carried_out(balance):
+    most = 2**63 - 1
+    batch = built(
+        FOUR,
+        micro_batch={"max_tokens": most},
+        cp_size=2,
+        max_seq_len=most,
+        loss_reduction="seq_mean_token_sum_norm",
+        max_staleness=most,
+        balance=balance,
+    )
+    assert batch.plan["counts"]["rows_over_max_seq_len"] == 0
+    (advantage,) = {row["advantages"][0] for shard in batch.shards for row in naive.shard_rows(shard)}
+    assert advantage == np.float32(1 / (1 + 1e-6) / (2 * most))

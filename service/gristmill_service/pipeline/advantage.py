@@ -159,13 +159,13 @@ class Denominators:
         """
         match config.loss_reduction:
             case "none":
-                divisor: Int64s | int = 1
+                divisor: Int64s | float = 1
             case "token_mean":
                 divisor = self.loss_tokens
             case "sequence_mean":
                 divisor = self.rows * self.row_tokens
             case "seq_mean_token_sum_norm":
-                divisor = self.rows * (config.max_seq_len or 1)
+                divisor = float(self.rows * (config.max_seq_len or 1))  # may be beyond int64
             case "prompt_mean":
                 divisor = self.prompts * self.prompt_tokens
             case "trajectory_mean":
