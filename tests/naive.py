@@ -6,6 +6,7 @@ Slow and obvious on purpose. Shares no code with the pipeline.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -50,8 +51,9 @@ def rewards_of(step: Row) -> list[float]:
 def scores(rows: list[Row], mode: str) -> dict[tuple[str, int], float]:
     by_trajectory: dict[tuple[str, int], list[float]] = {}
     for row in rows:
-        by_trajectory.setdefault((row["uid"], row["sample"]), []).append(float(np.sum(row["reward"])))
-    return {key: steps[-1] if mode == "last_step" else float(sum(steps)) for key, steps in by_trajectory.items()}
+        reward = row["reward"] if isinstance(row["reward"], list) else [row["reward"]]
+        by_trajectory.setdefault((row["uid"], row["sample"]), []).append(math.fsum(reward))
+    return {key: steps[-1] if mode == "last_step" else math.fsum(steps) for key, steps in by_trajectory.items()}
 
 
 def advantages(rows: list[Row], config: dict[str, Any]) -> dict[tuple[str, int], float]:

@@ -1,11 +1,17 @@
 """A run's configuration: defaults, and every combination that is refused before a rollout is accepted."""
 
 import json
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
+import msgspec
+import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gristmill.errors import InvalidArgumentError, UnsupportedError
-from gristmill_service.config import RunConfig, parse_config, read_config
+from gristmill.errors import GristmillError, InvalidArgumentError, UnsupportedError
+from gristmill_service.config import Flops, MicroBatch, RunConfig, parse_config, read_config
 
 GOOD = {
     "train_batch_size": 8,
@@ -109,6 +115,135 @@ def test_a_wrong_configuration_is_refused_naming_the_setting_and_the_remedy(chan
     with pytest.raises(InvalidArgumentError, match=message) as refusal:
         parse_config(GOOD | change)
     assert not isinstance(refusal.value, UnsupportedError)
+
+
+def has(annotation: Any, kind: type) -> bool:
+    """Whether a value of that type may be given."""
+    return annotation is kind or any(has(part, kind) for part in get_args(annotation))
+
+
+NUMBERS = {
+    kind: [
+        *(name for name, field in RunConfig.model_fields.items() if has(field.annotation, kind)),
+        *(f"micro_batch.{name}" for name, field in MicroBatch.model_fields.items() if has(field.annotation, kind)),
+        *(f"flops.{name}" for name, field in Flops.model_fields.items() if has(field.annotation, kind)),
+    ]
+    for kind in (int, float)
+}
+
+
+def with_setting(name: str, value: object) -> dict[str, Any]:
+    section, _, inner = name.rpartition(".")
+    return GOOD | ({section: {inner: value}} if section else {name: value})
+
+
+@pytest.mark.parametrize("value", [2**63, 2**64, 10**400, 10**5000], ids=["2**63", "2**64", "10**400", "10**5000"])
+@pytest.mark.parametrize("name", NUMBERS[int])
+def test_an_integer_beyond_64_bits_is_refused_with_setting_value_and_limit(name, value):
+    with pytest.raises(InvalidArgumentError, match=rf"{name}: input should be less than .*\d, got ") as refusal:
+        parse_config(with_setting(name, value))
+    assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize("value", [10**400, 10**5000], ids=["10**400", "10**5000"])
+@pytest.mark.parametrize("name", NUMBERS[float])
+def test_a_number_beyond_64_bits_is_refused_with_setting_value_and_limit(name, value):
+    with pytest.raises(
+        InvalidArgumentError, match=rf"{name}: input should be less than or equal to .*, got "
+    ) as refusal:
+        parse_config(with_setting(name, value))
+    assert len(str(refusal.value)) < 300
+
+
+def test_a_timeout_longer_than_timers_take_is_refused():
+    with pytest.raises(InvalidArgumentError, match="group_timeout_s: input should be less than or equal to 1000000000"):
+        parse_config(GOOD | {"group_timeout_s": 1e308})
+
+
+def test_text_that_no_file_holds_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"overlong_filter.1: input should be valid unicode, got '\\ud800'"):
+        parse_config(GOOD | {"overlong_filter": ["length", "\ud800"]})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {f"setting_{number}": number for number in range(100_000)},
+        {"micro_batch": {f"setting_{number}": number for number in range(100_000)}},
+        {"overlong_filter": list(range(100_000))},
+        {"overlong_filter": ["length"] * 100_000},
+        {"columns": list(range(100_000))},
+        {"merge": "x" * 100_000},
+        {"\ud800" * 100_000: 1},
+    ],
+    ids=["unknown", "unknown_within", "no_reasons", "reasons", "columns", "text", "name"],
+)
+def test_however_much_is_wrong_the_message_is_short(change):
+    with pytest.raises(InvalidArgumentError) as refusal:
+        parse_config(GOOD | change)
+    assert len(str(refusal.value).encode()) < 2500
+
+
+TEXTS = st.text(st.characters(codec=None, categories=["Cs", "L", "N", "P", "Cc", "So"]), max_size=3)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**400), 10**400)
+    | st.integers(-2, 4)
+    | st.sampled_from([2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64])
+    | st.floats()
+    | TEXTS
+)
+
+
+def values_of(name: str, annotation: Any) -> st.SearchStrategy[Any]:
+    """Values of a setting, most of them fit for it."""
+    choices = [
+        value for part in (annotation, *get_args(annotation)) for value in get_args(part) if get_origin(part) is Literal
+    ]
+    fit = {
+        int: st.integers(1, 4) | st.integers(1, 2**63 - 1),
+        float: st.floats(0, 1e9),
+        str: TEXTS,
+        bool: st.booleans(),
+        NoneType: st.none(),
+    }
+    if name == "overlong_filter":
+        return st.lists(TEXTS, max_size=3) | SCALARS
+    fitting = [strategy for kind, strategy in fit.items() if has(annotation, kind)]
+    return st.one_of(*fitting, *([st.sampled_from(choices)] if choices else []), SCALARS)
+
+
+def section(model: Any) -> st.SearchStrategy[Any]:
+    return st.fixed_dictionaries(
+        {}, optional={name: values_of(name, field.annotation) for name, field in model.model_fields.items()}
+    )
+
+
+CHANGES = section(RunConfig).flatmap(
+    lambda change: st.fixed_dictionaries(
+        {
+            name: st.just(value)
+            for name, value in list(change.items())[:3]
+            if name not in ("micro_batch", "flops", "columns")
+        },
+        optional={"micro_batch": section(MicroBatch), "flops": section(Flops) | SCALARS},
+    )
+)
+
+
+@given(CHANGES)
+def test_an_accepted_configuration_survives_whatever_stores_and_sends_it(change):
+    try:
+        config = parse_config(GOOD | change)
+    except GristmillError as refusal:
+        str(refusal).encode()
+        return
+    for exclude_defaults in (False, True):
+        text = config.model_dump_json(exclude_defaults=exclude_defaults)
+        assert parse_config(json.loads(text)) == parse_config(orjson.loads(text)) == config
+        packed = msgspec.msgpack.encode(config.model_dump(mode="json", exclude_defaults=exclude_defaults))
+        assert parse_config(msgspec.msgpack.decode(packed)) == config
 
 
 @pytest.mark.parametrize(

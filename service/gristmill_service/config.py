@@ -6,14 +6,18 @@ Owns every rule that can be decided before a rollout is seen. Reads no file but 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, NonNegativeFloat
 from pydantic import ValidationError as PydanticValidationError
+from pydantic_core import PydanticCustomError
 
 from gristmill.errors import InvalidArgumentError, UnsupportedError
+from gristmill_service.validation_messages import place, problems, shown
 
 LossReduction = Literal[
     "none", "token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean", "trajectory_mean"
@@ -23,6 +27,14 @@ Model = Literal["policy", "critic"]
 # Far beyond what anyone runs, and small enough that a slip of the keyboard is refused before memory is.
 Size = Annotated[int, Field(gt=0, le=1 << 14)]
 Count = Annotated[int, Field(gt=0, le=1 << 24)]
+# Where a setting has no other limit it is that of 64 bits: nothing that stores or sends a configuration holds more.
+INT64_MAX = 2**63 - 1
+FLOAT64_MAX = sys.float_info.max
+Tokens = Annotated[int, Field(gt=0, le=INT64_MAX)]
+Bytes = Annotated[int, Field(gt=0, le=INT64_MAX)]
+Versions = Annotated[int, Field(ge=0, le=INT64_MAX)]
+# Thirty years: what timers take.
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -32,8 +44,8 @@ class MicroBatch(BaseModel):
 
     model_config = _STRICT
 
-    size: PositiveInt | None = None
-    max_tokens: PositiveInt | None = None
+    size: Count | None = None
+    max_tokens: Tokens | None = None
 
 
 def _number(value: object) -> object:
@@ -44,6 +56,16 @@ def _number(value: object) -> object:
         return value
 
 
+def _encodable(text: str) -> str:
+    """Refuses what no file and no message can hold: half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PydanticCustomError("unicode", "input should be valid Unicode") from error
+    return text
+
+
+StopReason = Annotated[str, AfterValidator(_encodable), Field(max_length=1000)]
 Coefficient = Annotated[NonNegativeFloat, BeforeValidator(_number)]
 
 
@@ -87,8 +109,8 @@ class RunConfig(BaseModel):
     grpo_norm_by_std: bool = True
     loss_reduction: LossReduction = "none"
     zero_variance_filter: Annotated[Literal["mask", "replace"] | None, BeforeValidator(_filter_mode)] = None
-    overlong_filter: tuple[str, ...] = Field(default=(), strict=False)
-    max_staleness: NonNegativeInt | None = None
+    overlong_filter: Annotated[tuple[StopReason, ...], FailFast()] = Field(default=(), strict=False, max_length=1000)
+    max_staleness: Versions | None = None
     stale: Literal["drop", "count"] = "count"
     dp_size: Size = 1
     cp_size: Size = 1
@@ -99,16 +121,16 @@ class RunConfig(BaseModel):
     balance: Literal["none", "tokens", "flops"] = "none"
     flops: Flops | None = None
     seal_order: Literal["completion", "admission"] = "completion"
-    group_timeout_s: Annotated[float, Field(gt=0)] | None = None
+    group_timeout_s: Seconds | None = None
     min_samples: Size = 1
     max_buffered_batches: Count = 4
-    max_buffered_bytes: PositiveInt = 4 << 30
+    max_buffered_bytes: Bytes = 4 << 30
     layout: Literal["left_padded", "packed"] = "left_padded"
     pad_width: Literal["batch", "mini_batch", "shard", "micro_batch"] = "shard"
     pad_to_multiple_of: Size = 1
     pad_token_id: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    max_seq_len: PositiveInt | None = None
-    columns: tuple[dict[str, Any], ...] = Field(default=(), strict=False)
+    max_seq_len: Tokens | None = None
+    columns: Annotated[tuple[dict[str, Any], ...], FailFast()] = Field(default=(), strict=False)
 
     @property
     def align_to(self) -> int:
@@ -118,7 +140,8 @@ class RunConfig(BaseModel):
     @property
     def token_cap(self) -> int | None:
         """Tokens (prompt and response) that one micro-batch may hold; None when micro-batches are counted in rows."""
-        return None if self.micro_batch.max_tokens is None else self.micro_batch.max_tokens * self.cp_size
+        tokens = self.micro_batch.max_tokens
+        return None if tokens is None else min(tokens * self.cp_size, INT64_MAX)
 
     @property
     def padding_row_tokens(self) -> int:
@@ -166,12 +189,15 @@ def parse_config(mapping: object, source: str = "configuration") -> RunConfig:
     if not isinstance(mapping, dict):
         raise InvalidArgumentError(f"{source}: expected a mapping of settings, got {type(mapping).__name__}")
     try:
+        _refuse_unknown(mapping, RunConfig.model_fields)
+        for section, model in _SECTIONS.items():
+            if isinstance(given := mapping.get(section), dict):
+                _refuse_unknown(given, model.model_fields, f"{section}.")
         config = RunConfig.model_validate(mapping)
-    except PydanticValidationError as error:
-        raise InvalidArgumentError(f"{source}: {_explain(error)}") from None
-    try:
         _refuse_unsupported(config)
         _refuse_wrong_combinations(config)
+    except PydanticValidationError as error:
+        raise InvalidArgumentError(f"{source}: {problems(_explain(error))}") from None
     except InvalidArgumentError as error:
         raise type(error)(f"{source}: {error}") from None
     return config
@@ -185,23 +211,28 @@ def read_config(path: Path) -> RunConfig:
         raise InvalidArgumentError(f"{path}: cannot read the configuration: {error}") from None
     try:
         mapping = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise InvalidArgumentError(f"{path}: neither valid YAML nor JSON: {error}") from None
     return parse_config(mapping, str(path))
 
 
-def _explain(error: PydanticValidationError) -> str:
-    parts = []
-    for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"])
-        if item["type"] == "extra_forbidden":
-            known = ", ".join(_SECTIONS.get(str(item["loc"][0]), RunConfig).model_fields)
-            parts.append(f"unknown setting {name}; known are {known}")
-        elif item["type"] == "missing":
-            parts.append(f"{name} is required")
+def _refuse_unknown(mapping: dict[Any, Any], known: Collection[str], section: str = "") -> None:
+    """Refuses settings that there are not, before pydantic makes an error of each."""
+    unknown = [name for name in mapping if name not in known]
+    if unknown:
+        names = (f"unknown setting {section}{name if str(name).isprintable() else shown(name)}" for name in unknown)
+        raise InvalidArgumentError(f"{problems(names)}; known are {', '.join(known)}")
+
+
+def _explain(error: PydanticValidationError) -> Iterator[str]:
+    for item in error.errors(include_url=False, include_context=False):
+        name, value = place(item), item["input"]
+        if item["type"] == "missing":
+            yield f"{name} is required"
+        elif item["type"] == "float_type" and isinstance(value, int) and not isinstance(value, bool):
+            yield f"{name}: input should be less than or equal to {FLOAT64_MAX}, got {shown(value)}"
         else:
-            parts.append(f"{name}: {item['msg'].lower()}, got {item['input']!r}")
-    return "; ".join(parts)
+            yield f"{name}: {item['msg'].lower()}, got {shown(value)}"
 
 
 def _refuse_unsupported(config: RunConfig) -> None:

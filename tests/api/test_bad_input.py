@@ -120,6 +120,13 @@ WRONG_CONFIGS: dict[str, tuple[Any, tuple[str, ...]]] = {
         ("can never align", "8"),
     ),
     "wrong type": ({**CONFIG, "dp_size": "two"}, ("dp_size", "'two'")),
+    "beyond 64 bits": (
+        {**CONFIG, "max_buffered_bytes": 2**64},
+        ("max_buffered_bytes", "less than or equal to 9223372036854775807", "got 18446744073709551616"),
+    ),
+    "far beyond 64 bits": ({**CONFIG, "micro_batch": {"max_tokens": 10**400}}, ("micro_batch.max_tokens", "got 1000")),
+    "half a surrogate pair": ({**CONFIG, "overlong_filter": ["\ud800"]}, ("overlong_filter.0", r"got '\ud800'")),
+    "a name of half a surrogate pair": ({**CONFIG, "\ud800": 1}, (r"\ud800",)),
     "missing": ({}, ("train_batch_size is required",)),
     "not built": ({**CONFIG, "merge": "tree"}, ("merge: tree", "use prefix or none")),
 }

@@ -14,7 +14,7 @@ from gristmill._wire.addresses import ShardAddress
 from gristmill.v1 import trainer_pb2_grpc
 from gristmill_service.api.rpc.streams import Streams
 from gristmill_service.api.rpc.trainers import TrainerServicer
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore
 from tests import naive
@@ -28,7 +28,7 @@ ADDRESS = ShardAddress("run", "policy", 3, 0, 1)
 @pytest.fixture(scope="module")
 def batch():
     work = workload("agent")
-    return mill(work.steps, work.config("prefix"), run="run", batch=0)
+    return build_batch(work.steps, work.config("prefix"), run="run", batch=0)
 
 
 @pytest.fixture

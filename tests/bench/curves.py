@@ -22,7 +22,7 @@ from matplotlib.figure import Figure as Picture
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from gristmill._wire.steps import check
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.storage.shard_files import write_shards
 from tests.bench import formats, plot, producers
 from tests.bench.figures import seconds
@@ -61,7 +61,7 @@ def _least(work: Workload, merge: str, dp_size: int = DP_SIZE) -> float:
         target = Path(directory) / "batch"
 
         def once() -> None:
-            batch = mill(check(work.steps), config, run="bench", batch=0)
+            batch = build_batch(check(work.steps), config, run="bench", batch=0)
             target.mkdir()
             write_shards(target, batch.shards)
 

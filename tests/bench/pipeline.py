@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from gristmill._wire.steps import check
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.storage.shard_files import write_shards
 from tests.bench.figures import Figure, paired
 from tests.bench.workloads import Workload, workload
@@ -63,7 +63,7 @@ def _speed(work: Workload, merge: str) -> Figure:
 
 def make(work: Workload, merge: str, target: Path) -> int:
     """The whole path once; the bytes written."""
-    batch = mill(check(work.steps), work.config(merge), run="bench", batch=0)
+    batch = build_batch(check(work.steps), work.config(merge), run="bench", batch=0)
     target.mkdir()
     return sum(write_shards(target, batch.shards).values())
 

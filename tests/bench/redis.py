@@ -14,7 +14,7 @@ import redis
 from safetensors.numpy import load
 
 from gristmill._wire.compact_shards import restore
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.iovec import join
 from gristmill_service.pipeline.layout import Shard
 from gristmill_service.run.runs import Runs
@@ -55,7 +55,7 @@ def _together(name: str, reach: float, parts: list[Figure]) -> Figure:
 def _figures(client: redis.Redis, name: str, merge: str) -> Iterator[Figure]:
     client.flushall()
     work = workload(name)
-    batch = mill(work.steps, work.config(merge), run="bench", batch=0)
+    batch = build_batch(work.steps, work.config(merge), run="bench", batch=0)
     store = RedisShardStore(client, OpenFence(client))
     store.publish("bench", 0, b"{}", batch.shards)
     stored = sum(client.strlen(key) for key in client.scan_iter("*:shard:*"))

@@ -20,7 +20,7 @@ from gristmill._wire.shard_frames import frame, unframe
 from gristmill.torch import Conversion, Shard, map_shard, open_shard, parse_shard, token_logprobs
 from gristmill.v1 import trainer_pb2
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.iovec import join
 from tests import naive
 from tests.strategies import batches_and_settings
@@ -51,7 +51,7 @@ LAYOUTS = [
 
 
 def shard_bytes(rows, config):
-    shards = mill(from_rows(rows), parse_config(config), run="run", batch=0).shards
+    shards = build_batch(from_rows(rows), parse_config(config), run="run", batch=0).shards
     return [join(shard.iovec()) for shard in shards]
 
 

@@ -19,7 +19,7 @@ from gristmill._wire.rows import from_rows
 from gristmill.errors import BatchFailedError, GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.iovec import join
 from tests.client.test_shards import CONFIG, ROWS, shard_bytes
 
@@ -180,7 +180,7 @@ def test_a_stream_that_ends_early_is_an_error(read):
 
 
 def test_a_shard_that_comes_without_its_padding_is_restored(read):
-    (shard,) = mill(from_rows(ROWS), parse_config(CONFIG), run="run", batch=0).shards
+    (shard,) = build_batch(from_rows(ROWS), parse_config(CONFIG), run="run", batch=0).shards
     data = join(shard.compact())
     tensors, metadata = read(
         shard.size, [data[:10], grpc.StatusCode.UNAVAILABLE], [data[:100], data[100:777], data[777:]], are_compact=True
@@ -191,7 +191,7 @@ def test_a_shard_that_comes_without_its_padding_is_restored(read):
 
 
 def test_a_compact_shard_that_ends_early_is_an_error(read):
-    (shard,) = mill(from_rows(ROWS), parse_config(CONFIG), run="run", batch=0).shards
+    (shard,) = build_batch(from_rows(ROWS), parse_config(CONFIG), run="run", batch=0).shards
     with pytest.raises(InvalidArgumentError, match="no whole compact shard"):
         read(shard.size, [join(shard.compact())[:-1]], are_compact=True)
 

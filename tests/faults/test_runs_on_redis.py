@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gristmill.errors import GristmillError, InvalidArgumentError, ResourceExhaustedError, UnavailableError
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Position
 from gristmill_service.run.runs import Runs
@@ -39,7 +39,7 @@ class Replica:
         self.client = connect(RedisAddress(url=url))
         self.ledger = RedisRunStore(self.client, PREFIX, lease_s)
         self.store = RedisShardStore(self.client, self.ledger, PREFIX)
-        self.runs = Runs(self.store, self.ledger, mill=mill)
+        self.runs = Runs(self.store, self.ledger, build_batch=build_batch)
         self.ledger.introduce(name, name)
         self._is_open = True
 
@@ -272,7 +272,7 @@ def test_owners_that_die_under_load_with_short_logs_lose_nothing(
 def test_a_journal_that_is_compacted_under_load_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("gristmill_service.storage.journal.event_log._LEAST_LENGTH", 3000)
     ledger, store = JournalRunStore(tmp_path, "always"), MemoryShardStore()
-    runs = Runs(store, ledger, mill=mill)
+    runs = Runs(store, ledger, build_batch=build_batch)
     runs.create("run", CREATED)
     accepted, lock = list[str](), threading.Lock()
 
@@ -293,7 +293,7 @@ def test_a_journal_that_is_compacted_under_load_loses_nothing(tmp_path: Path, mo
     runs.close(10)
     ledger.close()
     ledger = JournalRunStore(tmp_path)
-    again = Runs(MemoryShardStore(), ledger, mill=mill)
+    again = Runs(MemoryShardStore(), ledger, build_batch=build_batch)
     try:
         groups = again.get("run").groups()
         assert sorted(view.uid for view in groups) == sorted(accepted)

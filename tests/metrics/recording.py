@@ -7,7 +7,7 @@ from contextlib import suppress
 from gristmill.errors import UnavailableError
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.registry import Watched
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.metrics.scraping import Scrape
 from tests.run.harness import Bench, row
@@ -19,7 +19,7 @@ class Recording:
     """`minute` lets one pass and scrapes. What the service tells beside its runs may be set."""
 
     def __init__(self, **settings) -> None:
-        given = {"mill": mill, "store": MemoryShardStore(), "merge": "prefix", "max_buffered_batches": 2}
+        given = {"build_batch": build_batch, "store": MemoryShardStore(), "merge": "prefix", "max_buffered_batches": 2}
         self.bench = Bench(**(given | settings))
         self.leases = {"own": 1, "lost": 0, "elsewhere": 0, "nobody": 0}
         self.trouble = ""

@@ -74,7 +74,7 @@ def straggling():
 
 
 def failed():
-    recording = Recording(mill=BuildBatch(fails=(0,)))
+    recording = Recording(build_batch=BuildBatch(fails=(0,)))
     recording.minute()
     recording.bench.submit(*(row for uid in "ab" for row in group_rows(uid)))
     recording.bench.make_batches()

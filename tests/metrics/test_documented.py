@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.registry import Watched
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.metrics.scraping import Scrape
 from tests.run.harness import Bench, group_rows
@@ -21,7 +21,7 @@ _ROW = re.compile(r"^\| `(gristmill_\w+)` \| (\w+) \| ([^|]*)\|", re.MULTILINE)
 @pytest.fixture(scope="module")
 def busy() -> Metrics:
     """With a series of every metric."""
-    bench = Bench(mill=mill, store=MemoryShardStore(), merge="prefix", name='a "run" \\ of\nmine')
+    bench = Bench(build_batch=build_batch, store=MemoryShardStore(), merge="prefix", name='a "run" \\ of\nmine')
     bench.begin("a", "b", "c")
     bench.submit(*group_rows("a"), *group_rows("b"))
     bench.make_batches()

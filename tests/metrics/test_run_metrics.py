@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gristmill._wire.steps import TrajectoryKey
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.metrics.scraping import scraped
 from tests.run.harness import Bench, group_rows, row
@@ -87,7 +87,7 @@ def test_ranks_that_are_gone_have_no_series():
 
 
 def test_a_batch_that_is_made_again_is_counted_once():
-    bench = Bench(mill=mill, store=MemoryShardStore(), dp_size=1)
+    bench = Bench(build_batch=build_batch, store=MemoryShardStore(), dp_size=1)
     bench.begin("a", "b")
     bench.submit(*group_rows("a"), *group_rows("b"))
     bench.make_batches()

@@ -68,6 +68,17 @@ def run(*arguments, expect=0):
     return done
 
 
+@pytest.mark.parametrize("command", ["plan", "batch"])
+def test_replacing_groups_is_refused_as_a_file_has_no_next_group(command, config, file, tmp_path):
+    config.write_text(json.dumps(CONFIG | {"zero_variance_filter": "replace"}))
+    out = tmp_path / "out"
+    done = run(command, file, "--config", config, *(["--out", out] if command == "batch" else []), expect=1)
+    assert done.stdout == ""
+    assert "zero_variance_filter: replace" in done.stderr
+    assert "use zero_variance_filter: mask" in done.stderr
+    assert not out.exists()
+
+
 def test_plan_prints_one_document_a_batch_on_standard_output_and_nothing_else(config, file):
     done = run("plan", file, "--config", config)
     plans = [json.loads(line) for line in done.stdout.splitlines()]

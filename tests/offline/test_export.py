@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from safetensors.numpy import load
 
 from gristmill import RolloutClient
@@ -27,9 +28,9 @@ def gristmill(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([GRISTMILL, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)
 
 
-def fill(address: str, run: str) -> None:
+def fill(address: str, run: str, **settings: object) -> None:
     with RolloutClient(address, run) as client:
-        client.create_run(CONFIG)
+        client.create_run({**CONFIG, **settings})
         for uid in ("a", "b"):
             for sample in range(2):
                 with client.trajectory(uid, sample) as trajectory:
@@ -39,8 +40,9 @@ def fill(address: str, run: str) -> None:
                     )
 
 
-def test_an_exported_batch_is_laid_out_as_the_service_did(service, run_name, tmp_path):
-    fill(service.grpc_address, run_name)
+@pytest.mark.parametrize("settings", [{}, {"zero_variance_filter": "replace"}], ids=["", "groups_replaced"])
+def test_an_exported_batch_is_laid_out_as_the_service_did(service, run_name, tmp_path, settings):
+    fill(service.grpc_address, run_name, **settings)
     rollouts, config = tmp_path / "rollouts.jsonl.gz", tmp_path / "run.yaml"
     exported = gristmill(
         "export", run_name, 0, "--out", rollouts, "--config", config, "--address", service.grpc_address

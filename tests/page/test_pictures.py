@@ -18,7 +18,7 @@ from gristmill._wire.steps import Steps
 from gristmill_service.api.http import page_models as models
 from gristmill_service.config import parse_config
 from gristmill_service.monitoring.batch_summary import outline
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.service import Service
 from tests.bench.workloads import uniform, workload
@@ -181,7 +181,7 @@ def test_it_does_not_matter_how_many_rows_are_read_at_a_time(size: int) -> None:
     found = outline(
         (steps.take(np.arange(at, min(at + size, len(steps)))) for at in range(0, len(steps), size)), config
     )
-    plan = mill(steps, config, run="r", batch=0).plan
+    plan = build_batch(steps, config, run="r", batch=0).plan
     assert len(found.lengths) == plan["rows"]
     assert found.trained.sum() == sum(part["loss_tokens"] for part in plan["mini_batches"])
     assert found.breaks.in_all == plan["rows"] - 48

@@ -1,5 +1,7 @@
 """Scores and advantages, estimator by estimator."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,9 +10,9 @@ from hypothesis import strategies as st
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.advantage import group_advantages, trajectory_scores
-from gristmill_service.pipeline.scored_batch import prepare
+from gristmill_service.pipeline.scored_batch import score_batch
 
 
 def config(estimator, n=4, **more):
@@ -107,7 +109,7 @@ def test_scores_too_far_apart_for_the_float32_of_a_shard_are_refused_with_the_tr
     with pytest.raises(
         InvalidArgumentError, match=r"uid 'p' sample 0: advantage is 6e\+38, which float32 does not hold"
     ):
-        mill(from_rows(rows, step_wise=False), config("rloo", 2), run="r", batch=0)
+        build_batch(from_rows(rows, step_wise=False), config("rloo", 2), run="r", batch=0)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -133,5 +135,44 @@ def test_groups_of_different_sizes_are_each_compared_with_their_own():
         for uid, rewards in {"a": [1.0, 0.0], "b": [5.0, 5.0, 2.0], "c": [9.0], "d": [0.0, 4.0]}.items()
         for sample, reward in enumerate(rewards)
     ]
-    prepared = prepare(from_rows(rows, step_wise=False), config("rloo", 4), None)
-    assert prepared.advantages.tolist() == [1, -1, 1.5, 1.5, -3, 0, -4, 4]
+    scored = score_batch(from_rows(rows, step_wise=False), config("rloo", 4), None)
+    assert scored.advantages.tolist() == [1, -1, 1.5, 1.5, -3, 0, -4, 4]
+
+
+@given(rewards=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8), data=st.data())
+def test_a_score_does_not_depend_on_the_order_of_the_steps_rewards(rewards, data):
+    shuffled = data.draw(st.permutations(rewards))
+    scores = trajectory_scores(np.array([*rewards, *shuffled]), np.array([0, len(rewards), 2 * len(rewards)]), "sum")
+    assert scores.tolist() == [math.fsum(rewards)] * 2
+
+
+def trajectories(*rewards):
+    """A prompt's samples, whose steps have these rewards."""
+    return [
+        {
+            "uid": "p",
+            "sample": sample,
+            "step": step,
+            "is_last_step": step == len(of_steps) - 1,
+            "prompt_token_ids": [1],
+            "response_ids": [2] * (len(reward) if isinstance(reward, list) else 1),
+            "loss_mask": [1] * (len(reward) if isinstance(reward, list) else 1),
+            "reward": reward,
+        }
+        for sample, of_steps in enumerate(rewards)
+        for step, reward in enumerate(of_steps)
+    ]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize(
+    "rewards",
+    [([0.1, 0.2, 0.3], [0.3, 0.2, 0.1]), ([[0.1, 0.2, 0.3]], [[0.3, 0.2, 0.1]])],
+    ids=["over_steps", "over_tokens"],
+)
+def test_equal_rewards_in_another_order_are_equal_scores(estimator, rewards):
+    settings = config(estimator, 2, step_wise=True, trajectory_score="sum", zero_variance_filter="mask")
+    scored = score_batch(from_rows(trajectories(*rewards)), settings, None)
+    assert scored.scores.tolist() == [math.fsum([0.1, 0.2, 0.3])] * 2
+    assert scored.advantages.tolist() == [0.0, 0.0]
+    assert scored.counts["zero_variance_groups"] == 1

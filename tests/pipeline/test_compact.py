@@ -14,7 +14,7 @@ from gristmill._wire.compact_shards import PART, restore
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.iovec import Region, coalesced, cut, join
 from tests import naive
 from tests.strategies import batches_and_settings
@@ -49,7 +49,7 @@ def test_a_shard_restored_from_its_compact_form_in_any_pieces_is_its_file(short,
     rows, config = drawn
     if advantages != "estimated":
         rows, config = with_advantages(rows, advantages), config | {"advantage_estimator": "none"}
-    batch = mill(from_rows(rows), parse_config(config), run="r", batch=0)
+    batch = build_batch(from_rows(rows), parse_config(config), run="r", batch=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compact_shards, "_SHORT", short)
         for shard in batch.shards:
@@ -87,7 +87,7 @@ def long_rows(responses, **overrides):
         "micro_batch": {"size": 2},
         "dp_size": 1,
     }
-    batch = mill(from_rows(rows, step_wise=False), parse_config(config | overrides), run="r", batch=0)
+    batch = build_batch(from_rows(rows, step_wise=False), parse_config(config | overrides), run="r", batch=0)
     return batch.shards[0]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from tests import naive
 from tests.strategies import batches_and_settings, rollouts
 
@@ -18,8 +18,8 @@ SLOW = settings(
 )
 
 
-def milled(rows, config):
-    return mill(from_rows(rows), parse_config(config), run="r", batch=0)
+def built(rows, config):
+    return build_batch(from_rows(rows), parse_config(config), run="r", batch=0)
 
 
 @SLOW
@@ -28,7 +28,7 @@ def test_every_row_carries_its_own_tokens_masks_rewards_and_advantage(drawn):
     rows, config = drawn
     groups = naive.merged(rows, config["merge"])
     given_advantages = naive.advantages(rows, config)
-    batch = milled(rows, config)
+    batch = built(rows, config)
     seen = set()
     for shard in batch.shards:
         for row in naive.shard_rows(shard):
@@ -65,7 +65,7 @@ def test_summing_over_all_ranks_gives_the_loss_reduction(drawn):
     for row in rows:
         row["advantage"] = 1.0
     config["advantage_estimator"] = "none"
-    batch = milled(rows, config)
+    batch = built(rows, config)
     groups = naive.merged(rows, config["merge"])
     for part in batch.plan["mini_batches"]:
         if part["model"] != "policy":
@@ -112,7 +112,7 @@ def test_merging_never_changes_scores_advantages_or_trained_tokens(drawn):
 
     def trained(merge):
         found = []
-        batch = milled(rows, {**config, "merge": merge})
+        batch = built(rows, {**config, "merge": merge})
         for shard in batch.shards:
             if shard.address.model == "policy":
                 _, metadata = naive.read_shard(shard)
@@ -150,7 +150,7 @@ def test_inputs_are_never_modified_and_the_same_input_gives_the_same_bytes(drawn
 
 
 def _bytes(rows, config):
-    batch = milled(rows, config)
+    batch = built(rows, config)
     return [naive.shard_bytes(shard) for shard in batch.shards]
 
 
@@ -158,7 +158,7 @@ def _bytes(rows, config):
 @given(batches_and_settings())
 def test_every_field_of_a_shard_has_exactly_its_number_of_rows(drawn):
     rows, config = drawn
-    for shard in milled(rows, config).shards:
+    for shard in built(rows, config).shards:
         tensors, metadata = naive.read_shard(shard)
         count = len(metadata["uids"])
         per_row = ("row", "sample", "step_first", "step_last", "policy_version", "is_last_step", "is_padding")
@@ -174,7 +174,7 @@ def test_every_field_of_a_shard_has_exactly_its_number_of_rows(drawn):
 def test_padding_rows_count_for_nothing_and_belong_to_no_group(drawn):
     rows, config = drawn
     uids = {row["uid"] for row in rows}
-    for shard in milled(rows, config).shards:
+    for shard in built(rows, config).shards:
         _, metadata = naive.read_shard(shard)
         for row, uid, reason in zip(naive.shard_rows(shard), metadata["uids"], metadata["stop_reasons"], strict=True):
             if not row["is_padding"]:
@@ -204,7 +204,7 @@ def test_optimizer_steps_do_not_depend_on_turn_counts(rows, dp_size):
         "dp_size": dp_size,
         "micro_batch": {"size": 2},
     }
-    plan = milled(rows, config).plan
+    plan = built(rows, config).plan
     assert plan["optimizer_steps"] == groups * 2
     for part in plan["mini_batches"]:
         assert len({len(rank["rows"]) for rank in part["ranks"]}) == 1

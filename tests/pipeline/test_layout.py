@@ -11,7 +11,7 @@ from safetensors.numpy import load
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.columns import CONSTANTS
 from tests import naive
 from tests.strategies import batches_and_settings
@@ -34,7 +34,7 @@ def rows(*lengths):
     ]
 
 
-def milled(given, **overrides):
+def built(given, **overrides):
     config = {
         "train_batch_size": len(given),
         "n_samples_per_prompt": 1,
@@ -42,7 +42,7 @@ def milled(given, **overrides):
         "micro_batch": {"size": 1},
         "dp_size": 2,
     }
-    return mill(from_rows(given, step_wise=False), parse_config(config | overrides), run="r", batch=0)
+    return build_batch(from_rows(given, step_wise=False), parse_config(config | overrides), run="r", batch=0)
 
 
 def shapes(batch, name="sequences"):
@@ -56,7 +56,7 @@ FOUR = rows((2, 1), (1, 6), (9, 2), (1, 1))
 
 
 def test_the_whole_of_prompt_and_response_decides_the_width_not_each_longest_alone():
-    batch = milled(rows((9, 1), (1, 9)), dp_size=1)
+    batch = built(rows((9, 1), (1, 9)), dp_size=1)
     assert shapes(batch) == {(0, 0): (2, 10)}
     assert shapes(batch, "loss_mask") == {(0, 0): (2, 9)}
 
@@ -70,13 +70,13 @@ def test_the_whole_of_prompt_and_response_decides_the_width_not_each_longest_alo
     ],
 )
 def test_pad_width_says_over_which_rows_the_widest_is_taken(pad_width, sequences, responses):
-    batch = milled(FOUR, pad_width=pad_width)
+    batch = built(FOUR, pad_width=pad_width)
     assert [shape[1] for shape in shapes(batch).values()] == sequences
     assert [shape[1] for shape in shapes(batch, "response_mask").values()] == responses
 
 
 def test_pad_width_micro_batch_gives_each_micro_batch_its_own_tensors():
-    batch = milled(rows((2, 1), (1, 6)), dp_size=1, pad_width="micro_batch")
+    batch = built(rows((2, 1), (1, 6)), dp_size=1, pad_width="micro_batch")
     tensors, _ = naive.read_shard(batch.shards[0])
     assert tensors["micro_batch_000/sequences"].shape == (1, 3)
     assert tensors["micro_batch_001/sequences"].shape == (1, 7)
@@ -86,24 +86,24 @@ def test_pad_width_micro_batch_gives_each_micro_batch_its_own_tensors():
 
 
 def test_pad_to_multiple_of_rounds_both_widths_up():
-    batch = milled(FOUR, pad_width="batch", pad_to_multiple_of=8)
+    batch = built(FOUR, pad_width="batch", pad_to_multiple_of=8)
     assert set(shapes(batch).values()) == {(1, 16)}
     assert set(shapes(batch, "rewards").values()) == {(1, 8)}
 
 
 def test_padding_rows_take_part_in_the_width():
-    batch = milled(rows((1, 1)), dp_size=2, policy_mini_batch_size=1, pad_to_multiple_of=4)
+    batch = built(rows((1, 1)), dp_size=2, policy_mini_batch_size=1, pad_to_multiple_of=4)
     assert shapes(batch) == {(0, 0): (1, 4), (0, 1): (1, 4)}
 
 
 def test_nothing_is_truncated_above_max_seq_len_and_it_is_counted():
-    batch = milled(rows((9, 9), (1, 1)), dp_size=1, max_seq_len=4)
+    batch = built(rows((9, 9), (1, 1)), dp_size=1, max_seq_len=4)
     assert shapes(batch) == {(0, 0): (2, 18)}
     assert batch.plan["counts"]["rows_over_max_seq_len"] == 1
 
 
 def test_a_row_is_one_block_at_the_right_end():
-    batch = milled(rows((2, 2), (5, 1)), dp_size=1, pad_token_id=99)
+    batch = built(rows((2, 2), (5, 1)), dp_size=1, pad_token_id=99)
     tensors, _ = naive.read_shard(batch.shards[0])
     assert tensors["sequences"][0].tolist() == [99, 99, 7, 7, 8, 8]
     assert tensors["attention_mask"][0].tolist() == [0, 0, 1, 1, 1, 1]
@@ -112,7 +112,7 @@ def test_a_row_is_one_block_at_the_right_end():
 
 
 def test_packed_columns_share_one_token_axis_and_stand_on_their_own_tokens():
-    batch = milled(rows((2, 2), (3, 1)), dp_size=1, layout="packed", micro_batch={"max_tokens": 100})
+    batch = built(rows((2, 2), (3, 1)), dp_size=1, layout="packed", micro_batch={"max_tokens": 100})
     tensors, _ = naive.read_shard(batch.shards[0])
     own = {name.removeprefix("micro_batch_000/"): tensor.tolist() for name, tensor in tensors.items()}
     assert own["sequences"] == [7, 7, 8, 8, 7, 7, 7, 8]
@@ -127,7 +127,7 @@ def test_packed_columns_share_one_token_axis_and_stand_on_their_own_tokens():
 @given(batches_and_settings())
 def test_files_are_whole_safetensors_with_the_specified_names_types_and_alignment(drawn):
     given_rows, config = drawn
-    batch = mill(from_rows(given_rows), parse_config(config), run="r", batch=3)
+    batch = build_batch(from_rows(given_rows), parse_config(config), run="r", batch=3)
     for shard in batch.shards:
         data = naive.shard_bytes(shard)
         tensors = load(data)
@@ -155,12 +155,12 @@ def test_the_layout_never_changes_the_plan(drawn, data):
         "layout": data.draw(st.sampled_from(["left_padded", "packed"])),
         "pad_width": data.draw(st.sampled_from(["batch", "mini_batch", "shard", "micro_batch"])),
     }
-    plans = [mill(from_rows(given_rows), parse_config(c), run="r", batch=0).plan for c in (config, other)]
+    plans = [build_batch(from_rows(given_rows), parse_config(c), run="r", batch=0).plan for c in (config, other)]
     assert plans[0]["mini_batches"] == plans[1]["mini_batches"]
 
 
 def test_padding_share_is_what_the_tensors_hold():
-    batch = milled(FOUR, pad_width="batch")
+    batch = built(FOUR, pad_width="batch")
     elements = sum(naive.read_shard(shard)[0]["sequences"].size for shard in batch.shards)
     tokens = sum(len(row["prompt_token_ids"]) + len(row["response_ids"]) for row in FOUR)
     assert batch.plan["metrics"]["padding_share"] == pytest.approx(1 - tokens / elements)
@@ -173,7 +173,7 @@ def test_a_rows_advantage_stands_on_each_of_its_tokens_however_many(overrides):
         {**row, "advantage": (-0.0, 0.0, 1.5, 1.5)[index % 4]}
         for index, row in enumerate(rows(*((3, length) for length in lengths)))
     ]
-    batch = milled(given_rows, advantage_estimator="none", policy_mini_batch_size=8, **overrides)
+    batch = built(given_rows, advantage_estimator="none", policy_mini_batch_size=8, **overrides)
     found = {}
     for shard in batch.shards:
         for row in naive.shard_rows(shard):
@@ -209,7 +209,7 @@ def test_steps_without_a_reward_are_fill_between_those_that_have_one():
         }
     )
     table = replace(from_rows(steps), rewards=np.array(rewards))
-    (shard,) = mill(table, config, run="r", batch=0).shards
+    (shard,) = build_batch(table, config, run="r", batch=0).shards
     (row,) = naive.shard_rows(shard)
     # Two response tokens a step, and an observation of one between steps.
     expected = np.array([0, 0, 0, 0, 2, 0, 0, -0.0, 0, 0, 0, 0, 0, 3, 0, 0, 0], np.float32)
@@ -218,7 +218,7 @@ def test_steps_without_a_reward_are_fill_between_those_that_have_one():
 
 @given(st.integers(1, 5), st.sampled_from(["batch", "mini_batch", "shard"]))
 def test_shards_of_a_batch_tell_their_own_rows(dp_size, pad_width):
-    batch = milled(rows(*((2, index % 4 + 1) for index in range(6))), dp_size=dp_size, pad_width=pad_width)
+    batch = built(rows(*((2, index % 4 + 1) for index in range(6))), dp_size=dp_size, pad_width=pad_width)
     for part in batch.plan["mini_batches"]:
         for rank in part["ranks"]:
             (shard,) = (
@@ -233,3 +233,20 @@ def test_shards_of_a_batch_tell_their_own_rows(dp_size, pad_width):
             assert metadata["loss_denominators"]["row_tokens"] == [
                 max(1, row % 4 + 1) if row >= 0 else 1 for row in rank["rows"]
             ]
+
+
+@pytest.mark.parametrize("balance", ["none", "tokens"])
+def test_the_largest_settings_that_are_accepted_are_carried_out(balance):
+    most = 2**63 - 1
+    batch = built(
+        FOUR,
+        micro_batch={"max_tokens": most},
+        cp_size=2,
+        max_seq_len=most,
+        loss_reduction="seq_mean_token_sum_norm",
+        max_staleness=most,
+        balance=balance,
+    )
+    assert batch.plan["counts"]["rows_over_max_seq_len"] == 0
+    (advantage,) = {row["advantages"][0] for shard in batch.shards for row in naive.shard_rows(shard)}
+    assert advantage == np.float32(1 / (1 + 1e-6) / (2 * most))

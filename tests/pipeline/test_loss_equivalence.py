@@ -17,7 +17,7 @@ from safetensors.torch import load
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from tests import naive
 
 VOCABULARY, WIDTH, LONGEST, CLIP = 17, 16, 64, 0.2
@@ -147,7 +147,7 @@ def row_weights(rows, config):
 
 def through_gristmill(rows, config):
     """Loss of each mini-batch, summed over ranks and micro-batches, and how many padding rows took part."""
-    batch = mill(from_rows(rows), parse_config(config), run="r", batch=0)
+    batch = build_batch(from_rows(rows), parse_config(config), run="r", batch=0)
     count = len(batch.plan["mini_batches"])
     losses = [torch.zeros((), dtype=torch.float64) for _ in range(count)]
     for shard in batch.shards:

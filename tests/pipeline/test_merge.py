@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from gristmill._wire.columns import Ragged
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.merge import extends
 from tests import naive
 
@@ -33,7 +33,7 @@ def trajectory(*steps, **more):
     ]
 
 
-def milled(rows, **overrides):
+def built(rows, **overrides):
     config = {
         "train_batch_size": 1,
         "n_samples_per_prompt": 1,
@@ -42,7 +42,7 @@ def milled(rows, **overrides):
         "step_wise": True,
         "merge": "prefix",
     }
-    return mill(from_rows(rows), parse_config(config | overrides), run="r", batch=0)
+    return build_batch(from_rows(rows), parse_config(config | overrides), run="r", batch=0)
 
 
 def merged_rows(batch):
@@ -50,7 +50,7 @@ def merged_rows(batch):
 
 
 def test_steps_that_extend_each_other_become_one_row_with_observations_untrained():
-    batch = milled(trajectory(([1, 2], [3, 4]), ([1, 2, 3, 4, 9], [5])))
+    batch = built(trajectory(([1, 2], [3, 4]), ([1, 2, 3, 4, 9], [5])))
     (row,) = merged_rows(batch)
     assert row["sequences"].tolist() == [1, 2, 3, 4, 9, 5]
     assert row["response_mask"].tolist() == [1, 1, 1, 1]
@@ -62,34 +62,34 @@ def test_steps_that_extend_each_other_become_one_row_with_observations_untrained
 
 
 def test_a_prompt_equal_to_what_came_before_joins_without_an_observation():
-    (row,) = merged_rows(milled(trajectory(([1], [2]), ([1, 2], [3]))))
+    (row,) = merged_rows(built(trajectory(([1], [2]), ([1, 2], [3]))))
     assert row["sequences"].tolist() == [1, 2, 3]
     assert row["loss_mask"].tolist() == [1, 1]
 
 
 def test_a_broken_prefix_opens_a_new_row_and_later_steps_may_join_that_one():
-    rows = merged_rows(milled(trajectory(([1, 2], [3]), ([1, 7], [4]), ([1, 7, 4], [5]))))
+    rows = merged_rows(built(trajectory(([1, 2], [3]), ([1, 7], [4]), ([1, 7, 4], [5]))))
     assert [row["sequences"].tolist() for row in rows] == [[1, 2, 3], [1, 7, 4, 5]]
 
 
 def test_a_mismatch_says_where_in_the_steps_prompt_the_first_token_differs():
-    batch = milled(trajectory(([1, 2], [3]), ([1, 7, 3, 4], [4])))
+    batch = built(trajectory(([1, 2], [3]), ([1, 7, 3, 4], [4])))
     assert batch.plan["merge_mismatches"] == [{"uid": "p", "round": 0, "sample": 0, "step": 1, "index": 1}]
 
 
 def test_a_prompt_that_is_merely_too_short_is_reported_at_its_length():
-    batch = milled(trajectory(([1, 2], [3, 4]), ([1, 2, 3], [4])))
+    batch = built(trajectory(([1, 2], [3, 4]), ([1, 2, 3], [4])))
     assert batch.plan["merge_mismatches"][0]["index"] == 3
 
 
 def test_only_the_first_three_mismatches_of_a_trajectory_are_reported():
-    batch = milled(trajectory(*(([step + 1], [9]) for step in range(6))))
+    batch = built(trajectory(*(([step + 1], [9]) for step in range(6))))
     assert [found["step"] for found in batch.plan["merge_mismatches"]] == [1, 2, 3]
 
 
 def test_trajectories_are_never_merged_with_each_other():
     one, other = trajectory(([1], [2])), trajectory(([1, 2], [3]), sample=1)
-    batch = milled(one + other, n_samples_per_prompt=2)
+    batch = built(one + other, n_samples_per_prompt=2)
     assert batch.plan["rows"] == 2
     assert batch.plan["merge_mismatches"] == []
 
@@ -98,9 +98,9 @@ def test_a_clients_advantages_per_token_are_zero_on_observations():
     rows = trajectory(([1], [2, 3]), ([1, 2, 3, 8, 8], [4]))
     for index, row in enumerate(rows):
         row["advantage"] = [index + 0.5] * len(row["response_ids"])
-    (row,) = merged_rows(milled(rows, advantage_estimator="none"))
+    (row,) = merged_rows(built(rows, advantage_estimator="none"))
     assert row["advantages"].tolist() == [0.5, 0.5, 0, 0, 1.5]
-    (row,) = merged_rows(milled(rows, advantage_estimator="none", loss_reduction="token_mean"))
+    (row,) = merged_rows(built(rows, advantage_estimator="none", loss_reduction="token_mean"))
     assert [round(float(value), 6) for value in row["advantages"]] == [0.166667, 0.166667, 0, 0, 0.5]
 
 
@@ -134,5 +134,5 @@ def test_a_row_extends_the_one_before_it_when_it_begins_with_all_of_it_wherever_
 def test_steps_masked_in_part_are_counted_as_those_masked_in_full_are():
     steps = trajectory(([1], [2, 3]), ([1, 2, 3], [4]), ([9], [5, 6]))
     steps[0]["loss_mask"] = [0, 1]
-    batch = milled(steps, loss_reduction="token_mean")
+    batch = built(steps, loss_reduction="token_mean")
     assert batch.plan["mini_batches"][0]["loss_tokens"] == 4

@@ -11,7 +11,7 @@ from safetensors.numpy import load
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from tests import naive
 
 REFERENCE = Path(__file__).parents[1] / "reference" / "batch_cases.jsonl.gz"
@@ -26,7 +26,7 @@ def names(cases):
 
 def mill_case(case):
     config = parse_config(case["config"])
-    return mill(from_rows(case["rows"], step_wise=config.step_wise), config, run="reference", batch=0)
+    return build_batch(from_rows(case["rows"], step_wise=config.step_wise), config, run="reference", batch=0)
 
 
 @pytest.mark.parametrize("case", MILLED, ids=names(MILLED))

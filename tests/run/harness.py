@@ -121,7 +121,7 @@ class Milled:
     plan: dict
     shards: list
 
-    def census(self):
+    def stats(self):
         """Nothing is counted of a batch that the pipeline did not make."""
 
 
@@ -195,17 +195,17 @@ class InlineTasks:
             self.builds.pop()()
 
 
-def shared_by(store, *, pipeline, clock, tasks, budget=None, room=None):
+def shared_by(store, *, build_batch, clock, tasks, budget=None, room=None):
     """What runs share in a service, without its threads."""
-    return Shared(store, room or ShardRoom(), budget or RowBudget(8 << 30), pipeline, Monitor, clock, tasks, tasks)
+    return Shared(store, room or ShardRoom(), budget or RowBudget(8 << 30), build_batch, Monitor, clock, tasks, tasks)
 
 
 class Bench:
     """A run on the bench. `make_batches` does what the service's threads do."""
 
-    def __init__(self, *, mill=None, store=None, budget=None, name="run", **settings):
+    def __init__(self, *, build_batch=None, store=None, budget=None, name="run", **settings):
         self.config = parse_config(CONFIG | settings)
-        self.mill, self.store, self.log = mill or BuildBatch(), store or Shelf(), RecordingLog()
+        self.build_batch, self.store, self.log = build_batch or BuildBatch(), store or Shelf(), RecordingLog()
         self.now, self.name, self.budget = 0.0, name, budget
         self.reopen()
 
@@ -213,7 +213,7 @@ class Bench:
         """Opens the run from its log, as another process would."""
         self.tasks = InlineTasks()
         clock = lambda: self.now  # noqa: E731
-        shared = shared_by(self.store, pipeline=self.mill, clock=clock, tasks=self.tasks, budget=self.budget)
+        shared = shared_by(self.store, build_batch=self.build_batch, clock=clock, tasks=self.tasks, budget=self.budget)
         self.run = Run(self.name, self.config, self.log, shared)
         self.run.start()
 
@@ -242,7 +242,7 @@ class Bench:
 
     def uids(self, batch):
         """The groups of a batch that was made, in order."""
-        return list(dict.fromkeys(self.mill.batches[batch].uids))
+        return list(dict.fromkeys(self.build_batch.batches[batch].uids))
 
     def replayed(self):
         state = State.initial(self.config)

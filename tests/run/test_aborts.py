@@ -13,7 +13,7 @@ def test_a_group_completes_without_its_aborted_trajectories():
     bench.submit(row("a", 0), row("a", 2), row("a", 1, last=False))
     assert bench.run.abort_trajectories([key("a", 1), key("a", 1)], "timeout of the tool") == 1
     bench.make_batches()
-    assert bench.mill.batches[0].samples.tolist() == [0, 2]
+    assert bench.build_batch.batches[0].samples.tolist() == [0, 2]
     assert bench.run.abort_trajectories([key("a", 1), key("a", 0)], "again") == 0, "sealed"
 
 
@@ -23,7 +23,7 @@ def test_a_complete_trajectory_of_an_open_group_can_be_aborted():
     assert bench.run.abort_trajectories([key("a")], "") == 1
     assert bench.submit(row("a", 1)) == ["ACCEPTED"]
     bench.make_batches()
-    assert bench.mill.batches[0].samples.tolist() == [1]
+    assert bench.build_batch.batches[0].samples.tolist() == [1]
 
 
 def test_a_group_of_which_nothing_is_left_is_dropped_for_that_reason():
@@ -74,7 +74,7 @@ def test_a_straggling_group_closes_with_the_samples_it_has():
     bench.run.tick()
     assert bench.submit(row("a", 1, step=1)) == ["SEALED"]
     bench.make_batches()
-    assert bench.mill.batches[0].samples.tolist() == [0, 2]
+    assert bench.build_batch.batches[0].samples.tolist() == [0, 2]
     train(bench, 0)
     assert len(bench.rows) == 0
 

@@ -74,7 +74,7 @@ def test_with_a_bound_on_staleness_what_is_accepted_plus_running_stays_within_it
 
 def test_a_failed_batch_gives_its_room_back_so_that_the_run_goes_on():
     bench = Bench(max_staleness=0, train_batch_size=1, max_buffered_batches=1)
-    bench.mill._fails = {0}
+    bench.build_batch._fails = {0}
     bench.submit(*group_rows("a"))
     assert bench.begin("b") == ["NO_ROOM"]
     bench.make_batches()

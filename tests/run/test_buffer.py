@@ -35,7 +35,7 @@ def test_a_table_of_which_half_is_not_needed_shrinks_to_the_rest():
     assert len(chunk.tokens.values) == chunk.tokens.total == 8 * 102, "a copy, not a view of all that was sent"
     bench.run.seal(None)
     bench.make_batches()
-    assert contents(bench.mill.batches[0])["tokens"][:2] == [[1, 2, *range(100)]] * 2
+    assert contents(bench.build_batch.batches[0])["tokens"][:2] == [[1, 2, *range(100)]] * 2
 
 
 def test_repeated_rows_of_a_request_are_not_held_a_second_time():
@@ -110,7 +110,7 @@ def test_widths_of_rewards_per_token_may_differ_between_requests():
     for sample, width in enumerate((np.float32, np.float64)):
         bench.submit(row("a", sample, reward=np.array([0.5], width)))
     bench.make_batches()
-    assert contents(bench.mill.batches[0])["token_rewards"] == [[0.5], [0.5]]
+    assert contents(bench.build_batch.batches[0])["token_rewards"] == [[0.5], [0.5]]
 
 
 def test_an_aborted_trajectorys_late_rewards_go_with_it():

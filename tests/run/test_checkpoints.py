@@ -85,7 +85,7 @@ def test_a_checkpoint_of_another_run_of_the_name_is_refused() -> None:
 def test_a_failed_batch_before_the_position_is_no_reason_to_refuse() -> None:
     from tests.run.harness import BuildBatch
 
-    bench = sealed(2, mill=BuildBatch(fails={1}))
+    bench = sealed(2, build_batch=BuildBatch(fails={1}))
     train(bench, 0)
     assert bench.run.resume("policy", Checkpoint(Position(2)), "launch").position == Position(2)
 

@@ -256,7 +256,7 @@ def test_a_batchs_rows_stand_by_group_sample_and_step_with_all_that_was_sent():
         bench.submit(sent[uid, sample, step])
     bench.make_batches()
     expected = from_rows([sent[name] for name in sorted(sent)])
-    assert contents(bench.mill.batches[0]) == contents(expected)
+    assert contents(bench.build_batch.batches[0]) == contents(expected)
 
 
 def test_a_submitted_table_is_not_modified():

@@ -158,7 +158,7 @@ def test_an_accepted_row_ends_in_exactly_one_batch_or_is_dropped_exactly_once(ch
     given_up = {event.batch for event in bench.log.events if isinstance(event, BatchGivenUp)}
     trained = [
         (steps.key(index), int(steps.steps[index]), int(steps.attempts[index]))
-        for number, steps in bench.mill.batches.items()
+        for number, steps in bench.build_batch.batches.items()
         if number not in given_up
         for index in range(len(steps))
     ]
@@ -310,7 +310,7 @@ def test_in_order_of_admission_no_interleaving_repetition_or_splitting_changes_a
             else:
                 bench.submit(*request)
         bench.make_batches()
-        found.append([contents(bench.mill.batches[batch]) for batch in range(2)])
+        found.append([contents(bench.build_batch.batches[batch]) for batch in range(2)])
     assert found[0] == found[1]
     assert [[name.split("'")[1] for name, _ in batch["keys"]] for batch in found[0]] == [
         sorted(name.split("'")[1] for name, _ in batch["keys"]) for batch in found[0]

@@ -22,7 +22,7 @@ from gristmill.errors import (
     UnavailableError,
 )
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.iovec import join
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Outcome, Position, RewardUpdate
@@ -47,7 +47,7 @@ class Machine:
 
     def _begin(self, log):
         self.tasks, self.store = InlineTasks(), MemoryShardStore()
-        shared = shared_by(self.store, pipeline=mill, clock=lambda: self.now, tasks=self.tasks)
+        shared = shared_by(self.store, build_batch=build_batch, clock=lambda: self.now, tasks=self.tasks)
         self.run = Run("run", self.config, log, shared)
         self.run.start()
 
@@ -286,7 +286,7 @@ class TestExport:
         one.submit(*steps, *group_rows("b", rollout_logprobs=None))
         one.make_batches()
         rows = [line for part in one.run.export(0) for line in to_rows(part)]
-        again = mill(from_rows(rows), one.config, run="run", batch=0, policy_version=0)
+        again = build_batch(from_rows(rows), one.config, run="run", batch=0, policy_version=0)
         assert [join(shard.iovec()) for shard in again.shards] == [one.shard(Position(0))]
 
     def test_rows_that_are_not_decided_yet_are_not_exported(self, machine):
@@ -357,13 +357,13 @@ class TestOtherRanks:
 
     def test_a_batch_being_made_meanwhile_is_made_for_the_new_ranks(self):
         bench = Bench(train_batch_size=1, dp_size=2)
-        bench.mill._gate = threading.Event()
+        bench.build_batch._gate = threading.Event()
         bench.submit(*group_rows("a"))
         making = threading.Thread(target=bench.make_batches)
         making.start()
-        bench.mill.entered.wait(30)
+        bench.build_batch.entered.wait(30)
         bench.run.resume("policy", Checkpoint(None), "smaller", 1)
-        bench.mill._gate.set()
+        bench.build_batch._gate.set()
         making.join()
         bench.make_batches()
         view = bench.run.shard("policy", 0, None, 0)

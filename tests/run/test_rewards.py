@@ -25,7 +25,7 @@ def test_a_group_is_complete_only_with_every_reward_also_of_intermediate_steps()
     assert not bench.sealed
     assert bench.run.set_rewards([scalar("a", 0.5, step=0)]) == 1
     bench.make_batches()
-    found = contents(bench.mill.batches[0])
+    found = contents(bench.build_batch.batches[0])
     assert found["rewards"] == [0.5, 1.0]
     assert not found["pending"]
 
@@ -78,7 +78,7 @@ def test_rewards_per_token_stand_on_their_tokens_whichever_way_they_came():
     bench.submit(row("a", 1, reward=[0.5, 0.25], response=(1, 2)), row("a", 2, reward=None, response=(3,)))
     assert bench.run.set_rewards([per_token("a", [1.0, 2.0]), per_token("a", [4.0], sample=2, dtype=np.float32)]) == 2
     bench.make_batches()
-    found = contents(bench.mill.batches[0])
+    found = contents(bench.build_batch.batches[0])
     assert found["token_rewards"] == [[1.0, 2.0], [0.5, 0.25], [4.0]]
     assert found["rewards"] == [3.0, 0.75, 4.0]
 
@@ -122,4 +122,4 @@ def test_a_superseded_row_takes_its_late_reward_with_it():
     assert not bench.sealed
     bench.run.set_rewards([per_token("a", [5.0])])
     bench.make_batches()
-    assert contents(bench.mill.batches[0])["token_rewards"] == [[5.0]]
+    assert contents(bench.build_batch.batches[0])["token_rewards"] == [[5.0]]

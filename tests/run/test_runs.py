@@ -15,7 +15,7 @@ from gristmill.errors import (
     NotFoundError,
     UnavailableError,
 )
-from gristmill_service.pipeline import mill as pipeline_mill
+from gristmill_service.pipeline import build_batch as pipeline_build_batch
 from gristmill_service.run.machine.answers import BatchState, Outcome, Position
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_shards import MemoryShardStore
@@ -31,7 +31,7 @@ def serve():
     started = []
 
     def start(store=None, **more):
-        runs = Runs(store or Shelf(), **({"pipeline": BuildBatch()} | more))
+        runs = Runs(store or Shelf(), **({"build_batch": BuildBatch()} | more))
         started.append(runs)
         return runs
 
@@ -90,7 +90,7 @@ class TestNames:
 @pytest.mark.parametrize("store", ["memory", "shared memory"])
 def test_rollouts_become_shards_with_the_real_pipeline_and_stores(serve, store, tmp_path):
     kept = MemoryShardStore() if store == "memory" else SharedMemoryShardStore(tmp_path)
-    runs = serve(kept, pipeline=pipeline_mill)
+    runs = serve(kept, build_batch=pipeline_build_batch)
     runs.create("run", CONFIG | {"merge": "prefix", "dp_size": 2})
     run = runs.get("run")
     for uid in "ab":
@@ -112,8 +112,8 @@ def test_rollouts_become_shards_with_the_real_pipeline_and_stores(serve, store, 
 
 
 def test_many_workers_and_ranks_at_once_lose_nothing_and_train_nothing_twice(serve):
-    mill = BuildBatch()
-    runs = serve(pipeline=mill)
+    build_batch = BuildBatch()
+    runs = serve(build_batch=build_batch)
     runs.create("run", CONFIG | {"train_batch_size": 4, "policy_mini_batch_size": 2, "dp_size": 3})
     run, groups, workers = runs.get("run"), 200, 8
 
@@ -143,20 +143,22 @@ def test_many_workers_and_ranks_at_once_lose_nothing_and_train_nothing_twice(ser
             producer.result(PATIENCE_S)
         done = [rank.result(PATIENCE_S) for rank in ranks]
     assert done[0] == done[1] == done[2] == [Position(b, 0, m) for b in range(50) for m in range(2)]
-    trained = [name for steps in mill.batches.values() for name in zip(steps.uids, steps.samples.tolist(), strict=True)]
+    trained = [
+        name for steps in build_batch.batches.values() for name in zip(steps.uids, steps.samples.tolist(), strict=True)
+    ]
     assert sorted(trained) == sorted((f"u{number}", sample) for number in range(groups) for sample in range(2))
     status = run.status()
     assert (status.batches_freed, status.row_bytes, status.shard_bytes) == (50, 0, 0)
 
 
 def test_a_run_is_milled_in_the_order_of_its_batches(serve):
-    mill = BuildBatch()
-    runs = serve(pipeline=mill)
+    build_batch = BuildBatch()
+    runs = serve(build_batch=build_batch)
     runs.create("run", CONFIG | {"train_batch_size": 1, "max_buffered_batches": 8})
     run = runs.get("run")
     run.submit(table(*(one for uid in "abcdefgh" for one in group_rows(uid))))
     await_batch(run, 7)
-    assert list(mill.batches) == list(range(8))
+    assert list(build_batch.batches) == list(range(8))
 
 
 def test_stragglers_are_closed_by_the_clock(serve):
@@ -264,11 +266,11 @@ class TestDeleting:
 
     def test_a_batch_that_is_being_made_leaves_nothing_and_does_not_meet_a_new_run_of_the_name(self, serve):
         gate, shelf = threading.Event(), Shelf()
-        mill = BuildBatch(gate=gate)
-        runs = serve(shelf, pipeline=mill)
+        build_batch = BuildBatch(gate=gate)
+        runs = serve(shelf, build_batch=build_batch)
         runs.create("run", CONFIG | {"train_batch_size": 1})
         runs.get("run").submit(table(*group_rows("old"), *group_rows("older")))
-        assert mill.entered.wait(PATIENCE_S)
+        assert build_batch.entered.wait(PATIENCE_S)
         runs.delete("run")
         runs.create("run", CONFIG)
         run = runs.get("run")
@@ -276,7 +278,7 @@ class TestDeleting:
         assert run.batch(0).state is BatchState.PENDING
         gate.set()
         await_batch(run, 0)
-        assert list(dict.fromkeys(mill.batches[0].uids)) == ["new", "newer"]
+        assert list(dict.fromkeys(build_batch.batches[0].uids)) == ["new", "newer"]
         assert list(shelf.batches) == [("run", 0)]
 
     def test_the_name_is_free_only_when_nothing_of_the_run_is_left(self, serve):
@@ -363,12 +365,12 @@ class TestDeleting:
 class TestClosing:
     def test_what_is_being_made_is_finished_and_every_call_is_refused(self, serve):
         gate, shelf = threading.Event(), Shelf()
-        mill = BuildBatch(gate=gate)
-        runs = serve(shelf, pipeline=mill)
+        build_batch = BuildBatch(gate=gate)
+        runs = serve(shelf, build_batch=build_batch)
         runs.create("run", CONFIG)
         run = runs.get("run")
         run.submit(table(*group_rows("a"), *group_rows("b")))
-        assert mill.entered.wait(PATIENCE_S)
+        assert build_batch.entered.wait(PATIENCE_S)
         with ThreadPoolExecutor(2) as pool:
             waiting = pool.submit(await_batch, run, 0)
             closing = pool.submit(runs.close, PATIENCE_S)
@@ -385,11 +387,11 @@ class TestClosing:
 
     def test_it_does_not_wait_longer_than_told(self, serve):
         gate = threading.Event()
-        mill = BuildBatch(gate=gate)
-        runs = serve(pipeline=mill)
+        build_batch = BuildBatch(gate=gate)
+        runs = serve(build_batch=build_batch)
         runs.create("run", CONFIG | {"train_batch_size": 1})
         runs.get("run").submit(table(*group_rows("a")))
-        assert mill.entered.wait(PATIENCE_S)
+        assert build_batch.entered.wait(PATIENCE_S)
         began = time.monotonic()
         runs.close(0.01)
         assert time.monotonic() - began < PATIENCE_S / 2

@@ -1,5 +1,6 @@
 """When groups become batches, and which."""
 
+import numpy as np
 import pytest
 
 from gristmill.errors import BatchFailedError, FailedPreconditionError
@@ -113,6 +114,19 @@ class TestZeroVariance:
         bench.submit(row("a", 0), row("a", 1, step=0, last=False, reward=5.0), row("a", 1, step=1))
         assert bool(bench.run.status().groups_dropped) is dropped
 
+    def test_equal_rewards_in_another_order_are_equal_scores(self):
+        bench = Bench(zero_variance_filter="replace", trajectory_score="sum")
+        for sample, rewards in enumerate([(0.1, 0.2, 0.3), (0.3, 0.2, 0.1)]):
+            bench.submit(*(row("a", sample, step=s, last=s == 2, reward=reward) for s, reward in enumerate(rewards)))
+        assert bench.run.status().groups_dropped == {"zero_variance": 1}
+
+    def test_equal_rewards_per_token_are_equal_scores_whichever_way_they_came(self):
+        bench = Bench(zero_variance_filter="replace")
+        bench.submit(row("a", 0, reward=[0.1, 0.2, 0.3], response=(1, 2, 3)))
+        bench.submit(row("a", 1, reward=None, response=(1, 2, 3)))
+        bench.run.set_rewards([RewardUpdate(key("a", 1), None, None, np.array([0.3, 0.2, 0.1]))])
+        assert bench.run.status().groups_dropped == {"zero_variance": 1}
+
     def test_it_is_judged_with_the_reward_that_comes_last(self):
         bench = Bench(zero_variance_filter="replace")
         bench.submit(row("a", 0, reward=0.25), row("a", 1, reward=None))
@@ -167,14 +181,14 @@ class TestStaleness:
         bench.run.announce(9)
         bench.submit(*group_rows("a", policy_version=0))
         bench.make_batches()
-        assert bench.mill.versions == {0: 9}
+        assert bench.build_batch.versions == {0: 9}
 
-    def test_a_batch_is_milled_with_the_version_it_was_sealed_under(self):
+    def test_a_batch_is_built_with_the_version_it_was_sealed_under(self):
         bench = Bench(train_batch_size=1, max_staleness=1, stale="drop")
         bench.submit(*group_rows("a", policy_version=0))
         bench.run.announce(7)
         bench.make_batches()
-        assert bench.mill.versions == {0: 0}, "else replaying the log would give another batch"
+        assert bench.build_batch.versions == {0: 0}, "else replaying the log would give another batch"
 
     def test_versions_never_go_back(self):
         bench = Bench()
@@ -228,7 +242,7 @@ class TestFinishing:
 class TestFailing:
     def test_everyone_who_asks_gets_the_reason_and_later_batches_go_on(self):
         bench = Bench(train_batch_size=1)
-        bench.mill._fails = {0}
+        bench.build_batch._fails = {0}
         bench.submit(*group_rows("a"), *group_rows("b"))
         bench.make_batches()
         for ask in (
@@ -247,7 +261,7 @@ class TestFailing:
 
     def test_ranks_step_over_it(self):
         bench = Bench(train_batch_size=1)
-        bench.mill._fails = {0, 2}
+        bench.build_batch._fails = {0, 2}
         bench.submit(*group_rows("a"), *group_rows("b"), *group_rows("c"))
         bench.make_batches()
         assert bench.run.shard("policy", 0, None, 0).position == Position(1)
@@ -255,7 +269,7 @@ class TestFailing:
         assert bench.run.status().batches_freed == 3
 
     def test_an_unforeseen_error_is_a_reason_too(self):
-        bench = Bench(train_batch_size=1, mill=lambda *args, **more: 1 / 0)
+        bench = Bench(train_batch_size=1, build_batch=lambda *args, **more: 1 / 0)
         bench.submit(*group_rows("a"))
         bench.make_batches()
         with pytest.raises(BatchFailedError, match="division by zero"):

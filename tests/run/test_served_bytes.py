@@ -13,7 +13,7 @@ from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import BatchFailedError
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.iovec import join
 from gristmill_service.run.machine.answers import BatchState, Position, RewardUpdate
 from gristmill_service.run.run import Run
@@ -74,7 +74,7 @@ def test_a_run_serves_what_the_offline_pipeline_makes_of_the_same_rows(
 ) -> None:
     rows, config = drawn
     uids = list(dict.fromkeys(sent["uid"] for sent in rows))
-    expected = mill(from_rows(rows), parse_config(config), run="run", batch=0, policy_version=0)
+    expected = build_batch(from_rows(rows), parse_config(config), run="run", batch=0, policy_version=0)
     runs.create("run", config)
     run = runs.get("run")
     try:

@@ -34,7 +34,7 @@ def test_a_removal_between_the_attempt_and_the_wait_is_not_missed() -> None:
 @pytest.mark.parametrize("ending", ["trained on", "deleted"])
 def test_a_run_whose_batch_waits_for_another_runs_room_goes_on_when_that_comes(ending: str) -> None:
     shelf = Shelf(places=1)
-    runs = Runs(shelf, pipeline=BuildBatch())
+    runs = Runs(shelf, build_batch=BuildBatch())
     for name in ("one", "other"):
         runs.create(name, CONFIG | {"train_batch_size": 1})
         runs.get(name).submit(table(*group_rows("a")))
@@ -53,7 +53,7 @@ def test_a_run_whose_batch_waits_for_another_runs_room_goes_on_when_that_comes(e
 
 def test_a_run_deleted_while_its_batch_waits_for_room_is_in_no_ones_way() -> None:
     shelf = Shelf(places=1)
-    runs = Runs(shelf, pipeline=BuildBatch())
+    runs = Runs(shelf, build_batch=BuildBatch())
     for name in ("one", "other", "third"):
         runs.create(name, CONFIG | {"train_batch_size": 1})
     runs.get("one").submit(table(*group_rows("a")))
@@ -77,7 +77,7 @@ def test_one_runs_full_store_and_long_build_delay_no_other_run() -> None:
                 gate.wait(PATIENCE_S)
             return super().__call__(steps, config, run=run, batch=batch, policy_version=policy_version, timed=timed)
 
-    runs = Runs(Shelf(), pipeline=SlowForOne())
+    runs = Runs(Shelf(), build_batch=SlowForOne())
     for name in ("slow", "quick"):
         runs.create(name, CONFIG | {"train_batch_size": 1})
         runs.get(name).submit(table(*group_rows("a")))
@@ -90,7 +90,7 @@ def test_one_runs_full_store_and_long_build_delay_no_other_run() -> None:
 
 def test_batches_of_a_run_that_waits_for_room_are_published_in_order() -> None:
     shelf = Shelf(places=1)
-    runs = Runs(shelf, pipeline=BuildBatch())
+    runs = Runs(shelf, build_batch=BuildBatch())
     runs.create("run", CONFIG | {"train_batch_size": 1, "max_buffered_batches": 4})
     run = runs.get("run")
     run.submit(table(*(row for uid in "abc" for row in group_rows(uid))))
@@ -139,7 +139,7 @@ def test_a_run_that_is_deleted_while_the_service_shuts_down_leaves_nothing() -> 
 def test_a_batch_built_while_the_run_is_deleted_leaves_no_shards() -> None:
     gate, shelf = threading.Event(), Shelf()
     build = BuildBatch(gate=gate)
-    runs = Runs(shelf, pipeline=build)
+    runs = Runs(shelf, build_batch=build)
     runs.create("run", CONFIG | {"train_batch_size": 1})
     runs.get("run").submit(table(*group_rows("a")))
     assert build.entered.wait(PATIENCE_S)

@@ -7,7 +7,7 @@ import redis
 
 from gristmill._wire.compact_shards import restore
 from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError, UnavailableError
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.storage.redis import shard_store
 from gristmill_service.storage.redis.shard_store import RedisShardStore
@@ -57,7 +57,7 @@ def read(store, address=FIRST, batch=0):
 
 def test_real_shards_come_back_as_their_files_and_rest_in_a_fraction(store, client):
     work = workload("short")
-    batch = mill(work.steps, work.config("prefix"), run="run", batch=0)
+    batch = build_batch(work.steps, work.config("prefix"), run="run", batch=0)
     nbytes = store.publish("run", 0, b"{}", batch.shards)
     some = batch.shards[:3]
     for shard in some:

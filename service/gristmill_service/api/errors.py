@@ -29,6 +29,7 @@ UNAVAILABLE_RETRY_S = 0.5
 
 # A status message travels in HTTP/2 trailers, which clients bound to 8 KiB, and three bytes for each one not ASCII.
 _MESSAGE_BYTES = 2000
+_MESSAGE_CHARACTERS = 8000
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class ErrorResponse:
     @property
     def body(self) -> dict[str, object]:
         """The HTTP body."""
-        error: dict[str, object] = {"code": self.code, "type": self.type, "message": self.message}
+        error: dict[str, object] = {"code": self.code, "type": self.type, "message": _shortened(self.message)}
         if self.retry_after_s is not None:
             error["retry_after_s"] = self.retry_after_s
         if self.batch is not None:
@@ -93,3 +94,9 @@ def refusal(error: Exception) -> ErrorResponse:
         retry_after_s = UNAVAILABLE_RETRY_S
     batch = error.batch if isinstance(error, BatchFailedError) else None
     return ErrorResponse(error.code, type(error).__name__, str(error), retry_after_s, batch)
+
+
+def _shortened(message: str) -> str:
+    """Leaves out the middle of a message that repeats a large value: its end often has the remedy."""
+    half = _MESSAGE_CHARACTERS // 2
+    return message if len(message) <= _MESSAGE_CHARACTERS else f"{message[:half]} ... {message[-half:]}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any, get_args
 
 import numpy as np
-import orjson
 
 from gristmill._wire.columns import Array
 from gristmill._wire.steps import TrajectoryKey
@@ -41,8 +41,9 @@ _GROUP_STATES: dict[GroupState, Any] = {
 
 def config_mapping(config_json: str) -> Any:
     try:
-        return orjson.loads(config_json)
-    except orjson.JSONDecodeError as error:
+        # Not orjson, which makes floats of integers beyond 64 bits: the refusal names what was given.
+        return json.loads(config_json)
+    except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"config_json is not JSON: {error}; give the run's settings as an object") from None
 
 

@@ -47,8 +47,13 @@ def export(
 
 
 def _settings(transport: Transport, run: str) -> str:
+    """Returns the run's configuration as YAML, such that the offline commands lay the batch out as the service did."""
     status = transport.call(transport.runs.GetRun, run_pb2.GetRunRequest(run=run)).status
-    return yaml.safe_dump(json.loads(status.config_json), sort_keys=False)
+    settings = json.loads(status.config_json)
+    if settings.get("zero_variance_filter") == "replace":
+        # The service has done so before it sealed the batch, and the offline commands cannot.
+        del settings["zero_variance_filter"]
+    return yaml.safe_dump(settings, sort_keys=False)
 
 
 def _write(transport: Transport, request: trainer_pb2.ExportBatchRequest, out: Path) -> None:

@@ -23,8 +23,7 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.cli.refusal_exit import messages, refusals
 from gristmill_service.cli.rollout_files import read_batches
 from gristmill_service.config import RunConfig, read_config
-from gristmill_service.pipeline import Batch, mill
-from gristmill_service.pipeline import plan as plan_batch
+from gristmill_service.pipeline import BuiltBatch, build_batch, plan_batch
 from gristmill_service.storage.shard_files import write_shards
 
 RolloutsArgument = Annotated[
@@ -53,7 +52,7 @@ def plan(file: RolloutsArgument, config: ConfigOption) -> None:
     Example: gristmill plan rollouts.jsonl --config run.yaml | jq .optimizer_steps
     """
     with refusals():
-        settings = read_config(config)
+        settings = _read_settings(config)
         batches, is_lengths = _read(file, settings)
         if is_lengths:
             settings = settings.model_copy(update={"zero_variance_filter": None, "overlong_filter": ()})
@@ -76,7 +75,7 @@ def batch(
     Example: gristmill batch rollouts.jsonl --config run.yaml --out shards
     """
     with refusals():
-        settings = read_config(config)
+        settings = _read_settings(config)
         batches, is_lengths = _read(file, settings)
         if is_lengths:
             raise InvalidArgumentError(f"{file} is a lengths file: it has no tokens to lay out; use gristmill plan")
@@ -84,10 +83,10 @@ def batch(
         for target in targets:
             if target.exists():
                 raise InvalidArgumentError(f"{target} exists already; remove it or choose another --out")
-        milled = list(_mill_all(batches, settings, file.name.split(".")[0]))
-        size = sum(shard.size for one in milled for shard in one.shards)
+        built = list(_build_all(batches, settings, file.name.split(".")[0]))
+        size = sum(shard.size for one in built for shard in one.shards)
         with _progress("Writing shards", size) as advance:
-            for target, one in zip(targets, milled, strict=True):
+            for target, one in zip(targets, built, strict=True):
                 _write(target, one, advance)
 
 
@@ -102,6 +101,17 @@ def show(directory: Annotated[Path, typer.Argument(metavar="DIR", help="What gri
         # Wide enough that a pipe or a log gets every column whole.
         console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
         console.print(shard_table(directory))
+
+
+def _read_settings(path: Path) -> RunConfig:
+    """Returns the run's settings. Raises InvalidArgumentError also for those that only a service can carry out."""
+    config = read_config(path)
+    if config.zero_variance_filter == "replace":
+        raise InvalidArgumentError(
+            f"{path}: zero_variance_filter: replace puts the next group in the place of one with equal scores, and a "
+            "file has no next group; use zero_variance_filter: mask, or leave it out"
+        )
+    return config
 
 
 def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:
@@ -120,11 +130,11 @@ def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:
         return read_batches(file, config, read)
 
 
-def _mill_all(batches: list[Steps], config: RunConfig, run: str) -> Iterator[Batch]:
+def _build_all(batches: list[Steps], config: RunConfig, run: str) -> Iterator[BuiltBatch]:
     for number, steps in enumerate(batches):
-        milled = mill(steps, config, run=run, batch=number)
-        _warn(milled.plan["counts"])
-        yield milled
+        built = build_batch(steps, config, run=run, batch=number)
+        _warn(built.plan["counts"])
+        yield built
 
 
 def _warn(counts: dict[str, int]) -> None:
@@ -140,14 +150,14 @@ def _warn(counts: dict[str, int]) -> None:
         )
 
 
-def _write(target: Path, milled: Batch, advance: Advance) -> None:
+def _write(target: Path, built: BuiltBatch, advance: Advance) -> None:
     """The batch directory, complete or absent."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        write_shards(partial, milled.shards, advance)
-        (partial / "plan.json").write_text(json.dumps(milled.plan) + "\n", encoding="utf-8")
+        write_shards(partial, built.shards, advance)
+        (partial / "plan.json").write_text(json.dumps(built.plan) + "\n", encoding="utf-8")
         partial.rename(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

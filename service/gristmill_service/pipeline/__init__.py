@@ -14,58 +14,60 @@ from typing import Any
 
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.batch_stats import BatchStats, take_census
+from gristmill_service.pipeline.batch_stats import BatchStats, collect_stats
 from gristmill_service.pipeline.layout import Shard
 from gristmill_service.pipeline.plan import MiniBatchPlan
 from gristmill_service.pipeline.plan_document import plan_document
 from gristmill_service.pipeline.schedule import schedule
-from gristmill_service.pipeline.scored_batch import ScoredBatch, prepare
+from gristmill_service.pipeline.scored_batch import ScoredBatch, score_batch
 from gristmill_service.pipeline.shards import shards
-from gristmill_service.pipeline.stage_timer import Timed, untimed
+from gristmill_service.pipeline.stage_timer import StageTimer, no_timer
 
-__all__ = ["Batch", "mill", "plan"]
+__all__ = ["BuiltBatch", "build_batch", "plan_batch"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class BuiltBatch:
     """What a batch became: its plan as a JSON-able document, and its shards, laid out as they are read."""
 
     plan: dict[str, Any]
     shards: Sequence[Shard]
-    census: Callable[[], BatchStats]
+    stats: Callable[[], BatchStats]
     """Counted when asked for: few ask."""
 
 
-def mill(
+def build_batch(
     steps: Steps,
     config: RunConfig,
     *,
     run: str,
     batch: int,
     policy_version: int | None = None,
-    timed: Timed = untimed,
-) -> Batch:
+    timed: StageTimer = no_timer,
+) -> BuiltBatch:
     """One batch's steps to its plan and shards.
 
     policy_version: the current one, for staleness; None (offline) takes the largest in the batch.
     timed: what each stage is run within.
     Raises InvalidArgumentError when the rows break a rule or cannot be aligned.
     """
-    prepared = prepare(steps, config, policy_version, timed)
+    scored = score_batch(steps, config, policy_version, timed)
     with timed("schedule"):
-        mini_batches = _schedule(prepared, config)
+        mini_batches = _schedule(scored, config)
     with timed("layout"):
-        laid_out = shards(prepared, mini_batches, config, run=run, batch=batch)
+        laid_out = shards(scored, mini_batches, config, run=run, batch=batch)
     with timed("plan"):
-        document = plan_document(prepared, mini_batches, config, batch, laid_out)
-    return Batch(document, laid_out, lambda: take_census(prepared, mini_batches, laid_out, config, steps.tokens.total))
+        document = plan_document(scored, mini_batches, config, batch, laid_out)
+    return BuiltBatch(
+        document, laid_out, lambda: collect_stats(scored, mini_batches, laid_out, config, steps.tokens.total)
+    )
 
 
-def plan(steps: Steps, config: RunConfig, *, batch: int) -> dict[str, Any]:
+def plan_batch(steps: Steps, config: RunConfig, *, batch: int) -> dict[str, Any]:
     """The plan of a batch alone; also of a table that has lengths and no tokens."""
-    prepared = prepare(steps, config, None)
-    return plan_document(prepared, _schedule(prepared, config), config, batch, None)
+    scored = score_batch(steps, config, None)
+    return plan_document(scored, _schedule(scored, config), config, batch, None)
 
 
-def _schedule(prepared: ScoredBatch, config: RunConfig) -> list[MiniBatchPlan]:
-    return schedule(prepared.rows.lengths, prepared.row_group_bounds, config)
+def _schedule(scored: ScoredBatch, config: RunConfig) -> list[MiniBatchPlan]:
+    return schedule(scored.rows.lengths, scored.row_group_bounds, config)

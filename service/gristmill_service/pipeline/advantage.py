@@ -5,6 +5,7 @@ Scores come from the steps as received, so that merging cannot change them. All 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ Float64s = NDArray[np.float64]
 
 
 def trajectory_scores(rewards: Float64s, trajectory_bounds: Int64s, mode: str) -> Float64s:
-    """Score of each trajectory: its last step's reward, or the sum over its steps (`trajectory_score`).
+    """Returns each trajectory's score: its last step's reward, or the exact sum over its steps (`trajectory_score`).
 
     rewards: float64 (steps,), trajectories one after another; trajectory_bounds: (trajectories + 1,).
     """
@@ -30,7 +31,15 @@ def trajectory_scores(rewards: Float64s, trajectory_bounds: Int64s, mode: str) -
         return rewards[trajectory_bounds[1:] - 1]
     if len(trajectory_bounds) == 1:
         return np.empty(0, np.float64)
-    return np.add.reduceat(rewards, trajectory_bounds[:-1])
+    scores = np.add.reduceat(rewards, trajectory_bounds[:-1])
+    # Two terms have one sum, whatever zeros stand between them; three and more depend on the order of addition.
+    terms = np.add.reduceat(rewards != 0, trajectory_bounds[:-1], dtype=np.int64)
+    several = np.flatnonzero(terms > 2)
+    if several.size:
+        numbers = rewards.tolist()
+        edges = zip(trajectory_bounds[several].tolist(), trajectory_bounds[several + 1].tolist(), strict=True)
+        scores[several] = [math.fsum(numbers[begin:end]) for begin, end in edges]
+    return scores
 
 
 def all_equal(scores: Float64s) -> bool:
@@ -150,13 +159,13 @@ class Denominators:
         """
         match config.loss_reduction:
             case "none":
-                divisor: Int64s | int = 1
+                divisor: Int64s | float = 1
             case "token_mean":
                 divisor = self.loss_tokens
             case "sequence_mean":
                 divisor = self.rows * self.row_tokens
             case "seq_mean_token_sum_norm":
-                divisor = self.rows * (config.max_seq_len or 1)
+                divisor = float(self.rows * (config.max_seq_len or 1))  # may be beyond int64
             case "prompt_mean":
                 divisor = self.prompts * self.prompt_tokens
             case "trajectory_mean":

@@ -19,12 +19,15 @@ from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s
 from gristmill_service.config import Flops
-from gristmill_service.pipeline.plan import MiniBatchPlan
+from gristmill_service.pipeline.plan import MiniBatchPlan, RankPlan
 
 Loads = NDArray[np.float64]
 
 # Barrier ratio at which no better packing is looked for. First-fit reaches it where there are many steps.
 _EVEN_ENOUGH = 1.001
+
+# Two plans that differ by less are as even as each other.
+_ROUNDING = 1e-12
 
 
 def loads_of(lengths: Int64s, flops: Flops | None) -> Loads:
@@ -79,18 +82,33 @@ def balanced_by_rows(loads: Loads, per_micro_batch: int, dp_size: int) -> tuple[
     return rank[packed], step[packed]
 
 
+def more_even(balanced: tuple[RankPlan, ...], plain: tuple[RankPlan, ...], loads: Loads) -> tuple[RankPlan, ...]:
+    """Returns the plan under which ranks wait less: `balanced`, unless `plain` happens to be more even.
+
+    loads: (rows,) of the batch.
+    """
+    padded = np.append(loads, 0.0)
+    times = [float(_micro_batch_loads(ranks, padded).max(axis=0).sum()) for ranks in (balanced, plain)]
+    return plain if times[1] < times[0] * (1 - _ROUNDING) else balanced
+
+
 def barrier_ratio(mini_batches: Iterable[MiniBatchPlan], loads: Loads) -> float:
-    """Sum over micro-steps of the slowest rank's load, by the mean load of a rank; 1 where no rank waits.
+    """Returns the sum over micro-steps of the slowest rank's load, by the mean load of a rank; 1 where no rank waits.
 
     loads: (rows,) of the batch; padding rows cost nothing.
     """
     slowest = mean = 0.0
-    padded = np.append(loads, 0.0)  # PADDING is the last
+    padded = np.append(loads, 0.0)
     for mini_batch in mini_batches:
-        by_rank = [np.add.reduceat(padded[rank.rows], rank.bounds[:-1]) for rank in mini_batch.ranks]
-        slowest += float(np.max(by_rank, axis=0).sum())
-        mean += float(np.sum(by_rank)) / len(by_rank)
+        by_rank = _micro_batch_loads(mini_batch.ranks, padded)
+        slowest += float(by_rank.max(axis=0).sum())
+        mean += float(by_rank.sum()) / len(by_rank)
     return slowest / mean if mean else 1.0
+
+
+def _micro_batch_loads(ranks: Sequence[RankPlan], padded: Loads) -> Loads:
+    """Returns what each micro-batch costs, (ranks, micro-steps). padded: (rows + 1,), where PADDING finds 0 at -1."""
+    return np.array([np.add.reduceat(padded[rank.rows], rank.bounds[:-1]) for rank in ranks])
 
 
 def _slowest(loads: Loads, dp_size: int) -> float:

@@ -42,8 +42,8 @@ class BatchStats:
     staleness: Int64s
 
 
-def take_census(
-    prepared: ScoredBatch,
+def collect_stats(
+    scored: ScoredBatch,
     mini_batches: Sequence[MiniBatchPlan],
     laid_out: Sequence[Shard],
     config: RunConfig,
@@ -51,14 +51,14 @@ def take_census(
 ) -> BatchStats:
     """tokens_submitted: prompt and response tokens of all rows as they came, also of stale groups."""
     policy = [part for part in mini_batches if part.model == "policy"]
-    steps, rows = prepared.received.steps, prepared.rows
+    steps, rows = scored.received.steps, scored.rows
     elements = sum(shard.sequence_elements for shard in laid_out if shard.address.model == "policy")
     fresh, merged = steps.tokens.total, int(rows.lengths.sum())
     trained = sum(int(rows.lengths[part.start : part.kept_end].sum()) for part in policy)
     trained_rows = sum(part.rows for part in policy)
     return BatchStats(
         rows={
-            "submitted": prepared.rows_received,
+            "submitted": scored.rows_received,
             "merged": len(steps) - len(rows),
             "trained": trained_rows,
             "padding": sum(part.padding_rows for part in policy),
@@ -68,41 +68,41 @@ def take_census(
             "merged": fresh - merged,
             "trained": trained,
             "padding": elements - trained,
-            "loss": sum(int(prepared.loss_tokens[part.start : part.kept_end].sum()) for part in policy),
+            "loss": sum(int(scored.loss_tokens[part.start : part.kept_end].sum()) for part in policy),
         },
-        dropped_rows={"stale": prepared.rows_received - len(steps), "misaligned": len(rows) - trained_rows},
+        dropped_rows={"stale": scored.rows_received - len(steps), "misaligned": len(rows) - trained_rows},
         dropped_tokens={"stale": tokens_submitted - fresh, "misaligned": merged - trained},
-        mismatches=_causes(prepared, config),
-        padding=_padding(prepared, policy, config, trained, elements),
-        staleness=prepared.staleness,
+        mismatches=_causes(scored, config),
+        padding=_padding(scored, policy, config, trained, elements),
+        staleness=scored.staleness,
     )
 
 
-def _causes(prepared: ScoredBatch, config: RunConfig) -> dict[str, int]:
+def _causes(scored: ScoredBatch, config: RunConfig) -> dict[str, int]:
     """Why steps did not join the one before: where the first token that differs stands in that one, in its prompt or
     its response, or that the new prompt merely ends too early. The first few of a trajectory are looked at; `further`
     are the others."""
     if config.merge == "none":
         return {}
-    found = Counter(_cause(prepared, mismatch) for mismatch in prepared.mismatches)
-    breaks = len(prepared.rows) - len(prepared.scores)
+    found = Counter(_cause(scored, mismatch) for mismatch in scored.mismatches)
+    breaks = len(scored.rows) - len(scored.scores)
     return {**found, "further": breaks - found.total()}
 
 
-def _cause(prepared: ScoredBatch, mismatch: Mismatch) -> str:
-    at = int(prepared.received.trajectory_bounds[mismatch.trajectory]) + mismatch.step
-    prompts = prepared.received.steps.prompt_lengths
+def _cause(scored: ScoredBatch, mismatch: Mismatch) -> str:
+    at = int(scored.received.trajectory_bounds[mismatch.trajectory]) + mismatch.step
+    prompts = scored.received.steps.prompt_lengths
     if mismatch.index >= prompts[at]:
         return "truncated"
     return "prompt" if mismatch.index < prompts[at - 1] else "response"
 
 
 def _padding(
-    prepared: ScoredBatch, policy: Sequence[MiniBatchPlan], config: RunConfig, trained: int, elements: int
+    scored: ScoredBatch, policy: Sequence[MiniBatchPlan], config: RunConfig, trained: int, elements: int
 ) -> dict[str, float]:
     if not elements:
         return {}
-    lengths = np.append(prepared.rows.lengths, config.padding_row_tokens)
+    lengths = np.append(scored.rows.lengths, config.padding_row_tokens)
     ranks = [rank for part in policy for rank in part.ranks]
     placed = lengths[np.concatenate([rank.rows for rank in ranks])]
     begins = np.cumsum([0, *(len(rank.rows) for rank in ranks)])

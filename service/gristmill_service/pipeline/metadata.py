@@ -19,14 +19,16 @@ from gristmill_service.pipeline.shard_address import ShardAddress
 Labels = dict[str, NDArray[Any]]
 
 
-def row_labels(prepared: ScoredBatch) -> Labels:
+def row_labels(scored: ScoredBatch) -> Labels:
     """Per row its uid, round and stop reason, the padding row's at the end; (rows + 1,) each."""
-    received, rows = prepared.received, prepared.rows
+    received, rows = scored.received, scored.rows
     uids = [uid for _, uid in received.groups]
-    groups = np.append(prepared.row_groups, len(uids))
+    # A group that was dropped is one of the batch too: who looks for it must not find padding.
+    taken = {*uids, *(uid for _, uid in scored.stale)}
+    groups = np.append(scored.row_groups, len(uids))
     lasts = np.append(rows.last, len(received.steps))
     return {
-        "uids": _objects([*uids, _unused("padding", set(uids))])[groups],
+        "uids": _objects([*uids, _unused("padding", taken)])[groups],
         "rounds": np.array([*(round_ for round_, _ in received.groups), -1])[groups],
         "stop_reasons": _objects([*received.steps.stop_reasons, "padding"])[lasts],
     }

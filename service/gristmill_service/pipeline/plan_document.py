@@ -15,34 +15,34 @@ from gristmill_service.pipeline.scored_batch import ScoredBatch
 
 
 def plan_document(
-    prepared: ScoredBatch,
+    scored: ScoredBatch,
     mini_batches: Sequence[MiniBatchPlan],
     config: RunConfig,
     batch: int,
     laid_out: Sequence[Shard] | None,
 ) -> dict[str, Any]:
     """laid_out: the batch's shards, for what padding costs; None when only planned."""
-    received = prepared.received
+    received = scored.received
     policy = [mini_batch for mini_batch in mini_batches if mini_batch.model == "policy"]
     dropped = [received.groups[group] for mini_batch in policy for group in mini_batch.dropped_groups]
     document = {
         "batch": batch,
-        "rows_received": prepared.rows_received,
-        "rows": len(prepared.rows),
+        "rows_received": scored.rows_received,
+        "rows": len(scored.rows),
         "prompts": len(received.groups),
         "optimizer_steps": len(policy) * config.update_epochs_per_batch,
         "dp_size": config.dp_size,
-        "dropped_uids": [uid for _, uid in [*prepared.stale, *dropped]],
-        "mini_batches": [_mini_batch(mini_batch, prepared) for mini_batch in mini_batches],
-        "counts": _counts(prepared, len(dropped), config),
-        "metrics": _accuracy(prepared) | _performance(prepared, policy, config, laid_out),
+        "dropped_uids": [uid for _, uid in [*scored.stale, *dropped]],
+        "mini_batches": [_mini_batch(mini_batch, scored) for mini_batch in mini_batches],
+        "counts": _counts(scored, len(dropped), config),
+        "metrics": _accuracy(scored) | _performance(scored, policy, config, laid_out),
     }
     if config.merge != "none":
-        document["merge_mismatches"] = _mismatches(prepared)
+        document["merge_mismatches"] = _mismatches(scored)
     return document
 
 
-def _mini_batch(mini_batch: MiniBatchPlan, prepared: ScoredBatch) -> dict[str, Any]:
+def _mini_batch(mini_batch: MiniBatchPlan, scored: ScoredBatch) -> dict[str, Any]:
     return {
         "model": mini_batch.model,
         "index": mini_batch.index,
@@ -51,7 +51,7 @@ def _mini_batch(mini_batch: MiniBatchPlan, prepared: ScoredBatch) -> dict[str, A
         "prompts": len(mini_batch.groups),
         "rows": mini_batch.rows,
         "padding_rows": mini_batch.padding_rows,
-        "loss_tokens": int(prepared.loss_tokens[mini_batch.start : mini_batch.kept_end].sum()),
+        "loss_tokens": int(scored.loss_tokens[mini_batch.start : mini_batch.kept_end].sum()),
         "micro_batches_per_rank": mini_batch.micro_batches_per_rank,
         "ranks": [
             {"rank": index, "rows": rank.rows.tolist(), "micro_batches": rank.micro_batches}
@@ -60,22 +60,22 @@ def _mini_batch(mini_batch: MiniBatchPlan, prepared: ScoredBatch) -> dict[str, A
     }
 
 
-def _counts(prepared: ScoredBatch, dropped: int, config: RunConfig) -> dict[str, int]:
-    counts = {"misaligned_groups": dropped, **prepared.counts}
+def _counts(scored: ScoredBatch, dropped: int, config: RunConfig) -> dict[str, int]:
+    counts = {"misaligned_groups": dropped, **scored.counts}
     if config.max_seq_len is not None:
-        counts["rows_over_max_seq_len"] = int((prepared.rows.lengths > config.max_seq_len).sum())
+        counts["rows_over_max_seq_len"] = int((scored.rows.lengths > config.max_seq_len).sum())
     return counts
 
 
-def _accuracy(prepared: ScoredBatch) -> dict[str, float]:
+def _accuracy(scored: ScoredBatch) -> dict[str, float]:
     """Each trajectory once, padding never."""
-    scores, received = prepared.scores, prepared.received
+    scores, received = scored.scores, scored.received
     if not len(scores):
         return {}
     best = np.maximum.reduceat(scores, received.group_bounds[:-1])
     tokens = np.add.reduceat(received.steps.response_lengths, received.trajectory_bounds[:-1])
     rewards = np.add.reduceat(received.steps.rewards, received.trajectory_bounds[:-1])
-    staleness = prepared.staleness
+    staleness = scored.staleness
     behind = (
         {"staleness_mean": float(staleness.mean()), "staleness_max": int(staleness.max())} if staleness.size else {}
     )
@@ -90,15 +90,15 @@ def _accuracy(prepared: ScoredBatch) -> dict[str, float]:
 
 
 def _performance(
-    prepared: ScoredBatch, policy: Sequence[MiniBatchPlan], config: RunConfig, laid_out: Sequence[Shard] | None
+    scored: ScoredBatch, policy: Sequence[MiniBatchPlan], config: RunConfig, laid_out: Sequence[Shard] | None
 ) -> dict[str, float]:
     """Padding counts here, and is given separately. Of the policy's shards.
 
     The barrier ratio is by FLOPs where the configuration has `flops`, else by tokens.
     """
-    kept = sum(int(prepared.rows.lengths[part.start : part.kept_end].sum()) for part in policy)
+    kept = sum(int(scored.rows.lengths[part.start : part.kept_end].sum()) for part in policy)
     figures: dict[str, float] = {"tokens": kept, "padding_rows": sum(part.padding_rows for part in policy)}
-    figures["barrier_ratio"] = barrier_ratio(policy, loads_of(prepared.rows.lengths, config.flops))
+    figures["barrier_ratio"] = barrier_ratio(policy, loads_of(scored.rows.lengths, config.flops))
     if laid_out is not None:
         elements = sum(shard.sequence_elements for shard in laid_out if shard.address.model == "policy")
         figures["padding_tokens"] = elements - kept
@@ -107,10 +107,10 @@ def _performance(
     return figures
 
 
-def _mismatches(prepared: ScoredBatch) -> list[dict[str, Any]]:
-    received = prepared.received
+def _mismatches(scored: ScoredBatch) -> list[dict[str, Any]]:
+    received = scored.received
     found = []
-    for mismatch in prepared.mismatches:
+    for mismatch in scored.mismatches:
         first = int(received.trajectory_bounds[mismatch.trajectory])
         key = received.steps.key(first)
         found.append(

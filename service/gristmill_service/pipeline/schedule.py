@@ -18,7 +18,13 @@ from numpy.typing import NDArray
 from gristmill._wire.columns import Int64s
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import Model, RunConfig
-from gristmill_service.pipeline.balance import Loads, balanced_by_rows, balanced_by_tokens, loads_of
+from gristmill_service.pipeline.balance import (
+    Loads,
+    balanced_by_rows,
+    balanced_by_tokens,
+    loads_of,
+    more_even,
+)
 from gristmill_service.pipeline.packing import first_fit, split_until
 from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan, RankPlan
 
@@ -113,15 +119,24 @@ def _plan_by_size(part: _Part, loads: Loads | None, config: RunConfig) -> MiniBa
     if micro_batches % multiple:  # fewest padding rows: all micro-batches are full, and the last has one row
         micro_batches = _ceil_div(micro_batches, multiple) * multiple
         count = (micro_batches - 1) * per_micro_batch + 1
-    rows = np.full((config.dp_size, count), PADDING, dtype=np.int64)
-    if loads is None:
-        rows.reshape(-1)[:kept_rows] = np.arange(part.start, part.start + kept_rows)
-    else:
-        rank, step = balanced_by_rows(loads[part.start : part.start + kept_rows], per_micro_batch, config.dp_size)
-        real = np.bincount(rank, minlength=config.dp_size)  # rows of each rank, before padding
-        rows[np.arange(count) < real[:, None]] = part.start + np.lexsort((step, rank))
     bounds = np.minimum(np.arange(micro_batches + 1, dtype=np.int64) * per_micro_batch, count)
-    return _plan(part, kept, tuple(RankPlan(shard, bounds) for shard in rows))
+    own = np.arange(part.start, part.start + kept_rows)
+    padded = np.append(own, np.full(config.dp_size * count - kept_rows, PADDING))
+    ranks = tuple(RankPlan(rows, bounds) for rows in padded.reshape(config.dp_size, count))
+    if loads is not None:
+        ranks = more_even(_balanced_rows(own, loads, per_micro_batch, bounds, config.dp_size), ranks, loads)
+    return _plan(part, kept, ranks)
+
+
+def _balanced_rows(
+    own: Int64s, loads: Loads, per_micro_batch: int, bounds: Int64s, dp_size: int
+) -> tuple[RankPlan, ...]:
+    """Returns the rows placed by load, padding dealt evenly. own: the mini-batch's rows; bounds: of every rank."""
+    rank, step = balanced_by_rows(loads[own], per_micro_batch, dp_size)
+    rows = np.full((dp_size, bounds[-1]), PADDING, dtype=np.int64)
+    real = np.bincount(rank, minlength=dp_size)  # rows of each rank, before padding
+    rows[np.arange(bounds[-1]) < real[:, None]] = own[np.lexsort((step, rank))]
+    return tuple(RankPlan(shard, bounds) for shard in rows)
 
 
 def _plan_by_tokens(part: _Part, batch: _Rows, cap: int, config: RunConfig) -> MiniBatchPlan:

@@ -13,7 +13,7 @@ from gristmill_service.config import RunConfig
 from gristmill_service.pipeline import advantage, filters
 from gristmill_service.pipeline.advantage import Float64s
 from gristmill_service.pipeline.merge import Mismatch, Rows, merge, step_loss_tokens
-from gristmill_service.pipeline.stage_timer import Timed, untimed
+from gristmill_service.pipeline.stage_timer import StageTimer, no_timer
 from gristmill_service.pipeline.validate import Received, receive
 
 
@@ -44,7 +44,9 @@ class ScoredBatch:
         return self.received.trajectory_groups[self.rows.trajectories]
 
 
-def prepare(steps: Steps, config: RunConfig, policy_version: int | None, timed: Timed = untimed) -> ScoredBatch:
+def score_batch(
+    steps: Steps, config: RunConfig, policy_version: int | None, timed: StageTimer = no_timer
+) -> ScoredBatch:
     """Everything about a batch that does not depend on ranks. timed: what each stage is run within."""
     with timed("validate"):
         received = receive(steps, config)

@@ -32,28 +32,26 @@ from gristmill_service.pipeline.shard_address import ShardAddress
 
 
 def shards(
-    prepared: ScoredBatch, mini_batches: Sequence[MiniBatchPlan], config: RunConfig, *, run: str, batch: int
+    scored: ScoredBatch, mini_batches: Sequence[MiniBatchPlan], config: RunConfig, *, run: str, batch: int
 ) -> list[Shard]:
     """Every shard of the batch, policy first, in plan order. No token is copied until a shard is read."""
-    builder = _ShardBuilder(prepared, config, run, batch)
+    builder = _ShardBuilder(scored, config, run, batch)
     return [shard for model in config.models for shard in builder.model_shards(model, mini_batches)]
 
 
 class _ShardBuilder:
     """What the shards of one batch share."""
 
-    def __init__(self, prepared: ScoredBatch, config: RunConfig, run: str, batch: int) -> None:
-        self._prepared, self._config, self._run, self._batch = prepared, config, run, batch
-        steps = prepared.received.steps
-        self._geometry = Geometry(
-            prepared.rows, steps.prompt_lengths, steps.response_lengths, config.padding_row_tokens
-        )
+    def __init__(self, scored: ScoredBatch, config: RunConfig, run: str, batch: int) -> None:
+        self._scored, self._config, self._run, self._batch = scored, config, run, batch
+        steps = scored.received.steps
+        self._geometry = Geometry(scored.rows, steps.prompt_lengths, steps.response_lengths, config.padding_row_tokens)
         # Widths are rounded up; a row never needs a longer run of fill than the widest padded row.
         self._longest = int(self._geometry.lengths.max()) + config.pad_to_multiple_of
         self._zeros = Region(np.zeros(4 * self._longest, np.uint8))
         self._shared = self._shared_columns()
         self._per_row = self._per_row_tensors()
-        self._labels = row_labels(prepared)
+        self._labels = row_labels(scored)
 
     def model_shards(self, model: Model, mini_batches: Sequence[MiniBatchPlan]) -> list[Shard]:
         own = [mini_batch for mini_batch in mini_batches if mini_batch.model == model]
@@ -70,14 +68,14 @@ class _ShardBuilder:
 
     def _shared_columns(self) -> list[Column]:
         """The columns that every mini-batch cuts from in the same way: all but the advantages."""
-        steps, geometry, longest, zeros = self._prepared.received.steps, self._geometry, self._longest, self._zeros
+        steps, geometry, longest, zeros = self._scored.received.steps, self._geometry, self._longest, self._zeros
         columns: list[Column] = [Tokens(steps.tokens, longest, self._config.pad_token_id)]
         if self._config.layout == "packed":
             columns.append(Positions(longest))
         else:
             columns.append(Presence("attention_mask", "sequence", longest))
         columns.append(Presence("response_mask", "response", longest))
-        columns.append(StepTokens("loss_mask", steps.loss_mask, geometry, zeros, self._prepared.trained))
+        columns.append(StepTokens("loss_mask", steps.loss_mask, geometry, zeros, self._scored.trained))
         if steps.token_rewards is None:
             columns.append(StepScalars("rewards", steps.rewards, geometry, zeros))
         else:
@@ -90,13 +88,13 @@ class _ShardBuilder:
         self, model: Model, mini_batches: Sequence[MiniBatchPlan], denominators: Sequence[Denominators]
     ) -> Column:
         """Scaled by the loss reduction for the policy, raw for the critic."""
-        scale = np.ones(len(self._prepared.rows))
+        scale = np.ones(len(self._scored.rows))
         if model == "policy":
             for mini_batch, divisors in zip(mini_batches, denominators, strict=True):
                 scale[mini_batch.start : mini_batch.kept_end] = divisors.scale(self._config)
-        tokens = self._prepared.received.steps.token_advantages
+        tokens = self._scored.received.steps.token_advantages
         if tokens is None:
-            values: Float64s = self._prepared.advantages[self._prepared.rows.trajectories] * scale
+            values: Float64s = self._scored.advantages[self._scored.rows.trajectories] * scale
             self._check_fits(values)
             return RowScalars("advantages", values, self._zeros)
         return StepTokens("advantages", self._scaled(tokens, scale), self._geometry, self._zeros)
@@ -107,7 +105,7 @@ class _ShardBuilder:
         if outside.size:
             row = int(outside[0])
             raise InvalidArgumentError(
-                f"{self._prepared.received.steps.key(int(self._prepared.rows.first[row]))}: advantage is "
+                f"{self._scored.received.steps.key(int(self._scored.rows.first[row]))}: advantage is "
                 f"{advantages[row]}, which float32 does not hold; scale the rewards down"
             )
 
@@ -115,18 +113,18 @@ class _ShardBuilder:
         """The column times its rows' scale, in float64, as float32; itself where there is nothing to scale."""
         if (scale == 1).all():
             return tokens
-        rows, compact = self._prepared.rows, tokens.compact()
+        rows, compact = self._scored.rows, tokens.compact()
         per_step = np.repeat(scale, rows.last - rows.first + 1)
         values = compact.values * np.repeat(per_step, compact.lengths)
         return Ragged(values.astype(np.float32), compact.starts, compact.lengths)
 
     def _denominators(self, mini_batch: MiniBatchPlan) -> Denominators:
-        prepared = self._prepared
-        return Denominators(mini_batch, prepared.loss_tokens, prepared.row_groups, prepared.rows.trajectories)
+        scored = self._scored
+        return Denominators(mini_batch, scored.loss_tokens, scored.row_groups, scored.rows.trajectories)
 
     def _per_row_tensors(self) -> tuple[PerRow, PerRow]:
         """Of every row, the padding row's at -1: integers, and flags."""
-        rows, steps = self._prepared.rows, self._prepared.received.steps
+        rows, steps = self._scored.rows, self._scored.received.steps
         integers: dict[str, NDArray[Any]] = {
             "row": np.arange(len(rows)),
             "sample": steps.samples[rows.first],

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 Stage = Literal["validate", "merge", "advantage", "schedule", "layout", "plan"]
-Timed = Callable[[Stage], AbstractContextManager[object]]
+StageTimer = Callable[[Stage], AbstractContextManager[object]]
 """Given a stage's name, what the stage is run within."""
 
 
-def untimed(_: Stage) -> AbstractContextManager[object]:
+def no_timer(_: Stage) -> AbstractContextManager[object]:
     return nullcontext()

@@ -14,7 +14,7 @@ from gristmill.errors import FailedPreconditionError, GristmillError, ResourceEx
 from gristmill_service import tracing
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.batch_stats import BatchStats
-from gristmill_service.pipeline.stage_timer import Timed
+from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.run.effects import Effects
 from gristmill_service.run.machine import progress
 from gristmill_service.run.machine.events import BatchFailed, BatchPublished
@@ -44,14 +44,14 @@ class BuiltBatch(Protocol):
     def shards(self) -> Sequence[ShardSource]: ...
 
     @property
-    def census(self) -> Callable[[], BatchStats]: ...
+    def stats(self) -> Callable[[], BatchStats]: ...
 
 
 class BuildBatch(Protocol):
-    """The pipeline, `gristmill_service.pipeline.mill`."""
+    """The pipeline, `gristmill_service.pipeline.build_batch`."""
 
     def __call__(
-        self, steps: Steps, config: RunConfig, *, run: str, batch: int, policy_version: int | None, timed: Timed
+        self, steps: Steps, config: RunConfig, *, run: str, batch: int, policy_version: int | None, timed: StageTimer
     ) -> BuiltBatch: ...
 
 
@@ -168,7 +168,7 @@ class BatchBuilder:
                 _log.exception("batch failed", run=self._name, batch=job.number)
             return BatchFailed(job.number, str(error) or type(error).__name__)
         if job.is_first:
-            self._monitor.built(job.number, built.census)
+            self._monitor.built(job.number, built.stats)
         self._keep_plan(job.number, plan)
         seconds = round(time.monotonic() - started, 3)
         _log.info("batch built", run=self._name, batch=job.number, rows=len(job.rows), bytes=nbytes, seconds=seconds)

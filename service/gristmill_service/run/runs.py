@@ -25,7 +25,7 @@ from gristmill.errors import (
 )
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.monitoring.run_monitor import Monitor
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch as build_with_pipeline
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.run.batch_builder import BuildBatch
 from gristmill_service.run.machine.admission import RowBudget
@@ -61,7 +61,7 @@ class Runs:
         run_store: RunStore | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        pipeline: BuildBatch = mill,
+        build_batch: BuildBatch = build_with_pipeline,
         make_monitor: MakeMonitor = Monitor,
         max_row_bytes: int = _MAX_ROW_BYTES,
     ) -> None:
@@ -70,7 +70,7 @@ class Runs:
         self._budget = RowBudget(max_row_bytes)
         self._builders, self._workers = Workers(_BUILDERS, "gristmill-build"), Workers(_WORKERS, "gristmill-worker")
         self._shared = Shared(
-            shard_store, ShardRoom(), self._budget, pipeline, make_monitor, clock, self._builders, self._workers
+            shard_store, ShardRoom(), self._budget, build_batch, make_monitor, clock, self._builders, self._workers
         )
         # `_lock` guards `_runs`, `_unreadable` and `_names`; a name's own lock is held while its run is created, opened
         # or deleted, and is taken first.

@@ -6,6 +6,7 @@ selected and shared without moving a value. Nothing here copies token data unles
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,12 +74,20 @@ class Ragged:
         return self if self.is_compact() else Ragged.from_arrays(self.arrays(), self.values.dtype)
 
     def row_sums(self) -> NDArray[np.float64]:
-        """Each row's sum, added in float64; float64 (rows,).
+        """Each row's `exact_sum`; float64 (rows,)."""
+        return np.array([exact_sum(array) for array in self.arrays()], np.float64)
 
-        Row by row, because `reduceat` adds in another order than `sum`: the last bit of a score must not depend on how
-        its rows came.
-        """
-        return np.array([array.sum(dtype=np.float64) for array in self.arrays()], np.float64)
+
+def exact_sum(values: Array) -> float:
+    """The sum in float64, correctly rounded: it does not depend on the order of the values, nor on zeros among them.
+
+    Not finite where a value is not.
+    """
+    terms = values[values != 0].tolist()
+    try:
+        return math.fsum(terms)
+    except (OverflowError, ValueError):  # of opposite infinities, or beyond float64
+        return math.nan
 
 
 def starts_of(lengths: Int64s) -> Int64s:

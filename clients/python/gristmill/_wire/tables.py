@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._wire.columns import Array, Int64s, Ragged
+from gristmill._wire.columns import Array, Int64s, Ragged, exact_sum
 from gristmill._wire.steps import FLOAT32_MAX, INT32_MAX, UNKNOWN, Steps, check, check_text
 from gristmill.errors import InvalidArgumentError
 
@@ -97,7 +97,7 @@ class ValueColumns:
             where = self._where(row)
             if is_vector(value):
                 array = nothing[row] = _floats(value, name, dtype, where)
-                numbers.append(float(array.sum(dtype=np.float64)))
+                numbers.append(exact_sum(array))
             else:
                 numbers.append(None if value is None else float(_scalar(value, name, float, where)))
         return numbers, nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
@@ -27,6 +28,7 @@ from gristmill_service.monitoring.batch_view import BatchViewCache
 from gristmill_service.monitoring.history import HistoryRecorder
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.storage.run_store import OwnedElsewhereError
+from gristmill_service.validation_messages import place, problems, shown
 
 _log = structlog.get_logger(__name__)
 
@@ -91,20 +93,21 @@ def _add_probes(app: FastAPI) -> None:
 async def _tell(request: Request, error: Exception) -> JSONResponse:
     told = refusal(error)
     _log.debug(
-        "call refused", call=getattr(request.scope.get("route"), "name", ""), code=told.code, reason=told.message
+        "call refused", call=getattr(request.scope.get("route"), "name", ""), code=told.code, reason=told.message[:2000]
     )
     return JSONResponse(told.body, told.http_status, told.headers)
 
 
 async def _tell_invalid(request: Request, error: Exception) -> JSONResponse:
-    """What pydantic found, in our form."""
+    """Tells what pydantic found in the form of every refusal."""
     assert isinstance(error, RequestValidationError)
-    parts = []
+    return await _tell(request, InvalidArgumentError(f"{problems(_explain(error))}; see /docs for what is expected"))
+
+
+def _explain(error: RequestValidationError) -> Iterator[str]:
     for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"])
-        value = "" if item["type"] in ("missing", "json_invalid") else f", got {item['input']!r:.200}"
-        parts.append(f"{where}: {item['msg'][:1].lower()}{item['msg'][1:]}{value}")
-    return await _tell(request, InvalidArgumentError(f"{'; '.join(parts)}; see /docs for what is expected"))
+        value = "" if item["type"] in ("missing", "json_invalid") else f", got {shown(item['input'])}"
+        yield f"{place(item)}: {item['msg'][:1].lower()}{item['msg'][1:]}{value}"
 
 
 async def _tell_status(request: Request, error: Exception) -> JSONResponse:

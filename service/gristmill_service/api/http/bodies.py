@@ -1,4 +1,4 @@
-"""Request bodies: read whole, bounded before and after decompression, so that no handler has to think of it."""
+"""Request bodies: read whole or refused, bounded before and after decompression, before any handler runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gristmill_service.api.errors import refusal
 
 TOO_LARGE = 413
 BODY = "gristmill.body"
-"""Where a request's scope has its body, decompressed, for whoever passes the request on."""
+"""The key under which a request's scope has its body, decompressed, for whoever passes the request on."""
 
 
 class BoundedBodies:
@@ -38,25 +38,30 @@ class BoundedBodies:
         await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        declared = headers.get(b"content-length", b"")
-        if declared.isdigit():
-            self._refuse_too_large(int(declared))
-        pieces, size, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                break
-            pieces.append(message.get("body", b""))
-            size += len(pieces[-1])
-            self._refuse_too_large(size)
-            more = message.get("more_body", False)
-        body = b"".join(pieces)
+        body = await self._received(headers.get(b"content-length", b""), receive)
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").lower()
         if encoding == "gzip":
             return await run_in_threadpool(self._decompress, body)
         if encoding != "identity":
             raise InvalidArgumentError(f"content-encoding {encoding!r} is not understood; send gzip or none")
         return body
+
+    async def _received(self, declared: bytes, receive: Receive) -> bytes:
+        """Returns the body as it was sent. Raises InvalidArgumentError where the caller went away before its end."""
+        if declared.isdigit():
+            self._refuse_too_large(int(declared))
+        pieces, size, more = [], 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _cut(size)
+            pieces.append(message.get("body", b""))
+            size += len(pieces[-1])
+            self._refuse_too_large(size)
+            more = message.get("more_body", False)
+        if declared.isdigit() and int(declared) != size:
+            raise _cut(size)
+        return b"".join(pieces)
 
     def _decompress(self, body: bytes) -> bytes:
         decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
@@ -67,11 +72,20 @@ class BoundedBodies:
         self._refuse_too_large(len(found))
         if not decompressor.eof:
             raise InvalidArgumentError(f"the gzip body ends early, after {len(body)} bytes; send all of it")
+        if decompressor.unused_data:
+            raise InvalidArgumentError(
+                f"the gzip body has {len(decompressor.unused_data)} bytes after its end; send one gzip stream"
+            )
         return found
 
 
+def _cut(size: int) -> InvalidArgumentError:
+    """The error is seen in metrics and traces only: its caller has gone."""
+    return InvalidArgumentError(f"the request ended after {size} bytes of its body, before it was whole; send it again")
+
+
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """What was read, once, and then whatever comes after it: the caller's going away."""
+    """Gives the body, once, and then what comes after it: the caller's going away."""
     unread = True
 
     async def replay() -> Message:

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from gristmill_service.config import Model
 from gristmill_service.run.machine.answers import GroupState, Position
+from gristmill_service.validation_messages import shown
 
-_STRICT = ConfigDict(extra="forbid")
+_Item = TypeVar("_Item")
+Many = Annotated[list[_Item], Field(fail_fast=True)]
+"""A list that is refused at its first wrong item: a body may have millions, and each error takes its time."""
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+class Body(BaseModel):
+    """What a request sends. Unknown fields are refused together, for the same reason."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, given: object) -> object:
+        if isinstance(given, dict) and (unknown := given.keys() - cls.model_fields):
+            name = shown(min(unknown, key=str))
+            raise PydanticCustomError("extra_forbidden", "there is no field {name}", {"name": name})
+        return given
+
 
 CONFIG_EXAMPLE = {
     "train_batch_size": 4,
@@ -25,9 +44,7 @@ CONFIG_EXAMPLE = {
 }
 
 
-class CreateRun(BaseModel):
-    model_config = _STRICT
-
+class CreateRun(Body):
     run: str = Field(description="The run's name.", examples=["guess-1"])
     config: dict[str, Any] = Field(
         description="The run's settings, as in the documentation's configuration table.", examples=[CONFIG_EXAMPLE]
@@ -43,10 +60,8 @@ class RunNames(BaseModel):
     runs: list[str] = Field(examples=[["guess-1"]])
 
 
-class BeginGroups(BaseModel):
-    model_config = _STRICT
-
-    uids: list[str] = Field(examples=[["prompt-17", "prompt-18"]])
+class BeginGroups(Body):
+    uids: Many[str] = Field(examples=[["prompt-17", "prompt-18"]])
     round: Int32 = Field(0, description="Which time the uids are sampled in the run, such as the dataset epoch.")
     wait_s: float = Field(0.0, description="Seconds to wait for room; the service may answer earlier.")
 
@@ -84,9 +99,7 @@ class RowsSubmitted(BaseModel):
     )
 
 
-class Trajectory(BaseModel):
-    model_config = _STRICT
-
+class Trajectory(Body):
     uid: str = Field(examples=["prompt-17"])
     sample: Int32 = Field(examples=[0])
     round: Int32 = 0
@@ -94,26 +107,20 @@ class Trajectory(BaseModel):
 
 class Reward(Trajectory):
     step: Int32 | None = Field(None, description="Which step; null: the last.")
-    reward: float | list[float] = Field(description="As the run's rows have it: one, or one a token.", examples=[1.0])
+    reward: float | Many[float] = Field(description="As the run's rows have it: one, or one a token.", examples=[1.0])
 
 
-class SetRewards(BaseModel):
-    model_config = _STRICT
-
-    rewards: list[Reward]
+class SetRewards(Body):
+    rewards: Many[Reward]
 
 
-class AbortTrajectories(BaseModel):
-    model_config = _STRICT
-
-    trajectories: list[Trajectory]
+class AbortTrajectories(Body):
+    trajectories: Many[Trajectory]
     reason: str = Field(examples=["environment crashed"])
 
 
-class AbortGroups(BaseModel):
-    model_config = _STRICT
-
-    uids: list[str] = Field(examples=[["prompt-17"]])
+class AbortGroups(Body):
+    uids: Many[str] = Field(examples=[["prompt-17"]])
     round: Int32 = 0
     reason: str = Field(examples=["bad prompt"])
 
@@ -122,9 +129,7 @@ class Changed(BaseModel):
     changed: int = Field(description="How many this call changed; the others were so before.")
 
 
-class SealBatch(BaseModel):
-    model_config = _STRICT
-
+class SealBatch(Body):
     batch: Int64 | None = Field(None, description="The number it is to have, which makes the call idempotent.")
 
 
@@ -137,10 +142,8 @@ class RunFinished(BaseModel):
     batches: int = Field(description="How many batches the run has in all.")
 
 
-class Place(BaseModel):
+class Place(Body):
     """A place in a model's training order."""
-
-    model_config = _STRICT
 
     batch: Int64
     epoch: Int32 = 0
@@ -163,9 +166,7 @@ class Shard(BaseModel):
     incarnation: int
 
 
-class Acknowledge(BaseModel):
-    model_config = _STRICT
-
+class Acknowledge(Body):
     model: Model = "policy"
     rank: Int32
     position: Place
@@ -177,9 +178,7 @@ class Acknowledged(BaseModel):
     next: Place
 
 
-class Commit(BaseModel):
-    model_config = _STRICT
-
+class Commit(Body):
     model: Model = "policy"
     position: Place
     incarnation: Int64 = 0
@@ -189,9 +188,7 @@ class Committed(BaseModel):
     committed: Place
 
 
-class Resume(BaseModel):
-    model_config = _STRICT
-
+class Resume(Body):
     model: Model = "policy"
     position: Place | None = Field(None, description="null: stay at the committed position.")
     launch: str = Field(description="Names this start of the trainer, the same on all its ranks.", examples=["job-7"])
@@ -220,9 +217,7 @@ class Groups(BaseModel):
     groups: list[Group]
 
 
-class PolicyVersion(BaseModel):
-    model_config = _STRICT
-
+class PolicyVersion(Body):
     version: Int32
 
 

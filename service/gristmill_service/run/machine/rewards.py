@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gristmill._wire.columns import exact_sum
 from gristmill._wire.steps import FLOAT32_MAX
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from gristmill_service.run.machine.answers import RewardUpdate
@@ -83,8 +84,7 @@ def _value(row: StoredRow, update: RewardUpdate) -> float:
         )
     else:
         # A sum that is not finite tells of a value that is not.
-        with np.errstate(invalid="ignore", over="ignore"):
-            value = float(update.token_values.sum(dtype=np.float64))
+        value = exact_sum(update.token_values)
     if not abs(value) <= FLOAT32_MAX:
         raise InvalidArgumentError(
             f"{row.trajectory} step {row.step}: reward is {value}; it must be finite, also as float32"

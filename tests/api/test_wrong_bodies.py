@@ -1,0 +1,80 @@
+"""However much of a body is wrong, it is refused within a second, in a few lines."""
+
+from __future__ import annotations
+
+import gzip
+import time
+
+import pytest
+
+from tests.api.doors import CONFIG, HttpDoor
+
+
+@pytest.fixture
+def run(http_door: HttpDoor, run_name: str) -> str:
+    http_door.create(run_name, CONFIG)
+    return run_name
+
+
+MIB = 1 << 20
+UNKNOWN = b",".join(b'"field_%06d":1' % number for number in range(4 * MIB // 17))
+REWARD = b'"uid":"a","sample":0,"reward":'
+
+BODIES = {
+    "numbers for uids": ("groups", b'{"uids":[' + b"1," * (2 * MIB) + b"1]}", "body.uids.0"),
+    "a list for an object": ("groups", b"[" + b"1," * (2 * MIB) + b"1]", "body: "),
+    "text for an object": ("groups", b'"' + b"x" * (4 * MIB) + b'"', "body: "),
+    "no JSON": ("groups", b"[" * (4 * MIB), "error parsing the body"),
+    "unknown fields": ("groups", b'{"uids":[],' + UNKNOWN + b"}", "body: there is no field 'field_000000'"),
+    "numbers for rewards": ("rewards", b'{"rewards":[' + b"1," * (2 * MIB) + b"1]}", "body.rewards.0"),
+    "empty rewards": ("rewards", b'{"rewards":[' + b"{}," * MIB + b"{}]}", "body.rewards.0.uid: field required"),
+    "unknown fields of a reward": (
+        "rewards",
+        b'{"rewards":[{' + REWARD + b"1," + UNKNOWN + b"}]}",
+        "body.rewards.0: there is no field 'field_000000'",
+    ),
+    "text for a reward's values": (
+        "rewards",
+        b'{"rewards":[{' + REWARD + b"[" + b'"a",' * MIB + b'"a"]}]}',
+        "body.rewards.0.reward",
+    ),
+    "numbers for trajectories": ("trajectories:abort", b'{"trajectories":[' + b"1," * (2 * MIB) + b"1]}", "body."),
+    "a long name of a model": ("commit", b'{"model":"' + b"x" * (4 * MIB) + b'"}', "body.model"),
+    "rows without fields": ("rows", b'{"rows":[' + b"{}," * MIB + b"{}]}", "row 0"),
+    "a row of a long uid": ("rows", b'{"rows":[{"uid":"' + b"x" * (4 * MIB) + b'"}]}', "uid 'xxx"),
+    "unknown settings": ("", b'{"run":"x","config":{' + UNKNOWN + b"}}", "unknown setting field_000000"),
+    "a long name": ("", b'{"config":{},"run":"' + b"x" * (4 * MIB) + b'"}', "run is 'xxx"),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_large_wrong_body_is_refused_within_a_second_and_in_a_few_lines(
+    http_door: HttpDoor, run: str, name: str
+) -> None:
+    call, body, reason = BODIES[name]
+    path = f"/v1/runs/{run}/{call}" if call else "/v1/runs"
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    packed = gzip.compress(body, 1)
+    seconds = []
+    for _ in range(3):  # the machine may be busy with something else
+        start = time.monotonic()
+        answer = http_door.client.post(path, content=packed, headers=headers)
+        seconds.append(time.monotonic() - start)
+        assert answer.status_code in (400, 422)
+        assert reason in answer.json()["error"]["message"]
+        assert len(answer.content) < 10_000
+        if seconds[-1] < 1:
+            break
+    assert min(seconds) < 1
+
+
+def test_the_first_ten_problems_of_a_body_are_named_and_its_values_cut_short(http_door: HttpDoor, run: str) -> None:
+    wrong = {"uid": 1, "sample": "x" * 1000, "round": "y", "reward": None, "step": "z"}
+    answer = http_door.client.post(f"/v1/runs/{run}/rewards", json={"rewards": [wrong]})
+    message = answer.json()["error"]["message"]
+    assert "body.rewards.0.uid: input should be a valid string, got 1; body.rewards.0.sample: " in message
+    assert "body.rewards.0.step: " in message
+    assert "x" * 100 not in message
+    assert message.endswith("; see /docs for what is expected")
+    answer = http_door.client.post(f"/v1/runs/{run}/resume", json={"position": dict.fromkeys("abcdefghijkl", "x")})
+    assert "there is no field 'a'" in answer.json()["error"]["message"]
