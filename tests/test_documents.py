@@ -46,3 +46,47 @@ def test_every_link_leads_somewhere(path: Path, link: str) -> None:
 @pytest.mark.parametrize(("path", "file"), list(found(_FILE)))
 def test_every_file_that_is_named_exists(path: Path, file: str) -> None:
     assert (ROOT / file).exists()
+
+
+def rooms() -> Iterator[Path]:
+    """The places in CONTRIBUTING's tree, which is indented by four spaces a level."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    above: list[str] = []
+    for line in text[text.index("## Where things are") : text.index("## Words")].splitlines():
+        if found := re.match(r"((?: {4})+)((?:\w[\w./-]*/ ?)+)", line):
+            above[len(found[1]) // 4 - 1 :] = [found[2].split()[0]]
+            yield from (ROOT.joinpath(*above[:-1], name) for name in found[2].split())
+
+
+@pytest.mark.parametrize("place", list(rooms()), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_room_of_the_tree_exists(place: Path) -> None:
+    assert place.is_dir()
+
+
+def test_the_tree_has_every_package() -> None:
+    inner = {"__pycache__", "v1"}
+    packages = {path.parent for path in ROOT.glob("service/**/__init__.py")} | {
+        ROOT / "service/gristmill_service/dashboard"
+    }
+    wanted = {path for path in packages if path.name not in inner}
+    assert wanted - {ROOT / "service/gristmill_service/cli/watch"} <= set(rooms())
+
+
+def test_the_glossary_is_short_and_has_each_word_once() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| ([\w, -]+) \| (.+) \|$", text[text.index("## Words") : text.index("## House rules")], re.MULTILINE
+    )
+    words = [word for names, _ in rows[1:] for word in names.split(", ") if word != "---"]
+    assert 0 < len(words) <= 30
+    assert len(set(words)) == len(words)
+
+
+def test_no_module_is_longer_than_the_house_rules_say() -> None:
+    modules = [
+        path for top in ("service", "clients") for path in (ROOT / top).rglob("*.py") if path.parent.name != "v1"
+    ]
+    assert modules
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in modules}
+    assert [path for path, length in lengths.items() if length > 500] == []
+    assert sorted(lengths.values())[len(lengths) // 2] < 200
