@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 
-.PHONY: help setup demo test check bench bench-peers chaos protos format clean
+.PHONY: help setup demo test check manifests bench bench-peers chaos protos format clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,14 +25,17 @@ demo: setup  ## Watch a small multi-turn RL run train through gristmill (under 4
 test: setup  ## Run the tests
 	$(BIN)/python -m pytest
 
-check: setup  ## Lint, types, protos, generated stubs
+check: setup  ## Lint, types, protos, generated stubs, the chart
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/buf lint protos
 	protos/generate.sh --check
-	deploy/render.sh --check
-	$(BIN)/python deploy/validate.py deploy/manifests/*.yaml
+	deploy/render.sh build/manifests
+	$(BIN)/python deploy/validate.py build/manifests/*.yaml
+
+manifests: setup  ## Render the chart's examples as plain manifests: build/manifests
+	deploy/render.sh build/manifests
 
 bench: setup  ## Measure against bounds; writes build/bench.json and build/bench.svg
 	$(BIN)/python -m tests.bench

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic_core import PydanticUndefined
 from safetensors.numpy import load_file
 
 from gristmill_service.config import RunConfig
@@ -64,25 +65,39 @@ def test_the_line_of_a_rollout_file_is_one(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+TABLE = README[README.index("| setting | default | meaning |") : README.index("## What it promises")]
+NOT_BUILT = {"columns"}
+_WORDS = {
+    "none": (None, "none"),
+    "off": (None, ()),
+    "true": (True,),
+    "false": (False,),
+    "required": (PydanticUndefined,),
+}
+
+
+def documented_defaults():
+    """Each setting's default as the configuration table has it, several of a line by turns or alike."""
+    for line in TABLE.splitlines()[2:]:
+        if line.startswith("|"):
+            names, defaults = (cell.strip() for cell in line.strip("|").split("|")[:2])
+            named, told = re.findall(r"`([a-z_]+)`", names), [one.strip(" `") for one in defaults.split(",")]
+            yield from zip(named, told if len(told) == len(named) else told * len(named), strict=True)
+
+
 def test_every_setting_of_a_run_is_in_the_configuration_table():
-    table = README[README.index("## Configuration") : README.index("## What it promises")]
-    named = set(re.findall(r"`([a-z_]+)`", table))
-    not_built = {"columns"}
-    assert set(RunConfig.model_fields) - not_built <= named
+    assert {name for name, _ in documented_defaults()} == set(RunConfig.model_fields) - NOT_BUILT
 
 
-@pytest.mark.parametrize("command", re.findall(r"^    gristmill (\w+)", README, re.MULTILINE))
+@pytest.mark.parametrize(("name", "told"), list(documented_defaults()))
+def test_the_configuration_table_tells_the_default(name, told):
+    number = re.fullmatch(r"(\d+)( GiB)?", told)
+    meant = (int(number[1]) << (30 if number[2] else 0),) if number else _WORDS.get(told, (told,))
+    assert RunConfig.model_fields[name].default in meant
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"^    gristmill (\w+)", README, re.MULTILINE))))
 def test_every_command_that_is_named_exists(command):
     gristmill = Path(sys.executable).with_name("gristmill")
     done = subprocess.run([gristmill, command, "--help"], capture_output=True, text=True)
     assert done.returncode == 0
-
-
-@pytest.mark.parametrize("target", re.findall(r"^    make (\w+)", README, re.MULTILINE))
-def test_every_make_target_that_is_named_exists(target):
-    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-
-
-@pytest.mark.parametrize("path", re.findall(r"\]\(([\w/.]+)\)|`(tests/[\w/.]+)`", README))
-def test_every_file_that_is_named_exists(path):
-    assert (ROOT / next(filter(None, path))).exists()

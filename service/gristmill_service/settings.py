@@ -1,6 +1,7 @@
-"""The service's settings, in one place: flags over environment over file over defaults.
+"""The service's settings: their names, defaults and checks.
 
-Owns their names, defaults and checks. A run's own configuration is not here but in `config`.
+Flags win over the environment, the environment over a file, the file over defaults. A run has a configuration of its
+own: see `config`.
 """
 
 from __future__ import annotations
@@ -11,17 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ByteSize,
-    ConfigDict,
-    Field,
-    PositiveInt,
-    SecretStr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import ByteSize, Field, PositiveInt, SecretStr, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from gristmill.errors import InvalidArgumentError
 
@@ -29,11 +23,18 @@ ENVIRONMENT_PREFIX = "GRISTMILL_"
 _EVERYWHERE = ("0.0.0.0:", "[::]:", "unix:")
 
 
-class Settings(BaseModel):
-    """How the process serves. Nothing listens wider than this machine unless an address says so."""
+class Settings(BaseSettings):
+    """How the process serves. Nothing listens wider than this machine unless an address says so.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    A setting that is not an argument is taken from the environment, else from the file that `config_file` names. Other
+    variables with the prefix are left alone: Kubernetes sets some of its own after the name of a service.
+    """
 
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, env_prefix=ENVIRONMENT_PREFIX, env_ignore_empty=True
+    )
+
+    config_file: Path | None = Field(None, description="A YAML file with the settings below.")
     grpc_address: str = Field(
         "127.0.0.1:50051", description="HOST:PORT or unix:/PATH of the gRPC API; port 0 picks a free one."
     )
@@ -92,6 +93,17 @@ class Settings(BaseModel):
         None, description="A file that gets the chosen addresses as JSON once ready, and goes at shutdown."
     )
 
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, _ConfigFile(settings_cls)
+
     @model_validator(mode="after")
     def _check_store(self) -> Settings:
         if (self.store == "redis") != (self.redis_url is not None):
@@ -129,28 +141,27 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def load_settings(flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
-    """Settings from flags (None: not given), the environment, and the file that either names as `config_file`.
+class _ConfigFile(PydanticBaseSettingsSource):
+    """The settings in the file that an argument or the environment names."""
 
-    Raises InvalidArgumentError naming the setting, where it was given, its value and what is expected. Other variables
-    with the prefix are left alone: Kubernetes sets some of its own after the name of a service.
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        raise NotImplementedError("the file is read as a whole")
+
+    def __call__(self) -> dict[str, Any]:
+        path = self.current_state.get("config_file")
+        return {} if path is None else _read_file(Path(path))
+
+
+def load_settings(flags: Mapping[str, Any]) -> Settings:
+    """Settings from flags (None: not given), the environment and the file.
+
+    Raises InvalidArgumentError naming the setting, where it was given, its value and what is expected.
     """
     given = {name: value for name, value in flags.items() if value is not None}
-    variables = {name: f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in (*Settings.model_fields, "config_file")}
-    found = {name: environment[variable] for name, variable in variables.items() if environment.get(variable)}
-    file = given.pop("config_file", None) or found.pop("config_file", None)
-    found.pop("config_file", None)
-    layers = [({} if file is None else _read_file(Path(file))), found, given]
-    origins = [
-        dict.fromkeys(layers[0], f"{file}"),
-        {name: variables[name] for name in found},
-        {name: "--" + name.replace("_", "-") for name in given},
-    ]
-    values, origin = ({name: value for layer in side for name, value in layer.items()} for side in (layers, origins))
     try:
-        return Settings.model_validate(values)
+        return Settings(**given)
     except ValidationError as error:
-        raise InvalidArgumentError(_explain(error, origin)) from None
+        raise InvalidArgumentError("; ".join(_explain(item, given) for item in error.errors())) from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -165,17 +176,23 @@ def _read_file(path: Path) -> dict[str, Any]:
     return mapping
 
 
-def _explain(error: ValidationError, origin: Mapping[str, str]) -> str:
-    parts = []
-    for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"])
-        if not name:
-            # Of several settings together; what was given may hold a secret.
-            parts.append(item["msg"].removeprefix("Value error, "))
-            continue
-        if item["type"] == "extra_forbidden":
-            parts.append(f"{origin[name]}: unknown setting {name}; known are {', '.join(Settings.model_fields)}")
-        else:
-            reason = item["msg"].removeprefix("Value error, ")
-            parts.append(f"{origin[name]}: {name} is {item['input']!r}: {reason[:1].lower()}{reason[1:]}")
-    return "; ".join(parts)
+def _explain(error: ErrorDetails, flags: Mapping[str, Any]) -> str:
+    reason = error["msg"].removeprefix("Value error, ")
+    if not error["loc"]:
+        # Several settings do not fit together, and their values may hold a secret.
+        return reason
+    name = str(error["loc"][0])
+    if error["type"] == "extra_forbidden":
+        return f"{_origin(name, flags)}: unknown setting {name}; known are {', '.join(Settings.model_fields)}"
+    is_secret = Settings.model_fields[name].annotation == SecretStr | None
+    value = "" if is_secret else f" is {error['input']!r}"
+    return f"{_origin(name, flags)}: {name}{value}: {reason[:1].lower()}{reason[1:]}"
+
+
+def _origin(name: str, flags: Mapping[str, Any]) -> str:
+    """The flag, the variable or the file that gave a setting its value."""
+    if name in flags:
+        return "--" + name.replace("_", "-")
+    if os.environ.get(variable := ENVIRONMENT_PREFIX + name.upper()):
+        return variable
+    return str(flags.get("config_file") or os.environ[ENVIRONMENT_PREFIX + "CONFIG_FILE"])

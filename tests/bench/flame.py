@@ -1,7 +1,7 @@
-"""Where submission's time goes: flame graphs of client and service, by py-spy, into docs/profiles/.
+"""Where submission's time goes: flame graphs of client and service, by py-spy, into build/profiles.
 
-`python -m tests.bench.flame` records all; with KIND ADDRESS it is the client that submits again and again until it is
-ended. Frames are functions with their files below the project or the environment.
+`pip install py-spy` first. `python -m tests.bench.flame` records all; with KIND ADDRESS it is the client that submits
+again and again until it is ended. Frames are functions with their files below the project or the environment.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from gristmill import RolloutClient
 from tests.bench.processes import served
 from tests.bench.submit import LONG, LONG_ROWS, TURNS, _config, _delete, _submitting, _turn_rows, generator_output
 
-PROFILES = Path("docs/profiles")
+PROFILES = Path("build/profiles")
 SECONDS, RATE = 12, 250
 """Of recording, and samples a second."""
 _PATH = re.compile(r"/[\w./+-]*/(?=(?:gristmill|gristmill_service|tests|grpc|numpy)/|[\w.-]+\.py|py-spy)")
 
 
 def main() -> None:
+    PROFILES.mkdir(parents=True, exist_ok=True)
     for kind in ("long", "turn"):
         with served() as service:
             command = [sys.executable, "-m", "tests.bench.flame", kind, service.grpc_address]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-RULES = Path("deploy/prometheus/alerts.yaml").absolute()
+RULES = Path(__file__).parents[2] / "deploy/helm/gristmill/files/alerts.yaml"
 
 
 def promtool(*arguments: str) -> str:

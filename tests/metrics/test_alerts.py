@@ -13,6 +13,7 @@ from tests.metrics.promtool import RULES, check_alert, promtool
 from tests.metrics.recording import Recording
 from tests.run.harness import BuildBatch, group_rows
 
+ROOT = Path(__file__).parents[2]
 RUN, POLICY, INSTANCE = {"run": "run"}, {"run": "run", "model": "policy"}, {"instance": "one:8080"}
 
 Case = Callable[[], tuple[Recording, dict[str, str]]]
@@ -190,11 +191,11 @@ def test_each_alert_is_tried():
 
 
 def test_each_alert_has_its_paragraph_in_the_runbook():
-    text = Path("docs/runbook.md").read_text()
+    text = (ROOT / "docs/runbook.md").read_text()
     anchors = {
         re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^## (.+)$", text, re.M)
     }
-    linked = [rule["annotations"]["runbook_url"].split("#") for rule in alerts()]
+    linked = [rule["annotations"]["runbook"].split("#") for rule in alerts()]
     assert {file for file, _ in linked} == {"docs/runbook.md"}
     assert {anchor for _, anchor in linked} == anchors
     assert len(linked) == len(anchors), "a paragraph each"
@@ -202,7 +203,7 @@ def test_each_alert_has_its_paragraph_in_the_runbook():
 
 @pytest.mark.parametrize("document", ["docs/runbook.md", "docs/metrics.md"])
 def test_links_lead_somewhere(document):
-    path = Path(document)
+    path = ROOT / document
     for link in re.findall(r"\]\(([^)]+)\)", path.read_text()):
         file, _, anchor = link.partition("#")
         target = (path.parent / file).resolve() if file else path
@@ -213,8 +214,8 @@ def test_links_lead_somewhere(document):
 
 
 def test_alerts_speak_of_metrics_that_there_are():
-    documented = set(re.findall(r"^\| `(gristmill_\w+)`", Path("docs/metrics.md").read_text(), re.M))
+    documented = set(re.findall(r"^\| `(gristmill_\w+)`", (ROOT / "docs/metrics.md").read_text(), re.M))
     for rule in alerts():
         assert set(re.findall(r"gristmill_\w+", rule["expr"])) <= documented, rule["alert"]
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
-        assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
+        assert rule["annotations"].keys() == {"summary", "description", "runbook"}

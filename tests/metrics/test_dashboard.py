@@ -11,7 +11,8 @@ import yaml
 
 from tests.metrics.promtool import promtool
 
-DASHBOARD = json.loads(Path("deploy/grafana/gristmill.json").read_text())
+ROOT = Path(__file__).parents[2]
+DASHBOARD = json.loads((ROOT / "deploy/helm/gristmill/files/gristmill.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 # Of each kind what Prometheus makes series of.
 _SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge": ("",)}
@@ -23,7 +24,7 @@ def documented() -> dict[str, set[str]]:
     """Labels by the name of the series."""
     return {
         name + suffix: set(re.findall(r"`(\w+)`", labels)) | ({"le"} if suffix == "_bucket" else set())
-        for name, kind, labels in _ROW.findall(Path("docs/metrics.md").read_text())
+        for name, kind, labels in _ROW.findall((ROOT / "docs/metrics.md").read_text())
         for suffix in _SUFFIXES[kind]
     }
 
@@ -70,7 +71,7 @@ def test_every_metric_and_label_asked_for_exists():
 def test_every_metric_is_shown():
     shown = {name for expression in expressions() for name in re.findall(r"gristmill_\w+", expression)}
     bare = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
-    assert bare == {name for name, _, _ in _ROW.findall(Path("docs/metrics.md").read_text())}
+    assert bare == {name for name, _, _ in _ROW.findall((ROOT / "docs/metrics.md").read_text())}
 
 
 def test_prometheus_parses_every_expression(tmp_path):

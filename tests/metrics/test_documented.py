@@ -45,7 +45,7 @@ def busy() -> Metrics:
 def test_every_metric_is_documented_with_its_type_and_labels(busy):
     documented = {
         name: (kind, set(re.findall(r"`(\w+)`", labels)))
-        for name, kind, labels in _ROW.findall(Path("docs/metrics.md").read_text())
+        for name, kind, labels in _ROW.findall((Path(__file__).parents[2] / "docs/metrics.md").read_text())
     }
     found = {}
     for family in Scrape(busy.text().decode()).families:

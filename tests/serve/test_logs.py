@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,14 @@ MADE = re.compile(r"[0-9a-f]{8}-[0-9a-f]+")
 
 def lines(service: ServiceProcess) -> list[dict[str, Any]]:
     return [json.loads(line) for line in service.log.read_text().splitlines()]
+
+
+def wait_for(service: ServiceProcess, event: str) -> None:
+    """Returns when the log tells of the event."""
+    until = time.monotonic() + 20
+    while all(line["event"] != event for line in lines(service)):
+        assert time.monotonic() < until, f"the log does not tell: {event}"
+        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -68,6 +77,8 @@ def test_submissions_are_told_only_where_that_is_asked_for(start_service: StartS
         for uid in ("a", "b"):
             door.submit("run", group(uid))
         door.batch("run", 0, wait_s=20)
+    # A waiter may be answered before the line is written.
+    wait_for(service, "batch published")
     assert service.stop() == 0
     told = [line["event"] for line in lines(service)]
     assert told == ["ready", "batch sealed", "batch published", "shutting down", "closed"]

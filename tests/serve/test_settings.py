@@ -1,12 +1,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.settings import load_settings
+from gristmill_service.settings import Settings, load_settings
+
+Load = Callable[[Mapping[str, object], Mapping[str, str]], Settings]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Loads settings from these flags in this environment."""
+
+    def loaded(flags: Mapping[str, object], environment: Mapping[str, str]) -> Settings:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return load_settings(flags)
+
+    return loaded
 
 
 @pytest.fixture
@@ -16,28 +31,28 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_flags_win_over_the_environment_over_the_file_over_defaults(file: Path) -> None:
+def test_flags_win_over_the_environment_over_the_file_over_defaults(load: Load, file: Path) -> None:
     environment = {"GRISTMILL_CONFIG_FILE": str(file), "GRISTMILL_MAX_WAITERS": "2", "GRISTMILL_MAX_STREAMS": "2"}
-    settings = load_settings({"max_waiters": 3, "max_streams": None}, environment)
+    settings = load({"max_waiters": 3, "max_streams": None}, environment)
     assert (settings.max_waiters, settings.max_streams, settings.log_level) == (3, 2, "debug")
     assert settings.max_message_bytes == 1 << 20
     assert settings.log_format == "human"
 
 
-def test_the_file_of_the_flag_wins(file: Path, tmp_path: Path) -> None:
+def test_the_file_of_the_flag_wins(load: Load, file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_text("")
-    assert load_settings({"config_file": other}, {"GRISTMILL_CONFIG_FILE": str(file)}).max_waiters == 512
+    assert load({"config_file": other}, {"GRISTMILL_CONFIG_FILE": str(file)}).max_waiters == 512
 
 
-def test_nothing_listens_wider_than_this_machine_unasked() -> None:
-    settings = load_settings({}, {})
+def test_nothing_listens_wider_than_this_machine_unasked(load: Load) -> None:
+    settings = load({}, {})
     assert settings.grpc_address.startswith("127.0.0.1:")
     assert settings.http_address.startswith("127.0.0.1:")
 
 
-def test_variables_that_kubernetes_sets_are_left_alone() -> None:
-    load_settings({}, {"GRISTMILL_PORT": "tcp://10.0.0.1:50051", "GRISTMILL_SERVICE_HOST": "10.0.0.1"})
+def test_variables_that_kubernetes_sets_are_left_alone(load: Load) -> None:
+    load({}, {"GRISTMILL_PORT": "tcp://10.0.0.1:50051", "GRISTMILL_SERVICE_HOST": "10.0.0.1"})
 
 
 @pytest.mark.parametrize(
@@ -55,19 +70,33 @@ def test_variables_that_kubernetes_sets_are_left_alone() -> None:
     ],
 )
 def test_a_wrong_setting_is_told_by_its_origin_and_value(
-    flags: dict[str, object], environment: dict[str, str], message: str
+    load: Load, flags: dict[str, object], environment: dict[str, str], message: str
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=re.escape(message)):
-        load_settings(flags, environment)
+        load(flags, environment)
 
 
-def test_an_unknown_setting_in_the_file_is_told(file: Path) -> None:
+def test_an_unknown_setting_in_the_file_is_told(load: Load, file: Path) -> None:
     file.write_text("max_wait: 1\n")
     with pytest.raises(InvalidArgumentError, match=r"gristmill\.yaml: unknown setting max_wait"):
-        load_settings({"config_file": file}, {})
+        load({"config_file": file}, {})
 
 
-def test_a_file_that_is_no_mapping_is_told(file: Path) -> None:
+def test_a_file_that_is_no_mapping_is_told(load: Load, file: Path) -> None:
     file.write_text("- 1\n")
     with pytest.raises(InvalidArgumentError, match="expected a mapping of settings, got list"):
-        load_settings({"config_file": file}, {})
+        load({"config_file": file}, {})
+
+
+def test_an_empty_variable_is_none(load: Load) -> None:
+    assert load({}, {"GRISTMILL_MAX_WAITERS": "", "GRISTMILL_CONFIG_FILE": ""}).max_waiters == 512
+
+
+def test_a_secret_is_never_shown(load: Load, file: Path) -> None:
+    file.write_text("redis_password: 123456\n")
+    with pytest.raises(
+        InvalidArgumentError, match=r"gristmill\.yaml: redis_password: input should be a valid string"
+    ) as told:
+        load({"config_file": file}, {})
+    assert "123456" not in str(told.value)
+    assert "s3cret" not in repr(load({}, {"GRISTMILL_REDIS_PASSWORD": "s3cret"}))

@@ -4,8 +4,9 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
-from hypothesis import given
+from hypothesis import find, given
 from hypothesis import strategies as st
 
 from gristmill._wire.columns import Ragged
@@ -192,7 +193,53 @@ def test_a_message_whose_columns_do_not_fit_is_refused_with_both_sizes(change, m
         decode(good)
 
 
+_KINDS = {
+    FieldDescriptor.CPPTYPE_INT32: st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 4),
+    FieldDescriptor.CPPTYPE_UINT32: st.integers(0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_DOUBLE: st.floats(),
+    FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
+}
+
+
+@st.composite
+def altered_messages(draw):
+    """A good message in which one to three fields hold something else: of another length, or other values."""
+    message = encode(from_rows(draw(rollouts(most_prompts=2, max_steps=2))))
+    fields = list(rows_pb2.Rows.DESCRIPTOR.fields)
+    for field in draw(st.lists(st.sampled_from(fields), min_size=1, max_size=3, unique_by=lambda field: field.name)):
+        value = getattr(message, field.name)
+        if field.cpp_type == FieldDescriptor.CPPTYPE_STRING and isinstance(value, bytes):
+            size = draw(st.sampled_from([len(value), max(0, len(value) - 4), len(value) + 4, 1]))
+            setattr(message, field.name, draw(st.binary(min_size=size, max_size=size)))
+        elif value or draw(st.booleans()):
+            one = _KINDS.get(field.cpp_type, st.text(max_size=3))
+            wanted = draw(st.sampled_from([len(message.uids), len(message.uids), len(value) + 1, 1]))
+            del value[:]
+            value.extend(draw(st.lists(one, min_size=wanted, max_size=wanted)))
+    return message
+
+
+@given(altered_messages())
+def test_an_altered_message_is_refused_or_is_rows_like_any_other(message):
+    with suppress(InvalidArgumentError):
+        found = decode(rows_pb2.Rows.FromString(message.SerializeToString()))
+        assert_same(found, decode(encode(found)))
+
+
+def test_some_altered_messages_are_refused_and_some_are_not():
+    find(altered_messages(), lambda message: not is_refused(message))
+    find(altered_messages(), is_refused)
+
+
+def is_refused(message):
+    try:
+        decode(message)
+    except InvalidArgumentError:
+        return True
+    return False
+
+
 @given(st.binary(max_size=200))
-def test_foreign_bytes_never_do_worse_than_a_refusal(data):
+def test_foreign_bytes_are_no_message_or_refused(data):
     with suppress(DecodeError, InvalidArgumentError):
         decode(rows_pb2.Rows.FromString(data))

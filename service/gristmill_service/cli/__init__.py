@@ -1,40 +1,23 @@
-"""The command line. Commands live with what they do; heavy imports happen inside them."""
+"""The command line's entry point. It imports nothing that an install without the extra `service` lacks."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
 
-import typer
-
-import gristmill
-from gristmill_service.cli import export, offline, serve
-from gristmill_service.cli.watch import commands as watching
-
-app = typer.Typer(
-    name="gristmill", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
-)
-
-
-def _tell_version(asked: bool) -> None:
-    if asked:
-        print(f"gristmill {gristmill.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def about(
-    version: Annotated[bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Its version.")] = (
-        False
-    ),
-) -> None:
-    """Rollouts of LLM reinforcement learning in, train-ready shards out."""
-
-
-serve.register(app)
-offline.register(app)
-export.register(app)
-watching.register(app)
+LACKS_PACKAGES = 2
 
 
 def main() -> None:
+    """Runs `gristmill`. Where its packages are not installed, it names the remedy and exits with 2."""
+    try:
+        from gristmill_service.cli.commands import app
+    except ModuleNotFoundError as error:
+        if (error.name or "gristmill").startswith("gristmill"):
+            raise
+        remedy = "pip install 'gristmill[service]'"
+        print(
+            f"gristmill: the commands and the service need {error.name}, which is not installed; {remedy}",
+            file=sys.stderr,
+        )
+        sys.exit(LACKS_PACKAGES)
     app()

@@ -9,11 +9,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args, get_origin
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic import ByteSize
+from pydantic.fields import FieldInfo
 
 from gristmill.errors import GristmillError, InvalidArgumentError
 from gristmill_service.settings import Settings, load_settings
@@ -29,40 +32,19 @@ def register(app: typer.Typer) -> None:
     app.command("serve")(serve_command)
 
 
-def _flag(name: str) -> typer.models.OptionInfo:
-    field = Settings.model_fields[name]
+def _flag(name: str, field: FieldInfo) -> Parameter:
+    """The flag of a setting, whose value is None where it is not given."""
+    kind = next(one for one in get_args(field.annotation) or (field.annotation,) if one is not NoneType)
     value = field.default.human_readable() if isinstance(field.default, ByteSize) else field.default
     default = "" if value is None else f" [default: {value}]"
     choices = "|".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else None
-    info: typer.models.OptionInfo = typer.Option(help=f"{field.description}{default}", metavar=choices)
-    return info
+    option = typer.Option(help=f"{field.description}{default}", metavar=choices)
+    typed: Any = kind if kind in (int, float, Path) else str
+    annotation = Annotated[typed | None, option]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def serve_command(
-    config_file: Annotated[Path | None, typer.Option(help="A YAML file with the settings below.")] = None,
-    grpc_address: Annotated[str | None, _flag("grpc_address")] = None,
-    http_address: Annotated[str | None, _flag("http_address")] = None,
-    store: Annotated[str | None, _flag("store")] = None,
-    shared_memory_dir: Annotated[Path | None, _flag("shared_memory_dir")] = None,
-    redis_url: Annotated[str | None, _flag("redis_url")] = None,
-    redis_username: Annotated[str | None, _flag("redis_username")] = None,
-    redis_password: Annotated[str | None, _flag("redis_password")] = None,
-    redis_ca_file: Annotated[Path | None, _flag("redis_ca_file")] = None,
-    redis_prefix: Annotated[str | None, _flag("redis_prefix")] = None,
-    lease_s: Annotated[float | None, _flag("lease_s")] = None,
-    advertise_grpc_address: Annotated[str | None, _flag("advertise_grpc_address")] = None,
-    advertise_http_url: Annotated[str | None, _flag("advertise_http_url")] = None,
-    journal_dir: Annotated[Path | None, _flag("journal_dir")] = None,
-    journal_fsync: Annotated[str | None, _flag("journal_fsync")] = None,
-    max_message_bytes: Annotated[str | None, _flag("max_message_bytes")] = None,
-    max_row_bytes: Annotated[str | None, _flag("max_row_bytes")] = None,
-    max_waiters: Annotated[int | None, _flag("max_waiters")] = None,
-    max_streams: Annotated[int | None, _flag("max_streams")] = None,
-    shutdown_grace_s: Annotated[float | None, _flag("shutdown_grace_s")] = None,
-    log_level: Annotated[str | None, _flag("log_level")] = None,
-    log_format: Annotated[str | None, _flag("log_format")] = None,
-    announce: Annotated[Path | None, _flag("announce")] = None,
-) -> None:
+def serve_command(**flags: object) -> None:
     """Take rollouts, make batches of them, and give trainers their shards.
 
     A setting is taken from its flag, else from the environment (--max-waiters is GRISTMILL_MAX_WAITERS), else from the
@@ -72,13 +54,16 @@ def serve_command(
     SIGTERM or Ctrl-C finishes what is being sealed and exits with 0; a second one exits at once. Exit status 2: a wrong
     setting, or an address that is taken.
     """
-    flags = dict(locals())
     try:
         settings = load_settings(flags)
     except InvalidArgumentError as error:
         print(f"gristmill serve: {error}", file=sys.stderr)
         raise typer.Exit(CANNOT_START) from None
     raise typer.Exit(serve(settings))
+
+
+# A flag a setting: typer reads a command's flags from its signature.
+serve_command.__signature__ = Signature([_flag(*item) for item in Settings.model_fields.items()])  # type: ignore[attr-defined]
 
 
 def serve(settings: Settings) -> int:
@@ -97,11 +82,14 @@ def serve(settings: Settings) -> int:
         except (GristmillError, OSError) as error:
             print(f"gristmill serve: {error}", file=sys.stderr)
             return CANNOT_START
-        service.start()
         try:
+            service.start()
             with _announced(service, settings.announce):
                 print(_ready_line(service), flush=True)
                 stop_asked()
+        except GristmillError as error:
+            print(f"gristmill serve: {error}", file=sys.stderr)
+            return CANNOT_START
         except OSError as error:
             print(f"gristmill serve: announce: cannot write {settings.announce}: {error.strerror}", file=sys.stderr)
             return CANNOT_START
@@ -116,10 +104,11 @@ def _ready_line(service: Service) -> str:
 
 @contextmanager
 def _stop_asked() -> Iterator[Callable[[], object]]:
-    """A function that returns with the first SIGTERM or SIGINT; the second ends the process there and then.
+    """Yields a function that returns with the first SIGTERM or SIGINT; the second ends the process there and then.
 
-    The kernel may give a signal to any thread, while Python's handlers wait for the main one, which waits too: so a
-    thread listens to the pipe that the interpreter writes each signal's number to, whoever was given it.
+    The kernel may give a signal to any thread, while Python runs handlers in the main one, which waits too: so a thread
+    reads the pipe that the interpreter writes each signal's number to, whichever thread was given it. Blocking signals
+    and `sigwait` would need less, but also that no library starts a thread before, which NumPy does as it is imported.
     """
     woken, wake = os.pipe()
     os.set_blocking(wake, False)

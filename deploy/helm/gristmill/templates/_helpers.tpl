@@ -46,11 +46,14 @@ seccompProfile:
   type: RuntimeDefault
 {{- end }}
 
-{{/* Settings as environment variables. Whole numbers come from YAML as floats. */}}
+{{/* Settings as environment variables, and extraEnv. Whole numbers come from YAML as floats. */}}
 {{- define "gristmill.settingsEnv" -}}
 {{- range $name, $value := .Values.settings }}
 - name: GRISTMILL_{{ upper $name }}
   value: {{ if kindIs "float64" $value }}{{ if eq $value (floor $value) }}{{ $value | int64 | quote }}{{ else }}{{ $value | quote }}{{ end }}{{ else }}{{ $value | toString | quote }}{{ end }}
+{{- end }}
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}
 
@@ -70,6 +73,21 @@ redis://{{ include "gristmill.name" . }}-redis:6379/0
 {{- else -}}
 {{ required "store: redis needs redis.url, or redis.bundled.enabled" .Values.redis.url }}
 {{- end -}}
+{{- end }}
+
+{{/* Refuses values that would render, and that the API server refuses later or that would not do what they say. */}}
+{{- define "gristmill.checkService" -}}
+{{- $journal := eq .Values.store "journal" -}}
+{{- $grace := int .Values.settings.shutdown_grace_s -}}
+{{- if and $journal (ne (int .Values.replicas) 1) }}{{ fail "store: journal is for one pod: set replicas: 1, or store: redis" }}{{ end -}}
+{{- if and $journal (eq .Values.journal.kind "none") }}{{ fail "store: journal needs journal.kind: volume or memory" }}{{ end -}}
+{{- if and $journal .Values.autoscaling.enabled }}{{ fail "store: journal is for one pod: set autoscaling.enabled: false, or store: redis" }}{{ end -}}
+{{- if and $journal .Values.redis.bundled.enabled }}{{ fail "store: journal uses no Redis: set redis.bundled.enabled: false, or store: redis" }}{{ end -}}
+{{- if and .Values.redis.url .Values.redis.bundled.enabled }}{{ fail "redis.url and redis.bundled.enabled are both set: unset one" }}{{ end -}}
+{{- if and .Values.redis.url .Values.networkPolicy.enabled (not .Values.networkPolicy.egress) (not $journal) }}{{ fail "networkPolicy.egress is empty, so that pods cannot reach redis.url: add a rule for it, or set networkPolicy.enabled: false" }}{{ end -}}
+{{- if le (int .Values.terminationGracePeriodSeconds) $grace }}{{ fail (printf "terminationGracePeriodSeconds is %d, and settings.shutdown_grace_s %d: give the pod longer, or it is killed while it finishes" (int .Values.terminationGracePeriodSeconds) $grace) }}{{ end -}}
+{{- if gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas) }}{{ fail "autoscaling.minReplicas is more than autoscaling.maxReplicas" }}{{ end -}}
+{{- if eq (int .Values.ports.grpc) (int .Values.ports.http) }}{{ fail "ports.grpc and ports.http are the same: give each its own" }}{{ end -}}
 {{- end }}
 
 {{- define "gristmill.dnsEgress" -}}

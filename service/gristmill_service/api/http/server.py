@@ -1,15 +1,18 @@
-"""The HTTP server: uvicorn in a thread of its own. Signals are the process's business."""
+"""The HTTP server: uvicorn in a thread of its own. The process handles signals, not uvicorn."""
 
 from __future__ import annotations
 
 import socket
 import threading
 
+import structlog
 import uvicorn
 from fastapi import FastAPI
 
 from gristmill.errors import UnavailableError
 from gristmill_service.settings import split_address
+
+_log = structlog.get_logger(__name__)
 
 
 class HttpServer:
@@ -19,6 +22,8 @@ class HttpServer:
         self._socket = _bind(address)
         host, port = split_address(address)[0], self._socket.getsockname()[1]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._has_begun = threading.Event()
+        self._failure: BaseException | None = None
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -29,14 +34,18 @@ class HttpServer:
                 loop="asyncio",
                 server_header=False,
                 timeout_graceful_shutdown=max(1, round(grace_s)),
-            )
+            ),
+            self._has_begun,
         )
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="http", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self) -> None:
-        """Returns when requests are answered."""
+        """Returns when requests are answered. Raises UnavailableError where the server ends instead."""
         self._thread.start()
-        self._server.is_started.wait()
+        self._has_begun.wait()
+        if not self._server.started:
+            self._thread.join()
+            raise UnavailableError(f"http_address: the HTTP server at {self.url} cannot start: {self._failure!r}")
 
     def close(self) -> None:
         """Frees the address of a server that was never started."""
@@ -47,17 +56,28 @@ class HttpServer:
         self._server.should_exit = True
 
     def wait_until_idle(self) -> None:
-        self._thread.join()
+        """Returns when the last call is answered; at once where the server never started."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._server.run([self._socket])
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, who waits for the start is told
+            self._failure = error
+            _log.exception("HTTP server failed", url=self.url)
+        finally:
+            self._has_begun.set()
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, has_begun: threading.Event) -> None:
         super().__init__(config)
-        self.is_started = threading.Event()
+        self._has_begun = has_begun
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.is_started.set()
+        self._has_begun.set()
 
 
 def _bind(address: str) -> socket.socket:

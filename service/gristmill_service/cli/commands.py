@@ -1,0 +1,36 @@
+"""All commands of the command line, put together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import gristmill
+from gristmill_service.cli import export, offline, serve
+from gristmill_service.cli.watch import commands as watching
+
+app = typer.Typer(
+    name="gristmill", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"gristmill {gristmill.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Its version.")] = (
+        False
+    ),
+) -> None:
+    """Rollouts of LLM reinforcement learning in, train-ready shards out."""
+
+
+serve.register(app)
+offline.register(app)
+export.register(app)
+watching.register(app)

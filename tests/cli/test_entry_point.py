@@ -1,0 +1,50 @@
+"""The command of an install without the extra `service`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_HIDES = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == {package!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+from gristmill_service.cli import main
+main()
+"""
+
+
+def without(package: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`gristmill` where a package is not installed."""
+    code = _HIDES.format(package=package)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("package", ["typer", "pydantic_settings", "yaml"])
+def test_what_is_missing_is_named_with_the_remedy(package: str) -> None:
+    ended = without(package, "serve")
+    assert ended.returncode == 2
+    [told] = ended.stderr.splitlines()
+    assert told.startswith(f"gristmill: the commands and the service need {package}, which is not installed; ")
+    assert told.endswith("pip install 'gristmill[service]'")
+
+
+def test_a_module_of_our_own_that_is_missing_is_no_matter_of_extras() -> None:
+    ended = without("gristmill", "serve")
+    assert ended.returncode == 1
+    assert "ModuleNotFoundError" in ended.stderr
+
+
+def test_the_installed_command_is_this_entry_point() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert '\ngristmill = "gristmill_service.cli:main"\n' in text

@@ -1,0 +1,58 @@
+"""The chart as Helm renders it."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+CHART = DEPLOY / "helm/gristmill"
+EXAMPLES = sorted(path.stem for path in (DEPLOY / "helm/examples").glob("*.yaml"))
+REDIS = ("--set", "redis.bundled.enabled=true,redis.passwordSecret=secret")
+
+_spec = importlib.util.spec_from_file_location("validate", DEPLOY / "validate.py")
+assert _spec is not None
+assert _spec.loader is not None
+validate: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(validate)
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """One run of the helm that `make setup` installs, or of the one on the PATH."""
+    installed = ROOT / ".venv/bin/helm"
+    found = str(installed) if installed.exists() else shutil.which("helm")
+    assert found is not None, "helm is not installed: run `make setup`"
+    return subprocess.run([found, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def render(*flags: str, chart: Path = CHART) -> list[dict[str, Any]]:
+    """The resources that `helm install` with these flags would make."""
+    done = helm("template", "gristmill", str(chart), "-n", "gristmill", "--kube-version", "1.29", *flags)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = validate.resources(done.stdout)
+    return found
+
+
+def refusal(*flags: str) -> str:
+    """The message with which Helm refuses these flags."""
+    done = helm("template", "gristmill", str(CHART), "--kube-version", "1.29", *flags)
+    assert done.returncode != 0, "these values were rendered"
+    return done.stderr
+
+
+def only(resources: list[dict[str, Any]], kind: str, name: str = "") -> dict[str, Any]:
+    """The one resource of a kind whose name ends so."""
+    (found,) = [
+        resource for resource in resources if resource["kind"] == kind and resource["metadata"]["name"].endswith(name)
+    ]
+    return found
+
+
+def pod(resource: dict[str, Any]) -> dict[str, Any]:
+    """The pod that a workload makes; empty for another resource."""
+    found: dict[str, Any] = resource.get("spec", {}).get("template", {}).get("spec", {})
+    return found

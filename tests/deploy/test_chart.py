@@ -1,0 +1,104 @@
+"""The chart's values: each does what it says, or is refused before anything is made in a cluster."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.charts import CHART, REDIS, ROOT, only, pod, refusal, render
+
+EGRESS = ("--set-json", 'networkPolicy.egress=[{"ports":[{"port":6379}]}]')
+OWN_REDIS = ("--set", "redis.url=redis://a:6379/0", *EGRESS)
+
+
+def test_an_empty_password_keeps_the_bundled_redis_from_starting(tmp_path: Path) -> None:
+    server = tmp_path / "redis-server"
+    server.write_text("#!/bin/sh\necho started\n")
+    server.chmod(0o755)
+    (redis,) = pod(only(render(*REDIS), "StatefulSet", "-redis"))["containers"]
+
+    def started(password: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REDIS_PASSWORD": password}
+        command = [*redis["command"], *redis["args"]]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=False)
+
+    assert started("word").stdout == "started\n"
+    refused = started("")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "the secret's key password is empty" in refused.stderr
+
+
+def test_a_new_version_of_the_chart_does_not_restart_the_bundled_redis(tmp_path: Path) -> None:
+    newer = shutil.copytree(CHART, tmp_path / "gristmill")
+    text = (newer / "Chart.yaml").read_text()
+    assert "version: 0.1.0" in text
+    (newer / "Chart.yaml").write_text(text.replace("0.1.0", "0.2.0"))
+    before, after = (only(render(*REDIS, chart=chart), "StatefulSet", "-redis") for chart in (CHART, newer))
+    assert before["metadata"]["labels"] != after["metadata"]["labels"]
+    assert before["spec"]["template"] == after["spec"]["template"]
+
+
+def test_the_service_gets_environment_variables_of_ones_own() -> None:
+    resources = render(*REDIS, "--set", "extraEnv[0].name=OTEL_EXPORTER_OTLP_ENDPOINT,extraEnv[0].value=http://a:4317")
+    (container,) = pod(only(resources, "StatefulSet", "gristmill"))["containers"]
+    assert {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://a:4317"} in container["env"]
+
+
+def test_the_sidecar_gets_environment_variables_of_ones_own() -> None:
+    flags = ("--set", "gristmill.extraEnv[0].name=A,gristmill.extraEnv[0].value=b")
+    trainer = only(render(*flags, chart=ROOT / "deploy/helm/examples/trainer"), "Job")
+    (sidecar,) = pod(trainer)["initContainers"]
+    assert {"name": "A", "value": "b"} in sidecar["env"]
+
+
+def test_alerts_lead_to_the_runbook_where_it_is_served() -> None:
+    url = "https://docs.example/runbook"
+    rule = only(render(*REDIS, "--set", f"monitoring.rules=true,monitoring.runbookUrl={url}"), "PrometheusRule")
+    annotations = [one["annotations"] for group in rule["spec"]["groups"] for one in group["rules"] if "alert" in one]
+    assert annotations
+    assert all(one["runbook_url"].startswith(f"{url}#") and "runbook" not in one for one in annotations)
+
+
+def test_without_its_url_no_alert_claims_to_have_one() -> None:
+    rule = only(render(*REDIS, "--set", "monitoring.rules=true"), "PrometheusRule")
+    annotations = [one["annotations"] for group in rule["spec"]["groups"] for one in group["rules"] if "alert" in one]
+    assert annotations
+    assert all(one["runbook"].startswith("docs/runbook.md#") and "runbook_url" not in one for one in annotations)
+
+
+@pytest.mark.parametrize(("mode", "recorded"), [("service", ["gristmill_queue_fill"]), ("sidecar", [])])
+def test_the_fill_is_recorded_only_where_something_scales_by_it(mode: str, recorded: list[str]) -> None:
+    rule = only(render(*REDIS, "--set", f"mode={mode},monitoring.rules=true"), "PrometheusRule")
+    assert [one["record"] for group in rule["spec"]["groups"] for one in group["rules"] if "record" in one] == recorded
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ((*REDIS, "--set", "ports.grpc=8080"), "ports.grpc and ports.http are the same"),
+        ((*REDIS, "--set", "autoscaling.minReplicas=9"), "autoscaling.minReplicas is more than"),
+        ((*REDIS, "--set", "terminationGracePeriodSeconds=30"), "terminationGracePeriodSeconds is 30"),
+        ((*REDIS, "--set", "settings.shutdown_grace_s=120"), "settings.shutdown_grace_s 120"),
+        ((*REDIS, *OWN_REDIS), "redis.url and redis.bundled.enabled are both set"),
+        (("--set", "redis.url=redis://a:6379/0"), "networkPolicy.egress is empty"),
+        (("--set", "store=journal,replicas=1,autoscaling.enabled=true"), "autoscaling.enabled: false"),
+        (("--set", "store=journal,replicas=1", *REDIS), "store: journal uses no Redis"),
+        (("--set", "store=journal,replicas=2"), "store: journal is for one pod"),
+        ((*REDIS, "--set", "settings.log_format=jsn"), "log_format"),
+        ((*REDIS, "--set", "disruptionBudget.maxUnavailable=150%"), "maxUnavailable"),
+        ((*REDIS, "--set", "monitoring.runbookUrl=docs/runbook.md"), "runbookUrl"),
+    ],
+)
+def test_values_that_would_not_do_what_they_say_are_refused(flags: tuple[str, ...], told: str) -> None:
+    assert told in refusal(*flags)
+
+
+@pytest.mark.parametrize(
+    "flags", [OWN_REDIS, ("--set", "redis.url=redis://a:6379/0,networkPolicy.enabled=false"), REDIS]
+)
+def test_values_that_do_are_rendered(flags: tuple[str, ...]) -> None:
+    assert only(render(*flags), "StatefulSet", "gristmill")

@@ -1,0 +1,92 @@
+"""The documents a reader is given: the files, headings and make targets that they name exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+# `make batch` is a span's name.
+_TARGET = r"(?:^    |`)make (?!batch`)([a-z-]+)"
+_FILE = r"`((?:tests|service|clients|protos|deploy|docs)/[\w./-]+)`"
+
+
+def found(pattern: str) -> Iterator[object]:
+    """A parameter for each document and match outside of code blocks."""
+    for path in DOCUMENTS:
+        text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for match in sorted(set(re.findall(pattern, text, re.MULTILINE))):
+            yield pytest.param(path, match, id=f"{path.name}-{match}")
+
+
+def anchors(path: Path) -> set[str]:
+    """The headings of a document as links name them."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize(("path", "target"), list(found(_TARGET)))
+def test_every_make_target_that_is_named_exists(path: Path, target: str) -> None:
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("path", "link"), list(found(r"\]\((?!\w+://)([^)\s]+)\)")))
+def test_every_link_leads_somewhere(path: Path, link: str) -> None:
+    file, _, anchor = link.partition("#")
+    target = (path.parent / file).resolve() if file else path
+    assert target.exists()
+    if anchor:
+        assert anchor in anchors(target)
+
+
+@pytest.mark.parametrize(("path", "file"), list(found(_FILE)))
+def test_every_file_that_is_named_exists(path: Path, file: str) -> None:
+    assert (ROOT / file).exists()
+
+
+def rooms() -> Iterator[Path]:
+    """The places in CONTRIBUTING's tree, which is indented by four spaces a level."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    above: list[str] = []
+    for line in text[text.index("## Where things are") : text.index("## Words")].splitlines():
+        if found := re.match(r"((?: {4})+)((?:\w[\w./-]*/ ?)+)", line):
+            above[len(found[1]) // 4 - 1 :] = [found[2].split()[0]]
+            yield from (ROOT.joinpath(*above[:-1], name) for name in found[2].split())
+
+
+@pytest.mark.parametrize("place", list(rooms()), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_room_of_the_tree_exists(place: Path) -> None:
+    assert place.is_dir()
+
+
+def test_the_tree_has_every_package() -> None:
+    inner = {"__pycache__", "v1"}
+    packages = {path.parent for path in ROOT.glob("service/**/__init__.py")} | {
+        ROOT / "service/gristmill_service/dashboard"
+    }
+    wanted = {path for path in packages if path.name not in inner}
+    assert wanted - {ROOT / "service/gristmill_service/cli/watch"} <= set(rooms())
+
+
+def test_the_glossary_is_short_and_has_each_word_once() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| ([\w, -]+) \| (.+) \|$", text[text.index("## Words") : text.index("## House rules")], re.MULTILINE
+    )
+    words = [word for names, _ in rows[1:] for word in names.split(", ") if word != "---"]
+    assert 0 < len(words) <= 30
+    assert len(set(words)) == len(words)
+
+
+def test_no_module_is_longer_than_the_house_rules_say() -> None:
+    modules = [
+        path for top in ("service", "clients") for path in (ROOT / top).rglob("*.py") if path.parent.name != "v1"
+    ]
+    assert modules
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in modules}
+    assert [path for path, length in lengths.items() if length > 500] == []
+    assert sorted(lengths.values())[len(lengths) // 2] < 200
