@@ -25,10 +25,11 @@ from tests.bench import (
     serving,
     submit,
     takeover,
+    turns,
 )
 from tests.bench.figures import OUTPUT, Figure, merge, read, write
 
-SOURCES = (pipeline, balance, submit, serving, pulls, redis, journal, takeover, replicas, page, metrics)
+SOURCES = (pipeline, balance, submit, turns, serving, pulls, redis, journal, takeover, replicas, page, metrics)
 PEERS = "peers"
 """Measured by `make bench-peers`, and kept by a run of all that is measured here."""
 

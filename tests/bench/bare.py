@@ -19,18 +19,19 @@ OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.so_reuseport", 0),
 )
-_METHOD = "/bare/Discard"
+DISCARD = "/bare/Discard"
 
 
 class _Discard(grpc.GenericRpcHandler):  # type: ignore[misc]
     def service(self, call: Any) -> Any:
-        return grpc.unary_unary_rpc_method_handler(lambda request, context: b"ok") if call.method == _METHOD else None
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: b"ok") if call.method == DISCARD else None
 
 
 class Bare:
     def __init__(self, address: str) -> None:
+        self.address = address
         self._channel = grpc.insecure_channel(address, OPTIONS)
-        self._discard = self._channel.unary_unary(_METHOD)
+        self._discard = self._channel.unary_unary(DISCARD)
 
     def send(self, messages: Sequence[bytes]) -> None:
         """One after another, each answered."""
