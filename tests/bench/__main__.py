@@ -26,10 +26,11 @@ from tests.bench import (
     submit,
     takeover,
     turns,
+    wakes,
 )
 from tests.bench.figures import OUTPUT, Figure, merge, read, write
 
-SOURCES = (pipeline, balance, submit, turns, serving, pulls, redis, journal, takeover, replicas, page, metrics)
+SOURCES = (pipeline, balance, submit, turns, serving, pulls, wakes, redis, journal, takeover, replicas, page, metrics)
 PEERS = "peers"
 """Measured by `make bench-peers`, and kept by a run of all that is measured here."""
 
