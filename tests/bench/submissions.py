@@ -44,10 +44,10 @@ def config(**more: object) -> RunConfig:
 
 
 @contextmanager
-def run_of_its_own(address: str, name: str) -> Iterator[None]:
-    """A run that seals nothing by itself, which is deleted afterwards."""
+def run_of_its_own(address: str, name: str, **more: object) -> Iterator[None]:
+    """A run of `config`, which is deleted afterwards."""
     transport = Transport(address, 60.0, "bench")
-    made = config().model_dump_json(exclude_defaults=True)
+    made = config(**more).model_dump_json(exclude_defaults=True)
     transport.call(transport.runs.CreateRun, run_pb2.CreateRunRequest(run=name, config_json=made))
     try:
         yield

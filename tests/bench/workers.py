@@ -1,19 +1,18 @@
 """Rollout workers in a few processes, a thread and a connection for each, that send turns which were encoded before.
 
-The same workers send to the service and to bare gRPC, by turns. `python -m tests.bench.workers WORKERS FIRST` is one of
-the processes: it reads a `Load` a line, sends it, and answers with what it saw.
+The same workers send to the service and to bare gRPC, by turns. `python -m tests.bench.workers COUNT FIRST` is one of
+the processes, whose orders are loads.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import grpc
 import numpy as np
@@ -23,9 +22,9 @@ from gristmill._wire.steps import Steps
 from gristmill._wire.submit_codec import encode
 from gristmill.v1 import rollout_pb2, rows_pb2
 from tests.bench.submissions import SAMPLES
+from tests.bench.teams import Team, lead, team
 
 SUBMIT = "/gristmill.v1.RolloutService/SubmitRows"
-PROCESSES = 4
 TURN_PROMPT, TURN_RESPONSE = 600, 200
 _OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 _START_S = 0.3
@@ -34,64 +33,46 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Load:
-    """Where turns go and for how long. every_s: how often each worker sends one; None: as soon as it is answered."""
+    """Where turns go and for how long; the run has taken none. every_s: how often each worker sends one; None: as soon
+    as it is answered.
+    samples: turns of a group."""
 
     address: str
     method: str
     run: str
     seconds: float
     every_s: float | None = None
+    samples: int = SAMPLES
 
 
 @dataclass(frozen=True)
 class Sent:
-    """latencies_s: of each turn that was answered within the time. seconds: how long the workers sent."""
+    """latencies_s: of each turn. rate: turns that were answered within the time, a second."""
 
-    latencies_s: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-
-    @property
-    def rate(self) -> float:
-        return len(self.latencies_s) / self.seconds
+    latencies_s: list[float]
+    rate: float
 
     def quantile(self, share: float) -> float:
         return float(np.quantile(self.latencies_s, share))
 
 
-class Workers:
-    """The processes, which stay connected from one load to the next."""
+@contextmanager
+def workers(count: int) -> Iterator[Workers]:
+    with team("tests.bench.workers", count) as processes:
+        yield Workers(processes)
 
-    def __init__(self, processes: list[subprocess.Popen[str]]) -> None:
+
+class Workers:
+    def __init__(self, processes: Team) -> None:
         self._processes = processes
 
     def send(self, load: Load, beside: Callable[[], object] = lambda: None) -> Sent:
         """Returns when all workers have sent. beside: called while they send."""
-        for process in self._processes:
-            assert process.stdin is not None
-            print(json.dumps(asdict(load)), file=process.stdin, flush=True)
+        self._processes.order(asdict(load))
         beside()
-        latencies: list[float] = []
-        for process in self._processes:
-            assert process.stdout is not None
-            if not (line := process.stdout.readline()):
-                raise RuntimeError(f"a process of workers ended while it sent to {load.address}")
-            latencies += json.loads(line)
-        return Sent(latencies, load.seconds)
-
-
-@contextmanager
-def workers(count: int) -> Iterator[Workers]:
-    share = count // PROCESSES
-    with ExitStack() as opened:
-        processes = []
-        for number in range(PROCESSES):
-            command = [sys.executable, "-m", "tests.bench.workers", str(share), str(number * share)]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            opened.enter_context(process)
-            assert process.stdin is not None
-            opened.callback(process.stdin.close)
-            processes.append(process)
-        yield Workers(processes)
+        answered = self._processes.answers()
+        in_time = sum(is_in_time for _, is_in_time in answered)
+        return Sent([latency for latency, _ in answered], in_time / load.seconds)
 
 
 class Worker:
@@ -100,8 +81,6 @@ class Worker:
     def __init__(self, number: int) -> None:
         self._number = number
         self._calls: dict[tuple[str, str], grpc.UnaryUnaryMultiCallable] = {}
-        self._sent: dict[str, int] = {}
-        self._turns: dict[str, list[bytes]] = {}
 
     def connect(self, load: Load) -> None:
         key = load.address, load.method
@@ -109,36 +88,37 @@ class Worker:
             channel = grpc.insecure_channel(load.address, _OPTIONS)
             grpc.channel_ready_future(channel).result(_TIMEOUT_S)
             self._calls[key] = channel.unary_unary(load.method)
-        self._turns = {load.run: self._turns.get(load.run) or _turns(load.run)}
 
-    def send(self, load: Load, start: float) -> list[float]:
-        """Gives how long each answer took, of those that came within the time."""
-        call = self._calls[load.address, load.method]
-        latencies: list[float] = []
-        end, answer = start + load.seconds, b""
-        # Paced workers are spread over the interval, so that they do not send all at once.
-        due = start + (load.every_s or 0.0) * (self._number * 0.618 % 1)
-        while (now := time.monotonic()) < end:
-            if now < due:
-                time.sleep(min(due, end) - now)
-                continue
-            turn = self._next_turn(load.run)
+    def send(self, load: Load, turns: list[bytes], start: float) -> list[tuple[float, bool]]:
+        """Gives how long each answer took, and whether it came within the time."""
+        call, end = self._calls[load.address, load.method], start + load.seconds
+        found: list[tuple[float, bool]] = []
+        answer = b""
+        for number in self._numbers(load, start, end):
+            turn = turns[number % load.samples].replace(_PLACEHOLDER, self._uid(number // load.samples))
             begin = time.monotonic()
             answer = call(turn, timeout=_TIMEOUT_S)
             answered = time.monotonic()
-            if answered <= end:
-                latencies.append(answered - begin)
-            due += load.every_s or 0.0
-        if load.method == SUBMIT and answer:
+            found.append((answered - begin, answered <= end))
+        if load.method == SUBMIT:
             outcomes = rollout_pb2.SubmitRowsResponse.FromString(answer).outcomes
             assert list(outcomes) == [rows_pb2.ROW_OUTCOME_ACCEPTED], outcomes
-        return latencies
+        return found
 
-    def _next_turn(self, run: str) -> bytes:
-        number = self._sent.get(run, 0)
-        self._sent[run] = number + 1
-        uid = f"{self._number:03d}-{number // SAMPLES:06d}".encode()
-        return self._turns[run][number % SAMPLES].replace(_PLACEHOLDER, uid)
+    def _numbers(self, load: Load, start: float, end: float) -> Iterator[int]:
+        """Counts turns from 0, each when it is due. Paced workers send all of theirs, late ones too."""
+        if load.every_s is None:
+            time.sleep(max(0.0, start - time.monotonic()))
+            yield from itertools.takewhile(lambda _: time.monotonic() < end, itertools.count())
+            return
+        # Spread over the interval, so that they do not send all at once.
+        first = start + load.every_s * (self._number * 0.618 % 1)
+        for number in range(round(load.seconds / load.every_s)):
+            time.sleep(max(0.0, first + number * load.every_s - time.monotonic()))
+            yield number
+
+    def _uid(self, group: int) -> bytes:
+        return f"{self._number:03d}-{group:06d}".encode()
 
 
 _PLACEHOLDER = b"www-nnnnnn"
@@ -172,17 +152,13 @@ def _turn(tokens: np.ndarray, logprobs: np.ndarray, sample: int) -> Steps:
     )
 
 
-def main(count: int, first: int) -> None:
-    team = [Worker(first + number) for number in range(count)]
-    with ThreadPoolExecutor(count) as pool:
-        for line in sys.stdin:
-            load = Load(**json.loads(line))
-            for worker in team:
-                worker.connect(load)
-            start = time.monotonic() + _START_S
-            latencies = pool.map(lambda worker, load=load, start=start: worker.send(load, start), team)
-            print(json.dumps([latency for of_worker in latencies for latency in of_worker]), flush=True)
+def carry_out(members: list[Worker], pool: ThreadPoolExecutor, order: dict[str, Any]) -> list[tuple[float, bool]]:
+    load = Load(**order)
+    for worker in members:
+        worker.connect(load)
+    turns, start = _turns(load.run), time.monotonic() + _START_S
+    return [turn for sent in pool.map(lambda worker: worker.send(load, turns, start), members) for turn in sent]
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    lead(Worker, carry_out)
