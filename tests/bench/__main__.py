@@ -13,6 +13,7 @@ from rich.table import Table
 
 from tests.bench import (
     balance,
+    crowd,
     formats,
     journal,
     metrics,
@@ -25,10 +26,27 @@ from tests.bench import (
     serving,
     submit,
     takeover,
+    turns,
+    wakes,
 )
 from tests.bench.figures import OUTPUT, Figure, merge, read, write
 
-SOURCES = (pipeline, balance, submit, serving, pulls, redis, journal, takeover, replicas, page, metrics)
+SOURCES = (
+    pipeline,
+    balance,
+    submit,
+    turns,
+    serving,
+    pulls,
+    wakes,
+    crowd,
+    redis,
+    journal,
+    takeover,
+    replicas,
+    page,
+    metrics,
+)
 PEERS = "peers"
 """Measured by `make bench-peers`, and kept by a run of all that is measured here."""
 

@@ -1,12 +1,14 @@
 """Bare gRPC: what the machine and grpcio allow, without a word of ours. Raw bytes in, a few bytes out.
 
-python -m tests.bench.bare    serves, and prints its port
+`python -m tests.bench.bare THREADS` serves, and prints its port. It discards what it is sent, and holds who waits until
+someone releases them.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,34 +21,56 @@ OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.so_reuseport", 0),
 )
-_METHOD = "/bare/Discard"
+DISCARD, WAIT, RELEASE = "/bare/Discard", "/bare/Wait", "/bare/Release"
+_LONGEST_WAIT_S = 60
 
 
-class _Discard(grpc.GenericRpcHandler):  # type: ignore[misc]
+class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self._released = threading.Event()
+        answers = {DISCARD: lambda request, context: b"ok", WAIT: self._wait, RELEASE: self._release}
+        self._handlers = {name: grpc.unary_unary_rpc_method_handler(answer) for name, answer in answers.items()}
+
     def service(self, call: Any) -> Any:
-        return grpc.unary_unary_rpc_method_handler(lambda request, context: b"ok") if call.method == _METHOD else None
+        return self._handlers.get(call.method)
+
+    def _wait(self, request: bytes, context: Any) -> bytes:
+        self._released.wait(_LONGEST_WAIT_S)
+        return b"ok"
+
+    def _release(self, request: bytes, context: Any) -> bytes:
+        """Lets all who wait go; the next ones wait again."""
+        released, self._released = self._released, threading.Event()
+        released.set()
+        return b"ok"
 
 
 class Bare:
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, pid: int) -> None:
+        self.address, self.pid = address, pid
         self._channel = grpc.insecure_channel(address, OPTIONS)
-        self._discard = self._channel.unary_unary(_METHOD)
+        self._discard = self._channel.unary_unary(DISCARD)
+        self._release = self._channel.unary_unary(RELEASE)
 
     def send(self, messages: Sequence[bytes]) -> None:
         """One after another, each answered."""
         for message in messages:
             self._discard(message)
 
+    def release(self) -> None:
+        self._release(b"")
+
     def close(self) -> None:
         self._channel.close()
 
 
 @contextmanager
-def bare() -> Iterator[Bare]:
-    process = subprocess.Popen([sys.executable, "-m", "tests.bench.bare"], stdout=subprocess.PIPE, text=True)
+def bare(threads: int = 8) -> Iterator[Bare]:
+    command = [sys.executable, "-m", "tests.bench.bare", str(threads)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        client = Bare(f"127.0.0.1:{process.stdout.readline().strip()}")
+        client = Bare(f"127.0.0.1:{process.stdout.readline().strip()}", process.pid)
         yield client
         client.close()
     finally:
@@ -56,12 +80,12 @@ def bare() -> Iterator[Bare]:
         process.stdout.close()
 
 
-def main() -> None:
-    server = grpc.server(ThreadPoolExecutor(8), handlers=(_Discard(),), options=OPTIONS)
+def main(threads: int) -> None:
+    server = grpc.server(ThreadPoolExecutor(threads), handlers=(_Handlers(),), options=OPTIONS)
     print(server.add_insecure_port("127.0.0.1:0"), flush=True)
     server.start()
     server.wait_for_termination()
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -7,10 +7,11 @@ import selectors
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _SETTINGS = 0, 1, 4
-_END_STREAM, _END_HEADERS = 1, 4
+_DATA, _HEADERS, _SETTINGS, _PING = 0, 1, 4, 6
+_END_STREAM, _ACK, _END_HEADERS = 1, 1, 4
 
 
 class Ranks:
@@ -43,29 +44,33 @@ class Ranks:
         times: list[float] = []
         while len(times) < len(self._sockets):
             for key, _ in self._selector.select(60):
-                data = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+                one: socket.socket = key.fileobj  # type: ignore[assignment]
+                came = one.recv(1 << 16)
                 now = time.monotonic()
-                buffers[key.fileobj], ended = _ended(buffers[key.fileobj] + data, self._stream)  # type: ignore[index]
-                if ended:
-                    times.append(now)
+                if not came:
+                    raise ConnectionError(f"{self._address} has closed a rank's connection")
+                buffers[one] = self._rest(one, buffers[one] + came, lambda now=now: times.append(now))  # type: ignore[misc]
         return times
+
+    def _rest(self, one: socket.socket, data: bytes, on_end: Callable[[], None]) -> bytes:
+        """What is left behind the whole frames. A server closes connections that never acknowledge its settings."""
+        at = 0
+        while len(data) - at >= 9:
+            size, kind, flags = int.from_bytes(data[at : at + 3]), data[at + 3], data[at + 4]
+            if len(data) - at < 9 + size:
+                break
+            stream, payload = int.from_bytes(data[at + 5 : at + 9]), data[at + 9 : at + 9 + size]
+            if kind in (_SETTINGS, _PING) and not flags & _ACK:
+                one.sendall(_frame(kind, _ACK, 0, payload if kind == _PING else b""))
+            if stream == self._stream and kind in (_DATA, _HEADERS) and flags & _END_STREAM:
+                on_end()
+            at += 9 + size
+        return data[at:]
 
     def close(self) -> None:
         self._selector.close()
         for one in self._sockets:
             one.close()
-
-
-def _ended(data: bytes, stream: int) -> tuple[bytes, bool]:
-    """What is left behind the whole frames, and whether one of them ends the stream."""
-    at, ended = 0, False
-    while len(data) - at >= 9:
-        size, flags, of = int.from_bytes(data[at : at + 3]), data[at + 4], int.from_bytes(data[at + 5 : at + 9])
-        if len(data) - at < 9 + size:
-            break
-        ended |= of == stream and data[at + 3] in (_DATA, _HEADERS) and bool(flags & _END_STREAM)
-        at += 9 + size
-    return data[at:], ended
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import grpc
 import numpy as np
 
+from gristmill._client.transport import Transport
 from gristmill._wire.columns import Ragged
 from gristmill._wire.row_codec import encode
 from gristmill._wire.steps import Steps
-from gristmill.v1 import rollout_pb2
+from gristmill.v1 import rollout_pb2, run_pb2
 from gristmill_service.config import RunConfig, parse_config
 from tests.bench.workloads import Workload
 
@@ -39,6 +41,19 @@ def config(**more: object) -> RunConfig:
             **more,
         }
     )
+
+
+@contextmanager
+def run_of_its_own(address: str, name: str, **more: object) -> Iterator[None]:
+    """A run of `config`, which is deleted afterwards."""
+    transport = Transport(address, 60.0, "bench")
+    made = config(**more).model_dump_json(exclude_defaults=True)
+    transport.call(transport.runs.CreateRun, run_pb2.CreateRunRequest(run=name, config_json=made))
+    try:
+        yield
+    finally:
+        transport.call(transport.runs.DeleteRun, run_pb2.DeleteRunRequest(run=name))
+        transport.close()
 
 
 def tables(lengths: tuple[int, int], nbytes: int) -> Iterator[Steps]:
@@ -94,12 +109,11 @@ def split(work: Workload) -> Iterator[Steps]:
 
 
 def _compact(table: Steps) -> Steps:
-    columns = {
-        name: Ragged.from_arrays(column.arrays(), column.values.dtype)
-        for name in ("tokens", "loss_mask", "logprobs")
-        if isinstance(column := getattr(table, name), Ragged)
-    }
-    return replace(table, **columns)
+    def fresh(column: Ragged) -> Ragged:
+        return Ragged.from_arrays(column.arrays(), column.values.dtype)
+
+    logprobs = None if table.logprobs is None else fresh(table.logprobs)
+    return replace(table, tokens=fresh(table.tokens), loss_mask=fresh(table.loss_mask), logprobs=logprobs)
 
 
 class Sender:
