@@ -204,9 +204,15 @@ class RolloutClient:
     ) -> list[RowOutcome]:
         """Submits a whole generator output as SkyRL makes it, and waits; returns what became of each row.
 
-        `gristmill._client.skyrl_output.from_generator_output` says which keys it has. Safe to repeat: rows that were taken before
-        are DUPLICATE. Raises InvalidArgumentError for a row that is wrong, when rows before it may have been taken, and
-        the error of the first row that the service did not take, naming the trajectories.
+        generator_output: a dict of lists, one entry a row, as lists, arrays or CPU tensors: `prompt_token_ids`,
+            `response_ids`; `trajectory_ids` (objects with `instance_id` and `repetition_id`, or pairs of uid and
+            sample) or `uids` and `samples`; optionally `rewards` (a number a row, or a list with one per response
+            token), `loss_masks`, `rollout_logprobs`, `stop_reasons`, `is_last_step` (all true). Rows of one trajectory
+            stand in step order; between them may stand others. `rollout_metrics` is ignored.
+
+        A row without a reward has 0 before the last step, and one that is pending on it. Safe to repeat: rows that were
+        taken before are DUPLICATE. Raises InvalidArgumentError for a row that is wrong, when rows before it may have
+        been taken, and the error of the first row that the service did not take, naming the trajectories.
         """
         columns = columns_of_output(generator_output, round=round, attempt=attempt, policy_version=policy_version)
         return self._submit(columns)
