@@ -36,7 +36,8 @@ CONFIG = {
 
 
 def public(kind):
-    return {name: member for name, member in vars(kind).items() if not name.startswith("_")}
+    members = inspect.getmembers(kind, lambda member: inspect.isfunction(member) or isinstance(member, property))
+    return {name: member for name, member in members if not name.startswith("_")}
 
 
 @pytest.mark.parametrize(("blocking", "awaited"), [(RolloutClient, AsyncRolloutClient), (Trajectory, AsyncTrajectory)])
@@ -46,6 +47,7 @@ def test_the_twins_have_the_same_methods_and_arguments(blocking, awaited):
         if inspect.isfunction(member) and name != "trajectory":
             assert inspect.signature(member) == inspect.signature(getattr(awaited, name)), name
             assert inspect.iscoroutinefunction(getattr(awaited, name)), name
+            assert inspect.getdoc(member) == inspect.getdoc(getattr(awaited, name)), name
 
 
 async def roll_out(client, uid, sample):

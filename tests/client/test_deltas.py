@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from gristmill import InvalidArgumentError, RolloutClient, RowOutcome
 from gristmill._client.delivery import Delivery
+from gristmill._client.failures import failure_of
 from gristmill._client.outbox import Limits, Outbox
-from gristmill._client.prefix_dedup import LatestSteps
-from gristmill._client.transport import failure_of
+from gristmill._client.prefix_dedup import PreviousSteps
 from gristmill._wire.row_codec import encode as encode_message
 from gristmill._wire.rows import from_rows, to_rows
 from gristmill._wire.submit_codec import Submission
@@ -207,13 +207,13 @@ def test_what_a_few_bytes_ask_for_is_no_more_than_a_request_may_be(start_service
 
 
 def test_a_client_remembers_no_more_than_it_is_told_to():
-    latest, outbox = LatestSteps(most_bytes=2_000), Outbox(Limits(1, 1 << 20, 0.0), 10.0)
+    previous, outbox = PreviousSteps(most_bytes=2_000), Outbox(Limits(1, 1 << 20, 0.0), 10.0)
 
     def shortened(row):
         outbox.add(from_rows([row]), Delivery(), 0.0)
-        entries = outbox.take(0.0)
-        outbox.settle(entries, [RowOutcome.ACCEPTED])
-        return latest.prefixes(entries) is not None
+        entries = outbox.next_message(0.0)
+        outbox.on_outcomes(entries, [RowOutcome.ACCEPTED])
+        return previous.prefixes(entries) is not None
 
     trajectories = [conversation(2, uid) for uid in "abcde"]
     # 560 bytes each.

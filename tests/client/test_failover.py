@@ -27,10 +27,11 @@ from gristmill import (
     TrainerClient,
     UnavailableError,
 )
-from gristmill._client import transport
+from gristmill._client import retries
 from gristmill._client.channels import Channels, addresses_of
+from gristmill._client.failures import failure_of
 from gristmill._client.pull import stream
-from gristmill._client.transport import Backoff, failure_of
+from gristmill._client.retries import Backoff
 from gristmill._wire.addresses import ShardAddress
 from gristmill.v1 import trainer_pb2_grpc
 from tests.client.faulty import FaultyService, refuse, serving, unavailable
@@ -103,7 +104,7 @@ class Awaited:
         self._loop.run_until_complete(work())
 
     def turns(self):
-        return self._client._transport.channels._turn
+        return self._client._connection.channels._turn
 
     def close(self):
         self._loop.run_until_complete(self._client.close())
@@ -266,7 +267,7 @@ def test_a_call_that_breaks_is_made_again_elsewhere(connect, replicas):
 
 
 def test_a_call_that_hangs_is_made_again_elsewhere(connect, replicas, monkeypatch):
-    monkeypatch.setattr(transport, "_ATTEMPT_AMONG_OTHERS_S", 0.3)
+    monkeypatch.setattr(retries, "_ATTEMPT_AMONG_OTHERS_S", 0.3)
     (first, one, _), (second, two, _) = replicas(), replicas()
     first.gate.clear()
     client = connect(one, two)
@@ -277,7 +278,7 @@ def test_a_call_that_hangs_is_made_again_elsewhere(connect, replicas, monkeypatc
 
 
 def test_a_slow_service_is_given_time_once_all_replicas_were_tried(connect, replicas, monkeypatch):
-    monkeypatch.setattr(transport, "_ATTEMPT_AMONG_OTHERS_S", 0.1)
+    monkeypatch.setattr(retries, "_ATTEMPT_AMONG_OTHERS_S", 0.1)
     slow = lambda _: time.sleep(0.5)  # noqa: E731
     (first, one, _), (second, two, _) = replicas(), replicas()
     first.before.append(slow)
@@ -344,7 +345,8 @@ def test_a_failure_that_comes_late_moves_nobody():
     assert channels._current()[0] == 2  # a again, where the late call was too
     channels._fail_over(late)
     assert channels._current()[0] == 2
-    channels.close()
+    for channel in channels.take_all():
+        channel.close()
 
 
 def test_a_client_closed_while_it_looks_for_a_replica_says_so(closed_port):

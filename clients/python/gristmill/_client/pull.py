@@ -9,7 +9,9 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._client.transport import Retry, Transport, failure_of
+from gristmill._client.failures import failure_of
+from gristmill._client.retries import Retry
+from gristmill._client.transport import Transport
 from gristmill._wire.addresses import ShardAddress, is_mappable
 from gristmill._wire.compact_shards import restore
 from gristmill._wire.shard_frames import unframe
