@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from types import TracebackType
-from typing import Self
 
 from gristmill._client import requests
 from gristmill._client.drivers import Awaited
@@ -12,7 +10,6 @@ from gristmill._client.rollout_client import RolloutClient
 from gristmill._client.rollout_core import RolloutCore
 from gristmill._client.trajectory import AsyncTrajectory, Trajectory
 from gristmill._client.transport import TIMEOUT_S, Connection
-from gristmill.errors import GristmillError
 
 __all__ = ["AsyncRolloutClient", "AsyncTrajectory"]
 
@@ -40,19 +37,6 @@ class AsyncRolloutClient(RolloutCore):
         limits, encoder = requests.limits(max_batch_rows, max_batch_bytes), requests.encoder(run, compression)
         connection = Connection(Awaited(), address, timeout_s, "AsyncRolloutClient")
         super().__init__(connection, encoder, limits, token_rewards)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            await self.close()
-        except GristmillError as failed:
-            if error is None:
-                raise
-            error.add_note(f"closing the AsyncRolloutClient: {failed}")
 
 
 def _share_docstrings(blocking: type, awaited: type) -> None:

@@ -72,7 +72,7 @@ class Outbox:
 
     # For producers.
 
-    def check_sizes(self, table: Steps) -> Int64s:
+    def _check_sizes(self, table: Steps) -> Int64s:
         """Bytes of each row on the wire. Raises InvalidArgumentError for a row that no message can hold."""
         sizes = row_sizes(table)
         most = MESSAGE_BYTES - _MESSAGE_RESERVE
@@ -96,7 +96,7 @@ class Outbox:
 
     def add(self, table: Steps, delivery: Delivery, now: float) -> bool:
         """Puts the rows at the end. Returns whether that may have made a message due earlier."""
-        form, sizes, was_empty = form_of(table), self.check_sizes(table).tolist(), not self._fresh
+        form, sizes, was_empty = form_of(table), self._check_sizes(table).tolist(), not self._fresh
         for row in range(len(table)):
             self._last_number = number = self._last_number + 1
             index = len(delivery.outcomes)
@@ -106,7 +106,7 @@ class Outbox:
             self._pending[number] = entry
             self._fresh.append(entry)
             self._fresh_bytes += sizes[row]
-        return was_empty or self.is_full()
+        return was_empty or self._is_full()
 
     @property
     def pending_rows(self) -> int:
@@ -168,7 +168,7 @@ class Outbox:
         if self._again:
             times.append(now)
         if self._fresh:
-            times.append(now if self.is_full() or self._is_urgent() else self._fresh[0].added + self._limits.linger_s)
+            times.append(now if self._is_full() or self._is_urgent() else self._fresh[0].added + self._limits.linger_s)
         soonest = min(times, default=inf)
         return None if soonest == inf else max(soonest, self._held_until) - now
 
@@ -192,7 +192,7 @@ class Outbox:
         elif failure.may_retry:
             expired = [entry for entry in entries if entry.expires <= now]
             if expired:
-                self.fail(expired, with_message(error, f"{error} (gave up after {self._timeout_s:g} s)"))
+                self._fail(expired, with_message(error, f"{error} (gave up after {self._timeout_s:g} s)"))
             entries = [entry for entry in entries if entry.number in self._pending]
             if entries and isinstance(error, ResourceExhaustedError):
                 self._wait_for_room(entries, failure, now)
@@ -203,9 +203,9 @@ class Outbox:
             middle = len(entries) // 2
             self._again.extendleft((entries[middle:], entries[:middle]))
         else:
-            self.fail(entries, error)
+            self._fail(entries, error)
 
-    def fail(self, entries: Sequence[PendingRow], error: GristmillError) -> None:
+    def _fail(self, entries: Sequence[PendingRow], error: GristmillError) -> None:
         """Gives the rows up, and those that follow in their trajectories: one with a hole is of no use."""
         lost = {(entry.key, id(entry.delivery)) for entry in entries}
         followers = self._extract(lambda entry: (entry.key, id(entry.delivery)) in lost)
@@ -215,10 +215,6 @@ class Outbox:
             entry.delivery.failures.setdefault(entry.key, error)
             self._unreported[id(entry.delivery)] = entry.delivery
         self._release(entries)
-
-    def fail_all(self, error: GristmillError) -> None:
-        """Gives up whatever is left."""
-        self.fail(self._extract(lambda entry: True), error)
 
     def _is_blocked(self) -> bool:
         """Whether what is next has to wait until a message that is under way has returned."""
@@ -236,7 +232,7 @@ class Outbox:
         fresh, taken = self._fresh, list[PendingRow]()
         if not fresh:
             return taken
-        if not (self.is_full() or self._is_urgent() or fresh[0].added + self._limits.linger_s <= now):
+        if not (self._is_full() or self._is_urgent() or fresh[0].added + self._limits.linger_s <= now):
             return taken
         taken = self._fill(fresh)
         self._fresh_bytes -= sum(entry.size for entry in taken)
@@ -260,12 +256,7 @@ class Outbox:
             taken.append(source.popleft())
         return taken
 
-    def is_half_full(self) -> bool:
-        """Whether there is enough for half a message."""
-        limits = self._limits
-        return 2 * len(self._fresh) >= limits.message_rows or 2 * self._fresh_bytes >= limits.message_bytes
-
-    def is_full(self) -> bool:
+    def _is_full(self) -> bool:
         """Whether a message can be filled."""
         return len(self._fresh) >= self._limits.message_rows or self._fresh_bytes >= self._limits.message_bytes
 

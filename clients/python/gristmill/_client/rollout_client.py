@@ -205,8 +205,6 @@ class RolloutClient:
 
     def close(self) -> None:
         """Flushes, ends the worker and closes the connection, in that order, also when flushing raises. Idempotent."""
-        if not self._transport.process.is_here():
-            return
         self._forgotten.detach()
         block_on(self._core.close())
 
@@ -216,12 +214,8 @@ class RolloutClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            self.close()
-        except GristmillError as failed:
-            if error is None:
-                raise
-            error.add_note(f"closing the RolloutClient: {failed}")
+        self._forgotten.detach()
+        block_on(self._core.__aexit__(kind, error, traceback))
 
 
 def _close_forgotten(transport: Transport, sender: Sender) -> None:

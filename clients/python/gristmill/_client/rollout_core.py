@@ -6,7 +6,8 @@ Owns their order and their waits; the rules of batching are the outbox's. `Rollo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from gristmill._client import requests
 from gristmill._client.delivery import RowOutcome
@@ -20,7 +21,7 @@ from gristmill._client.transport import Connection
 from gristmill._wire.rows import columns_of
 from gristmill._wire.steps import UNKNOWN, TrajectoryKey
 from gristmill._wire.tables import ValueColumns
-from gristmill.errors import DeadlineExceededError
+from gristmill.errors import DeadlineExceededError, GristmillError
 from gristmill.v1 import rollout_pb2, run_pb2
 
 
@@ -153,3 +154,16 @@ class RolloutCore:
         finally:
             await self.sender.close()
             await self._connection.disconnect()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self.close()
+        except GristmillError as failed:
+            if error is None:
+                raise
+            error.add_note(f"closing the {self._connection.owner}: {failed}")

@@ -56,7 +56,7 @@ class Connection:
         self.timeout_s = timeout_s
         self.process = ForkGuard(owner)
         self._closed = threading.Event()
-        self._owner = owner
+        self.owner = owner
         self.runs: Any = run_pb2_grpc.RunServiceStub(channels)  # type: ignore[no-untyped-call]
         self.rollouts: Any = rollout_pb2_grpc.RolloutServiceStub(channels)  # type: ignore[no-untyped-call]
         self.trainers: Any = trainer_pb2_grpc.TrainerServiceStub(channels)  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ class Connection:
             raise self.closed_error()
 
     def closed_error(self) -> FailedPreconditionError:
-        return FailedPreconditionError(f"this {self._owner} is closed; make another")
+        return FailedPreconditionError(f"this {self.owner} is closed; make another")
 
     async def disconnect(self) -> None:
         """Idempotent. Calls that others wait in end with an error. Does nothing in a fork."""
