@@ -16,7 +16,8 @@ import grpc
 import numpy as np
 from safetensors.numpy import load
 
-from gristmill._client.transport import Transport, failure_of
+from gristmill._client.failures import failure_of
+from gristmill._client.transport import Transport
 from gristmill._wire.addresses import Position
 from gristmill._wire.compact_shards import restore
 from gristmill.errors import GristmillError

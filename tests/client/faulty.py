@@ -40,7 +40,10 @@ def refuse(error: GristmillError, pushback_ms: str | None = None) -> Fault:
 
 
 class FaultyService(rollout_pb2_grpc.RolloutServiceServicer, run_pb2_grpc.RunServiceServicer):
-    """before, after: faults of the next SubmitRows calls, before or after the rows are kept; None is no fault."""
+    """before, after: faults of the next SubmitRows calls, before or after the rows are kept; None is no fault.
+
+    gate: SubmitRows calls wait until it is set. under_way: how many wait.
+    """
 
     def __init__(self) -> None:
         self.before: deque[Fault | None] = deque()
@@ -54,12 +57,16 @@ class FaultyService(rollout_pb2_grpc.RolloutServiceServicer, run_pb2_grpc.RunSer
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()
+        self.under_way = 0
         self._lock = threading.Lock()
 
     def SubmitRows(self, request, context):
+        with self._lock:
+            self.under_way += 1
         self.entered.set()
         self.gate.wait(30)
         with self._lock:
+            self.under_way -= 1
             self.calls.append(len(request.rows.uids))
             self._fail(self.before, context)
             for uid in request.rows.uids:

@@ -1,4 +1,4 @@
-"""The asyncio twin: the same names and meanings, and the same care for every row."""
+"""The asyncio client in its loop. All that it shares with the blocking one is tested with both, in test_rollout."""
 
 from __future__ import annotations
 
@@ -6,23 +6,18 @@ import asyncio
 import inspect
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gristmill import (
     AsyncRolloutClient,
     AsyncTrajectory,
     DeadlineExceededError,
-    FailedPreconditionError,
-    InvalidArgumentError,
     RolloutClient,
     RowOutcome,
     TrainerClient,
     Trajectory,
-    UnavailableError,
 )
 from gristmill._client import requests
-from tests.client.faulty import FaultyService, serving, unavailable
+from tests.client.faulty import FaultyService, serving
 
 CONFIG = {
     "train_batch_size": 2,
@@ -36,7 +31,8 @@ CONFIG = {
 
 
 def public(kind):
-    return {name: member for name, member in vars(kind).items() if not name.startswith("_")}
+    members = inspect.getmembers(kind, lambda member: inspect.isfunction(member) or isinstance(member, property))
+    return {name: member for name, member in members if not name.startswith("_")}
 
 
 @pytest.mark.parametrize(("blocking", "awaited"), [(RolloutClient, AsyncRolloutClient), (Trajectory, AsyncTrajectory)])
@@ -46,6 +42,7 @@ def test_the_twins_have_the_same_methods_and_arguments(blocking, awaited):
         if inspect.isfunction(member) and name != "trajectory":
             assert inspect.signature(member) == inspect.signature(getattr(awaited, name)), name
             assert inspect.iscoroutinefunction(getattr(awaited, name)), name
+            assert inspect.getdoc(member) == inspect.getdoc(getattr(awaited, name)), name
 
 
 async def roll_out(client, uid, sample):
@@ -104,62 +101,6 @@ def test_every_other_call(service, run_name):
     asyncio.run(work())
 
 
-@settings(deadline=None, max_examples=20)
-@given(
-    st.lists(st.sampled_from([None, unavailable]), max_size=4),
-    st.lists(st.sampled_from([None, unavailable]), max_size=4),
-    st.integers(1, 7),
-)
-def test_retries_after_lost_replies_keep_each_row_exactly_once(before, after, batch_rows):
-    faulty = FaultyService()
-    faulty.before.extend(before)
-    faulty.after.extend(after)
-
-    async def work(address):
-        async with AsyncRolloutClient(address, "run", max_batch_rows=batch_rows) as client:
-            await asyncio.gather(*(roll_out(client, "a", sample) for sample in range(5)))
-
-    with serving(faulty) as address:
-        asyncio.run(work(address))
-    for sample in range(5):
-        assert [step for _, found, step in faulty.arrivals if found == sample] == [0, 1]
-
-
-def test_too_much_under_way_holds_the_producer_back():
-    faulty = FaultyService()
-    faulty.gate.clear()
-
-    async def work(address):
-        async with AsyncRolloutClient(address, "run", max_batch_rows=1) as client:
-            producers = [asyncio.create_task(roll_out(client, "a", sample)) for sample in range(20)]
-            await asyncio.to_thread(faulty.entered.wait, 10)
-            _, waiting = await asyncio.wait(producers, timeout=0.2)
-            assert waiting
-            faulty.gate.set()
-            await asyncio.gather(*producers)
-
-    with serving(faulty) as address:
-        asyncio.run(work(address))
-    assert len(faulty.arrivals) == 40
-
-
-def test_what_was_not_taken_is_told_by_name():
-    faulty = FaultyService()
-    faulty.refused_uids["a"] = InvalidArgumentError("uid 'a' sample 0: no")
-
-    async def work(address):
-        async with AsyncRolloutClient(address, "run") as client:
-            trajectory = client.trajectory("a", 0)
-            await trajectory.step([1], [2])
-            with pytest.raises(InvalidArgumentError, match="rows were not taken of uid 'a' sample 0"):
-                await client.flush()
-            with pytest.raises(InvalidArgumentError):
-                await trajectory.step([1], [2])
-
-    with serving(faulty) as address:
-        asyncio.run(work(address))
-
-
 def test_a_cancelled_worker_aborts_its_trajectory():
     faulty = FaultyService()
 
@@ -185,26 +126,30 @@ def test_a_cancelled_worker_aborts_its_trajectory():
     assert faulty.reasons == "CancelledError"
 
 
-def test_a_block_that_forgets_the_last_step_is_an_error():
+@pytest.mark.parametrize("call", ["submit_rows", "flush"])
+def test_cancelling_who_waits_takes_no_rows_along(call):
+    faulty = FaultyService()
+    faulty.gate.clear()
+    row = {"uid": "a", "sample": 0, "prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1], "reward": 1.0}
+
     async def work(address):
-        async with AsyncRolloutClient(address, "run") as client, client.trajectory("a", 0) as trajectory:
-            await trajectory.step([1], [2])
+        async with AsyncRolloutClient(address, "run") as client:
+            if call == "submit_rows":
+                waiting = asyncio.create_task(client.submit_rows([row]))
+            else:
+                await roll_out(client, "a", 0)
+                waiting = asyncio.create_task(client.flush())
+            await asyncio.to_thread(faulty.entered.wait, 10)
+            waiting.cancel()
+            await asyncio.wait([waiting], timeout=10)
+            assert waiting.cancelled()
+            faulty.gate.set()
+            await client.flush()
 
-    with serving(FaultyService()) as address, pytest.raises(FailedPreconditionError, match="without a last one"):
+    with serving(faulty) as address:
         asyncio.run(work(address))
-
-
-def test_a_closed_client_says_so():
-    async def work(address):
-        client = AsyncRolloutClient(address, "run")
-        await client.close()
-        await client.close()
-        for call in (client.policy_version(), client.trajectory("a", 0).step([1], [2])):
-            with pytest.raises(FailedPreconditionError, match="this AsyncRolloutClient is closed"):
-                await call
-
-    with serving(FaultyService()) as address:
-        asyncio.run(work(address))
+    assert faulty.arrivals[0] == ("a", 0, 0)
+    assert faulty.calls == [1 if call == "submit_rows" else 2], "sent once"
 
 
 def test_a_loop_that_ends_without_closing_logs_what_is_lost(caplog):
@@ -217,12 +162,3 @@ def test_a_loop_that_ends_without_closing_logs_what_is_lost(caplog):
     with serving(faulty) as address:
         asyncio.run(work(address))
     assert "1 rows of run 'run' were not delivered: the client was not closed" in caplog.text
-
-
-def test_nobody_there_is_told_with_the_address():
-    async def work():
-        async with AsyncRolloutClient("127.0.0.1:1", "run", timeout_s=0.2) as client:
-            await client.policy_version()
-
-    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1: the service cannot be reached"):
-        asyncio.run(work())

@@ -132,7 +132,7 @@ def test_a_shard_that_is_withdrawn_while_it_is_asked_for_or_read_is_waited_for(
         return read(self, batch, address)
 
     # Nothing that happens in the run ends the wait.
-    monkeypatch.setattr("gristmill._client.transport.LONGEST_WAIT_S", 0.2)
+    monkeypatch.setattr("gristmill._client.retries.LONGEST_WAIT_S", 0.2)
     monkeypatch.setattr(run, "shard", found)
     monkeypatch.setattr(run, "read_shard", read_or_withdrawn)
     with TrainerClient(service.grpc_address, run_name, 0, prefetch=prefetch) as trainer:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from gristmill import InvalidArgumentError, RolloutClient, RowOutcome
 from gristmill._client.delivery import Delivery
+from gristmill._client.failures import failure_of
 from gristmill._client.outbox import Limits, Outbox
-from gristmill._client.prefix_dedup import LatestSteps
-from gristmill._client.transport import failure_of
+from gristmill._client.prefix_dedup import PreviousSteps
 from gristmill._wire.row_codec import encode as encode_message
 from gristmill._wire.rows import from_rows, to_rows
 from gristmill._wire.submit_codec import Submission
@@ -83,9 +83,9 @@ def tokens_sent(sent):
     return [int(found.steps.tokens.total) for found in sent]
 
 
-def test_a_trajectory_crosses_the_wire_once(service, run_name, sent):
+def test_a_trajectory_crosses_the_wire_once(service, run_name, connect, sent):
     rows = conversation(6)
-    with RolloutClient(service.grpc_address, run_name) as client:
+    with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
         for row in rows:
             client.submit_rows([row])
@@ -94,9 +94,9 @@ def test_a_trajectory_crosses_the_wire_once(service, run_name, sent):
     assert kept(service, run_name) == whole(rows)
 
 
-def test_also_compressed(service, run_name, sent):
+def test_also_compressed(service, run_name, connect, sent):
     rows = conversation(6)
-    with RolloutClient(service.grpc_address, run_name, compression="zstd") as client:
+    with connect(service.grpc_address, run_name, compression="zstd") as client:
         client.create_run(CONFIG)
         for row in rows:
             client.submit_rows([row])
@@ -104,12 +104,12 @@ def test_also_compressed(service, run_name, sent):
     assert tokens_sent(sent) == [140, *[20 + 40] * 5]
     assert kept(service, run_name) == whole(rows)
     with pytest.raises(InvalidArgumentError, match="compression is 'gzip'; known are None and 'zstd'"):
-        RolloutClient(service.grpc_address, run_name, compression="gzip")
+        connect(service.grpc_address, run_name, compression="gzip")
 
 
-def test_also_within_one_message(service, run_name, sent):
+def test_also_within_one_message(service, run_name, connect, sent):
     rows = conversation(6)
-    with RolloutClient(service.grpc_address, run_name) as client:
+    with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
         client.submit_rows(rows)
         client.seal(0)
@@ -117,9 +117,9 @@ def test_also_within_one_message(service, run_name, sent):
     assert kept(service, run_name) == whole(rows)
 
 
-def test_a_broken_prefix_sends_from_the_first_token_that_differs(service, run_name, sent):
+def test_a_broken_prefix_sends_from_the_first_token_that_differs(service, run_name, connect, sent):
     rows = conversation(3, broken_at=1)
-    with RolloutClient(service.grpc_address, run_name) as client:
+    with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
         for row in rows:
             client.submit_rows([row])
@@ -128,12 +128,14 @@ def test_a_broken_prefix_sends_from_the_first_token_that_differs(service, run_na
     assert kept(service, run_name) == whole(rows)
 
 
-def test_a_service_that_has_not_got_the_step_before_is_sent_the_row_whole(service, run_name, sent, monkeypatch):
+def test_a_service_that_has_not_got_the_step_before_is_sent_the_row_whole(
+    service, run_name, connect, sent, monkeypatch
+):
     rows, find = conversation(4), prefix_expansion.rows_before
     # As after a failover, when a new owner has rows that it did not take itself.
     forgets = iter([False, True])
     monkeypatch.setattr(prefix_expansion, "rows_before", lambda *given: [] if next(forgets, False) else find(*given))
-    with RolloutClient(service.grpc_address, run_name) as client:
+    with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
         outcomes = [client.submit_rows([row]) for row in rows]
         client.seal(0)
@@ -142,9 +144,9 @@ def test_a_service_that_has_not_got_the_step_before_is_sent_the_row_whole(servic
     assert kept(service, run_name) == whole(rows)
 
 
-def test_rows_of_another_attempt_are_not_what_a_turn_extends(service, run_name, sent):
+def test_rows_of_another_attempt_are_not_what_a_turn_extends(service, run_name, connect, sent):
     rows = conversation(3)
-    with RolloutClient(service.grpc_address, run_name) as client:
+    with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
         client.submit_rows(rows[:1])
         for row in rows:
@@ -154,9 +156,9 @@ def test_rows_of_another_attempt_are_not_what_a_turn_extends(service, run_name, 
     assert kept(service, run_name) == whole([row | {"attempt": 1} for row in rows])
 
 
-def test_a_turn_that_is_repeated_is_a_duplicate_however_it_comes(service, run_name, sent):
+def test_a_turn_that_is_repeated_is_a_duplicate_however_it_comes(service, run_name, connect, sent):
     rows = conversation(2)
-    with RolloutClient(service.grpc_address, run_name) as client:
+    with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG | {"n_samples_per_prompt": 2})
         client.submit_rows(rows[:1])
         assert client.submit_rows(rows[1:]) == [RowOutcome.ACCEPTED]
@@ -207,13 +209,13 @@ def test_what_a_few_bytes_ask_for_is_no_more_than_a_request_may_be(start_service
 
 
 def test_a_client_remembers_no_more_than_it_is_told_to():
-    latest, outbox = LatestSteps(most_bytes=2_000), Outbox(Limits(1, 1 << 20, 0.0), 10.0)
+    previous, outbox = PreviousSteps(most_bytes=2_000), Outbox(Limits(1, 1 << 20, 0.0), 10.0)
 
     def shortened(row):
         outbox.add(from_rows([row]), Delivery(), 0.0)
-        entries = outbox.take(0.0)
-        outbox.settle(entries, [RowOutcome.ACCEPTED])
-        return latest.prefixes(entries) is not None
+        entries = outbox.next_message(0.0)
+        outbox.on_outcomes(entries, [RowOutcome.ACCEPTED])
+        return previous.prefixes(entries) is not None
 
     trajectories = [conversation(2, uid) for uid in "abcde"]
     # 560 bytes each.

@@ -260,7 +260,8 @@ def test_several_ranks_without_a_common_launch_are_told_how_to_give_one(service,
     [
         ({"run": "other"}, "state: run is 'other' and this trainer's is"),
         ({"model": "critic"}, "state: model is 'critic'"),
-        ({"version": 2}, "state: version is 2"),
+        ({"version": 3}, "state: version is 3 and this gristmill reads 1, 2"),
+        ({"run_id": None}, "state: run_id is None and generation"),
         ({"epoch": None}, "no position in"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import signal
@@ -27,10 +26,11 @@ from gristmill import (
     TrainerClient,
     UnavailableError,
 )
-from gristmill._client import transport
+from gristmill._client import retries
 from gristmill._client.channels import Channels, addresses_of
+from gristmill._client.failures import failure_of
 from gristmill._client.pull import stream
-from gristmill._client.transport import Backoff, failure_of
+from gristmill._client.retries import Backoff
 from gristmill._wire.addresses import ShardAddress
 from gristmill.v1 import trainer_pb2_grpc
 from tests.client.faulty import FaultyService, refuse, serving, unavailable
@@ -66,62 +66,28 @@ def step(client, uid="a", sample=0):
         trajectory.step([1], [2], reward=1.0, is_last_step=True)
 
 
-class Blocking:
-    """Either client, driven alike."""
-
-    def __init__(self, address, timeout_s=20.0):
-        self._client = RolloutClient(address, "run", timeout_s=timeout_s)
-
-    def ask(self):
-        return self._client.policy_version()
-
-    def step(self, uid):
-        step(self._client, uid)
-        self._client.flush()
-
-    def turns(self):
-        return self._client._transport.channels._turn
-
-    def close(self):
-        self._client.close()
+def deliver(client, uid):
+    step(client, uid)
+    client.flush()
 
 
-class Awaited:
-    def __init__(self, address, timeout_s=20.0):
-        self._loop = asyncio.new_event_loop()
-        self._client = AsyncRolloutClient(address, "run", timeout_s=timeout_s)
-
-    def ask(self):
-        return self._loop.run_until_complete(self._client.policy_version())
-
-    def step(self, uid):
-        async def work():
-            async with self._client.trajectory(uid, 0) as trajectory:
-                await trajectory.step([1], [2], reward=1.0, is_last_step=True)
-            await self._client.flush()
-
-        self._loop.run_until_complete(work())
-
-    def turns(self):
-        return self._client._transport.channels._turn
-
-    def close(self):
-        self._loop.run_until_complete(self._client.close())
-        self._loop.close()
+def turns(client):
+    """How often the client went on to the next replica."""
+    core = client._core if isinstance(client, RolloutClient) else client.awaited
+    return core._connection.channels._turn
 
 
-@pytest.fixture(params=[Blocking, Awaited])
-def connect(request):
-    """Makes a client, closed with the test."""
-    made = []
+@pytest.fixture
+def connect(connect):
+    """Makes a client of either kind, closed with the test."""
+    with ExitStack() as opened:
 
-    def connect(*addresses, **options):
-        made.append(request.param(",".join(addresses), **options))
-        return made[-1]
+        def connect_to(*addresses, timeout_s=20.0):
+            client = connect(",".join(addresses), "run", timeout_s=timeout_s)
+            opened.callback(client.close)
+            return client
 
-    yield connect
-    for client in made:
-        client.close()
+        yield connect_to
 
 
 @pytest.fixture
@@ -194,16 +160,16 @@ def test_one_that_refuses_connections_is_passed_over(connect, replicas, closed_p
     service, address, _ = replicas()
     client = connect(closed_port, address)
     with within(FAST_S):
-        assert client.ask() == 7
-        client.step("a")
-    assert client.turns() == 1
+        assert client.policy_version() == 7
+        deliver(client, "a")
+    assert turns(client) == 1
     assert service.arrivals == [("a", 0, 0)]
 
 
 def test_rows_that_find_nobody_go_to_the_next(connect, replicas, closed_port):
     service, address, _ = replicas()
     with within(FAST_S):
-        connect(closed_port, address).step("a")
+        deliver(connect(closed_port, address), "a")
     assert service.arrivals == [("a", 0, 0)]
 
 
@@ -212,24 +178,24 @@ def test_one_that_is_stopping_is_passed_over(connect, replicas):
     first.before.extend([refuse(UnavailableError("shutting down"), "30000")])
     client = connect(one, two)
     with within(FAST_S):
-        assert client.ask() == 7
-        client.step("a")
+        assert client.policy_version() == 7
+        deliver(client, "a")
     assert (first.arrivals, second.arrivals) == ([], [("a", 0, 0)])
 
 
 def test_a_replica_that_is_back_is_used_when_the_other_dies(connect, replicas):
     (_, one, stop_first), (second, two, stop_second) = replicas(), replicas()
     client = connect(one, two)
-    client.step("a")
+    deliver(client, "a")
     stop_first()
     with within(FAST_S):
-        client.step("b")
+        deliver(client, "b")
     again, _, _ = replicas(port=int(one.rpartition(":")[2]))
-    client.step("c")
+    deliver(client, "c")
     stop_second()
     # gRPC tries a replica that was away again after 2 s at the latest.
     with within(FAST_S + 2):
-        client.step("d")
+        deliver(client, "d")
     assert [uid for uid, *_ in second.arrivals] == ["b", "c"]
     assert [uid for uid, *_ in again.arrivals] == ["d"]
 
@@ -239,10 +205,10 @@ def test_when_none_serves_all_are_named(connect, closed_port, replicas):
     stop()
     client = connect(closed_port, address, timeout_s=0.5)
     with within(FAST_S), pytest.raises(UnavailableError, match=rf"{closed_port}, {address}: the service cannot be"):
-        client.ask()
-    assert client.turns() >= 2
+        client.policy_version()
+    assert turns(client) >= 2
     with pytest.raises(UnavailableError, match=rf"uid 'a' sample 0: {closed_port}, {address}: .*gave up after 0.5 s"):
-        client.step("a")
+        deliver(client, "a")
 
 
 def test_what_replicas_say_themselves_is_told_with_all_their_names():
@@ -260,31 +226,31 @@ def test_a_call_that_breaks_is_made_again_elsewhere(connect, replicas):
     with ThreadPoolExecutor(1) as killer:
         killed = killer.submit(lambda: first.entered.wait(10) and stop())
         with within(FAST_S):
-            client.step("a")
+            deliver(client, "a")
         killed.result()
     assert second.arrivals == [("a", 0, 0)]
 
 
 def test_a_call_that_hangs_is_made_again_elsewhere(connect, replicas, monkeypatch):
-    monkeypatch.setattr(transport, "_ATTEMPT_AMONG_OTHERS_S", 0.3)
+    monkeypatch.setattr(retries, "_ATTEMPT_AMONG_OTHERS_S", 0.3)
     (first, one, _), (second, two, _) = replicas(), replicas()
     first.gate.clear()
     client = connect(one, two)
     with within(FAST_S):
-        client.step("a")
-    assert client.turns() == 1
+        deliver(client, "a")
+    assert turns(client) == 1
     assert second.arrivals == [("a", 0, 0)]
 
 
 def test_a_slow_service_is_given_time_once_all_replicas_were_tried(connect, replicas, monkeypatch):
-    monkeypatch.setattr(transport, "_ATTEMPT_AMONG_OTHERS_S", 0.1)
+    monkeypatch.setattr(retries, "_ATTEMPT_AMONG_OTHERS_S", 0.1)
     slow = lambda _: time.sleep(0.5)  # noqa: E731
     (first, one, _), (second, two, _) = replicas(), replicas()
     first.before.append(slow)
     second.before.append(slow)
     client = connect(one, two)
-    assert client.ask() == 7
-    assert client.turns() == 1
+    assert client.policy_version() == 7
+    assert turns(client) == 1
 
 
 def test_what_must_not_be_repeated_is_asked_once_and_waited_for(replicas):
@@ -309,14 +275,14 @@ def test_what_must_not_be_repeated_is_asked_once_and_waited_for(replicas):
 def test_what_is_refused_is_not_asked_elsewhere(connect, replicas, refusal, raised):
     (first, one, _), (second, two, _) = replicas(), replicas()
     client = connect(one, two)
-    for ask in (client.ask, lambda: client.step("a")):
+    for ask in (client.policy_version, lambda: deliver(client, "a")):
         first.before.append(refusal)
         if raised is None:
             ask()
         else:
             with pytest.raises(raised):
                 ask()
-    assert client.turns() == 0
+    assert turns(client) == 0
     assert second.calls == []
 
 
@@ -344,7 +310,8 @@ def test_a_failure_that_comes_late_moves_nobody():
     assert channels._current()[0] == 2  # a again, where the late call was too
     channels._fail_over(late)
     assert channels._current()[0] == 2
-    channels.close()
+    for channel in channels.take_all():
+        channel.close()
 
 
 def test_a_client_closed_while_it_looks_for_a_replica_says_so(closed_port):

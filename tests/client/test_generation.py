@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from gristmill._client.skyrl_output import from_generator_output
+from gristmill._client.skyrl_output import columns_of_output
 from gristmill._wire.row_codec import encode
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
@@ -32,6 +32,10 @@ OUTPUT = {
     "rollout_metrics": {"mean": 1.0},
     "rollout_expert_indices": None,
 }
+
+
+def from_generator_output(output, **options):
+    return columns_of_output(output, **options).table(0, len(output["response_ids"]))
 
 
 def output(**changes):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gristmill import RolloutClient
-from gristmill._client.sigint import Uninterrupted
+from gristmill._client.sigint import DeferSigint
 
 CONFIG = {
     "train_batch_size": 4096,
@@ -38,7 +38,7 @@ def test_an_interrupt_waits_for_the_end_of_the_block():
     done = []
 
     def work():
-        with Uninterrupted():
+        with DeferSigint():
             signal.raise_signal(signal.SIGINT)
             done.append(True)
 
@@ -50,7 +50,7 @@ def test_an_interrupt_waits_for_the_end_of_the_block():
 
 def test_a_second_interrupt_is_not_waited_with():
     def work():
-        with Uninterrupted():
+        with DeferSigint():
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             pytest.fail("it was waited with")
@@ -64,7 +64,7 @@ def test_another_thread_is_left_alone():
     found = []
 
     def look():
-        with Uninterrupted():
+        with DeferSigint():
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=look)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill._client.delivery import Delivery, RowOutcome, row_sizes, tables_of
+from gristmill._client.failures import Failure
 from gristmill._client.outbox import Limits, Outbox
-from gristmill._client.transport import Failure
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import concat
 from gristmill.errors import (
@@ -46,26 +46,26 @@ def filled(*tables, limits=LIMITS, timeout_s=10.0):
 
 def test_a_row_waits_for_others_as_long_as_the_linger():
     outbox, _ = filled(table("a"))
-    assert outbox.take(0.005) == []
+    assert outbox.next_message(0.005) == []
     assert outbox.due_in(0.004) == pytest.approx(0.006)
-    assert names(outbox.take(0.01)) == [("a", 0)]
+    assert names(outbox.next_message(0.01)) == [("a", 0)]
 
 
 def test_a_full_message_and_a_flush_do_not_wait():
     outbox, _ = filled(table("a"), table("b"), table("c"), table("d"))
-    assert names(outbox.take(0.0)) == [("a", 0), ("b", 0), ("c", 0)]
-    assert outbox.take(0.0) == []
-    outbox.hurry()
-    assert names(outbox.take(0.0)) == [("d", 0)]
+    assert names(outbox.next_message(0.0)) == [("a", 0), ("b", 0), ("c", 0)]
+    assert outbox.next_message(0.0) == []
+    outbox.flush()
+    assert names(outbox.next_message(0.0)) == [("d", 0)]
 
 
 def test_a_message_stays_within_its_bytes_unless_one_row_is_more():
     outbox, _ = filled(table("a", tokens=300), table("b", tokens=100), table("c", tokens=1000), table("d"))
-    outbox.hurry()
+    outbox.flush()
     sizes = []
-    while entries := outbox.take(0.0):
+    while entries := outbox.next_message(0.0):
         sizes.append(names(entries))
-        outbox.settle(entries, kept(entries))
+        outbox.on_outcomes(entries, kept(entries))
     assert sizes == [[("a", 0)], [("b", 0)], [("c", 0)], [("d", 0)]]
 
 
@@ -83,76 +83,78 @@ def test_a_row_that_no_message_can_hold_is_refused_by_name():
 
 def test_rows_of_different_form_do_not_share_a_message():
     outbox, _ = filled(table("a"), table("b", rollout_logprobs=[-1.0] * 3), table("c"))
-    outbox.hurry()
-    assert [names(outbox.take(0.0)) for _ in range(3)] == [[("a", 0)], [("b", 0)], [("c", 0)]]
+    outbox.flush()
+    assert [names(outbox.next_message(0.0)) for _ in range(3)] == [[("a", 0)], [("b", 0)], [("c", 0)]]
 
 
 def test_one_bad_row_does_not_take_its_message_with_it():
     outbox, _ = filled(*(table(uid) for uid in "abcdefgh"), limits=Limits(8, 10_000, 0.0))
     refused, sent = InvalidArgumentError("uid 'f' sample 0: no"), []
-    while entries := outbox.take(0.0):
+    while entries := outbox.next_message(0.0):
         if "f" in (uid for uid, _ in names(entries)):
-            outbox.refuse(entries, Failure(refused), 0.0)
+            outbox.on_failure(entries, Failure(refused), 0.0)
         else:
             sent += names(entries)
-            outbox.settle(entries, kept(entries))
+            outbox.on_outcomes(entries, kept(entries))
     assert sent == [(uid, 0) for uid in "abcdegh"]
-    assert str(outbox.tell_all()) == "rows were not taken of uid 'f' sample 0: uid 'f' sample 0: no"
+    assert str(outbox.take_errors()) == "rows were not taken of uid 'f' sample 0: uid 'f' sample 0: no"
 
 
 def test_what_follows_a_refused_row_in_its_trajectory_is_not_sent():
     limits = Limits(1, 10_000, 0.0)
     outbox, delivery = filled(table("a", 0), table("b", 0), table("a", 1), limits=limits)
-    outbox.refuse(outbox.take(0.0), Failure(AlreadyExistsError("uid 'a' sample 0 step 0: other content")), 0.0)
-    assert names(outbox.take(0.0)) == [("b", 0)]
-    assert outbox.take(0.0) == []
-    assert delivery.under_way == 1
-    assert isinstance(outbox.tell(delivery), AlreadyExistsError)
-    assert outbox.tell_all() is None
+    outbox.on_failure(
+        outbox.next_message(0.0), Failure(AlreadyExistsError("uid 'a' sample 0 step 0: other content")), 0.0
+    )
+    assert names(outbox.next_message(0.0)) == [("b", 0)]
+    assert outbox.next_message(0.0) == []
+    assert delivery.pending == 1
+    assert isinstance(outbox.take_error(delivery), AlreadyExistsError)
+    assert outbox.take_errors() is None
 
 
 def test_an_error_of_the_whole_run_is_not_searched_for_a_culprit():
     outbox, delivery = filled(table("a"), table("b"), table("c"))
-    outbox.refuse(outbox.take(0.0), Failure(NotFoundError("no such run")), 0.0)
-    assert delivery.under_way == 0
+    outbox.on_failure(outbox.next_message(0.0), Failure(NotFoundError("no such run")), 0.0)
+    assert delivery.pending == 0
     assert len(delivery.failures) == 3
 
 
 def test_while_the_service_is_away_nothing_is_sent_and_nothing_overtakes():
     outbox, _ = filled(table("a", 0), table("a", 1), table("a", 2), table("a", 3))
-    outbox.refuse(outbox.take(0.0), Failure(UnavailableError("away"), True, 2.0), 0.0)
-    assert outbox.take(1.9) == []
+    outbox.on_failure(outbox.next_message(0.0), Failure(UnavailableError("away"), True, 2.0), 0.0)
+    assert outbox.next_message(1.9) == []
     assert outbox.due_in(0.0) >= 2.0
-    assert names(outbox.take(10.0)) == [("a", 0), ("a", 1), ("a", 2)]
+    assert names(outbox.next_message(10.0)) == [("a", 0), ("a", 1), ("a", 2)]
 
 
 def test_rows_are_given_up_when_their_time_is_over():
     outbox, delivery = filled(table("a"), table("b"), table("c"), timeout_s=5.0)
     now = 0.0
-    while delivery.under_way:
-        outbox.refuse(outbox.take(now), Failure(UnavailableError("away"), True), now)
+    while delivery.pending:
+        outbox.on_failure(outbox.next_message(now), Failure(UnavailableError("away"), True), now)
         now += outbox.due_in(now) or 0.0
     assert 5.0 <= now < 11.0
-    assert "gave up after 5 s" in str(outbox.tell(delivery))
+    assert "gave up after 5 s" in str(outbox.take_error(delivery))
 
 
 def test_a_group_without_room_holds_back_its_own_rows_and_no_others():
     outbox, _ = filled(table("a"), table("b"), table("c"))
     sent = []
     for _ in range(5):
-        if not (entries := outbox.take(0.0)):
+        if not (entries := outbox.next_message(0.0)):
             break
         if any(uid == "b" for uid, _ in names(entries)):
-            outbox.refuse(entries, Failure(ResourceExhaustedError("full"), True, 1.0), 0.0)
+            outbox.on_failure(entries, Failure(ResourceExhaustedError("full"), True, 1.0), 0.0)
         else:
             sent += names(entries)
-            outbox.settle(entries, kept(entries))
+            outbox.on_outcomes(entries, kept(entries))
     assert sent == [("a", 0), ("c", 0)]
     assert not outbox.has_room(table("b", 1))
     assert outbox.has_room(table("a", 1))
-    entries = outbox.take(10.0)
+    entries = outbox.next_message(10.0)
     assert names(entries) == [("b", 0)]
-    outbox.settle(entries, kept(entries))
+    outbox.on_outcomes(entries, kept(entries))
     assert outbox.has_room(table("b", 1))
 
 
@@ -160,22 +162,22 @@ def test_too_much_under_way_holds_producers_back():
     limits = Limits(1, 10_000, 1.0, queue_messages=2)
     outbox, _ = filled(table("a"), table("b"), limits=limits)
     assert not outbox.has_room(table("c"))
-    outbox.take(0.0)
+    outbox.next_message(0.0)
     assert outbox.has_room(table("c"))
 
 
 def test_a_withdrawn_row_is_dropped_and_what_waited_with_it_goes_on():
     outbox, delivery = filled(table("a", sample=0), table("a", sample=1), table("b"))
-    outbox.refuse(outbox.take(0.0), Failure(UnavailableError("away"), True), 0.0)
+    outbox.on_failure(outbox.next_message(0.0), Failure(UnavailableError("away"), True), 0.0)
     outbox.withdraw(lambda key: key.sample == 1)
     assert delivery.outcomes == [None, RowOutcome.DROPPED, None]
-    assert names(outbox.take(9.0)) == [("a", 0), ("b", 0)]
+    assert names(outbox.next_message(9.0)) == [("a", 0), ("b", 0)]
 
 
 def test_one_error_tells_of_many_trajectories():
     outbox, _ = filled(*(table(uid) for uid in "abcde"), limits=Limits(9, 10_000, 0.0))
-    outbox.refuse(outbox.take(0.0), Failure(NotFoundError("no such run")), 0.0)
-    told = outbox.tell_all()
+    outbox.on_failure(outbox.next_message(0.0), Failure(NotFoundError("no such run")), 0.0)
+    told = outbox.take_errors()
     assert isinstance(told, NotFoundError)
     assert str(told) == (
         "rows were not taken of uid 'a' sample 0; uid 'b' sample 0; uid 'c' sample 0; and 2 more trajectories: "
@@ -201,17 +203,17 @@ class ScriptedService:
         assert rows == [(e.key.uid, e.key.sample, int(e.table.steps[e.row])) for e in entries]
         fault = self.draw(st.sampled_from(["none", "none", "lost", "away"]))
         if fault == "away":
-            outbox.refuse(entries, Failure(UnavailableError("away"), True), now)
+            outbox.on_failure(entries, Failure(UnavailableError("away"), True), now)
         elif any(row[:2] in self.bad for row in rows):
-            outbox.refuse(entries, Failure(InvalidArgumentError("bad")), now)
+            outbox.on_failure(entries, Failure(InvalidArgumentError("bad")), now)
         elif any(uid in self.full for uid, _, _ in rows) and self.draw(st.booleans()):
-            outbox.refuse(entries, Failure(ResourceExhaustedError("full"), True), now)
+            outbox.on_failure(entries, Failure(ResourceExhaustedError("full"), True), now)
         else:
             outcomes = [self.keep(row) for row in rows]
             if fault == "lost":
-                outbox.refuse(entries, Failure(UnavailableError("reply lost"), True), now)
+                outbox.on_failure(entries, Failure(UnavailableError("reply lost"), True), now)
             else:
-                outbox.settle(entries, outcomes)
+                outbox.on_outcomes(entries, outcomes)
 
     def keep(self, row):
         if row in self.kept:
@@ -241,14 +243,14 @@ def test_every_row_ends_kept_once_or_told_as_failed(data):
             outbox.add(row, delivery, now)
             added.append((*key, steps.get(key, 0)))
             steps[key] = steps.get(key, 0) + 1
-        if draw(st.booleans()) and (entries := outbox.take(now)):
+        if draw(st.booleans()) and (entries := outbox.next_message(now)):
             service.attempt(outbox, entries, now)
         now += 0.004
-    outbox.hurry()
+    outbox.flush()
     while (pause := outbox.due_in(now)) is not None:
         now += max(0.0, pause)
-        service.attempt(outbox, outbox.take(now), now)
-    assert all(not delivery.under_way for delivery in deliveries.values())
+        service.attempt(outbox, outbox.next_message(now), now)
+    assert all(not delivery.pending for delivery in deliveries.values())
     assert set(service.kept) == {row for row in added if row[:2] not in bad}
     for key, delivery in deliveries.items():
         assert [found[1:] for found in delivery.failures] == ([key] if key in bad and delivery.outcomes else [])
@@ -260,13 +262,13 @@ def test_rows_that_wait_for_room_keep_their_trajectorys_order():
     outbox, _ = filled(
         *(table("g", step, sample) for sample in range(2) for step in range(2)), limits=Limits(8, 10_000, 0.0)
     )
-    outbox.refuse(outbox.take(0.0), Failure(InvalidArgumentError("bad")), 0.0)
-    outbox.refuse(outbox.take(0.0), Failure(ResourceExhaustedError("full", 0.0), True, 0.0), 0.0)
+    outbox.on_failure(outbox.next_message(0.0), Failure(InvalidArgumentError("bad")), 0.0)
+    outbox.on_failure(outbox.next_message(0.0), Failure(ResourceExhaustedError("full", 0.0), True, 0.0), 0.0)
     sent = []
     while (pause := outbox.due_in(0.0)) is not None:
-        entries = outbox.take(pause + 1e-9)
+        entries = outbox.next_message(pause + 1e-9)
         sent += [(entry.key.sample, int(entry.table.steps[entry.row])) for entry in entries]
-        outbox.settle(entries, kept(entries))
+        outbox.on_outcomes(entries, kept(entries))
     assert sent == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
@@ -282,24 +284,24 @@ def test_with_several_messages_under_way_no_row_is_lost_doubled_or_early(data):
     for key in draw(st.lists(st.tuples(uids, st.integers(0, 1)), max_size=12)):
         outbox.add(table(key[0], steps.get(key, 0), key[1]), delivery, now)
         steps[key] = steps.get(key, 0) + 1
-    outbox.hurry()
+    outbox.flush()
     while (pause := outbox.due_in(now)) is not None or under_way:
         if pause is not None and ((len(under_way) < 3 and draw(st.booleans())) or not under_way):
             now += max(0.0, pause) + 1e-6
-            if entries := outbox.take(now):
+            if entries := outbox.next_message(now):
                 under_way.append(entries)
             continue
         entries = under_way.pop(draw(st.integers(0, len(under_way) - 1)))
         rows = [(*entry.key[1:], int(entry.table.steps[entry.row])) for entry in entries]
         fault = draw(st.sampled_from([None, None, UnavailableError("away"), ResourceExhaustedError("full", 0.0)]))
         if fault is not None:
-            outbox.refuse(entries, Failure(fault, True, 0.0), now)
+            outbox.on_failure(entries, Failure(fault, True, 0.0), now)
         elif bad & set(rows):
-            outbox.refuse(entries, Failure(InvalidArgumentError("bad")), now)
+            outbox.on_failure(entries, Failure(InvalidArgumentError("bad")), now)
         else:
             arrived += rows
-            outbox.settle(entries, kept(entries))
-    assert delivery.under_way == 0
+            outbox.on_outcomes(entries, kept(entries))
+    assert delivery.pending == 0
     for key, count in steps.items():
         first_bad = min((step for *own, step in bad if (own[0], own[1]) == key and step < count), default=count)
         assert [step for *own, step in arrived if (own[0], own[1]) == key] == list(range(first_bad))

@@ -1,4 +1,4 @@
-"""The rollout client against a service that fails as told: nothing lost, nothing twice, everything told."""
+"""Both rollout clients against a service that fails as told: nothing lost, nothing twice, every error raised."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from gristmill import (
     RowOutcome,
     UnavailableError,
 )
+from tests.client.faces import FACES, connecting
 from tests.client.faulty import FaultyService, refuse, serving, unavailable
 
 
@@ -35,8 +38,8 @@ def faulty():
 
 
 @pytest.fixture
-def client(faulty):
-    with serving(faulty) as address, RolloutClient(address, "run", timeout_s=20) as client:
+def client(faulty, connect):
+    with serving(faulty) as address, connect(address, "run", timeout_s=20) as client:
         yield client
 
 
@@ -72,8 +75,8 @@ def test_a_row_arrives_without_a_flush(faulty, client):
     assert faulty.entered.wait(10)
 
 
-def test_closing_sends_what_is_left(faulty):
-    with serving(faulty) as address, RolloutClient(address, "run") as client:
+def test_closing_sends_what_is_left(faulty, connect):
+    with serving(faulty) as address, connect(address, "run") as client:
         step(client, "a")
     assert faulty.arrivals == [("a", 0, 0)]
 
@@ -112,9 +115,9 @@ def test_what_the_caller_changes_after_a_step_changes_nothing_sent(faulty, clien
     assert np.frombuffer(tokens, np.int32).tolist() == [1, 2, 3, 4]
 
 
-def test_too_much_under_way_blocks_the_producer(faulty):
+def test_too_much_under_way_blocks_the_producer(faulty, connect):
     faulty.gate.clear()
-    with serving(faulty) as address, RolloutClient(address, "run", max_batch_rows=1) as client:
+    with serving(faulty) as address, connect(address, "run", max_batch_rows=1) as client:
         done = threading.Event()
 
         def produce():
@@ -148,6 +151,27 @@ def test_many_threads_share_a_client(faulty, client):
         assert [step for _, found, step in faulty.arrivals if found == sample] == list(range(50))
 
 
+def test_large_messages_of_a_generator_output_are_under_way_together(faulty, client):
+    tokens = np.zeros(1 << 19, np.int32)
+    output = {
+        "prompt_token_ids": [tokens] * 6,
+        "response_ids": [[1, 2]] * 6,
+        "trajectory_ids": [(f"u{index}", 0) for index in range(6)],
+        "rewards": [1.0] * 6,
+    }
+    faulty.gate.clear()
+    with ThreadPoolExecutor(1) as threads:
+        submitted = threads.submit(client.submit, output)
+        deadline = time.monotonic() + 20
+        while faulty.under_way < 3 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        together = faulty.under_way
+        faulty.gate.set()
+        assert submitted.result() == [RowOutcome.ACCEPTED] * 6
+    assert together == 3
+    assert len(faulty.calls) > 3
+
+
 # Faults.
 
 
@@ -165,17 +189,22 @@ def test_a_lost_reply_is_asked_for_again_and_the_row_is_kept_once(faulty, client
     assert faulty.arrivals == [("a", 0, 0), ("b", 0, 0)]
 
 
+@pytest.mark.parametrize("face", FACES)
 @settings(deadline=None, max_examples=20)
 @given(
-    st.lists(st.sampled_from([None, unavailable]), max_size=4),
-    st.lists(st.sampled_from([None, unavailable]), max_size=4),
-    st.integers(1, 7),
+    before=st.lists(st.sampled_from([None, unavailable]), max_size=4),
+    after=st.lists(st.sampled_from([None, unavailable]), max_size=4),
+    batch_rows=st.integers(1, 7),
 )
-def test_retries_after_lost_replies_keep_each_row_exactly_once(before, after, batch_rows):
+def test_retries_after_lost_replies_keep_each_row_exactly_once(face, before, after, batch_rows):
     faulty = FaultyService()
     faulty.before.extend(before)
     faulty.after.extend(after)
-    with serving(faulty) as address, RolloutClient(address, "run", max_batch_rows=batch_rows) as client:
+    with (
+        connecting(face) as connect,
+        serving(faulty) as address,
+        connect(address, "run", max_batch_rows=batch_rows) as client,
+    ):
         for index in range(5):
             with client.trajectory("a", index) as trajectory:
                 assert trajectory.step([1], [2], reward=0.0)
@@ -210,10 +239,10 @@ def test_a_group_without_room_holds_up_nobody_else(faulty, client):
     assert len(faulty.rows) == 21
 
 
-def test_rows_that_cannot_be_delivered_in_time_are_told_of_by_name(faulty):
+def test_rows_that_cannot_be_delivered_in_time_are_told_of_by_name(faulty, connect):
     with serving(faulty) as address:
         faulty.before.extend([unavailable] * 1000)
-        client = RolloutClient(address, "run", timeout_s=0.3)
+        client = connect(address, "run", timeout_s=0.3)
         step(client, "a", 3)
         with pytest.raises(UnavailableError, match=r"rows were not taken of uid 'a' sample 3: .*restarting.*gave up"):
             client.flush()
@@ -248,16 +277,16 @@ def test_the_next_step_raises_what_happened_to_the_one_before(faulty, client):
         trajectory.step([1, 2, 3], [4])
 
 
-def test_messages_smaller_than_the_service_takes_are_found(faulty):
-    with serving(faulty, max_message_bytes=20_000) as address, RolloutClient(address, "run") as client:
+def test_messages_smaller_than_the_service_takes_are_found(faulty, connect):
+    with serving(faulty, max_message_bytes=20_000) as address, connect(address, "run") as client:
         outcomes = client.submit_rows([row(f"u{index}", prompt_token_ids=[1] * 1000) for index in range(20)])
         assert outcomes == [RowOutcome.ACCEPTED] * 20
         with pytest.raises(InvalidArgumentError, match=r"rows were not taken|larger than max"):
             client.submit_rows([row("big", prompt_token_ids=[1] * 10_000)])
 
 
-def test_nobody_there_is_told_with_the_address():
-    client = RolloutClient("127.0.0.1:1", "run", timeout_s=0.2)
+def test_nobody_there_is_told_with_the_address(connect):
+    client = connect("127.0.0.1:1", "run", timeout_s=0.2)
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1: the service cannot be reached .*gave up after \d+"):
         client.policy_version()
     client.close()
@@ -360,43 +389,43 @@ def test_a_reward_of_the_wrong_form_names_the_setting(client):
 
 
 @pytest.mark.parametrize("address", ["", "http://localhost:1", None])
-def test_an_address_that_is_none_is_refused(address):
+def test_an_address_that_is_none_is_refused(address, connect):
     with pytest.raises(InvalidArgumentError, match="expected HOST:PORT or unix:/PATH"):
-        RolloutClient(address, "run")
+        connect(address, "run")
 
 
 @pytest.mark.parametrize("limit", [{"max_batch_rows": 0}, {"max_batch_bytes": 0}, {"max_batch_bytes": 1 << 30}])
-def test_limits_out_of_range_are_refused(limit):
+def test_limits_out_of_range_are_refused(limit, connect):
     (name,) = limit
     with pytest.raises(InvalidArgumentError, match=name):
-        RolloutClient("127.0.0.1:1", "run", **limit)
+        connect("127.0.0.1:1", "run", **limit)
 
 
 def test_a_closed_client_says_so(client):
     client.close()
     client.close()
     for call in (lambda: step(client, "a"), client.policy_version):
-        with pytest.raises(FailedPreconditionError, match="this RolloutClient is closed"):
+        with pytest.raises(FailedPreconditionError, match=r"this (Async)?RolloutClient is closed"):
             call()
 
 
-def test_closing_raises_what_was_not_told(faulty):
+def test_closing_raises_what_was_not_told(faulty, connect):
     with serving(faulty) as address:
         faulty.refused_uids["a"] = NotFoundError("no run 'run'")
-        with pytest.raises(NotFoundError, match="no run 'run'"), RolloutClient(address, "run") as client:
+        with pytest.raises(NotFoundError, match="no run 'run'"), connect(address, "run") as client:
             step(client, "a")
 
 
-def test_an_exception_in_the_block_is_not_masked_by_closing(faulty):
+def test_an_exception_in_the_block_is_not_masked_by_closing(faulty, connect):
     def work(address):
-        with RolloutClient(address, "run") as client:
+        with connect(address, "run") as client:
             step(client, "a")
             _ = 1 / 0
 
     faulty.refused_uids["a"] = NotFoundError("no run 'run'")
     with serving(faulty) as address, pytest.raises(ZeroDivisionError) as caught:
         work(address)
-    assert re.search("closing the RolloutClient: rows were not taken of uid 'a'", caught.value.__notes__[0])
+    assert re.search("closing the (Async)?RolloutClient: rows were not taken of uid 'a'", caught.value.__notes__[0])
 
 
 # In an interpreter of its own: forking this one would disturb the gRPC servers and loops of other tests.

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load
 
 from gristmill import errors
+from gristmill._client.failures import Failure, failure_of
 from gristmill._client.pull import stream
-from gristmill._client.transport import Backoff, Failure, Patience, Retry, Transport, failure_of
+from gristmill._client.retries import Backoff, Retry, WaitBudget
+from gristmill._client.transport import Transport
 from gristmill._wire.addresses import ShardAddress
 from gristmill._wire.rows import from_rows
 from gristmill.errors import BatchFailedError, GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
@@ -127,11 +129,11 @@ def test_a_call_ends_with_the_error_of_its_last_attempt():
 
 
 def test_a_wait_is_made_of_parts_and_not_asked_without_pause():
-    patience = Patience(1000.0)
-    assert patience.next_wait_s() == 20.0
-    assert patience.pause_s() > 0.1
-    assert not patience.is_over()
-    assert Patience(0.0).is_over()
+    budget = WaitBudget(1000.0)
+    assert budget.next_wait_s() == 20.0
+    assert budget.pause_s() > 0.1
+    assert not budget.is_over()
+    assert WaitBudget(0.0).is_over()
 
 
 class Streams(trainer_pb2_grpc.TrainerServiceServicer):

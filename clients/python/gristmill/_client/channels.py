@@ -1,7 +1,7 @@
 """Which replica of the service a client talks to: one of those that its address names, until that one cannot serve.
 
 Any replica answers any call, so that a client needs only a living one. Owns the connections and which of them is the
-current one; when a call is tried again is decided in `transport`.
+current one; `retries` decides when a call is tried again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # Retries are made in `transport`, where they see the service's own errors.
+    # Retries are made in `gristmill._client.retries`, where they see the service's own errors.
     ("grpc.enable_retries", 0),
     # Clients of one process do not share a connection, so that a rollout of megabytes does not delay an answer.
     ("grpc.use_local_subchannel_pool", 1),
@@ -87,7 +87,7 @@ def cannot_serve(call: grpc.RpcError) -> bool:
 
 
 class Replicas:
-    """What the blocking and the asyncio channels have in common: looks like a grpc.Channel to the generated stubs.
+    """The replicas of one service, which look like one grpc.Channel to the generated stubs.
 
     Each call goes to the replica that is current when it is made; one that fails because its replica cannot serve makes
     the next replica the current one. Replicas are tried in an order of this client's own, so that a thousand clients
@@ -116,6 +116,14 @@ class Replicas:
     def stream_stream(self, *method: Any, **options: Any) -> Callable[..., Any]:
         return self._streaming(_binder("stream_stream", method, options))
 
+    def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Any]:
+        """A method that is called with a request and a timeout."""
+        raise NotImplementedError
+
+    def begin(self, *method: Any, **options: Any) -> Callable[..., Callable[[], Any]]:
+        """Like `unary_unary`, but the call returns at once, with what waits for its answer."""
+        raise NotImplementedError
+
     def _streaming(self, bind: Bind) -> Callable[..., Any]:
         raise NotImplementedError
 
@@ -124,8 +132,14 @@ class Replicas:
         """The method of the current replica."""
         turn, channel = self._current()
         named = self._named()
-        try:
+        with self._watched(turn, named):
             yield functools.partial(bind(channel), metadata=named)
+
+    @contextmanager
+    def _watched(self, turn: int, named: tuple[tuple[str, str]]) -> Iterator[None]:
+        """Goes on to the next replica where a call of this turn fails because its replica cannot serve."""
+        try:
+            yield
         except grpc.RpcError as call:
             call.request_id = named[0][1]
             if cannot_serve(call):
@@ -153,13 +167,13 @@ class Replicas:
             if turn == self._turn:
                 self._turn += 1
 
-    def forget(self) -> None:
+    def reconnect(self) -> None:
         """Connects anew from the next call on. For after an interrupt in the midst of a call: gRPC may hold locks of
         its channel for ever then, so that it cannot even be closed."""
         with self._lock:
             self._made.clear()
 
-    def _take_all(self) -> list[Any]:
+    def take_all(self) -> list[Any]:
         """The channels that there are to close; no more are made."""
         with self._lock:
             self._is_closed = True
@@ -183,7 +197,6 @@ class Channels(Replicas):
         return call
 
     def begin(self, *method: Any, **options: Any) -> Callable[..., Callable[[], Any]]:
-        """Like `unary_unary`, but the call returns at once, with what waits for its answer."""
         bind = _binder("unary_unary", method, options)
 
         def call(request: Any, timeout: float) -> Callable[[], Any]:
@@ -192,15 +205,11 @@ class Channels(Replicas):
             future = bind(channel).future(request, timeout=timeout, metadata=named)  # type: ignore[attr-defined]
 
             def answer() -> Any:
-                try:
-                    return future.result()
-                except grpc.FutureCancelledError:
-                    raise future from None
-                except grpc.RpcError as failed:
-                    failed.request_id = named[0][1]
-                    if cannot_serve(failed):
-                        self._fail_over(turn)
-                    raise
+                with self._watched(turn, named):
+                    try:
+                        return future.result()
+                    except grpc.FutureCancelledError:
+                        raise future from None
 
             return answer
 
@@ -213,11 +222,6 @@ class Channels(Replicas):
 
         return call
 
-    def close(self) -> None:
-        """Idempotent. Calls under way end with an error."""
-        for channel in self._take_all():
-            channel.close()
-
 
 class AsyncChannels(Replicas):
     """Of one event loop: that of the calls."""
@@ -225,11 +229,26 @@ class AsyncChannels(Replicas):
     _connect = staticmethod(grpc.aio.insecure_channel)
 
     def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Awaitable[Any]]:
-        bind = _binder("unary_unary", method, options)
+        begin = self.begin(*method, **options)
 
         async def call(request: Any, timeout: float) -> Any:
-            with self._attempt(bind) as bound:
-                return await bound(request, timeout=timeout)
+            return await begin(request, timeout)()
+
+        return call
+
+    def begin(self, *method: Any, **options: Any) -> Callable[..., Callable[[], Awaitable[Any]]]:
+        bind = _binder("unary_unary", method, options)
+
+        def call(request: Any, timeout: float) -> Callable[[], Awaitable[Any]]:
+            turn, channel = self._current()
+            named = self._named()
+            begun = bind(channel)(request, timeout=timeout, metadata=named)
+
+            async def answer() -> Any:
+                with self._watched(turn, named):
+                    return await begun
+
+            return answer
 
         return call
 
@@ -240,11 +259,6 @@ class AsyncChannels(Replicas):
                     yield message
 
         return call
-
-    async def close(self) -> None:
-        """As Channels.close."""
-        for channel in self._take_all():
-            await channel.close()
 
 
 def _binder(kind: str, method: tuple[Any, ...], options: dict[str, Any]) -> Bind:

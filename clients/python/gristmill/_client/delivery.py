@@ -1,4 +1,4 @@
-"""Rows on their way, and what became of them. Values and pure functions; who sends them, and when, is the outbox's."""
+"""Rows on their way, and their outcomes. Values and pure functions; the outbox says which are sent when."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import inf
 
 import numpy as np
 
-from gristmill._client.transport import reworded
+from gristmill._client.failures import with_message
 from gristmill._wire.columns import Int64s
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import GristmillError
@@ -23,10 +23,10 @@ _NAMES_IN_MESSAGE = 3
 
 
 class RowOutcome(enum.Enum):
-    """What became of a row that the service took note of."""
+    """The service's answer for one row."""
 
     ACCEPTED = 1
-    """Storage: it will be part of exactly one batch, or be dropped exactly once for a recorded reason."""
+    """Kept: it will be part of exactly one batch, or be dropped exactly once for a recorded reason."""
     DUPLICATE = 2
     """The same row was accepted before."""
     SEALED = 3
@@ -44,21 +44,22 @@ class RowOutcome(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """What became of rows that belong together: those of one trajectory, or of one submission.
+    """The outcomes of rows that belong together: those of one trajectory, or of one submission.
 
-    outcomes: one a row, in the order they were added; None while it is under way, and after a failure.
+    outcomes: one a row, in the order they were added; None while it is pending, and after a failure.
+    pending: rows that have neither outcome nor error yet.
     is_kept: whether the service keeps what it was sent, as far as is known.
     failures: why rows of a trajectory were not taken.
     """
 
     outcomes: list[RowOutcome | None] = field(default_factory=list)
-    under_way: int = 0
+    pending: int = 0
     is_kept: bool = True
     failures: dict[TrajectoryKey, GristmillError] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class PendingRow:
     """One row on its way.
 
     expires: when it is given up, from its first attempt on. prefix: how many of its first tokens are not sent, and
@@ -82,7 +83,7 @@ class Entry:
         return self.key[:2]
 
 
-def tables_of(entries: Sequence[Entry]) -> list[Steps]:
+def tables_of(entries: Sequence[PendingRow]) -> list[Steps]:
     """The entries' rows in their order, as tables."""
     parts: list[tuple[Steps, list[int]]] = []
     for entry in entries:
@@ -93,7 +94,7 @@ def tables_of(entries: Sequence[Entry]) -> list[Steps]:
     return [table if len(rows) == len(table) else table.take(np.array(rows)) for table, rows in parts]
 
 
-def outcomes_of(response: rollout_pb2.SubmitRowsResponse, entries: Sequence[Entry]) -> list[RowOutcome]:
+def outcomes_of(response: rollout_pb2.SubmitRowsResponse, entries: Sequence[PendingRow]) -> list[RowOutcome]:
     """Raises GristmillError where the answer is not one outcome a row."""
     if len(response.outcomes) != len(entries):
         raise GristmillError(
@@ -123,7 +124,7 @@ def error_of(failures: dict[TrajectoryKey, GristmillError]) -> GristmillError:
     """One error for all: of the class of the first, naming the trajectories."""
     first = next(iter(failures.values()))
     names = [str(key) for key in failures]
-    told = "; ".join(names[:_NAMES_IN_MESSAGE])
+    listed = "; ".join(names[:_NAMES_IN_MESSAGE])
     if len(names) > _NAMES_IN_MESSAGE:
-        told += f"; and {len(names) - _NAMES_IN_MESSAGE} more trajectories"
-    return reworded(first, f"rows were not taken of {told}: {first}")
+        listed += f"; and {len(names) - _NAMES_IN_MESSAGE} more trajectories"
+    return with_message(first, f"rows were not taken of {listed}: {first}")

@@ -1,9 +1,9 @@
-"""Rows on their way to the service: what is sent next, what is sent again and when, and what became of each row.
+"""Rows on their way to the service: which are sent next, which are sent again and when, and the outcome of each.
 
-A state machine without threads, clock or I/O, which the blocking and the asyncio sender drive: `take` a message, send
-it, and report by `settle` or `refuse`. Several messages may be under way at a time, of different trajectories, so that
-rows of a trajectory arrive in the order they were added; after a failure, one by one until all is well again. No row
-leaves it without an outcome or an error.
+A state machine without threads, clock or I/O, which the sender drives: it takes the `next_message`, sends it, and
+reports by `on_outcomes` or `on_failure`. Several messages may be under way at a time, of different trajectories, so
+that rows of a trajectory arrive in the order they were added; after a failure, one by one until all is well again. No
+row leaves it without an outcome or an error.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from math import inf
 
 from gristmill._client.channels import MESSAGE_BYTES
-from gristmill._client.delivery import Delivery, Entry, Group, RowOutcome, error_of, form_of, row_sizes
-from gristmill._client.transport import Backoff, Failure, reworded
+from gristmill._client.delivery import Delivery, Group, PendingRow, RowOutcome, error_of, form_of, row_sizes
+from gristmill._client.failures import Failure, with_message
+from gristmill._client.retries import Backoff
 from gristmill._wire.columns import Int64s
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import (
@@ -36,7 +37,7 @@ _MESSAGE_RESERVE = 64 << 10
 class _Parked:
     """A group that the service has no room for now; not_before is infinite while some of it is being sent."""
 
-    entries: deque[Entry]
+    entries: deque[PendingRow]
     backoff: Backoff
     not_before: float = inf
 
@@ -56,22 +57,22 @@ class Outbox:
         self._limits = limits
         self._replicas = replicas
         self._timeout_s = timeout_s
-        self._fresh: deque[Entry] = deque()
+        self._fresh: deque[PendingRow] = deque()
         self._fresh_bytes = 0
-        self._again: deque[list[Entry]] = deque()
+        self._again: deque[list[PendingRow]] = deque()
         self._parked: dict[Group, _Parked] = {}
         self._outage = Backoff(replicas)
         self._held_until = 0.0
         self._last_number = 0
         self._urgent_number = 0
-        self._under_way: dict[int, Entry] = {}
+        self._pending: dict[int, PendingRow] = {}
         self._messages = 0
         self._being_sent: set[TrajectoryKey] = set()
-        self._untold: dict[int, Delivery] = {}
+        self._unreported: dict[int, Delivery] = {}
 
-    # What producers do.
+    # For producers.
 
-    def check_sizes(self, table: Steps) -> Int64s:
+    def _check_sizes(self, table: Steps) -> Int64s:
         """Bytes of each row on the wire. Raises InvalidArgumentError for a row that no message can hold."""
         sizes = row_sizes(table)
         most = MESSAGE_BYTES - _MESSAGE_RESERVE
@@ -95,34 +96,34 @@ class Outbox:
 
     def add(self, table: Steps, delivery: Delivery, now: float) -> bool:
         """Puts the rows at the end. Returns whether that may have made a message due earlier."""
-        form, sizes, was_empty = form_of(table), self.check_sizes(table).tolist(), not self._fresh
+        form, sizes, was_empty = form_of(table), self._check_sizes(table).tolist(), not self._fresh
         for row in range(len(table)):
             self._last_number = number = self._last_number + 1
             index = len(delivery.outcomes)
-            entry = Entry(table, row, table.key(row), form, sizes[row], delivery, index, number, now)
+            entry = PendingRow(table, row, table.key(row), form, sizes[row], delivery, index, number, now)
             delivery.outcomes.append(None)
-            delivery.under_way += 1
-            self._under_way[number] = entry
+            delivery.pending += 1
+            self._pending[number] = entry
             self._fresh.append(entry)
             self._fresh_bytes += sizes[row]
-        return was_empty or self.is_full()
+        return was_empty or self._is_full()
 
     @property
-    def rows_under_way(self) -> int:
-        return len(self._under_way)
+    def pending_rows(self) -> int:
+        return len(self._pending)
 
-    def hurry(self) -> int:
-        """Sends what is here without waiting for more. Returns the number of the last row, for `is_settled`."""
+    def flush(self) -> int:
+        """Makes all rows that are here due at once. Returns the number of the last row, for `is_concluded`."""
         self._urgent_number = self._last_number
         return self._last_number
 
-    def is_settled(self, number: int) -> bool:
+    def is_concluded(self, number: int) -> bool:
         """Whether every row up to this number has an outcome or an error."""
-        return not self._under_way or next(iter(self._under_way)) > number
+        return not self._pending or next(iter(self._pending)) > number
 
     def is_sending(self, is_meant: Callable[[TrajectoryKey], bool]) -> bool:
         """Whether rows of the trajectories that are meant have neither outcome nor error yet."""
-        return any(is_meant(entry.key) for entry in self._under_way.values())
+        return any(is_meant(entry.key) for entry in self._pending.values())
 
     def withdraw(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
         """Takes back rows that are not being sent at this moment, as dropped."""
@@ -131,20 +132,20 @@ class Outbox:
             self._conclude(entry, RowOutcome.DROPPED)
         self._release(withdrawn)
 
-    def tell(self, delivery: Delivery) -> GristmillError | None:
-        """Why rows of the delivery were not taken. Who asks is the one to be told, and `tell_all` is not again."""
-        self._untold.pop(id(delivery), None)
+    def take_error(self, delivery: Delivery) -> GristmillError | None:
+        """Why rows of the delivery were not taken. `take_errors` then leaves them out: each error is raised once."""
+        self._unreported.pop(id(delivery), None)
         return error_of(delivery.failures) if delivery.failures else None
 
-    def tell_all(self) -> GristmillError | None:
-        """Why rows were not taken, of all that nobody was told of."""
-        failures = {key: error for delivery in self._untold.values() for key, error in delivery.failures.items()}
-        self._untold.clear()
+    def take_errors(self) -> GristmillError | None:
+        """Why rows were not taken, for all deliveries whose errors nobody took yet."""
+        failures = {key: error for delivery in self._unreported.values() for key, error in delivery.failures.items()}
+        self._unreported.clear()
         return error_of(failures) if failures else None
 
-    # What the sender does.
+    # For the sender.
 
-    def take(self, now: float) -> list[Entry]:
+    def next_message(self, now: float) -> list[PendingRow]:
         """The next message's rows, all of one form; empty when none is due, or has to wait for one under way."""
         if now < self._held_until or self._is_blocked():
             return []
@@ -155,23 +156,23 @@ class Outbox:
         self._messages += bool(entries)
         return entries
 
-    def attempt_s(self, entries: Sequence[Entry], now: float) -> float:
+    def attempt_s(self, entries: Sequence[PendingRow], now: float) -> float:
         """The time that an attempt at these rows gets."""
         return self._outage.attempt_s(min(entry.expires for entry in entries) - now)
 
     def due_in(self, now: float) -> float | None:
-        """Seconds until `take` has a message; None when there is nothing to send, or not before an answer comes."""
+        """Seconds until there is a `next_message`; None when there is none, or not before an answer comes."""
         if self._is_blocked():
             return None
         times = [parked.not_before for parked in self._parked.values()]
         if self._again:
             times.append(now)
         if self._fresh:
-            times.append(now if self.is_full() or self._is_urgent() else self._fresh[0].added + self._limits.linger_s)
+            times.append(now if self._is_full() or self._is_urgent() else self._fresh[0].added + self._limits.linger_s)
         soonest = min(times, default=inf)
         return None if soonest == inf else max(soonest, self._held_until) - now
 
-    def settle(self, entries: Sequence[Entry], outcomes: Sequence[RowOutcome]) -> None:
+    def on_outcomes(self, entries: Sequence[PendingRow], outcomes: Sequence[RowOutcome]) -> None:
         """The service answered."""
         self._returned(entries)
         self._outage = Backoff(self._replicas)
@@ -179,7 +180,7 @@ class Outbox:
             self._conclude(entry, outcome)
         self._release(entries)
 
-    def refuse(self, entries: list[Entry], failure: Failure, now: float) -> None:
+    def on_failure(self, entries: list[PendingRow], failure: Failure, now: float) -> None:
         """The attempt failed, and nothing of it was kept: sends the rows again later, in smaller messages so that one
         bad row does not take others with it, or gives them up."""
         self._returned(entries)
@@ -191,8 +192,8 @@ class Outbox:
         elif failure.may_retry:
             expired = [entry for entry in entries if entry.expires <= now]
             if expired:
-                self.fail(expired, reworded(error, f"{error} (gave up after {self._timeout_s:g} s)"))
-            entries = [entry for entry in entries if entry.number in self._under_way]
+                self._fail(expired, with_message(error, f"{error} (gave up after {self._timeout_s:g} s)"))
+            entries = [entry for entry in entries if entry.number in self._pending]
             if entries and isinstance(error, ResourceExhaustedError):
                 self._wait_for_room(entries, failure, now)
             elif entries:
@@ -202,22 +203,18 @@ class Outbox:
             middle = len(entries) // 2
             self._again.extendleft((entries[middle:], entries[:middle]))
         else:
-            self.fail(entries, error)
+            self._fail(entries, error)
 
-    def fail(self, entries: Sequence[Entry], error: GristmillError) -> None:
+    def _fail(self, entries: Sequence[PendingRow], error: GristmillError) -> None:
         """Gives the rows up, and those that follow in their trajectories: one with a hole is of no use."""
         lost = {(entry.key, id(entry.delivery)) for entry in entries}
         followers = self._extract(lambda entry: (entry.key, id(entry.delivery)) in lost)
         for entry in (*entries, *followers):
-            self._under_way.pop(entry.number, None)
-            entry.delivery.under_way -= 1
+            self._pending.pop(entry.number, None)
+            entry.delivery.pending -= 1
             entry.delivery.failures.setdefault(entry.key, error)
-            self._untold[id(entry.delivery)] = entry.delivery
+            self._unreported[id(entry.delivery)] = entry.delivery
         self._release(entries)
-
-    def fail_all(self, error: GristmillError) -> None:
-        """Gives up whatever is left."""
-        self.fail(self._extract(lambda entry: True), error)
 
     def _is_blocked(self) -> bool:
         """Whether what is next has to wait until a message that is under way has returned."""
@@ -227,28 +224,28 @@ class Outbox:
             return True
         return bool(self._fresh) and self._fresh[0].key in self._being_sent
 
-    def _returned(self, entries: Sequence[Entry]) -> None:
+    def _returned(self, entries: Sequence[PendingRow]) -> None:
         self._messages -= bool(entries)
         self._being_sent.difference_update(entry.key for entry in entries)
 
-    def _take_fresh(self, now: float) -> list[Entry]:
-        fresh, taken = self._fresh, list[Entry]()
+    def _take_fresh(self, now: float) -> list[PendingRow]:
+        fresh, taken = self._fresh, list[PendingRow]()
         if not fresh:
             return taken
-        if not (self.is_full() or self._is_urgent() or fresh[0].added + self._limits.linger_s <= now):
+        if not (self._is_full() or self._is_urgent() or fresh[0].added + self._limits.linger_s <= now):
             return taken
         taken = self._fill(fresh)
         self._fresh_bytes -= sum(entry.size for entry in taken)
         return taken
 
-    def _take_parked(self, now: float) -> list[Entry]:
+    def _take_parked(self, now: float) -> list[PendingRow]:
         for parked in self._parked.values():
             if parked.not_before <= now:
                 parked.not_before = inf
                 return self._fill(parked.entries)
         return []
 
-    def _fill(self, source: deque[Entry]) -> list[Entry]:
+    def _fill(self, source: deque[PendingRow]) -> list[PendingRow]:
         """As many rows of one form as fit a message; at least one."""
         taken, room = [source.popleft()], self._limits.message_bytes
         room -= taken[0].size
@@ -259,19 +256,14 @@ class Outbox:
             taken.append(source.popleft())
         return taken
 
-    def is_half_full(self) -> bool:
-        """Whether there is enough for half a message."""
-        limits = self._limits
-        return 2 * len(self._fresh) >= limits.message_rows or 2 * self._fresh_bytes >= limits.message_bytes
-
-    def is_full(self) -> bool:
+    def _is_full(self) -> bool:
         """Whether a message can be filled."""
         return len(self._fresh) >= self._limits.message_rows or self._fresh_bytes >= self._limits.message_bytes
 
     def _is_urgent(self) -> bool:
         return self._fresh[0].number <= self._urgent_number
 
-    def _wait_for_room(self, entries: list[Entry], failure: Failure, now: float) -> None:
+    def _wait_for_room(self, entries: list[PendingRow], failure: Failure, now: float) -> None:
         """Parks the group that has no room; of several groups, finds by halving which it is."""
         groups = list(dict.fromkeys(entry.group for entry in entries))
         if len(groups) > 1:
@@ -289,31 +281,31 @@ class Outbox:
         parked.not_before = self._next_attempt(entries, parked.backoff, failure, now)
 
     @staticmethod
-    def _next_attempt(entries: Sequence[Entry], backoff: Backoff, failure: Failure, now: float) -> float:
+    def _next_attempt(entries: Sequence[PendingRow], backoff: Backoff, failure: Failure, now: float) -> float:
         """A last attempt is made when the first of the rows expires."""
         pause_s = backoff.pause_s(failure.pushback_s, is_of_replica=failure.is_of_replica)
         return min(now + pause_s, min(entry.expires for entry in entries))
 
-    def _release(self, entries: Iterable[Entry]) -> None:
-        """What waited with these rows for room goes on."""
+    def _release(self, entries: Iterable[PendingRow]) -> None:
+        """Lets the rows go on that waited for room with these."""
         if self._parked:
             for group in {entry.group for entry in entries} & self._parked.keys():
                 rest = self._parked.pop(group).entries
                 while rest:
                     self._again.append(self._fill(rest))
 
-    def _conclude(self, entry: Entry, outcome: RowOutcome) -> None:
-        self._under_way.pop(entry.number, None)
-        entry.delivery.under_way -= 1
+    def _conclude(self, entry: PendingRow, outcome: RowOutcome) -> None:
+        self._pending.pop(entry.number, None)
+        entry.delivery.pending -= 1
         entry.delivery.outcomes[entry.index] = outcome
         entry.delivery.is_kept &= outcome.is_kept
 
-    def _extract(self, is_meant: Callable[[Entry], bool], *, parked: bool = True) -> list[Entry]:
+    def _extract(self, is_meant: Callable[[PendingRow], bool], *, parked: bool = True) -> list[PendingRow]:
         """Removes the queued rows that are meant, in order."""
-        found: list[Entry] = []
+        found: list[PendingRow] = []
 
-        def rest_of(entries: Iterable[Entry]) -> list[Entry]:
-            rest: list[Entry] = []
+        def rest_of(entries: Iterable[PendingRow]) -> list[PendingRow]:
+            rest: list[PendingRow] = []
             for entry in entries:
                 (found if is_meant(entry) else rest).append(entry)
             return rest

@@ -1,4 +1,4 @@
-"""What of a turn the service has already: the tokens that its trajectory's step before ends with are not sent again.
+"""Tokens that the service has already are not sent again: a turn begins with those of its trajectory's step before.
 
 A conversation of T turns so crosses the wire once, not T / 2 times. Nothing depends on it: a service that has not got
 the step before, as after a failover, says so, and the rows are sent whole.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._client.delivery import Entry, tables_of
+from gristmill._client.delivery import PendingRow, tables_of
 from gristmill._wire import submit_codec
 from gristmill._wire.columns import bytes_of
 from gristmill._wire.row_codec import Prefixes
@@ -22,7 +22,7 @@ from gristmill._wire.steps import TrajectoryKey
 
 # A shorter prefix is not worth its length and checksum.
 _LEAST_TOKENS = 16
-# Of the latest steps, over all trajectories. The oldest are forgotten, and their next turns sent whole.
+# Bytes of previous steps that are remembered, over all trajectories. The next turns of those forgotten are sent whole.
 _MOST_BYTES = 256 << 20
 
 
@@ -35,23 +35,23 @@ class _Step(NamedTuple):
     checksum: int
 
 
-class LatestSteps:
-    """Of each trajectory that goes on, the step that was sent last. Thread-safe for different trajectories."""
+class PreviousSteps:
+    """The step that was sent last of each trajectory that goes on. Thread-safe for different trajectories."""
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         self._lock = threading.Lock()
         self._steps: dict[TrajectoryKey, _Step] = {}
         self._bytes, self._most_bytes = 0, most_bytes
 
-    def prefixes(self, entries: Sequence[Entry]) -> Prefixes | None:
-        """What of the entries' tokens is left out; None where it is nothing. An entry's prefix is found once."""
+    def prefixes(self, entries: Sequence[PendingRow]) -> Prefixes | None:
+        """The tokens of the entries that are left out; None where there are none. An entry's prefix is found once."""
         for entry in entries:
             if entry.prefix is None:
                 entry.prefix = self._prefix(entry)
         found = np.array([entry.prefix for entry in entries], np.int64)
         return Prefixes(found[:, 0], found[:, 1].astype(np.uint32)) if found[:, 0].any() else None
 
-    def _prefix(self, entry: Entry) -> tuple[int, int]:
+    def _prefix(self, entry: PendingRow) -> tuple[int, int]:
         table, row = entry.table, entry.row
         step, is_last = int(table.steps[row]), bool(table.is_last_steps[row])
         if is_last and not step:
@@ -87,21 +87,21 @@ class LatestSteps:
                 self._bytes -= self._steps.pop(next(iter(self._steps))).tokens.nbytes
 
 
-class Packing:
-    """Makes requests to a run of rows, without what the service has of them. Thread-safe as LatestSteps is."""
+class RequestEncoder:
+    """Encodes rows as requests to a run, without the tokens that the service has. Thread-safe as PreviousSteps is."""
 
     def __init__(self, run: str, compresses: bool) -> None:
         self.run = run
         self._compresses = compresses
-        self._latest = LatestSteps()
+        self._previous = PreviousSteps()
 
-    def request(self, entries: Sequence[Entry]) -> bytes:
-        request = submit_codec.encode(self.run, tables_of(entries), self._latest.prefixes(entries))
+    def encode(self, entries: Sequence[PendingRow]) -> bytes:
+        request = submit_codec.encode(self.run, tables_of(entries), self._previous.prefixes(entries))
         return submit_codec.compressed(request) if self._compresses else request
 
 
 def _common(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
-    """How many tokens both begin with."""
+    """The number of tokens that both begin with."""
     length = min(len(first), len(second))
     first, second = first[:length], second[:length]
     if np.array_equal(first, second):

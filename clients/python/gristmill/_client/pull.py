@@ -3,13 +3,13 @@ their padding where the service has them so."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._client.transport import Retry, Transport, failure_of
+from gristmill._client.transport import Transport
 from gristmill._wire.addresses import ShardAddress, is_mappable
 from gristmill._wire.compact_shards import restore
 from gristmill._wire.shard_frames import unframe
@@ -40,27 +40,20 @@ def stream(transport: Transport, address: ShardAddress, size: int) -> tuple[Tens
 
     Raises what the call ends with, NotFoundError for instance when the batch is freed.
     """
-    transport.check_usable()
-    retry = Retry(transport.timeout_s, transport.channels.count)
-    while True:
-        try:
-            data = _read(transport, address, size, retry.attempt_s(size / _SLOWEST_BYTES_PER_S))
-        except grpc.RpcError as call:
-            transport.pause(retry.pause_s(failure_of(call, transport.address)))
-            continue
-        return parse_shard(data, str(address))
-
-
-def _read(transport: Transport, address: ShardAddress, size: int, timeout_s: float) -> NDArray[np.uint8]:
-    """The file's bytes; more or less than `size` where the service sends more or less."""
     request: trainer_pb2.ReadShardRequest = address.request()
     request.accepts_compact = True
+    data = transport.call(partial(_read, transport, address, size), request, wait_s=size / _SLOWEST_BYTES_PER_S)
+    return parse_shard(data, str(address))
+
+
+def _read(transport: Transport, address: ShardAddress, size: int, request: Any, timeout: float) -> NDArray[np.uint8]:
+    """The file's bytes; more or less than `size` where the service sends more or less."""
     # Bytes as they come, which `unframe` reads.
     serialize = trainer_pb2.ReadShardRequest.SerializeToString
     read = transport.channels.unary_stream(_READ_SHARD, request_serializer=serialize)
     data: NDArray[np.uint8] = np.empty(size, np.uint8)
     into, came, compact = data.data, 0, []
-    for message in read(request, timeout=timeout_s):
+    for message in read(request, timeout=timeout):
         piece, is_compact = unframe(message)
         if is_compact:
             compact.append(piece)

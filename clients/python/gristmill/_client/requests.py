@@ -1,4 +1,4 @@
-"""Requests and answers of the rollout calls, for the blocking and the asyncio client alike. Makes no calls."""
+"""Requests and answers of the rollout calls. Makes no calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from gristmill._client.channels import MESSAGE_BYTES
 from gristmill._client.outbox import Limits
-from gristmill._client.prefix_dedup import Packing
+from gristmill._client.prefix_dedup import RequestEncoder
 from gristmill._client.trajectory import plain
 from gristmill._wire import submit_codec
 from gristmill._wire.steps import Steps, TrajectoryKey
@@ -38,13 +38,12 @@ def limits(max_batch_rows: int, max_batch_bytes: int) -> Limits:
     return Limits(max_batch_rows, max_batch_bytes, _LINGER_S)
 
 
-def packing(run: str, compression: str | None) -> Packing:
-    """How rows become requests to the run."""
+def encoder(run: str, compression: str | None) -> RequestEncoder:
     if compression not in (None, "zstd"):
         raise InvalidArgumentError(f"compression is {compression!r}; known are None and 'zstd'")
     if compression:
         submit_codec.check_zstd()
-    return Packing(run, compression is not None)
+    return RequestEncoder(check_run(run), compression is not None)
 
 
 def tables(columns: ValueColumns, limits: Limits) -> Iterator[Steps]:

@@ -1,4 +1,4 @@
-"""The client of rollout workers. Owns batching by a background thread; the rules of batching are the outbox's."""
+"""The client of rollout workers, whose calls block. The calls themselves are `RolloutCore`'s."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any, Self
 
 from gristmill._client import requests
 from gristmill._client.delivery import RowOutcome
-from gristmill._client.groups import Group, groups_of
+from gristmill._client.drivers import block_on
+from gristmill._client.groups import Group
+from gristmill._client.rollout_core import RolloutCore
 from gristmill._client.sender import Sender
-from gristmill._client.skyrl_output import columns_of_output
-from gristmill._client.trajectory import StepWriter, Trajectory
+from gristmill._client.trajectory import Trajectory
 from gristmill._client.transport import TIMEOUT_S, Transport
-from gristmill._wire.rows import columns_of
-from gristmill._wire.steps import UNKNOWN, TrajectoryKey
-from gristmill._wire.tables import ValueColumns
-from gristmill.errors import DeadlineExceededError, GristmillError
-from gristmill.v1 import rollout_pb2, run_pb2
+from gristmill._wire.steps import UNKNOWN
+from gristmill.errors import GristmillError
+from gristmill.v1 import run_pb2
 
 _log = logging.getLogger("gristmill")
 
@@ -64,13 +63,12 @@ class RolloutClient:
         token_rewards: bool = False,
         compression: str | None = None,
     ) -> None:
-        self.run = requests.check_run(run)
-        self._token_rewards = token_rewards
-        self._limits = requests.limits(max_batch_rows, max_batch_bytes)
+        limits, encoder = requests.limits(max_batch_rows, max_batch_bytes), requests.encoder(run, compression)
+        self.run = run
         self._transport = Transport(address, timeout_s, "RolloutClient")
-        self._sender = Sender(self._transport, requests.packing(run, compression), self._limits)
-        # A client that is forgotten, or whose process ends, still sends what it took.
-        self._forgotten = weakref.finalize(self, _close_forgotten, self._transport, self._sender)
+        self._core = RolloutCore(self._transport, encoder, limits, token_rewards)
+        # A client that is forgotten, or whose process ends, still sends what it took. A trajectory needs only the core.
+        self._forgotten = weakref.finalize(self._core, _close_forgotten, self._transport, self._core.sender)
 
     # The run.
 
@@ -80,44 +78,29 @@ class RolloutClient:
         The same settings again change nothing. Raises InvalidArgumentError naming the setting, and AlreadyExistsError
         when the run has other settings.
         """
-        response = self._transport.call(self._transport.runs.CreateRun, requests.create_run(self.run, config))
-        return list(response.warnings)
+        return block_on(self._core.create_run(config))
 
     def status(self) -> run_pb2.RunStatus:
         """The run's state, as `RunStatus` in the contract. Raises NotFoundError when there is no such run."""
-        request = run_pb2.GetRunRequest(run=self.run)
-        status: run_pb2.RunStatus = self._transport.call(self._transport.runs.GetRun, request).status
-        return status
+        return block_on(self._core.status())
 
     def finish(self) -> int:
         """Says that no more rollouts come, after sending what is left; returns how many batches the run has in all.
 
         Complete groups are sealed, also as a smaller last batch, and open ones dropped. Idempotent. Raises as `flush`.
         """
-        self.flush()
-        request = run_pb2.FinishRunRequest(run=self.run)
-        return int(self._transport.call(self._transport.runs.FinishRun, request).batches)
+        return block_on(self._core.finish())
 
     def policy_version(self) -> int:
         """The version that the trainer announced last."""
-        return self._ask_policy_version(0, 0.0)
+        return block_on(self._core.policy_version())
 
     def wait_policy_version(self, at_least: int, timeout_s: float) -> int:
         """Waits until the announced policy version is `at_least`, and returns it.
 
         Raises DeadlineExceededError when it is not so within `timeout_s`.
         """
-        version = self._transport.wait(
-            lambda wait_s: self._ask_policy_version(at_least, wait_s), lambda version: version >= at_least, timeout_s
-        )
-        if version < at_least:
-            raise late_policy_version(self.run, version, at_least, timeout_s)
-        return version
-
-    def _ask_policy_version(self, at_least: int, wait_s: float) -> int:
-        request = run_pb2.WaitPolicyVersionRequest(run=self.run, at_least=at_least, wait_s=wait_s)
-        response = self._transport.call(self._transport.runs.WaitPolicyVersion, request, wait_s=wait_s)
-        return int(response.version)
+        return block_on(self._core.wait_policy_version(at_least, timeout_s))
 
     # Prompt groups.
 
@@ -130,22 +113,7 @@ class RolloutClient:
         nothing of these is left to do. Idempotent: a group that is open already is admitted again. Why there is no room
         is logged as a warning while it waits, from 30 s on.
         """
-        uids, wait_s = requests.uids_of(uids), requests.wait_of(wait_s)
-        answer = self._ask_groups(uids, round, 0.0)
-        if requests.waits_for_room(answer) and wait_s:
-            answer = self._transport.wait(
-                lambda part_s: self._ask_groups(uids, round, part_s),
-                requests.RoomWait(self.run).is_over,
-                wait_s,
-            )
-        return requests.admitted(uids, answer)
-
-    def _ask_groups(self, uids: Sequence[str], round_: int, wait_s: float) -> rollout_pb2.BeginGroupsResponse:
-        request = rollout_pb2.BeginGroupsRequest(run=self.run, round=round_, uids=uids, wait_s=wait_s)
-        response: rollout_pb2.BeginGroupsResponse = self._transport.call(
-            self._transport.rollouts.BeginGroups, request, wait_s=wait_s
-        )
-        return response
+        return block_on(self._core.begin_groups(uids, round, wait_s))
 
     def groups(self) -> list[Group]:
         """Every prompt group that was ever admitted, and what became of it: a data loader that starts again leaves out
@@ -153,18 +121,11 @@ class RolloutClient:
 
             done = {(group.uid, group.round) for group in client.groups() if group.is_consumed}
         """
-        pages = self._transport.call(
-            lambda request, timeout: list(self._transport.runs.ListGroups(request, timeout=timeout)),
-            run_pb2.ListGroupsRequest(run=self.run),
-        )
-        return groups_of(pages)
+        return block_on(self._core.groups())
 
     def abort_group(self, uid: str, *, round: int = 0, reason: str = "") -> bool:
         """Drops a whole prompt group and frees its room; returns whether it was open. Idempotent."""
-        self._sender.withdraw(lambda key: key[:2] == (round, uid))
-        self._sender.wait_for(lambda key: key[:2] == (round, uid))
-        request = rollout_pb2.AbortGroupsRequest(run=self.run, round=round, uids=[uid], reason=reason)
-        return bool(self._transport.call(self._transport.rollouts.AbortGroups, request).changed)
+        return block_on(self._core.abort_group(uid, round=round, reason=reason))
 
     def seal(self, batch: int | None = None) -> tuple[int, int]:
         """Seals what is complete into a batch now, also a smaller one; returns its number and its prompt groups.
@@ -173,11 +134,7 @@ class RolloutClient:
         as a second one might seal another batch. Raises FailedPreconditionError when no group is complete, and as
         `flush`, which it calls first.
         """
-        self.flush()
-        request = rollout_pb2.SealBatchRequest(run=self.run, batch=batch)
-        timeout_s = 0.0 if batch is None else self._transport.timeout_s
-        response = self._transport.call(self._transport.rollouts.SealBatch, request, timeout_s=timeout_s)
-        return int(response.batch), int(response.prompts)
+        return block_on(self._core.seal(batch))
 
     # Trajectories and rows.
 
@@ -189,10 +146,7 @@ class RolloutClient:
         attempt: one more than before when it is sampled anew, which supersedes the earlier one.
         policy_version: the version that samples its steps, -1 unknown.
         """
-        key = TrajectoryKey(round, uid, sample)
-        return Trajectory(
-            self._sender, self.abort_trajectory, StepWriter(key, attempt, policy_version, self._token_rewards)
-        )
+        return Trajectory(self._core.trajectory(uid, sample, round, attempt, policy_version))
 
     def submit(
         self,
@@ -204,25 +158,26 @@ class RolloutClient:
     ) -> list[RowOutcome]:
         """Submits a whole generator output as SkyRL makes it, and waits; returns what became of each row.
 
-        `gristmill._client.skyrl_output.from_generator_output` says which keys it has. Safe to repeat: rows that were
+        generator_output: a dict of lists, one entry a row, as lists, arrays or CPU tensors: `prompt_token_ids`,
+            `response_ids`; `trajectory_ids` (objects with `instance_id` and `repetition_id`, or pairs of uid and
+            sample) or `uids` and `samples`; optionally `rewards` (a number a row, or a list with one per response
+            token), `loss_masks`, `rollout_logprobs`, `stop_reasons`, `is_last_step` (all true). Rows of one trajectory
+            stand in step order; between them may stand others. `rollout_metrics` is ignored.
+
+        A row without a reward has 0 before the last step, and one that is pending on it. Safe to repeat: rows that were
         taken before are DUPLICATE. Raises InvalidArgumentError for a row that is wrong, when rows before it may have
         been taken, and the error of the first row that the service did not take, naming the trajectories.
         """
-        columns = columns_of_output(generator_output, round=round, attempt=attempt, policy_version=policy_version)
-        return self._submit(columns)
+        return block_on(
+            self._core.submit(generator_output, round=round, attempt=attempt, policy_version=policy_version)
+        )
 
     def submit_rows(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
         """Submits rows with the field names of a rollouts file, and waits; returns what became of each.
 
         A row without `reward` waits for `set_reward`. Otherwise as `submit`.
         """
-        return self._submit(columns_of(list(rows), step_wise=False))
-
-    def _submit(self, columns: ValueColumns) -> list[RowOutcome]:
-        delivery = self._sender.send(requests.tables(columns, self._limits))
-        if error := self._sender.told(delivery):
-            raise error
-        return [outcome for outcome in delivery.outcomes if outcome is not None]
+        return block_on(self._core.submit_rows(rows))
 
     def set_reward(self, uid: str, sample: int, reward: Any, *, round: int = 0, step: int | None = None) -> bool:
         """Gives a reward that was pending: one number, or one per response token; returns whether this call set it.
@@ -230,22 +185,14 @@ class RolloutClient:
         step: which; the last unless given. Waits until the trajectory's steps have arrived. Idempotent for the same
         reward; raises AlreadyExistsError for another one, NotFoundError when there is no such step.
         """
-        key = TrajectoryKey(round, uid, sample)
-        request = requests.set_reward(self.run, key, step, reward)
-        self._sender.wait_for(lambda found: found == key)
-        return bool(self._transport.call(self._transport.rollouts.SetRewards, request).changed)
+        return block_on(self._core.set_reward(uid, sample, reward, round=round, step=step))
 
     def abort_trajectory(self, uid: str, sample: int, *, round: int = 0, reason: str = "") -> bool:
         """Gives a trajectory up: its rows are dropped, and its group completes without it; returns whether it was open.
 
         Idempotent.
         """
-        key = TrajectoryKey(round, uid, sample)
-        self._sender.withdraw(lambda found: found == key)
-        # Also the rest of its group, which may be what makes the group known.
-        self._sender.wait_for(lambda found: found[:2] == key[:2])
-        request = requests.abort_trajectory(self.run, key, reason)
-        return bool(self._transport.call(self._transport.rollouts.AbortTrajectories, request).changed)
+        return block_on(self._core.abort_trajectory(uid, sample, round=round, reason=reason))
 
     # The end.
 
@@ -254,19 +201,12 @@ class RolloutClient:
 
         Raises what went wrong since the last flush: one error, of the class of the first, naming the trajectories.
         """
-        self._transport.process.check()
-        self._sender.flush()
+        block_on(self._core.flush())
 
     def close(self) -> None:
-        """Flushes, ends the thread and closes the connection, in that order, also when flushing raises. Idempotent."""
-        if not self._transport.process.is_here():
-            return
+        """Flushes, ends the worker and closes the connection, in that order, also when flushing raises. Idempotent."""
         self._forgotten.detach()
-        try:
-            self._sender.flush()
-        finally:
-            self._sender.close()
-            self._transport.close()
+        block_on(self._core.close())
 
     def __enter__(self) -> Self:
         return self
@@ -274,29 +214,18 @@ class RolloutClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            self.close()
-        except GristmillError as failed:
-            if error is None:
-                raise
-            error.add_note(f"closing the RolloutClient: {failed}")
-
-
-def late_policy_version(run: str, version: int, at_least: int, timeout_s: float) -> DeadlineExceededError:
-    return DeadlineExceededError(
-        f"run {run!r}: the policy version is {version} after {timeout_s:g} s and not yet {at_least}; wait longer, or "
-        "check that the trainer announces its versions"
-    )
+        self._forgotten.detach()
+        block_on(self._core.__aexit__(kind, error, traceback))
 
 
 def _close_forgotten(transport: Transport, sender: Sender) -> None:
     if not transport.process.is_here():
         return
     try:
-        sender.flush()
+        block_on(sender.flush())
     except GristmillError as error:
         # Nobody is left to catch it.
         _log.error("a RolloutClient was not closed: %s", error)
     finally:
-        sender.close()
+        block_on(sender.close())
         transport.close()

@@ -8,7 +8,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 
-class Uninterrupted:
+class DeferSigint:
     """Ctrl-C within the block is raised at its end. A second one is not waited with: it is raised at once.
 
     Does nothing outside of the main thread, where Python raises no KeyboardInterrupt.

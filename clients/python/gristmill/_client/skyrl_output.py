@@ -1,4 +1,4 @@
-"""A whole generator output (the dict of lists that SkyRL's generators return) as a table of steps.
+"""A whole generator output (the dict of lists that SkyRL's generators return) as columns of steps.
 
 Owns the names of that dict and how its rows are numbered. Sends nothing, and imports no framework: tensors are read
 through NumPy's array protocol.
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from gristmill._client.trajectory import plain
-from gristmill._wire.steps import Steps
 from gristmill._wire.tables import ValueColumns, is_vector
 from gristmill.errors import InvalidArgumentError
 
@@ -31,33 +30,13 @@ _PLAIN = frozenset([list, np.ndarray, str])
 _NOT_ROWS = frozenset({"rollout_metrics"})
 
 
-def from_generator_output(
-    output: Mapping[str, Any], *, round: int = 0, attempt: int = 0, policy_version: int = -1
-) -> Steps:
-    """A checked table of the output's rows.
-
-    output: `prompt_token_ids`, `response_ids` (a list of token ids a row); `trajectory_ids` (objects with
-    `instance_id` and `repetition_id`, or pairs of uid and sample) or `uids` and `samples`; optionally `rewards` (a
-    number a row, or a list with one per response token), `loss_masks` (all 1), `rollout_logprobs`, `stop_reasons`,
-    `is_last_step` (all true). Rows of one trajectory stand in step order; between them may stand others. Entries may be
-    lists, arrays or CPU tensors. A key whose value is None is absent; `rollout_metrics` is ignored.
-
-    A row without a reward has 0 before the last step, and one that is pending on it.
-    Raises InvalidArgumentError naming the field and both sizes, or the trajectory, the field and the value.
-
-        from_generator_output({
-            "prompt_token_ids": [[1, 2], [1, 2, 3, 4]], "response_ids": [[3], [5]], "rewards": [0.0, 1.0],
-            "trajectory_ids": [("math/17", 0), ("math/17", 0)], "is_last_step": [False, True],
-        })
-    """
-    columns = columns_of_output(output, round=round, attempt=attempt, policy_version=policy_version)
-    return columns.table(0, len(output["response_ids"]))
-
-
 def columns_of_output(
     output: Mapping[str, Any], *, round: int = 0, attempt: int = 0, policy_version: int = -1
 ) -> ValueColumns:
-    """The output's columns, with checked types. Raises InvalidArgumentError as `from_generator_output` does."""
+    """The output's columns, with checked types; `RolloutClient.submit` says which the output has.
+
+    Raises InvalidArgumentError naming the field and both sizes, or the trajectory, the field and the value.
+    """
     given = {name: values for name, values in output.items() if values is not None and name not in _NOT_ROWS}
     _check_names(given)
     count = _length(given, "response_ids")

@@ -8,7 +8,6 @@ from math import inf
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from gristmill._client.device_copies import Copies
 from gristmill._client.prefetch import Prefetch
 from gristmill._client.pull import map_published, stream
 from gristmill._client.requests import check_run
@@ -31,7 +30,12 @@ from gristmill.v1 import run_pb2, trainer_pb2
 if TYPE_CHECKING:
     import torch
 
-_STATE_VERSION = 1
+    # Imported at run time, it would ask for torch before `gristmill.torch` can say how to install it.
+    from gristmill._client.device_copies import Copies
+
+_STATE_VERSION = 2
+_KNOWN_STATES = (1, 2)
+"""Version 1 does not name the run's identity, which is then not checked."""
 _WITHDRAWN_PAUSE_S = 0.1
 
 
@@ -120,6 +124,7 @@ class TrainerClient:
         self._epochs = 1
         self._position: Position | None = None
         self._incarnation = 0
+        self._run_id, self._generation = "", 0
 
     # Where the rank is.
 
@@ -135,10 +140,25 @@ class TrainerClient:
         return self._position
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is, for the trainer's checkpoint: plain values, to be saved together with the weights."""
-        return {"version": _STATE_VERSION, "run": self.run, "model": self.model, **self.position._asdict()}
+        """The position in training and the identity of the run, for the trainer's checkpoint: plain values, to be saved
+        together with the weights.
 
-    def load_state_dict(self, state: Mapping[str, Any], launch: str | None = None) -> None:
+        `run_id` tells the run from one that is created later under its name. `generation` counts how often the service
+        found less of the run than it had acknowledged, as after a failover of Redis that lost the last writes.
+        """
+        position = self.position
+        return {
+            "version": _STATE_VERSION,
+            "run": self.run,
+            "model": self.model,
+            **position._asdict(),
+            "run_id": self._run_id,
+            "generation": self._generation,
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], launch: str | None = None, give_up_reason: str | None = None
+    ) -> None:
         """Puts the rank back to the position that `state_dict` gave, as a new incarnation of the trainer; every rank
         calls it, with the state of the same checkpoint, before its first batch. Calls of processes that were started
         earlier are refused from then on, with StaleIncarnationError.
@@ -147,17 +167,26 @@ class TrainerClient:
         acknowledged are planned and cut again for it, from the same rows.
 
         state: of `state_dict`; `{}`, where there is no checkpoint, stands for the committed position, which brings
-            ranks together that a crash left at different mini-batches.
+            ranks together that a crash left at different mini-batches. A state of an earlier gristmill, which does not
+            name the run's identity, is not checked against it.
         launch: names this start of the trainer, the same on all its ranks and never used before. Not given, it is
             rank 0's choice, broadcast by torch.distributed (then a collective call of every process); random when
             dp_size is 1; else refused.
+        give_up_reason: goes on from a state that would be refused because it steps over accepted rows: their prompt
+            groups are dropped and counted under this reason. Give it once, after you read what would be lost.
 
-        Raises InvalidArgumentError for a state of another run, model or version; FailedPreconditionError when what it
-        asks for is freed already (committed by a later checkpoint).
+        Raises InvalidArgumentError for a state of another run's name, model or version. Raises FailedPreconditionError
+        when the state's position is freed already (committed by a later checkpoint); when the state is of another run,
+        which was deleted and created again under the name; and when it is ahead of what the run has acknowledged, so
+        that accepted rows would be skipped. The message says what would be lost and which position fits: load the
+        checkpoint of that position, or give `give_up_reason`.
         """
         from gristmill._client.launch_id import launch_name
 
+        if give_up_reason == "":
+            raise InvalidArgumentError("give_up_reason is empty; name the reason under which the groups are counted")
         position = self._position_of(state) if state else None
+        run_id, generation = _identity_of(state)
         self._read_run(self._expected_dp_size)
         self._check_rank()
         request = trainer_pb2.ResumeRequest(
@@ -166,6 +195,9 @@ class TrainerClient:
             position=None if position is None else position.message(),
             launch=launch or launch_name(self._dp_size),
             dp_size=self._dp_size,
+            run_id=run_id,
+            generation=generation,
+            give_up_reason=give_up_reason or "",
         )
         response = self._transport.call(self._transport.trainers.Resume, request)
         resumed = Position.of(response.position)
@@ -175,6 +207,7 @@ class TrainerClient:
                 f"state is {position}; load the state of the same checkpoint on all ranks"
             )
         self._position, self._incarnation = resumed, response.incarnation
+        self._run_id, self._generation = response.run_id, response.generation
         # Opened for another incarnation, perhaps cut for another dp_size.
         self.expect(())
 
@@ -205,6 +238,7 @@ class TrainerClient:
                 "the run with the trainer's, or call load_state_dict first, which has the run's batches cut anew"
             )
         self._check_rank()
+        self._run_id, self._generation = status.run_id, status.generation
         number = MODELS[self.model]
         for progress in status.models:
             if progress.model == number:
@@ -232,8 +266,10 @@ class TrainerClient:
             )
 
     def _position_of(self, state: Mapping[str, Any]) -> Position:
-        expected = {"version": _STATE_VERSION, "run": self.run, "model": self.model}
-        for name, value in expected.items():
+        if state.get("version") not in _KNOWN_STATES:
+            known = ", ".join(map(str, _KNOWN_STATES))
+            raise InvalidArgumentError(f"state: version is {state.get('version')!r} and this gristmill reads {known}")
+        for name, value in {"run": self.run, "model": self.model}.items():
             if state.get(name) != value:
                 raise InvalidArgumentError(f"state: {name} is {state.get(name)!r} and this trainer's is {value!r}")
         try:
@@ -406,3 +442,13 @@ class TrainerClient:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _identity_of(state: Mapping[str, Any]) -> tuple[str, int]:
+    """The state's `run_id` and `generation`; empty and 0 where it does not name them."""
+    run_id, generation = state.get("run_id", ""), state.get("generation", 0)
+    if not isinstance(run_id, str) or not isinstance(generation, int):
+        raise InvalidArgumentError(
+            f"state: run_id is {run_id!r} and generation {generation!r}; give what state_dict returned"
+        )
+    return run_id, generation

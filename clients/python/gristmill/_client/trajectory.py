@@ -1,20 +1,20 @@
 """One trajectory as its worker sees it: steps are numbered, rewards given their form, and a failed one is given up.
 
-Owns no thread and no connection: those are the client's. `StepWriter` is what the blocking and the asyncio trajectory
-have in common.
+Owns no thread and no connection: those are the client's. `Trajectory` is `AsyncTrajectory` whose calls block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from gristmill._client.delivery import Delivery
+from gristmill._client.drivers import block_on
 from gristmill._client.sender import Sender
 from gristmill._wire.columns import Ragged
 from gristmill._wire.rows import from_rows
@@ -98,15 +98,10 @@ class StepWriter:
         return reward
 
 
-class Trajectory:
-    """One trajectory being rolled out; made by `RolloutClient.trajectory`. For one thread at a time.
+class AsyncTrajectory:
+    """As Trajectory; made by `AsyncRolloutClient.trajectory`. An asynchronous context manager, for one task."""
 
-    As a context manager it is aborted, with the exception as the reason, when the block raises. A block that ends
-    without a last step aborts it too and raises FailedPreconditionError, as its group would wait for it forever;
-    `abort` is the way to give up on purpose.
-    """
-
-    def __init__(self, sender: Sender, abort: Callable[..., bool], writer: StepWriter) -> None:
+    def __init__(self, sender: Sender, abort: Callable[..., Awaitable[bool]], writer: StepWriter) -> None:
         self._sender = sender
         self._abort = abort
         self._writer = writer
@@ -118,9 +113,87 @@ class Trajectory:
 
     @property
     def is_kept(self) -> bool:
+        return self._delivery.is_kept
+
+    async def step(
+        self,
+        prompt_token_ids: Any,
+        response_ids: Any,
+        *,
+        loss_mask: Any = None,
+        rollout_logprobs: Any = None,
+        reward: Any = None,
+        stop_reason: str = "",
+        is_last_step: bool = False,
+        policy_version: int | None = None,
+        advantage: Any = None,
+    ) -> bool:
+        if error := self._sender.take_error(self._delivery):
+            raise error
+        if not self.is_kept:
+            return False
+        table = self._writer.table(
+            prompt_token_ids,
+            response_ids,
+            loss_mask=loss_mask,
+            rollout_logprobs=rollout_logprobs,
+            reward=reward,
+            stop_reason=stop_reason,
+            is_last_step=is_last_step,
+            policy_version=policy_version,
+            advantage=advantage,
+        )
+        await self._sender.put(table, self._delivery)
+        self._writer.written(is_last_step)
+        return self.is_kept
+
+    async def abort(self, reason: str) -> None:
+        self._writer.is_ended = True
+        # Where no row has arrived, the service may never have heard of the group.
+        with suppress(NotFoundError):
+            await self._abort(self.key.uid, self.key.sample, round=self.key.round, reason=reason)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._writer.is_ended or not self.is_kept:
+            return
+        if error is None:
+            await self.abort("ended without a last step")
+            raise FailedPreconditionError(
+                f"{self.key}: the block ended after {self._writer.next_step} steps without a last one, so that the "
+                "trajectory was aborted; give is_last_step=True with the last step, or call abort(reason) to give up "
+                "on purpose"
+            )
+        try:
+            await self.abort(f"{type(error).__name__}: {error}"[:_REASON_LENGTH].removesuffix(": "))
+        except GristmillError as failed:
+            error.add_note(f"{self.key} could not be aborted: {failed}")
+
+
+class Trajectory:
+    """One trajectory being rolled out; made by `RolloutClient.trajectory`. For one thread at a time.
+
+    As a context manager it is aborted, with the exception as the reason, when the block raises. A block that ends
+    without a last step aborts it too and raises FailedPreconditionError, as its group would wait for it forever;
+    `abort` is the way to give up on purpose.
+    """
+
+    def __init__(self, awaited: AsyncTrajectory) -> None:
+        self._awaited = awaited
+
+    @property
+    def key(self) -> TrajectoryKey:
+        return self._awaited.key
+
+    @property
+    def is_kept(self) -> bool:
         """False as soon as the service is known to have no use for further steps: the trajectory's group was dropped,
         aborted, or sealed without it, or a higher attempt supersedes it. Costs no call."""
-        return self._delivery.is_kept
+        return self._awaited.is_kept
 
     def step(
         self,
@@ -155,61 +228,31 @@ class Trajectory:
                     if not trajectory.step(prompt, response, reward=score, is_last_step=done):
                         break
         """
-        if error := self._sender.told(self._delivery):
-            raise error
-        if not self.is_kept:
-            return False
-        table = self._writer.table(
-            prompt_token_ids,
-            response_ids,
-            loss_mask=loss_mask,
-            rollout_logprobs=rollout_logprobs,
-            reward=reward,
-            stop_reason=stop_reason,
-            is_last_step=is_last_step,
-            policy_version=policy_version,
-            advantage=advantage,
+        return block_on(
+            self._awaited.step(
+                prompt_token_ids,
+                response_ids,
+                loss_mask=loss_mask,
+                rollout_logprobs=rollout_logprobs,
+                reward=reward,
+                stop_reason=stop_reason,
+                is_last_step=is_last_step,
+                policy_version=policy_version,
+                advantage=advantage,
+            )
         )
-        self._sender.put(table, self._delivery)
-        self._writer.written(is_last_step)
-        return self.is_kept
 
     def abort(self, reason: str) -> None:
         """Gives the trajectory up: its rows are dropped and its group goes on without it. Idempotent."""
-        self._writer.is_ended = True
-        # Where no row has arrived, the service may never have heard of the group.
-        with suppress(NotFoundError):
-            self._abort(self.key.uid, self.key.sample, round=self.key.round, reason=reason)
+        block_on(self._awaited.abort(reason))
 
-    def __enter__(self) -> Trajectory:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._writer.is_ended or not self.is_kept:
-            return
-        reason = abort_reason(error)
-        if error is None:
-            self.abort(reason)
-            raise unfinished(self._writer)
-        try:
-            self.abort(reason)
-        except GristmillError as failed:
-            error.add_note(f"{self.key} could not be aborted: {failed}")
-
-
-def abort_reason(error: BaseException | None) -> str:
-    if error is None:
-        return "ended without a last step"
-    return f"{type(error).__name__}: {error}"[:_REASON_LENGTH].removesuffix(": ")
-
-
-def unfinished(writer: StepWriter) -> FailedPreconditionError:
-    return FailedPreconditionError(
-        f"{writer.key}: the block ended after {writer.next_step} steps without a last one, so that the trajectory was "
-        "aborted; give is_last_step=True with the last step, or call abort(reason) to give up on purpose"
-    )
+        block_on(self._awaited.__aexit__(kind, error, traceback))
 
 
 def plain(values: Any, name: str, where: str) -> Any:

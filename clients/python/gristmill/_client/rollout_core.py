@@ -1,0 +1,169 @@
+"""The calls of rollout workers, written once: `AsyncRolloutClient` awaits them, `RolloutClient` runs them to their end.
+
+Owns their order and their waits; the rules of batching are the outbox's. `RolloutClient` says what each means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from gristmill._client import requests
+from gristmill._client.delivery import RowOutcome
+from gristmill._client.groups import Group, groups_of
+from gristmill._client.outbox import Limits
+from gristmill._client.prefix_dedup import RequestEncoder
+from gristmill._client.sender import Sender
+from gristmill._client.skyrl_output import columns_of_output
+from gristmill._client.trajectory import AsyncTrajectory, StepWriter
+from gristmill._client.transport import Connection
+from gristmill._wire.rows import columns_of
+from gristmill._wire.steps import UNKNOWN, TrajectoryKey
+from gristmill._wire.tables import ValueColumns
+from gristmill.errors import DeadlineExceededError, GristmillError
+from gristmill.v1 import rollout_pb2, run_pb2
+
+
+class RolloutCore:
+    def __init__(self, connection: Connection, encoder: RequestEncoder, limits: Limits, token_rewards: bool) -> None:
+        self.run = encoder.run
+        self._limits = limits
+        self._token_rewards = token_rewards
+        self._connection = connection
+        self.sender = Sender(connection, encoder, limits)
+
+    # The run.
+
+    async def create_run(self, config: Mapping[str, Any]) -> list[str]:
+        request = requests.create_run(self.run, config)
+        return list((await self._connection.ask(self._connection.runs.CreateRun, request)).warnings)
+
+    async def status(self) -> run_pb2.RunStatus:
+        request = run_pb2.GetRunRequest(run=self.run)
+        status: run_pb2.RunStatus = (await self._connection.ask(self._connection.runs.GetRun, request)).status
+        return status
+
+    async def finish(self) -> int:
+        await self.flush()
+        request = run_pb2.FinishRunRequest(run=self.run)
+        return int((await self._connection.ask(self._connection.runs.FinishRun, request)).batches)
+
+    async def policy_version(self) -> int:
+        return await self._ask_policy_version(0, 0.0)
+
+    async def wait_policy_version(self, at_least: int, timeout_s: float) -> int:
+        version = await self._connection.ask_until(
+            lambda wait_s: self._ask_policy_version(at_least, wait_s), lambda version: version >= at_least, timeout_s
+        )
+        if version < at_least:
+            raise DeadlineExceededError(
+                f"run {self.run!r}: the policy version is {version} after {timeout_s:g} s and not yet {at_least}; wait "
+                "longer, or check that the trainer announces its versions"
+            )
+        return version
+
+    async def _ask_policy_version(self, at_least: int, wait_s: float) -> int:
+        request = run_pb2.WaitPolicyVersionRequest(run=self.run, at_least=at_least, wait_s=wait_s)
+        response = await self._connection.ask(self._connection.runs.WaitPolicyVersion, request, wait_s=wait_s)
+        return int(response.version)
+
+    # Prompt groups.
+
+    async def begin_groups(self, uids: Sequence[str], round: int = 0, wait_s: float | None = None) -> list[str]:
+        uids, wait_s = requests.uids_of(uids), requests.wait_of(wait_s)
+        answer = await self._ask_groups(uids, round, 0.0)
+        if requests.waits_for_room(answer) and wait_s:
+            answer = await self._connection.ask_until(
+                lambda part_s: self._ask_groups(uids, round, part_s), requests.RoomWait(self.run).is_over, wait_s
+            )
+        return requests.admitted(uids, answer)
+
+    async def _ask_groups(self, uids: Sequence[str], round_: int, wait_s: float) -> rollout_pb2.BeginGroupsResponse:
+        request = rollout_pb2.BeginGroupsRequest(run=self.run, round=round_, uids=uids, wait_s=wait_s)
+        response: rollout_pb2.BeginGroupsResponse = await self._connection.ask(
+            self._connection.rollouts.BeginGroups, request, wait_s=wait_s
+        )
+        return response
+
+    async def groups(self) -> list[Group]:
+        ask = self._connection.driver.collecting(self._connection.runs.ListGroups)
+        return groups_of(await self._connection.ask(ask, run_pb2.ListGroupsRequest(run=self.run)))
+
+    async def abort_group(self, uid: str, *, round: int = 0, reason: str = "") -> bool:
+        self.sender.withdraw(lambda key: key[:2] == (round, uid))
+        await self.sender.wait_for(lambda key: key[:2] == (round, uid))
+        request = rollout_pb2.AbortGroupsRequest(run=self.run, round=round, uids=[uid], reason=reason)
+        return bool((await self._connection.ask(self._connection.rollouts.AbortGroups, request)).changed)
+
+    async def seal(self, batch: int | None = None) -> tuple[int, int]:
+        await self.flush()
+        request = rollout_pb2.SealBatchRequest(run=self.run, batch=batch)
+        timeout_s = 0.0 if batch is None else self._connection.timeout_s
+        response = await self._connection.ask(self._connection.rollouts.SealBatch, request, timeout_s=timeout_s)
+        return int(response.batch), int(response.prompts)
+
+    # Trajectories and rows.
+
+    def trajectory(
+        self, uid: str, sample: int, round: int = 0, attempt: int = 0, policy_version: int = UNKNOWN
+    ) -> AsyncTrajectory:
+        writer = StepWriter(TrajectoryKey(round, uid, sample), attempt, policy_version, self._token_rewards)
+        return AsyncTrajectory(self.sender, self.abort_trajectory, writer)
+
+    async def submit(
+        self, generator_output: Mapping[str, Any], *, round: int = 0, attempt: int = 0, policy_version: int = UNKNOWN
+    ) -> list[RowOutcome]:
+        columns = columns_of_output(generator_output, round=round, attempt=attempt, policy_version=policy_version)
+        return await self._submit(columns)
+
+    async def submit_rows(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
+        return await self._submit(columns_of(list(rows), step_wise=False))
+
+    async def _submit(self, columns: ValueColumns) -> list[RowOutcome]:
+        delivery = await self.sender.submit(requests.tables(columns, self._limits))
+        if error := self.sender.take_error(delivery):
+            raise error
+        return [outcome for outcome in delivery.outcomes if outcome is not None]
+
+    async def set_reward(self, uid: str, sample: int, reward: Any, *, round: int = 0, step: int | None = None) -> bool:
+        key = TrajectoryKey(round, uid, sample)
+        request = requests.set_reward(self.run, key, step, reward)
+        await self.sender.wait_for(lambda found: found == key)
+        return bool((await self._connection.ask(self._connection.rollouts.SetRewards, request)).changed)
+
+    async def abort_trajectory(self, uid: str, sample: int, *, round: int = 0, reason: str = "") -> bool:
+        key = TrajectoryKey(round, uid, sample)
+        self.sender.withdraw(lambda found: found == key)
+        # Also the rest of its group, which may be what makes the group known.
+        await self.sender.wait_for(lambda found: found[:2] == key[:2])
+        request = requests.abort_trajectory(self.run, key, reason)
+        return bool((await self._connection.ask(self._connection.rollouts.AbortTrajectories, request)).changed)
+
+    # The end.
+
+    async def flush(self) -> None:
+        self._connection.process.check()
+        await self.sender.flush()
+
+    async def close(self) -> None:
+        if not self._connection.process.is_here():
+            return
+        try:
+            await self.sender.flush()
+        finally:
+            await self.sender.close()
+            await self._connection.disconnect()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self.close()
+        except GristmillError as failed:
+            if error is None:
+                raise
+            error.add_note(f"closing the {self._connection.owner}: {failed}")

@@ -1,0 +1,112 @@
+"""A trainer's state names the run it is of, and loading it tells the service, which refuses what does not fit."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from gristmill import FailedPreconditionError, InvalidArgumentError, TrainerClient
+from gristmill.v1 import run_pb2, run_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from tests.client.faulty import refuse
+
+IDENTITY = {"run_id": "made-on-monday", "generation": 3}
+STATE = {"version": 2, "run": "run", "model": "policy", "batch": 5, "epoch": 1, "mini_batch": 2, **IDENTITY}
+
+
+class OneRun(run_pb2_grpc.RunServiceServicer, trainer_pb2_grpc.TrainerServiceServicer):
+    """A run whose identity is given. `refusal` is what the next resume without a reason ends with."""
+
+    def __init__(self, run_id, generation):
+        self.run_id, self.generation = run_id, generation
+        self.resumes: list[trainer_pb2.ResumeRequest] = []
+        self.commits: list[trainer_pb2.CommitRequest] = []
+        self.refusal = None
+
+    def GetRun(self, request, context):
+        place = run_pb2.RankProgress(model=run_pb2.MODEL_POLICY, next=run_pb2.Position(batch=4))
+        status = run_pb2.RunStatus(
+            run=request.run, config_json="{}", ranks=[place], run_id=self.run_id, generation=self.generation
+        )
+        return run_pb2.GetRunResponse(status=status)
+
+    def Resume(self, request, context):
+        self.resumes.append(request)
+        if self.refusal and not request.give_up_reason:
+            self.refusal(context)
+        return trainer_pb2.ResumeResponse(
+            incarnation=1, position=request.position, run_id=self.run_id, generation=self.generation
+        )
+
+    def Commit(self, request, context):
+        self.commits.append(request)
+        return trainer_pb2.CommitResponse(committed=request.position)
+
+
+@pytest.fixture
+def run():
+    return OneRun(**IDENTITY)
+
+
+@pytest.fixture
+def trainer(run):
+    server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
+    run_pb2_grpc.add_RunServiceServicer_to_server(run, server)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(run, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with TrainerClient(f"127.0.0.1:{port}", "run", 0) as trainer:
+        yield trainer
+    server.stop(None).wait()
+
+
+def test_a_state_names_the_run_by_its_identity_and_not_only_its_name(trainer):
+    assert trainer.state_dict() == STATE | {"batch": 4, "epoch": 0, "mini_batch": 0}
+
+
+def test_a_loaded_state_says_which_run_and_which_generation_of_it_it_is_of(trainer, run):
+    trainer.load_state_dict(STATE)
+    [request] = run.resumes
+    assert (request.run_id, request.generation, request.give_up_reason) == ("made-on-monday", 3, "")
+    assert request.position == run_pb2.Position(batch=5, epoch=1, mini_batch=2)
+
+
+def test_after_loading_the_next_state_is_of_the_run_that_answered(trainer, run):
+    run.run_id, run.generation = "made-on-tuesday", 0
+    trainer.load_state_dict(STATE, give_up_reason="the old run is gone")
+    assert trainer.state_dict() == STATE | {"run_id": "made-on-tuesday", "generation": 0}
+
+
+def test_a_state_of_an_earlier_version_is_read_and_not_checked(trainer, run):
+    trainer.load_state_dict({name: STATE[name] for name in STATE if name not in IDENTITY} | {"version": 1})
+    [request] = run.resumes
+    assert (request.run_id, request.generation) == ("", 0)
+    assert trainer.state_dict() == STATE
+
+
+def test_without_a_checkpoint_nothing_is_checked(trainer, run):
+    trainer.load_state_dict({})
+    [request] = run.resumes
+    assert (request.run_id, request.generation) == ("", 0)
+    assert not request.HasField("position")
+
+
+def test_a_state_that_would_skip_rows_is_refused_until_a_reason_is_given(trainer, run):
+    run.refusal = refuse(FailedPreconditionError("3 groups would be skipped; batch 4 epoch 0 mini-batch 0 fits"))
+    with pytest.raises(FailedPreconditionError, match="3 groups would be skipped; batch 4 epoch 0 mini-batch 0 fits"):
+        trainer.load_state_dict(STATE)
+    trainer.load_state_dict(STATE, give_up_reason="lost with Redis")
+    assert [request.give_up_reason for request in run.resumes] == ["", "lost with Redis"]
+
+
+def test_a_reason_that_is_empty_is_refused(trainer, run):
+    with pytest.raises(InvalidArgumentError, match="give_up_reason is empty"):
+        trainer.load_state_dict(STATE, give_up_reason="")
+    assert not run.resumes
+
+
+def test_a_state_of_either_version_is_committed(trainer, run):
+    trainer.commit(STATE)
+    trainer.commit({name: STATE[name] for name in STATE if name not in IDENTITY} | {"version": 1})
+    assert [request.position for request in run.commits] == [run_pb2.Position(batch=5, epoch=1, mini_batch=2)] * 2
