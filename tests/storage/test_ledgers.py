@@ -89,7 +89,7 @@ class TestLedger:
         book = again.open("a/run")
         assert book.config == b'{"dp_size":2}'
         assert tuple(map(list, [book.replay().records])) == ([b"one", b"two"],)
-        assert book.keep({number}, whole) == set()
+        assert book.retain({number}, whole) == set()
         assert same(book.get(number), any_table())
         assert same(kept, any_table()), "views outlive the book that gave them"
         again.close()
@@ -271,7 +271,7 @@ class TestRowSegments:
         again = RowSegments(tmp_path, segment_bytes=1 << 18)
         wanted = {numbers[3], numbers[17]}
         absent = (99 << 40) | 64
-        lost = again.keep({*wanted, absent, numbers[5]}, lambda number, steps: number != numbers[5])
+        lost = again.retain({*wanted, absent, numbers[5]}, lambda number, steps: number != numbers[5])
         assert lost == {absent, numbers[5]}
         assert same(again.get(numbers[3]), any_table(3, tokens=3000))
         assert same(again.get(numbers[17]), any_table(17, tokens=3000))
@@ -291,7 +291,7 @@ class TestRowSegments:
             file.seek(2000)
             file.write(b"\xff" * 100)
         again = RowSegments(tmp_path)
-        assert again.keep({number}, lambda number, steps: same(steps, any_table(tokens=500))) == {number}
+        assert again.retain({number}, lambda number, steps: same(steps, any_table(tokens=500))) == {number}
         again.close()
 
     def test_a_full_file_system_refuses_and_goes_on_when_there_is_room(self, tmp_path, monkeypatch):
@@ -307,13 +307,13 @@ class TestRowSegments:
             with pytest.raises(UnavailableError, match="is full; give it more room"):
                 book.put(any_table())
             patched.setattr(JournalRunStore, "_has_room", lambda self: False)
-            assert "is full" in ledger.trouble()
+            assert "is full" in ledger.unhealthy_reason()
             book.append(b"one")
             with pytest.raises(UnavailableError, match="is full"):
                 book.put(any_table())
-        assert ledger.trouble() == "", "looking finds that there is room"
+        assert ledger.unhealthy_reason() == "", "looking finds that there is room"
         number, _ = book.put(any_table())
         assert same(book.get(number), any_table())
-        assert ledger.trouble() == ""
+        assert ledger.unhealthy_reason() == ""
         book.close()
         ledger.close()

@@ -88,7 +88,7 @@ class KeptRun:
         Raises UnavailableError where the book cannot be written; the run is of no use then.
         """
         needed = recovery.Needed(self._state)
-        lost = self._book.keep(needed.tables, needed.is_whole)
+        lost = self._book.retain(needed.tables, needed.is_whole)
         for number, rows in needed.tables.items():
             whole = self._book.get(number) if self._book.maps_rows and number not in lost else None
             self._rows.add(number, whole, rows)

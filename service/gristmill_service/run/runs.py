@@ -113,7 +113,7 @@ class Runs:
         """Why batches or calls have to wait for what keeps them; empty when all is well."""
         with self._lock:
             runs = list(self._runs.values())
-        return self._ledger.trouble() or next((run.trouble for run in runs if run.trouble), "")
+        return self._ledger.unhealthy_reason() or next((run.trouble for run in runs if run.trouble), "")
 
     def is_owner(self, name: str, grpc_address: str) -> bool:
         """Whether the process there has the run, as far as can be told."""
@@ -263,7 +263,7 @@ class Runs:
                     self._flush()
                     self._adopt()
                     # Looking is also what finds that there is room again.
-                    self._ledger.trouble()
+                    self._ledger.unhealthy_reason()
             except Exception:  # noqa: BLE001
                 _log.exception("tick failed")
 
@@ -294,8 +294,8 @@ class Runs:
             self._elsewhere, self._unclaimed = elsewhere, unclaimed
 
     def _check_ledger(self) -> None:
-        if silence := self._ledger.silence():
-            raise UnavailableError(silence)
+        if reason := self._ledger.unreachable_reason():
+            raise UnavailableError(reason)
 
     def _check_serving(self) -> None:
         if self._closing:

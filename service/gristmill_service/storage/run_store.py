@@ -101,7 +101,7 @@ class RunLog(Protocol):
     def remove(self, numbers: Collection[int]) -> None:
         """What cannot be removed now is removed when the book is opened again. Never raises."""
 
-    def keep(self, numbers: Collection[int], check: CheckTable) -> set[int]:
+    def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
         """After a replay: removes all tables but these. Returns those that are lost, or not what they were."""
 
     def close(self) -> None:
@@ -127,10 +127,10 @@ class RunStore(Protocol):
     def delete(self, name: str) -> None:
         """Removes all that is kept of a run, whose book nobody uses any more."""
 
-    def trouble(self) -> str:
+    def unhealthy_reason(self) -> str:
         """Why nothing can be kept at the moment, for a person; empty when all is well."""
 
-    def silence(self) -> str:
+    def unreachable_reason(self) -> str:
         """Why nobody's runs can even be asked for; empty when they can."""
 
     def close(self) -> None: ...

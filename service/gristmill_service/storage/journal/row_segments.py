@@ -99,7 +99,7 @@ class RowSegments:
                 for start, end in gaps:
                     punch(descriptor, start, end)
 
-    def keep(self, numbers: Collection[int], check: CheckTable) -> set[int]:
+    def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
         wanted: dict[int, list[int]] = {}
         for number in sorted(numbers):
             wanted.setdefault(number >> _OFFSET_BITS, []).append(number & ((1 << _OFFSET_BITS) - 1))

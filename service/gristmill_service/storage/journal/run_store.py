@@ -112,10 +112,10 @@ class JournalRunStore:
             sync_directory(self._directory)
         shutil.rmtree(deleted, ignore_errors=True)
 
-    def silence(self) -> str:
+    def unreachable_reason(self) -> str:
         return ""
 
-    def trouble(self) -> str:
+    def unhealthy_reason(self) -> str:
         if self._full and self._has_room() and self._ballast.refill():
             self.note("")
         return self._full
@@ -231,8 +231,8 @@ class JournalRunLog:
     def remove(self, numbers: Collection[int]) -> None:
         self._rows.remove(numbers)
 
-    def keep(self, numbers: Collection[int], check: CheckTable) -> set[int]:
-        return self._rows.keep(numbers, check)
+    def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
+        return self._rows.retain(numbers, check)
 
     def close(self) -> None:
         with self._syncing:
