@@ -25,7 +25,7 @@ from gristmill_service.monitoring.metrics.storage_timing import TimedRunStore, T
 from gristmill_service.monitoring.run_stats import RunStats, run_stats
 from gristmill_service.run.runs import Runs
 from gristmill_service.settings import Settings, split_address
-from gristmill_service.storage.backends import keeping
+from gristmill_service.storage.backends import open_storage
 
 _log = structlog.get_logger(__name__)
 
@@ -36,10 +36,10 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self._grace_s = settings.shutdown_grace_s
         with ExitStack() as undo:
-            self._kept = undo.enter_context(keeping(settings))
+            self._storage = undo.enter_context(open_storage(settings))
             metrics = Metrics()
-            store = TimedShardStore(self._kept.store, metrics.storing)
-            ledger = TimedRunStore(self._kept.ledger, metrics.storing)
+            store = TimedShardStore(self._storage.shards, metrics.storing)
+            ledger = TimedRunStore(self._storage.runs, metrics.storing)
             self.runs = Runs(store, ledger, max_row_bytes=int(settings.max_row_bytes))
             undo.callback(self.runs.close, 0.0)
             self.long_poll = LongPoll(settings.max_waiters)
@@ -60,7 +60,7 @@ class Service:
             undo.pop_all()
         self.grpc_address = self._grpc.address
         self.http_url = self._http.url
-        self._kept.introduce(
+        self._storage.advertise(
             settings.advertise_grpc_address or self.grpc_address, settings.advertise_http_url or self.http_url
         )
 
@@ -77,7 +77,7 @@ class Service:
         self._context.not_ready = "shutting down"
         with ExitStack() as whatever_fails:
             # Memory that outlives the process is given back in any case.
-            whatever_fails.callback(self._kept.close)
+            whatever_fails.callback(self._storage.close)
             self._grpc.refuse_new_calls(self._grace_s)
             self._http.refuse_new_calls()
             self.runs.close(self._grace_s)
@@ -93,7 +93,7 @@ class Service:
                 yield run_stats(run)
 
     def _room(self) -> Mapping[str, tuple[int, int]]:
-        return {"rows": self.runs.row_room, **self._kept.room()}
+        return {"rows": self.runs.row_room, **self._storage.room()}
 
 
 def _refuse_taken(grpc_address: str) -> None:

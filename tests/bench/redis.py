@@ -73,7 +73,7 @@ def _at_rest(server: RedisServer, name: str) -> Iterator[Figure]:
         client = server.client()
         client.flushall()
         ledger = RedisRunStore(client, "gristmill", lease_s=10.0)
-        ledger.introduce("127.0.0.1:1", "http://127.0.0.1:1")
+        ledger.advertise("127.0.0.1:1", "http://127.0.0.1:1")
         runs = Runs(RedisShardStore(client, ledger), ledger)
         try:
             # More groups than there are: nothing is sealed before it is asked for.

@@ -139,7 +139,7 @@ class JournalMode(Mode):
         self.services[0].await_ready()
 
     def left(self) -> list[str]:
-        kept = [path for path in self._journal.iterdir() if path.name not in ("lock", "ballast")]
+        kept = [path for path in self._journal.iterdir() if path.name not in ("lock", "reserve")]
         return [str(path) for path in (*kept, *self._shards.glob("gristmill-*/run-*"))]
 
 

@@ -40,7 +40,7 @@ class Replica:
         self.ledger = RedisRunStore(self.client, PREFIX, lease_s)
         self.store = RedisShardStore(self.client, self.ledger, PREFIX)
         self.runs = Runs(self.store, self.ledger, build_batch=build_batch)
-        self.ledger.introduce(name, name)
+        self.ledger.advertise(name, name)
         self._is_open = True
 
     def die(self) -> None:

@@ -59,7 +59,7 @@ def join() -> Iterator[Join]:
             client = opened.enter_context(closing(connect(RedisAddress(url=url))))
             ledger = RedisRunStore(client, PREFIX, lease_s)
             opened.callback(ledger.close)
-            ledger.introduce(f"grpc-{number}", f"http-{number}")
+            ledger.advertise(f"grpc-{number}", f"http-{number}")
             return ledger
 
         yield start
@@ -109,7 +109,7 @@ class TestLedger:
         book = again.open("a/run {x}")
         assert book.config == b'{"dp_size":2}'
         assert started(book) == [b"one", b"two"]
-        assert book.keep({number}, whole) == set()
+        assert book.retain({number}, whole) == set()
         assert same(book.get(number), any_table())
         assert same(kept, any_table())
 
@@ -191,7 +191,7 @@ class TestLedger:
         book.close()
         again = ledger.create("run", b'{"new":1}')
         assert (again.config, started(again)) == (b'{"new":1}', [])
-        assert again.keep({number}, whole) == {number}
+        assert again.retain({number}, whole) == {number}
 
     def test_runs_whose_names_look_alike_are_apart(self, ledger):
         names = ["run", "run:rows", "run*", "run[ab]", "RUN", "{run}", "run "]
@@ -205,7 +205,7 @@ class TestLedger:
         for name in ledger.names():
             book = ledger.open(name)
             assert (book.config, started(book)) == (name.encode(), [name.encode()])
-            assert book.keep({1 << 32}, whole) == set()
+            assert book.retain({1 << 32}, whole) == set()
 
     def test_a_newer_format_is_refused_with_the_remedy_and_left_to_a_newer_process(self, url, join):
         ledger, other = join(url), join(url, 1)
@@ -279,7 +279,7 @@ class TestRows:
         book.close()
         again = ledger.open("run")
         started(again)
-        assert again.keep({number}, whole) == set()
+        assert again.retain({number}, whole) == set()
         again.remove([number])
         assert row_keys(ledger) == set()
 
@@ -313,7 +313,7 @@ class TestRows:
         started(again)
         fresh, _ = again.put(any_table(2))
         absent = 99 << 32
-        assert again.keep({wanted, absent}, whole) == {absent}
+        assert again.retain({wanted, absent}, whole) == {absent}
         wait_until(lambda: len(row_keys(ledger)) <= 2, "orphans are swept")
         assert same(again.get(wanted), any_table(0))
         assert same(again.get(fresh), any_table(2)), "what came after the claim is not looked at"
@@ -598,9 +598,9 @@ class TestDoubt:
         proxy.cut()
         with pytest.raises(UnavailableError):
             book.put(any_table())
-        wait_until(lambda: ledger.trouble(), "it is told", 5)
+        wait_until(lambda: ledger.unhealthy_reason(), "it is told", 5)
         proxy.accept()
-        wait_until(lambda: not ledger.trouble(), "it is well again", 5)
+        wait_until(lambda: not ledger.unhealthy_reason(), "it is well again", 5)
 
     def test_a_server_without_room_refuses_rows_and_takes_what_makes_room(self, redis_server, join):
         ledger = join(redis_server.url, lease_s=SHORT_S)
@@ -611,13 +611,13 @@ class TestDoubt:
         try:
             admin.config_set("maxmemory-policy", "noeviction")
             admin.config_set("maxmemory", int(admin.info("memory")["used_memory"] / 0.95))
-            wait_until(lambda: "maxmemory" in ledger.trouble(), "it is told", 5)
+            wait_until(lambda: "maxmemory" in ledger.unhealthy_reason(), "it is told", 5)
             with pytest.raises(UnavailableError, match="maxmemory"):
                 book.put(any_table())
             book.append(b"acknowledged")
             book.remove([number])
             admin.config_set("maxmemory", 0)
-            wait_until(lambda: not ledger.trouble(), "it is well again", 5)
+            wait_until(lambda: not ledger.unhealthy_reason(), "it is well again", 5)
             book.put(any_table())
         finally:
             admin.config_set("maxmemory", 0)

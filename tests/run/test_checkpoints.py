@@ -105,7 +105,7 @@ def rolled_back(bench: Bench, keep: int) -> Bench:
     again = Bench.__new__(Bench)
     again.__dict__.update(bench.__dict__)
     again.log = RolledBackLog(bench.log.records[:keep], b"{}")
-    again.log.keep = lambda numbers, check: set()  # type: ignore[method-assign]
+    again.log.retain = lambda numbers, check: set()  # type: ignore[method-assign]
     again.reopen()
     return again
 

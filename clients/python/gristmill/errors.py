@@ -1,4 +1,4 @@
-"""Every error that gristmill raises, in one tree.
+"""The tree of all errors that gristmill raises. The service's storage adds kinds of UnavailableError of its own to it.
 
     GristmillError
     ├── InvalidArgumentError (ValueError)       the input is wrong and stays wrong

@@ -38,7 +38,7 @@ def recovered(state: State, rows: RowBuffer, log: RunLog, is_stored: Callable[[i
     """Fills the buffer with the rows that the state needs, and returns what follows from those that are lost, and from
     batches whose shards are not stored any more."""
     needed = Needed(state)
-    lost = log.keep(needed.tables, needed.is_whole)
+    lost = log.retain(needed.tables, needed.is_whole)
     for number, held in needed.tables.items():
         whole = log.get(number) if log.maps_rows and number not in lost else None
         rows.add(number, whole, held)

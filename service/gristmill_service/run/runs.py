@@ -132,7 +132,9 @@ class Runs:
 
     def unhealthy_reason(self) -> str:
         """Why batches or calls have to wait for what stores them; empty when all is well."""
-        return self._store.trouble() or next((run.blocked_reason for run in self.own() if run.blocked_reason), "")
+        return self._store.unhealthy_reason() or next(
+            (run.blocked_reason for run in self.own() if run.blocked_reason), ""
+        )
 
     def is_owner(self, name: str, grpc_address: str) -> bool:
         """Whether the process there has the run, as far as can be told."""
@@ -320,7 +322,7 @@ class Runs:
                     self._flush()
                     self._adopt()
                     # Asking is also what finds that there is room again.
-                    self._workers.submit("health", lambda: _quietly(self._store.trouble))
+                    self._workers.submit("health", lambda: _quietly(self._store.unhealthy_reason))
             except Exception:  # noqa: BLE001
                 _log.exception("tick failed")
 
@@ -361,7 +363,7 @@ class Runs:
         return NotFoundError(f"run {name!r} does not exist; create it first (there are: {known})")
 
     def _check_store(self) -> None:
-        if reason := self._store.silence():
+        if reason := self._store.unreachable_reason():
             raise UnavailableError(reason)
 
     def _check_serving(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a service keeps its runs and shards, as its settings say. Imports only what that needs."""
+"""Opens the stores that a service's settings name. A store's module is imported only where it is used."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from gristmill_service.storage.shard_store import ShardStore
 _log = structlog.get_logger(__name__)
 
 Advertise = Callable[[str, str], None]
-Room = Callable[[], dict[str, tuple[int, int]]]
+ReadRoom = Callable[[], dict[str, tuple[int, int]]]
 
 
 class Storage:
-    """introduce(grpc_address, http_url) says where other services reach this one. room() is, of each place that is
-    bounded, the bytes used there and those that there are."""
+    """A service's shards and runs. Closing it closes all that was opened for them.
+
+    advertise(grpc_address, http_url) tells other services where they reach this one. room() returns, for each place
+    that is bounded, the bytes that are used there and the bytes that there are.
+    """
 
     def __init__(
-        self, store: ShardStore, ledger: RunStore, introduce: Advertise, room: Room, close: Callable[[], None]
+        self, shards: ShardStore, runs: RunStore, advertise: Advertise, room: ReadRoom, close: Callable[[], None]
     ) -> None:
-        self.store, self.ledger, self.introduce, self.room, self.close = store, ledger, introduce, room, close
+        self.shards, self.runs, self.advertise, self.room, self.close = shards, runs, advertise, room, close
 
     def __enter__(self) -> Self:
         return self
@@ -40,38 +43,38 @@ class Storage:
         self.close()
 
 
-def keeping(settings: Settings) -> Storage:
-    """Raises UnavailableError where Redis cannot be reached, and other errors for what the settings get wrong."""
+def open_storage(settings: Settings) -> Storage:
+    """Raises UnavailableError where Redis cannot be reached, and other errors where a setting is wrong."""
     with ExitStack() as opened:
-        kept = _in_redis(settings, opened) if settings.store == "redis" else _on_this_machine(settings, opened)
-        kept.close = opened.pop_all().close
-        return kept
+        storage = _in_redis(settings, opened) if settings.store == "redis" else _on_this_machine(settings, opened)
+        storage.close = opened.pop_all().close
+        return storage
 
 
 def _on_this_machine(settings: Settings, opened: ExitStack) -> Storage:
-    # The journal first: it is what another service of the same directory is refused by.
-    ledger = _local_ledger(settings)
-    opened.callback(ledger.close)
-    store = _local_store(settings)
-    opened.callback(store.close)
+    # The journal comes first: its lock refuses another service of the same directory.
+    runs = _local_run_store(settings)
+    opened.callback(runs.close)
+    shards = _local_shard_store(settings)
+    opened.callback(shards.close)
     places = {"journal": settings.journal_dir}
     if settings.store == "shared_memory":
         places["shared_memory"] = settings.shared_memory_dir
     room = partial(_room_on_disk, {name: path for name, path in places.items() if path is not None})
-    return Storage(store, ledger, lambda grpc_address, http_url: None, room, opened.close)
+    return Storage(shards, runs, lambda grpc_address, http_url: None, room, opened.close)
 
 
 def _room_on_disk(places: dict[str, Path]) -> dict[str, tuple[int, int]]:
     found = {}
     for name, path in places.items():
         with suppress(OSError):
-            of = os.statvfs(path)
-            used = of.f_frsize * (of.f_blocks - of.f_bfree)
-            found[name] = used, used + of.f_frsize * of.f_bavail
+            system = os.statvfs(path)
+            used = system.f_frsize * (system.f_blocks - system.f_bfree)
+            found[name] = used, used + system.f_frsize * system.f_bavail
     return found
 
 
-def _local_ledger(settings: Settings) -> RunStore:
+def _local_run_store(settings: Settings) -> RunStore:
     if settings.journal_dir is None:
         from gristmill_service.storage.memory_runs import MemoryRunStore
 
@@ -81,7 +84,7 @@ def _local_ledger(settings: Settings) -> RunStore:
     return JournalRunStore(settings.journal_dir, settings.journal_fsync)
 
 
-def _local_store(settings: Settings) -> ShardStore:
+def _local_shard_store(settings: Settings) -> ShardStore:
     if settings.store == "memory":
         from gristmill_service.storage.memory_shards import MemoryShardStore
 
@@ -109,7 +112,7 @@ def _in_redis(settings: Settings, opened: ExitStack) -> Storage:
     opened.callback(client.close)
     for warning in check_server(client):
         _log.warning(warning)
-    ledger = RedisRunStore(client, settings.redis_prefix, settings.lease_s)
-    opened.callback(ledger.close)
-    shards = RedisShardStore(client, ledger, settings.redis_prefix)
-    return Storage(shards, ledger, ledger.introduce, ledger.room, opened.close)
+    runs = RedisRunStore(client, settings.redis_prefix, settings.lease_s)
+    opened.callback(runs.close)
+    shards = RedisShardStore(client, runs, settings.redis_prefix)
+    return Storage(shards, runs, runs.advertise, runs.room, opened.close)

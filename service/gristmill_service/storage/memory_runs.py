@@ -1,4 +1,4 @@
-"""The ledger of a service that keeps nothing: what is appended goes, and rows live on the heap."""
+"""A run store that stores nothing: appended records are dropped, and rows live on the heap of whoever put them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from gristmill_service.storage.run_store import CheckTable, Replay
 
 
 class MemoryRunStore:
-    """See `gristmill_service.storage.run_store.RunStore`. Knows no run: those that were created are their makers' to
-    know."""
+    """See `gristmill_service.storage.run_store.RunStore`. It lists no run: whoever created one holds its log."""
 
     is_shared = False
 
@@ -29,10 +28,10 @@ class MemoryRunStore:
     def delete(self, name: str) -> None:
         pass
 
-    def silence(self) -> str:
+    def unreachable_reason(self) -> str:
         return ""
 
-    def trouble(self) -> str:
+    def unhealthy_reason(self) -> str:
         return ""
 
     def close(self) -> None:
@@ -75,7 +74,7 @@ class MemoryRunLog:
     def remove(self, numbers: Collection[int]) -> None:
         pass
 
-    def keep(self, numbers: Collection[int], check: CheckTable) -> set[int]:
+    def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
         return set(numbers)
 
     def close(self) -> None:

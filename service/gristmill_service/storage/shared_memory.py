@@ -28,8 +28,10 @@ _PIECE = 1 << 20
 
 
 class SharedMemoryShardStore:
-    """See `gristmill_service.storage.shard_store.ShardStore`. `directory` is a tmpfs, /dev/shm where the user has no
-    other."""
+    """See `gristmill_service.storage.shard_store.ShardStore`.
+
+    directory: a tmpfs; /dev/shm is the one that every Linux has.
+    """
 
     def __init__(self, directory: Path = Path("/dev/shm")) -> None:  # noqa: S108
         prefix = f"gristmill-{os.geteuid()}-"

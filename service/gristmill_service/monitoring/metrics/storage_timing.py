@@ -78,7 +78,7 @@ class TimedRunStore:
         self._ledger, self._measured = ledger, measured
         self.is_shared = ledger.is_shared
         self.names, self.delete, self.close = ledger.names, ledger.delete, ledger.close
-        self.trouble, self.silence = ledger.trouble, ledger.silence
+        self.unhealthy_reason, self.unreachable_reason = ledger.unhealthy_reason, ledger.unreachable_reason
 
     def create(self, name: str, config: bytes) -> RunLog:
         return TimedRunLog(self._ledger.create(name, config), self._measured)
@@ -94,7 +94,7 @@ class TimedRunLog:
         self._book, self._call = book, measured.call
         self.config, self.run_id = book.config, book.run_id
         self.maps_rows, self.reads_rows = book.maps_rows, book.reads_rows
-        self.remove, self.keep, self.close = book.remove, book.keep, book.close
+        self.remove, self.retain, self.close = book.remove, book.retain, book.close
 
     @property
     def is_lost(self) -> bool:

@@ -1,7 +1,7 @@
 """Rows as records in files that are mapped: the files are the row buffer, so that a row is held once.
 
-A table's number tells where it stands: which segment, and from which byte on. Tables are written in parallel, each to
-a range of its own. The memory of a removed table is given back at once; a segment goes with its last table.
+A table's number says where it stands: in which segment, and from which byte on. Threads write tables in parallel, each
+to a range of its own. The memory of a removed table is given back at once; a segment goes with its last table.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import struct
 import threading
 import zlib
 from bisect import bisect
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -20,9 +21,10 @@ from pathlib import Path
 import structlog
 
 from gristmill._wire.steps import Steps
-from gristmill.errors import GristmillError, NotFoundError
+from gristmill.errors import GristmillError, NotFoundError, UnavailableError
 from gristmill_service.storage import row_tables
-from gristmill_service.storage.journal.files import explained, punch, write_at
+from gristmill_service.storage.journal.files import explained, numbered_files, punch, sync_directory, write_at
+from gristmill_service.storage.journal.open_file import OpenFile, closed_error
 from gristmill_service.storage.run_store import CheckTable
 
 _log = structlog.get_logger(__name__)
@@ -30,17 +32,17 @@ _log = structlog.get_logger(__name__)
 _SEGMENT_BYTES = 256 << 20
 _OFFSET_BITS = 40
 _ALIGNMENT = 64
-# Tables are checked by what was logged of each row; this only tells where a table ends: size, and its own CRC-32.
+# Before each table: its size, and the CRC-32 of that size. Rows are checked by the digests that are logged for them.
 _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"rows"
 
 
 @dataclass(slots=True)
 class _Segment:
-    """tables: the ends of those that are kept, by their starts. An active segment is written to."""
+    """tables: the end of each table by its start. New tables go to the active segment."""
 
     path: Path
-    descriptor: int
+    file: OpenFile
     memory: mmap.mmap
     end: int = 0
     tables: dict[int, int] = field(default_factory=dict)
@@ -49,43 +51,49 @@ class _Segment:
 
 
 class RowSegments:
-    """The `rows-*.seg` of a directory. Thread-safe."""
+    """The `rows-*.seg` of a directory. Thread-safe.
+
+    After `close`, `remove` does nothing and the others raise UnavailableError; views that are held stay valid.
+    """
 
     def __init__(self, directory: Path, segment_bytes: int = _SEGMENT_BYTES) -> None:
         self._directory, self._segment_bytes = directory, segment_bytes
+        self._found = numbered_files(directory, "rows", ".seg")
+        self._next = self._found[-1][0] + 1 if self._found else 0
+        # Guards what follows, the segments' tables, and every change of the directory, which `close` ends.
         self._lock = threading.Lock()
         self._segments: dict[int, _Segment] = {}
-        self._found = sorted(directory.glob("rows-*.seg"))
-        self._next = 1 + max((int(path.stem.rpartition("-")[2]) for path in self._found), default=-1)
         self._active: int | None = None
+        self._has_new_file = self._is_closed = False
 
     def put(self, table: Steps) -> tuple[int, Steps]:
-        """Raises UnavailableError; nothing of the table is kept then."""
+        """Raises UnavailableError; nothing of the table is stored then. A put that `close` overtakes is finished."""
         encoded = row_tables.encode(table)
-        number, segment, start = self._reserve(_HEADER.size + encoded.size)
-        header = _header(encoded.size)
-        try:
-            with explained(segment.path):
-                write_at(segment.descriptor, [header, *encoded.buffers], start)
-        except BaseException:
-            self.remove([number])
-            raise
+        with ExitStack() as using:
+            with self._lock:
+                number, segment, start = self._reserve(_HEADER.size + encoded.size)
+                descriptor = using.enter_context(segment.file.use())
+            try:
+                with explained(segment.path):
+                    write_at(descriptor, [_header(encoded.size), *encoded.buffers], start)
+            except BaseException:
+                self.remove([number])
+                raise
         segment.is_dirty = True
         return number, _view(segment, start)
 
     def get(self, number: int) -> Steps:
-        index, start = number >> _OFFSET_BITS, number & ((1 << _OFFSET_BITS) - 1)
+        index, start = _place(number)
         with self._lock:
+            self._check_open()
             segment = self._segments.get(index)
             if segment is None or start not in segment.tables:
                 raise NotFoundError(f"table {number:#x} of rows is not in {self._directory}")
         return _view(segment, start)
 
     def remove(self, numbers: Collection[int]) -> None:
-        removed: dict[int, list[int]] = {}
-        for number in numbers:
-            removed.setdefault(number >> _OFFSET_BITS, []).append(number & ((1 << _OFFSET_BITS) - 1))
-        for index, starts in removed.items():
+        """Never raises. What cannot be given back now is given back when the rows are opened again."""
+        for index, starts in _by_segment(numbers).items():
             with self._lock:
                 segment = self._segments.get(index)
                 if segment is None:
@@ -94,95 +102,89 @@ class RowSegments:
                 if not segment.tables and not segment.is_active:
                     _discard(self._segments.pop(index))
                     continue
-                descriptor = os.dup(segment.descriptor)
-            with open(descriptor, "rb", buffering=0):
+            with suppress(UnavailableError), segment.file.use() as descriptor:
                 for start, end in gaps:
                     punch(descriptor, start, end)
 
-    def keep(self, numbers: Collection[int], check: CheckTable) -> set[int]:
-        wanted: dict[int, list[int]] = {}
-        for number in sorted(numbers):
-            wanted.setdefault(number >> _OFFSET_BITS, []).append(number & ((1 << _OFFSET_BITS) - 1))
-        lost: set[int] = set()
-        for path in self._found:
-            index = int(path.stem.rpartition("-")[2])
-            starts = wanted.pop(index, [])
-            if starts:
-                lost |= self._recover(index, path, starts, check)
-            else:
-                path.unlink()
-        lost |= {index << _OFFSET_BITS | start for index, starts in wanted.items() for start in starts}
-        self._found = []
-        return lost
+    def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
+        """Removes all tables that were found but these. Returns those of these that are not there, or fail the check.
 
-    def _recover(self, index: int, path: Path, starts: list[int], check: CheckTable) -> set[int]:
-        """Opens a segment of before for reading, with these tables; gives back what lies between them."""
+        Called once, before any other method. Raises UnavailableError where a file cannot be read.
+        """
+        wanted = _by_segment(sorted(numbers))
         lost: set[int] = set()
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        size = os.fstat(descriptor).st_size
-        memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
-        segment = _Segment(path, descriptor, memory, end=size, is_active=False)
-        for start in starts:
-            number = index << _OFFSET_BITS | start
-            end = _end(segment, start)
-            if end is not None and _is_whole(segment, start, number, check):
-                segment.tables[start] = end
-            else:
-                lost.add(number)
-        edges = [0, *chain.from_iterable(segment.tables.items()), size]
-        for begin, end in zip(edges[::2], edges[1::2], strict=True):
-            punch(descriptor, begin, end)
-        if segment.tables:
-            with self._lock:
-                self._segments[index] = segment
-        else:
-            _discard(segment)
-        return lost
+        for index, path in self._found:
+            starts = wanted.pop(index, [])
+            with explained(path, "read"):
+                lost |= self._recover(index, path, starts, check)
+        self._found = []
+        return lost | {_number(index, start) for index, starts in wanted.items() for start in starts}
 
     def sync(self) -> None:
-        """Raises OSError."""
-        with self._lock:
-            dirty = [(segment, os.dup(segment.descriptor)) for segment in self._segments.values() if segment.is_dirty]
-            for segment, _ in dirty:
-                segment.is_dirty = False
-        for segment, descriptor in dirty:
-            with open(descriptor, "rb", buffering=0):
+        """Returns when all tables that were put are on the disk. Raises OSError."""
+        with ExitStack() as using:
+            with self._lock:
+                self._check_open()
+                dirty = [
+                    (segment, using.enter_context(segment.file.use()))
+                    for segment in self._segments.values()
+                    if segment.is_dirty
+                ]
+                for segment, _ in dirty:
+                    segment.is_dirty = False
+                has_new_file, self._has_new_file = self._has_new_file, False
+            for segment, descriptor in dirty:
                 try:
                     os.fdatasync(descriptor)
                 except OSError:
                     segment.is_dirty = True
                     raise
+            if has_new_file:
+                sync_directory(self._directory)
 
     def close(self) -> None:
-        """Views that are held stay valid."""
+        """A second call does nothing."""
         with self._lock:
+            self._is_closed = True
             for segment in self._segments.values():
-                os.close(segment.descriptor)
+                segment.file.close()
             self._segments.clear()
+            self._active = None
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise closed_error(self._directory)
 
     def _reserve(self, size: int) -> tuple[int, _Segment, int]:
         """A range of this size: its number, its segment and where it starts."""
-        with self._lock:
-            segment = None if self._active is None else self._segments[self._active]
-            if segment is None or segment.end + size > len(segment.memory):
-                self._retire()
-                segment = self._open_segment(size)
-            assert self._active is not None
-            start = segment.end
-            segment.end += -(-size // _ALIGNMENT) * _ALIGNMENT
-            segment.tables[start] = start + size
-            return self._active << _OFFSET_BITS | start, segment, start
+        self._check_open()
+        segment = None if self._active is None else self._segments[self._active]
+        if segment is None or segment.end + size > len(segment.memory):
+            self._retire()
+            segment = self._open_segment(size)
+        assert self._active is not None
+        start = segment.end
+        segment.end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        segment.tables[start] = start + size
+        return _number(self._active, start), segment, start
 
     def _open_segment(self, size: int) -> _Segment:
         path = self._directory / f"rows-{self._next:06d}.seg"
         size = max(self._segment_bytes, -(-size // _ALIGNMENT) * _ALIGNMENT)
         with explained(path):
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            # A hole: memory comes as it is written.
-            os.ftruncate(descriptor, size)
-            memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
+            file = OpenFile(path, os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+            try:
+                with file.use() as descriptor:
+                    # A hole: memory comes as it is written.
+                    os.ftruncate(descriptor, size)
+                    memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
+            except BaseException:
+                path.unlink()
+                file.close()
+                raise
         self._active, self._next = self._next, self._next + 1
-        segment = self._segments[self._active] = _Segment(path, descriptor, memory)
+        self._has_new_file = True
+        segment = self._segments[self._active] = _Segment(path, file, memory)
         return segment
 
     def _retire(self) -> None:
@@ -194,22 +196,66 @@ class RowSegments:
                 _discard(self._segments.pop(self._active))
             self._active = None
 
+    def _recover(self, index: int, path: Path, starts: list[int], check: CheckTable) -> set[int]:
+        """Opens a file of an earlier process with the tables that start here; gives back what lies between them.
+        Returns the numbers of those that are lost. Raises OSError."""
+        size = path.stat().st_size
+        if not starts or not size:
+            path.unlink()
+            return {_number(index, start) for start in starts}
+        file = OpenFile(path, os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        try:
+            with file.use() as descriptor:
+                memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
+                # It may hold what the process before did not sync any more.
+                segment = _Segment(path, file, memory, end=size, is_active=False, is_dirty=True)
+                segment.tables = _whole_tables(segment, index, starts, check)
+                edges = [0, *chain.from_iterable(segment.tables.items()), size]
+                for begin, end in zip(edges[::2], edges[1::2], strict=True):
+                    punch(descriptor, begin, end)
+            with self._lock:
+                self._check_open()
+                if segment.tables:
+                    self._segments[index] = segment
+                else:
+                    _discard(segment)
+        except BaseException:
+            file.close()
+            raise
+        return {_number(index, start) for start in starts if start not in segment.tables}
+
+
+def _number(index: int, start: int) -> int:
+    return index << _OFFSET_BITS | start
+
+
+def _place(number: int) -> tuple[int, int]:
+    """The segment of a table and where it starts there."""
+    return number >> _OFFSET_BITS, number & ((1 << _OFFSET_BITS) - 1)
+
+
+def _by_segment(numbers: Iterable[int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for index, start in map(_place, numbers):
+        found.setdefault(index, []).append(start)
+    return found
+
 
 def _header(size: int) -> bytes:
     return _HEADER.pack(_MAGIC, zlib.crc32(size.to_bytes(8, "little")), size)
 
 
 def _free(segment: _Segment, starts: list[int]) -> set[tuple[int, int]]:
-    """Forgets these tables. Returns the ranges that are free around them, as wide as they are: tables share pages."""
+    """Removes these tables. Returns the ranges that are free around them, as wide as they are: tables share pages."""
     for start in starts:
         segment.tables.pop(start, None)
     # Tables are added in the order in which they stand.
-    kept = [*segment.tables]
+    left = [*segment.tables]
     gaps = set()
     for start in starts:
-        following = bisect(kept, start)
-        begin = segment.tables[kept[following - 1]] if following else 0
-        gaps.add((begin, kept[following] if following < len(kept) else segment.end))
+        following = bisect(left, start)
+        begin = segment.tables[left[following - 1]] if following else 0
+        gaps.add((begin, left[following] if following < len(left) else segment.end))
     return gaps
 
 
@@ -229,6 +275,16 @@ def _view(segment: _Segment, start: int) -> Steps:
     return row_tables.decode(memoryview(segment.memory)[start + _HEADER.size : end])
 
 
+def _whole_tables(segment: _Segment, index: int, starts: list[int], check: CheckTable) -> dict[int, int]:
+    """The ends of those tables that are there and pass the check, by their starts."""
+    found = {}
+    for start in starts:
+        end = _end(segment, start)
+        if end is not None and _is_whole(segment, start, _number(index, start), check):
+            found[start] = end
+    return found
+
+
 def _is_whole(segment: _Segment, start: int, number: int, check: CheckTable) -> bool:
     try:
         return check(number, _view(segment, start))
@@ -238,6 +294,7 @@ def _is_whole(segment: _Segment, start: int, number: int, check: CheckTable) -> 
 
 
 def _discard(segment: _Segment) -> None:
-    """Removes the file; views of it stay valid."""
-    segment.path.unlink(missing_ok=True)
-    os.close(segment.descriptor)
+    """Removes the file; views of it stay valid. One that cannot be removed now goes when the rows are opened again."""
+    with suppress(OSError):
+        segment.path.unlink()
+    segment.file.close()

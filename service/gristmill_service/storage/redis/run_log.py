@@ -196,7 +196,7 @@ class RedisRunLog:
             # They go with the next sweep, or with the run.
             _log.warning("rows could not be removed", tables=len(sizes), reason=str(error))
 
-    def keep(self, numbers: Collection[int], check: CheckTable) -> set[int]:
+    def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
         """Tables are looked for, not read: gigabytes would take longer than a takeover may."""
         with translated(self._client):
             self._sizes = row_values.sizes(self._client, self._row_keys, numbers)

@@ -64,7 +64,7 @@ class RedisRunStore:
         self._renewer.start()
         self._looker.start()
 
-    def introduce(self, grpc_address: str, http_url: str) -> None:
+    def advertise(self, grpc_address: str, http_url: str) -> None:
         """Where other processes reach this one. Runs are claimed from now on."""
         self._owner = Owner(self._process, grpc_address, http_url)
 
@@ -152,10 +152,10 @@ class RedisRunStore:
             book = self._books.get(run)
         return "-" if book is None else book.token
 
-    def trouble(self) -> str:
+    def unhealthy_reason(self) -> str:
         return self._health.trouble
 
-    def silence(self) -> str:
+    def unreachable_reason(self) -> str:
         return self._health.silence
 
     def room(self) -> dict[str, tuple[int, int]]:

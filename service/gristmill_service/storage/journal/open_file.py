@@ -1,0 +1,57 @@
+"""An open file of the journal, shared by threads. Its descriptor is never used after it could be another file's."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gristmill.errors import UnavailableError
+
+
+class OpenFile:
+    """Owns a descriptor and counts its users. Thread-safe.
+
+    The system gives the number of a closed file to the next file that is opened, which may be another run's. So a
+    number is used only inside `use`, and it is closed when `close` was called and the last user has left.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path, self._descriptor = path, descriptor
+        self._lock = threading.Lock()
+        self._users = 0
+        self._is_closed = False
+
+    @contextmanager
+    def use(self) -> Iterator[int]:
+        """Yields the descriptor. Raises UnavailableError where `close` was called before."""
+        with self._lock:
+            if self._is_closed:
+                raise closed_error(self._path.parent)
+            self._users += 1
+        try:
+            yield self._descriptor
+        finally:
+            with self._lock:
+                self._users -= 1
+                is_last = self._is_closed and not self._users
+            if is_last:
+                os.close(self._descriptor)
+
+    def close(self) -> None:
+        """Nobody can begin to use the file any more. A second call does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            is_unused = not self._users
+        if is_unused:
+            os.close(self._descriptor)
+
+
+def closed_error(directory: Path) -> UnavailableError:
+    return UnavailableError(
+        f"the files of {directory} were closed meanwhile, because the run is deleted or read anew; ask again"
+    )

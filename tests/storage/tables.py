@@ -1,0 +1,22 @@
+"""Tables of rows for tests of what stores them."""
+
+from __future__ import annotations
+
+from gristmill._wire.rows import to_rows
+from gristmill._wire.steps import Steps
+from tests.run.harness import row, table
+
+
+def any_table(number: int = 0, rows: int = 3, tokens: int = 20) -> Steps:
+    """Rows that tell their table's number."""
+    made: Steps = table(*(row(f"u{number}-{index}", response=range(number, number + tokens)) for index in range(rows)))
+    return made
+
+
+def same(one: Steps, other: Steps) -> bool:
+    return list(to_rows(one)) == list(to_rows(other))
+
+
+def whole(number: int, steps: Steps) -> bool:
+    """Checks nothing of a table that is found."""
+    return True
