@@ -22,7 +22,7 @@ from gristmill_service.api.rpc.server import GrpcServer
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.registry import Watched
 from gristmill_service.monitoring.metrics.storage_timing import TimedRunStore, TimedShardStore
-from gristmill_service.monitoring.run_stats import RunStats
+from gristmill_service.monitoring.run_stats import RunStats, run_stats
 from gristmill_service.run.runs import Runs
 from gristmill_service.settings import Settings, split_address
 from gristmill_service.storage.backends import keeping
@@ -45,10 +45,10 @@ class Service:
             self.waiting = Waiting(settings.max_waiters)
             metrics.watch(
                 Watched(
-                    readings=self._readings,
+                    runs=self._run_stats,
                     waiting=lambda: self.waiting.count,
                     leases=self.runs.leases,
-                    trouble=self.runs.trouble,
+                    unhealthy_reason=self.runs.trouble,
                     room=self._room,
                 )
             )
@@ -86,11 +86,11 @@ class Service:
             self._http.wait_until_idle()
         _log.info("closed")
 
-    def _readings(self) -> Iterator[RunStats]:
+    def _run_stats(self) -> Iterator[RunStats]:
         for run in self.runs.own():
             # Deleted, or taken over, since the list was made.
             with suppress(NotFoundError, UnavailableError):
-                yield run.readings()
+                yield run_stats(run)
 
     def _room(self) -> Mapping[str, tuple[int, int]]:
         return {"rows": self.runs.row_room, **self._kept.room()}

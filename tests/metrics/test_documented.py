@@ -10,6 +10,7 @@ from prometheus_client import generate_latest
 
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.registry import Watched
+from gristmill_service.monitoring.run_stats import run_stats
 from gristmill_service.pipeline import mill
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.metrics.scraping import Scrape
@@ -32,7 +33,7 @@ def busy() -> Metrics:
     metrics.observe_call("grpc", "SubmitRows", "OK", 0.002)
     metrics.watch(
         Watched(
-            lambda: [bench.run.readings()],
+            lambda: [run_stats(bench.run)],
             lambda: 3,
             lambda: {"own": 1, "lost": 0, "elsewhere": 0, "nobody": 0},
             lambda: "the disk is full",

@@ -228,7 +228,7 @@ def test_the_service_itself(told):
     assert (stores["publish"], stores["free"], stores["put"]) == (BATCHES, BATCHES, 2 * BATCHES * PROMPTS)
     assert sum(metrics.of("gristmill_store_errors_total").values()) == 0
     assert metrics.of("gristmill_leases") == {"own": 1, "lost": 0, "elsewhere": 0, "nobody": 0}
-    assert metrics.one("gristmill_store_trouble") == 0
+    assert metrics.one("gristmill_store_unhealthy") == 0
     assert metrics.one("gristmill_build_info", version=gristmill.__version__) == 1
     assert metrics.one("gristmill_call_seconds_count", door="grpc", call="SubmitRows", status="OK") == 24
 

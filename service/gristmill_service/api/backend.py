@@ -65,7 +65,7 @@ class Backend:
         outcomes = run.submit(steps)
         if _tells(logging.DEBUG):
             _tell_submission(run.name, steps, outcomes)
-        run.meters.received(outcomes, steps)
+        run.monitor.received(outcomes, steps)
         return outcomes
 
     def delete(self, name: str) -> None:

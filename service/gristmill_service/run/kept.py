@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ import structlog
 from gristmill.errors import GristmillError, NotFoundError, UnavailableError
 from gristmill_service import tracing
 from gristmill_service.config import RunConfig, parse_config
-from gristmill_service.monitoring.run_metrics import RunMetrics
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.run import recovery
 from gristmill_service.run.changes import Changes
 from gristmill_service.run.machine import aborts, admission, progress, sealing
@@ -59,7 +60,8 @@ class KeptRun:
         self.trouble = ""
         self._store, self._book, self._on_sealed, self._clock = store, book, on_sealed, clock
         self._budget = budget
-        self.meters = RunMetrics(clock, self._now)
+        self.monitor = Monitor(clock, self._now)
+        self.run_id = book.run_id or uuid.uuid4().hex
         self._lock = threading.Lock()
         self._duplicates = 0
         self._closed: GristmillError | None = None
@@ -100,6 +102,7 @@ class KeptRun:
             self._append([*recovery.losses(state, lost), *recovery.withdrawn(state, kept)])
             self._owes = True
             self._settle(None)
+            self.monitor.changed(state, self._room())
             missing = [number for number, batch in state.batches.items() if not batch.is_published]
             self._remade = sorted({*self._remade, *missing})
 
@@ -234,6 +237,7 @@ class KeptRun:
         """
         self._append(events)
         self._settle(events)
+        self.monitor.changed(self._state, self._room())
 
     def _settle(self, events: Sequence[Event] | None) -> None:
         """Logs and applies what follows from these events; None: from whatever happened before.
@@ -276,7 +280,7 @@ class KeptRun:
 
     def _apply(self, event: Event) -> None:
         released = apply(self._state, event)
-        self.meters.note(event, self._state, len(released), lambda: self._rows.tokens(released))
+        self.monitor.applied(event, self._state, len(released), lambda: self._rows.tokens(released))
         self._rows.release(released)
         self._wakes |= event.wakes
         match event:

@@ -79,9 +79,9 @@ class MakingRun(KeptRun):
             token_rewards = bool(state.form.token_rewards)
             is_first = batch.mini_batches is None
         started = time.monotonic()
-        self.meters.started(number)
+        self.monitor.building(number)
         try:
-            with self.meters.timed("gather"):
+            with self.monitor.timed("gather"):
                 steps = gather(picked, token_rewards, self._book.get)
             milled = self._mill(
                 steps,
@@ -89,17 +89,17 @@ class MakingRun(KeptRun):
                 run=self.name,
                 batch=number,
                 policy_version=batch.policy_version,
-                timed=self.meters.timed,
+                timed=self.monitor.timed,
             )
             mini_batches: dict[Model, int] = dict.fromkeys(config.models, 0)
             for part in milled.plan["mini_batches"]:
                 mini_batches[part["model"]] += 1
-            with self.meters.timed("publish"):
+            with self.monitor.timed("publish"):
                 nbytes = self._store.publish(
                     self.name, number, orjson.dumps(milled.plan), milled.shards, lambda: self._closed is None
                 )
             if is_first:
-                self.meters.made(number, milled.census)
+                self.monitor.built(number, milled.census)
             self._settle_batch(BatchPublished(number, mini_batches, nbytes), config)
         except (UnavailableError, ResourceExhaustedError) as error:
             # Nothing is wrong with the batch: what keeps it has no room for it, or does not answer.

@@ -6,17 +6,18 @@ them, all under one lock. Work per token (writing rows down, digests, gathering,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from gristmill._wire.row_codec import Prefixes
 from gristmill._wire.steps import Steps, TrajectoryKey, check_text
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service.config import Model
-from gristmill_service.monitoring.run_stats import RunStats, oldest_open, rank_stats
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.run import prefix_expansion
 from gristmill_service.run.kept import with_dp_size
 from gristmill_service.run.machine import aborts, admission, ingest, progress, sealing
+from gristmill_service.run.machine.admission import Room
 from gristmill_service.run.machine.answers import (
     Admission,
     Admissions,
@@ -40,10 +41,13 @@ from gristmill_service.run.machine.events import (
 )
 from gristmill_service.run.machine.rewards import take_rewards
 from gristmill_service.run.machine.row_schema import check_schema
+from gristmill_service.run.machine.state import State
 from gristmill_service.run.machine.status import status
 from gristmill_service.run.making import MakingRun
 from gristmill_service.run.row_buffer import values_digest
 from gristmill_service.storage.run_store import LogLostError
+
+T = TypeVar("T")
 
 
 class Run(MakingRun):
@@ -66,7 +70,7 @@ class Run(MakingRun):
                 raise ingest.finished()
             if admitted:
                 self._commit([GroupsAdmitted(tuple(admitted), self._now())])
-            self.meters.asked_for_groups(Admission.NO_ROOM not in found)
+            self.monitor.asked_for_groups(Admission.NO_ROOM not in found)
         if Admission.NO_ROOM in found:
             return Admissions(found, admission.RETRY_AFTER_S, room.reason)
         return Admissions(found)
@@ -175,7 +179,7 @@ class Run(MakingRun):
         with self._deciding() as state:
             progress.check_rank(state, model, rank)
             progress.check_incarnation(state, model, incarnation)
-            self.meters.ranks.asked(state, model, rank)
+            self.monitor.asked_for_shard(state, model, rank)
             current = state.models[model].incarnation
             position = progress.next_of(state, model, rank) if position is None else position
             found = progress.batch_state(state, position.batch)
@@ -188,7 +192,7 @@ class Run(MakingRun):
         except NotFoundError:
             self._check_published(position.batch)
             return ShardAnswer(BatchState.PENDING, position, incarnation=current)
-        self.meters.ranks.pulled(model, rank, location.size)
+        self.monitor.gave_shard(model, rank, location.size)
         return ShardAnswer(found, position, address, location, current)
 
     def _check_published(self, number: int) -> None:
@@ -243,25 +247,25 @@ class Run(MakingRun):
                 duplicates=self._duplicates,
             )
 
-    def readings(self) -> RunStats:
-        """For metrics: of what is in memory, which needs not be safe yet."""
-        with self._locked() as state:
-            self._check_open()
-            room = self._room().groups
-            return RunStats(
-                status=status(
-                    state, run=self.name, config_json=self.config_json, room=room, duplicates=self._duplicates
-                ),
-                batches_buffered=len(state.batches),
-                max_buffered_batches=self.config.max_buffered_batches,
-                max_buffered_bytes=int(self.config.max_buffered_bytes),
-                oldest_open=oldest_open(state, self._now()),
-                throttled=self.meters.throttled,
-                ranks=list(rank_stats(state, self.meters)),
-                journal_bytes=self._book.log_bytes,
-                lease=self._book.lease,
-                meters=self.meters,
-            )
+    def read(self, function: Callable[[State, Room], T]) -> T:
+        """The function's answer to the state as it is now, under its lock: it does no I/O. Also of a closed run."""
+        with self._lock:
+            return function(self._state, self._room())
+
+    @property
+    def unhealthy_reason(self) -> str:
+        """Why a sealed batch cannot be published now; empty while all can be."""
+        return self.trouble
+
+    @property
+    def log_bytes(self) -> int:
+        """The size of the run's log of events."""
+        return self._book.log_bytes
+
+    @property
+    def lease(self) -> float | None:
+        """Seconds for which this process still decides; None where it needs no lease."""
+        return self._book.lease
 
     def groups(self) -> list[GroupAnswer]:
         """Every group that was ever admitted; the decided ones first."""

@@ -24,7 +24,6 @@ from gristmill_service.api.http.dependencies import BackendDep, RequestIds
 from gristmill_service.api.http.forwarding import Forwarding
 from gristmill_service.api.http.same_origin import SameOrigin
 from gristmill_service.monitoring.batch_view import BatchViewCache
-from gristmill_service.monitoring.history import HistoryRecorder
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.storage.run_store import OwnedElsewhereError
 
@@ -44,8 +43,7 @@ def make_app(backend: Backend) -> FastAPI:
     app = FastAPI(
         title="gristmill", version=gristmill.__version__, description=_DESCRIPTION, docs_url=None, redoc_url=None
     )
-    app.state.backend, app.state.watch, app.state.album = backend, HistoryRecorder(backend.runs.own), BatchViewCache()
-    app.state.watch.start()
+    app.state.backend, app.state.batch_views = backend, BatchViewCache()
     for router in (runs.router, rollouts.router, trainers.router, page.router):
         app.include_router(router, responses=errors)
     app.include_router(page.page)
@@ -70,8 +68,9 @@ def _add_probes(app: FastAPI) -> None:
         return {"status": "alive"}
 
     @app.get("/readyz", tags=["probes"], responses={503: {"model": models.Error, "description": "UNAVAILABLE"}})
-    async def readyz(backend: BackendDep) -> dict[str, str]:
+    def readyz(backend: BackendDep) -> dict[str, str]:
         """The service takes calls; 503 says why not."""
+        # In a thread: what keeps the runs asks its file system.
         if reason := backend.trouble():
             raise UnavailableError(f"not ready: {reason}; send new work elsewhere or later")
         return {"status": "ready"}

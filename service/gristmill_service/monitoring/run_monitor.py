@@ -1,0 +1,90 @@
+"""A run's monitor: passes what happens in the run on to its metrics and its history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import ParamSpec
+
+import structlog
+
+from gristmill._wire.steps import Steps
+from gristmill_service.config import Model
+from gristmill_service.monitoring.run_history import RunHistory
+from gristmill_service.monitoring.run_metrics import RunMetrics
+from gristmill_service.pipeline.batch_stats import BatchStats
+from gristmill_service.run.machine.admission import Room
+from gristmill_service.run.machine.answers import Outcome
+from gristmill_service.run.machine.events import Event
+from gristmill_service.run.machine.state import State
+
+_log = structlog.get_logger(__name__)
+
+P = ParamSpec("P")
+
+
+def _never_raises(method: Callable[P, None]) -> Callable[P, None]:
+    """A run goes on, whether it can be monitored or not: an error is logged."""
+
+    @wraps(method)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(*args, **kwargs)
+        except Exception:  # noqa: BLE001 - it has happened, whether it can be counted or not
+            _log.exception("not monitored", call=method.__name__)
+
+    return guarded
+
+
+class Monitor:
+    """See `gristmill_service.run.monitor.RunMonitor`. Thread-safe: the metrics and the history have a lock each, which
+    is taken after the state's and never together with the other.
+
+    clock: seconds, as `time.monotonic`. now: the run's own time, in which groups are admitted; not called before the
+    first event.
+    """
+
+    def __init__(self, clock: Callable[[], float], now: Callable[[], float]) -> None:
+        self.metrics = RunMetrics(clock, now)
+        self.history = RunHistory(clock, now)
+
+    @_never_raises
+    def applied(self, event: Event, state: State, released: int, tokens: Callable[[], int]) -> None:
+        # Separately counted and noted: neither is lost with the other.
+        try:
+            self.metrics.applied(event, state, released, tokens)
+        finally:
+            self.history.applied(event, state)
+
+    @_never_raises
+    def changed(self, state: State, room: Room) -> None:
+        self.history.changed(state, room)
+
+    @_never_raises
+    def asked_for_groups(self, found_room: bool) -> None:
+        self.metrics.asked_for_groups(found_room)
+
+    @_never_raises
+    def asked_for_shard(self, state: State, model: Model, rank: int) -> None:
+        self.metrics.asked_for_shard(state, model, rank)
+
+    @_never_raises
+    def gave_shard(self, model: Model, rank: int, nbytes: int) -> None:
+        self.metrics.gave_shard(model, rank, nbytes)
+        self.history.gave_shard(model, rank)
+
+    @_never_raises
+    def received(self, outcomes: Sequence[Outcome], steps: Steps) -> None:
+        self.metrics.received(outcomes, steps)
+
+    def timed(self, stage: str) -> AbstractContextManager[None]:
+        return self.metrics.timed(stage)
+
+    @_never_raises
+    def building(self, batch: int) -> None:
+        self.metrics.building(batch)
+
+    @_never_raises
+    def built(self, batch: int, stats: Callable[[], BatchStats]) -> None:
+        self.metrics.built(batch, stats)
