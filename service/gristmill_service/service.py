@@ -45,10 +45,10 @@ class Service:
             self.long_poll = LongPoll(settings.max_waiters)
             metrics.watch(
                 Watched(
-                    readings=self._readings,
+                    runs=self._run_stats,
                     waiting=lambda: self.long_poll.count,
                     leases=self.runs.leases,
-                    trouble=self.runs.unhealthy_reason,
+                    unhealthy_reason=self.runs.unhealthy_reason,
                     room=self._room,
                 )
             )
@@ -86,7 +86,7 @@ class Service:
             self._http.wait_until_idle()
         _log.info("closed")
 
-    def _readings(self) -> Iterator[RunStats]:
+    def _run_stats(self) -> Iterator[RunStats]:
         for run in self.runs.own():
             # Deleted, or taken over, since the list was made.
             with suppress(NotFoundError, UnavailableError):

@@ -24,7 +24,7 @@ import zstandard
 from gristmill._wire.columns import Ragged
 from gristmill._wire.compact_shards import restore
 from gristmill._wire.steps import Steps
-from gristmill_service.pipeline import mill
+from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.iovec import join
 from gristmill_service.storage.journal.event_log import EventLog
 from tests.bench.workloads import workload
@@ -104,7 +104,7 @@ def _timed(append: Append, events: list[bytes]) -> tuple[float, float]:
 def _compact(name: str, merge: str, is_zipf: bool) -> None:
     work = workload(name)
     steps = _with_uneven_ids(work.steps) if is_zipf else work.steps
-    shards = mill(steps, work.config(merge), run="bench", batch=0).shards
+    shards = build_batch(steps, work.config(merge), run="bench", batch=0).shards
     files = [join(shard.iovec()) for shard in shards]
     size = sum(map(len, files))
     compact, writing = _cpu(lambda: [join(shard.compact()) for shard in shards])

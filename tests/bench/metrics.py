@@ -15,7 +15,7 @@ from gristmill import RolloutClient
 from gristmill._wire.steps import Steps
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.storage_timing import StoreMetrics
-from gristmill_service.monitoring.run_metrics import RunMetrics
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.run.machine.answers import Outcome
 from gristmill_service.run.machine.events import RowsStored
 from gristmill_service.run.machine.state import State
@@ -101,13 +101,13 @@ class _Costs(NamedTuple):
 
 
 def _costs() -> _Costs:
-    meters, metrics = RunMetrics(time.monotonic, time.monotonic), Metrics()
+    monitor, metrics = Monitor(time.monotonic, time.monotonic), Metrics()
     rows, outcomes = _part(next(tables(SHORT, 1 << 20)), 0), [Outcome.ACCEPTED] * _ROWS
     event, state = RowsStored(()), State.initial(config())
 
     def request() -> None:
-        meters.received(outcomes, rows)
-        meters.note(event, state, 0, lambda: 0)
+        monitor.received(outcomes, rows)
+        monitor.applied(event, state, 0, lambda: 0)
         metrics.observe_call("grpc", "SubmitRows", "OK", 0.01)
 
     call = StoreMetrics(CollectorRegistry()).call

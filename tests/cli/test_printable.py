@@ -1,7 +1,7 @@
 """What clients named does nothing to a terminal."""
 
 from gristmill.v1 import run_pb2
-from gristmill_service.cli.watch.changes import told
+from gristmill_service.cli.watch.changes import sentence
 from gristmill_service.cli.watch.escape import printable
 from gristmill_service.cli.watch.render import _lines
 
@@ -12,7 +12,7 @@ def test_escapes_and_new_lines_are_written_out():
 
 
 def test_a_line_of_tail_stays_one_line():
-    line = told(
+    line = sentence(
         {"event": "groups dropped", "reason": "\x1b[2J\nx", "count": 1, "groups": [{"uid": "a\nb", "round": 0}]}
     )
     assert line == "1 group dropped (\\x1b[2J\\nx): a\\nb"

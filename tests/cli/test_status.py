@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gristmill import RolloutClient, UnavailableError
+from gristmill import RolloutClient, TrainerClient, UnavailableError
+from gristmill_service.monitoring import findings
 from gristmill_service.service import Service
 from tests.cli.rollouts import FAILS, create, fill, train
 from tests.cli.terminal import gristmill
@@ -33,7 +35,7 @@ def test_all_runs_are_on_one_screen(service: Service, run_name: str) -> None:
     told = gristmill("status", "--address", service.grpc_address)
     assert (told.returncode, told.stderr) == (0, "")
     [line] = [line for line in told.stdout.splitlines() if line.startswith(run_name)]
-    assert line.split()[1:] == ["collecting", "0", "0", "1", "1", "1", "1", "0", *line.split()[-3:-1], "6"]
+    assert line.split()[1:] == ["training", "0", "0", "1", "1", "1", "1", "0", *line.split()[-3:-1], "6"]
 
 
 def test_one_run_is_shown_whole(service: Service, run_name: str) -> None:
@@ -53,7 +55,7 @@ def test_programs_get_one_object_with_the_names_of_the_contract(service: Service
     create(service.grpc_address, run_name)
     told = json.loads(gristmill("status", run_name, "--json", "--address", service.grpc_address).stdout)
     [run] = told["runs"]
-    assert [one["trouble"] for one in told["replicas"]] == [""]
+    assert [one["problem"] for one in told["replicas"]] == [""]
     assert (run["run"], run["batches_sealed"], run["health"]["state"]) == (run_name, 0, "idle")
     assert [len(model["next"]) for model in run["models"]] == [2]
     assert run["config"]["train_batch_size"] == 2
@@ -90,28 +92,50 @@ def test_an_address_that_is_none_is_refused() -> None:
     assert (told.returncode, told.stderr.startswith("refused: address is")) == (1, True)
 
 
-def test_a_batch_that_could_not_be_made_is_stuck(service: Service, run_name: str) -> None:
+def test_a_run_whose_batch_could_not_be_built_is_failed(service: Service, run_name: str) -> None:
     create(service.grpc_address, run_name, **FAILS)
     fill(service.grpc_address, run_name, "a", samples=1)
     with RolloutClient(service.grpc_address, run_name) as client:
         while not (failed := client.status().failed_batches):
             pass
     told = gristmill("status", run_name, "--json", "--address", service.grpc_address)
+    page = httpx.get(f"{service.http_url}/v1/runs/{run_name}/health").json()
     # The others of this service look at all runs.
     httpx.delete(f"{service.http_url}/v1/runs/{run_name}").raise_for_status()
     assert told.returncode == 1
     [run] = json.loads(told.stdout)["runs"]
-    assert run["health"]["is_stuck"]
-    assert failed[0] in run["health"]["reason"]
+    assert run["health"]["needs_person"]
+    assert failed[0] in run["health"]["summary"]
+    # The page says the same, in the same words.
+    assert {name: run["health"][name] for name in ("state", "summary")} == {
+        "state": "failed",
+        "summary": page["summary"],
+    }
+    assert [finding["text"] for finding in run["health"]["findings"]] == [one["text"] for one in page["findings"]]
 
 
-def test_a_run_in_which_nothing_moves_is_stuck_for_who_waits(service: Service, run_name: str) -> None:
+def test_a_run_in_which_nothing_happened_for_so_long_is_stuck_for_who_says_so(service: Service, run_name: str) -> None:
     create(service.grpc_address, run_name)
     fill(service.grpc_address, run_name, "a", "b", "c", "d")
-    assert gristmill("status", run_name, "--address", service.grpc_address).returncode == 0
-    told = gristmill("status", run_name, "--for", 0.2, "--address", service.grpc_address)
+    assert gristmill("status", run_name, "--for", 300, "--address", service.grpc_address).returncode == 0
+    told = gristmill("status", run_name, "--for", 0.001, "--address", service.grpc_address)
     assert told.returncode == 1
-    assert "nothing moved in 0 s: producers wait for the trainer: 2 batches not committed" in told.stdout
+    assert "workers wait for the trainer: 2 batches not committed, policy rank 0 is at batch 0" in told.stdout
+    assert re.search(r"stuck  nothing happened for \d s: workers wait", told.stdout)
+
+
+def test_a_rank_that_others_are_past_is_stuck_by_itself(
+    service: Service, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(service.grpc_address, run_name)
+    fill(service.grpc_address, run_name, "a", "b")
+    with TrainerClient(service.grpc_address, run_name, 0, dp_size=2, prefetch=0) as trainer:
+        next(iter(next(iter(trainer)).mini_batches())).ack()
+    assert gristmill("status", run_name, "--address", service.grpc_address).returncode == 0
+    monkeypatch.setattr(findings, "LATE_RANK_S", 0.1)
+    told = gristmill("status", run_name, "--address", service.grpc_address)
+    assert told.returncode == 1
+    assert "stuck  policy rank 1 did not even pull batch 0 mini-batch 0, which is published; 1 other" in told.stdout
 
 
 def test_a_run_that_is_done_is_never_stuck(service: Service, run_name: str) -> None:
@@ -120,7 +144,7 @@ def test_a_run_that_is_done_is_never_stuck(service: Service, run_name: str) -> N
     train(service.grpc_address, run_name)
     with RolloutClient(service.grpc_address, run_name) as client:
         client.finish()
-    told = gristmill("status", run_name, "--for", 0.2, "--address", service.grpc_address)
+    told = gristmill("status", run_name, "--for", 0.001, "--address", service.grpc_address)
     assert (told.returncode, "finished, 1 batch trained" in told.stdout) == (0, True)
 
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from gristmill.errors import UnavailableError
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.registry import Watched
+from gristmill_service.monitoring.run_stats import run_stats
 from gristmill_service.pipeline import build_batch
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.metrics.scraping import Scrape
@@ -28,7 +29,7 @@ class Recording:
         self._metrics, self._minutes, self._batches = Metrics(), 0, 0
         self._metrics.watch(
             Watched(
-                lambda: [self.bench.run.readings()],
+                lambda: [run_stats(self.bench.run)],
                 lambda: 0,
                 lambda: self.leases,
                 lambda: self.trouble,

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.registry import Watched
+from gristmill_service.monitoring.run_stats import run_stats
 
 
 class Scrape:
@@ -41,7 +42,7 @@ class Scrape:
 def scraped(runs: Iterable) -> Scrape:
     """Of these runs, without a service."""
     metrics = Metrics()
-    metrics.watch(Watched(lambda: [run.readings() for run in runs], lambda: 0))
+    metrics.watch(Watched(lambda: [run_stats(run) for run in runs], lambda: 0))
     return Scrape(metrics.text().decode())
 
 

@@ -83,6 +83,19 @@ def failed():
     return recording, RUN
 
 
+def held_up_by_a_rank():
+    recording = Recording(dp_size=2, policy_mini_batch_size=2)
+    recording.bench.begin("a", "b")
+    recording.bench.submit(*(row for uid in "ab" for row in group_rows(uid)))
+    recording.bench.make_batches()
+    recording.minute()
+    run = recording.bench.run
+    run.acknowledge("policy", 0, run.shard("policy", 0, None, 0).position, 0, commit=True)
+    for _ in range(6):
+        recording.minute()
+    return recording, RUN
+
+
 def lost():
     recording = Recording()
     recording.minute()
@@ -149,6 +162,7 @@ CASES: list[tuple[str, Case]] = [
     ("GristmillMismatchSurge", broken_from_the_start),
     ("GristmillStragglerGroups", straggling),
     ("GristmillBatchFailed", failed),
+    ("GristmillRunStuck", held_up_by_a_rank),
     ("GristmillRowsLost", lost),
     ("GristmillRowsLost", lost_while_nobody_looked),
     ("GristmillStoreNearLimit", full),

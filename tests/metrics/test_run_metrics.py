@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from gristmill._wire.steps import TrajectoryKey
+from gristmill_service.monitoring.health import health
+from gristmill_service.monitoring.run_stats import run_stats
 from gristmill_service.pipeline import build_batch
+from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.metrics.scraping import scraped
-from tests.run.harness import Bench, group_rows, row
+from tests.run.harness import Bench, BuildBatch, group_rows, row
 
 
 def values(bench, name):
@@ -82,7 +85,7 @@ def test_ranks_that_are_gone_have_no_series():
     bench = Bench(dp_size=2, policy_mini_batch_size=2)
     for rank in range(2):
         ask(bench, rank)
-    bench.run.resume("policy", None, "again", dp_size=1)
+    bench.run.resume("policy", Checkpoint(None), "again", dp_size=1)
     assert set(scraped([bench.run]).of("gristmill_rank_pulls_total")) == {"policy,0"}
 
 
@@ -91,7 +94,7 @@ def test_a_batch_that_is_made_again_is_counted_once():
     bench.begin("a", "b")
     bench.submit(*group_rows("a"), *group_rows("b"))
     bench.make_batches()
-    bench.run.resume("policy", None, "again", dp_size=2)
+    bench.run.resume("policy", Checkpoint(None), "again", dp_size=2)
     bench.make_batches()
     assert values(bench, "gristmill_batch_rows_total") == {"submitted": 4, "trained": 4}
     assert values(bench, "gristmill_publish_seconds_count") == {"": 2}
@@ -106,6 +109,37 @@ def test_how_old_the_oldest_incomplete_group_is():
     assert values(bench, "gristmill_oldest_open_group_seconds") == {"": 10}
     bench.submit(*group_rows("a"))
     assert values(bench, "gristmill_oldest_open_group_seconds") == {"": 7}
+
+
+def test_a_run_is_in_one_state_and_it_is_the_one_that_the_api_tells():
+    bench = Bench(build_batch=BuildBatch(fails=(1,)))
+    found = []
+    for step in (
+        lambda: None,
+        lambda: bench.begin("a"),
+        lambda: train(bench, "a", "b"),
+        lambda: (train(bench, "c"), train(bench, "d")),
+    ):
+        step()
+        states = scraped([bench.run]).of("gristmill_run_state")
+        assert sorted(states) == ["collecting", "failed", "finished", "idle", "stuck", "training"]
+        [(state, _)] = values(bench, "gristmill_run_state").items()
+        assert state == health(bench.run).state
+        found.append(state)
+    assert found == ["idle", "collecting", "training", "failed"]
+
+
+def test_statistics_are_of_the_moment_at_which_they_were_taken():
+    bench = Bench(build_batch=build_batch, store=MemoryShardStore())
+    ask(bench, 0)
+    train(bench, "a", "b")
+    stats = run_stats(bench.run)
+    before = (stats.counts, dict(stats.counted.batch_rows), stats.counted.publish.up_to(), stats.counted.ranks)
+    bench.now = 9.0
+    train(bench, "c", "d")
+    ask(bench, 0)
+    assert (stats.counts, dict(stats.counted.batch_rows), stats.counted.publish.up_to(), stats.counted.ranks) == before
+    assert stats.counts.batches_published == stats.counted.publish.up_to()[-1][1] == 1
 
 
 def ask(bench, rank):

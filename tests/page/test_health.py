@@ -1,4 +1,4 @@
-"""What is told of a run's health: what is stuck, since when, and nothing that happened before anybody looked."""
+"""A run's health: its state, what holds it up and since when, and nothing that happened before it was watched."""
 
 from __future__ import annotations
 
@@ -9,58 +9,58 @@ import httpx
 import pytest
 
 from gristmill._wire.rows import from_rows
-from gristmill_service.api.http import page_models as models
 from gristmill_service.config import RunConfig
 from gristmill_service.monitoring.health import health, timeline
-from gristmill_service.monitoring.history import HistoryRecorder
+from gristmill_service.monitoring.health_models import Overview, RunHealth
+from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
 from gristmill_service.service import Service
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.page import stage
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.run.harness import Shelf
 
 
 class Watched:
-    """A run whose time moves when the test says so, looked at after each move."""
+    """A run whose time moves when the test says so."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.clock = Clock()
-        self.runs = Runs(MemoryShardStore(), clock=lambda: self.clock.now)
+    def __init__(self, *, store: Any = None, **settings: Any) -> None:
+        self.now = 1_000_000.0
+        self.runs = Runs(store or MemoryShardStore(), clock=lambda: self.now)
         self.runs.create("r", RunConfig.model_validate({**stage.CONFIG, **settings}))
         self.run: Run = self.runs.get("r")
-        self.watch = HistoryRecorder(self.runs.own, self.clock)
-        self.watch.look()
 
     def after(self, seconds: float) -> None:
-        """What happened until then is found now."""
-        self.clock.now += seconds
-        self.watch.look()
+        self.now += seconds
+
+    def fill(self, *uids: str) -> None:
+        self.run.begin_groups(0, uids)
+        self.run.submit(from_rows([row for uid in uids for row in stage.group(uid)], step_wise=True))
 
     def seal(self, *uids: str) -> None:
         before = self.run.status().batches_published
-        self.run.begin_groups(0, uids)
-        self.run.submit(from_rows([row for uid in uids for row in stage.group(uid)], step_wise=True))
+        self.fill(*uids)
         stage.until(lambda: self.run.status().batches_published > before)
 
-    def health(self) -> dict[str, Any]:
-        told = health(self.run, self.watch.seen(self.run), self.clock.now)
-        models.Health.model_validate({**told, "now": self.clock.now})
-        return told
+    def train(self, batch: int = 0, *, commit: bool = True) -> None:
+        for mini_batch in range(2):
+            for rank in range(2):
+                stage.acknowledge(self.run, rank, mini_batch, batch=batch, commit=commit)
+
+    def health(self) -> RunHealth:
+        return health(self.run)
 
     def findings(self) -> list[tuple[str, str, float | None]]:
         """Level, words, and for how long."""
+        found = self.health()
         return [
-            (one["level"], one["text"], None if one["since"] is None else round(self.clock.now - one["since"], 1))
-            for one in self.health()["findings"]
+            (one.level, one.text, None if one.since is None else round(found.now - one.since, 1))
+            for one in found.findings
         ]
+
+    def worst(self) -> list[tuple[str, str, float | None]]:
+        """All that is more than a note."""
+        return [finding for finding in self.findings() if finding[0] != "note"]
 
 
 @pytest.fixture
@@ -87,84 +87,182 @@ def test_a_rank_that_holds_up_the_others_is_stuck(watched: Make) -> None:
     stage.acknowledge(one.run, 0, 0)
     one.after(70)
     [(level, text, seconds)] = one.findings()
-    assert (level, seconds) == ("stuck", 70.0)
+    # As of when it was published: that is when the rank could have begun.
+    assert (level, seconds) == ("stuck", 71.0)
     assert text == ("policy rank 1 did not even pull batch 0 mini-batch 0, which is published; 1 other rank is past it")
     one.run.shard("policy", 1, None, 0)
     one.after(1)
     assert "policy rank 1 did not acknowledge" in one.findings()[0][1]
-    assert one.health()["state"] == "stuck"
+    assert (one.health().state, one.health().summary) == ("stuck", one.findings()[0][1])
     stage.acknowledge(one.run, 1, 0)
-    one.after(1)
-    assert one.health()["state"] == "well"
+    assert (one.health().state, one.findings()) == ("training", [])
 
 
-def test_ranks_that_all_stand_still_are_slow(watched: Make) -> None:
+def test_a_trainer_that_takes_its_usual_time_is_well(watched: Make) -> None:
     one = watched()
     one.seal("a", "b")
-    one.after(1)
+    for mini_batch in range(2):
+        one.after(100)
+        for rank in range(2):
+            stage.acknowledge(one.run, rank, mini_batch, commit=True)
+    one.seal("c", "d")
+    one.after(290)
+    assert (one.health().state, one.worst()) == ("training", [])
+    one.after(20)
+    [(level, text, seconds)] = one.worst()
+    assert (one.health().state, level, seconds) == ("training", "slow", 310.0)
+    assert text == (
+        "policy ranks 0, 1 did not even pull batch 1 mini-batch 0, which is published; the longest step before took "
+        "100 s"
+    )
+    one.after(700)
+    assert (one.health().state, one.worst()[0][0]) == ("stuck", "stuck")
+
+
+def test_a_first_step_may_take_long(watched: Make) -> None:
+    one = watched()
+    one.seal("a", "b")
     for rank in range(2):
         one.run.shard("policy", rank, None, 0)
-    assert one.findings() == []
-    one.after(99)
-    assert one.findings() == [
-        ("slow", "policy ranks 0, 1 did not acknowledge batch 0 mini-batch 0, which is published", 99.0)
-    ]
+    one.after(500)
+    assert one.worst() == []
+    one.after(100)
+    [(level, text, _)] = one.worst()
+    assert (level, text.endswith("; they took no step yet")) == ("slow", True)
+    one.after(1300)
+    assert one.health().state == "stuck"
 
 
-def test_ranks_that_wait_for_rollouts_are_told_with_what_is_missing(watched: Make) -> None:
+def test_many_ranks_that_stand_at_one_place_do_not_hold_up_each_other(watched: Make) -> None:
+    one = watched(dp_size=200)
+    one.seal("a", "b")
+    one.after(200)
+    assert (one.health().state, one.worst()) == ("training", [])
+    stage.acknowledge(one.run, 199, 0)
+    [(level, text, _)] = one.worst()
+    assert (level, text.endswith("and more did not even pull batch 0 mini-batch 0, which is published; 1 other rank "
+                                 "is past it")) == ("stuck", True)  # fmt: skip
+
+
+def test_ranks_that_wait_for_rollouts_are_well_and_told_what_is_missing(watched: Make) -> None:
     one = watched()
-    one.run.begin_groups(0, ["a"])
-    one.run.submit(from_rows(stage.group("a"), step_wise=True))
-    one.after(10)
-    assert one.findings() == [("note", "policy ranks wait for batch 0: 1 of 2 groups are complete", 10.0)]
-    one.after(80)
-    assert one.findings()[0][0] == "slow"
+    one.fill("a")
+    one.run.begin_groups(0, ["b"])
+    one.after(200)
+    assert one.findings() == [("note", "policy ranks wait for batch 0: 1 of 2 groups are complete", 200.0)]
+    assert (one.health().state, one.health().summary) == ("collecting", "1 groups are open, 1 complete")
 
 
-def test_workers_that_wait_for_room_are_told_why(watched: Make) -> None:
+def test_a_run_without_rollouts_is_idle_for_ever(watched: Make) -> None:
+    one = watched()
+    one.after(100_000)
+    assert (one.health().state, one.worst()) == ("idle", [])
+
+
+def test_workers_that_wait_for_a_trainer_that_trains_are_well(watched: Make) -> None:
     one = watched(max_buffered_batches=1)
     one.seal("a", "b")
-    one.after(1)
-    one.after(20)
+    one.after(90)
     [(level, text, seconds)] = one.findings()
-    assert (level, seconds) == ("note", 20.0)
+    assert (level, seconds) == ("note", 90.0)
     assert text.startswith("workers wait for room: max_buffered_batches: 1 batches of train_batch_size: 2 are held")
+    found = one.health()
+    assert (found.state, found.summary) == (
+        "training",
+        "workers wait for the trainer: 1 batch not committed, policy rank 0 is at batch 0 mini-batch 0",
+    )
+
+
+def test_a_trainer_that_never_commits_is_stuck(watched: Make) -> None:
+    one = watched(max_buffered_batches=1)
+    one.seal("a", "b")
+    one.after(500)
+    one.train(commit=False)
+    one.after(50)
+    assert (one.health().state, one.health().summary) == ("training", "1 batch trained and not committed")
+    one.after(15)
+    [(level, text, seconds)] = one.worst()
+    assert (one.health().state, level, seconds) == ("stuck", "stuck", 65.0)
+    assert text.startswith("workers wait for room, and ranks for a batch: max_buffered_batches: 1")
+    assert "the trainer has to commit one" in text
 
 
 def test_groups_that_are_open_for_long_are_told_oldest_first(watched: Make) -> None:
     one = watched()
-    one.seal("a", "b")
     one.after(1)
     one.run.begin_groups(0, ["late"])
     one.after(2)
     one.run.begin_groups(0, ["later"])
     one.after(400)
-    assert ("slow", "2 groups are open for long; the oldest, 'late', has 0 of 2 samples", 402.0) in one.findings()
-    assert [group["uid"] for group in one.health()["open_groups"]] == ["late", "later"]
+    assert one.worst() == [("slow", "2 groups are open for long; the oldest, 'late', has 0 of 2 samples", 402.0)]
+    assert [group.uid for group in one.health().open_groups] == ["late", "later"]
+    assert one.health().state == "collecting"
+    one.after(1500)
+    assert (one.health().state, one.worst()[0][1].endswith(", and no row comes")) == ("stuck", True)
 
 
-def test_a_batch_that_failed_is_told_with_the_reason(watched: Make) -> None:
-    one = watched(merge="none", on_misaligned="error", micro_batch={"max_tokens": 100}, dp_size=3)
-    one.run.begin_groups(0, ["a", "b"])
-    rows = [stage.turn(uid, sample, 0, [1], [2]) for uid in "ab" for sample in range(2)]
-    one.run.submit(from_rows(rows, step_wise=True))
+def test_groups_that_are_open_for_long_hold_nobody_up_while_ranks_train(watched: Make) -> None:
+    one = watched()
+    one.run.begin_groups(0, ["late"])
+    one.after(400)
+    one.seal("a", "b")
+    assert one.findings() == [
+        ("note", "1 groups are open for long; the oldest, 'late', has 0 of 2 samples", 400.0)
+    ]  # fmt: skip
+
+
+FAILS = {"merge": "none", "on_misaligned": "error", "micro_batch": {"max_tokens": 100}, "dp_size": 2}
+
+
+def test_a_run_whose_batch_cannot_be_built_is_failed_until_a_later_one_is_trained(watched: Make) -> None:
+    one = watched(**FAILS, n_samples_per_prompt=1, train_batch_size=1)
+    one.run.begin_groups(0, ["a"])
+    # One row makes no two ranks.
+    one.run.submit(from_rows([stage.turn("a", 0, 0, [1], [2])], step_wise=True))
     stage.until(lambda: bool(one.run.status().failed_batches))
-    one.after(1)
+    one.after(1000)
     level, text, seconds = one.findings()[0]
-    assert (level, seconds) == ("slow", None)
-    assert text.startswith("batch 0 failed: ")
+    assert (level, seconds) == ("failed", 1000.0)
+    assert text.startswith("batch 0 could not be built: ")
+    assert text.endswith("correct what is wrong and sample them again in another round")
+    assert (one.health().state, one.health().summary) == ("failed", text)
+    one.run.begin_groups(0, ["b"])
+    rows = [stage.turn("b", 0, step, [1], [2], is_last_step=step == 1, reward=0.0) for step in range(2)]
+    one.run.submit(from_rows(rows, step_wise=True))
+    stage.until(lambda: one.run.status().batches_published == 2)
+    assert one.health().state == "failed"
+    for rank in range(2):
+        stage.acknowledge(one.run, rank, 0, batch=1, commit=True)
+    assert (one.health().state, one.worst()) == ("idle", [])
+    assert one.findings()[0][1].startswith("batch 0 could not be built and is left out: ")
+
+
+def test_a_batch_that_finds_no_room_is_stuck_with_the_reason(watched: Make) -> None:
+    one = watched(store=Shelf(places=0))
+    one.fill("a", "b")
+    stage.until(lambda: one.health().state == "stuck", 30)
+    assert one.worst()[0][1].startswith("run 'r': batch 0 waits: the shelf is full")
 
 
 def test_a_run_that_is_done_is_finished(watched: Make) -> None:
     one = watched()
     one.seal("a", "b")
     one.run.finish()
-    for mini_batch in range(2):
-        for rank in range(2):
-            stage.acknowledge(one.run, rank, mini_batch, commit=True)
-    one.after(1)
+    one.train()
     one.after(1000)
-    assert (one.health()["state"], one.findings()) == ("finished", [])
+    found = one.health()
+    assert (found.state, found.summary, one.findings()) == ("finished", "finished, 1 batch trained", [])
+
+
+def test_when_a_run_last_moved_is_known(watched: Make) -> None:
+    one = watched()
+    one.after(100)
+    assert one.health().now - one.health().last_event == 100.0
+    one.run.begin_groups(0, ["a"])
+    one.after(7)
+    assert (one.health().now - one.health().last_event, one.health().now - one.health().rows_since) == (7.0, 107.0)
+    one.run.submit(from_rows(stage.group("a"), step_wise=True))
+    assert one.health().now - one.health().rows_since == 0.0
 
 
 def test_the_time_line_has_what_each_rank_passed_and_when(watched: Make) -> None:
@@ -177,14 +275,14 @@ def test_the_time_line_has_what_each_rank_passed_and_when(watched: Make) -> None
     stage.acknowledge(one.run, 0, 1)
     stage.acknowledge(one.run, 1, 0)
     one.after(4)
-    told = timeline(one.run, one.watch.seen(one.run), "policy", one.clock.now, 600)
-    models.Timeline.model_validate(told)
-    began = told["begin"]
-    assert [[at - began, *place] for at, *place in told["ranks"][0]["passed"]] == [[5.0, 0, 0, 0], [9.0, 0, 0, 1]]
-    assert [[at - began, *place] for at, *place in told["ranks"][1]["passed"]] == [[9.0, 0, 0, 0]]
-    assert [(batch["batch"], batch["published"] - began) for batch in told["batches"]] == [(0, 2.0)]
-    short = timeline(one.run, one.watch.seen(one.run), "policy", one.clock.now, 2)
-    assert [rank["passed"] for rank in short["ranks"]] == [told["ranks"][0]["passed"][1:], told["ranks"][1]["passed"]]
+    found = timeline(one.run, "policy", 600)
+    passed = [[(round(at - found.begin, 1), *place) for at, *place in rank.passed] for rank in found.ranks]
+    # At the very moment, whenever somebody looks.
+    assert passed == [[(2.0, 0, 0, 0), (5.0, 0, 0, 1)], [(5.0, 0, 0, 0)]]
+    assert [(batch.batch, round(batch.published - found.begin, 1)) for batch in found.batches] == [(0, 1.0)]
+    assert round(found.end - found.begin, 1) == 9.0
+    short = timeline(one.run, "policy", 5)
+    assert [rank.passed for rank in short.ranks] == [found.ranks[0].passed[1:], found.ranks[1].passed]
 
 
 def test_a_trainer_that_starts_again_begins_a_new_time_line(watched: Make) -> None:
@@ -192,19 +290,32 @@ def test_a_trainer_that_starts_again_begins_a_new_time_line(watched: Make) -> No
     one.seal("a", "b")
     stage.acknowledge(one.run, 0, 0)
     one.after(1)
-    one.run.resume("policy", None, "again", 1)
+    one.run.resume("policy", Checkpoint(None), "again", 1)
     one.after(1)
-    told = timeline(one.run, one.watch.seen(one.run), "policy", one.clock.now, 600)
-    assert [rank["passed"] for rank in told["ranks"]] == [[]]
+    assert [rank.passed for rank in timeline(one.run, "policy", 600).ranks] == [[]]
+
+
+def test_a_batch_that_failed_is_no_step_of_a_rank(watched: Make) -> None:
+    one = watched(**FAILS, n_samples_per_prompt=1, train_batch_size=1)
+    for uid, steps in (("a", 1), ("b", 2)):
+        one.run.begin_groups(0, [uid])
+        rows = [stage.turn(uid, 0, at, [1], [2], is_last_step=at == steps - 1, reward=0.0) for at in range(steps)]
+        one.run.submit(from_rows(rows, step_wise=True))
+    stage.until(lambda: one.run.status().batches_published == 2)
+    stage.acknowledge(one.run, 0, 0, batch=1)
+    assert [[entry[1:] for entry in rank.passed] for rank in timeline(one.run, "policy", 600).ranks] == [
+        [(1, 0, 0)],
+        [],
+    ]
 
 
 def test_answers_stay_small_whatever_a_run_holds(watched: Make) -> None:
     one = watched(dp_size=512, train_batch_size=4096, policy_mini_batch_size=4096, n_samples_per_prompt=1)
     one.run.begin_groups(0, [f"{'long' * 100}{number}" for number in range(4096)])
-    one.after(1)
-    told = one.health()
-    assert (len(told["open_groups"]), len(told["models"][0]["ranks"])) == (20, 128)
-    assert told["models"][0]["ranks_in_all"] == 512
+    found = one.health()
+    assert (len(found.open_groups), len(found.models[0].ranks)) == (20, 128)
+    assert found.models[0].ranks_in_all == 512
+    assert len(found.model_dump_json()) < 100_000
 
 
 @pytest.fixture
@@ -218,9 +329,9 @@ def test_the_overview_tells_how_every_run_is(service: Service, client: httpx.Cli
         service.runs, run_name, stage.CONFIG, [from_rows([*stage.group("a"), *stage.group("b")], step_wise=True)]
     )
     answer = client.get("/v1/overview")
-    models.Overview.model_validate(answer.json())
+    Overview.model_validate(answer.json())
     [found] = [run for run in answer.json()["runs"] if run["run"] == run_name]
-    assert (found["state"], found["newest_batch"], found["batches_published"]) == ("well", 0, 1)
+    assert (found["state"], found["newest_batch"], found["batches_published"]) == ("training", 0, 1)
 
 
 def test_what_is_the_same_is_not_sent_again(service: Service, client: httpx.Client, run_name: str) -> None:

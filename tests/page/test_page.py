@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gristmill._wire.rows import from_rows
-from gristmill_service.monitoring import health
+from gristmill_service.monitoring import findings
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.service import Service
 from tests.page import stage
@@ -153,7 +153,7 @@ def test_ranks_stand_on_a_time_line(open_page: OpenPage, service: Service, run: 
 def test_what_is_stuck_is_told_with_its_time(
     open_page: OpenPage, service: Service, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "_LONG_S", 0.2)
+    monkeypatch.setattr(findings, "LATE_RANK_S", 0.2)
     service.runs.get(run).begin_groups(0, ["late"])
     service.runs.get(run).acknowledge("policy", 0, Position(0), 0, False)
     page = drawn(open_page(f"#/{run}"))

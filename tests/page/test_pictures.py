@@ -15,9 +15,9 @@ from safetensors.numpy import load
 from gristmill._wire.columns import Ragged
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
-from gristmill_service.api.http import page_models as models
 from gristmill_service.config import parse_config
-from gristmill_service.monitoring.batch_summary import outline
+from gristmill_service.monitoring.batch_models import BatchBreaks, BatchPicture, BatchScores
+from gristmill_service.monitoring.batch_summary import summarize
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.service import Service
@@ -79,7 +79,7 @@ def test_bars_are_the_rows_of_the_shards(service: Service, client: httpx.Client,
     run = stage.published(service.runs, run_name, {**CONFIG, **CONFIGS[case]}, [steps])
     for model in run.config.models:
         told = client.get(f"/v1/runs/{run_name}/batches/0/picture", params={"model": model}).json()
-        models.BatchView.model_validate(told)
+        BatchPicture.model_validate(told)
         assert told["rows_per_bar"] == 1
         for part in told["mini_batches"]:
             for rank, shard in enumerate(part["shards"]):
@@ -147,7 +147,7 @@ def test_breaks_are_those_of_the_plan_with_the_tokens_around_them(
     steps = agents()
     run = stage.published(service.runs, run_name, CONFIG, [steps])
     told = client.get(f"/v1/runs/{run_name}/batches/0/breaks").json()
-    models.Breaks.model_validate(told)
+    BatchBreaks.model_validate(told)
     planned = {
         (one["uid"], one["sample"], one["step"]): one["index"]
         for one in json.loads(run.batch(0).plan)["merge_mismatches"]
@@ -178,7 +178,7 @@ def test_a_prompt_that_ends_too_early_is_told_as_such(service: Service, client: 
 @pytest.mark.parametrize("size", [1, 3, 64, 10_000])
 def test_it_does_not_matter_how_many_rows_are_read_at_a_time(size: int) -> None:
     steps, config = agents(), parse_config(CONFIG)
-    found = outline(
+    found = summarize(
         (steps.take(np.arange(at, min(at + size, len(steps)))) for at in range(0, len(steps), size)), config
     )
     plan = build_batch(steps, config, run="r", batch=0).plan
@@ -193,7 +193,7 @@ def test_scores_are_those_that_were_sent_and_advantages_those_of_the_shards(
     run = stage.published(service.runs, run_name, CONFIG, [agents()])
     told = client.get(f"/v1/runs/{run_name}/batches/0/scores").json()
     assert client.get(f"/v1/runs/{run_name}/batches/0/scores", params={"start": 10**30}).status_code == 422
-    models.Scores.model_validate(told)
+    BatchScores.model_validate(told)
     assert [group["uid"] for group in told["groups"]] == [f"p{number}" for number in range(6)]
     assert [len(group["scores"]) for group in told["groups"]] == [8] * 6
     means = [score for group in told["groups"] for score in group["scores"]]
@@ -234,7 +234,7 @@ def test_a_batch_of_a_hundred_thousand_rows_makes_small_pictures(
     answer = client.get(f"/v1/runs/{run_name}/batches/0/picture")
     assert len(answer.content) < 400_000
     told = answer.json()
-    models.BatchView.model_validate(told)
+    BatchPicture.model_validate(told)
     shards = [shard for part in told["mini_batches"] for shard in part["shards"]]
     assert (told["rows_per_bar"], told["mini_batches_in_all"], len(shards)) == (25, 100, 800)
     assert sum(sum(shard["trained"]) for shard in shards) == 400_000

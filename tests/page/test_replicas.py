@@ -55,7 +55,7 @@ def test_a_replica_that_does_not_decide_passes_the_questions_on(services: Servic
     assert other.http.call("GET", "/runs/r/timeline").json()["ranks_in_all"] == 2
     # Of runs that it does not decide for it knows the names alone.
     assert other.http.call("GET", "/overview").json()["runs"] == [{"run": "r"}]
-    assert decides.http.call("GET", "/overview").json()["runs"][0]["state"] == "well"
+    assert decides.http.call("GET", "/overview").json()["runs"][0]["state"] == "training"
 
 
 def test_pictures_are_the_same_after_a_restart(services: Services, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
 from gristmill_service.config import Model
+from gristmill_service.monitoring.health import Assessment
 from gristmill_service.run.machine.answers import (
     Admissions,
     BatchAnswer,
@@ -141,7 +142,7 @@ def groups_to(views: Iterable[GroupAnswer]) -> run_pb2.ListGroupsResponse:
     )
 
 
-def status_to(status: RunStatus) -> run_pb2.RunStatus:
+def status_to(status: RunStatus, assessment: Assessment) -> run_pb2.RunStatus:
     same = ("run", "config_json", "policy_version", "finished", "groups_open", "groups_complete", "groups_room")
     counts = ("batches_sealed", "batches_published", "batches_freed", "row_bytes", "shard_bytes")
     rows = ("rows_accepted", "rows_duplicate", "groups_dropped", "failed_batches", "run_id", "generation")
@@ -160,4 +161,22 @@ def status_to(status: RunStatus) -> run_pb2.RunStatus:
             )
             for progress in status.models
         ],
+        health=_health_to(assessment),
+    )
+
+
+def _health_to(assessment: Assessment) -> run_pb2.RunHealth:
+    history = assessment.facts.history
+    return run_pb2.RunHealth(
+        state=assessment.state,
+        summary=assessment.summary,
+        findings=[
+            run_pb2.Finding(
+                level=finding.level,
+                text=finding.text,
+                for_s=None if finding.since is None else max(0.0, history.now - finding.since),
+            )
+            for finding in assessment.findings
+        ],
+        still_s=max(0.0, history.now - history.last_event),
     )

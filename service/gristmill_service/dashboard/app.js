@@ -14,10 +14,10 @@ function address() {
   return { run: decodeURIComponent(run), batch: batch === "" ? null : Number(batch) };
 }
 
-// Of several runs the one that needs a person most, then the one that rows came for last.
+// The run that needs a person most, then the one that rows came for last.
 function mostTelling() {
-  const order = { stuck: 0, slow: 1, well: 2, finished: 3 };
-  const weight = run => order[run.state] ?? 4;
+  const order = { failed: 0, stuck: 1, training: 2, collecting: 3, idle: 4, finished: 5 };
+  const weight = run => order[run.state] ?? 6;
   return [...runs].sort((a, b) => weight(a) - weight(b) || (b.rows_since ?? 0) - (a.rows_since ?? 0))[0];
 }
 

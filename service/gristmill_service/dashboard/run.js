@@ -33,7 +33,7 @@ export class RunView {
     setClock(body.now);
     this.health = body;
     this.title.replaceChildren(make("h1", {}, this.name), badge(body.state),
-      make("span", { class: "quiet" }, "policy version ", count(body.policy_version)));
+      make("span", { class: "quiet" }, "policy version ", count(body.policy_version)), ...summary(body));
     this.tiles.replaceChildren(...tiles(body));
     this.showFindings(body);
     const held = body.batches.filter(batch => batch.state === "published").map(batch => batch.batch);
@@ -49,6 +49,11 @@ export class RunView {
       make("b", { class: `state ${one.level === "note" ? "" : one.level}` }, one.level), " ", one.text,
       ...(one.since == null ? [] : [", for ", since(one.since, body.watched_since)]))));
   }
+}
+
+// Of a run that is failed or stuck the findings say it.
+function summary(body) {
+  return ["failed", "stuck"].includes(body.state) ? [] : [make("span", { class: "quiet" }, body.summary)];
 }
 
 function tiles(body) {

@@ -1,8 +1,8 @@
-// The list of runs: a word and a shape for how each is, never a colour alone.
+// The list of runs: a word and a shape for the state of each, never a colour alone.
 import { make } from "./dom.js";
 import { some } from "./text.js";
 
-const SIGNS = { well: "●", slow: "▲", stuck: "■", finished: "✓" };
+const SIGNS = { failed: "✖", stuck: "■", training: "●", collecting: "◌", idle: "–", finished: "✓" };
 
 export const badge = state => make("span", { class: `state ${state ?? ""}` }, state ? `${SIGNS[state]} ${state}` : "elsewhere");
 

@@ -1,7 +1,7 @@
-"""What is shown of a batch's rows: their lengths, where merging broke, scores and advantages.
+"""A batch's rows without their tokens: lengths, where merging broke, scores and advantages.
 
-Read from the run's own rows, some at a time and outside its lock, when somebody asks: a batch that nobody looks at
-costs nothing, and one that is looked at no second copy of its tokens. None are kept but the few around a break.
+They are read from the run's own rows, some at a time and outside its lock, when somebody asks: a batch that nobody asks
+for costs nothing, and one that is asked for makes no second copy of its tokens. Only the few around a break are held.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,16 +23,16 @@ from gristmill_service.pipeline.merge import extends
 from gristmill_service.pipeline.validate import Received, receive
 
 KEPT_BREAKS = 200
-"""Of a batch: where thousands break, they break alike."""
+"""Breaks that are held of a batch: where thousands break, they break alike."""
 CONTEXT = 6
 """Tokens that are shown before and after the one that differs."""
 
 _EMPTY = Ragged(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))
 
 
-class Break(NamedTuple):
-    """Why a step did not join the one before. at: of the first token of its prompt that differs. `before` is common to
-    both; `was` follows it in the step before, `now` in this step's prompt, which may have ended already."""
+class StepBreak(NamedTuple):
+    """A step that did not join the one before. at: the index of the first token of its prompt that differs. `before` is
+    common to both; `was` follows it in the step before, `now` in this step's prompt, which may have ended already."""
 
     trajectory: TrajectoryKey
     step: int
@@ -43,12 +43,12 @@ class Break(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Breaks:
+class StepBreaks:
     """in_all: how many steps did not join. pairs: the tokens that stood there and stand there now, and how often; -1
     where the prompt was at its end."""
 
     in_all: int
-    shown: list[Break]
+    shown: list[StepBreak]
     pairs: list[tuple[tuple[int, int], int]]
 
 
@@ -68,10 +68,10 @@ class BatchSummary:
     trajectories: Int64s
     scores: Float64s
     advantages: Float64s | None
-    breaks: Breaks
+    breaks: StepBreaks
 
 
-def outline(tables: Iterable[Steps], config: RunConfig) -> BatchSummary:
+def summarize(tables: Iterable[Steps], config: RunConfig) -> BatchSummary:
     """tables: the batch's rows in their order, some at a time."""
     reader = _Reader(config.merge != "none")
     for table in tables:
@@ -97,7 +97,7 @@ def outline(tables: Iterable[Steps], config: RunConfig) -> BatchSummary:
 
 
 class _Reader:
-    """Rows one table after another; holds no more of their tokens than the last row's."""
+    """Reads rows one table after another, and holds no more of their tokens than the last row's."""
 
     def __init__(self, merges: bool) -> None:
         self._merges = merges
@@ -108,7 +108,7 @@ class _Reader:
         self.lengths: list[Int64s] = []
         self.trained: list[Int64s] = []
         self._in_all = 0
-        self._shown: list[Break] = []
+        self._shown: list[StepBreak] = []
         self._pairs: Counter[tuple[int, int]] = Counter()
 
     def read(self, table: Steps) -> None:
@@ -119,11 +119,11 @@ class _Reader:
         # A copy: the view would keep the whole table.
         self._key, self._tokens = table.key(len(table) - 1), table.tokens[len(table) - 1].copy()
 
-    def breaks(self) -> Breaks:
-        return Breaks(self._in_all, self._shown, self._pairs.most_common(10))
+    def breaks(self) -> StepBreaks:
+        return StepBreaks(self._in_all, self._shown, self._pairs.most_common(10))
 
     def _joined(self, table: Steps) -> NDArray[np.bool_]:
-        """Which rows extend the one before them, as `merge` finds it; notes those that do not."""
+        """Whether each row extends the one before it, as `merge` finds it; notes the rows that do not."""
         keys = [table.key(row) for row in range(len(table))]
         follows = np.array([key == before for key, before in zip(keys, [self._key, *keys[:-1]], strict=True)])
         fits = follows.copy()
@@ -147,13 +147,13 @@ class _Reader:
         if len(self._shown) < KEPT_BREAKS:
             before, after = slice(max(0, at - CONTEXT), at), slice(at, at + CONTEXT + 1)
             around = (now[before].tolist(), was[after].tolist(), now[after].tolist())
-            self._shown.append(Break(table.key(row), int(table.steps[row]), at, *around))
+            self._shown.append(StepBreak(table.key(row), int(table.steps[row]), at, *around))
 
 
 def _without_tokens(table: Steps) -> Steps:
-    """What scores and filters need."""
+    """The columns that scores and filters need."""
     nothing = Ragged(_EMPTY.values, np.zeros(len(table), np.int64), np.zeros(len(table), np.int64))
-    bare: dict[str, Any] = {"tokens": nothing, "loss_mask": nothing, "logprobs": None, "token_rewards": None}
-    if table.token_advantages is not None:
-        bare["token_advantages"] = nothing
-    return replace(table, **bare)
+    advantages = None if table.token_advantages is None else nothing
+    return replace(
+        table, tokens=nothing, loss_mask=nothing, logprobs=None, token_rewards=None, token_advantages=advantages
+    )

@@ -1,8 +1,7 @@
-"""Pictures of a published batch, as plain values: shards row by row, loads, breaks of merging, scores. Bounded in size:
-what would be larger is added up or given in part, and says so.
+"""Pictures of a published batch: its shards row by row, loads, breaks of merging, scores. They are bounded in size: a
+larger one is added up or given in part, and says so.
 
-Blocking: who asks gives a thread of its own. What was read is kept for the batches asked for last, also when they are
-freed meanwhile.
+Reading a batch blocks. The last batches that were asked for are cached, also when they are freed meanwhile.
 """
 
 from __future__ import annotations
@@ -10,148 +9,199 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
-from typing import Any
+from typing import NamedTuple, TypedDict
 
 import orjson
 
 from gristmill.errors import InvalidArgumentError, NotFoundError
 from gristmill_service.config import Model, RunConfig
-from gristmill_service.monitoring.batch_summary import BatchSummary, Break, outline
-from gristmill_service.monitoring.shard_bars import LARGEST, ShardBars
+from gristmill_service.monitoring.batch_models import (
+    BatchBreaks,
+    BatchPicture,
+    BatchScores,
+    GroupScores,
+    PrefixBreak,
+    TokenPair,
+)
+from gristmill_service.monitoring.batch_summary import BatchSummary, StepBreak, summarize
+from gristmill_service.monitoring.shard_bars import LARGEST, PlannedMiniBatch, ShardBars
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.run import Run
 
-Json = dict[str, Any]
-
-KEPT_BATCHES = 4
+CACHED_BATCHES = 4
 SHOWN_GROUPS = 200
 _LONGEST_UID = 80
 
 
+class Plan(TypedDict):
+    """The plan, as far as pictures need it."""
+
+    dp_size: int
+    prompts: int
+    rows_received: int
+    rows: int
+    dropped_uids: list[str]
+    metrics: dict[str, float]
+    counts: dict[str, int]
+    mini_batches: list[PlannedMiniBatch]
+
+
 class BatchView:
-    """One batch: its plan, and its rows in outline."""
+    """One batch: its plan, and its rows without their tokens."""
 
-    def __init__(self, run: Run, batch: int, config: RunConfig, plan: Json, rows: BatchSummary) -> None:
-        self._head = {"run": run.name, "batch": batch}
+    def __init__(self, run: str, batch: int, config: RunConfig, plan: Plan, rows: BatchSummary) -> None:
+        self._run, self._batch = run, batch
         self._config, self._plan, self._rows = config, plan, rows
-        self._shapes = ShardBars(rows, config)
+        self._bars = ShardBars(rows, config)
 
-    def shards(self, model: Model, mini_batch: int | None) -> Json:
-        """Of all mini-batches as far as they fit, or of one alone, with finer bars then."""
+    def picture(self, model: Model, mini_batch: int | None) -> BatchPicture:
+        """All mini-batches as far as they fit, or one alone, with finer bars then."""
+        own = self._mini_batches(model)
+        chosen = own if mini_batch is None else _chosen(own, model, mini_batch)
+        drawn = self._bars.drawn(own, chosen[: max(1, LARGEST.shards // self._plan["dp_size"])])
+        plan, config = self._plan, self._config
+        return BatchPicture(
+            run=self._run,
+            batch=self._batch,
+            model=model,
+            models=list(config.models),
+            layout=config.layout,
+            pad_width=config.pad_width,
+            merge=config.merge,
+            prompts=plan["prompts"],
+            rows_received=plan["rows_received"],
+            rows=plan["rows"],
+            dropped_uids=len(plan["dropped_uids"]),
+            metrics=plan["metrics"],
+            counts=plan["counts"],
+            mini_batches_in_all=len(own),
+            rows_per_bar=drawn.per_bar,
+            micro_steps_per_cell=drawn.per_cell,
+            load_unit=self._bars.load_unit,
+            mini_batches=drawn.mini_batches,
+            groups=[_short(uid) for _, uid in self._rows.received.groups[: LARGEST.bars]],
+        )
+
+    def breaks(self) -> BatchBreaks:
+        found = self._rows.breaks
+        return BatchBreaks(
+            run=self._run,
+            batch=self._batch,
+            merge=self._config.merge,
+            in_all=found.in_all,
+            rows_received=self._plan["rows_received"],
+            rows=self._plan["rows"],
+            pairs=[TokenPair(was=was, now=now, count=count) for (was, now), count in found.pairs],
+            breaks=[_prefix_break(one) for one in found.shown],
+        )
+
+    def scores(self, start: int) -> BatchScores:
+        """Of 200 groups at most, from this one on."""
+        groups = self._rows.received.groups
+        first = max(start, 0)
+        return BatchScores(
+            run=self._run,
+            batch=self._batch,
+            estimator=self._config.advantage_estimator,
+            groups_in_all=len(groups),
+            start=first,
+            groups=[self._group(group) for group in range(first, min(first + SHOWN_GROUPS, len(groups)))],
+        )
+
+    def _mini_batches(self, model: Model) -> list[PlannedMiniBatch]:
         if model not in self._config.models:
             raise InvalidArgumentError(
                 f"model is {model} and this run has none; it has {', '.join(self._config.models)} "
                 "(critic_mini_batch_size configures a critic)"
             )
-        own = [part for part in self._plan["mini_batches"] if part["model"] == model]
-        chosen = own if mini_batch is None else own[mini_batch : mini_batch + 1] if mini_batch >= 0 else []
-        if own and not chosen:
-            raise InvalidArgumentError(
-                f"mini_batch is {mini_batch} and the batch has {len(own)} {model} mini-batches, from 0; ask for one of "
-                "those"
-            )
-        chosen = chosen[: max(1, LARGEST.shards // self._plan["dp_size"])]
-        return {
-            **self._head,
-            "model": model,
-            "models": list(self._config.models),
-            "layout": self._config.layout,
-            "pad_width": self._config.pad_width,
-            "merge": self._config.merge,
-            "prompts": self._plan["prompts"],
-            "rows_received": self._plan["rows_received"],
-            "rows": self._plan["rows"],
-            "dropped_uids": len(self._plan["dropped_uids"]),
-            "metrics": self._plan["metrics"],
-            "counts": self._plan["counts"],
-            "mini_batches_in_all": len(own),
-            **self._shapes.shown(own, chosen),
-            "groups": [_short(uid) for _, uid in self._rows.received.groups[: LARGEST.bars]],
-        }
+        return [part for part in self._plan["mini_batches"] if part["model"] == model]
 
-    def breaks(self) -> Json:
-        found = self._rows.breaks
-        return {
-            **self._head,
-            "merge": self._config.merge,
-            "in_all": found.in_all,
-            "rows_received": self._plan["rows_received"],
-            "rows": self._plan["rows"],
-            "pairs": [{"was": was, "now": now, "count": count} for (was, now), count in found.pairs],
-            "breaks": [_told(one) for one in found.shown],
-        }
-
-    def scores(self, start: int) -> Json:
-        """Of some groups, from this one on."""
-        received = self._rows.received
-        stop = min(max(start, 0) + SHOWN_GROUPS, len(received.groups))
-        return {
-            **self._head,
-            "estimator": self._config.advantage_estimator,
-            "groups_in_all": len(received.groups),
-            "start": max(start, 0),
-            "groups": [self._group(group) for group in range(max(start, 0), stop)],
-        }
-
-    def _group(self, group: int) -> Json:
+    def _group(self, group: int) -> GroupScores:
         received, advantages = self._rows.received, self._rows.advantages
         own = slice(int(received.group_bounds[group]), int(received.group_bounds[group + 1]))
-        samples = received.steps.samples[received.trajectory_bounds[:-1][own]]
         round_, uid = received.groups[group]
-        return {
-            "uid": _short(uid),
-            "round": round_,
-            "samples": samples.tolist(),
-            "scores": self._rows.scores[own].tolist(),
-            "advantages": None if advantages is None else advantages[own].tolist(),
-        }
+        return GroupScores(
+            uid=_short(uid),
+            round=round_,
+            samples=received.steps.samples[received.trajectory_bounds[:-1][own]].tolist(),
+            scores=self._rows.scores[own].tolist(),
+            advantages=None if advantages is None else advantages[own].tolist(),
+        )
+
+
+class _Key(NamedTuple):
+    """run_id: a run of the same name that was created anew has another one. dp_size: as of the plan."""
+
+    run_id: str
+    batch: int
+    dp_size: int
 
 
 class BatchViewCache:
-    """The pictures of the batches asked for last. Thread-safe. turn: held while one is made, so that who looks never
-    takes more than one core."""
+    """The views of the batches that were asked for last. Holds no run. Thread-safe: `_lock` guards `_views`.
+
+    turn: held while a view is made, so that who looks never takes more than one core.
+    """
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
         self._lock = threading.Lock()
-        self._pictures: OrderedDict[tuple[int, int, int], tuple[Run, BatchView]] = OrderedDict()
+        self._views: OrderedDict[_Key, BatchView] = OrderedDict()
 
-    def kept(self, run: Run, batch: int) -> BatchView | None:
-        # By the object: a run of the same name that was created anew is another one.
-        key = id(run), batch, run.config.dp_size
+    def cached(self, run: Run, batch: int) -> BatchView | None:
+        key = _Key(run.run_id, batch, run.config.dp_size)
         with self._lock:
-            found = self._pictures.get(key)
+            found = self._views.get(key)
             if found is not None:
-                self._pictures.move_to_end(key)
-            return None if found is None else found[1]
+                self._views.move_to_end(key)
+            return found
 
     def get(self, run: Run, batch: int) -> BatchView:
-        """Raises as `Run.batch` does, and NotFoundError where the batch is not published yet."""
-        found = self.kept(run, batch)
+        """Blocks. Raises as `Run.batch` does, and NotFoundError where the batch is not published yet."""
+        found = self.cached(run, batch)
         if found is not None:
             return found
-        picture = _picture(run, batch)
+        key, view = _read(run, batch)
         with self._lock:
-            self._pictures[id(run), batch, run.config.dp_size] = run, picture
-            while len(self._pictures) > KEPT_BATCHES:
-                self._pictures.popitem(last=False)
-        return picture
+            self._views[key] = view
+            while len(self._views) > CACHED_BATCHES:
+                self._views.popitem(last=False)
+        return view
 
 
-def _picture(run: Run, batch: int) -> BatchView:
-    view = run.batch(batch)
-    if view.state is not BatchState.PUBLISHED:
-        raise NotFoundError(
-            f"batch {batch} is not published yet, so there is nothing to be seen of it; ask again later"
+def _read(run: Run, batch: int) -> tuple[_Key, BatchView]:
+    config = run.config
+    answer = run.batch(batch)
+    if answer.state is not BatchState.PUBLISHED:
+        raise NotFoundError(f"batch {batch} is not published yet, so that there is nothing to show; ask again later")
+    plan: Plan = orjson.loads(answer.plan)
+    if plan["dp_size"] != config.dp_size:
+        # The trainer came back with another number of ranks between the two.
+        raise NotFoundError(f"batch {batch} is being built again for another dp_size; ask again later")
+    view = BatchView(run.name, batch, config, plan, summarize(run.export(batch), config))
+    return _Key(run.run_id, batch, config.dp_size), view
+
+
+def _chosen(own: list[PlannedMiniBatch], model: Model, mini_batch: int) -> list[PlannedMiniBatch]:
+    if own and not 0 <= mini_batch < len(own):
+        raise InvalidArgumentError(
+            f"mini_batch is {mini_batch} and the batch has {len(own)} {model} mini-batches, from 0; ask for one"
         )
-    config, plan = run.config, orjson.loads(view.plan)
-    return BatchView(run, batch, config, plan, outline(run.export(batch), config))
+    return own[mini_batch : mini_batch + 1]
 
 
-def _told(one: Break) -> Json:
+def _prefix_break(one: StepBreak) -> PrefixBreak:
     key = one.trajectory
-    where = {"uid": _short(key.uid), "round": key.round, "sample": key.sample, "step": one.step, "index": one.at}
-    return {**where, "before": one.before, "was": one.was, "now": one.now}
+    return PrefixBreak(
+        uid=_short(key.uid),
+        round=key.round,
+        sample=key.sample,
+        step=one.step,
+        index=one.at,
+        before=one.before,
+        was=one.was,
+        now=one.now,
+    )
 
 
 def _short(uid: str) -> str:

@@ -11,7 +11,10 @@ VERSIONS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 
 class BucketCounts:
-    """Not thread-safe. bounds: ascending; what is above the last one is counted, too."""
+    """Not thread-safe: whoever counts into it holds its owner's lock, and hands out copies.
+
+    bounds: ascending; values above the last one are counted, too.
+    """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds, self.sum = bounds, 0.0
@@ -24,6 +27,11 @@ class BucketCounts:
     def add_all(self, values: Iterable[float]) -> None:
         for value in values:
             self.add(value)
+
+    def copy(self) -> BucketCounts:
+        copied = BucketCounts(self.bounds)
+        copied.sum, copied._counts = self.sum, self._counts.copy()
+        return copied
 
     def up_to(self) -> list[tuple[str, int]]:
         """Each bound as a label, and how many values were at most that."""

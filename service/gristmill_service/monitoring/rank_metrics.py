@@ -1,12 +1,12 @@
 """A trainer's ranks for metrics: what each was given, how long it had nothing to train on, how far it is behind.
 
-Waiting is told by the run's events, not by calls: a rank that prefetches asks long before it needs the answer. A rank
-waits while it has acknowledged all that is published and more is to come, from its first question on.
+Waiting is found from the run's events, not from calls: a rank that prefetches asks long before it needs the answer. A
+rank waits while it has acknowledged all that is published and more is to come, from its first question on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from gristmill_service.config import Model
@@ -15,10 +15,24 @@ from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.state import State
 
 
+@dataclass(frozen=True, slots=True)
+class RankStats:
+    """pulls, nbytes: the shards that the rank was told the place of, and their bytes. waited: seconds. lag: shards
+    behind the rank that is furthest."""
+
+    model: Model
+    rank: int
+    pulls: int
+    nbytes: int
+    acknowledged: int
+    waited: float
+    lag: int
+
+
 @dataclass(slots=True)
-class RankCounts:
-    """pulls, nbytes: shards that it was told the place of, and their bytes. waited: seconds, but for the wait that
-    goes on since `waits_since`, which is None where it has something to train on."""
+class _RankCounts:
+    """waited: seconds without the wait that goes on since `waits_since`, which is None where the rank has something to
+    train on."""
 
     pulls: int = 0
     nbytes: int = 0
@@ -28,41 +42,46 @@ class RankCounts:
 
 
 class RankMetrics:
-    """Guarded by the run's lock, but for `pulled`, where a count may be lost between two calls of one rank."""
+    """Not thread-safe: the lock of the `RunMetrics` that owns it guards it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.found: dict[tuple[Model, int], RankCounts] = {}
+        self._counts: dict[tuple[Model, int], _RankCounts] = {}
 
     def asked(self, state: State, model: Model, rank: int) -> None:
-        if (model, rank) not in self.found:
-            self._look_at(state, model, rank, self.found.setdefault((model, rank), RankCounts()), self._clock())
+        if (model, rank) not in self._counts:
+            self._update(state, model, rank, self._counts.setdefault((model, rank), _RankCounts()), self._clock())
 
     def pulled(self, model: Model, rank: int, nbytes: int) -> None:
-        found = self.found.get((model, rank))
+        found = self._counts.get((model, rank))
         if found is not None:
             found.pulls += 1
             found.nbytes += nbytes
 
-    def moved(self, state: State, model: Model, rank: int) -> None:
-        """It acknowledged a shard."""
-        found = self.found.setdefault((model, rank), RankCounts())
+    def acknowledged(self, state: State, model: Model, rank: int) -> None:
+        found = self._counts.setdefault((model, rank), _RankCounts())
         found.acknowledged += 1
-        self._look_at(state, model, rank, found, self._clock())
+        self._update(state, model, rank, found, self._clock())
 
-    def look(self, state: State) -> None:
-        """All of them, after what may concern any."""
+    def update_all(self, state: State) -> None:
+        """After an event that may concern any rank."""
         now = self._clock()
-        for model, rank in list(self.found):
+        for model, rank in list(self._counts):
             if rank >= len(state.models[model].next):
-                del self.found[model, rank]
+                del self._counts[model, rank]
             else:
-                self._look_at(state, model, rank, self.found[model, rank], now)
+                self._update(state, model, rank, self._counts[model, rank], now)
 
-    def waited(self, found: RankCounts) -> float:
-        return found.waited + (0.0 if found.waits_since is None else self._clock() - found.waits_since)
+    def stats(self, state: State) -> Iterator[RankStats]:
+        """One for each rank that has asked for something."""
+        now = self._clock()
+        behind = {model: lags(state, model) for model in state.models}
+        for (model, rank), found in self._counts.items():
+            waited = found.waited + (0.0 if found.waits_since is None else now - found.waits_since)
+            lag = behind[model][rank]
+            yield RankStats(model, rank, found.pulls, found.nbytes, found.acknowledged, waited, lag)
 
-    def _look_at(self, state: State, model: Model, rank: int, found: RankCounts, now: float) -> None:
+    def _update(self, state: State, model: Model, rank: int, found: _RankCounts, now: float) -> None:
         waits = _waits(state, progress.next_of(state, model, rank))
         if found.waits_since is not None and not waits:
             found.waited += now - found.waits_since
@@ -79,7 +98,7 @@ def _waits(state: State, position: Position) -> bool:
 
 
 def lags(state: State, model: Model) -> list[int]:
-    """Of each rank, how many shards it is behind the one that is furthest."""
+    """How many shards each rank is behind the one that is furthest."""
     places = [progress.next_of(state, model, rank) for rank in range(len(state.models[model].next))]
     furthest, behind = max(places), dict[Position, int]()
     for place in set(places):

@@ -1,13 +1,12 @@
-"""What a run counts of itself for metrics, since this process has it: it goes with the run, wherever that goes.
+"""What is counted of a run for metrics, from when this process took it: counters begin at 0 with each process.
 
-Nothing of it is kept: what a restart replays is not counted again, nor is a batch that is made again. What is counted
-of events is guarded by the run's lock, the rest by one of its own.
+Nothing is counted twice: neither what a restart replays, nor a batch that is built again.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ import structlog
 
 from gristmill._wire.steps import Steps
 from gristmill_service import tracing
+from gristmill_service.config import Model
 from gristmill_service.monitoring.bucket_counts import SECONDS, VERSIONS, BucketCounts
-from gristmill_service.monitoring.rank_metrics import RankMetrics
+from gristmill_service.monitoring.rank_metrics import RankMetrics, RankStats
 from gristmill_service.pipeline.batch_stats import BatchStats
 from gristmill_service.run.machine.answers import Outcome
 from gristmill_service.run.machine.events import (
@@ -45,157 +45,215 @@ REASONS = (
     "aborted", "batch_failed", "finished", "misaligned", "rows_lost", "stale", "superseded", "timeout", "zero_variance"
 )  # fmt: skip
 STAGES = ("queue", "gather", "validate", "merge", "advantage", "schedule", "layout", "plan", "publish")
-# Who was told that there is no room asks again within this, or has gone away.
+# A worker that was told that there is no room asks again within this, or has gone away.
 _ASKS_AGAIN_S = 35.0
-# All that may let ranks go on, or make them wait; an acknowledgement moves one alone.
+# Events that may let any rank go on, or make it wait; an acknowledgement moves one alone.
 _MOVES_RANKS = frozenset([BatchPublished, BatchWithdrawn, BatchFailed, ModelResumed, Resized, RunFinished])
 
 
 def bounded_reason(reason: str) -> str:
-    """What clients call their reasons is `aborted`: labels are ours, so that they are few."""
+    """A client's own reason is counted as `aborted`: labels are few."""
     return reason if reason in REASONS else "aborted"
 
 
 @dataclass(slots=True)
-class _Making:
+class _Build:
+    """A batch on its way from its seal to its publication. stats: once it was built for the first time."""
+
     sealed_at: float
     is_started: bool = False
-    census: BatchStats | None = None
+    stats: BatchStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsSnapshot:
+    """Everything that was counted of a run, at one moment.
+
+    closed: groups that went on with fewer samples, by reason. padding: the last published batch's shares. throttled:
+    seconds during which workers waited for room.
+    """
+
+    rows: Counter[Outcome]
+    tokens: Counter[Outcome]
+    dropped_rows: Counter[str]
+    dropped_tokens: Counter[str]
+    closed: Counter[str]
+    batch_rows: Counter[str]
+    batch_tokens: Counter[str]
+    mismatches: Counter[str]
+    padding: dict[str, float]
+    staleness: BucketCounts
+    stages: dict[str, BucketCounts]
+    seal: BucketCounts
+    publish: BucketCounts
+    throttled: float
+    ranks: list[RankStats]
 
 
 class RunMetrics:
-    """clock: seconds, as `time.monotonic`. now: the run's own time, in which groups were admitted."""
+    """Thread-safe. `_lock` guards every attribute that changes; whoever holds the state takes it after the state's.
+
+    clock: seconds, as `time.monotonic`. now: the run's own time, in which groups are admitted.
+    """
 
     def __init__(self, clock: Callable[[], float], now: Callable[[], float]) -> None:
         self._clock, self._now = clock, now
         self.now = now
         self._lock = threading.Lock()
-        self._making: dict[int, _Making] = {}
+        self._builds: dict[int, _Build] = {}
         self._throttled = 0.0
         self._full_at: float | None = None
-        self.rows: Counter[Outcome] = Counter()
-        self.tokens: Counter[Outcome] = Counter()
-        self.dropped_rows: Counter[str] = Counter()
-        self.dropped_tokens: Counter[str] = Counter()
-        self.closed: Counter[str] = Counter()
-        """Groups that went on with fewer samples."""
-        self.batch_rows: Counter[str] = Counter()
-        self.batch_tokens: Counter[str] = Counter()
-        self.mismatches: Counter[str] = Counter()
-        self.padding: dict[str, float] = {}
-        """Of the batch that was published last."""
-        self.staleness = BucketCounts(VERSIONS)
-        self.stages: defaultdict[str, BucketCounts] = defaultdict(lambda: BucketCounts(SECONDS))
-        self.seal, self.publish = BucketCounts(SECONDS), BucketCounts(SECONDS)
-        self.ranks = RankMetrics(clock)
+        self._rows: Counter[Outcome] = Counter()
+        self._tokens: Counter[Outcome] = Counter()
+        self._dropped_rows: Counter[str] = Counter()
+        self._dropped_tokens: Counter[str] = Counter()
+        self._closed: Counter[str] = Counter()
+        self._batch_rows: Counter[str] = Counter()
+        self._batch_tokens: Counter[str] = Counter()
+        self._mismatches: Counter[str] = Counter()
+        self._padding: dict[str, float] = {}
+        self._staleness = BucketCounts(VERSIONS)
+        self._stages = {stage: BucketCounts(SECONDS) for stage in STAGES}
+        self._seal, self._publish = BucketCounts(SECONDS), BucketCounts(SECONDS)
+        self._ranks = RankMetrics(clock)
 
-    # --- From outside the run's lock
+    def run_time(self) -> float:
+        """The run's own time, in seconds."""
+        return self._now()
+
+    def snapshot(self, state: State) -> MetricsSnapshot:
+        """state: as it is now, and locked, so that it and the counts agree."""
+        with self._lock:
+            return MetricsSnapshot(
+                rows=self._rows.copy(),
+                tokens=self._tokens.copy(),
+                dropped_rows=self._dropped_rows.copy(),
+                dropped_tokens=self._dropped_tokens.copy(),
+                closed=self._closed.copy(),
+                batch_rows=self._batch_rows.copy(),
+                batch_tokens=self._batch_tokens.copy(),
+                mismatches=self._mismatches.copy(),
+                padding=self._padding,
+                staleness=self._staleness.copy(),
+                stages={stage: counts.copy() for stage, counts in self._stages.items()},
+                seal=self._seal.copy(),
+                publish=self._publish.copy(),
+                throttled=self._throttled_until_now(),
+                ranks=list(self._ranks.stats(state)),
+            )
 
     def received(self, outcomes: Sequence[Outcome], steps: Steps) -> None:
-        """A request's rows, by what became of them."""
+        """Counts a request's rows, by what became of them."""
         if not outcomes:
             return
         first = outcomes[0]
-        # As good as always.
+        # Nearly always all rows of a request have one outcome.
         if outcomes.count(first) == len(outcomes):
             with self._lock:
-                self.rows[first] += len(outcomes)
-                self.tokens[first] += steps.tokens.total
+                self._rows[first] += len(outcomes)
+                self._tokens[first] += steps.tokens.total
             return
         values = np.array([outcome.value for outcome in outcomes])
         tokens = np.bincount(values, weights=steps.tokens.lengths).tolist()
         with self._lock:
-            self.rows.update(outcomes)
-            self.tokens.update({outcome: int(tokens[outcome.value]) for outcome in set(outcomes)})
+            self._rows.update(outcomes)
+            self._tokens.update({outcome: int(tokens[outcome.value]) for outcome in set(outcomes)})
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Measures what it is around as a stage of making a batch."""
+        """Measures its body as a stage of building a batch."""
         begin = self._clock()
         try:
             with tracing.span(stage):
                 yield
         finally:
-            self.stages[stage].add(self._clock() - begin)
+            seconds = self._clock() - begin
+            with self._lock:
+                self._stages.setdefault(stage, BucketCounts(SECONDS)).add(seconds)
 
-    def started(self, batch: int) -> None:
+    def building(self, batch: int) -> None:
         """The batch's turn has come."""
-        made = self._making.setdefault(batch, _Making(self._clock()))
-        if not made.is_started:
-            made.is_started = True
-            self.stages["queue"].add(self._clock() - made.sealed_at)
+        with self._lock:
+            build = self._builds.setdefault(batch, _Build(self._clock()))
+            if not build.is_started:
+                build.is_started = True
+                self._stages["queue"].add(self._clock() - build.sealed_at)
 
-    def made(self, batch: int, census: Callable[[], BatchStats]) -> None:
-        """The batch will be published for the first time, with this."""
-        try:
-            self._making.setdefault(batch, _Making(self._clock())).census = census()
-        except Exception:  # noqa: BLE001 - a batch does not fail for what counts it
-            _log.exception("batch not counted", batch=batch)
-
-    # --- With the run's lock held
+    def built(self, batch: int, stats: Callable[[], BatchStats]) -> None:
+        """The batch will be published for the first time, with these rows and tokens."""
+        # Counting a large batch takes a while.
+        found = stats()
+        with self._lock:
+            self._builds.setdefault(batch, _Build(self._clock())).stats = found
 
     def asked_for_groups(self, found_room: bool) -> None:
-        """A worker asked to begin groups. Between two who found no room, workers waited."""
-        self._throttled, self._full_at = self.throttled, None if found_room else self._clock()
+        """A worker asked to begin groups. Between two that found no room, workers waited."""
+        with self._lock:
+            self._throttled = self._throttled_until_now()
+            self._full_at = None if found_room else self._clock()
 
-    @property
-    def throttled(self) -> float:
-        """Seconds during which workers waited for room."""
+    def asked_for_shard(self, state: State, model: Model, rank: int) -> None:
+        with self._lock:
+            self._ranks.asked(state, model, rank)
+
+    def gave_shard(self, model: Model, rank: int, nbytes: int) -> None:
+        with self._lock:
+            self._ranks.pulled(model, rank, nbytes)
+
+    def applied(self, event: Event, state: State, released: int, tokens: Callable[[], int]) -> None:
+        """released, tokens: of the rows that nothing refers to any more."""
+        if type(event) is RowsStored and not released:
+            # This happens thousands of times a second.
+            return
+        with self._lock:
+            self._count(event, state, released, tokens)
+            if type(event) in _MOVES_RANKS:
+                self._ranks.update_all(state)
+
+    def _count(self, event: Event, state: State, released: int, tokens: Callable[[], int]) -> None:
+        match event:
+            case RowsStored():
+                self._drop("superseded", released, tokens())
+            case Acknowledged(model, rank, _):
+                self._ranks.acknowledged(state, model, rank)
+            case GroupDropped(_, reason) | TrajectoryAborted(_, reason):
+                self._drop(bounded_reason(reason), released, tokens())
+            case GroupClosed(_, reason):
+                self._closed[bounded_reason(reason)] += 1
+                self._drop(bounded_reason(reason), released, tokens())
+            case BatchFailed(batch, _):
+                self._builds.pop(batch, None)
+                self._drop("batch_failed", released, tokens())
+            case BatchSealed(batch):
+                self._builds[batch] = _Build(self._clock())
+                oldest = min(group.admitted_at for group in state.batches[batch].groups)
+                self._seal.add(max(0.0, self._now() - oldest))
+            case BatchPublished(batch):
+                self._count_published(self._builds.pop(batch, None))
+            case BatchWithdrawn(batch):
+                self._builds[batch] = _Build(self._clock())
+            case BatchFreed(batch):
+                self._builds.pop(batch, None)
+
+    def _throttled_until_now(self) -> float:
         waits = 0.0 if self._full_at is None else min(self._clock() - self._full_at, _ASKS_AGAIN_S)
         return self._throttled + waits
 
-    def note(self, event: Event, state: State, released: int, tokens: Callable[[], int]) -> None:
-        """What happened, after the state took it. released, tokens: of rows that nothing refers to any more."""
-        if type(event) is RowsStored and not released:
-            # What happens thousands of times a second.
-            return
-        try:
-            self._note(event, state, released, tokens)
-        except Exception:  # noqa: BLE001 - it has happened, whether it can be counted or not
-            _log.exception("event not counted", event=type(event).__name__)
-
-    def _note(self, event: Event, state: State, released: int, tokens: Callable[[], int]) -> None:
-        match event:
-            case RowsStored():
-                self._dropped("superseded", released, tokens())
-            case Acknowledged(model, rank, _):
-                self.ranks.moved(state, model, rank)
-            case GroupDropped(_, reason) | TrajectoryAborted(_, reason):
-                self._dropped(bounded_reason(reason), released, tokens())
-            case GroupClosed(_, reason):
-                self.closed[bounded_reason(reason)] += 1
-                self._dropped(bounded_reason(reason), released, tokens())
-            case BatchFailed(batch, _):
-                self._making.pop(batch, None)
-                self._dropped("batch_failed", released, tokens())
-            case BatchSealed(batch):
-                self._making[batch] = _Making(self._clock())
-                oldest = min(group.admitted_at for group in state.batches[batch].groups)
-                self.seal.add(max(0.0, self._now() - oldest))
-            case BatchPublished(batch):
-                self._published(self._making.pop(batch, None))
-            case BatchWithdrawn(batch):
-                self._making[batch] = _Making(self._clock())
-            case BatchFreed(batch):
-                self._making.pop(batch, None)
-        if type(event) in _MOVES_RANKS:
-            self.ranks.look(state)
-
-    def _dropped(self, reason: str, rows: int, tokens: int) -> None:
+    def _drop(self, reason: str, rows: int, tokens: int) -> None:
         if rows:
-            self.dropped_rows[reason] += rows
-            self.dropped_tokens[reason] += tokens
+            self._dropped_rows[reason] += rows
+            self._dropped_tokens[reason] += tokens
 
-    def _published(self, made: _Making | None) -> None:
-        if made is None:
+    def _count_published(self, build: _Build | None) -> None:
+        if build is None:
             return
-        self.publish.add(self._clock() - made.sealed_at)
-        if (census := made.census) is None:
+        self._publish.add(self._clock() - build.sealed_at)
+        if (stats := build.stats) is None:
             return
-        self.batch_rows.update(census.rows)
-        self.batch_tokens.update(census.tokens)
-        self.dropped_rows.update(census.dropped_rows)
-        self.dropped_tokens.update(census.dropped_tokens)
-        self.mismatches.update(census.mismatches)
-        self.padding = census.padding
-        self.staleness.add_all(census.staleness.tolist())
+        self._batch_rows.update(stats.rows)
+        self._batch_tokens.update(stats.tokens)
+        self._dropped_rows.update(stats.dropped_rows)
+        self._dropped_tokens.update(stats.dropped_tokens)
+        self._mismatches.update(stats.mismatches)
+        self._padding = stats.padding
+        self._staleness.add_all(stats.staleness.tolist())

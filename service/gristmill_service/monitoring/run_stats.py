@@ -2,81 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gristmill_service.config import Model
-from gristmill_service.monitoring.rank_metrics import lags
-from gristmill_service.monitoring.run_metrics import RunMetrics
+from gristmill_service.monitoring.health import assess
+from gristmill_service.monitoring.health_models import HealthState, RunCounts
+from gristmill_service.monitoring.run_facts import RunFacts, facts_of
+from gristmill_service.monitoring.run_metrics import MetricsSnapshot
+from gristmill_service.monitoring.run_monitor import monitor_of
 from gristmill_service.run.machine.admission import Room
-from gristmill_service.run.machine.answers import RunStatus
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.run import Run
 
 
 @dataclass(frozen=True, slots=True)
-class RankStats:
-    """See `RankCounts`. waited: seconds. lag: shards behind the rank that is furthest."""
-
-    model: Model
-    rank: int
-    pulls: int
-    nbytes: int
-    acknowledged: int
-    waited: float
-    lag: int
-
-
-@dataclass(frozen=True, slots=True)
 class RunStats:
-    """oldest_open: seconds since the oldest group that is not complete was begun, 0 where there is none. throttled:
-    seconds during which workers waited for room. journal_bytes: of the run's log of events. lease: seconds for which
-    this process still decides, None where it needs no lease. meters: what the process counted."""
+    """The state, and what was counted of its events, under the run's lock: a batch that is published in one is counted
+    in the other.
 
-    status: RunStatus
+    oldest_open: seconds since the oldest group that is not complete was begun, 0 where there is none. committed: the
+    batch that each model's training is committed up to. journal_bytes: the size of the run's log of events. lease:
+    seconds for which this process still decides, None where it needs no lease.
+    """
+
+    run: str
+    health: HealthState
+    counts: RunCounts
+    groups_dropped: dict[str, int]
     batches_buffered: int
     max_buffered_batches: int
     max_buffered_bytes: int
     oldest_open: float
-    throttled: float
-    ranks: list[RankStats]
+    committed: dict[Model, int]
     journal_bytes: int
     lease: float | None
-    meters: RunMetrics
-
-
-def oldest_open(state: State, now: float) -> float:
-    """now: the run's own time."""
-    found = next((group for key, group in state.open.items() if key not in state.complete), None)
-    return 0.0 if found is None else max(0.0, now - found.admitted_at)
-
-
-def rank_stats(state: State, meters: RunMetrics) -> Iterator[RankStats]:
-    """Of the ranks that have asked for something."""
-    for model in state.models:
-        behind = lags(state, model)
-        for (of, rank), found in meters.ranks.found.items():
-            if of == model:
-                waited = meters.ranks.waited(found)
-                yield RankStats(model, rank, found.pulls, found.nbytes, found.acknowledged, waited, behind[rank])
+    counted: MetricsSnapshot
 
 
 def run_stats(run: Run) -> RunStats:
-    """The run's numbers, of what is in memory, which need not be safe yet."""
-    metrics = run.monitor.metrics  # type: ignore
+    facts, groups_dropped, oldest, counted = run.read(lambda state, room: _read(run, state, room))
+    return RunStats(
+        run=run.name,
+        health=assess(facts).state,
+        counts=facts.counts,
+        groups_dropped=groups_dropped,
+        batches_buffered=facts.held,
+        max_buffered_batches=run.config.max_buffered_batches,
+        max_buffered_bytes=int(run.config.max_buffered_bytes),
+        oldest_open=oldest,
+        committed={model.model: model.committed.batch for model in facts.models},
+        journal_bytes=run.log_bytes,
+        lease=run.lease,
+        counted=counted,
+    )
 
-    def take(state: State, room: Room) -> RunStats:
-        return RunStats(
-            status=run.status_of(state),
-            batches_buffered=len(state.batches),
-            max_buffered_batches=run.config.max_buffered_batches,
-            max_buffered_bytes=int(run.config.max_buffered_bytes),
-            oldest_open=oldest_open(state, metrics.now()),
-            throttled=metrics.throttled,
-            ranks=list(rank_stats(state, metrics)),
-            journal_bytes=run.log_bytes,
-            lease=run.lease,
-            meters=metrics,
-        )
 
-    return run.read(take)
+def _read(run: Run, state: State, room: Room) -> tuple[RunFacts, dict[str, int], float, MetricsSnapshot]:
+    metrics = monitor_of(run).metrics
+    return (
+        facts_of(run, state, room),
+        dict(state.groups_dropped),
+        _oldest_open(state, metrics.run_time()),
+        metrics.snapshot(state),
+    )
+
+
+def _oldest_open(state: State, now: float) -> float:
+    """now: the run's own time."""
+    found = next((group for key, group in state.open.items() if key not in state.complete), None)
+    return 0.0 if found is None else max(0.0, now - found.admitted_at)

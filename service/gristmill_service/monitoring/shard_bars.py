@@ -1,23 +1,23 @@
-"""The shapes of a picture: of each shard its bars, one a row, and its load, one a micro-step."""
+"""The bars of a batch's picture: one for each row of a shard, and the loads, one for each micro-step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s
-from gristmill_service.config import RunConfig
+from gristmill_service.config import Model, RunConfig
+from gristmill_service.monitoring.batch_models import MiniBatchPicture, ShardPicture
 from gristmill_service.monitoring.batch_summary import BatchSummary
 from gristmill_service.pipeline.balance import loads_of
 
-Json = dict[str, Any]
-
 
 class Largest(NamedTuple):
-    """How much one picture has at most: about 300 KB."""
+    """The bounds of one picture: about 300 KB."""
 
     bars: int
     cells: int
@@ -26,7 +26,31 @@ class Largest(NamedTuple):
 
 LARGEST = Largest(bars=4_000, cells=8_000, shards=1_024)
 
-_PARTS = ("prompt", "observation", "trained", "padding")
+
+class PlannedRank(TypedDict):
+    """As in the plan: row numbers, -1 for padding rows, and positions among them."""
+
+    rows: list[int]
+    micro_batches: list[list[int]]
+
+
+class PlannedMiniBatch(TypedDict):
+    """As in the plan."""
+
+    model: Model
+    index: int
+    rows: int
+    padding_rows: int
+    loss_tokens: int
+    ranks: list[PlannedRank]
+
+
+class DrawnBars(NamedTuple):
+    """per_bar: rows that are added up in each bar. per_cell: micro-steps that are added up in each load."""
+
+    per_bar: int
+    per_cell: int
+    mini_batches: list[MiniBatchPicture]
 
 
 class _Rank(NamedTuple):
@@ -44,71 +68,69 @@ class ShardBars:
         padding_row = config.padding_row_tokens
         observed = rows.lengths - rows.prompts - rows.trained
         # A padding row is all padding.
-        self._parts = {
-            "prompt": np.append(rows.prompts, 0),
-            "observation": np.append(observed, 0),
-            "trained": np.append(rows.trained, 0),
-        }
+        self._parts = [np.append(values, 0) for values in (rows.prompts, observed, rows.trained)]
         self._lengths = np.append(rows.lengths, padding_row)
         loads = loads_of(rows.lengths, config.flops)
         if config.flops is not None and loads.sum():
             loads = loads * (rows.lengths.sum() / loads.sum())
         self._loads = np.append(loads, 0.0)
 
-    def shown(self, own: Sequence[Json], chosen: Sequence[Json]) -> Json:
-        """own: all of a model's mini-batches in the plan; chosen: those that are shown."""
+    def drawn(self, own: Sequence[PlannedMiniBatch], chosen: Sequence[PlannedMiniBatch]) -> DrawnBars:
+        """own: all of a model's mini-batches in the plan; chosen: the ones to draw."""
         every = {part["index"]: [_rank(rank) for rank in part["ranks"]] for part in own}
         ranks = [rank for part in chosen for rank in every[part["index"]]]
         per_bar = _share(sum(len(rank.rows) for rank in ranks), LARGEST.bars)
         per_cell = _share(sum(len(rank.starts) for rank in ranks), LARGEST.cells)
-        widths: dict[int, list[Int64s]] = {
-            part["index"]: [
-                self._widths(rank, every[part["index"]], list(every.values())) for rank in every[part["index"]]
+        found = []
+        for part in chosen:
+            shards = [
+                self._shard(rank, self._widths(rank, every[part["index"]], list(every.values())), per_bar, per_cell)
+                for rank in every[part["index"]]
             ]
-            for part in chosen
-        }
-        return {
-            "rows_per_bar": per_bar,
-            "micro_steps_per_cell": per_cell,
-            "load_unit": "tokens" if self._config.flops is None else "FLOPs, as tokens of a row of mean cost",
-            "mini_batches": [
-                {
-                    **{name: part[name] for name in ("index", "rows", "padding_rows", "loss_tokens")},
-                    "shards": [
-                        self._shard(rank, wide, per_bar, per_cell)
-                        for rank, wide in zip(every[part["index"]], widths[part["index"]], strict=True)
-                    ],
-                }
-                for part in chosen
-            ],
-        }
+            found.append(
+                MiniBatchPicture(
+                    index=part["index"],
+                    rows=part["rows"],
+                    padding_rows=part["padding_rows"],
+                    loss_tokens=part["loss_tokens"],
+                    shards=shards,
+                )
+            )
+        return DrawnBars(per_bar, per_cell, found)
 
-    def _shard(self, rank: _Rank, widths: Int64s, per_bar: int, per_cell: int) -> Json:
-        starts = np.arange(0, len(rank.rows), per_bar)
-        parts = {name: values[rank.rows] for name, values in self._parts.items()}
-        parts["padding"] = widths - sum(parts.values())
+    @property
+    def load_unit(self) -> str:
+        return "tokens" if self._config.flops is None else "FLOPs, as tokens of a row of mean cost"
+
+    def _shard(self, rank: _Rank, widths: Int64s, per_bar: int, per_cell: int) -> ShardPicture:
+        prompt, observation, trained = (values[rank.rows] for values in self._parts)
         loads = np.add.reduceat(self._loads[rank.rows], rank.starts) if len(rank.rows) else np.empty(0)
-        shown = {name: np.add.reduceat(parts[name], starts).tolist() if len(starts) else [] for name in _PARTS}
-        cells = np.arange(0, len(loads), per_cell)
-        load = np.round(np.add.reduceat(loads, cells)).astype(np.int64).tolist() if len(cells) else []
-        return {
-            "rows": len(rank.rows),
-            **shown,
-            "load": load,
-            **(self._labels(rank.rows) if per_bar == 1 else {}),
-        }
+        labels = self._labels(rank.rows) if per_bar == 1 else [None] * 5
+        row, group, sample, first, last = labels
+        return ShardPicture(
+            rows=len(rank.rows),
+            prompt=_sums(prompt, per_bar),
+            observation=_sums(observation, per_bar),
+            trained=_sums(trained, per_bar),
+            padding=_sums(widths - prompt - observation - trained, per_bar),
+            load=_sums(loads, per_cell),
+            row=row,
+            group=group,
+            sample=sample,
+            first=first,
+            last=last,
+        )
 
-    def _labels(self, numbers: Int64s) -> Json:
-        """Which row each bar is; -1 for padding rows."""
+    def _labels(self, numbers: Int64s) -> Sequence[list[int]]:
+        """Each bar's row, group, sample, first and last step; -1 for padding rows."""
         rows, received = self._rows, self._rows.received
         groups = received.trajectory_groups[rows.trajectories]
         samples = received.steps.samples[received.trajectory_bounds[:-1]][rows.trajectories]
-        labels: dict[str, Any] = {"row": np.arange(len(rows.lengths)), "group": groups, "sample": samples}
-        labels |= {"first": rows.first, "last": rows.last}
-        return {name: np.append(values, -1)[numbers].tolist() for name, values in labels.items()}
+        columns = (np.arange(len(rows.lengths)), groups, samples, rows.first, rows.last)
+        return [np.append(values, -1)[numbers].tolist() for values in columns]
 
     def _widths(self, rank: _Rank, part: Sequence[_Rank], every: Sequence[Sequence[_Rank]]) -> Int64s:
-        """How wide each row is laid out: as the widest of those that share a width with it."""
+        """The width at which each row is laid out: as the widest of those that share a width with it."""
         if self._config.layout == "packed":
             return self._lengths[rank.rows]
         match self._config.pad_width:
@@ -129,7 +151,7 @@ class ShardBars:
         return -(-int(self._lengths[np.concatenate(rows)].max(initial=1)) // multiple) * multiple
 
 
-def _rank(planned: Json) -> _Rank:
+def _rank(planned: PlannedRank) -> _Rank:
     rows = np.array(planned["rows"], np.int64)
     starts = np.array([positions[0] for positions in planned["micro_batches"] if positions], np.int64)
     return _Rank(rows, starts)
@@ -137,3 +159,11 @@ def _rank(planned: Json) -> _Rank:
 
 def _share(count: int, most: int) -> int:
     return max(1, -(-count // most))
+
+
+def _sums(values: NDArray[Any], each: int) -> list[int]:
+    """So many neighbours added up to whole numbers."""
+    if not len(values):
+        return []
+    sums: list[int] = np.round(np.add.reduceat(values, np.arange(0, len(values), each))).astype(np.int64).tolist()
+    return sums

@@ -275,6 +275,7 @@ class RunStatus(google.protobuf.message.Message):
     FAILED_BATCHES_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
+    HEALTH_FIELD_NUMBER: builtins.int
     run: builtins.str
     config_json: builtins.str
     policy_version: builtins.int
@@ -313,6 +314,10 @@ class RunStatus(google.protobuf.message.Message):
     def failed_batches(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.str]:
         """Batches that could not be made, by number, with the reason."""
 
+    @property
+    def health(self) -> global___RunHealth:
+        """As the service judges it, a moment after the rest of this was read."""
+
     def __init__(
         self,
         *,
@@ -336,10 +341,69 @@ class RunStatus(google.protobuf.message.Message):
         failed_batches: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
         run_id: builtins.str = ...,
         generation: builtins.int = ...,
+        health: global___RunHealth | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batches_freed", b"batches_freed", "batches_published", b"batches_published", "batches_sealed", b"batches_sealed", "config_json", b"config_json", "failed_batches", b"failed_batches", "finished", b"finished", "generation", b"generation", "groups_complete", b"groups_complete", "groups_dropped", b"groups_dropped", "groups_open", b"groups_open", "groups_room", b"groups_room", "models", b"models", "policy_version", b"policy_version", "ranks", b"ranks", "row_bytes", b"row_bytes", "rows_accepted", b"rows_accepted", "rows_duplicate", b"rows_duplicate", "run", b"run", "run_id", b"run_id", "shard_bytes", b"shard_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["health", b"health"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["batches_freed", b"batches_freed", "batches_published", b"batches_published", "batches_sealed", b"batches_sealed", "config_json", b"config_json", "failed_batches", b"failed_batches", "finished", b"finished", "generation", b"generation", "groups_complete", b"groups_complete", "groups_dropped", b"groups_dropped", "groups_open", b"groups_open", "groups_room", b"groups_room", "health", b"health", "models", b"models", "policy_version", b"policy_version", "ranks", b"ranks", "row_bytes", b"row_bytes", "rows_accepted", b"rows_accepted", "rows_duplicate", b"rows_duplicate", "run", b"run", "run_id", b"run_id", "shard_bytes", b"shard_bytes"]) -> None: ...
 
 global___RunStatus = RunStatus
+
+@typing.final
+class RunHealth(google.protobuf.message.Message):
+    """A run's state and what holds it up; the documentation of the page defines them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: builtins.int
+    SUMMARY_FIELD_NUMBER: builtins.int
+    FINDINGS_FIELD_NUMBER: builtins.int
+    STILL_S_FIELD_NUMBER: builtins.int
+    state: builtins.str
+    """failed, stuck, training, collecting, idle or finished."""
+    summary: builtins.str
+    """The state's reason, in one sentence for a person."""
+    still_s: builtins.float
+    """Seconds since anything last happened in the run."""
+    @property
+    def findings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Finding]:
+        """Worst first."""
+
+    def __init__(
+        self,
+        *,
+        state: builtins.str = ...,
+        summary: builtins.str = ...,
+        findings: collections.abc.Iterable[global___Finding] | None = ...,
+        still_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["findings", b"findings", "state", b"state", "still_s", b"still_s", "summary", b"summary"]) -> None: ...
+
+global___RunHealth = RunHealth
+
+@typing.final
+class Finding(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    FOR_S_FIELD_NUMBER: builtins.int
+    level: builtins.str
+    """failed, stuck, slow or note."""
+    text: builtins.str
+    for_s: builtins.float
+    """For how many seconds it is so; absent where that is not known."""
+    def __init__(
+        self,
+        *,
+        level: builtins.str = ...,
+        text: builtins.str = ...,
+        for_s: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_for_s", b"_for_s", "for_s", b"for_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_for_s", b"_for_s", "for_s", b"for_s", "level", b"level", "text", b"text"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_for_s", b"_for_s"]) -> typing.Literal["for_s"] | None: ...
+
+global___Finding = Finding
 
 @typing.final
 class GetHealthRequest(google.protobuf.message.Message):

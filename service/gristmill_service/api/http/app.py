@@ -25,7 +25,6 @@ from gristmill_service.api.http.dependencies import ContextDep, RequestIds
 from gristmill_service.api.http.forwarding import Forwarding
 from gristmill_service.api.http.same_origin import SameOrigin
 from gristmill_service.monitoring.batch_view import BatchViewCache
-from gristmill_service.monitoring.history import HistoryRecorder
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.storage.run_store import OwnedElsewhereError
 from gristmill_service.validation_messages import place, problems, shown
@@ -46,8 +45,7 @@ def make_app(context: ApiContext) -> FastAPI:
     app = FastAPI(
         title="gristmill", version=gristmill.__version__, description=_DESCRIPTION, docs_url=None, redoc_url=None
     )
-    app.state.context, app.state.watch, app.state.album = context, HistoryRecorder(context.runs.own), BatchViewCache()
-    app.state.watch.start()
+    app.state.context, app.state.batch_views = context, BatchViewCache()
     for router in (runs.router, rollouts.router, trainers.router, page.router):
         app.include_router(router, responses=errors)
     app.include_router(page.page)
@@ -72,8 +70,9 @@ def _add_probes(app: FastAPI) -> None:
         return {"status": "alive"}
 
     @app.get("/readyz", tags=["probes"], responses={503: {"model": models.Error, "description": "UNAVAILABLE"}})
-    async def readyz(context: ContextDep) -> dict[str, str]:
+    def readyz(context: ContextDep) -> dict[str, str]:
         """The service takes calls; 503 says why not."""
+        # In a thread: what stores the runs asks its file system.
         if reason := context.unhealthy_reason():
             raise UnavailableError(f"not ready: {reason}; send new work elsewhere or later")
         return {"status": "ready"}

@@ -11,6 +11,7 @@ from gristmill.v1 import run_pb2, run_pb2_grpc
 from gristmill_service.api import messages
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.questions import ask_policy_version
+from gristmill_service.monitoring.health import assess_run
 
 _GROUPS_AT_ONCE = 4096
 
@@ -28,7 +29,8 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     def GetRun(  # noqa: N802
         self, request: run_pb2.GetRunRequest, context: grpc.ServicerContext
     ) -> run_pb2.GetRunResponse:
-        return run_pb2.GetRunResponse(status=messages.status_to(self._context.runs.get(request.run).status()))
+        run = self._context.runs.get(request.run)
+        return run_pb2.GetRunResponse(status=messages.status_to(run.status(), assess_run(run)))
 
     def GetHealth(  # noqa: N802
         self, request: run_pb2.GetHealthRequest, context: grpc.ServicerContext

@@ -1,1 +1,1 @@
-"""`gristmill status`, `top` and `tail`: a running service from a terminal, by its public contract alone."""
+"""`gristmill status`, `top` and `tail`: a running service in a terminal, read through its public API alone."""

@@ -1,4 +1,4 @@
-"""What happened in a run between two looks at it, from the difference of what it said of itself."""
+"""The changes of a run between two statuses of it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 
 from gristmill.v1 import run_pb2
 from gristmill_service.cli.watch.escape import printable
-from gristmill_service.cli.watch.health import model_name, place
 from gristmill_service.cli.watch.json_documents import place_document
+from gristmill_service.cli.watch.positions import model_name, order, place
+from gristmill_service.cli.watch.reported_health import STUCK
 
-Happening = dict[str, Any]
-"""`event`, and what belongs to it."""
+Change = dict[str, Any]
+"""`event`, and the values that belong to it."""
 
 Groups = Callable[[], Sequence[run_pb2.GroupStatus]]
 
 
-def happenings(before: run_pb2.RunStatus, after: run_pb2.RunStatus, groups: Groups) -> Iterator[Happening]:
+def changes(before: run_pb2.RunStatus, after: run_pb2.RunStatus, groups: Groups) -> Iterator[Change]:
     """In the order in which one leads to the next. groups: asked only where groups were dropped."""
     if after.batches_sealed < before.batches_sealed or after.rows_accepted < before.rows_accepted:
         # Deleted, or lost with the process that held it, and created again by the same name.
@@ -32,32 +33,33 @@ def happenings(before: run_pb2.RunStatus, after: run_pb2.RunStatus, groups: Grou
     yield from ({"event": "freed", "batch": number} for number in range(before.batches_freed, after.batches_freed))
     if after.finished and not before.finished:
         yield {"event": "finished"}
+    yield from _health(before.health, after.health)
 
 
-def told(happening: Happening) -> str:
-    """In a person's words, fit for a terminal."""
-    return printable(_told(happening))
+def sentence(change: Change) -> str:
+    """For a person at a terminal."""
+    return printable(_sentence(change))
 
 
-def _told(happening: Happening) -> str:
-    event = happening["event"]
+def _sentence(change: Change) -> str:
+    event = change["event"]
     if event == "following":
-        return "following: " + ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in happening.items() if n != event)
+        return "following: " + ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in change.items() if n != event)
     if event == "groups dropped":
-        names = ", ".join(group["uid"] for group in happening["groups"][:8])
-        more = ", ..." if len(happening["groups"]) > 8 else ""
-        what = "1 group" if happening["count"] == 1 else f"{happening['count']} groups"
-        return f"{what} dropped ({happening['reason']}): {names}{more}"
+        names = ", ".join(group["uid"] for group in change["groups"][:8])
+        more = ", ..." if len(change["groups"]) > 8 else ""
+        what = "1 group" if change["count"] == 1 else f"{change['count']} groups"
+        return f"{what} dropped ({change['reason']}): {names}{more}"
     if event == "acknowledged":
-        return f"acknowledged by {happening['model']} rank {_ranges(happening['ranks'])}; next is {_place(happening)}"
+        return f"acknowledged by {change['model']} rank {_ranges(change['ranks'])}; next is {_place(change)}"
     if event in ("committed", "resumed"):
-        return f"{happening['model']} {event} {'at' if event == 'resumed' else 'up to'} {_place(happening)}"
-    rest = " ".join(str(happening[name]) for name in ("version", "batch") if name in happening)
-    reason = f": {happening['reason']}" if happening.get("reason") else ""
-    return f"{'batch ' if 'batch' in happening else ''}{rest} {event}{reason}".strip() if rest else f"{event}{reason}"
+        return f"{change['model']} {event} {'at' if event == 'resumed' else 'up to'} {_place(change)}"
+    rest = " ".join(str(change[name]) for name in ("version", "batch") if name in change)
+    reason = f": {change['reason']}" if change.get("reason") else ""
+    return f"{'batch ' if 'batch' in change else ''}{rest} {event}{reason}".strip() if rest else f"{event}{reason}"
 
 
-def _batches(before: run_pb2.RunStatus, after: run_pb2.RunStatus) -> Iterator[Happening]:
+def _batches(before: run_pb2.RunStatus, after: run_pb2.RunStatus) -> Iterator[Change]:
     for number in range(before.batches_sealed, after.batches_sealed):
         yield {"event": "sealed", "batch": number}
     for number in range(max(after.batches_published, after.batches_freed), before.batches_published):
@@ -70,12 +72,20 @@ def _batches(before: run_pb2.RunStatus, after: run_pb2.RunStatus) -> Iterator[Ha
             yield {"event": "published", "batch": number}
 
 
-def _trained(before: run_pb2.RunStatus, after: run_pb2.RunStatus) -> Iterator[Happening]:
+def _health(before: run_pb2.RunHealth, after: run_pb2.RunHealth) -> Iterator[Change]:
+    """A batch that could not be built, which makes a run failed, is a change of its own."""
+    if after.state == STUCK and (before.state, before.summary) != (after.state, after.summary):
+        yield {"event": "stuck", "reason": after.summary}
+    elif before.state == STUCK and after.state != STUCK:
+        yield {"event": "stuck no more", "reason": f"{after.state}: {after.summary}"}
+
+
+def _trained(before: run_pb2.RunStatus, after: run_pb2.RunStatus) -> Iterator[Change]:
     earlier = {model.model: model for model in before.models}
     for model in after.models:
         name, was = model_name(model.model), earlier.get(model.model, run_pb2.ModelProgress())
         if model.incarnation != was.incarnation:
-            at = min(_next_of(after, model.model).values(), key=_order, default=model.committed)
+            at = min(_next_of(after, model.model).values(), key=order, default=model.committed)
             yield {"event": "resumed", "model": name, "incarnation": model.incarnation, "position": place_document(at)}
         else:
             yield from _acknowledged(name, _next_of(before, model.model), _next_of(after, model.model))
@@ -85,18 +95,18 @@ def _trained(before: run_pb2.RunStatus, after: run_pb2.RunStatus) -> Iterator[Ha
 
 def _acknowledged(
     model: str, before: dict[int, run_pb2.Position], after: dict[int, run_pb2.Position]
-) -> Iterator[Happening]:
+) -> Iterator[Change]:
     """Ranks that are at the same place now, together: a trainer has hundreds."""
     moved: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     for rank, position in sorted(after.items()):
         if position != before.get(rank, run_pb2.Position()):
-            moved[_order(position)].append(rank)
+            moved[order(position)].append(rank)
     for (batch, epoch, mini_batch), ranks in sorted(moved.items()):
         position = run_pb2.Position(batch=batch, epoch=epoch, mini_batch=mini_batch)
         yield {"event": "acknowledged", "model": model, "ranks": ranks, "position": place_document(position)}
 
 
-def _dropped(before: run_pb2.RunStatus, after: run_pb2.RunStatus, groups: Groups) -> Iterator[Happening]:
+def _dropped(before: run_pb2.RunStatus, after: run_pb2.RunStatus, groups: Groups) -> Iterator[Change]:
     more = {reason: count - before.groups_dropped.get(reason, 0) for reason, count in after.groups_dropped.items()}
     more = {reason: count for reason, count in sorted(more.items()) if count > 0}
     found = groups() if more else ()
@@ -110,12 +120,8 @@ def _next_of(status: run_pb2.RunStatus, model: int) -> dict[int, run_pb2.Positio
     return {rank.rank: rank.next for rank in status.ranks if rank.model == model}
 
 
-def _order(position: run_pb2.Position) -> tuple[int, int, int]:
-    return position.batch, position.epoch, position.mini_batch
-
-
-def _place(happening: Happening) -> str:
-    return place(run_pb2.Position(**happening["position"]))
+def _place(change: Change) -> str:
+    return place(run_pb2.Position(**change["position"]))
 
 
 def _ranges(ranks: list[int]) -> str:

@@ -12,7 +12,7 @@ import typer
 
 from gristmill.errors import DeadlineExceededError, GristmillError, UnavailableError
 
-TROUBLE, UNREACHABLE = 1, 2
+NEEDS_PERSON, UNREACHABLE = 1, 2
 
 AddressOption = Annotated[
     str,
@@ -36,36 +36,38 @@ def status(
     run: Annotated[str | None, typer.Argument(help="One run, whole; all runs without it.", show_default=False)] = None,
     address: AddressOption = _ADDRESS,
     as_json: JsonOption = False,
-    watched_s: Annotated[
+    stuck_after_s: Annotated[
         float,
         typer.Option(
-            "--for", min=0.0, metavar="SECONDS", help="Look twice: a run in which nothing moved meanwhile is stuck."
+            "--for", min=0.0, metavar="SECONDS", help="A run in which nothing happened for so long is stuck, too."
         ),
     ] = 0.0,
 ) -> None:
-    """Show the service's runs and how they are.
+    """Show the service's runs and their states.
 
-    Exit status 1: a run is stuck, a replica is not ready or away, or there is no such run. 2: no replica can be
-    reached. A run is stuck when a batch that is still to be trained could not be made, when its owner does not answer,
-    or, with --for, when nothing moved.
+    Exit status 1: a run is failed or stuck, its owner does not answer, a replica is not ready or away, or there is no
+    such run. 2: no replica can be reached. The service says which state a run is in, as on its page and in its metrics;
+    with --for, a run that is not finished is stuck, too, when nothing happened in it for so long.
 
     Example: gristmill status --for 300 --json | jq '.runs[].health'
     """
     from gristmill_service.cli.watch.status import show_status
 
     with _exits():
-        is_well = show_status(address, run, watched_s, as_json=as_json)
-    raise typer.Exit(0 if is_well else TROUBLE)
+        is_well = show_status(address, run, stuck_after_s, as_json=as_json)
+    raise typer.Exit(0 if is_well else NEEDS_PERSON)
 
 
 def top(
     address: AddressOption = _ADDRESS,
     as_json: JsonOption = False,
-    interval_s: Annotated[float, typer.Option("--interval", min=0.1, metavar="SECONDS", help="Between looks.")] = 1.0,
+    interval_s: Annotated[
+        float, typer.Option("--interval", min=0.1, metavar="SECONDS", help="Between snapshots.")
+    ] = 1.0,
 ) -> None:
     """Watch the service's runs, until q or Ctrl-C.
 
-    Where its output is no terminal, it prints what there is once. With --json a terminal gets one object a look.
+    Where its output is no terminal, it prints what there is once. With --json a terminal gets one object a snapshot.
     """
     from gristmill_service.cli.watch.top import show_top
 
@@ -77,12 +79,14 @@ def tail(
     run: Annotated[str, typer.Argument(help="The run.", show_default=False)],
     address: AddressOption = _ADDRESS,
     as_json: JsonOption = False,
-    interval_s: Annotated[float, typer.Option("--interval", min=0.05, metavar="SECONDS", help="Between looks.")] = 0.5,
+    interval_s: Annotated[
+        float, typer.Option("--interval", min=0.05, metavar="SECONDS", help="Between snapshots.")
+    ] = 0.5,
 ) -> None:
     """Follow what happens in a run, a line each, from now on, until it is done, gone, or Ctrl-C is pressed.
 
-    Tells when batches are sealed, published, acknowledged, committed, freed or failed, and which groups were dropped
-    and why. Goes on when the service was away meanwhile, and tells that too.
+    Prints when batches are sealed, published, acknowledged, committed, freed or failed, and which groups were dropped
+    and why, and when the run is stuck. Goes on when the service was away meanwhile, and says so.
 
     Example: gristmill tail my-run --json | jq 'select(.event == "groups dropped")'
     """
@@ -94,7 +98,7 @@ def tail(
 
 @contextmanager
 def _exits() -> Iterator[None]:
-    """The exit status of what ends a command early. Ctrl-C is how a person ends one that goes on: 0."""
+    """Turns what ends a command early into its exit status. Ctrl-C is how a person ends one that goes on: 0."""
     try:
         yield
     except KeyboardInterrupt:
@@ -104,10 +108,10 @@ def _exits() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
     except (UnavailableError, DeadlineExceededError) as error:
-        from gristmill_service.cli.watch.snapshot import why
+        from gristmill_service.cli.watch.snapshot import reason_of
 
-        print(f"unreachable: {why(error)}", file=sys.stderr)
+        print(f"unreachable: {reason_of(error)}", file=sys.stderr)
         raise typer.Exit(UNREACHABLE) from None
     except GristmillError as error:
         print(f"refused: {error}", file=sys.stderr)
-        raise typer.Exit(TROUBLE) from None
+        raise typer.Exit(NEEDS_PERSON) from None

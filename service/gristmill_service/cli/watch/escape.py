@@ -1,4 +1,4 @@
-"""What others named, for a terminal: a uid or a reason may hold anything."""
+"""Names that others gave, for a terminal: a uid or a reason may hold anything."""
 
 
 def printable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What `--json` prints: plain values, names as in the contract."""
+"""The documents that `--json` prints: plain values, names as in the contract."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from gristmill.v1 import run_pb2
-from gristmill_service.cli.watch.health import Health, model_name
-from gristmill_service.cli.watch.snapshot import Look, RunLook
+from gristmill_service.cli.watch.positions import model_name
+from gristmill_service.cli.watch.reported_health import ReportedHealth
+from gristmill_service.cli.watch.snapshot import RunSnapshot, Snapshot
 
 Json = dict[str, Any]
 
@@ -18,13 +19,12 @@ _SAME = (
 )
 
 
-def look_document(look: Look, healths: list[Health]) -> Json:
-    """One look, for programs."""
+def snapshot_document(snapshot: Snapshot, healths: list[ReportedHealth]) -> Json:
     replicas = [
-        {"address": one.address, "reached": one.is_reached, "trouble": one.trouble, "version": one.version}
-        for one in look.replicas
+        {"address": one.address, "reached": one.is_reached, "problem": one.problem, "version": one.version}
+        for one in snapshot.replicas
     ]
-    runs = [_run_document(run, health) for run, health in zip(look.runs, healths, strict=True)]
+    runs = [_run_document(run, health) for run, health in zip(snapshot.runs, healths, strict=True)]
     return {"replicas": replicas, "runs": runs}
 
 
@@ -32,8 +32,8 @@ def place_document(position: run_pb2.Position) -> Json:
     return {"batch": position.batch, "epoch": position.epoch, "mini_batch": position.mini_batch}
 
 
-def _run_document(run: RunLook, health: Health) -> Json:
-    found: Json = {"run": run.run, "health": asdict(health)}
+def _run_document(run: RunSnapshot, health: ReportedHealth) -> Json:
+    found: Json = {"run": run.run, "health": {**asdict(health), "needs_person": health.needs_person}}
     status = run.status
     if status is None:
         return found

@@ -1,9 +1,9 @@
-"""What /metrics tells; docs/metrics.md lists it, and a test holds the two together.
+"""The metrics that /metrics exposes; docs/metrics.md lists them, and a test holds the two together.
 
-    registry   the process's own: calls, stores, leases
-    runs       each run's, as the run itself counts them (`run.meters`): they go when the run goes
-    storing    what stores and journals take, measured around them
-    text       the Prometheus text format
+    registry        the process's own: calls, storage, leases
+    run_families    each run's, as its monitor counts them: they go when the run goes
+    storage_timing  the time that storage takes, measured around its calls
+    exposition      the Prometheus text format
 
 Labels are bounded: runs, ranks, and words of ours; never a uid.
 """

@@ -1,4 +1,4 @@
-"""The process's metrics, in a registry of their own; those of its runs are asked for at each scrape."""
+"""The process's metrics, in a registry of their own; those of its runs are read at each scrape."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What is asked at each scrape.
+    """The sources that each scrape reads.
 
-    readings: of each run that this process decides for. waiting: calls that wait now. leases: runs by who decides for
-    them. trouble: why batches or calls have to wait for what keeps them. room: of each place where something is kept,
-    the bytes that are used and those that there are.
+    runs: the statistics of each run that this process decides for. waiting: the number of calls that wait. leases: runs
+    by who decides for them. unhealthy_reason: why storage cannot take batches or calls now, empty where it can. room:
+    bytes used and bytes in all, of each place where something is stored.
     """
 
-    readings: Callable[[], Iterable[RunStats]]
+    runs: Callable[[], Iterable[RunStats]]
     waiting: Callable[[], int]
     leases: Callable[[], Mapping[str, int]] = dict
-    trouble: Callable[[], str] = str
+    unhealthy_reason: Callable[[], str] = str
     room: Callable[[], Mapping[str, tuple[int, int]]] = dict
 
 
@@ -54,7 +54,7 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     def watch(self, watched: Watched) -> None:
-        """Tells of these, too, from now on."""
+        """Exposes these, too, from now on."""
         self._registry.register(_WatchedCollector(watched))
 
     def observe_call(self, door: str, call: str, status: str, seconds: float) -> None:
@@ -77,9 +77,9 @@ class _WatchedCollector(Collector):
         watched = self._watched
         yield GaugeMetricFamily("gristmill_waiting_calls", "Calls that wait now.", watched.waiting())
         yield GaugeMetricFamily(
-            "gristmill_store_trouble",
-            "1 while batches or calls wait for what keeps them; /readyz says why.",
-            1 if watched.trouble() else 0,
+            "gristmill_store_unhealthy",
+            "1 while batches or calls wait for storage; /readyz says why.",
+            1 if watched.unhealthy_reason() else 0,
         )
         leases = GaugeMetricFamily("gristmill_leases", "Runs, by who decides for them.", labels=("state",))
         for state, count in watched.leases().items():
@@ -91,4 +91,4 @@ class _WatchedCollector(Collector):
             used.add_metric((store,), taken)
             limit.add_metric((store,), most)
         yield from (used, limit)
-        yield from run_metrics(list(watched.readings()))
+        yield from run_metrics(list(watched.runs()))

@@ -1,4 +1,4 @@
-"""Each run's metrics, out of its readings."""
+"""Each run's metrics, made of its statistics."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric, Sample
 
 from gristmill_service.monitoring.bucket_counts import BucketCounts
+from gristmill_service.monitoring.health_models import STATES
 from gristmill_service.monitoring.metrics.exposition import labels_of
 from gristmill_service.monitoring.run_metrics import REASONS, STAGES, bounded_reason
 from gristmill_service.monitoring.run_stats import RunStats
@@ -20,7 +21,7 @@ _GROUP_REASONS = tuple(reason for reason in REASONS if reason not in ("misaligne
 _Values = Iterable[tuple[tuple[str, ...], float]]
 
 
-class _Told(NamedTuple):
+class _Series(NamedTuple):
     """A gauge, or a counter where its name ends in `_total`. labels: after `run`. values: by those labels."""
 
     name: str
@@ -29,13 +30,13 @@ class _Told(NamedTuple):
     values: Callable[[RunStats], _Values]
 
 
-class _Spread(NamedTuple):
+class _Histogram(NamedTuple):
     """A histogram."""
 
     name: str
     help: str
     labels: Sequence[str]
-    tallies: Callable[[RunStats], Iterable[tuple[tuple[str, ...], BucketCounts]]]
+    counts: Callable[[RunStats], Iterable[tuple[tuple[str, ...], BucketCounts]]]
 
 
 def _one(value: Callable[[RunStats], float]) -> Callable[[RunStats], _Values]:
@@ -53,25 +54,26 @@ def _by(keys: Sequence[str], counts: Callable[[RunStats], Mapping[str, float]]) 
 
 
 def _groups(found: RunStats) -> _Values:
-    status = found.status
-    counts = {"open": status.groups_open, "complete": status.groups_complete, "room": status.groups_room}
-    return [((state,), count) for state, count in counts.items()]
+    counts = found.counts
+    yield ("open",), counts.groups_open
+    yield ("complete",), counts.groups_complete
+    yield ("room",), counts.groups_room
 
 
 def _groups_dropped(found: RunStats) -> _Values:
     counts = dict.fromkeys(_GROUP_REASONS, 0)
-    for reason, count in found.status.groups_dropped.items():
+    for reason, count in found.groups_dropped.items():
         label = bounded_reason(reason)
         counts[label] = counts.get(label, 0) + count
     return [((reason,), count) for reason, count in counts.items()]
 
 
 def _batches(found: RunStats) -> _Values:
-    status = found.status
-    yield ("sealed",), status.batches_sealed
-    yield ("published",), status.batches_published
-    yield ("failed",), len(status.failed_batches)
-    yield ("freed",), status.batches_freed
+    counts = found.counts
+    yield ("sealed",), counts.batches_sealed
+    yield ("published",), counts.batches_published
+    yield ("failed",), counts.batches_failed
+    yield ("freed",), counts.batches_freed
 
 
 def _outcomes(counts: Callable[[RunStats], Mapping[Outcome, int]]) -> Callable[[RunStats], _Values]:
@@ -83,100 +85,105 @@ def _outcomes(counts: Callable[[RunStats], Mapping[Outcome, int]]) -> Callable[[
 
 
 def _ranks(value: str) -> Callable[[RunStats], _Values]:
-    return lambda found: [((rank.model, str(rank.rank)), getattr(rank, value)) for rank in found.ranks]
+    return lambda found: [((rank.model, str(rank.rank)), getattr(rank, value)) for rank in found.counted.ranks]
 
 
 _RANK = ("model", "rank")
 
-_TOLD: Sequence[_Told] = (
-    _Told("gristmill_rows_total", "Rows received, by what became of them.", ("outcome",),
-          _outcomes(lambda found: found.meters.rows)),
-    _Told("gristmill_tokens_total", "Prompt and response tokens received, by what became of their rows.", ("outcome",),
-          _outcomes(lambda found: found.meters.tokens)),
-    _Told("gristmill_rows_dropped_total", "Accepted rows that are not trained, by reason.", ("reason",),
-          _by(REASONS, lambda found: found.meters.dropped_rows)),
-    _Told("gristmill_tokens_dropped_total", "Tokens of accepted rows that are not trained, by reason.", ("reason",),
-          _by(REASONS, lambda found: found.meters.dropped_tokens)),
-    _Told("gristmill_batch_rows_total", "Rows of published batches.", ("kind",),
-          _by(ROW_KINDS, lambda found: found.meters.batch_rows)),
-    _Told("gristmill_batch_tokens_total", "Tokens of published batches.", ("kind",),
-          _by(TOKEN_KINDS, lambda found: found.meters.batch_tokens)),
-    _Told("gristmill_padding_share", "Share of the last published batch that is padding.", ("level",),
-          lambda found: [((level,), found.meters.padding[level]) for level in LEVELS if level in found.meters.padding]),
-    _Told("gristmill_prefix_mismatches_total", "Steps that did not extend the one before.", ("cause",),
-          _by(CAUSES, lambda found: found.meters.mismatches)),
-    _Told("gristmill_groups", "Prompt groups: open, complete, room.", ("state",), _groups),
-    _Told("gristmill_groups_dropped_total", "Groups dropped, by reason.", ("reason",), _groups_dropped),
-    _Told("gristmill_groups_shortened_total", "Groups that went on with fewer samples.", ("reason",),
-          _by(("timeout",), lambda found: found.meters.closed)),
-    _Told("gristmill_oldest_open_group_seconds", "Age of the oldest group that is not complete.", (),
-          _one(lambda found: found.oldest_open)),
-    _Told("gristmill_batches_total", "Batches, by how far they came.", ("stage",), _batches),
-    _Told("gristmill_batches_buffered", "Batches that are sealed and not freed.", (),
-          _one(lambda found: found.batches_buffered)),
-    _Told("gristmill_batches_buffered_limit", "As many may be: max_buffered_batches.", (),
-          _one(lambda found: found.max_buffered_batches)),
-    _Told("gristmill_held_bytes", "Bytes held of rows and of shards.", ("kind",),
-          lambda found: [(("rows",), found.status.row_bytes), (("shards",), found.status.shard_bytes)]),
-    _Told("gristmill_held_limit_bytes", "As many may be held: max_buffered_bytes.", (),
-          _one(lambda found: found.max_buffered_bytes)),
-    _Told("gristmill_throttled_seconds_total", "Seconds during which workers waited for room.", (),
-          _one(lambda found: found.throttled)),
-    _Told("gristmill_rank_pulls_total", "Shards that the rank was given.", _RANK, _ranks("pulls")),
-    _Told("gristmill_rank_pulled_bytes_total", "Bytes of the shards that the rank was given.", _RANK, _ranks("nbytes")),
-    _Told("gristmill_rank_acknowledged_total", "Shards that the rank acknowledged.", _RANK, _ranks("acknowledged")),
-    _Told("gristmill_rank_wait_seconds_total", "Seconds during which the rank had nothing to train on.", _RANK,
-          _ranks("waited")),
-    _Told("gristmill_rank_lag_shards", "Shards that the rank is behind the one that is furthest.", _RANK,
-          _ranks("lag")),
-    _Told("gristmill_policy_version", "The version that rollouts sample from.", (),
-          _one(lambda found: found.status.policy_version)),
-    _Told("gristmill_committed_batch", "The batch that the model's training is committed up to.", ("model",),
-          lambda found: [((model.model,), model.committed.batch) for model in found.status.models]),
-    _Told("gristmill_journal_bytes", "Bytes of the run's log of events.", (), _one(lambda found: found.journal_bytes)),
-    _Told("gristmill_lease_seconds", "Seconds for which this process decides unless it renews that.", (),
-          lambda found: [] if found.lease is None else [((), found.lease)]),
+_SERIES: Sequence[_Series] = (
+    _Series("gristmill_run_state", "1 for the state that the run is in, 0 for the others.", ("state",),
+            lambda found: [((state,), int(state == found.health)) for state in STATES]),
+    _Series("gristmill_rows_total", "Rows received, by what became of them.", ("outcome",),
+            _outcomes(lambda found: found.counted.rows)),
+    _Series("gristmill_tokens_total", "Prompt and response tokens received, by what became of their rows.",
+            ("outcome",),
+            _outcomes(lambda found: found.counted.tokens)),
+    _Series("gristmill_rows_dropped_total", "Accepted rows that are not trained, by reason.", ("reason",),
+            _by(REASONS, lambda found: found.counted.dropped_rows)),
+    _Series("gristmill_tokens_dropped_total", "Tokens of accepted rows that are not trained, by reason.", ("reason",),
+            _by(REASONS, lambda found: found.counted.dropped_tokens)),
+    _Series("gristmill_batch_rows_total", "Rows of published batches.", ("kind",),
+            _by(ROW_KINDS, lambda found: found.counted.batch_rows)),
+    _Series("gristmill_batch_tokens_total", "Tokens of published batches.", ("kind",),
+            _by(TOKEN_KINDS, lambda found: found.counted.batch_tokens)),
+    _Series("gristmill_padding_share", "Share of the last published batch that is padding.", ("level",),
+            lambda found: [((level,), share) for level, share in found.counted.padding.items() if level in LEVELS]),
+    _Series("gristmill_prefix_mismatches_total", "Steps that did not extend the one before.", ("cause",),
+            _by(CAUSES, lambda found: found.counted.mismatches)),
+    _Series("gristmill_groups", "Prompt groups: open, complete, room.", ("state",), _groups),
+    _Series("gristmill_groups_dropped_total", "Groups dropped, by reason.", ("reason",), _groups_dropped),
+    _Series("gristmill_groups_shortened_total", "Groups that went on with fewer samples.", ("reason",),
+            _by(("timeout",), lambda found: found.counted.closed)),
+    _Series("gristmill_oldest_open_group_seconds", "Age of the oldest group that is not complete.", (),
+            _one(lambda found: found.oldest_open)),
+    _Series("gristmill_batches_total", "Batches, by how far they came.", ("stage",), _batches),
+    _Series("gristmill_batches_buffered", "Batches that are sealed and not freed.", (),
+            _one(lambda found: found.batches_buffered)),
+    _Series("gristmill_batches_buffered_limit", "As many may be: max_buffered_batches.", (),
+            _one(lambda found: found.max_buffered_batches)),
+    _Series("gristmill_held_bytes", "Bytes held of rows and of shards.", ("kind",),
+            lambda found: [(("rows",), found.counts.row_bytes), (("shards",), found.counts.shard_bytes)]),
+    _Series("gristmill_held_limit_bytes", "As many may be held: max_buffered_bytes.", (),
+            _one(lambda found: found.max_buffered_bytes)),
+    _Series("gristmill_throttled_seconds_total", "Seconds during which workers waited for room.", (),
+            _one(lambda found: found.counted.throttled)),
+    _Series("gristmill_rank_pulls_total", "Shards that the rank was given.", _RANK, _ranks("pulls")),
+    _Series("gristmill_rank_pulled_bytes_total", "Bytes of the shards that the rank was given.", _RANK,
+            _ranks("nbytes")),
+    _Series("gristmill_rank_acknowledged_total", "Shards that the rank acknowledged.", _RANK, _ranks("acknowledged")),
+    _Series("gristmill_rank_wait_seconds_total", "Seconds during which the rank had nothing to train on.", _RANK,
+            _ranks("waited")),
+    _Series("gristmill_rank_lag_shards", "Shards that the rank is behind the one that is furthest.", _RANK,
+            _ranks("lag")),
+    _Series("gristmill_policy_version", "The version that rollouts sample from.", (),
+            _one(lambda found: found.counts.policy_version)),
+    _Series("gristmill_committed_batch", "The batch that the model's training is committed up to.", ("model",),
+            lambda found: [((model,), batch) for model, batch in found.committed.items()]),
+    _Series("gristmill_journal_bytes", "Bytes of the run's log of events.", (),
+            _one(lambda found: found.journal_bytes)),
+    _Series("gristmill_lease_seconds", "Seconds for which this process decides unless it renews that.", (),
+            lambda found: [] if found.lease is None else [((), found.lease)]),
 )  # fmt: skip
 
-_SPREADS: Sequence[_Spread] = (
-    _Spread("gristmill_stage_seconds", "Seconds of each stage of making a batch.", ("stage",),
-            lambda found: [((stage,), found.meters.stages[stage]) for stage in STAGES]),
-    _Spread("gristmill_seal_seconds", "Seconds from when a batch's first group was begun until it was sealed.", (),
-            lambda found: [((), found.meters.seal)]),
-    _Spread("gristmill_publish_seconds", "Seconds from a batch's seal until it was published.", (),
-            lambda found: [((), found.meters.publish)]),
-    _Spread("gristmill_staleness_versions", "Policy versions that a trained trajectory was behind.", (),
-            lambda found: [((), found.meters.staleness)]),
+_HISTOGRAMS: Sequence[_Histogram] = (
+    _Histogram("gristmill_stage_seconds", "Seconds of each stage of building a batch.", ("stage",),
+            lambda found: [((stage,), found.counted.stages[stage]) for stage in STAGES]),
+    _Histogram("gristmill_seal_seconds", "Seconds from when a batch's first group was begun until it was sealed.", (),
+            lambda found: [((), found.counted.seal)]),
+    _Histogram("gristmill_publish_seconds", "Seconds from a batch's seal until it was published.", (),
+            lambda found: [((), found.counted.publish)]),
+    _Histogram("gristmill_staleness_versions", "Policy versions that a trained trajectory was behind.", (),
+            lambda found: [((), found.counted.staleness)]),
 )  # fmt: skip
 
 
-def run_metrics(readings: Sequence[RunStats]) -> Iterator[Metric]:
-    for told in _TOLD:
-        family = CounterMetricFamily if told.name.endswith("_total") else GaugeMetricFamily
-        names = ("run", *told.labels)
-        metric = family(told.name, told.help, labels=names)
+def run_metrics(stats: Sequence[RunStats]) -> Iterator[Metric]:
+    for spec in _SERIES:
+        family = CounterMetricFamily if spec.name.endswith("_total") else GaugeMetricFamily
+        names = ("run", *spec.labels)
+        metric = family(spec.name, spec.help, labels=names)
         # As `add_metric` does, but for making the labels anew.
         metric.samples = [
-            Sample(told.name, labels_of(names, (found.status.run, *labels)), value)
-            for found in readings
-            for labels, value in told.values(found)
+            Sample(spec.name, labels_of(names, (found.run, *labels)), value)
+            for found in stats
+            for labels, value in spec.values(found)
         ]
         yield metric
-    for spread in _SPREADS:
-        histogram = HistogramMetricFamily(spread.name, spread.help, labels=("run", *spread.labels))
+    for shape in _HISTOGRAMS:
+        histogram = HistogramMetricFamily(shape.name, shape.help, labels=("run", *shape.labels))
         histogram.samples = [
             sample
-            for found in readings
-            for labels, tally in spread.tallies(found)
-            for sample in _samples(spread, (found.status.run, *labels), tally)
+            for found in stats
+            for labels, counts in shape.counts(found)
+            for sample in _samples(shape, (found.run, *labels), counts)
         ]
         yield histogram
 
 
-def _samples(spread: _Spread, values: tuple[str, ...], tally: BucketCounts) -> Iterator[Sample]:
-    names = ("run", *spread.labels)
-    for bound, count in tally.up_to():
-        yield Sample(f"{spread.name}_bucket", labels_of((*names, "le"), (*values, bound)), count)
+def _samples(spec: _Histogram, values: tuple[str, ...], counts: BucketCounts) -> Iterator[Sample]:
+    names = ("run", *spec.labels)
+    for bound, count in counts.up_to():
+        yield Sample(f"{spec.name}_bucket", labels_of((*names, "le"), (*values, bound)), count)
     labels = labels_of(names, values)
-    yield Sample(f"{spread.name}_count", labels, count)
-    yield Sample(f"{spread.name}_sum", labels, tally.sum)
+    yield Sample(f"{spec.name}_count", labels, count)
+    yield Sample(f"{spec.name}_sum", labels, counts.sum)

@@ -1,4 +1,4 @@
-"""What is told of the difference between two looks at a run."""
+"""The changes of a run between two statuses of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gristmill.v1 import run_pb2
-from gristmill_service.cli.watch.changes import Happening, happenings, told
+from gristmill_service.cli.watch.changes import Change, changes, sentence
 
 POLICY = run_pb2.MODEL_POLICY
 
@@ -29,8 +29,8 @@ def status(
     )
 
 
-def between(before: run_pb2.RunStatus, after: run_pb2.RunStatus) -> list[Happening]:
-    return list(happenings(before, after, lambda: ()))
+def between(before: run_pb2.RunStatus, after: run_pb2.RunStatus) -> list[Change]:
+    return list(changes(before, after, lambda: ()))
 
 
 def test_nothing_is_told_of_what_is_as_it_was() -> None:
@@ -47,20 +47,20 @@ def test_what_leads_to_the_next_comes_first() -> None:
 def test_ranks_that_are_at_the_same_place_are_told_of_together() -> None:
     [first, last] = between(status(ranks=(0,) * 6), status(ranks=(1, 1, 2, 1, 0, 1)))
     assert (first["ranks"], last["ranks"]) == ([0, 1, 3, 5], [2])
-    assert told(first) == "acknowledged by policy rank 0-1,3,5; next is batch 1 mini-batch 0"
+    assert sentence(first) == "acknowledged by policy rank 0-1,3,5; next is batch 1 mini-batch 0"
 
 
 def test_a_failed_batch_is_not_published() -> None:
     after = status(batches_sealed=2, batches_published=2, failed_batches={0: "no"})
     found = [(one["event"], one["batch"]) for one in between(status(batches_sealed=2), after)]
     assert found == [("failed", 0), ("published", 1)]
-    assert told(between(status(batches_sealed=2), after)[0]) == "batch 0 failed: no"
+    assert sentence(between(status(batches_sealed=2), after)[0]) == "batch 0 failed: no"
 
 
 def test_a_trainer_that_comes_back_resumes_and_acknowledges_nothing() -> None:
     [resumed] = between(status(ranks=(2, 2)), status(ranks=(1, 1), incarnation=2))
     assert (resumed["event"], resumed["incarnation"], resumed["position"]["batch"]) == ("resumed", 2, 1)
-    assert told(resumed) == "policy resumed at batch 1 mini-batch 0"
+    assert sentence(resumed) == "policy resumed at batch 1 mini-batch 0"
 
 
 def test_batches_that_a_restart_makes_again_are_told_of_and_published_again() -> None:
@@ -81,7 +81,16 @@ def test_drops_are_told_even_where_their_names_are_not_to_be_had(is_reached: boo
         run_pb2.GroupStatus(uid=uid, state=run_pb2.GROUP_STATE_DROPPED, reason="stale") for uid in ("old", "a", "b")
     ]
     before, after = status(groups_dropped={"stale": 1}), status(groups_dropped={"stale": 3})
-    [dropped] = happenings(before, after, lambda: groups if is_reached else ())
+    [dropped] = changes(before, after, lambda: groups if is_reached else ())
     assert (dropped["reason"], dropped["count"]) == ("stale", 2)
     assert [group["uid"] for group in dropped["groups"]] == (["a", "b"] if is_reached else [])
-    assert told(dropped).startswith("2 groups dropped (stale): " + ("a, b" if is_reached else ""))
+    assert sentence(dropped).startswith("2 groups dropped (stale): " + ("a, b" if is_reached else ""))
+
+
+def test_a_run_that_gets_stuck_and_goes_on_again_is_told() -> None:
+    well = status(health=run_pb2.RunHealth(state="training", summary="2 batches not committed"))
+    stuck = status(health=run_pb2.RunHealth(state="stuck", summary="rank 1 did not"))
+    [found] = between(well, stuck)
+    assert (found, sentence(found)) == ({"event": "stuck", "reason": "rank 1 did not"}, "stuck: rank 1 did not")
+    assert between(stuck, stuck) == []
+    assert [sentence(one) for one in between(stuck, well)] == ["stuck no more: training: 2 batches not committed"]

@@ -1,0 +1,217 @@
+"""The rules of a run's health: what holds a run up, and how bad that is. docs/page.md tells them to users.
+
+A run that waits for rollouts, or whose workers wait for a trainer that trains, is well: that is its pace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from gristmill_service.monitoring.health_models import LEVELS, Finding, HealthState, Level
+from gristmill_service.monitoring.run_facts import SHOWN_GROUPS, ModelFacts, RunFacts, seconds
+from gristmill_service.monitoring.run_history import BatchTimes
+from gristmill_service.run.machine.answers import Position
+
+# A rank that others are past: ranks of a model take each step together.
+LATE_RANK_S = 60.0
+# All ranks of a model: as many times their longest step; where they took none yet, one of them counts as so long.
+_SLOW_STEPS, _STUCK_STEPS, _FIRST_STEP_S = 3, 10, 180.0
+_SLOW_RANKS_S, _STUCK_RANKS_S = 60.0, 600.0
+_BLOCKED_S = 60.0
+_LONG_BUILD_S = 30.0
+_LONG_GROUP_S, _NO_ROWS_S = 300.0, 1800.0
+
+_LONGEST_TEXT, _LONGEST_REASON = 500, 300
+
+
+def findings_of(facts: RunFacts) -> list[Finding]:
+    """Worst first."""
+    rules = (_failed_batches, _unhealthy, _ranks, _build, _room, _stragglers)
+    found = [finding for rule in rules for finding in rule(facts)]
+    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+
+
+def state_of(facts: RunFacts, findings: Sequence[Finding]) -> HealthState:
+    worst = findings[0].level if findings else "note"
+    if worst in ("failed", "stuck"):
+        return worst
+    if facts.ranks_have_work or facts.building is not None:
+        return "training"
+    if facts.has_groups:
+        return "collecting"
+    if facts.held:
+        # All of them are trained, and wait for the trainer's commit.
+        return "training"
+    return "finished" if facts.counts.finished else "idle"
+
+
+def summary_of(facts: RunFacts, state: HealthState, findings: Sequence[Finding]) -> str:
+    """The state's reason, in one sentence."""
+    match state:
+        case "failed" | "stuck":
+            return findings[0].text
+        case "training":
+            return _training(facts)
+        case "collecting":
+            return f"{facts.counts.groups_open} groups are open, {facts.counts.groups_complete} complete"
+        case "idle":
+            return "no group is open: no rollouts come"
+        case "finished":
+            return f"finished, {_count(facts.counts.batches_freed - facts.counts.batches_failed, 'batch')} trained"
+
+
+def has_pulled(facts: RunFacts, model: ModelFacts, rank: int) -> bool | None:
+    """Whether the rank asked for a shard since its next batch was published; None where that is not known."""
+    batch, pulled = _times(facts, model.next[rank]), facts.history.ranks[model.model][rank].pulled
+    if batch.published is None:
+        return None
+    if pulled is not None and pulled >= batch.published:
+        return True
+    return None if batch.was_published else False
+
+
+def available(facts: RunFacts, model: ModelFacts, rank: int) -> float:
+    """Since when the rank could have begun with its next shard: it is past the one before, and this is published."""
+    since = facts.history.ranks[model.model][rank].since
+    return max(since, _times(facts, model.next[rank]).published or since)
+
+
+def _training(facts: RunFacts) -> str:
+    if not facts.ranks_have_work:
+        if facts.building is not None:
+            return f"batch {facts.building} is being built"
+        return f"{_count(facts.held, 'batch')} trained and not committed"
+    least, model, rank = min(
+        (position, model.model, rank) for model in facts.models for rank, position in enumerate(model.next)
+    )
+    waits = "workers wait for the trainer: " if not facts.room.groups and not facts.counts.finished else ""
+    return f"{waits}{_count(facts.held, 'batch')} not committed, {model} rank {rank} is at {_place(least)}"
+
+
+def _failed_batches(facts: RunFacts) -> Iterator[Finding]:
+    """A failure is over when a later batch is trained and committed."""
+    committed = min(model.committed for model in facts.models)
+    for number, reason in facts.failed.items():
+        since = facts.history.batches.get(number, BatchTimes()).ended
+        if committed > Position(number + 1):
+            yield _finding("note", f"batch {number} could not be built and is left out: {reason}", since)
+        else:
+            yield _finding(
+                "failed",
+                f"batch {number} could not be built: {reason[:_LONGEST_REASON]}; its groups are dropped (batch_failed) "
+                "and not trained: correct what is wrong and sample them again in another round",
+                since,
+            )
+
+
+def _unhealthy(facts: RunFacts) -> Iterator[Finding]:
+    if facts.unhealthy_reason:
+        yield _finding("stuck", facts.unhealthy_reason, None)
+
+
+def _ranks(facts: RunFacts) -> Iterator[Finding]:
+    for model in facts.models:
+        ready = [rank for rank, position in enumerate(model.next) if position.batch in facts.published]
+        if ready:
+            yield from _working_ranks(facts, model, ready)
+        elif not facts.counts.finished or facts.has_groups or facts.building is not None:
+            yield _waiting_ranks(facts, model)
+
+
+def _working_ranks(facts: RunFacts, model: ModelFacts, ready: Sequence[int]) -> Iterator[Finding]:
+    """ready: the ranks that have a shard to train."""
+    least = min(model.next[rank] for rank in ready)
+    last = [rank for rank in ready if model.next[rank] == least]
+    past = sum(position > least for position in model.next)
+    now = facts.history.now
+    if past:
+        late = [rank for rank in last if now - available(facts, model, rank) >= LATE_RANK_S]
+        if late:
+            others = f"{past} other {'rank is' if past == 1 else 'ranks are'} past it"
+            since = min(available(facts, model, rank) for rank in late)
+            yield _finding("stuck", f"{_did_not(facts, model, late)}; {others}", since)
+        return
+    # One that came last holds up the others; before it came, they waited for it.
+    since = max(available(facts, model, rank) for rank in last)
+    longest = facts.history.longest_step[model.model]
+    pace = longest or _FIRST_STEP_S
+    if now - since >= max(_SLOW_RANKS_S, _SLOW_STEPS * pace):
+        level: Level = "stuck" if now - since >= max(_STUCK_RANKS_S, _STUCK_STEPS * pace) else "slow"
+        before = f"the longest step before took {longest:.0f} s" if longest else "they took no step yet"
+        yield _finding(level, f"{_did_not(facts, model, last)}; {before}", since)
+
+
+def _waiting_ranks(facts: RunFacts, model: ModelFacts) -> Finding:
+    number = min(model.next).batch
+    since = max(times.since for times in facts.history.ranks[model.model])
+    if facts.building is not None:
+        return _finding("note", f"{model.model} ranks wait for batch {number}, which is being built", since)
+    have, need = facts.counts.groups_complete, facts.train_batch_size
+    return _finding("note", f"{model.model} ranks wait for batch {number}: {have} of {need} groups are complete", since)
+
+
+def _build(facts: RunFacts) -> Iterator[Finding]:
+    if facts.building is not None:
+        sealed = facts.history.batches.get(facts.building, BatchTimes()).sealed
+        if sealed is not None and facts.history.now - sealed >= _LONG_BUILD_S:
+            yield _finding("slow", f"batch {facts.building} is sealed and not published", sealed)
+
+
+def _room(facts: RunFacts) -> Iterator[Finding]:
+    if facts.room.groups or facts.counts.finished:
+        return
+    since, reason = facts.history.full_since, facts.room.reason
+    if facts.ranks_have_work or facts.building is not None or facts.counts.groups_open:
+        yield _finding("note", f"workers wait for room: {reason}", since)
+        return
+    # Nobody can go on: what is held is trained, and nothing of the next batch may begin.
+    since = max(since or facts.history.began, facts.history.last_event)
+    level: Level = "stuck" if facts.history.now - since >= _BLOCKED_S else "note"
+    yield _finding(level, f"workers wait for room, and ranks for a batch: {reason}", since)
+
+
+def _stragglers(facts: RunFacts) -> Iterator[Finding]:
+    """Groups that are open for long hold nobody up while ranks have work."""
+    now = facts.history.now
+    old = [group for group in facts.open_groups if now - group.since >= _LONG_GROUP_S]
+    if not old:
+        return
+    first, more = old[0], "or more " if len(old) == SHOWN_GROUPS else ""
+    text = (
+        f"{len(old)} {more}groups are open for long; the oldest, {first.uid!r}, has {first.complete} of "
+        f"{first.samples} samples"
+    )
+    if facts.ranks_have_work or facts.building is not None:
+        yield _finding("note", text, first.since)
+    elif now - max(first.since, facts.history.rows_since) >= _NO_ROWS_S:
+        yield _finding("stuck", f"{text}, and no row comes", first.since)
+    else:
+        yield _finding("slow", text, first.since)
+
+
+def _did_not(facts: RunFacts, model: ModelFacts, ranks: Sequence[int]) -> str:
+    nobody = all(has_pulled(facts, model, rank) is False for rank in ranks)
+    verb = "even pull" if nobody else "acknowledge"
+    return f"{model.model} {_named(ranks)} did not {verb} {_place(model.next[ranks[0]])}, which is published"
+
+
+def _times(facts: RunFacts, position: Position) -> BatchTimes:
+    return facts.history.batches.get(position.batch, BatchTimes())
+
+
+def _finding(level: Level, text: str, since: float | None) -> Finding:
+    return Finding(level=level, text=text[:_LONGEST_TEXT], since=None if since is None else seconds(since))
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}es"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{' and more' if len(ranks) > 8 else ''}"
+
+
+def _place(position: Position) -> str:
+    epoch = f" epoch {position.epoch}" if position.epoch else ""
+    return f"batch {position.batch}{epoch} mini-batch {position.mini_batch}"

@@ -1,0 +1,161 @@
+"""A run as it is at one moment, as far as its health depends on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+
+from gristmill_service.config import Model
+from gristmill_service.monitoring.health_models import HeldBatch, OpenGroup, RunCounts
+from gristmill_service.monitoring.run_history import HistorySnapshot
+from gristmill_service.monitoring.run_monitor import monitor_of
+from gristmill_service.run.machine import progress
+from gristmill_service.run.machine.admission import Room
+from gristmill_service.run.machine.answers import Position
+from gristmill_service.run.machine.groups import Group
+from gristmill_service.run.machine.state import State
+from gristmill_service.run.run import Run
+
+SHOWN_GROUPS = 20
+SHOWN_BATCHES = 32
+SHOWN_FAILURES = 3
+_SHOWN_REASONS = 20
+_LONGEST_UID = 80
+_UNBOUNDED = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """next: the position that each rank has to acknowledge next."""
+
+    model: Model
+    committed: Position
+    incarnation: int
+    next: list[Position]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """
+    failed: the last batches that could not be built, with the reason.
+    published: the batches that are published and not freed. building: the oldest that is sealed and not published.
+    open_groups: the oldest that are not complete. batches: the oldest that are held.
+    """
+
+    run: str
+    counts: RunCounts
+    train_batch_size: int
+    max_buffered_batches: int
+    room: Room
+    unhealthy_reason: str
+    failed: dict[int, str]
+    published: frozenset[int]
+    building: int | None
+    open_groups: list[OpenGroup]
+    batches: list[HeldBatch]
+    models: list[ModelFacts]
+    history: HistorySnapshot
+
+    @property
+    def ranks_have_work(self) -> bool:
+        """Whether the next shard of any rank is published."""
+        return any(position.batch in self.published for model in self.models for position in model.next)
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether any group is open, or complete and not sealed."""
+        return self.counts.groups_open + self.counts.groups_complete > 0
+
+    @property
+    def held(self) -> int:
+        """Batches that are sealed and not freed."""
+        return len(self.published) + (0 if self.building is None else self.counts.batches_sealed - self.building)
+
+
+def facts_of(run: Run, state: State, room: Room) -> RunFacts:
+    """state: the run's, locked."""
+    history = monitor_of(run).history.snapshot(state)
+    unpublished = (number for number, batch in state.batches.items() if not batch.is_published)
+    return RunFacts(
+        run=run.name,
+        counts=_counts(state, room),
+        train_batch_size=run.config.train_batch_size,
+        max_buffered_batches=run.config.max_buffered_batches,
+        room=room,
+        unhealthy_reason=run.blocked_reason,
+        failed=dict(list(state.failed.items())[-SHOWN_FAILURES:]),
+        published=frozenset(number for number, batch in state.batches.items() if batch.is_published),
+        building=next(unpublished, None),
+        open_groups=_open_groups(state, history),
+        batches=_batches(state, history),
+        models=[
+            ModelFacts(model, own.committed, own.incarnation, next_positions(state, model))
+            for model, own in state.models.items()
+        ],
+        history=history,
+    )
+
+
+def next_positions(state: State, model: Model) -> list[Position]:
+    """The position that each rank has to acknowledge next. Raises InvalidArgumentError where there is no such model."""
+    own = progress.model_state(state, model)
+    # Hundreds of ranks are at a few positions.
+    settled = {position: progress.settle(state, model, position) for position in set(own.next)}
+    return [settled[position] for position in own.next]
+
+
+def seconds(value: float) -> float:
+    """A time as documents have it."""
+    return round(value, 1)
+
+
+def _counts(state: State, room: Room) -> RunCounts:
+    return RunCounts(
+        policy_version=state.policy_version,
+        finished=state.finished,
+        groups_open=len(state.open) - len(state.complete),
+        groups_complete=len(state.complete),
+        groups_room=0 if state.finished else min(room.groups, _UNBOUNDED),
+        groups_sealed=state.groups_sealed,
+        groups_dropped=dict(islice(state.groups_dropped.items(), _SHOWN_REASONS)),
+        batches_sealed=state.batches_sealed,
+        batches_published=state.batches_made,
+        batches_freed=state.freed,
+        batches_failed=len(state.failed),
+        row_bytes=state.row_bytes,
+        shard_bytes=state.shard_bytes,
+        rows_accepted=state.rows_accepted,
+    )
+
+
+def _open_groups(state: State, history: HistorySnapshot) -> list[OpenGroup]:
+    incomplete = (group for key, group in state.open.items() if key not in state.complete)
+    return [_open_group(group, history) for group in islice(incomplete, SHOWN_GROUPS)]
+
+
+def _open_group(group: Group, history: HistorySnapshot) -> OpenGroup:
+    return OpenGroup(
+        uid=group.key.uid[:_LONGEST_UID],
+        round=group.key.round,
+        since=seconds(group.admitted_at + history.run_offset),
+        complete=group.done,
+        aborted=len(group.aborted),
+        samples=group.samples,
+        rows=sum(len(trajectory.rows) for trajectory in group.trajectories.values()),
+    )
+
+
+def _batches(state: State, history: HistorySnapshot) -> list[HeldBatch]:
+    found = []
+    for number, batch in islice(state.batches.items(), SHOWN_BATCHES):
+        times = history.batches.get(number)
+        since = None if times is None else times.published if batch.is_published else times.sealed
+        found.append(
+            HeldBatch(
+                batch=number,
+                state="published" if batch.is_published else "being built",
+                prompts=batch.prompts,
+                since=None if since is None else seconds(since),
+            )
+        )
+    return found
