@@ -58,8 +58,8 @@ def test_a_run_of_the_same_name_that_was_made_anew_has_pictures_of_its_own() -> 
 def test_a_trainer_that_comes_back_with_other_ranks_meanwhile_gets_no_old_picture() -> None:
     store = HookedStore()
     cache, bench = BatchViewCache(), published(store)
-    # Another process has it now, which has to read the plan from the store.
-    bench.reopen()
+    # As in a process that did not publish it, and reads the plan from the store.
+    bench.run._builder.plans.clear()
     store.after_plan = lambda: bench.run.resume("policy", Checkpoint(None), "again", dp_size=2)
     assert ranks(cache, bench) == 1
     bench.make_batches()
