@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._wire.columns import Array, Int64s, Ragged, starts_of
+from gristmill._wire.columns import FEW_ROWS, Array, Int64s, Ragged, least, starts_of, sum_of
 from gristmill._wire.steps import UNKNOWN, Steps, check
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rows_pb2
@@ -108,7 +109,7 @@ def read(message: rows_pb2.Rows, apart: Mapping[str, memoryview]) -> Sent:
     prompts = _per_row(message.prompt_lengths, "prompt_lengths", count, np.int64, None)
     responses = _per_row(message.response_lengths, "response_lengths", count, np.int64, None)
     for name, lengths in (("prompt_lengths", prompts), ("response_lengths", responses)):
-        if count and lengths.min() < 0:
+        if least(lengths) < 0:
             raise InvalidArgumentError(f"{name} holds {lengths.min()}; lengths are not negative")
     prefixes = _prefixes(message, prompts)
     lengths = prompts + responses if prefixes is None else prompts + responses - prefixes.lengths
@@ -164,9 +165,17 @@ def _stop_reasons(tables: Sequence[Steps]) -> list[str]:
     return found if any(found) else []
 
 
+@lru_cache(256)
+def _few_of(count: int, dtype: Any, default: Any) -> Array:
+    """A column of the default, one for all tables of so few rows: a turn is one row, and making it costs."""
+    column = np.full(count, default, dtype)
+    column.flags.writeable = False
+    return column
+
+
 def _per_row(values: Any, name: str, count: int, dtype: Any, default: Any) -> Array:
     if not len(values) and default is not None:
-        return np.full(count, default, dtype)
+        return _few_of(count, dtype, default) if count <= FEW_ROWS else np.full(count, default, dtype)
     if len(values) != count:
         raise InvalidArgumentError(f"{name} has {len(values)} entries for {count} rows (uids); it needs one each")
     return np.fromiter(values, dtype, count)
@@ -198,7 +207,7 @@ class _Rows:
     """Rows that stand one after another in each of several buffers."""
 
     def __init__(self, lengths: Int64s) -> None:
-        self._lengths, self._starts, self.total = lengths, starts_of(lengths), int(lengths.sum())
+        self._lengths, self._starts, self.total = lengths, starts_of(lengths), sum_of(lengths)
 
     def ragged(self, buffer: bytes | memoryview, name: str, dtype: Any) -> Ragged | None:
         if not len(buffer):
@@ -213,7 +222,7 @@ class _Rows:
 
 def _ones(lengths: Any) -> Ragged:
     longest = int(lengths.max()) if len(lengths) else 0
-    return Ragged(np.ones(longest, np.uint8), np.zeros(len(lengths), np.int64), lengths)
+    return Ragged(np.ones(longest, np.uint8), _per_row((), "", len(lengths), np.int64, 0), lengths)
 
 
 def _token_rewards(buffer: bytes | memoryview, rows: _Rows) -> Ragged | None:
