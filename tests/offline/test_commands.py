@@ -68,6 +68,21 @@ def run(*arguments, expect=0):
     return done
 
 
+def test_a_plan_is_utf_8_whatever_the_terminal_takes(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("LC_ALL", "C")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    rows = rollouts(2)
+    for row in rows:
+        row.update(uid=row["uid"].replace("p", "プロンプト"), policy_version=0 if row["uid"] == "p0" else 9)
+    config.write_text(json.dumps(CONFIG | {"max_staleness": 1, "stale": "drop"}))
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text(lines(rows))
+    command = [GRISTMILL, "plan", str(file), "--config", str(config)]
+    done = subprocess.run(command, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.decode())["dropped_uids"] == ["プロンプト0"]
+
+
 @pytest.mark.parametrize("command", ["plan", "batch"])
 def test_replacing_groups_is_refused_as_a_file_has_no_next_group(command, config, file, tmp_path):
     config.write_text(json.dumps(CONFIG | {"zero_variance_filter": "replace"}))

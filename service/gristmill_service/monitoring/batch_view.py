@@ -12,12 +12,11 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-import orjson
-
 from gristmill.errors import InvalidArgumentError, NotFoundError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.monitoring.batch_summary import BatchSummary, Break, outline
 from gristmill_service.monitoring.shard_bars import LARGEST, ShardBars
+from gristmill_service.pipeline.plan_document import PlanDocument, decode_plan
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.run import Run
 
@@ -31,7 +30,7 @@ _LONGEST_UID = 80
 class BatchView:
     """One batch: its plan, and its rows in outline."""
 
-    def __init__(self, run: Run, batch: int, config: RunConfig, plan: Json, rows: BatchSummary) -> None:
+    def __init__(self, run: Run, batch: int, config: RunConfig, plan: PlanDocument, rows: BatchSummary) -> None:
         self._head = {"run": run.name, "batch": batch}
         self._config, self._plan, self._rows = config, plan, rows
         self._shapes = ShardBars(rows, config)
@@ -43,14 +42,14 @@ class BatchView:
                 f"model is {model} and this run has none; it has {', '.join(self._config.models)} "
                 "(critic_mini_batch_size configures a critic)"
             )
-        own = [part for part in self._plan["mini_batches"] if part["model"] == model]
+        own = [part for part in self._plan.mini_batches if part.model == model]
         chosen = own if mini_batch is None else own[mini_batch : mini_batch + 1] if mini_batch >= 0 else []
         if own and not chosen:
             raise InvalidArgumentError(
                 f"mini_batch is {mini_batch} and the batch has {len(own)} {model} mini-batches, from 0; ask for one of "
                 "those"
             )
-        chosen = chosen[: max(1, LARGEST.shards // self._plan["dp_size"])]
+        chosen = chosen[: max(1, LARGEST.shards // self._plan.dp_size)]
         return {
             **self._head,
             "model": model,
@@ -58,12 +57,12 @@ class BatchView:
             "layout": self._config.layout,
             "pad_width": self._config.pad_width,
             "merge": self._config.merge,
-            "prompts": self._plan["prompts"],
-            "rows_received": self._plan["rows_received"],
-            "rows": self._plan["rows"],
-            "dropped_uids": len(self._plan["dropped_uids"]),
-            "metrics": self._plan["metrics"],
-            "counts": self._plan["counts"],
+            "prompts": self._plan.prompts,
+            "rows_received": self._plan.rows_received,
+            "rows": self._plan.rows,
+            "dropped_uids": len(self._plan.dropped_uids),
+            "metrics": self._plan.metrics,
+            "counts": self._plan.counts,
             "mini_batches_in_all": len(own),
             **self._shapes.shown(own, chosen),
             "groups": [_short(uid) for _, uid in self._rows.received.groups[: LARGEST.bars]],
@@ -75,8 +74,8 @@ class BatchView:
             **self._head,
             "merge": self._config.merge,
             "in_all": found.in_all,
-            "rows_received": self._plan["rows_received"],
-            "rows": self._plan["rows"],
+            "rows_received": self._plan.rows_received,
+            "rows": self._plan.rows,
             "pairs": [{"was": was, "now": now, "count": count} for (was, now), count in found.pairs],
             "breaks": [_told(one) for one in found.shown],
         }
@@ -144,7 +143,7 @@ def _picture(run: Run, batch: int) -> BatchView:
         raise NotFoundError(
             f"batch {batch} is not published yet, so there is nothing to be seen of it; ask again later"
         )
-    config, plan = run.config, orjson.loads(view.plan)
+    config, plan = run.config, decode_plan(view.plan)
     return BatchView(run, batch, config, plan, outline(run.export(batch), config))
 
 

@@ -12,6 +12,7 @@ from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
 from gristmill_service.monitoring.batch_summary import BatchSummary
 from gristmill_service.pipeline.balance import loads_of
+from gristmill_service.pipeline.plan_document import MiniBatchDocument, RankDocument
 
 Json = dict[str, Any]
 
@@ -55,16 +56,14 @@ class ShardBars:
             loads = loads * (rows.lengths.sum() / loads.sum())
         self._loads = np.append(loads, 0.0)
 
-    def shown(self, own: Sequence[Json], chosen: Sequence[Json]) -> Json:
+    def shown(self, own: Sequence[MiniBatchDocument], chosen: Sequence[MiniBatchDocument]) -> Json:
         """own: all of a model's mini-batches in the plan; chosen: those that are shown."""
-        every = {part["index"]: [_rank(rank) for rank in part["ranks"]] for part in own}
-        ranks = [rank for part in chosen for rank in every[part["index"]]]
+        every = {part.index: [_rank(rank) for rank in part.ranks] for part in own}
+        ranks = [rank for part in chosen for rank in every[part.index]]
         per_bar = _share(sum(len(rank.rows) for rank in ranks), LARGEST.bars)
         per_cell = _share(sum(len(rank.starts) for rank in ranks), LARGEST.cells)
         widths: dict[int, list[Int64s]] = {
-            part["index"]: [
-                self._widths(rank, every[part["index"]], list(every.values())) for rank in every[part["index"]]
-            ]
+            part.index: [self._widths(rank, every[part.index], list(every.values())) for rank in every[part.index]]
             for part in chosen
         }
         return {
@@ -73,10 +72,13 @@ class ShardBars:
             "load_unit": "tokens" if self._config.flops is None else "FLOPs, as tokens of a row of mean cost",
             "mini_batches": [
                 {
-                    **{name: part[name] for name in ("index", "rows", "padding_rows", "loss_tokens")},
+                    "index": part.index,
+                    "rows": part.rows,
+                    "padding_rows": part.padding_rows,
+                    "loss_tokens": part.loss_tokens,
                     "shards": [
                         self._shard(rank, wide, per_bar, per_cell)
-                        for rank, wide in zip(every[part["index"]], widths[part["index"]], strict=True)
+                        for rank, wide in zip(every[part.index], widths[part.index], strict=True)
                     ],
                 }
                 for part in chosen
@@ -129,9 +131,9 @@ class ShardBars:
         return -(-int(self._lengths[np.concatenate(rows)].max(initial=1)) // multiple) * multiple
 
 
-def _rank(planned: Json) -> _Rank:
-    rows = np.array(planned["rows"], np.int64)
-    starts = np.array([positions[0] for positions in planned["micro_batches"] if positions], np.int64)
+def _rank(planned: RankDocument) -> _Rank:
+    rows = np.array(planned.rows, np.int64)
+    starts = np.array([positions[0] for positions in planned.micro_batches if positions], np.int64)
     return _Rank(rows, starts)
 
 

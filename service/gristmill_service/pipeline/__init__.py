@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.batch_stats import BatchStats, collect_stats
 from gristmill_service.pipeline.layout import Shard
 from gristmill_service.pipeline.plan import MiniBatchPlan
-from gristmill_service.pipeline.plan_document import plan_document
+from gristmill_service.pipeline.plan_document import PlanDocument, plan_document
 from gristmill_service.pipeline.schedule import schedule
 from gristmill_service.pipeline.scored_batch import ScoredBatch, score_batch
 from gristmill_service.pipeline.shards import shards
@@ -30,7 +29,7 @@ __all__ = ["BuiltBatch", "build_batch", "plan_batch"]
 class BuiltBatch:
     """What a batch became: its plan as a JSON-able document, and its shards, laid out as they are read."""
 
-    plan: dict[str, Any]
+    plan: PlanDocument
     shards: Sequence[Shard]
     stats: Callable[[], BatchStats]
     """Counted when asked for: few ask."""
@@ -63,7 +62,7 @@ def build_batch(
     )
 
 
-def plan_batch(steps: Steps, config: RunConfig, *, batch: int) -> dict[str, Any]:
+def plan_batch(steps: Steps, config: RunConfig, *, batch: int) -> PlanDocument:
     """The plan of a batch alone; also of a table that has lengths and no tokens."""
     scored = score_batch(steps, config, None)
     return plan_document(scored, _schedule(scored, config), config, batch, None)

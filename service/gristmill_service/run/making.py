@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-import orjson
 import structlog
 
 from gristmill._wire.steps import Steps
 from gristmill.errors import FailedPreconditionError, GristmillError, ResourceExhaustedError, UnavailableError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.batch_stats import BatchStats
+from gristmill_service.pipeline.plan_document import PlanDocument, encode_plan
 from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.run.kept import KeptRun, OnSealed
 from gristmill_service.run.machine import progress
@@ -35,7 +35,7 @@ class BuiltBatch(Protocol):
     """What the pipeline makes of a batch."""
 
     @property
-    def plan(self) -> dict[str, Any]: ...
+    def plan(self) -> PlanDocument: ...
 
     @property
     def shards(self) -> Sequence[ShardSource]: ...
@@ -92,11 +92,11 @@ class MakingRun(KeptRun):
                 timed=self.meters.timed,
             )
             mini_batches: dict[Model, int] = dict.fromkeys(config.models, 0)
-            for part in built.plan["mini_batches"]:
-                mini_batches[part["model"]] += 1
+            for part in built.plan.mini_batches:
+                mini_batches[part.model] += 1
             with self.meters.timed("publish"):
                 nbytes = self._store.publish(
-                    self.name, number, orjson.dumps(built.plan), built.shards, lambda: self._closed is None
+                    self.name, number, encode_plan(built.plan), built.shards, lambda: self._closed is None
                 )
             if is_first:
                 self.meters.made(number, built.stats)
