@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -272,13 +273,14 @@ def test_help_teaches_with_an_example():
 
 def test_ctrl_c_ends_a_batch_without_a_traceback_or_a_half_written_batch(config, tmp_path):
     file = tmp_path / "rollouts.jsonl"
-    file.write_text(lines(rollouts(prompts=20_000)))
+    os.mkfifo(file)
     command = [GRISTMILL, "batch", str(file), "--config", str(config), "--out", str(tmp_path / "out")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(timeout=1.5)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    with file.open("w") as pipe:  # opens when the command does, which then waits for the rest
+        pipe.write(lines(rollouts()))
+        pipe.flush()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert not list(tmp_path.glob("out/.*"))

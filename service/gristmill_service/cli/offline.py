@@ -151,7 +151,7 @@ def _warn(counts: dict[str, int]) -> None:
 
 
 def _write(target: Path, built: BuiltBatch, advance: Advance) -> None:
-    """The batch directory, complete or absent."""
+    """Writes the batch directory, complete or not at all."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -166,7 +166,7 @@ def _write(target: Path, built: BuiltBatch, advance: Advance) -> None:
 
 @contextmanager
 def _progress(label: str, total: int | None) -> Iterator[Advance]:
-    """A bar on standard error for work that takes long enough to ask; yields a function that advances it by bytes."""
+    """Shows a bar on standard error. Yields a function that advances it by bytes."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -59,7 +59,7 @@ class MismatchDocument:
 
 @dataclass(frozen=True, slots=True)
 class PlanDocument:
-    """Which row of a batch trains when and where. Row indices are those after merging.
+    """The plan of a batch: which row trains when and where. Row indices are those after merging.
 
     dropped_uids: of groups dropped as stale or by alignment. counts: what each rule met, by name. metrics: of the
     policy. merge_mismatches: the first few of each trajectory, with `merge: prefix`.
@@ -139,7 +139,7 @@ def _counts(scored: ScoredBatch, dropped: int, config: RunConfig) -> dict[str, i
 
 
 def _accuracy(scored: ScoredBatch) -> dict[str, int | float]:
-    """Each trajectory once, padding never."""
+    """Returns what tells of rewards and lengths: each trajectory counts once, padding never."""
     scores, received = scored.scores, scored.received
     if not len(scores):
         return {}
@@ -163,7 +163,7 @@ def _accuracy(scored: ScoredBatch) -> dict[str, int | float]:
 def _performance(
     scored: ScoredBatch, policy: Sequence[MiniBatchPlan], config: RunConfig, laid_out: Sequence[Shard] | None
 ) -> dict[str, int | float]:
-    """Padding counts here, and is given separately. Of the policy's shards.
+    """Returns what tells of the cost of the policy's shards: padding counts, and is given separately.
 
     The barrier ratio is by FLOPs where the configuration has `flops`, else by tokens.
     """
