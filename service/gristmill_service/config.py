@@ -1,6 +1,6 @@
-"""A run's configuration: the names of the specification, validated as a whole.
+"""A run's configuration has the names of the specification and is validated as a whole.
 
-Owns every rule that can be decided before a rollout is seen. Reads no file but the one it is given.
+This module owns every rule that can be decided before a rollout is seen. It reads no file but the one it is given.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=Fal
 
 
 class MicroBatch(BaseModel):
-    """Exactly one of `size` (rows) and `max_tokens` (tokens per rank, times `cp_size`)."""
+    """The size of a micro-batch: exactly one of `size` (rows) and `max_tokens` (tokens per rank, times `cp_size`)."""
 
     model_config = _STRICT
 
@@ -49,7 +49,7 @@ class MicroBatch(BaseModel):
 
 
 def _number(value: object) -> object:
-    """YAML 1.1 takes `1.5e10` for text."""
+    """Makes a number of text: YAML 1.1 takes `1.5e10` for text."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -70,7 +70,7 @@ Coefficient = Annotated[NonNegativeFloat, BeforeValidator(_number)]
 
 
 class Flops(BaseModel):
-    """FLOPs of a row of n tokens: `linear * n + quadratic * n**2`.
+    """The FLOPs of a row of n tokens are `linear * n + quadratic * n**2`.
 
     Only their ratio counts. For a dense transformer 2 * parameters and 2 * layers * hidden size: a forward pass takes
     2 * parameters + 4 * layers * hidden size * context per token (PaLM, arXiv:2204.02311, appendix B, where both passes
@@ -87,12 +87,12 @@ _SECTIONS: dict[str, type[BaseModel]] = {"micro_batch": MicroBatch, "flops": Flo
 
 
 def _filter_mode(value: object) -> object:
-    """YAML's `true` means `mask`, `false` means off."""
+    """Reads YAML's `true` as `mask` and `false` as off."""
     return {True: "mask", False: None}[value] if isinstance(value, bool) else value
 
 
 class RunConfig(BaseModel):
-    """What a run computes. Field names, defaults and rules are those of the specification."""
+    """The settings of a run. Field names, defaults and rules are those of the specification."""
 
     model_config = _STRICT
 
@@ -134,18 +134,18 @@ class RunConfig(BaseModel):
 
     @property
     def align_to(self) -> int:
-        """A mini-batch's micro-batch count is a multiple of this (all ranks together)."""
+        """The number of which a mini-batch's micro-batch count is a multiple (all ranks together)."""
         return self.dp_size * (self.microbatch_group_size if self.vpp_size > 1 else 1)
 
     @property
     def token_cap(self) -> int | None:
-        """Tokens (prompt and response) that one micro-batch may hold; None when micro-batches are counted in rows."""
+        """The tokens (prompt and response) that a micro-batch may hold; None when micro-batches are counted in rows."""
         tokens = self.micro_batch.max_tokens
         return None if tokens is None else min(tokens * self.cp_size, INT64_MAX)
 
     @property
     def padding_row_tokens(self) -> int:
-        """Length of a padding row: one prompt and one response token, or what `pad_to_multiple_of` asks for."""
+        """The length of a padding row: one prompt and one response token, or what `pad_to_multiple_of` asks for."""
         return max(2, self.pad_to_multiple_of)
 
     @property
@@ -153,7 +153,7 @@ class RunConfig(BaseModel):
         return ("policy",) if self.critic_mini_batch_size is None else ("policy", "critic")
 
     def mini_batch_size(self, model: Model) -> int:
-        """Prompt groups, or rows with `mini_batch_unit: sequence`, of one optimizer step of `model`."""
+        """Returns the prompt groups, or rows with `mini_batch_unit: sequence`, of one optimizer step of `model`."""
         if model == "policy" or self.critic_mini_batch_size is None:
             return self.policy_mini_batch_size
         return self.critic_mini_batch_size
@@ -165,7 +165,7 @@ class RunConfig(BaseModel):
         return parse_config(json.loads(self.model_dump_json(exclude_defaults=True)) | {"dp_size": dp_size})
 
     def warnings(self) -> list[str]:
-        """What is allowed but probably not meant. Said once, when the run is created."""
+        """Returns a sentence for each thing that is allowed but probably not meant. A run's creator is told once."""
         found = []
         if self.merge != "none" and self.loss_reduction in ("sequence_mean", "seq_mean_token_sum_norm"):
             found.append(
@@ -182,7 +182,7 @@ class RunConfig(BaseModel):
 
 
 def parse_config(mapping: object, source: str = "configuration") -> RunConfig:
-    """A checked configuration from what JSON or YAML gave.
+    """Returns a checked configuration from what JSON or YAML gave.
 
     Raises InvalidArgumentError naming the setting, its value, the reason and the remedy.
     """
@@ -204,7 +204,7 @@ def parse_config(mapping: object, source: str = "configuration") -> RunConfig:
 
 
 def read_config(path: Path) -> RunConfig:
-    """A checked configuration from a YAML or JSON file."""
+    """Returns a checked configuration from a YAML or JSON file. Raises InvalidArgumentError naming the file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from gristmill_service.api.http import models
 from gristmill_service.service import Service
 from gristmill_service.settings import Settings
 from tests.api.doors import CONFIG, HttpDoor, group, row, rows_message
@@ -56,6 +57,24 @@ def metric(asked: HttpDoor, name: str, **labels: str) -> float | None:
 def test_openapi_lists_every_call(http_door: HttpDoor) -> None:
     paths = http_door.client.get("/openapi.json").json()["paths"]
     assert {path: set(calls) for path, calls in paths.items()} == PATHS
+
+
+def test_the_page_of_the_api_describes_a_plan_and_plans_are_as_it_says(http_door: HttpDoor, run_name: str) -> None:
+    page = http_door.client.get("/openapi.json").json()
+    answer = page["paths"]["/v1/runs/{run}/batches/{batch}"]["get"]["responses"]["200"]["content"]["application/json"]
+    assert answer["schema"] == {"$ref": "#/components/schemas/Batch"}
+    schemas = page["components"]["schemas"]
+    assert {"$ref": "#/components/schemas/PlanDocument"} in schemas["Batch"]["properties"]["plan"]["anyOf"]
+    http_door.create(run_name, CONFIG)
+    for uid in ("a", "b"):
+        http_door.submit(run_name, group(uid))
+    found = http_door.client.get(f"/v1/runs/{run_name}/batches/0", params={"wait_s": 20}).json()
+    plan = found["plan"]
+    assert list(plan) == list(schemas["PlanDocument"]["properties"]) == schemas["PlanDocument"]["required"]
+    (first, *_), part = plan["mini_batches"], schemas["MiniBatchDocument"]
+    assert list(first) == list(part["properties"])
+    assert list(first["ranks"][0]) == list(schemas["RankDocument"]["properties"])
+    assert models.Batch.model_validate(found).plan is not None
 
 
 def test_openapi_says_what_each_call_does_and_how_it_fails(http_door: HttpDoor) -> None:

@@ -46,7 +46,7 @@ def test_padding_is_what_the_plan_says_and_what_its_own_level_would_have(drawn, 
         config = {key: value for key, value in config.items() if key != "critic_mini_batch_size"}
         config |= {"on_misaligned": "drop_trailing"}
     batch = built(rows, config)
-    stats, metrics = batch.stats(), batch.plan["metrics"]
+    stats, metrics = batch.stats(), batch.plan.metrics
     assert stats.padding["laid_out"] == pytest.approx(metrics["padding_share"])
     assert stats.tokens["padding"] == metrics["padding_tokens"]
     assert stats.rows["padding"] == metrics["padding_rows"]
@@ -61,4 +61,4 @@ def test_each_row_beyond_a_trajectorys_first_has_one_cause(drawn):
     rows, config = drawn
     batch = built(rows, config)
     trajectories = len({(row["uid"], row["sample"]) for row in rows})
-    assert sum(batch.stats().mismatches.values()) == batch.plan["rows"] - trajectories
+    assert sum(batch.stats().mismatches.values()) == batch.plan.rows - trajectories

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -66,6 +67,21 @@ def run(*arguments, expect=0):
     assert done.returncode == expect, done.stderr
     assert "Traceback" not in done.stderr
     return done
+
+
+def test_a_plan_is_utf_8_whatever_the_terminal_takes(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("LC_ALL", "C")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    rows = rollouts(2)
+    for row in rows:
+        row.update(uid=row["uid"].replace("p", "プロンプト"), policy_version=0 if row["uid"] == "p0" else 9)
+    config.write_text(json.dumps(CONFIG | {"max_staleness": 1, "stale": "drop"}))
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text(lines(rows))
+    command = [GRISTMILL, "plan", str(file), "--config", str(config)]
+    done = subprocess.run(command, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.decode())["dropped_uids"] == ["プロンプト0"]
 
 
 @pytest.mark.parametrize("command", ["plan", "batch"])
@@ -257,13 +273,14 @@ def test_help_teaches_with_an_example():
 
 def test_ctrl_c_ends_a_batch_without_a_traceback_or_a_half_written_batch(config, tmp_path):
     file = tmp_path / "rollouts.jsonl"
-    file.write_text(lines(rollouts(prompts=20_000)))
+    os.mkfifo(file)
     command = [GRISTMILL, "batch", str(file), "--config", str(config), "--out", str(tmp_path / "out")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(timeout=1.5)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    with file.open("w") as pipe:  # opens when the command does, which then waits for the rest
+        pipe.write(lines(rollouts()))
+        pipe.flush()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert not list(tmp_path.glob("out/.*"))

@@ -182,9 +182,9 @@ def test_it_does_not_matter_how_many_rows_are_read_at_a_time(size: int) -> None:
         (steps.take(np.arange(at, min(at + size, len(steps)))) for at in range(0, len(steps), size)), config
     )
     plan = build_batch(steps, config, run="r", batch=0).plan
-    assert len(found.lengths) == plan["rows"]
-    assert found.trained.sum() == sum(part["loss_tokens"] for part in plan["mini_batches"])
-    assert found.breaks.in_all == plan["rows"] - 48
+    assert len(found.lengths) == plan.rows
+    assert found.trained.sum() == sum(part.loss_tokens for part in plan.mini_batches)
+    assert found.breaks.in_all == plan.rows - 48
 
 
 def test_scores_are_those_that_were_sent_and_advantages_those_of_the_shards(

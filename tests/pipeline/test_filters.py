@@ -52,8 +52,8 @@ def test_zero_variance_masks_groups_of_equal_scores(setting):
     batch = built(rows([[1.0, 1.0], [0.0, 1.0]]), zero_variance_filter=setting)
     assert [mask for (uid, _), mask in trained(batch).items() if uid == "p0"] == [[0, 0]] * 2
     assert [mask for (uid, _), mask in trained(batch).items() if uid == "p1"] == [[1, 1]] * 2
-    assert batch.plan["counts"]["zero_variance_groups"] == 1
-    assert [part["loss_tokens"] for part in batch.plan["mini_batches"]] == [0, 4]
+    assert batch.plan.counts["zero_variance_groups"] == 1
+    assert [part.loss_tokens for part in batch.plan.mini_batches] == [0, 4]
 
 
 def test_a_group_of_one_is_never_zero_variance():
@@ -66,7 +66,7 @@ def test_overlong_masks_the_named_stop_reasons_and_no_others():
     given[0]["stop_reason"], given[1]["stop_reason"] = "length", "tool_calls"
     batch = built(given, overlong_filter=["length"])
     assert trained(batch) == {("p0", 0): [0, 0], ("p0", 1): [1, 1]}
-    assert batch.plan["counts"]["overlong_steps"] == 1
+    assert batch.plan.counts["overlong_steps"] == 1
 
 
 def test_an_overlong_step_is_masked_within_a_merged_row_and_no_further():
@@ -83,7 +83,7 @@ def test_masked_trajectories_still_count_for_the_baseline():
     batch = built(given, overlong_filter=["length"], advantage_estimator="rloo")
     (shard,) = batch.shards
     assert naive.shard_rows(shard)[1]["advantages"].tolist() == [1.0, 1.0]
-    assert batch.plan["metrics"]["score_mean"] == 0.5
+    assert batch.plan.metrics["score_mean"] == 0.5
 
 
 def test_stale_groups_are_counted_by_default_and_dropped_when_asked():
@@ -91,14 +91,14 @@ def test_stale_groups_are_counted_by_default_and_dropped_when_asked():
     for row, version in zip(given, [4, 1, 4, 4], strict=True):
         row["policy_version"] = version
     kept = built(given, max_staleness=2)
-    assert (kept.plan["counts"]["stale_groups"], kept.plan["prompts"], kept.plan["dropped_uids"]) == (1, 2, [])
+    assert (kept.plan.counts["stale_groups"], kept.plan.prompts, kept.plan.dropped_uids) == (1, 2, [])
     dropped = built(given, max_staleness=2, stale="drop")
-    assert (dropped.plan["counts"]["stale_groups"], dropped.plan["prompts"], dropped.plan["dropped_uids"]) == (
+    assert (dropped.plan.counts["stale_groups"], dropped.plan.prompts, dropped.plan.dropped_uids) == (
         1,
         1,
         ["p0"],
     )
-    assert dropped.plan["rows_received"] == 4
+    assert dropped.plan.rows_received == 4
     assert {uid for uid, _ in trained(dropped)} == {"p1"}
 
 
@@ -108,7 +108,7 @@ def test_padding_rows_have_the_uid_of_no_group_also_of_none_that_was_dropped():
         row["uid"] = {"p0": "padding", "p1": "_padding", "p2": "p2"}[row["uid"]]
         row["policy_version"] = version
     batch = built(given, max_staleness=2, stale="drop", dp_size=3)
-    assert batch.plan["dropped_uids"] == ["padding"]
+    assert batch.plan.dropped_uids == ["padding"]
     assert {uid for uid, sample in trained(batch) if sample == -1} == {"__padding"}
 
 
@@ -116,10 +116,10 @@ def test_exactly_max_staleness_behind_is_not_stale_and_unknown_versions_never_ar
     given = rows([[0.0, 1.0]])
     for row, version in zip(given, [2, 4], strict=True):
         row["policy_version"] = version
-    assert built(given, max_staleness=2).plan["counts"]["stale_groups"] == 0
+    assert built(given, max_staleness=2).plan.counts["stale_groups"] == 0
     for row in given:
         row["policy_version"] = -1
-    assert built(given, max_staleness=0).plan["counts"]["stale_groups"] == 0
+    assert built(given, max_staleness=0).plan.counts["stale_groups"] == 0
 
 
 def test_a_batch_whose_every_group_is_stale_is_empty_and_not_an_error():
@@ -134,7 +134,7 @@ def test_a_batch_whose_every_group_is_stale_is_empty_and_not_an_error():
         "stale": "drop",
     }
     batch = build_batch(given, parse_config(config), run="r", batch=0, policy_version=9)
-    assert (batch.plan["prompts"], batch.plan["optimizer_steps"], batch.plan["dropped_uids"]) == (0, 0, ["p0"])
+    assert (batch.plan.prompts, batch.plan.optimizer_steps, batch.plan.dropped_uids) == (0, 0, ["p0"])
     assert batch.shards == []
 
 
@@ -143,16 +143,16 @@ def test_staleness_is_told_per_trajectory_by_its_oldest_step():
     given[0] |= {"policy_version": 1, "is_last_step": False}
     given.insert(1, {**given[0], "step": 1, "is_last_step": True, "policy_version": 4})
     given[2]["policy_version"] = 3
-    metrics = built(given).plan["metrics"]
+    metrics = built(given).plan.metrics
     assert (metrics["staleness_mean"], metrics["staleness_max"]) == (2.0, 3)
 
 
 def test_lone_survivors_and_incomplete_groups_are_counted():
     given = rows([[1.0], [0.0, 1.0]])
-    counts = built(given).plan["counts"]
+    counts = built(given).plan.counts
     assert (counts["lone_survivors"], counts["incomplete_groups"]) == (1, 1)
 
 
 def test_maxrl_counts_groups_whose_mean_is_not_positive():
-    counts = built(rows([[-1.0, 0.0], [0.0, 1.0]]), advantage_estimator="maxrl").plan["counts"]
+    counts = built(rows([[-1.0, 0.0], [0.0, 1.0]]), advantage_estimator="maxrl").plan.counts
     assert counts["maxrl_nonpositive_groups"] == 1

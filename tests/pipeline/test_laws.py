@@ -67,16 +67,16 @@ def test_summing_over_all_ranks_gives_the_loss_reduction(drawn):
     config["advantage_estimator"] = "none"
     batch = built(rows, config)
     groups = naive.merged(rows, config["merge"])
-    for part in batch.plan["mini_batches"]:
-        if part["model"] != "policy":
+    for part in batch.plan.mini_batches:
+        if part.model != "policy":
             continue
         total = sum(
             float(row["advantages"][row["loss_mask"] == 1].sum(dtype=np.float64))
             for shard in batch.shards
-            if (shard.address.model, shard.address.mini_batch) == ("policy", part["index"])
+            if (shard.address.model, shard.address.mini_batch) == ("policy", part.index)
             for row in naive.shard_rows(shard)
         )
-        covered = groups[part["start"] : part["end"]]
+        covered = groups[part.start : part.end]
         np.testing.assert_allclose(total, _reduction(covered, config), rtol=1e-5)
 
 
@@ -123,7 +123,7 @@ def test_merging_never_changes_scores_advantages_or_trained_tokens(drawn):
                     found += [
                         (uid, int(row["sample"]), *pair) for pair in zip(tail[keep].tolist(), advantages, strict=True)
                     ]
-        return sorted(found), batch.plan["metrics"]["score_mean"]
+        return sorted(found), batch.plan.metrics["score_mean"]
 
     assert trained("prefix") == trained("none")
 
@@ -205,7 +205,7 @@ def test_optimizer_steps_do_not_depend_on_turn_counts(rows, dp_size):
         "micro_batch": {"size": 2},
     }
     plan = built(rows, config).plan
-    assert plan["optimizer_steps"] == groups * 2
-    for part in plan["mini_batches"]:
-        assert len({len(rank["rows"]) for rank in part["ranks"]}) == 1
-        assert part["prompts"] == 1
+    assert plan.optimizer_steps == groups * 2
+    for part in plan.mini_batches:
+        assert len({len(rank.rows) for rank in part.ranks}) == 1
+        assert part.prompts == 1

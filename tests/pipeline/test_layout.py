@@ -99,7 +99,7 @@ def test_padding_rows_take_part_in_the_width():
 def test_nothing_is_truncated_above_max_seq_len_and_it_is_counted():
     batch = built(rows((9, 9), (1, 1)), dp_size=1, max_seq_len=4)
     assert shapes(batch) == {(0, 0): (2, 18)}
-    assert batch.plan["counts"]["rows_over_max_seq_len"] == 1
+    assert batch.plan.counts["rows_over_max_seq_len"] == 1
 
 
 def test_a_row_is_one_block_at_the_right_end():
@@ -156,14 +156,14 @@ def test_the_layout_never_changes_the_plan(drawn, data):
         "pad_width": data.draw(st.sampled_from(["batch", "mini_batch", "shard", "micro_batch"])),
     }
     plans = [build_batch(from_rows(given_rows), parse_config(c), run="r", batch=0).plan for c in (config, other)]
-    assert plans[0]["mini_batches"] == plans[1]["mini_batches"]
+    assert plans[0].mini_batches == plans[1].mini_batches
 
 
 def test_padding_share_is_what_the_tensors_hold():
     batch = built(FOUR, pad_width="batch")
     elements = sum(naive.read_shard(shard)[0]["sequences"].size for shard in batch.shards)
     tokens = sum(len(row["prompt_token_ids"]) + len(row["response_ids"]) for row in FOUR)
-    assert batch.plan["metrics"]["padding_share"] == pytest.approx(1 - tokens / elements)
+    assert batch.plan.metrics["padding_share"] == pytest.approx(1 - tokens / elements)
 
 
 @pytest.mark.parametrize("overrides", [{}, {"layout": "packed"}, {"pad_width": "micro_batch"}])
@@ -219,19 +219,19 @@ def test_steps_without_a_reward_are_fill_between_those_that_have_one():
 @given(st.integers(1, 5), st.sampled_from(["batch", "mini_batch", "shard"]))
 def test_shards_of_a_batch_tell_their_own_rows(dp_size, pad_width):
     batch = built(rows(*((2, index % 4 + 1) for index in range(6))), dp_size=dp_size, pad_width=pad_width)
-    for part in batch.plan["mini_batches"]:
-        for rank in part["ranks"]:
+    for part in batch.plan.mini_batches:
+        for rank in part.ranks:
             (shard,) = (
                 shard
                 for shard in batch.shards
-                if (shard.address.mini_batch, shard.address.rank) == (part["index"], rank["rank"])
+                if (shard.address.mini_batch, shard.address.rank) == (part.index, rank.rank)
             )
             tensors, metadata = naive.read_shard(shard)
-            assert tensors["row"].tolist() == rank["rows"]
-            assert metadata["uids"] == ["padding" if row < 0 else f"p{row}" for row in rank["rows"]]
-            assert metadata["micro_batches"] == rank["micro_batches"]
+            assert tensors["row"].tolist() == rank.rows
+            assert metadata["uids"] == ["padding" if row < 0 else f"p{row}" for row in rank.rows]
+            assert metadata["micro_batches"] == rank.micro_batches
             assert metadata["loss_denominators"]["row_tokens"] == [
-                max(1, row % 4 + 1) if row >= 0 else 1 for row in rank["rows"]
+                max(1, row % 4 + 1) if row >= 0 else 1 for row in rank.rows
             ]
 
 
@@ -247,6 +247,6 @@ def test_the_largest_settings_that_are_accepted_are_carried_out(balance):
         max_staleness=most,
         balance=balance,
     )
-    assert batch.plan["counts"]["rows_over_max_seq_len"] == 0
+    assert batch.plan.counts["rows_over_max_seq_len"] == 0
     (advantage,) = {row["advantages"][0] for shard in batch.shards for row in naive.shard_rows(shard)}
     assert advantage == np.float32(1 / (1 + 1e-6) / (2 * most))

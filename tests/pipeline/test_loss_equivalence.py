@@ -148,7 +148,7 @@ def row_weights(rows, config):
 def through_gristmill(rows, config):
     """Loss of each mini-batch, summed over ranks and micro-batches, and how many padding rows took part."""
     batch = build_batch(from_rows(rows), parse_config(config), run="r", batch=0)
-    count = len(batch.plan["mini_batches"])
+    count = len(batch.plan.mini_batches)
     losses = [torch.zeros((), dtype=torch.float64) for _ in range(count)]
     for shard in batch.shards:
         data = naive.shard_bytes(shard)
@@ -163,7 +163,7 @@ def through_gristmill(rows, config):
                 own = {name: value[positions] for name, value in tensors.items()}
             loss = packed_loss(own) if config["layout"] == "packed" else padded_loss(own)
             losses[shard.address.mini_batch] = losses[shard.address.mini_batch] + loss
-    return losses, sum(part["padding_rows"] for part in batch.plan["mini_batches"])
+    return losses, sum(part.padding_rows for part in batch.plan.mini_batches)
 
 
 def padded_loss(own):

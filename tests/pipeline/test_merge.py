@@ -9,6 +9,7 @@ from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.merge import extends
+from gristmill_service.pipeline.plan_document import MismatchDocument
 from tests import naive
 
 
@@ -58,7 +59,7 @@ def test_steps_that_extend_each_other_become_one_row_with_observations_untrained
     assert row["rollout_logprobs"].tolist() == [-1, -1, 0, -1]
     assert row["rewards"].tolist() == [0, 1, 0, 2]
     assert (row["step_first"], row["step_last"], row["policy_version"]) == (0, 1, 4)
-    assert (batch.plan["rows_received"], batch.plan["rows"]) == (2, 1)
+    assert (batch.plan.rows_received, batch.plan.rows) == (2, 1)
 
 
 def test_a_prompt_equal_to_what_came_before_joins_without_an_observation():
@@ -74,24 +75,24 @@ def test_a_broken_prefix_opens_a_new_row_and_later_steps_may_join_that_one():
 
 def test_a_mismatch_says_where_in_the_steps_prompt_the_first_token_differs():
     batch = built(trajectory(([1, 2], [3]), ([1, 7, 3, 4], [4])))
-    assert batch.plan["merge_mismatches"] == [{"uid": "p", "round": 0, "sample": 0, "step": 1, "index": 1}]
+    assert batch.plan.merge_mismatches == [MismatchDocument(uid="p", round=0, sample=0, step=1, index=1)]
 
 
 def test_a_prompt_that_is_merely_too_short_is_reported_at_its_length():
     batch = built(trajectory(([1, 2], [3, 4]), ([1, 2, 3], [4])))
-    assert batch.plan["merge_mismatches"][0]["index"] == 3
+    assert batch.plan.merge_mismatches[0].index == 3
 
 
 def test_only_the_first_three_mismatches_of_a_trajectory_are_reported():
     batch = built(trajectory(*(([step + 1], [9]) for step in range(6))))
-    assert [found["step"] for found in batch.plan["merge_mismatches"]] == [1, 2, 3]
+    assert [found.step for found in batch.plan.merge_mismatches] == [1, 2, 3]
 
 
 def test_trajectories_are_never_merged_with_each_other():
     one, other = trajectory(([1], [2])), trajectory(([1, 2], [3]), sample=1)
     batch = built(one + other, n_samples_per_prompt=2)
-    assert batch.plan["rows"] == 2
-    assert batch.plan["merge_mismatches"] == []
+    assert batch.plan.rows == 2
+    assert batch.plan.merge_mismatches == []
 
 
 def test_a_clients_advantages_per_token_are_zero_on_observations():
@@ -135,4 +136,4 @@ def test_steps_masked_in_part_are_counted_as_those_masked_in_full_are():
     steps = trajectory(([1], [2, 3]), ([1, 2, 3], [4]), ([9], [5, 6]))
     steps[0]["loss_mask"] = [0, 1]
     batch = built(steps, loss_reduction="token_mean")
-    assert batch.plan["mini_batches"][0]["loss_tokens"] == 4
+    assert batch.plan.mini_batches[0].loss_tokens == 4

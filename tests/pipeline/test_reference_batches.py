@@ -17,22 +17,22 @@ from tests import naive
 REFERENCE = Path(__file__).parents[1] / "reference" / "batch_cases.jsonl.gz"
 CASES = [json.loads(line) for line in gzip.decompress(REFERENCE.read_bytes()).splitlines()]
 REFUSED = [case for case in CASES if "refused" in case["expected"]]
-MILLED = [case for case in CASES if "refused" not in case["expected"]]
+BUILT = [case for case in CASES if "refused" not in case["expected"]]
 
 
 def names(cases):
     return [case["name"] for case in cases]
 
 
-def mill_case(case):
+def built_case(case):
     config = parse_config(case["config"])
     return build_batch(from_rows(case["rows"], step_wise=config.step_wise), config, run="reference", batch=0)
 
 
-@pytest.mark.parametrize("case", MILLED, ids=names(MILLED))
+@pytest.mark.parametrize("case", BUILT, ids=names(BUILT))
 def test_rows_after_merging_are_those_of_the_reference(case):
-    batch, expected = mill_case(case), case["expected"]["rows_after_merge"]
-    assert batch.plan["rows"] == len(expected)
+    batch, expected = built_case(case), case["expected"]["rows_after_merge"]
+    assert batch.plan.rows == len(expected)
     seen = {}
     for shard in batch.shards:
         if shard.address.model != "policy":
@@ -56,9 +56,9 @@ def test_rows_after_merging_are_those_of_the_reference(case):
         }
 
 
-@pytest.mark.parametrize("case", MILLED, ids=names(MILLED))
+@pytest.mark.parametrize("case", BUILT, ids=names(BUILT))
 def test_tensors_are_those_of_the_reference(case):
-    batch, expected = mill_case(case), case["expected"]["tensors"]
+    batch, expected = built_case(case), case["expected"]["tensors"]
     compared = 0
     for shard in batch.shards:
         tensors = load(naive.shard_bytes(shard))
@@ -72,18 +72,18 @@ def test_tensors_are_those_of_the_reference(case):
     assert compared >= len(expected)
 
 
-@pytest.mark.parametrize("case", MILLED, ids=names(MILLED))
+@pytest.mark.parametrize("case", BUILT, ids=names(BUILT))
 def test_boundaries_and_ranks_are_those_of_the_reference(case):
-    plan, expected = mill_case(case).plan, case["expected"]
+    plan, expected = built_case(case).plan, case["expected"]
     for model in ("policy", "critic"):
-        own = [part for part in plan["mini_batches"] if part["model"] == model]
-        bounds = [[part["start"], part["end"]] for part in own]
+        own = [part for part in plan.mini_batches if part.model == model]
+        bounds = [[part.start, part.end] for part in own]
         assert bounds == (expected[f"{model}_boundaries"] or [])
-    policy = [part for part in plan["mini_batches"] if part["model"] == "policy"]
-    assert [[rank["rows"] for rank in part["ranks"]] for part in policy] == expected["policy_ranks"]
+    policy = [part for part in plan.mini_batches if part.model == "policy"]
+    assert [[rank.rows for rank in part.ranks] for part in policy] == expected["policy_ranks"]
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=names(REFUSED))
 def test_what_the_reference_refuses_is_refused_with_the_trajectory(case):
     with pytest.raises(InvalidArgumentError, match=r"uid '.*' sample \d"):
-        mill_case(case)
+        built_case(case)

@@ -19,6 +19,7 @@ from gristmill.errors import (
 )
 from gristmill_service.config import parse_config
 from gristmill_service.monitoring.run_monitor import Monitor
+from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocument
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.run.machine.admission import RowBudget
 from gristmill_service.run.machine.codec import decode_events
@@ -117,8 +118,8 @@ class Shelf:
 
 
 @dataclass
-class Milled:
-    plan: dict
+class Built:
+    plan: PlanDocument
     shards: list
 
     def stats(self):
@@ -144,16 +145,17 @@ class BuildBatch:
         self.batches[batch], self.versions[batch] = steps, policy_version
         prompts = len(dict.fromkeys(zip(steps.rounds.tolist(), steps.uids, strict=True)))
         parts = [
-            {"model": model, "index": index}
+            MiniBatchDocument(model, index, 0, 0, 0, 0, 0, 0, 0, [])
             for model in config.models
             for index in range(-(-prompts // config.mini_batch_size(model)))
         ]
         shards = [
-            Shard(ShardAddress(part["model"], part["index"], rank), f"{run} {batch} {part} {rank}".encode())
+            Shard(ShardAddress(part.model, part.index, rank), f"{run} {batch} {part} {rank}".encode())
             for part in parts
             for rank in range(config.dp_size)
         ]
-        return Milled({"batch": batch, "mini_batches": parts}, shards)
+        plan = PlanDocument(batch, len(steps), len(steps), prompts, 0, config.dp_size, [], parts, {}, {}, [])
+        return Built(plan, shards)
 
 
 class RecordingLog(MemoryRunLog):

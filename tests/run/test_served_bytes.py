@@ -15,6 +15,7 @@ from gristmill.errors import BatchFailedError
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.iovec import join
+from gristmill_service.pipeline.plan_document import decode_plan
 from gristmill_service.run.machine.answers import BatchState, Position, RewardUpdate
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
@@ -85,7 +86,7 @@ def test_a_run_serves_what_the_offline_pipeline_makes_of_the_same_rows(
             _deliver(run, [rows[index] | ({"reward": None} if late else {}) for index, late in request])
             run.set_rewards([reward_of(rows[index]) for index, late in request if late])
         plan, shards = served(run, 0)
-        assert json.loads(plan) == expected.plan
+        assert decode_plan(plan) == expected.plan
         assert shards == {shard.address.path: join(shard.iovec()) for shard in expected.shards}
     finally:
         runs.delete("run")

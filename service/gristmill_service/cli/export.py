@@ -1,4 +1,4 @@
-"""`gristmill export`: a sealed batch of a running service as a rollout file, to be laid out again offline."""
+"""`gristmill export` writes a sealed batch of a running service to a rollout file, to be laid out again offline."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _settings(transport: Transport, run: str) -> str:
 
 
 def _write(transport: Transport, request: trainer_pb2.ExportBatchRequest, out: Path) -> None:
-    """The file appears whole or not at all."""
+    """Writes the file whole or not at all."""
     if out.suffix not in (".jsonl", ".gz"):
         raise InvalidArgumentError(f"--out is {out}; it ends in .jsonl or .jsonl.gz")
     draft = out.with_name(f".{out.name}.draft")

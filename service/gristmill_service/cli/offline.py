@@ -6,7 +6,6 @@ message there and exit code 1.
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from gristmill_service.cli.refusal_exit import messages, refusals
 from gristmill_service.cli.rollout_files import read_batches
 from gristmill_service.config import RunConfig, read_config
 from gristmill_service.pipeline import BuiltBatch, build_batch, plan_batch
+from gristmill_service.pipeline.plan_document import encode_plan
 from gristmill_service.storage.shard_files import write_shards
 
 RolloutsArgument = Annotated[
@@ -58,8 +58,8 @@ def plan(file: RolloutsArgument, config: ConfigOption) -> None:
             settings = settings.model_copy(update={"zero_variance_filter": None, "overlong_filter": ()})
         for number, steps in enumerate(batches):
             document = plan_batch(steps, settings, batch=number)
-            _warn(document["counts"])
-            print(json.dumps(document, separators=(",", ":")))
+            _warn(document.counts)
+            sys.stdout.buffer.write(encode_plan(document) + b"\n")
 
 
 def batch(
@@ -133,7 +133,7 @@ def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:
 def _build_all(batches: list[Steps], config: RunConfig, run: str) -> Iterator[BuiltBatch]:
     for number, steps in enumerate(batches):
         built = build_batch(steps, config, run=run, batch=number)
-        _warn(built.plan["counts"])
+        _warn(built.plan.counts)
         yield built
 
 
@@ -151,13 +151,13 @@ def _warn(counts: dict[str, int]) -> None:
 
 
 def _write(target: Path, built: BuiltBatch, advance: Advance) -> None:
-    """The batch directory, complete or absent."""
+    """Writes the batch directory, complete or not at all."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         write_shards(partial, built.shards, advance)
-        (partial / "plan.json").write_text(json.dumps(built.plan) + "\n", encoding="utf-8")
+        (partial / "plan.json").write_bytes(encode_plan(built.plan) + b"\n")
         partial.rename(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -166,7 +166,7 @@ def _write(target: Path, built: BuiltBatch, advance: Advance) -> None:
 
 @contextmanager
 def _progress(label: str, total: int | None) -> Iterator[Advance]:
-    """A bar on standard error for work that takes long enough to ask; yields a function that advances it by bytes."""
+    """Shows a bar on standard error. Yields a function that advances it by bytes."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""How commands tell what they refuse: one clear message on standard error, and exit status 1."""
+"""Commands end a refusal with one clear message on standard error, and exit status 1."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ messages = Console(stderr=True, highlight=False, soft_wrap=True)
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """A refusal ends the command with one message and no traceback."""
+    """Ends the command at a refusal with one message and no traceback."""
     try:
         yield
     except GristmillError as error:

@@ -1,4 +1,4 @@
-"""Rollout files: JSON lines (gzip by extension) and Parquet, to tables of steps, whole batches at a time.
+"""Reads rollout files, JSON lines (gzip by extension) and Parquet, as tables of steps, whole batches at a time.
 
 A lengths file has `prompt_len, response_len` in place of tokens, masks and rewards; it can be planned, not laid out.
 """
@@ -23,14 +23,14 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
 
 Progress = Callable[[int], None]
-"""Called with the bytes of the file that are read so far."""
+"""A function that is called with the number of the file's bytes that are read so far."""
 
 _NO_ROW = object()
 _LENGTH_FIELDS = ("prompt_len", "response_len")
 
 
 def read_batches(path: Path, config: RunConfig, progress: Progress) -> tuple[list[Steps], bool]:
-    """The file's batches in order, and whether it is a lengths file.
+    """Returns the file's batches in order, and whether it is a lengths file.
 
     Raises InvalidArgumentError naming the file and the line or trajectory, also when the prompt groups do not fill
     whole batches.
@@ -95,7 +95,7 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _column_values(column: Any, pa: Any) -> Callable[[int], Any]:
-    """Row index to value: NumPy views of list columns, Python values of others."""
+    """Returns a function of a row's index: NumPy views of list columns, Python values of others."""
     chunk = column.chunk(0) if column.num_chunks else pa.array([], column.type)
     if not (pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)):
         values: list[Any] = chunk.to_pylist()
@@ -107,7 +107,7 @@ def _column_values(column: Any, pa: Any) -> Callable[[int], Any]:
 
 
 def _lengths_table(rows: Iterator[Any], config: RunConfig) -> Steps:
-    """Steps that have lengths and no tokens."""
+    """Returns steps that have lengths and no tokens."""
     if config.merge != "none":
         raise InvalidArgumentError(
             f"is a lengths file, which has no tokens to compare, and merge is {config.merge}; set merge: none"
@@ -140,7 +140,7 @@ def _lengths_table(rows: Iterator[Any], config: RunConfig) -> Steps:
 
 
 def _split(table: Steps, config: RunConfig) -> list[Steps]:
-    """Every `train_batch_size` prompt groups, in order of first appearance, are a batch."""
+    """Returns the batches: every `train_batch_size` prompt groups, in order of first appearance, are one."""
     size = config.train_batch_size
     index: dict[tuple[int, str], int] = {}
     keys = zip(table.rounds.tolist(), table.uids, strict=True)

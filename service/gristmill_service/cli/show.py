@@ -1,4 +1,4 @@
-"""What `gristmill show` tells of shards on disk. Reads them as any trainer would, through safetensors."""
+"""`gristmill show` tells of shards on disk. It reads them as any trainer would, through safetensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gristmill.errors import InvalidArgumentError, NotFoundError
 
 @dataclass(frozen=True, slots=True)
 class ShardFigures:
-    """tokens: of real rows. elements: of all `sequences` tensors, padding included."""
+    """The figures of one shard. tokens: of real rows. elements: of all `sequences` tensors, padding included."""
 
     rows: int
     padding_rows: int
@@ -29,7 +29,7 @@ class ShardFigures:
 
 
 def shard_table(directory: Path) -> Table:
-    """A line a shard under `directory`, and a total."""
+    """Returns a table with a line a shard under `directory`, and a total. Raises NotFoundError where there is none."""
     paths = sorted(directory.rglob("*.safetensors"))
     if not paths:
         raise NotFoundError(
@@ -49,7 +49,7 @@ def shard_table(directory: Path) -> Table:
 
 
 def read_figures(path: Path) -> ShardFigures:
-    """Raises InvalidArgumentError for a file that is no shard, or only part of one."""
+    """Returns a shard's figures. Raises InvalidArgumentError for a file that is no shard, or only part of one."""
     try:
         with safe_open(path, framework="np") as file:
             names = list(file.keys())

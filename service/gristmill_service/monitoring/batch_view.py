@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
-from typing import NamedTuple, TypedDict
-
-import orjson
+from typing import NamedTuple
 
 from gristmill.errors import InvalidArgumentError, NotFoundError
 from gristmill_service.config import Model, RunConfig
@@ -24,7 +22,8 @@ from gristmill_service.monitoring.batch_models import (
     TokenPair,
 )
 from gristmill_service.monitoring.batch_summary import BatchSummary, StepBreak, summarize
-from gristmill_service.monitoring.shard_bars import LARGEST, PlannedMiniBatch, ShardBars
+from gristmill_service.monitoring.shard_bars import LARGEST, ShardBars
+from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocument, decode_plan
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.run import Run
 
@@ -33,23 +32,10 @@ SHOWN_GROUPS = 200
 _LONGEST_UID = 80
 
 
-class Plan(TypedDict):
-    """The plan, as far as pictures need it."""
-
-    dp_size: int
-    prompts: int
-    rows_received: int
-    rows: int
-    dropped_uids: list[str]
-    metrics: dict[str, float]
-    counts: dict[str, int]
-    mini_batches: list[PlannedMiniBatch]
-
-
 class BatchView:
     """One batch: its plan, and its rows without their tokens."""
 
-    def __init__(self, run: str, batch: int, config: RunConfig, plan: Plan, rows: BatchSummary) -> None:
+    def __init__(self, run: str, batch: int, config: RunConfig, plan: PlanDocument, rows: BatchSummary) -> None:
         self._run, self._batch = run, batch
         self._config, self._plan, self._rows = config, plan, rows
         self._bars = ShardBars(rows, config)
@@ -58,7 +44,7 @@ class BatchView:
         """All mini-batches as far as they fit, or one alone, with finer bars then."""
         own = self._mini_batches(model)
         chosen = own if mini_batch is None else _chosen(own, model, mini_batch)
-        drawn = self._bars.drawn(own, chosen[: max(1, LARGEST.shards // self._plan["dp_size"])])
+        drawn = self._bars.drawn(own, chosen[: max(1, LARGEST.shards // self._plan.dp_size)])
         plan, config = self._plan, self._config
         return BatchPicture(
             run=self._run,
@@ -68,12 +54,12 @@ class BatchView:
             layout=config.layout,
             pad_width=config.pad_width,
             merge=config.merge,
-            prompts=plan["prompts"],
-            rows_received=plan["rows_received"],
-            rows=plan["rows"],
-            dropped_uids=len(plan["dropped_uids"]),
-            metrics=plan["metrics"],
-            counts=plan["counts"],
+            prompts=plan.prompts,
+            rows_received=plan.rows_received,
+            rows=plan.rows,
+            dropped_uids=len(plan.dropped_uids),
+            metrics=plan.metrics,
+            counts=plan.counts,
             mini_batches_in_all=len(own),
             rows_per_bar=drawn.per_bar,
             micro_steps_per_cell=drawn.per_cell,
@@ -89,8 +75,8 @@ class BatchView:
             batch=self._batch,
             merge=self._config.merge,
             in_all=found.in_all,
-            rows_received=self._plan["rows_received"],
-            rows=self._plan["rows"],
+            rows_received=self._plan.rows_received,
+            rows=self._plan.rows,
             pairs=[TokenPair(was=was, now=now, count=count) for (was, now), count in found.pairs],
             breaks=[_prefix_break(one) for one in found.shown],
         )
@@ -108,13 +94,13 @@ class BatchView:
             groups=[self._group(group) for group in range(first, min(first + SHOWN_GROUPS, len(groups)))],
         )
 
-    def _mini_batches(self, model: Model) -> list[PlannedMiniBatch]:
+    def _mini_batches(self, model: Model) -> list[MiniBatchDocument]:
         if model not in self._config.models:
             raise InvalidArgumentError(
                 f"model is {model} and this run has none; it has {', '.join(self._config.models)} "
                 "(critic_mini_batch_size configures a critic)"
             )
-        return [part for part in self._plan["mini_batches"] if part["model"] == model]
+        return [part for part in self._plan.mini_batches if part.model == model]
 
     def _group(self, group: int) -> GroupScores:
         received, advantages = self._rows.received, self._rows.advantages
@@ -174,15 +160,15 @@ def _read(run: Run, batch: int) -> tuple[_Key, BatchView]:
     answer = run.batch(batch)
     if answer.state is not BatchState.PUBLISHED:
         raise NotFoundError(f"batch {batch} is not published yet, so that there is nothing to show; ask again later")
-    plan: Plan = orjson.loads(answer.plan)
-    if plan["dp_size"] != config.dp_size:
+    plan = decode_plan(answer.plan)
+    if plan.dp_size != config.dp_size:
         # The trainer came back with another number of ranks between the two.
         raise NotFoundError(f"batch {batch} is being built again for another dp_size; ask again later")
     view = BatchView(run.name, batch, config, plan, summarize(run.export(batch), config))
     return _Key(run.run_id, batch, config.dp_size), view
 
 
-def _chosen(own: list[PlannedMiniBatch], model: Model, mini_batch: int) -> list[PlannedMiniBatch]:
+def _chosen(own: list[MiniBatchDocument], model: Model, mini_batch: int) -> list[MiniBatchDocument]:
     if own and not 0 <= mini_batch < len(own):
         raise InvalidArgumentError(
             f"mini_batch is {mini_batch} and the batch has {len(own)} {model} mini-batches, from 0; ask for one"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s
-from gristmill_service.config import Model, RunConfig
+from gristmill_service.config import RunConfig
 from gristmill_service.monitoring.batch_models import MiniBatchPicture, ShardPicture
 from gristmill_service.monitoring.batch_summary import BatchSummary
 from gristmill_service.pipeline.balance import loads_of
+from gristmill_service.pipeline.plan_document import MiniBatchDocument, RankDocument
 
 
 class Largest(NamedTuple):
@@ -25,24 +26,6 @@ class Largest(NamedTuple):
 
 
 LARGEST = Largest(bars=4_000, cells=8_000, shards=1_024)
-
-
-class PlannedRank(TypedDict):
-    """As in the plan: row numbers, -1 for padding rows, and positions among them."""
-
-    rows: list[int]
-    micro_batches: list[list[int]]
-
-
-class PlannedMiniBatch(TypedDict):
-    """As in the plan."""
-
-    model: Model
-    index: int
-    rows: int
-    padding_rows: int
-    loss_tokens: int
-    ranks: list[PlannedRank]
 
 
 class DrawnBars(NamedTuple):
@@ -75,24 +58,24 @@ class ShardBars:
             loads = loads * (rows.lengths.sum() / loads.sum())
         self._loads = np.append(loads, 0.0)
 
-    def drawn(self, own: Sequence[PlannedMiniBatch], chosen: Sequence[PlannedMiniBatch]) -> DrawnBars:
+    def drawn(self, own: Sequence[MiniBatchDocument], chosen: Sequence[MiniBatchDocument]) -> DrawnBars:
         """own: all of a model's mini-batches in the plan; chosen: the ones to draw."""
-        every = {part["index"]: [_rank(rank) for rank in part["ranks"]] for part in own}
-        ranks = [rank for part in chosen for rank in every[part["index"]]]
+        every = {part.index: [_rank(rank) for rank in part.ranks] for part in own}
+        ranks = [rank for part in chosen for rank in every[part.index]]
         per_bar = _share(sum(len(rank.rows) for rank in ranks), LARGEST.bars)
         per_cell = _share(sum(len(rank.starts) for rank in ranks), LARGEST.cells)
         found = []
         for part in chosen:
             shards = [
-                self._shard(rank, self._widths(rank, every[part["index"]], list(every.values())), per_bar, per_cell)
-                for rank in every[part["index"]]
+                self._shard(rank, self._widths(rank, every[part.index], list(every.values())), per_bar, per_cell)
+                for rank in every[part.index]
             ]
             found.append(
                 MiniBatchPicture(
-                    index=part["index"],
-                    rows=part["rows"],
-                    padding_rows=part["padding_rows"],
-                    loss_tokens=part["loss_tokens"],
+                    index=part.index,
+                    rows=part.rows,
+                    padding_rows=part.padding_rows,
+                    loss_tokens=part.loss_tokens,
                     shards=shards,
                 )
             )
@@ -151,9 +134,9 @@ class ShardBars:
         return -(-int(self._lengths[np.concatenate(rows)].max(initial=1)) // multiple) * multiple
 
 
-def _rank(planned: PlannedRank) -> _Rank:
-    rows = np.array(planned["rows"], np.int64)
-    starts = np.array([positions[0] for positions in planned["micro_batches"] if positions], np.int64)
+def _rank(planned: RankDocument) -> _Rank:
+    rows = np.array(planned.rows, np.int64)
+    starts = np.array([positions[0] for positions in planned.micro_batches if positions], np.int64)
     return _Rank(rows, starts)
 
 

@@ -1,7 +1,7 @@
-"""The pipeline: steps in, a plan and shards out, on one screen.
+"""The pipeline turns steps into a plan and shards.
 
-Pure: functions of arrays to arrays, without I/O, clock, randomness or global state; the same input gives the same
-bytes. Each stage is a module, in the order data flows:
+It is pure: functions of arrays to arrays, without I/O, clock, randomness or global state; the same input gives the
+same bytes. Each stage is a module, in the order in which data flows:
 
     steps -> validate -> filters -> merge -> advantage -> schedule -> layout -> shards
 """
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.batch_stats import BatchStats, collect_stats
 from gristmill_service.pipeline.layout import Shard
 from gristmill_service.pipeline.plan import MiniBatchPlan
-from gristmill_service.pipeline.plan_document import plan_document
+from gristmill_service.pipeline.plan_document import PlanDocument, plan_document
 from gristmill_service.pipeline.schedule import schedule
 from gristmill_service.pipeline.scored_batch import ScoredBatch, score_batch
 from gristmill_service.pipeline.shards import shards
@@ -28,12 +27,12 @@ __all__ = ["BuiltBatch", "build_batch", "plan_batch"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BuiltBatch:
-    """What a batch became: its plan as a JSON-able document, and its shards, laid out as they are read."""
+    """A batch's plan and its shards, which are laid out as they are read."""
 
-    plan: dict[str, Any]
+    plan: PlanDocument
     shards: Sequence[Shard]
     stats: Callable[[], BatchStats]
-    """Counted when asked for: few ask."""
+    """Counts when it is called: few call it."""
 
 
 def build_batch(
@@ -45,10 +44,10 @@ def build_batch(
     policy_version: int | None = None,
     timed: StageTimer = no_timer,
 ) -> BuiltBatch:
-    """One batch's steps to its plan and shards.
+    """Returns the plan and the shards of one batch.
 
     policy_version: the current one, for staleness; None (offline) takes the largest in the batch.
-    timed: what each stage is run within.
+    timed: given a stage's name, returns the context that the stage runs within.
     Raises InvalidArgumentError when the rows break a rule or cannot be aligned.
     """
     scored = score_batch(steps, config, policy_version, timed)
@@ -63,8 +62,8 @@ def build_batch(
     )
 
 
-def plan_batch(steps: Steps, config: RunConfig, *, batch: int) -> dict[str, Any]:
-    """The plan of a batch alone; also of a table that has lengths and no tokens."""
+def plan_batch(steps: Steps, config: RunConfig, *, batch: int) -> PlanDocument:
+    """Returns the plan of a batch alone; the table may have lengths and no tokens."""
     scored = score_batch(steps, config, None)
     return plan_document(scored, _schedule(scored, config), config, batch, None)
 

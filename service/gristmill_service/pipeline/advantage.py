@@ -1,4 +1,4 @@
-"""Third stage: scores of trajectories, their advantages within the prompt group, and the scale of the loss.
+"""The third stage finds scores of trajectories, their advantages within the prompt group, and the scale of the loss.
 
 Scores come from the steps as received, so that merging cannot change them. All arithmetic is float64.
 """
@@ -43,18 +43,18 @@ def trajectory_scores(rewards: Float64s, trajectory_bounds: Int64s, mode: str) -
 
 
 def all_equal(scores: Float64s) -> bool:
-    """Whether a group of two or more trajectories has nothing to compare: no estimator learns from it."""
+    """Tells whether a group of two or more trajectories has nothing to compare: no estimator learns from it."""
     return bool(flat(scores))
 
 
 def flat(scores: Float64s) -> NDArray[np.bool_]:
-    """Of each group whether it is `all_equal`; scores (..., trajectories of each), the result (...)."""
+    """Tells of each group whether it is `all_equal`. scores: (..., trajectories of each); the result: (...)."""
     equal: NDArray[np.bool_] = (scores == scores[..., :1]).all(axis=-1)
     return equal if scores.shape[-1] > 1 else np.zeros_like(equal)
 
 
 def by_size(group_bounds: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
-    """Groups with as many trajectories each: which ones, (groups,), and their trajectories, (groups, that many)."""
+    """Yields groups of one size after another: which ones, (groups,), and their trajectories, (groups, that many)."""
     sizes = np.diff(group_bounds)
     for size in np.flatnonzero(np.bincount(sizes)).tolist():
         groups = np.flatnonzero(sizes == size)
@@ -62,7 +62,7 @@ def by_size(group_bounds: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
 
 
 def group_advantages(scores: Float64s, config: RunConfig) -> Float64s:
-    """One advantage a trajectory, of prompt groups of one size: scores (..., trajectories of each), as the result.
+    """Returns one advantage a trajectory, of prompt groups of one size. scores, result: (..., trajectories of each).
 
     `grpo`: Shao et al. 2024 (DeepSeekMath, outcome supervision); `rloo`: Ahmadian et al. 2024; `maxrl`: centred
     reward over mean reward. Equal scores give exactly 0 by comparison, not by arithmetic, which leaves 1e-10 even in
@@ -112,9 +112,9 @@ _GROUP_OF_ONE: dict[str, _Estimator] = {
 
 
 def advantages(received: Received, scores: Float64s, config: RunConfig) -> Float64s:
-    """One advantage a trajectory of the batch; those that clients gave with `advantage_estimator: none`.
+    """Returns one advantage a trajectory of the batch; those that clients gave with `advantage_estimator: none`.
 
-    Zeros where clients gave one per token instead: those travel as a column.
+    They are zeros where clients gave one per token instead: those travel as a column.
     """
     result = np.zeros(len(scores))
     if config.advantage_estimator == "none":
@@ -126,7 +126,7 @@ def advantages(received: Received, scores: Float64s, config: RunConfig) -> Float
 
 
 class Denominators:
-    """What the tokens of one mini-batch's loss are divided by, over all its ranks.
+    """The denominators of one mini-batch: what the tokens of its loss are divided by, over all its ranks.
 
     Counts are of the kept, real rows, and at least 1. `row_tokens, prompt_tokens, trajectory_tokens` are int64, one a
     kept row: the loss tokens of the row, of its prompt group and of its trajectory within the mini-batch.
@@ -144,7 +144,7 @@ class Denominators:
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Those of the whole mini-batch."""
+        """The denominators of the whole mini-batch."""
         return {
             "loss_tokens": self.loss_tokens,
             "rows": self.rows,
@@ -153,7 +153,7 @@ class Denominators:
         }
 
     def scale(self, config: RunConfig) -> Float64s:
-        """What `loss_reduction` multiplies each kept row's advantage by; float64 (kept rows,).
+        """Returns what `loss_reduction` multiplies each kept row's advantage by; float64 (kept rows,).
 
         Summing the token losses of all ranks then gives the reduction.
         """
@@ -175,7 +175,7 @@ class Denominators:
 
 
 def _summed(tokens: Int64s, owners: Int64s) -> tuple[int, Int64s]:
-    """How many owners there are, and per row the tokens of its owner; both at least 1. An owner's rows are together."""
+    """Returns the number of owners, and each row's owner's tokens; both at least 1. An owner's rows are together."""
     if not len(tokens):
         return 1, tokens
     first = np.flatnonzero(np.append(True, owners[1:] != owners[:-1]))

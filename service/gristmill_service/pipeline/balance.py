@@ -1,4 +1,4 @@
-"""Rows placed so that ranks are equally loaded, micro-step by micro-step (`balance: tokens | flops`).
+"""Balancing places rows so that ranks are equally loaded, micro-step by micro-step (`balance: tokens | flops`).
 
 All ranks wait for the slowest of each micro-step, so what counts is the sum over steps of the heaviest micro-batch. The
 longest rows set that time for their step whatever else happens. So steps are filled from the heaviest down: while one
@@ -31,7 +31,7 @@ _ROUNDING = 1e-12
 
 
 def loads_of(lengths: Int64s, flops: Flops | None) -> Loads:
-    """What each row costs: its FLOPs in units of the larger coefficient (so that none overflows), or its tokens.
+    """Returns what each row costs: FLOPs in units of the larger coefficient (so that none overflows), or tokens.
 
     lengths: (rows,) tokens.
     """
@@ -41,7 +41,7 @@ def loads_of(lengths: Int64s, flops: Flops | None) -> Loads:
 
 
 def balanced_by_tokens(lengths: Int64s, loads: Loads, packed: Int64s, cap: int, dp_size: int) -> tuple[Int64s, Int64s]:
-    """Per row its rank and its micro-step, in as many micro-batches as `packed` has and under its cap.
+    """Returns each row's rank and micro-step, in as many micro-batches as `packed` has and under its cap.
 
     lengths, loads: (rows,) tokens and what they cost, which grows with them and is 0 for padding. packed: (rows,) the
     micro-batch of each row without balance, a multiple of `dp_size` of them; it is kept where the cap leaves no room
@@ -59,8 +59,8 @@ def balanced_by_tokens(lengths: Int64s, loads: Loads, packed: Int64s, cap: int, 
 
 
 def balanced_by_rows(loads: Loads, per_micro_batch: int, dp_size: int) -> tuple[Int64s, Int64s]:
-    """Per row its rank and its micro-step: micro-batches of so many rows, but for the last step, to which the lightest
-    rows are left, and in which ranks differ by one row at most.
+    """Returns each row's rank and micro-step. Micro-batches have so many rows, but for the last step, to which the
+    lightest rows are left, and in which ranks differ by one row at most.
 
     loads: (rows,).
     """
@@ -112,7 +112,7 @@ def _micro_batch_loads(ranks: Sequence[RankPlan], padded: Loads) -> Loads:
 
 
 def _slowest(loads: Loads, dp_size: int) -> float:
-    """Sum over micro-steps of the heaviest of these micro-batches, when equally heavy ones share steps."""
+    """Returns the sum over micro-steps of the heaviest of these micro-batches, when equally heavy ones share steps."""
     return float(np.sort(loads)[::-1][::dp_size].sum())
 
 
@@ -125,8 +125,8 @@ def _heaviest_first(loads: Loads) -> Int64s:
 
 
 def _deal(loads: Loads, order: Int64s, dp_size: int) -> tuple[Int64s, Int64s]:
-    """Per micro-batch its rank and its step: `dp_size` after another in `order` are a step, in which the heavier goes
-    to the rank that has less so far."""
+    """Returns each micro-batch's rank and step. In `order`, `dp_size` after another are a step, in which the
+    heavier goes to the rank that has less so far."""
     so_far = [0.0] * dp_size
     ranks: list[int] = []
     for step in loads[order].reshape(-1, dp_size).tolist():
@@ -141,8 +141,8 @@ def _deal(loads: Loads, order: Int64s, dp_size: int) -> tuple[Int64s, Int64s]:
 
 
 def _pack(sizes: Int64s, loads: Loads, room: int, micro_batches: int, per_step: int, least: int) -> Int64s | None:
-    """Per row its micro-batch, of `micro_batches`, a multiple of `per_step`: each has at least `least` rows, and no
-    more than `room` of their sizes. None where that leaves too little room to place rows by load.
+    """Returns each row's micro-batch, of `micro_batches`, a multiple of `per_step`: each has at least `least` rows, and
+    no more than `room` of their sizes. None where that leaves too little room to place rows by load.
 
     sizes, loads: (rows,), both grow with the row; at least `least` rows a micro-batch.
     """
@@ -167,7 +167,7 @@ def _pack(sizes: Int64s, loads: Loads, room: int, micro_batches: int, per_step: 
 
 
 def _fill(rows: _Pool, room: int, micro_batches: int, keep: int, least: int) -> list[list[int]]:
-    """One step: the heaviest rows, and beside them what fits under the weight of the heaviest; `keep` rows stay."""
+    """Fills a step: the heaviest rows, and beside them what fits under the weight of the heaviest. `keep` rows stay."""
     step = [[rows.take_heaviest()] for _ in range(micro_batches)]
     level = rows.loads[step[0][0]] + (least - 1) * rows.lightest
     rooms = [room - rows.sizes[own[0]] for own in step]
@@ -188,7 +188,7 @@ def _fill(rows: _Pool, room: int, micro_batches: int, keep: int, least: int) -> 
 
 
 def _spread(sizes: Sequence[int], loads: Sequence[float], rooms: Sequence[int]) -> list[int] | None:
-    """Per row, heaviest first, its micro-batch: the lightest that has room. None when none has.
+    """Returns each row's micro-batch, heaviest row first: the lightest that has room. None when none has.
 
     Those without room wait aside until a row comes that they can hold: rows only get smaller.
     """
@@ -213,7 +213,7 @@ def _spread(sizes: Sequence[int], loads: Sequence[float], rooms: Sequence[int]) 
 
 
 class _Pool:
-    """Rows, lightest first, from which the heaviest that is light enough is taken in almost constant time.
+    """A pool of rows, lightest first, from which the heaviest that is light enough is taken in almost constant time.
 
     `_below[i]` leads from the i-th lightest to the next that is still there (union-find with path halving).
     """
@@ -246,7 +246,7 @@ class _Pool:
         return self._take(place) if place else None
 
     def drain(self) -> list[int]:
-        """All that are left, heaviest first."""
+        """Takes all that are left, heaviest first."""
         return [place - 1 for place in range(len(self.loads), 0, -1) if self._below[place] == place]
 
     def _take(self, place: int) -> int:

@@ -1,4 +1,4 @@
-"""What became of a batch's rows and tokens, in numbers, for those who watch: nothing of it goes into plan or shards."""
+"""Statistics count what became of a batch's rows and tokens. Nothing of them goes into plan or shards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEVELS = ("laid_out", "packed", "micro_batch", "shard", "mini_batch", "batch")
 
 @dataclass(frozen=True, slots=True)
 class BatchStats:
-    """Of the policy's mini-batches, each row once whatever the epochs.
+    """Counts of the policy's mini-batches, each row once whatever the epochs.
 
     rows, tokens: by kind. `submitted` is what came in, `merged` what went into other rows, `trained` what is trained
         on, `loss` its tokens with loss_mask 1, `padding` what fills up.
@@ -49,7 +49,7 @@ def collect_stats(
     config: RunConfig,
     tokens_submitted: int,
 ) -> BatchStats:
-    """tokens_submitted: prompt and response tokens of all rows as they came, also of stale groups."""
+    """Counts a batch. tokens_submitted: prompt and response tokens of all rows as they came, also of stale groups."""
     policy = [part for part in mini_batches if part.model == "policy"]
     steps, rows = scored.received.steps, scored.rows
     elements = sum(shard.sequence_elements for shard in laid_out if shard.address.model == "policy")
@@ -79,9 +79,9 @@ def collect_stats(
 
 
 def _causes(scored: ScoredBatch, config: RunConfig) -> dict[str, int]:
-    """Why steps did not join the one before: where the first token that differs stands in that one, in its prompt or
-    its response, or that the new prompt merely ends too early. The first few of a trajectory are looked at; `further`
-    are the others."""
+    """Counts why steps did not join the one before: where the first token that differs stands in that one, in its
+    prompt or its response, or that the new prompt merely ends too early. The first few of a trajectory are looked
+    at; `further` are the others."""
     if config.merge == "none":
         return {}
     found = Counter(_cause(scored, mismatch) for mismatch in scored.mismatches)
@@ -118,6 +118,6 @@ def _padding(
 
 
 def _elements(lengths: Int64s, begins: Int64s, multiple: int) -> int:
-    """Of rows in blocks, each as wide as its longest row."""
+    """Counts the elements of rows in blocks, each as wide as its longest row."""
     widths = -(-np.maximum.reduceat(lengths, begins) // multiple) * multiple
     return int((widths * np.diff(np.append(begins, len(lengths)))).sum())

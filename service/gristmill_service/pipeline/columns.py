@@ -1,4 +1,4 @@
-"""The tensors of a shard, declared: what each is per token, where it stands, and what fills the rest.
+"""Columns declare the tensors of a shard: what each is per token, where it stands, and what fills the rest.
 
 A column turns rows into runs of memory, cut from the batch's own buffers or from shared constants, so that laying out
 copies nothing and makes no Python object a row. Adding a column is adding a declaration here; no stage knows their
@@ -29,8 +29,8 @@ CONSTANTS = 256
 
 
 class Geometry:
-    """Where rows and their steps stand. Arrays of rows have the padding row at -1; it covers a step of its own, at -1
-    of the arrays of steps, so that it needs no case of its own. All int64.
+    """Knows where rows and their steps stand. Arrays of rows have the padding row at -1; it covers a step of its own,
+    at -1 of the arrays of steps, so that it needs no case of its own. All int64.
 
     lengths, responses: (rows + 1,) tokens of the row and of its response.
     first, last: (rows + 1,) the steps that it covers.
@@ -62,12 +62,12 @@ class Runs:
     memory: tuple[Region, ...]
 
     def of(self, begin: int, end: int) -> Iovec:
-        """The runs of the rows `begin:end`."""
+        """Returns the runs of the rows `begin:end`."""
         return self.iovec[self.edges[begin] : self.edges[end]]
 
 
 class Placement:
-    """Rows in the order in which they are laid out, and how much fill stands before each.
+    """Places rows: the order in which they are laid out, and how much fill stands before each.
 
     rows: (n,) row indices, -1 for padding rows. leads: per scope (n,) elements before the row's own.
     """
@@ -83,12 +83,12 @@ class Placement:
 
     @cached_property
     def lengths(self) -> dict[Scope, Int64s]:
-        """Per scope (n,) elements of each row's own."""
+        """The number of elements that are each row's own, (n,) per scope."""
         return {scope: self.geometry.of(scope)[self.rows] for scope in SCOPES}
 
     @cached_property
     def step_counts(self) -> Int64s:
-        """Steps that each row covers."""
+        """The number of steps that each row covers."""
         counts: Int64s = self.geometry.last[self.rows] - self.geometry.first[self.rows] + 1
         return counts
 
@@ -116,10 +116,10 @@ class Column(ABC):
 
     @abstractmethod
     def runs(self, placement: Placement) -> Runs:
-        """Of each row `lead` elements of fill, then its values."""
+        """Returns, of each row, `lead` elements of fill and then its values."""
 
     def compact(self, placement: Placement) -> tuple[Runs, ...]:
-        """What travels of each row, as `form` has it: runs for each of the things that stand one after another."""
+        """Returns what travels of each row, as `form` has it: runs for each thing, one after another."""
         return (self.runs(placement.bare),)
 
 
@@ -274,7 +274,7 @@ class Positions(Column):
 
 
 def _constants(values: NDArray[np.float32], lengths: Int64s) -> tuple[Region, Int64s]:
-    """Memory with `values[i]` for each i as often as `lengths[i]`, `CONSTANTS` times at most, and where. Equal
+    """Returns memory with `values[i]` for each i as often as `lengths[i]`, `CONSTANTS` times at most, and where. Equal
     neighbours share theirs."""
     # By their bits: -0.0 is not 0.0 here.
     bits = values.view(np.int32)
@@ -286,18 +286,18 @@ def _constants(values: NDArray[np.float32], lengths: Int64s) -> tuple[Region, In
 
 
 def _pairs(count: int) -> NDArray[np.int64]:
-    """Room for two runs each: fill, then values."""
+    """Returns room for two runs each: fill, then values."""
     return np.empty((count, 2, 2), np.int64)
 
 
 def _two_a_row(pairs: NDArray[np.int64], *memory: Region, edges: Int64s | None = None) -> Runs:
-    """Runs from pairs of them; `edges` where a row has several pairs."""
+    """Makes runs from pairs of them. edges: where a row has several pairs."""
     edges = np.arange(len(pairs) + 1) if edges is None else edges
     return Runs(pairs.reshape(-1, 2), 2 * edges, memory)
 
 
 def _lines(values: NDArray[Any], edges: Int64s | None = None) -> Runs:
-    """A run for each value; `edges` where a row has several values, or none."""
+    """Makes a run for each value. edges: where a row has several values, or none."""
     edges = np.arange(len(values) + 1) if edges is None else edges
     memory, item = Region(values), values.itemsize
     return Runs(memory.runs(item * np.arange(len(values)), np.full(len(values), item)), edges, (memory,))

@@ -1,4 +1,4 @@
-"""A shard's compact form, described as runs of memory like its file: what padding and lengths do not tell.
+"""A shard's compact form is described as runs of memory, like its file, and leaves out what its lengths tell.
 
 The format is `gristmill._wire.compact_shards`'s. Made only for who asks: a store that holds whole files never does.
 """
@@ -20,7 +20,7 @@ from gristmill_service.pipeline.iovec import Iovec, Region, coalesced
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows whose tensors are laid out together: a shard's, or a micro-batch's where those have their own.
+    """A block holds the rows whose tensors are laid out together: a shard's, or those of a micro-batch.
 
     prefix: of their names. begin, end: which rows of the placement. widths: per scope the columns of the padded
     tensors; None: packed, one row after another.
@@ -33,14 +33,14 @@ class Block:
 
 
 class Compaction:
-    """The columns of all rows of a model's shards as they travel."""
+    """Holds the columns of all rows of a model's shards in the form in which they travel."""
 
     def __init__(self, placement: Placement, columns: Sequence[Column]) -> None:
         self.placement, self.columns = placement, columns
 
     @cached_property
     def runs(self) -> list[tuple[Runs, ...]]:
-        """Of each column. Shards of several threads may make them twice, which does no harm."""
+        """Each column's runs. Shards of several threads may make them twice, which does no harm."""
         return [column.compact(self.placement) for column in self.columns]
 
 
@@ -62,7 +62,7 @@ class CompactShard:
         return coalesced(np.concatenate([self._head.whole(), *(iovec for _, iovec in described)]))
 
     def _parts(self) -> Iterator[tuple[tuple[Any, ...], Iovec]]:
-        """The parts in the file's order, as the table has them but for their bytes, and these."""
+        """Yields the parts in the file's order: each as the table has it, but for its size, and its bytes."""
         first = self._blocks[0].begin
         for itemsize, own in zip((4, 1), self._own, strict=True):
             yield (Form.VERBATIM, 0, 0, 0, 0, 0, 0, 0, 0, 0), own.whole()

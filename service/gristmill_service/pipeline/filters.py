@@ -1,4 +1,4 @@
-"""What is left out of training, decided on the steps as received, so that merging cannot widen it.
+"""Filters leave steps and groups out of training. They see the steps as received, so that merging cannot widen it.
 
 A masked step stays in the batch with loss_mask 0; a stale group leaves it. Scores, baselines and counts still include
 what is masked.
@@ -17,7 +17,7 @@ from gristmill_service.pipeline.validate import Received
 
 
 def trained_steps(received: Received, scores: Float64s, config: RunConfig) -> tuple[NDArray[np.bool_], dict[str, int]]:
-    """Which steps keep their loss_mask, bool (steps,), and how much each filter masked."""
+    """Returns which steps keep their loss_mask, bool (steps,), and how much each filter masked."""
     trained = np.ones(len(received.steps), np.bool_)
     counts: dict[str, int] = {}
     if config.overlong_filter:
@@ -33,7 +33,7 @@ def trained_steps(received: Received, scores: Float64s, config: RunConfig) -> tu
 
 
 def zero_variance_groups(received: Received, scores: Float64s) -> NDArray[np.bool_]:
-    """Groups of two or more trajectories with equal scores, bool (groups,)."""
+    """Finds groups of two or more trajectories with equal scores; bool (groups,)."""
     found = np.zeros(len(received.groups), np.bool_)
     for groups, trajectories in by_size(received.group_bounds):
         found[groups] = flat(scores[trajectories])
@@ -41,7 +41,7 @@ def zero_variance_groups(received: Received, scores: Float64s) -> NDArray[np.boo
 
 
 def stale_groups(received: Received, config: RunConfig, policy_version: int | None) -> NDArray[np.bool_]:
-    """Groups with a trajectory more than `max_staleness` versions behind, bool (groups,).
+    """Finds groups with a trajectory more than `max_staleness` versions behind; bool (groups,).
 
     policy_version: the current one; None (offline) takes the largest in the batch. Unknown versions are not stale.
     """
@@ -56,7 +56,7 @@ def stale_groups(received: Received, config: RunConfig, policy_version: int | No
 
 
 def staleness(received: Received, policy_version: int | None) -> Int64s:
-    """Of each trajectory whose policy version is known, how many versions its oldest step is behind the current one."""
+    """Returns how many versions each trajectory's oldest step is behind the current one, where its version is known."""
     versions = received.steps.policy_versions.astype(np.int64)
     if not len(versions):
         return versions

@@ -29,14 +29,14 @@ _RUN = 16
 
 
 class Region:
-    """A buffer that runs are cut from. Lives as long as they do."""
+    """A buffer that runs are cut from. It has to live as long as they do."""
 
     def __init__(self, buffer: NDArray[Any] | bytes) -> None:
         array = np.frombuffer(buffer, np.uint8) if isinstance(buffer, bytes) else np.ascontiguousarray(buffer)
         self.array, self._address, self._size = array, int(array.__array_interface__["data"][0]), array.nbytes
 
     def runs(self, starts: NDArray[np.int64] | int, lengths: NDArray[np.int64]) -> Iovec:
-        """Runs of `lengths` bytes from `starts` on. Raises IndexError for one that is not within the buffer."""
+        """Returns runs of `lengths` bytes from `starts` on. Raises IndexError for one that is not within the buffer."""
         starts = np.asarray(starts)
         if len(lengths) and (starts.min() < 0 or lengths.min() < 0 or (starts + lengths).max() > self._size):
             raise IndexError(f"a run lies outside of its buffer of {self._size} bytes")
@@ -50,7 +50,7 @@ class Region:
 
 
 def coalesced(iovec: Iovec) -> Iovec:
-    """The same bytes in as few runs as there can be: without empty ones, neighbours in memory as one."""
+    """Returns the same bytes in as few runs as there can be: without empty ones, neighbours in memory as one."""
     iovec = iovec[iovec[:, 1] > 0]
     if not len(iovec):
         return iovec
@@ -59,7 +59,7 @@ def coalesced(iovec: Iovec) -> Iovec:
 
 
 def cut(iovec: Iovec, nbytes: int) -> Iterator[Iovec]:
-    """The runs in groups of exactly `nbytes` bytes, the last one of what is left."""
+    """Yields the runs in groups of exactly `nbytes` bytes, the last one of what is left."""
     ends = np.cumsum(iovec[:, 1])
     done, total = 0, int(ends[-1]) if len(ends) else 0
     while done < total:
@@ -75,7 +75,7 @@ def cut(iovec: Iovec, nbytes: int) -> Iterator[Iovec]:
 
 
 def join(iovec: Iovec) -> bytes:
-    """The bytes of all runs, one after another."""
+    """Returns the bytes of all runs, one after another."""
     joined = ctypes.create_string_buffer(int(iovec[:, 1].sum()))
     end = ctypes.addressof(joined)
     for address, length in iovec.tolist():
@@ -91,7 +91,7 @@ def write(descriptor: int, iovec: Iovec) -> None:
 
 
 def _written(descriptor: int, iovec: Iovec) -> Iovec:
-    """Writes the runs up to a short write; what is left."""
+    """Writes the runs up to a short write. Returns what is left."""
     address, begins = int(iovec.__array_interface__["data"][0]), np.arange(0, len(iovec), _RUNS_AT_ONCE)
     sizes = np.add.reduceat(iovec[:, 1], begins)
     for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True):
@@ -106,7 +106,7 @@ def _written(descriptor: int, iovec: Iovec) -> Iovec:
 
 
 def _rest(iovec: Iovec, written: int) -> Iovec:
-    """The runs without their first `written` bytes."""
+    """Returns the runs without their first `written` bytes."""
     ends = np.cumsum(iovec[:, 1])
     first = int(np.searchsorted(ends, written, side="right"))
     rest = iovec[first:].copy()

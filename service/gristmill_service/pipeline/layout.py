@@ -1,4 +1,4 @@
-"""Last stage: a plan and the batch's columns become shards, each a safetensors file described as runs of memory.
+"""The last stage makes shards of a plan and columns, each a safetensors file described as runs of memory.
 
 A shard is never assembled: its `iovec` names slices of the batch's own buffers and of constants, in file order. The
 same input gives the same bytes. Layouts: `left_padded` (SkyRL #1285) and `packed`.
@@ -39,7 +39,7 @@ class PerRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What stands in files of elements of one size, for all rows of all shards of a model, in their order.
+    """The elements of one size in files, for all rows of all shards of a model, in their order.
 
     dtype, per_row: of the values per row, (names, n). columns: name, dtype, scope. runs: of each of these.
     """
@@ -66,12 +66,12 @@ class Shard:
 
     address: ShardAddress
     own: tuple[Region, Region]
-    """What stands before the wide tensors of 4-byte elements, and before those of 1-byte elements."""
+    """The bytes before the wide tensors of 4-byte elements, and those before the ones of 1-byte elements."""
     blocks: Sequence[Block]
     placed: Placed
     size: int
     sequence_elements: int
-    """Elements of all `sequences` tensors, padding included."""
+    """The elements of all `sequences` tensors, padding included."""
     without_padding: CompactShard
 
     def iovec(self) -> Iovec:
@@ -86,7 +86,7 @@ class Shard:
 
 
 class Layout:
-    """The shards of one model's mini-batches, in plan order. begins: of each, where its rows begin among the placed."""
+    """Lays out the shards of one model's mini-batches, in plan order. begins: where each one's rows begin."""
 
     def __init__(self, mini_batches: Sequence[MiniBatchPlan], geometry: Geometry, config: RunConfig) -> None:
         self._config = config
@@ -100,7 +100,7 @@ class Layout:
         self._token_ends = np.append(0, np.cumsum(self.placement.lengths["sequence"]))
 
     def place(self, columns: Sequence[Column], per_row: tuple[PerRow, PerRow]) -> Placed:
-        """Each tensor for all rows of all shards at once: what a shard takes of them is a slice.
+        """Places each tensor for all rows of all shards at once: what a shard takes of them is a slice.
 
         per_row: those of 4-byte elements, then those of 1-byte ones.
         """
@@ -116,7 +116,7 @@ class Layout:
         return Placed((part(4, words), part(1, bytes_)), Compaction(self.placement, columns))
 
     def shard(self, index: int, address: ShardAddress, placed: Placed, metadata: dict[str, str]) -> Shard:
-        """The shard number `index` in plan order. placed: what `place` gave. metadata: JSON by name."""
+        """Returns the shard number `index` in plan order. placed: what `place` gave. metadata: JSON by name."""
         blocks = self._blocks[index]
         begin, end = blocks[0].begin, blocks[-1].end
         cu_seqlens = self._cu_seqlens(blocks)
@@ -137,13 +137,13 @@ class Layout:
         )
 
     def _cu_seqlens(self, blocks: Sequence[Block]) -> list[NDArray[np.int32]]:
-        """Of each block, packed ones only."""
+        """Returns the row ends of each block that is packed."""
         ends = self._token_ends
         packed = [block for block in blocks if block.widths is None]
         return [(ends[block.begin : block.end + 1] - ends[block.begin]).astype(np.int32) for block in packed]
 
     def _elements(self, block: Block, scope: Scope) -> int:
-        """Values of a tensor. A packed one has one per token, whatever its scope."""
+        """Counts a tensor's values. A packed one has one per token, whatever its scope."""
         if block.widths is None:
             return int(self._token_ends[block.end] - self._token_ends[block.begin])
         return block.widths[scope] * (block.end - block.begin)
@@ -155,7 +155,7 @@ class Layout:
         cu_seqlens: Sequence[NDArray[np.int32]],
         metadata: dict[str, str],
     ) -> tuple[bytes, int]:
-        """The safetensors header, and the size of the whole file."""
+        """Returns the safetensors header, and the size of the whole file."""
         entries: dict[str, Any] = {"__metadata__": metadata}
         rows, shapes = blocks[-1].end - blocks[0].begin, [self._shapes(block) for block in blocks]
         offset = 0
@@ -188,7 +188,7 @@ class Layout:
 def _blocks(
     mini_batches: Sequence[MiniBatchPlan], placed: Int64s, geometry: Geometry, config: RunConfig
 ) -> list[list[Block]]:
-    """Per shard in plan order its blocks. placed: the rows of all of them."""
+    """Returns each shard's blocks, in plan order. placed: the rows of all of them."""
     ranks = [rank for mini_batch in mini_batches for rank in mini_batch.ranks]
     own_micro_batches = config.layout == "packed" or config.pad_width == "micro_batch"
     bounds = [rank.bounds if own_micro_batches else np.array([0, len(rank.rows)]) for rank in ranks]
@@ -211,7 +211,7 @@ def _widths(
     geometry: Geometry,
     config: RunConfig,
 ) -> Iterator[dict[Scope, int] | None]:
-    """Of each block in order. `pad_width` says over which rows widths are taken, padding rows included.
+    """Yields each block's widths, in order. `pad_width` says over which rows widths are taken, padding rows included.
 
     edges: per shard where its blocks begin among the placed rows, and where the last one ends.
     """
@@ -234,7 +234,7 @@ def _widths(
 
 
 def _leads(rows: Int64s, blocks: Sequence[Block], scope: Scope, geometry: Geometry) -> Int64s:
-    """Elements before each row's own: padding, or, packed, the prompt before a response's column."""
+    """Counts the elements before each row's own: padding, or, packed, the prompt before a response's column."""
     own = geometry.of(scope)[rows]
     counts = [block.end - block.begin for block in blocks]
     if any(block.widths is None for block in blocks):

@@ -1,4 +1,4 @@
-"""Second stage: steps of a trajectory that extend each other become one row.
+"""The second stage makes one row of the steps of a trajectory that extend each other.
 
 A step's full tokens are a prefix of the next step's prompt exactly when the two can be one sequence. The merged row
 is then the last step's own tokens, read again from the first step's response on: nothing is concatenated, the stage
@@ -45,7 +45,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Why a step did not join the one before: `index` in its prompt is the first token that differs, or the prompt's
+    """A step that did not join the one before: `index` in its prompt is the first token that differs, or the prompt's
     length when it merely ends too early."""
 
     trajectory: int
@@ -54,7 +54,7 @@ class Mismatch:
 
 
 def merge(received: Received, mode: str) -> tuple[Rows, list[Mismatch]]:
-    """Rows of the batch under `merge: none` or `prefix`, and the first mismatches of each trajectory."""
+    """Returns the batch's rows under `merge: none` or `prefix`, and the first mismatches of each trajectory."""
     count = len(received.steps)
     joins = np.zeros(count, np.bool_)
     mismatches: list[Mismatch] = []
@@ -75,7 +75,7 @@ def merge(received: Received, mode: str) -> tuple[Rows, list[Mismatch]]:
 
 
 def _joins(received: Received) -> tuple[NDArray[np.bool_], list[Mismatch]]:
-    """Which steps extend the one before them."""
+    """Finds the steps that extend the one before them."""
     steps = received.steps
     trajectories = received.trajectory_of_step
     follows = np.append(False, trajectories[1:] == trajectories[:-1])[: len(steps)]
@@ -86,7 +86,7 @@ def _joins(received: Received) -> tuple[NDArray[np.bool_], list[Mismatch]]:
 
 
 def extends(tokens: Ragged, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Which rows begin with the whole row before them; bool (rows,).
+    """Finds the rows that begin with the whole row before them; bool (rows,).
 
     fits: bool (rows,), which to look at; these are no shorter than the one before, which the first row has not.
 
@@ -114,7 +114,7 @@ def extends(tokens: Ragged, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def _reported(trajectories: Int64s, refused: NDArray[np.bool_]) -> list[int]:
-    """The first of the refused steps of each trajectory, as many as are reported of one."""
+    """Returns the first of the refused steps of each trajectory, as many as are reported of one."""
     steps = np.flatnonzero(refused)
     starts = np.searchsorted(trajectories[steps], trajectories[steps])
     reported: list[int] = steps[np.arange(len(steps)) - starts < REPORTED_MISMATCHES].tolist()
@@ -134,7 +134,7 @@ def _first_difference(before: NDArray[np.int32], prompt: NDArray[np.int32]) -> i
 
 
 def _oldest(versions: NDArray[np.int32], first: Int64s) -> NDArray[np.int32]:
-    """The lowest known policy version of each row's steps; unknown where none is known."""
+    """Returns the lowest known policy version of each row's steps; unknown where none is known."""
     if not len(first):
         return versions[:0]
     newest = np.iinfo(np.int32).max
@@ -143,7 +143,7 @@ def _oldest(versions: NDArray[np.int32], first: Int64s) -> NDArray[np.int32]:
 
 
 def step_loss_tokens(loss_mask: Ragged, trained: NDArray[np.bool_]) -> Int64s:
-    """Response tokens with loss_mask 1 of each step; 0 for steps that a filter masked."""
+    """Counts each step's response tokens with loss_mask 1; 0 for steps that a filter masked."""
     if not loss_mask.values.size or loss_mask.values.min() == 1:
         # Most batches: what the policy did not sample stands in prompts.
         return loss_mask.lengths * trained

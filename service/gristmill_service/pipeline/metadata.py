@@ -1,4 +1,4 @@
-"""What a shard tells of itself beside its tensors: JSON by name, in its file's header."""
+"""A shard's metadata stands beside its tensors in its file's header: JSON by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Labels = dict[str, NDArray[Any]]
 
 
 def row_labels(scored: ScoredBatch) -> Labels:
-    """Per row its uid, round and stop reason, the padding row's at the end; (rows + 1,) each."""
+    """Returns each row's uid, round and stop reason, the padding row's at the end; (rows + 1,) each."""
     received, rows = scored.received, scored.rows
     uids = [uid for _, uid in received.groups]
     # A group that was dropped is one of the batch too: who looks for it must not find padding.
@@ -35,7 +35,7 @@ def row_labels(scored: ScoredBatch) -> Labels:
 
 
 class Metadata:
-    """That of a model's shards. Per-row values are gathered for all of them at once: a shard's are a slice.
+    """Makes the metadata of a model's shards. Per-row values are gathered for all at once: a shard's are a slice.
 
     placed: (n,) the rows of all shards one after another, -1 for padding rows. run, batch: of which they are.
     """
@@ -57,7 +57,7 @@ class Metadata:
         self._micro_batches: dict[bytes, str] = {}
 
     def of(self, address: ShardAddress, rank: RankPlan, begin: int, denominators: Denominators) -> dict[str, str]:
-        """That of a shard whose rows begin at `begin` of the placed ones."""
+        """Returns the metadata of a shard whose rows begin at `begin` of the placed ones."""
         rows = slice(begin, begin + len(rank.rows))
         tokens = {name: values[rows] for name, values in self._tokens.items()}
         return {
@@ -79,7 +79,7 @@ class Metadata:
 
 
 def _tokens(denominators: Sequence[Denominators], rows: int) -> dict[str, Int64s]:
-    """Of all rows what the loss of each is divided by, as far as that is a row's own; 1 where it is in no mini-batch,
+    """Returns what each row's loss is divided by, as far as that is the row's own; 1 where it is in no mini-batch,
     and for the padding row at -1."""
     found = {name: np.ones(rows, np.int64) for name in ("row_tokens", "prompt_tokens", "trajectory_tokens")}
     for divisors in denominators:
@@ -90,14 +90,14 @@ def _tokens(denominators: Sequence[Denominators], rows: int) -> dict[str, Int64s
 
 
 def _objects(values: Sequence[str]) -> NDArray[np.object_]:
-    """Strings that rows index as they do numbers, without a loop."""
+    """Returns strings as an array, which rows index without a loop."""
     array = np.empty(len(values), np.object_)
     array[:] = values
     return array
 
 
 def _unused(name: str, taken: set[str]) -> str:
-    """The name, marked until no prompt group is called so."""
+    """Returns the name, with underscores before it until it is not taken."""
     while name in taken:
         name = f"_{name}"
     return name

@@ -15,7 +15,7 @@ from gristmill._wire.columns import Int64s
 
 
 def first_fit(lengths: Sequence[int], cap: int) -> Int64s:
-    """Per row, in order, the first micro-batch that it still fits in; a row longer than `cap` stands alone.
+    """Returns for each row, in order, the first micro-batch that it still fits in; a row over `cap` stands alone.
 
     Micro-batches are numbered as they are opened, and a row's number depends only on the rows before it: the packing
     of a prefix is the prefix of the packing. O(rows × log micro-batches).
@@ -54,7 +54,7 @@ def first_fit(lengths: Sequence[int], cap: int) -> Int64s:
 
 
 def split_until(micro_batches: Sequence[Sequence[int]], target: int, tokens_of: Sequence[int]) -> list[list[int]]:
-    """`target` micro-batches, or as many as there can be, by halving the one with the most tokens, again and again.
+    """Returns `target` micro-batches, or as many as there can be, by halving the one with the most tokens repeatedly.
 
     Only those with two rows or more are halved, and the later one on a tie. The first half stays in place, the second
     is appended. `tokens_of[row]` is positive, so no half is empty. Those never halved keep their rows' order.
@@ -74,7 +74,7 @@ def split_until(micro_batches: Sequence[Sequence[int]], target: int, tokens_of: 
 
 
 def _doubled(room: Sequence[int], cap: int) -> list[int]:
-    """The tree with as many empty leaves more, to the right of those it has."""
+    """Returns the tree with as many empty leaves more, to the right of those it has."""
     doubled, level = [cap, cap], 1
     while level < len(room):
         doubled += [*room[level : 2 * level], *[cap] * level]
@@ -83,12 +83,12 @@ def _doubled(room: Sequence[int], cap: int) -> list[int]:
 
 
 def _by_tokens(rows: Sequence[int], place: int, tokens_of: Sequence[int]) -> tuple[int, int]:
-    """Heap entry: most tokens first, the later place on a tie."""
+    """Returns a heap entry: most tokens first, the later place on a tie."""
     return -sum(map(tokens_of.__getitem__, rows)), -place
 
 
 def _halve(rows: Sequence[int], tokens_of: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Longest row first (the given order on a tie), each to the lighter half, the first half on a tie."""
+    """Puts rows, longest first (in the given order on a tie), into the lighter half, the first half on a tie."""
     first: list[int] = []
     second: list[int] = []
     ahead = 0

@@ -19,7 +19,7 @@ PADDING = -1
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one data-parallel rank trains on in one mini-batch: its shard.
+    """The shard of one data-parallel rank: what it trains on in one mini-batch.
 
     rows: int64 (n,), row indices in micro-batch order, -1 for padding rows.
     bounds: int64 (micro-batches + 1,), micro-batch j is `rows[bounds[j]:bounds[j + 1]]`.
@@ -30,7 +30,7 @@ class RankPlan:
 
     @property
     def micro_batches(self) -> list[list[int]]:
-        """Per micro-batch, the positions in `rows` that it covers."""
+        """The positions in `rows` that each micro-batch covers."""
         edges = self.bounds.tolist()
         return [list(range(a, b)) for a, b in pairwise(edges)]
 

@@ -1,17 +1,91 @@
-"""The plan as a JSON-able document (specification, section 10), with what the batch's rules met and its metrics."""
+"""The plan as everyone is shown it (specification, section 10), with what the batch's rules met and its metrics.
+
+The document is a public contract: `gristmill plan` prints it, stores keep it as JSON, and trainers read it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
-from gristmill_service.config import RunConfig
+from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.balance import barrier_ratio, loads_of
 from gristmill_service.pipeline.layout import Shard
 from gristmill_service.pipeline.plan import MiniBatchPlan
 from gristmill_service.pipeline.scored_batch import ScoredBatch
+
+
+@dataclass(frozen=True, slots=True)
+class RankDocument:
+    """A rank's shard of a mini-batch.
+
+    rows: row indices in micro-batch order, -1 for padding rows. micro_batches: of each the positions in `rows`.
+    """
+
+    rank: int
+    rows: list[int]
+    micro_batches: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatchDocument:
+    """An optimizer step of one model. `start:end` are its rows before any drop; the counts are of its kept rows."""
+
+    model: Model
+    index: int
+    start: int
+    end: int
+    prompts: int
+    rows: int
+    padding_rows: int
+    loss_tokens: int
+    micro_batches_per_rank: int
+    ranks: list[RankDocument]
+
+
+@dataclass(frozen=True, slots=True)
+class MismatchDocument:
+    """A step that did not join the one before. index: of the first token of its prompt that differs."""
+
+    uid: str
+    round: int
+    sample: int
+    step: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDocument:
+    """The plan of a batch: which row trains when and where. Row indices are those after merging.
+
+    dropped_uids: of groups dropped as stale or by alignment. counts: what each rule met, by name. metrics: of the
+    policy. merge_mismatches: the first few of each trajectory, with `merge: prefix`.
+    """
+
+    batch: int
+    rows_received: int
+    rows: int
+    prompts: int
+    optimizer_steps: int
+    dp_size: int
+    dropped_uids: list[str]
+    mini_batches: list[MiniBatchDocument]
+    counts: dict[str, int]
+    metrics: dict[str, int | float]
+    merge_mismatches: list[MismatchDocument]
+
+
+def encode_plan(plan: PlanDocument) -> bytes:
+    """Returns the plan as JSON, in UTF-8 and on one line."""
+    return msgspec.json.encode(plan)
+
+
+def decode_plan(text: bytes) -> PlanDocument:
+    """Returns the plan that `encode_plan` wrote. Raises msgspec.ValidationError for what is none."""
+    return msgspec.json.decode(text, type=PlanDocument)
 
 
 def plan_document(
@@ -20,44 +94,41 @@ def plan_document(
     config: RunConfig,
     batch: int,
     laid_out: Sequence[Shard] | None,
-) -> dict[str, Any]:
-    """laid_out: the batch's shards, for what padding costs; None when only planned."""
+) -> PlanDocument:
+    """Returns the document of a batch. laid_out: its shards, for what padding costs; None when only planned."""
     received = scored.received
     policy = [mini_batch for mini_batch in mini_batches if mini_batch.model == "policy"]
     dropped = [received.groups[group] for mini_batch in policy for group in mini_batch.dropped_groups]
-    document = {
-        "batch": batch,
-        "rows_received": scored.rows_received,
-        "rows": len(scored.rows),
-        "prompts": len(received.groups),
-        "optimizer_steps": len(policy) * config.update_epochs_per_batch,
-        "dp_size": config.dp_size,
-        "dropped_uids": [uid for _, uid in [*scored.stale, *dropped]],
-        "mini_batches": [_mini_batch(mini_batch, scored) for mini_batch in mini_batches],
-        "counts": _counts(scored, len(dropped), config),
-        "metrics": _accuracy(scored) | _performance(scored, policy, config, laid_out),
-    }
-    if config.merge != "none":
-        document["merge_mismatches"] = _mismatches(scored)
-    return document
+    return PlanDocument(
+        batch=batch,
+        rows_received=scored.rows_received,
+        rows=len(scored.rows),
+        prompts=len(received.groups),
+        optimizer_steps=len(policy) * config.update_epochs_per_batch,
+        dp_size=config.dp_size,
+        dropped_uids=[uid for _, uid in [*scored.stale, *dropped]],
+        mini_batches=[_mini_batch(mini_batch, scored) for mini_batch in mini_batches],
+        counts=_counts(scored, len(dropped), config),
+        metrics=_accuracy(scored) | _performance(scored, policy, config, laid_out),
+        merge_mismatches=_mismatches(scored),
+    )
 
 
-def _mini_batch(mini_batch: MiniBatchPlan, scored: ScoredBatch) -> dict[str, Any]:
-    return {
-        "model": mini_batch.model,
-        "index": mini_batch.index,
-        "start": mini_batch.start,
-        "end": mini_batch.end,
-        "prompts": len(mini_batch.groups),
-        "rows": mini_batch.rows,
-        "padding_rows": mini_batch.padding_rows,
-        "loss_tokens": int(scored.loss_tokens[mini_batch.start : mini_batch.kept_end].sum()),
-        "micro_batches_per_rank": mini_batch.micro_batches_per_rank,
-        "ranks": [
-            {"rank": index, "rows": rank.rows.tolist(), "micro_batches": rank.micro_batches}
-            for index, rank in enumerate(mini_batch.ranks)
+def _mini_batch(mini_batch: MiniBatchPlan, scored: ScoredBatch) -> MiniBatchDocument:
+    return MiniBatchDocument(
+        model=mini_batch.model,
+        index=mini_batch.index,
+        start=mini_batch.start,
+        end=mini_batch.end,
+        prompts=len(mini_batch.groups),
+        rows=mini_batch.rows,
+        padding_rows=mini_batch.padding_rows,
+        loss_tokens=int(scored.loss_tokens[mini_batch.start : mini_batch.kept_end].sum()),
+        micro_batches_per_rank=mini_batch.micro_batches_per_rank,
+        ranks=[
+            RankDocument(index, rank.rows.tolist(), rank.micro_batches) for index, rank in enumerate(mini_batch.ranks)
         ],
-    }
+    )
 
 
 def _counts(scored: ScoredBatch, dropped: int, config: RunConfig) -> dict[str, int]:
@@ -67,8 +138,8 @@ def _counts(scored: ScoredBatch, dropped: int, config: RunConfig) -> dict[str, i
     return counts
 
 
-def _accuracy(scored: ScoredBatch) -> dict[str, float]:
-    """Each trajectory once, padding never."""
+def _accuracy(scored: ScoredBatch) -> dict[str, int | float]:
+    """Returns what tells of rewards and lengths: each trajectory counts once, padding never."""
     scores, received = scored.scores, scored.received
     if not len(scores):
         return {}
@@ -91,13 +162,13 @@ def _accuracy(scored: ScoredBatch) -> dict[str, float]:
 
 def _performance(
     scored: ScoredBatch, policy: Sequence[MiniBatchPlan], config: RunConfig, laid_out: Sequence[Shard] | None
-) -> dict[str, float]:
-    """Padding counts here, and is given separately. Of the policy's shards.
+) -> dict[str, int | float]:
+    """Returns what tells of the cost of the policy's shards: padding counts, and is given separately.
 
     The barrier ratio is by FLOPs where the configuration has `flops`, else by tokens.
     """
     kept = sum(int(scored.rows.lengths[part.start : part.kept_end].sum()) for part in policy)
-    figures: dict[str, float] = {"tokens": kept, "padding_rows": sum(part.padding_rows for part in policy)}
+    figures: dict[str, int | float] = {"tokens": kept, "padding_rows": sum(part.padding_rows for part in policy)}
     figures["barrier_ratio"] = barrier_ratio(policy, loads_of(scored.rows.lengths, config.flops))
     if laid_out is not None:
         elements = sum(shard.sequence_elements for shard in laid_out if shard.address.model == "policy")
@@ -107,13 +178,10 @@ def _performance(
     return figures
 
 
-def _mismatches(scored: ScoredBatch) -> list[dict[str, Any]]:
-    received = scored.received
-    found = []
-    for mismatch in scored.mismatches:
-        first = int(received.trajectory_bounds[mismatch.trajectory])
-        key = received.steps.key(first)
-        found.append(
-            {"uid": key.uid, "round": key.round, "sample": key.sample, "step": mismatch.step, "index": mismatch.index}
-        )
-    return found
+def _mismatches(scored: ScoredBatch) -> list[MismatchDocument]:
+    steps, bounds = scored.received.steps, scored.received.trajectory_bounds
+    keys = [steps.key(int(bounds[mismatch.trajectory])) for mismatch in scored.mismatches]
+    return [
+        MismatchDocument(key.uid, key.round, key.sample, mismatch.step, mismatch.index)
+        for key, mismatch in zip(keys, scored.mismatches, strict=True)
+    ]

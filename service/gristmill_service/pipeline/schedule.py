@@ -1,4 +1,4 @@
-"""Which row trains in which mini-batch, on which DP rank, in which micro-batch.
+"""Scheduling decides which row trains in which mini-batch, on which DP rank, in which micro-batch.
 
 Owns the specification's sections 5 and 6: mini-batch boundaries, padding, alignment, and what is dropped or refused
 when micro-batches cannot be aligned. Sees the lengths of rows, never their data; the layout never changes a plan.
@@ -32,7 +32,7 @@ Count = TypeVar("Count", int, Int64s)
 
 
 def schedule(lengths: Int64s, group_bounds: Int64s, config: RunConfig) -> list[MiniBatchPlan]:
-    """The mini-batches of one batch: the policy's, then the critic's.
+    """Returns the mini-batches of one batch: the policy's, then the critic's.
 
     lengths: (rows,) tokens, prompt and response, of each row in batch order; every one is positive.
     group_bounds: (groups + 1,) row bounds of the prompt groups, from 0 to the number of rows; no group is empty.
@@ -79,7 +79,7 @@ class _Part:
 
 
 def _divide_groups(group_bounds: Int64s, model: Model, config: RunConfig) -> Iterator[_Part]:
-    """Whole prompt groups, as many as the mini-batch size; the last holds what is left."""
+    """Yields mini-batches of as many whole prompt groups as their size; the last holds what is left."""
     groups, size = len(group_bounds) - 1, config.mini_batch_size(model)
     for index, first in enumerate(range(0, groups, size)):
         last = min(first + size, groups)
@@ -89,7 +89,7 @@ def _divide_groups(group_bounds: Int64s, model: Model, config: RunConfig) -> Ite
 
 
 def _divide_rows(group_bounds: Int64s, model: Model, config: RunConfig) -> Iterator[_Part]:
-    """As many rows as the mini-batch size, padding rows included, which are dealt evenly to the mini-batches."""
+    """Yields mini-batches of as many rows as their size, padding rows included, which are dealt to them evenly."""
     rows, size = int(group_bounds[-1]), config.mini_batch_size(model)
     multiple = lcm(*map(config.mini_batch_size, config.models))
     mini_batches = _ceil_div(rows, multiple) * (multiple // size)
@@ -107,7 +107,7 @@ def _divide_rows(group_bounds: Int64s, model: Model, config: RunConfig) -> Itera
 
 
 def _plan_by_size(part: _Part, loads: Loads | None, config: RunConfig) -> MiniBatchPlan:
-    """As many rows for every rank, contiguous unless balanced, cut into micro-batches of `micro_batch.size`."""
+    """Gives every rank as many rows, contiguous unless balanced, in micro-batches of `micro_batch.size`."""
     per_micro_batch = config.micro_batch.size
     assert per_micro_batch is not None
     multiple = config.align_to // config.dp_size
@@ -140,7 +140,7 @@ def _balanced_rows(
 
 
 def _plan_by_tokens(part: _Part, batch: _Rows, cap: int, config: RunConfig) -> MiniBatchPlan:
-    """First-fit packing under the cap, split until aligned, and micro-batch j to rank j mod dp_size unless balanced."""
+    """Packs first-fit under the cap, splits until aligned, and deals micro-batches to ranks in turn or by load."""
     numbers = first_fit(batch.tokens[part.start : part.end], cap)
     counts = np.maximum.accumulate(numbers)[part.ends - 1] + 1  # micro-batches of each prefix of whole groups
     kept = _kept_groups(part, _ceil_div(counts, config.align_to) * config.align_to <= part.ends, config)
@@ -158,7 +158,7 @@ def _plan_by_tokens(part: _Part, batch: _Rows, cap: int, config: RunConfig) -> M
 def _balanced(
     micro_batches: Sequence[Sequence[int]], batch: _Rows, loads: Loads, cap: int, dp_size: int
 ) -> tuple[RankPlan, ...]:
-    """The same rows in as many micro-batches, placed by load. Within a micro-batch rows stand in row order."""
+    """Places the same rows in as many micro-batches by load. Within a micro-batch rows stand in row order."""
     unsorted = np.fromiter(chain.from_iterable(micro_batches), dtype=np.int64)
     by_row = np.argsort(unsorted, kind="stable")
     rows = unsorted[by_row]
@@ -174,7 +174,7 @@ def _balanced(
 
 
 def _kept_groups(part: _Part, aligned: NDArray[np.bool_], config: RunConfig) -> int:
-    """How many of the mini-batch's groups are trained; `aligned` says for each prefix of them whether it can align."""
+    """Returns how many of the mini-batch's groups are trained. aligned: whether each prefix of them can align."""
     if config.on_misaligned == "pad" or aligned[-1]:
         return len(part.groups)
     if config.on_misaligned == "drop_trailing":
@@ -185,7 +185,7 @@ def _kept_groups(part: _Part, aligned: NDArray[np.bool_], config: RunConfig) -> 
 
 
 def _misaligned(part: _Part, config: RunConfig) -> str:
-    """The refusal's message: what cannot be aligned, to what, and which settings change that."""
+    """Returns the refusal's message: what cannot be aligned, to what, and which settings change that."""
     unit = "max_tokens" if config.micro_batch.size is None else "size"
     groups = f" × microbatch_group_size = {config.microbatch_group_size}" if config.vpp_size > 1 else ""
     dropping = (
@@ -203,7 +203,7 @@ def _misaligned(part: _Part, config: RunConfig) -> str:
 
 
 def _rows_of(part: _Part, groups: int) -> int:
-    """Rows of the first `groups` of the mini-batch's groups."""
+    """Returns how many rows the first `groups` of the mini-batch's groups have."""
     return int(part.ends[groups - 1]) if groups else 0
 
 

@@ -1,4 +1,4 @@
-"""A batch between its stages: what validation, filters, merging and scoring found, before it is scheduled."""
+"""A batch before it is scheduled: validated, filtered, merged and scored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from gristmill_service.pipeline.validate import Received, receive
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredBatch:
-    """rows_received counts steps, also those of dropped groups. trained: bool (steps,), False where a filter masks.
+    """A batch that is ready to be scheduled, for any number of ranks.
+
+    rows_received counts steps, also those of dropped groups. trained: bool (steps,), False where a filter masks.
     scores, advantages: float64 (trajectories,). loss_tokens: int64 (rows,). row_group_bounds: (groups + 1,) into rows.
     staleness: (trajectories with a known policy version,) versions behind the current one, of each one's oldest step.
     stale: (round, uid) of groups dropped as stale. counts: what each rule met, by name.
@@ -40,14 +42,14 @@ class ScoredBatch:
 
     @property
     def row_groups(self) -> Int64s:
-        """Group of each row."""
+        """The group of each row."""
         return self.received.trajectory_groups[self.rows.trajectories]
 
 
 def score_batch(
     steps: Steps, config: RunConfig, policy_version: int | None, timed: StageTimer = no_timer
 ) -> ScoredBatch:
-    """Everything about a batch that does not depend on ranks. timed: what each stage is run within."""
+    """Returns all of a batch that does not depend on ranks. timed: as `build_batch` takes it."""
     with timed("validate"):
         received = receive(steps, config)
         received, stale, counts = _drop_stale(received, config, policy_version)

@@ -1,4 +1,4 @@
-"""Which shard of a batch is meant, wherever it is laid out, stored or asked for."""
+"""An address names a shard of a batch, wherever it is laid out, stored or asked for."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ class ShardAddress:
 
     @property
     def path(self) -> str:
-        """Where the shard's file stands within its batch, as in the offline command's output."""
+        """The place of the shard's file within its batch, as in the offline command's output."""
         return f"{self.model}-{self.mini_batch:03d}/rank-{self.rank:03d}.safetensors"

@@ -1,4 +1,4 @@
-"""From a scheduled batch to its shards: which columns each has, its per-row tensors and its metadata."""
+"""Makes the shards of a scheduled batch: the columns of each, its per-row tensors and its metadata."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from gristmill_service.pipeline.shard_address import ShardAddress
 def shards(
     scored: ScoredBatch, mini_batches: Sequence[MiniBatchPlan], config: RunConfig, *, run: str, batch: int
 ) -> list[Shard]:
-    """Every shard of the batch, policy first, in plan order. No token is copied until a shard is read."""
+    """Returns every shard of the batch, policy first, in plan order. No token is copied until a shard is read."""
     builder = _ShardBuilder(scored, config, run, batch)
     return [shard for model in config.models for shard in builder.model_shards(model, mini_batches)]
 
 
 class _ShardBuilder:
-    """What the shards of one batch share."""
+    """Builds the shards of one batch, and holds what they share."""
 
     def __init__(self, scored: ScoredBatch, config: RunConfig, run: str, batch: int) -> None:
         self._scored, self._config, self._run, self._batch = scored, config, run, batch
@@ -67,7 +67,7 @@ class _ShardBuilder:
         ]
 
     def _shared_columns(self) -> list[Column]:
-        """The columns that every mini-batch cuts from in the same way: all but the advantages."""
+        """Returns the columns that every mini-batch cuts from in the same way: all but the advantages."""
         steps, geometry, longest, zeros = self._scored.received.steps, self._geometry, self._longest, self._zeros
         columns: list[Column] = [Tokens(steps.tokens, longest, self._config.pad_token_id)]
         if self._config.layout == "packed":
@@ -87,7 +87,7 @@ class _ShardBuilder:
     def _advantages(
         self, model: Model, mini_batches: Sequence[MiniBatchPlan], denominators: Sequence[Denominators]
     ) -> Column:
-        """Scaled by the loss reduction for the policy, raw for the critic."""
+        """Returns advantages scaled by the loss reduction for the policy, and raw for the critic."""
         scale = np.ones(len(self._scored.rows))
         if model == "policy":
             for mini_batch, divisors in zip(mini_batches, denominators, strict=True):
@@ -100,7 +100,7 @@ class _ShardBuilder:
         return StepTokens("advantages", self._scaled(tokens, scale), self._geometry, self._zeros)
 
     def _check_fits(self, advantages: Float64s) -> None:
-        """Finite scores may still be so far apart that an advantage is infinite as the float32 of a shard."""
+        """Refuses an advantage that float32 does not hold: finite scores may be so far apart."""
         outside = np.flatnonzero(~(np.abs(advantages) <= FLOAT32_MAX))
         if outside.size:
             row = int(outside[0])
@@ -110,7 +110,7 @@ class _ShardBuilder:
             )
 
     def _scaled(self, tokens: Ragged, scale: Float64s) -> Ragged:
-        """The column times its rows' scale, in float64, as float32; itself where there is nothing to scale."""
+        """Returns the column times its rows' scale, in float64, as float32; itself where there is nothing to scale."""
         if (scale == 1).all():
             return tokens
         rows, compact = self._scored.rows, tokens.compact()
@@ -123,7 +123,7 @@ class _ShardBuilder:
         return Denominators(mini_batch, scored.loss_tokens, scored.row_groups, scored.rows.trajectories)
 
     def _per_row_tensors(self) -> tuple[PerRow, PerRow]:
-        """Of every row, the padding row's at -1: integers, and flags."""
+        """Returns every row's integers and flags, the padding row's at -1."""
         rows, steps = self._scored.rows, self._scored.received.steps
         integers: dict[str, NDArray[Any]] = {
             "row": np.arange(len(rows)),
@@ -142,14 +142,14 @@ class _ShardBuilder:
 def _addressed(
     mini_batches: Sequence[MiniBatchPlan], denominators: Sequence[Denominators]
 ) -> Iterator[tuple[ShardAddress, RankPlan, Denominators]]:
-    """The shards of one model's mini-batches, in plan order."""
+    """Yields the addresses of one model's shards, in plan order, with their rank's plan and denominators."""
     for mini_batch, divisors in zip(mini_batches, denominators, strict=True):
         for index, rank in enumerate(mini_batch.ranks):
             yield ShardAddress(mini_batch.model, mini_batch.index, index), rank, divisors
 
 
 def _stacked(values: dict[str, NDArray[Any]], dtype: Any, padding: int) -> PerRow:
-    """A line of each, and the padding row's value at its end."""
+    """Returns a line of each, and the padding row's value at its end."""
     lines = np.array([np.append(line, padding) for line in values.values()], dtype)
     return PerRow(list(values), lines)
 

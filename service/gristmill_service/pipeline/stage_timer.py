@@ -1,4 +1,4 @@
-"""The stages' names, and how a caller measures them: the pipeline itself has no clock."""
+"""A stage timer measures the pipeline's stages for its caller: the pipeline itself has no clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 Stage = Literal["validate", "merge", "advantage", "schedule", "layout", "plan"]
 StageTimer = Callable[[Stage], AbstractContextManager[object]]
-"""Given a stage's name, what the stage is run within."""
+"""Given a stage's name, returns the context that the stage runs within."""
 
 
 def no_timer(_: Stage) -> AbstractContextManager[object]:

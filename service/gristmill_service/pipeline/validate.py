@@ -1,4 +1,4 @@
-"""First stage: the rules that rows obey together, and the order that every later stage relies on.
+"""The first stage checks the rules that rows obey together, and puts them in the order that later stages rely on.
 
 Rows leave this stage ordered by group (first appearance), then sample, then step. Nothing is modified or copied but
 the order.
@@ -41,12 +41,12 @@ class Received:
 
     @property
     def last_steps(self) -> Int64s:
-        """Index of each trajectory's last step."""
+        """The index of each trajectory's last step."""
         return self.trajectory_bounds[1:] - 1
 
 
 def receive(steps: Steps, config: RunConfig) -> Received:
-    """The batch in order, checked.
+    """Puts the batch in order and checks it.
 
     Raises InvalidArgumentError naming the trajectory, the field, the value and the remedy.
     """
@@ -76,7 +76,7 @@ def _ordered(steps: Steps) -> tuple[Steps, list[tuple[int, str]], Int64s]:
 
 
 def _groups(steps: Steps) -> tuple[list[tuple[int, str]], Int64s]:
-    """(round, uid) of each group, by first appearance, and the group of each step, int64 (steps,)."""
+    """Returns (round, uid) of each group, by first appearance, and the group of each step, int64 (steps,)."""
     uids = list(dict.fromkeys(steps.uids))
     numbers = dict(zip(uids, range(len(uids)), strict=True))
     group_of_step = np.fromiter(map(numbers.__getitem__, steps.uids), np.int64, len(steps))
@@ -92,7 +92,7 @@ def _groups(steps: Steps) -> tuple[list[tuple[int, str]], Int64s]:
 
 
 def _is_ordered(*keys: NDArray[Any]) -> bool:
-    """Whether rows stand in the order of these keys, the first one weighing most."""
+    """Tells whether rows stand in the order of these keys, the first one weighing most."""
     tied = np.True_
     for key in keys:
         before, after = key[:-1], key[1:]
@@ -154,7 +154,7 @@ def _check_rewards(steps: Steps) -> None:
 
 
 def check_advantage_schema(steps: Steps, config: RunConfig) -> None:
-    """Rows carry advantages with `advantage_estimator: none`, and only then. Of at least one row."""
+    """Refuses advantages unless `advantage_estimator` is none, and their lack if it is. steps: at least one row."""
     given = steps.advantages is not None or steps.token_advantages is not None
     if given != (config.advantage_estimator == "none"):
         remedy = "leave it out, or set advantage_estimator: none" if given else "send one with each row"

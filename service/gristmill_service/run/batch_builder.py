@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import orjson
 import structlog
 
 from gristmill._wire.steps import Steps
@@ -14,6 +13,7 @@ from gristmill.errors import FailedPreconditionError, GristmillError, ResourceEx
 from gristmill_service import tracing
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.batch_stats import BatchStats
+from gristmill_service.pipeline.plan_document import PlanDocument, encode_plan
 from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.run.effects import Effects
 from gristmill_service.run.machine import progress
@@ -38,7 +38,7 @@ class BuiltBatch(Protocol):
     """What the pipeline makes of a batch."""
 
     @property
-    def plan(self) -> dict[str, Any]: ...
+    def plan(self) -> PlanDocument: ...
 
     @property
     def shards(self) -> Sequence[ShardSource]: ...
@@ -155,9 +155,9 @@ class BatchBuilder:
                 timed=self._monitor.timed,
             )
             mini_batches: dict[Model, int] = dict.fromkeys(job.config.models, 0)
-            for part in built.plan["mini_batches"]:
-                mini_batches[part["model"]] += 1
-            plan = orjson.dumps(built.plan)
+            for part in built.plan.mini_batches:
+                mini_batches[part.model] += 1
+            plan = encode_plan(built.plan)
             self._writer.check_open(is_internal=True)
             with self._monitor.timed("publish"):
                 nbytes = self._store.publish(self._name, job.number, plan, built.shards)

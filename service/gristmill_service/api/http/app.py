@@ -1,4 +1,4 @@
-"""The FastAPI application: its routes, errors in one form, probes, metrics and the OpenAPI page."""
+"""The FastAPI application has the routes, errors in one form, probes, metrics and the OpenAPI page."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _explain(error: RequestValidationError) -> Iterator[str]:
 
 
 async def _tell_status(request: Request, error: Exception) -> JSONResponse:
-    """An unknown path or method."""
+    """Answers an unknown path or method."""
     assert isinstance(error, HTTPException)
     code = {404: "NOT_FOUND", 405: "UNIMPLEMENTED"}.get(error.status_code, "INVALID_ARGUMENT")
     message = f"{request.method} {request.url.path}: {error.detail}; see /docs for the calls that there are"

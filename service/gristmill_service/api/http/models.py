@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from gristmill_service.config import Model
+from gristmill_service.pipeline.plan_document import PlanDocument
 from gristmill_service.run.machine.answers import GroupState, Position
 from gristmill_service.validation_messages import shown
 
@@ -155,6 +156,11 @@ class Place(Body):
 
     def position(self) -> Position:
         return Position(self.batch, self.epoch, self.mini_batch)
+
+
+class Batch(BaseModel):
+    state: Literal["pending", "published", "end"]
+    plan: PlanDocument | None = Field(None, description="When published: the plan, as `gristmill plan` prints it.")
 
 
 class Shard(BaseModel):

@@ -25,16 +25,8 @@ router = APIRouter(prefix="/v1/runs/{run}", tags=["trainers"])
 
 _Wait = Annotated[float, Query(description="Seconds to wait; the service may answer earlier, with state pending.")]
 
-_BATCH_ANSWER = {
-    "type": "object",
-    "properties": {
-        "state": {"enum": ["pending", "published", "end"]},
-        "plan": {"type": "object", "description": "When published: the plan, as `gristmill plan` prints it."},
-    },
-}
 
-
-@router.get("/batches/{batch}", responses={200: {"content": {"application/json": {"schema": _BATCH_ANSWER}}}})
+@router.get("/batches/{batch}", responses={200: {"model": models.Batch}})
 async def get_batch(
     request: Request, run: RunDep, context: ContextDep, batch: models.Int64, wait_s: _Wait = 0.0
 ) -> Response:
