@@ -82,7 +82,7 @@ class Ragged:
 
 
 def starts_of(lengths: Int64s) -> Int64s:
-    """Where each of the rows starts when they stand one after another."""
+    """The start of each row when they stand one after another."""
     starts = np.zeros(len(lengths), np.int64)
     np.cumsum(lengths[:-1], out=starts[1:])
     return starts
