@@ -48,11 +48,9 @@ def failure_of(call: grpc.RpcError, address: str) -> Failure:
     """Translates a gRPC status. The message names the call's id, which the service's log has too."""
     found = _failure_of(call, address)
     request_id = getattr(call, "request_id", "")
-    return (
-        replace(found, error=with_message(found.error, f"{found.error} (request {request_id})"))
-        if request_id
-        else found
-    )
+    if not request_id:
+        return found
+    return replace(found, error=with_message(found.error, f"{found.error} (request {request_id})"))
 
 
 def _failure_of(call: grpc.RpcError, address: str) -> Failure:
