@@ -162,14 +162,14 @@ class TrainerClient:
         launch: names this start of the trainer, the same on all its ranks and never used before. Not given, it is
             rank 0's choice, broadcast by torch.distributed (then a collective call of every process); random when
             dp_size is 1; else refused.
-        give_up_reason: goes on from a state that would be refused because it steps over accepted rows: their prompt
-            groups are dropped and counted under this reason. Give it once, after you read what would be lost.
+        give_up_reason: goes on from a state that is ahead of what the run has acknowledged: the prompt groups that it
+            steps over are dropped and counted under this reason. Give it once, after you read what would be lost.
 
         Raises InvalidArgumentError for a state of another run's name, model or version. Raises FailedPreconditionError
-        when the state's position is freed already (committed by a later checkpoint); when the state is of another run,
-        which was deleted and created again under the name; and when it is ahead of what the run has acknowledged, so
-        that accepted rows would be skipped. The message says what would be lost and which position fits: load the
-        checkpoint of that position, or give `give_up_reason`.
+        when the state's position is freed already (committed by a later checkpoint); when the state is of an earlier
+        run, which was deleted and created again under the name: load `{}` to begin the new one; and when it is ahead of
+        what the run has acknowledged, so that accepted rows would be skipped. The message then says what would be lost
+        and which position fits: load the checkpoint of that position, or give `give_up_reason`.
         """
         from gristmill._client.launch_id import make_launch_id
 
