@@ -99,7 +99,7 @@ def _follow(children: Children, playing: set[str], client: RolloutClient, table:
 
 
 def _games(experiment: Experiment) -> str:
-    """What the newest policy says when it plays a few games, and what it is answered."""
+    """A few games of the newest policy: its replies and the answers."""
     policy, generator, games = Policy(), torch.Generator().manual_seed(experiment.seed), []
     load_weights(policy, experiment.weights)
     for secret in SHOWN_SECRETS:

@@ -1,4 +1,4 @@
-"""What one demonstration is: its size, its seed, gristmill's settings for the run, and where things lie."""
+"""One demonstration: its size, its seed, gristmill's settings for the run, and its files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ GROUPS_PER_BATCH = 16
 SAMPLES_PER_GROUP = 16
 
 BEST_SUCCESS = min(1.0, (2**MAX_TURNS - 1) / LARGEST)
-"""How often the best player wins: one who halves what is left with each guess."""
+"""The share of games that the best player wins, who halves the remaining numbers with each guess."""
 
 BLIND_SUCCESS = MAX_TURNS / LARGEST
-"""How often a player wins at most who does not read the hints."""
+"""The largest share of games that a player wins who does not read the hints."""
 
 RUN_CONFIG: dict[str, Any] = {
     "train_batch_size": GROUPS_PER_BATCH,

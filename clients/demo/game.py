@@ -39,7 +39,7 @@ def decode(tokens: list[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What became of one reply. answer: correct, higher, lower or malformed. stop_reason: why the policy ended it."""
+    """The result of one reply. answer: correct, higher, lower or malformed. stop_reason: why the policy ended it."""
 
     answer: str
     reward: float

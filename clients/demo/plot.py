@@ -1,4 +1,4 @@
-"""The picture that is left: reward and success over the batches, and what padding cost."""
+"""The plot that is written at the end: reward and success over the batches, and what padding cost."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class ProcessFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One that is ready."""
+    """A service that is ready."""
 
     grpc_address: str
     http_url: str
@@ -106,7 +106,7 @@ class Children:
         self._reports: dict[str, Connection] = {}
 
     def start(self, name: str, target: Callable[..., None], *arguments: Any, reports: bool = False) -> None:
-        """Runs `target(*arguments)` in a process; where it reports, with a function more that `reports` hears."""
+        """Runs `target(*arguments)` in a process. One that reports is given a function for it as one more argument."""
         receiver, sender = _spawn.Pipe(duplex=False)
         process = _spawn.Process(target=_run, args=(target, arguments, sender, reports), name=name, daemon=True)
         process.start()
@@ -114,7 +114,7 @@ class Children:
         self._processes[name], self._reports[name] = process, receiver
 
     def reports(self) -> Iterator[Any]:
-        """What the children report, as it comes, and Ended for each that is through.
+        """The reports of the children as they come, and Ended for each that is through.
 
         Ends with the last of them. Raises ProcessFailedError as soon as one fails.
         """
@@ -154,7 +154,7 @@ class Children:
 
 
 def _run(target: Callable[..., None], arguments: tuple[Any, ...], sender: Connection, reports: bool) -> None:
-    """In the child."""
+    """Runs in the child."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -1,4 +1,4 @@
-"""What a person sees while it trains: a row per batch, live on a terminal, one line each elsewhere."""
+"""The table that a person watches while it trains: a row per batch, live on a terminal, one line each elsewhere."""
 
 from __future__ import annotations
 

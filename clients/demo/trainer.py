@@ -28,7 +28,7 @@ ENTROPY_WEIGHT = 0.02
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """What the table shows of a batch. lag: policy versions that its rows were behind, on average."""
+    """A batch as the table shows it. lag: policy versions that its rows were behind, on average."""
 
     batch: int
     reward: float

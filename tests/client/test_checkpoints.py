@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import grpc
 import pytest
 
-from gristmill import FailedPreconditionError, InvalidArgumentError, TrainerClient
+from gristmill import FailedPreconditionError, InvalidArgumentError, RolloutClient, TrainerClient
+from gristmill._client.transport import Transport
 from gristmill.v1 import run_pb2, run_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tests.client.faulty import refuse
 
@@ -72,10 +74,10 @@ def test_a_loaded_state_says_which_run_and_which_generation_of_it_it_is_of(train
     assert request.position == run_pb2.Position(batch=5, epoch=1, mini_batch=2)
 
 
-def test_after_loading_the_next_state_is_of_the_run_that_answered(trainer, run):
-    run.run_id, run.generation = "made-on-tuesday", 0
-    trainer.load_state_dict(STATE, give_up_reason="the old run is gone")
-    assert trainer.state_dict() == STATE | {"run_id": "made-on-tuesday", "generation": 0}
+def test_after_loading_the_next_state_is_of_the_run_and_the_generation_that_answered(trainer, run):
+    run.generation = 4
+    trainer.load_state_dict(STATE)
+    assert trainer.state_dict() == STATE | {"generation": 4}
 
 
 def test_a_state_of_an_earlier_version_is_read_and_not_checked(trainer, run):
@@ -110,3 +112,60 @@ def test_a_state_of_either_version_is_committed(trainer, run):
     trainer.commit(STATE)
     trainer.commit({name: STATE[name] for name in STATE if name not in IDENTITY} | {"version": 1})
     assert [request.position for request in run.commits] == [run_pb2.Position(batch=5, epoch=1, mini_batch=2)] * 2
+
+
+# With the real service.
+
+
+CONFIG = {"train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}
+
+
+def roll_out(client, *uids):
+    client.create_run(CONFIG)
+    for uid in uids:
+        with client.trajectory(uid, 0) as trajectory:
+            trajectory.step([1], [2], reward=1.0, is_last_step=True)
+    client.flush()
+
+
+def train(trainer, batches):
+    """Uids of these many batches."""
+    trained = []
+    for _, batch in zip(range(batches), trainer, strict=False):
+        for shard in batch.mini_batches():
+            trained += shard.metadata["uids"]
+            shard.ack()
+    return trained
+
+
+def delete(address, run):
+    with closing(Transport(address, 20.0, "test")) as transport:
+        transport.call(transport.runs.DeleteRun, run_pb2.DeleteRunRequest(run=run))
+
+
+def test_a_state_of_a_run_that_was_deleted_does_not_fit_the_next_of_its_name(service, run_name):
+    address = service.grpc_address
+    with RolloutClient(address, run_name) as client, TrainerClient(address, run_name, 0, auto_commit=False) as trainer:
+        roll_out(client, "a", "b")
+        assert train(trainer, 1) == ["a"]
+        state = trainer.state_dict()
+        delete(address, run_name)
+        roll_out(client, "a", "b", "c")
+    with TrainerClient(address, run_name, 0, auto_commit=False) as trainer:
+        with pytest.raises(FailedPreconditionError, match=f"another run of this name, run_id {state['run_id']}"):
+            trainer.load_state_dict(state)
+        trainer.load_state_dict({})
+        assert trainer.state_dict()["run_id"] not in ("", state["run_id"])
+        assert train(trainer, 3) == ["a", "b", "c"]
+
+
+def test_a_state_ahead_of_its_run_drops_what_it_steps_over_for_the_reason_given_and_no_more(service, run_name):
+    address = service.grpc_address
+    with RolloutClient(address, run_name) as client, TrainerClient(address, run_name, 0, auto_commit=False) as trainer:
+        roll_out(client, "a", "b", "c")
+        ahead = trainer.state_dict() | {"batch": 2}
+        with pytest.raises(FailedPreconditionError, match="would skip accepted rows: 2 sealed batches with 2 prompt"):
+            trainer.load_state_dict(ahead)
+        trainer.load_state_dict(ahead, give_up_reason="trained elsewhere")
+        assert train(trainer, 1) == ["c"]
+        assert dict(client.status().groups_dropped) == {"trained elsewhere": 2}

@@ -8,7 +8,7 @@ import pytest
 from torch import distributed
 
 from gristmill import InvalidArgumentError, RolloutClient, TrainerClient
-from gristmill._client.launch_id import launch_name
+from gristmill._client.launch_id import make_launch_id
 
 CONFIG = {"train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}
 
@@ -22,7 +22,7 @@ def _train(rank, size, rendezvous, address, run, answers):
                 for shard in batch.mini_batches():
                     distributed.barrier()
                     shard.ack()
-            answers.put((rank, launch_name(size), tuple(trainer.position)))
+            answers.put((rank, make_launch_id(size), tuple(trainer.position)))
     finally:
         distributed.destroy_process_group()
 
@@ -51,9 +51,9 @@ def test_ranks_under_torch_distributed_resume_and_train_as_one(service, run_name
 
 
 def test_a_single_rank_needs_nobody_to_agree_with():
-    assert launch_name(1) != launch_name(1)
+    assert make_launch_id(1) != make_launch_id(1)
 
 
 def test_several_ranks_need_torch_distributed_or_a_name():
     with pytest.raises(InvalidArgumentError, match="launch is not given, and dp_size is 3 without torch"):
-        launch_name(3)
+        make_launch_id(3)

@@ -177,7 +177,7 @@ def test_a_stream_that_breaks_is_made_again_from_its_start(read):
 
 def test_a_stream_that_ends_early_is_an_error(read):
     (data,) = shard_bytes(ROWS, CONFIG)
-    with pytest.raises(UnavailableError, match=rf"100 bytes came where the service told {len(data)}"):
+    with pytest.raises(UnavailableError, match=rf"100 bytes came where the service said {len(data)}"):
         read(len(data), [data[:100]])
 
 

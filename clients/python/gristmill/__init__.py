@@ -2,6 +2,8 @@
 
 `RolloutClient` and `AsyncRolloutClient` need only grpcio, protobuf and numpy. `TrainerClient` reads torch tensors:
 `pip install gristmill[torch]`. Names are imported when first used, so that each costs only those who use it.
+
+The public modules are this one, `gristmill.aio`, `gristmill.errors` and `gristmill.torch`.
 """
 
 from __future__ import annotations
@@ -47,7 +49,6 @@ __all__ = [
     "InvalidArgumentError",
     "MicroBatch",
     "NotFoundError",
-    "PrefixUnknownError",
     "ResourceExhaustedError",
     "RolloutClient",
     "RowOutcome",

@@ -61,7 +61,8 @@ class BatchFailedError(FailedPreconditionError):
 
 
 class PrefixUnknownError(FailedPreconditionError):
-    """The clients send the rows again, whole; nobody else has to do with it."""
+    """The service does not have the tokens that a client left out. The client sends the rows again, whole, and raises
+    nothing, so that this class is not part of `gristmill`'s names."""
 
 
 class ResourceExhaustedError(GristmillError):

@@ -1,6 +1,6 @@
 """Shards as torch tensors: mapped without a copy, cut into micro-batches, and a model's output taken back to rows.
 
-The one module that needs PyTorch and safetensors. Owns no connection: `gristmill.trainer` says which shard.
+The one public module that needs PyTorch and safetensors. Owns no connection: `TrainerClient` says which shard.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OF_ROWS = ("uids", "rounds", "stop_reasons", "row_tokens", "prompt_tokens", "tr
 
 
 class Conversion:
-    """What tensors become when they are used: on which device, and of which dtype.
+    """Moves tensors to a device and a dtype when they are used.
 
     device: None leaves them where they are, in the mapped file.
     dtypes: for `tokens`, `masks` and `floats`; those not named keep int32, uint8 and float32.
@@ -130,7 +130,7 @@ class Rows:
         return (self["attention_mask"].long().cumsum(-1) - 1).clamp_(min=0)
 
     def response_logprobs(self, log_probs: torch.Tensor) -> torch.Tensor:
-        """Of per-token model output, what belongs to `advantages`, `loss_mask` and the other response-level tensors.
+        """The part of per-token model output that belongs to `advantages`, `loss_mask` and the other response tensors.
 
         log_probs: shaped as `sequences`, further dimensions allowed; at each position that of the *next* token given
             all up to it, as a causal model gives it (the last position predicts a token that is not there).
@@ -148,7 +148,7 @@ class Rows:
         return torch.cat([torch.zeros_like(log_probs[:, :1]), log_probs[:, :-1]], dim=1)
 
     def unpad(self, output: torch.Tensor) -> list[torch.Tensor]:
-        """Per row, the response's part of per-token output that stands on its own tokens: the last `response_len`.
+        """Cuts per-token output into each row's response: its last `response_len` tokens.
 
         output: (rows, width, ...) with any width that holds the responses, such as max_response or max_total, right-
             aligned as `response_mask` is; packed: (tokens, ...). Padding rows give an empty tensor.
@@ -186,7 +186,7 @@ class MicroBatch(Rows):
 
 
 class Shard(Rows):
-    """What one rank trains on in one mini-batch; made by `Batch`.
+    """One rank's rows of one mini-batch; made by `Batch`.
 
     position: which mini-batch, in training order. is_mapped: whether it is shared memory, not a copy.
     """
@@ -245,7 +245,7 @@ class Shard(Rows):
 
 
 def token_logprobs(logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """At each position the log probability of the token after it, as `Rows.response_logprobs` takes it.
+    """The log probability, at each position, of the token after it, as `Rows.response_logprobs` takes it.
 
     logits: (..., tokens, vocabulary) of a causal model. sequences: (..., tokens) of any integer dtype.
     Returns (..., tokens) of the logits' dtype, differentiable; 0 at the last position, which predicts nothing that is
@@ -310,7 +310,7 @@ def open_shard(
 
 
 def _metadata_of(metadata: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
-    """The metadata with, of what has one value a row, these rows' values."""
+    """The metadata, in which lists with one value a row hold only these rows'."""
     return {
         name: value[begin:end]
         if name in _OF_ROWS

@@ -1,1 +1,1 @@
-"""How the clients work inside. Not public."""
+"""The inner parts of the clients. Not public."""

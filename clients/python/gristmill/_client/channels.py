@@ -1,4 +1,4 @@
-"""Which replica of the service a client talks to: one of those that its address names, until that one cannot serve.
+"""The replica that a client talks to: one of those that its address names, until that one cannot serve.
 
 Any replica answers any call, so that a client needs only a living one. Owns the connections and which of them is the
 current one; `retries` decides when a call is tried again.
@@ -121,7 +121,7 @@ class Replicas:
         raise NotImplementedError
 
     def begin(self, *method: Any, **options: Any) -> Callable[..., Callable[[], Any]]:
-        """Like `unary_unary`, but the call returns at once, with what waits for its answer."""
+        """Like `unary_unary`, but the call returns at once, with a function that waits for the answer."""
         raise NotImplementedError
 
     def _streaming(self, bind: Bind) -> Callable[..., Any]:
@@ -147,7 +147,7 @@ class Replicas:
             raise
 
     def _named(self) -> tuple[tuple[str, str]]:
-        """Metadata with an id of the next call's own, by which the service's log tells of it."""
+        """Metadata with an id of the next call's own, which the service's log names."""
         return ((REQUEST_ID, f"{self._id}-{next(self._calls):x}"),)
 
     def _current(self) -> tuple[int, Any]:
@@ -224,7 +224,7 @@ class Channels(Replicas):
 
 
 class AsyncChannels(Replicas):
-    """Of one event loop: that of the calls."""
+    """For one event loop, that of the calls."""
 
     _connect = staticmethod(grpc.aio.insecure_channel)
 

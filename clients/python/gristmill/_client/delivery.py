@@ -26,7 +26,7 @@ class RowOutcome(enum.Enum):
     """The service's answer for one row."""
 
     ACCEPTED = 1
-    """Kept: it will be part of exactly one batch, or be dropped exactly once for a recorded reason."""
+    """The service took it: it will be part of exactly one batch, or be dropped exactly once for a recorded reason."""
     DUPLICATE = 2
     """The same row was accepted before."""
     SEALED = 3

@@ -9,7 +9,7 @@ import torch
 
 
 class Copy(NamedTuple):
-    """One that was begun. `tensor` is on the device, and holds its values once `is_there`."""
+    """A copy that was begun. `tensor` is on the device, and holds its values once `is_there`."""
 
     tensor: torch.Tensor
     is_there: torch.cuda.Event
@@ -30,7 +30,7 @@ Copies = Mapping[str, Copy]
 
 
 class SideStream:
-    """Of one device: a current one is told by the first thread that copies, which others need not have chosen."""
+    """Copies to one device. `cuda` without a number is the current device of the first thread that copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

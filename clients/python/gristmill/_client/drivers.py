@@ -23,7 +23,7 @@ Join = Callable[[], Awaitable[None]]
 
 
 class Signal(Protocol):
-    """What some wait for and others announce. Both hold the driver's lock."""
+    """Wakes those who wait for a change. To wait and to notify, hold the driver's lock."""
 
     async def wait(self, seconds: float | None) -> None:
         """Returns after `notify_all`, after the seconds, or early."""

@@ -45,14 +45,12 @@ class Failure:
 
 
 def failure_of(call: grpc.RpcError, address: str) -> Failure:
-    """What a gRPC status means, with the id by which the service's log tells of the call."""
+    """Translates a gRPC status. The message names the call's id, which the service's log has too."""
     found = _failure_of(call, address)
     request_id = getattr(call, "request_id", "")
-    return (
-        replace(found, error=with_message(found.error, f"{found.error} (request {request_id})"))
-        if request_id
-        else found
-    )
+    if not request_id:
+        return found
+    return replace(found, error=with_message(found.error, f"{found.error} (request {request_id})"))
 
 
 def _failure_of(call: grpc.RpcError, address: str) -> Failure:
@@ -76,7 +74,7 @@ def _failure_of(call: grpc.RpcError, address: str) -> Failure:
     if not name:
         details = _of_transport(kind, code, details, address)
     elif cannot_serve(call) and "," in address:
-        # Who reads it looks at all of them.
+        # Any of them may be the one to repair.
         details = f"{address}: {details}"
     return Failure(kind(details), may_retry, pushback_s, cannot_serve(call))
 

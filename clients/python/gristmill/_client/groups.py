@@ -1,4 +1,4 @@
-"""What became of a run's prompt groups."""
+"""The prompt groups of a run and their states."""
 
 from __future__ import annotations
 

@@ -12,13 +12,13 @@ from gristmill.errors import InvalidArgumentError
 _BYTES = 16
 
 
-def launch_name(dp_size: int) -> str:
+def make_launch_id(dp_size: int) -> str:
     """A random name: rank 0's where torch.distributed is initialised, in a collective call that every process makes.
 
     Raises InvalidArgumentError where there are several ranks and no way to agree.
     """
     if distributed.is_available() and distributed.is_initialized():
-        return _broadcast_name()
+        return _broadcast_id()
     if dp_size == 1:
         return secrets.token_hex(_BYTES)
     raise InvalidArgumentError(
@@ -28,7 +28,7 @@ def launch_name(dp_size: int) -> str:
     )
 
 
-def _broadcast_name() -> str:
+def _broadcast_id() -> str:
     """As bytes: broadcast_object_list would unpickle them."""
     backend = distributed.get_backend()
     device = "cuda" if backend == "nccl" else "cpu"

@@ -1,4 +1,4 @@
-"""Loads ahead what is going to be asked for, in a thread that lives only while there is something to load."""
+"""Loads values before they are asked for, in a thread that lives only while there is something to load."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Prefetch(Generic[K, V]):
         self._is_loading = False
 
     def expect(self, keys: Iterable[K]) -> None:
-        """What is going to be asked for next, in order. Everything else that was loaded is thrown away."""
+        """Names the keys that will be asked for next, in order. Everything else that was loaded is thrown away."""
         with self._lock:
             held, self._tickets = self._tickets, {}
             for key in islice(keys, self._ahead):
@@ -52,8 +52,8 @@ class Prefetch(Generic[K, V]):
                 self._thread.start()
 
     def take(self, key: K) -> V | None:
-        """What was loaded ahead, waited for where it is under way; None where nothing was. Raises the error that was
-        met in loading it, once."""
+        """The value that was loaded ahead, waited for while it is loading; None where none was. Raises the error of
+        loading it, once."""
         with self._lock:
             ticket = self._tickets.pop(key, None)
             if ticket is None or not ticket.has_begun:

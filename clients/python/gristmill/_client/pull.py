@@ -23,8 +23,8 @@ _READ_SHARD = "/gristmill.v1.TrainerService/ReadShard"
 
 
 def map_published(address: ShardAddress, path: str, size: int) -> tuple[Tensors, dict[str, Any]] | None:
-    """None where the file is not there, or is not the one meant: the service's memory is not this machine's, or the
-    batch was freed at this moment."""
+    """The shard's tensors, mapped; None where the file is not there, or is not the one meant: the service's memory is
+    not this machine's, or the batch was freed at this moment."""
     if not path or not is_mappable(path, size):
         return None
     try:
@@ -64,5 +64,5 @@ def _read(transport: Transport, address: ShardAddress, size: int, request: Any, 
     if compact:
         return restore(compact)
     if came != size:
-        raise UnavailableError(f"{address}: {came} bytes came where the service told {size}; read it again")
+        raise UnavailableError(f"{address}: {came} bytes came where the service said {size}; read it again")
     return data

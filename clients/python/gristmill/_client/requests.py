@@ -23,7 +23,7 @@ from gristmill.v1 import rollout_pb2, run_pb2
 
 _log = logging.getLogger("gristmill")
 
-# Waiting for room is how producers are paced, so only a long wait is told; seconds, at least, between two warnings.
+# Waiting for room paces producers, so that only a long wait is warned of; seconds, at least, between two warnings.
 ROOM_NOTICE_S = 30.0
 
 # A row waits so long for others to share its message.
@@ -87,14 +87,14 @@ class RoomWait:
 
     def __init__(self, run: str) -> None:
         self._run = run
-        self._began = self._told = time.monotonic()
+        self._began = self._warned = time.monotonic()
 
     def is_over(self, answer: rollout_pb2.BeginGroupsResponse) -> bool:
         if not waits_for_room(answer):
             return True
         now = time.monotonic()
-        if now - self._told >= ROOM_NOTICE_S:
-            self._told = now
+        if now - self._warned >= ROOM_NOTICE_S:
+            self._warned = now
             _log.warning("run %r: no room for groups for %.0f s now: %s", self._run, now - self._began, answer.reason)
         return False
 

@@ -1,4 +1,4 @@
-"""When a call is tried again, how long an attempt and a pause last, and how a long wait is cut into calls."""
+"""Attempts and their pauses, and long waits that are cut into several calls."""
 
 from __future__ import annotations
 
@@ -84,6 +84,6 @@ class WaitBudget:
         return time.monotonic() >= self._deadline
 
     def pause_s(self) -> float:
-        """After an unsettled answer: the service may have answered at once, and must not be asked without pause."""
+        """After an answer that is not final: a service that answers at once must not be asked without pause."""
         came_early = time.monotonic() - self._asked < self._slice_s
         return _EARLY_ANSWER_PAUSE_S * (0.5 + random.random()) if came_early else 0.0

@@ -23,7 +23,7 @@ from gristmill.errors import GristmillError, UnavailableError
 _log = logging.getLogger("gristmill")
 
 Calls = deque[tuple[list[PendingRow], Callable[[], Any]]]
-"""Those under way, with what waits for their answers."""
+"""Calls under way: their rows, and the function that waits for the answer."""
 
 # The next are written and sent while the service reads the first.
 _MOST_CALLS = 3

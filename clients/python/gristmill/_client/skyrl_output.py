@@ -24,9 +24,9 @@ _COLUMNS = {
     "stop_reasons": "stop_reason",
 }
 _IDENTITY = ("trajectory_ids", "uids", "samples", "is_last_step", "rewards")
-# What needs no look at NumPy's array protocol.
+# These need no conversion by NumPy's array protocol.
 _PLAIN = frozenset([list, np.ndarray, str])
-# Of the output as a whole, not of its rows.
+# Keys that describe the output as a whole, not its rows.
 _NOT_ROWS = frozenset({"rollout_metrics"})
 
 

@@ -8,6 +8,7 @@ from math import inf
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from gristmill._client.checkpoint import Checkpoint, checkpoint_of
 from gristmill._client.prefetch import Prefetch
 from gristmill._client.pull import map_published, stream
 from gristmill._client.requests import check_run
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     # Imported at run time, it would ask for torch before `gristmill.torch` can say how to install it.
     from gristmill._client.device_copies import Copies
 
-_STATE_VERSION = 2
-_KNOWN_STATES = (1, 2)
-"""Version 1 does not name the run's identity, which is then not checked."""
 _WITHDRAWN_PAUSE_S = 0.1
 
 
@@ -143,18 +141,10 @@ class TrainerClient:
         """The position in training and the identity of the run, for the trainer's checkpoint: plain values, to be saved
         together with the weights.
 
-        `run_id` tells the run from one that is created later under its name. `generation` counts how often the service
-        found less of the run than it had acknowledged, as after a failover of Redis that lost the last writes.
+        `run_id` distinguishes the run from one that is created later under its name. `generation` counts how often the
+        service found less of the run than it had acknowledged, as after a failover of Redis that lost the last writes.
         """
-        position = self.position
-        return {
-            "version": _STATE_VERSION,
-            "run": self.run,
-            "model": self.model,
-            **position._asdict(),
-            "run_id": self._run_id,
-            "generation": self._generation,
-        }
+        return Checkpoint(self.position, self._run_id, self._generation).state(self.run, self.model)
 
     def load_state_dict(
         self, state: Mapping[str, Any], launch: str | None = None, give_up_reason: str | None = None
@@ -172,39 +162,38 @@ class TrainerClient:
         launch: names this start of the trainer, the same on all its ranks and never used before. Not given, it is
             rank 0's choice, broadcast by torch.distributed (then a collective call of every process); random when
             dp_size is 1; else refused.
-        give_up_reason: goes on from a state that would be refused because it steps over accepted rows: their prompt
-            groups are dropped and counted under this reason. Give it once, after you read what would be lost.
+        give_up_reason: goes on from a state that is ahead of what the run has acknowledged: the prompt groups that it
+            steps over are dropped and counted under this reason. Give it once, after you read what would be lost.
 
         Raises InvalidArgumentError for a state of another run's name, model or version. Raises FailedPreconditionError
-        when the state's position is freed already (committed by a later checkpoint); when the state is of another run,
-        which was deleted and created again under the name; and when it is ahead of what the run has acknowledged, so
-        that accepted rows would be skipped. The message says what would be lost and which position fits: load the
-        checkpoint of that position, or give `give_up_reason`.
+        when the state's position is freed already (committed by a later checkpoint); when the state is of an earlier
+        run, which was deleted and created again under the name: load `{}` to begin the new one; and when it is ahead of
+        what the run has acknowledged, so that accepted rows would be skipped. The message then says what would be lost
+        and which position fits: load the checkpoint of that position, or give `give_up_reason`.
         """
-        from gristmill._client.launch_id import launch_name
+        from gristmill._client.launch_id import make_launch_id
 
         if give_up_reason == "":
             raise InvalidArgumentError("give_up_reason is empty; name the reason under which the groups are counted")
-        position = self._position_of(state) if state else None
-        run_id, generation = _identity_of(state)
+        saved = checkpoint_of(state, self.run, self.model) if state else None
         self._read_run(self._expected_dp_size)
         self._check_rank()
         request = trainer_pb2.ResumeRequest(
             run=self.run,
             model=MODELS[self.model],
-            position=None if position is None else position.message(),
-            launch=launch or launch_name(self._dp_size),
+            position=None if saved is None else saved.position.message(),
+            launch=launch or make_launch_id(self._dp_size),
             dp_size=self._dp_size,
-            run_id=run_id,
-            generation=generation,
+            run_id="" if saved is None else saved.run_id,
+            generation=0 if saved is None else saved.generation,
             give_up_reason=give_up_reason or "",
         )
         response = self._transport.call(self._transport.trainers.Resume, request)
         resumed = Position.of(response.position)
-        if position is not None and resumed != position:
+        if saved is not None and resumed != saved.position:
             raise FailedPreconditionError(
                 f"run {self.run!r} rank {self.rank}: another rank of this launch resumed at {resumed} and this one's "
-                f"state is {position}; load the state of the same checkpoint on all ranks"
+                f"state is {saved.position}; load the state of the same checkpoint on all ranks"
             )
         self._position, self._incarnation = resumed, response.incarnation
         self._run_id, self._generation = response.run_id, response.generation
@@ -217,7 +206,7 @@ class TrainerClient:
 
         state: the checkpoint's `state_dict`, where training went on since; else the position now.
         """
-        position = self.position if state is None else self._position_of(state)
+        position = self.position if state is None else checkpoint_of(state, self.run, self.model).position
         request = trainer_pb2.CommitRequest(
             run=self.run, model=MODELS[self.model], position=position.message(), incarnation=self._incarnation
         )
@@ -264,20 +253,6 @@ class TrainerClient:
             raise InvalidArgumentError(
                 f"run {self.run!r}: rank is {self.rank}; with dp_size {self._dp_size} it is 0..{self._dp_size - 1}"
             )
-
-    def _position_of(self, state: Mapping[str, Any]) -> Position:
-        if state.get("version") not in _KNOWN_STATES:
-            known = ", ".join(map(str, _KNOWN_STATES))
-            raise InvalidArgumentError(f"state: version is {state.get('version')!r} and this gristmill reads {known}")
-        for name, value in {"run": self.run, "model": self.model}.items():
-            if state.get(name) != value:
-                raise InvalidArgumentError(f"state: {name} is {state.get(name)!r} and this trainer's is {value!r}")
-        try:
-            return Position(*(int(state[name]) for name in Position._fields))
-        except (KeyError, TypeError, ValueError):
-            raise InvalidArgumentError(
-                f"state: no position in {dict(state)!r}; give what state_dict returned"
-            ) from None
 
     # Batches.
 
@@ -345,8 +320,8 @@ class TrainerClient:
         )
 
     def expect(self, positions: Iterable[Position]) -> None:
-        """Tells which shards will be opened next, in this order: as many as `prefetch` says are opened in the
-        background meanwhile, and those that were and are not among them are thrown away. Iterating a batch tells it.
+        """Names the shards that will be opened next, in this order: as many as `prefetch` says are opened in the
+        background meanwhile, and those that were and are not among them are thrown away. Iterating a batch calls it.
 
         An error that is met so is raised when the shard is opened, unless it may be over by then.
         """
@@ -363,7 +338,7 @@ class TrainerClient:
             return None
         except GristmillError:
             if is_next_batch:
-                # Not published yet, or no batch at all: iterating the trainer tells which.
+                # Not published yet, or no batch at all: iterating the trainer raises which.
                 return None
             raise
         return opened._replace(copies=self._convert.begin(opened.tensors))
@@ -376,7 +351,7 @@ class TrainerClient:
             try:
                 tensors, metadata = mapped or stream(self._transport, address, found.size_bytes)
             except NotFoundError:
-                # Withdrawn since it was found, or freed: the next answer tells which.
+                # Withdrawn since it was found, or freed: the next answer says which.
                 self._transport.pause(_WITHDRAWN_PAUSE_S)
                 continue
             return _Opened(tensors, metadata, is_mapped=mapped is not None)
@@ -406,7 +381,7 @@ class TrainerClient:
         return response
 
     def acknowledge(self, position: Position, following: Position) -> None:
-        """What a shard's `ack` calls. `following` is the position after it."""
+        """Called by a shard's `ack`. `following` is the position after it."""
         if position < self.position:
             return
         if self._acknowledges:
@@ -424,7 +399,7 @@ class TrainerClient:
                 f"run {self.run!r} rank {self.rank}: {position} cannot be acknowledged, the next is {self.position}; "
                 "acknowledge in order"
             )
-        # Not the next that the service answers, which steps over failed batches: who iterates is told of them.
+        # Not the next that the service answers, which steps over failed batches: iterating raises their errors.
         self._position = following
 
     # The end.
@@ -442,13 +417,3 @@ class TrainerClient:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _identity_of(state: Mapping[str, Any]) -> tuple[str, int]:
-    """The state's `run_id` and `generation`; empty and 0 where it does not name them."""
-    run_id, generation = state.get("run_id", ""), state.get("generation", 0)
-    if not isinstance(run_id, str) or not isinstance(generation, int):
-        raise InvalidArgumentError(
-            f"state: run_id is {run_id!r} and generation {generation!r}; give what state_dict returned"
-        )
-    return run_id, generation

@@ -38,18 +38,18 @@ class StepWriter:
 
     def table(
         self,
-        prompt_token_ids: Any,
         response_ids: Any,
         *,
         loss_mask: Any,
-        rollout_logprobs: Any,
         reward: Any,
-        stop_reason: str,
         is_last_step: bool,
         policy_version: int | None,
-        advantage: Any,
+        **fields: Any,
     ) -> Steps:
-        """The next step as a table of one row. The number moves on by `written`, once the row is handed over."""
+        """The next step as a table of one row. The number moves on by `written`, once the row is handed over.
+
+        fields: the others, by their names in a rollouts file.
+        """
         if self.is_ended:
             raise FailedPreconditionError(
                 f"{self.key}: the trajectory has ended with step {self.next_step - 1}; sample it again as another "
@@ -59,20 +59,15 @@ class StepWriter:
         response = plain(response_ids, "response_ids", where)
         length = np.size(response)
         row = {
-            "uid": self.key.uid,
-            "round": self.key.round,
-            "sample": self.key.sample,
+            **self.key._asdict(),
             "step": self.next_step,
             "attempt": self.attempt,
             "is_last_step": is_last_step,
-            "prompt_token_ids": plain(prompt_token_ids, "prompt_token_ids", where),
             "response_ids": response,
             "loss_mask": np.ones(length, np.uint8) if loss_mask is None else plain(loss_mask, "loss_mask", where),
-            "rollout_logprobs": plain(rollout_logprobs, "rollout_logprobs", where),
             "reward": self._reward(plain(reward, "reward", where), length, is_last_step, where),
-            "stop_reason": stop_reason,
             "policy_version": self.policy_version if policy_version is None else policy_version,
-            "advantage": plain(advantage, "advantage", where),
+            **{name: plain(values, name, where) for name, values in fields.items()},
         }
         table = from_rows([row])
         if self._token_rewards and table.token_rewards is None:
@@ -133,8 +128,8 @@ class AsyncTrajectory:
         if not self.is_kept:
             return False
         table = self._writer.table(
-            prompt_token_ids,
             response_ids,
+            prompt_token_ids=prompt_token_ids,
             loss_mask=loss_mask,
             rollout_logprobs=rollout_logprobs,
             reward=reward,
@@ -266,7 +261,7 @@ def plain(values: Any, name: str, where: str) -> Any:
     try:
         return read(values)
     except (TypeError, RuntimeError, ValueError) as error:
-        told = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         raise InvalidArgumentError(
-            f"{where}: {name} cannot be read as an array: {told} Give .detach().cpu().float() or .tolist()"
+            f"{where}: {name} cannot be read as an array: {reason} Give .detach().cpu().float() or .tolist()"
         ) from None

@@ -1,4 +1,4 @@
-"""How the clients reach the service: calls with deadlines and retries, by whichever driver.
+"""Connections to the service: calls with deadlines and retries, by whichever driver.
 
 Owns no call of the contract and no state of a run. Every call of the contract may be repeated safely, which is why all
 of them are retried here in the same way.
@@ -22,7 +22,7 @@ from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2_grpc, trainer_pb
 T = TypeVar("T")
 
 TIMEOUT_S = 120.0
-"""For how long a call is tried again unless the client is told otherwise."""
+"""For how long a call is tried again by default."""
 
 SUBMIT_ROWS = "/gristmill.v1.RolloutService/SubmitRows"
 """Called with requests that are bytes already, as `gristmill._wire.submit_codec` writes them."""

@@ -1,1 +1,1 @@
-"""What clients and the service share: columns, rows, and how they are encoded. Not public."""
+"""Columns, rows and their encoding, which clients and the service share. Not public."""

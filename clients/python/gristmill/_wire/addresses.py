@@ -61,7 +61,7 @@ class ShardAddress:
 
 
 def is_mappable(path: str, size: int) -> bool:
-    """Whether the service's shared memory is this machine's: a file is there, readable, and of the size told."""
+    """Whether the service's shared memory is this machine's: a file is there, readable, and of this size."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):
@@ -70,7 +70,7 @@ def is_mappable(path: str, size: int) -> bool:
 
 
 class Header(NamedTuple):
-    """What stands before a shard's tensors.
+    """The part of a shard before its tensors.
 
     metadata: what it says of the shard, each value read as JSON. entries: per tensor its dtype, shape and data_offsets.
     size: its bytes, from which the offsets count.

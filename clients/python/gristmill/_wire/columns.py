@@ -106,7 +106,7 @@ def sum_of(lengths: Int64s) -> int:
 
 
 def starts_of(lengths: Int64s) -> Int64s:
-    """Where each of the rows starts when they stand one after another."""
+    """The start of each row when they stand one after another."""
     starts = np.zeros(len(lengths), np.int64)
     if len(lengths) == 1:
         return starts

@@ -1,7 +1,7 @@
 """Shards without their padding, as they travel and rest; docs/compact-shards.md describes the bytes.
 
 A shard's file is a row of parts: bytes as they are (its header, what it has one of a row), and tensors, of which only
-what padding and lengths do not tell is kept. `head` describes the parts, `restore` makes the file's bytes of them.
+what padding and lengths do not say is written. `head` describes the parts, `restore` makes the file's bytes of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PART = np.dtype(
         ("nbytes", "<u8"),
     ]
 )
-"""What the table says of a part. scope: an index of `SCOPES`. fill: the bits of what stands before a row's own values.
+"""A part's entry in the table. scope: an index of `SCOPES`. fill: the bits of what stands before a row's own values.
 begin, end: which rows. width: elements of a row, or `PACKED`. nbytes: its own bytes in the compact form."""
 
 _MAGIC = b"GMSHARD"
@@ -53,7 +53,7 @@ _SHORT = 512
 
 
 class Form(IntEnum):
-    """How a part travels."""
+    """The ways in which a part travels."""
 
     VERBATIM = 0
     """Bytes of the file as they are."""
@@ -69,7 +69,7 @@ class Form(IntEnum):
 
 
 def head(parts: NDArray[Any], lengths: Int64s, responses: Int64s, size: int) -> bytes:
-    """What stands before the parts' bytes.
+    """The bytes before those of the parts.
 
     parts: of dtype `PART`, in the file's order. lengths, responses: (rows,) tokens of the row and of its response.
     size: bytes of the whole file.
@@ -104,11 +104,11 @@ class _Part(NamedTuple):
     width: int
     nbytes: int
     at: int
-    """Where its bytes are."""
+    """The place of its bytes."""
 
 
 class _Rows:
-    """Where the rows of a tensor have their own values, in elements.
+    """The places where the rows of a tensor have their own values, in elements.
 
     own: int64 (rows,) how many. ends: int64 (rows,) where they end. elements: of the whole tensor.
     """

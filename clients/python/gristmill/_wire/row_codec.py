@@ -23,7 +23,7 @@ BUFFERS = ("tokens", "rollout_logprobs", "token_rewards", "token_advantages", "l
 
 
 class Prefixes(NamedTuple):
-    """What rows leave out of `tokens`: as many of their first tokens, which the step before begins with.
+    """The first tokens of rows that `tokens` leaves out: the step before begins with the same.
 
     lengths: int64 (rows,), at most the row's prompt. checksums: uint32 (rows,), CRC-32 of the bytes left out.
     """
@@ -155,7 +155,7 @@ def _column(tables: Sequence[Steps], name: str) -> Array:
 
 
 def _unless(column: Array, default: Any) -> Sequence[Any]:
-    """Nothing where all are the default."""
+    """The column's values; none where all are the default."""
     values: list[Any] = column.tolist()
     return [] if values.count(default) == len(values) else values
 

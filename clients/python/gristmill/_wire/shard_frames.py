@@ -62,7 +62,7 @@ def _varint(view: memoryview, at: int) -> tuple[int, int]:
 
 
 def _parsed(message: bytes) -> tuple[memoryview, bool]:
-    """What is no message that `frame` makes: one of a newer service with more fields, or none at all."""
+    """Reads a message that `frame` did not make: one of a newer service with more fields, or none at all."""
     try:
         response = trainer_pb2.ReadShardResponse.FromString(message)
     except DecodeError as error:

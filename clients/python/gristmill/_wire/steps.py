@@ -26,7 +26,7 @@ _FINITE = "it must be finite, also as float32"
 
 
 class TrajectoryKey(NamedTuple):
-    """Names one trajectory of a run. `round` tells the times a uid is sampled again."""
+    """Names one trajectory of a run. `round` counts the times that a uid is sampled again."""
 
     round: int
     uid: str

@@ -97,7 +97,7 @@ def compressed(request: bytes) -> bytes:
 
 
 def decompressed(frame: bytes, most_bytes: int) -> bytes:
-    """What `compressed` was given. Raises as `Submission`; no more memory is taken than the frame may take."""
+    """The request that `compressed` was given. Raises as `Submission`; takes no more memory than the frame may."""
     zstandard = _zstandard()
     try:
         size = zstandard.frame_content_size(frame)
@@ -129,7 +129,7 @@ def _zstandard() -> Any:
 
 
 def _buffers(tables: Sequence[Steps], prefixes: row_codec.Prefixes | None) -> dict[str, list[Buffer]]:
-    """Of each buffer that is sent, the memory that it is made of."""
+    """The memory that each buffer is made of, for those that are sent."""
     found = [row_codec.buffers(table) for table in tables]
     memory: dict[str, list[Buffer]] = {}
     for name in row_codec.BUFFERS:
@@ -161,7 +161,7 @@ class _Parts(NamedTuple):
 
 
 def _parts(data: bytes) -> _Parts:
-    """Where the request is not as `encode` writes it, all of it is the rest, for protobuf to read."""
+    """Cuts the request. One that is not as `encode` writes it is all rest, for protobuf to read."""
     whole, buffers = _Parts({}, b"", data), dict[str, memoryview]()
     view = memoryview(data)
     try:
