@@ -17,6 +17,7 @@ from tests.bench import (
     formats,
     journal,
     metrics,
+    neighbours,
     page,
     pipeline,
     plot,
@@ -46,6 +47,7 @@ SOURCES = (
     replicas,
     page,
     metrics,
+    neighbours,
 )
 PEERS = "peers"
 """Measured by `make bench-peers`, and kept by a run of all that is measured here."""
