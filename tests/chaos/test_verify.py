@@ -9,7 +9,7 @@ import pytest
 from gristmill._client.groups import Group
 from gristmill._wire.addresses import Position
 from tests.chaos.contents import SAMPLES, Contents
-from tests.chaos.ledger import Effect, RankLedger, Trained
+from tests.chaos.rank_log import Effect, RankLog, Trained
 from tests.chaos.verify import expected_effect, verify
 from tests.chaos.worker import WorkerLog
 
@@ -128,11 +128,11 @@ def test_a_trajectory_that_was_aborted_may_not_be_trained():
     )
     log = WorkerLog(Path("unused"), {(uid, 0): 0, (uid, 1): 0}, {uid})
     log.rows += [(uid, 1 - sample, row["step"], 0, "ACCEPTED") for row in CONTENTS.rows(uid, 1 - sample, 0)]
-    told = {"logs": [log], "groups": [Group(uid, 0, "sealed", 0, "")]}
+    given = {"logs": [log], "groups": [Group(uid, 0, "sealed", 0, "")]}
     own = [Trained(Position(0, epoch, 0), effects_of(uid, 1 - sample)) for epoch in range(2)]
-    assert judged(launches=[[own]], **told).is_clean
+    assert judged(launches=[[own]], **given).is_clean
     both = [step._replace(effects=[*step.effects, *effects_of(uid, sample)]) for step in own]
-    assert judged(launches=[[both]], **told).wrong
+    assert judged(launches=[[both]], **given).wrong
 
 
 @pytest.mark.parametrize("change", [{"trained": 0}, {"reward": 7.0}])
@@ -183,11 +183,11 @@ def test_what_was_dropped_may_not_be_trained():
 
 
 def test_a_rank_keeps_what_is_in_a_checkpoint_and_forgets_the_rest(tmp_path):
-    ledger = RankLedger(tmp_path / "rank.sqlite")
+    log = RankLog(tmp_path / "rank.sqlite")
     steps = training()[0]
-    ledger.save(1, steps[2].position, steps[:2])
-    ledger.save(2, steps[3].position, [steps[2]])
-    assert ledger.checkpoints() == {1: steps[2].position, 2: steps[3].position}
-    assert ledger.trained(1) == steps[:2]
-    assert ledger.trained(2) == steps[:3]
-    ledger.close()
+    log.save(1, steps[2].position, steps[:2])
+    log.save(2, steps[3].position, [steps[2]])
+    assert log.checkpoints() == {1: steps[2].position, 2: steps[3].position}
+    assert log.trained(1) == steps[:2]
+    assert log.trained(2) == steps[:3]
+    log.close()
