@@ -64,8 +64,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos",
         description=__doc__,
-        epilog="Exit status 1 when anything was lost and not reported, trained twice, out of order, skipped, wrong, left "
-        "over, or hung for 30 s, or when another run was hurt.",
+        epilog="Exit status 1 when anything was lost and not reported, trained twice, out of order, skipped, wrong or "
+        "left over, when another run was hurt, or when a process had no answer for 30 s.",
     )
     parser.add_argument("--modes", default="", help=f"some of {','.join(MODES)} (default: all)")
     parser.add_argument("--faults", type=int, default=1000, help="how many, in all modes together (default: 1000)")
