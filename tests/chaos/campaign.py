@@ -244,7 +244,7 @@ class Campaign:
         verdict.skipped += trainer.findings
         verdict.wrong += self._neighbours.findings
         self._report.verdict = verdict
-        self._report.neighbours_hurt = self._neighbours.hurt()
+        self._report.neighbours_hurt = [f"{name}: {wrong}" for name, wrong in self._neighbours.hurt().items()]
         self._neighbours.delete_all()
         if status.row_bytes or status.shard_bytes:
             self._report.left.append(f"{status.row_bytes} bytes of rows and {status.shard_bytes} of shards are held")

@@ -3,25 +3,31 @@ workers send to it. Whatever happens to that one, or to the service, the others 
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
+
+import grpc
 
 from gristmill import RolloutClient
 from gristmill._client.transport import Transport
 from gristmill._wire.addresses import Position
 from gristmill._wire.row_codec import decode
-from gristmill.errors import FailedPreconditionError, GristmillError
+from gristmill._wire.rows import from_rows
+from gristmill._wire.submit_codec import encode
+from gristmill.errors import FailedPreconditionError, GristmillError, NotFoundError
 from gristmill.v1 import run_pb2, trainer_pb2
 from tests.chaos.contents import digest
 from tests.chaos.rank import effects_of
 
 DELETED = "deleted"
-PRODUCERS = 2
+PRODUCERS = RENEWERS = 2
+_UNDER_WAY = 24
 _ROWS = 2
 _TOKENS = 300
 _CONFIG = {
@@ -32,6 +38,7 @@ _CONFIG = {
     "group_timeout_s": None,
 }
 _TIMEOUT_S = 30.0
+_SUBMIT = "/gristmill.v1.RolloutService/SubmitRows"
 
 Rows = dict[str, str]
 """The digest of the tokens of each group's one row."""
@@ -52,19 +59,39 @@ class Neighbours:
         self._address, self._draw = address, draw
         self._transport = Transport(address, _TIMEOUT_S, "neighbours")
         self._resting: list[Neighbour] = []
+        self._numbers = itertools.count()
+        self._hurt: dict[str, str] = {}
         self.findings: list[str] = []
         self.deletions = 0
 
     def add(self, count: int) -> None:
         """So many more that hold a batch."""
-        for number in range(len(self._resting), len(self._resting) + count):
-            name = f"neighbour-{number}"
-            sent = [self._row(f"{name}-{row}") for row in range(_ROWS)]
-            with RolloutClient(self._address, name, timeout_s=_TIMEOUT_S) as client:
-                client.create_run(_CONFIG)
-                client.submit_rows(sent)
-            tokens = {row["uid"]: digest([*row["prompt_token_ids"], *row["response_ids"]]) for row in sent}
-            self._resting.append(Neighbour(name, tokens))
+        self._resting += [self._create(f"neighbour-{next(self._numbers)}") for _ in range(count)]
+
+    @contextmanager
+    def renewed(self) -> Iterator[None]:
+        """Meanwhile the oldest of them is checked and deleted, and another made, over and over: they open and close
+        files of their own all the time."""
+        with _beside(RENEWERS, self._renew):
+            yield
+
+    def _renew(self, number: int, ended: threading.Event) -> None:
+        while not ended.is_set():
+            oldest = self._resting.pop(0)
+            self._check(oldest)
+            name = f"neighbour-{next(self._numbers)}"
+            try:
+                self._delete(oldest.name)
+                self._resting.append(self._create(name))
+            except GristmillError as error:
+                self._hurt[name] = f"{oldest.name} cannot be deleted, or it cannot be made: {error}"
+
+    def _create(self, name: str) -> Neighbour:
+        sent = [self._row(f"{name}-{row}-{self._draw.randrange(1 << 30)}") for row in range(_ROWS)]
+        with RolloutClient(self._address, name, timeout_s=_TIMEOUT_S) as client:
+            client.create_run(_CONFIG)
+            client.submit_rows(sent)
+        return Neighbour(name, {row["uid"]: digest([*row["prompt_token_ids"], *row["response_ids"]]) for row in sent})
 
     def _row(self, uid: str) -> dict[str, Any]:
         prompt = [self._draw.randrange(1, 50_000) for _ in range(_TOKENS)]
@@ -81,46 +108,48 @@ class Neighbours:
 
     def delete_under_load(self, seconds: float) -> None:
         """Deletes a run and makes it again over and over, while producers send to it."""
-        with self._producing():
+        with _beside(PRODUCERS, self._produce):
             end = time.monotonic() + seconds
             while time.monotonic() < end:
-                with suppress(GristmillError):
+                with self._noted("being made"):
                     self._create_deleted()
                     time.sleep(0.005 + 0.05 * self._draw.random())
-                with suppress(GristmillError):
+                with self._noted("being deleted"):
                     self._delete(DELETED)
                     self.deletions += 1
-        self._check_checkpoint_of_a_deleted_run()
+        with self._noted("being resumed"):
+            self._check_checkpoint_of_a_deleted_run()
+
+    @contextmanager
+    def _noted(self, doing: str) -> Iterator[None]:
+        """An error that is the service's own is a finding; others may come of the load."""
+        try:
+            yield
+        except GristmillError as error:
+            if error.code == "INTERNAL":
+                self.findings.append(f"a run {doing} under load: {error}")
 
     def _create_deleted(self) -> None:
         with RolloutClient(self._address, DELETED, timeout_s=_TIMEOUT_S) as client:
             client.create_run({**_CONFIG, "train_batch_size": 1 << 16, "policy_mini_batch_size": 1 << 16})
 
     def _delete(self, run: str) -> None:
-        with suppress(GristmillError):
+        with suppress(NotFoundError):
             self._transport.call(self._transport.runs.DeleteRun, run_pb2.DeleteRunRequest(run=run))
 
-    @contextmanager
-    def _producing(self) -> Iterator[None]:
-        ended = threading.Event()
-        threads = [threading.Thread(target=self._produce, args=(number, ended)) for number in range(PRODUCERS)]
-        for thread in threads:
-            thread.start()
-        yield
-        ended.set()
-        for thread in threads:
-            thread.join()
-
     def _produce(self, number: int, ended: threading.Event) -> None:
-        rows = [{**self._row(f"deleted-{number}-{row}"), "prompt_token_ids": [77_777] * _TOKENS} for row in range(64)]
-        with RolloutClient(self._address, DELETED, timeout_s=1.0) as client:
+        """Sends the same few rows without waiting for answers: the run is there or not, or goes in between."""
+        rows = [{**self._row(f"deleted-{number}-{row}"), "prompt_token_ids": [77_777] * _TOKENS} for row in range(4)]
+        message = encode(DELETED, [from_rows(rows, step_wise=False)])
+        under_way = threading.BoundedSemaphore(_UNDER_WAY)
+        # The first address is enough, for all of them pass calls on to the run's owner.
+        with grpc.insecure_channel(self._address.split(",")[0]) as channel:
+            submit = channel.unary_unary(_SUBMIT)
             while not ended.is_set():
-                for row in rows:
-                    # The run is there or not, or goes in between: any of that is as it should be.
-                    with suppress(GristmillError):
-                        client.submit_rows([row])
-                    if ended.is_set():
-                        break
+                under_way.acquire()
+                submit.future(message, timeout=_TIMEOUT_S).add_done_callback(lambda _: under_way.release())
+            for _ in range(_UNDER_WAY):
+                under_way.acquire()
 
     def _check_checkpoint_of_a_deleted_run(self) -> None:
         """A run that was made again under its name is another one to a checkpoint."""
@@ -148,13 +177,17 @@ class Neighbours:
 
     # --- What became of the others
 
-    def hurt(self) -> list[str]:
-        """The runs that do not hold what they held, with what is found instead."""
-        return [
-            f"{neighbour.name}: {wrong}"
-            for neighbour in self._resting
-            if (wrong := self._wrong_of(neighbour)) is not None
-        ]
+    def hurt(self) -> dict[str, str]:
+        """The runs that did not hold what they are to hold when they were checked, or do not now, with what is found
+        instead."""
+        for neighbour in self._resting:
+            self._check(neighbour)
+        return dict(self._hurt)
+
+    def _check(self, neighbour: Neighbour) -> None:
+        wrong = self._wrong_of(neighbour)
+        if wrong is not None:
+            self._hurt.setdefault(neighbour.name, wrong)
 
     def _wrong_of(self, neighbour: Neighbour) -> str | None:
         try:
@@ -192,6 +225,21 @@ class Neighbours:
 
     def close(self) -> None:
         self._transport.close()
+
+
+@contextmanager
+def _beside(count: int, work: Callable[[int, threading.Event], None]) -> Iterator[None]:
+    """So many threads do the work until the end of the context."""
+    ended = threading.Event()
+    threads = [threading.Thread(target=work, args=(number, ended)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
 
 
 def wrong_rows(sent: Rows, shard: Rows, exported: Rows) -> str | None:
