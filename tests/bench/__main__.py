@@ -17,6 +17,7 @@ from tests.bench import (
     formats,
     journal,
     metrics,
+    neighbours,
     page,
     pipeline,
     plot,
@@ -46,9 +47,10 @@ SOURCES = (
     replicas,
     page,
     metrics,
+    neighbours,
 )
-PEERS = "peers"
-"""Measured by `make bench-peers`, and kept by a run of all that is measured here."""
+ELSEWHERE = ("peers", "chaos")
+"""Measured by `make bench-peers` and by `python -m tests.chaos.deletions`; a run of all figures here leaves them."""
 
 
 def main(names: list[str]) -> int:
@@ -57,12 +59,12 @@ def main(names: list[str]) -> int:
         print(f"no such figures: {', '.join(unknown)}; there are {', '.join(sources)}", file=sys.stderr)
         return 2
     if not names:
-        write({name: entry for name, entry in read().items() if entry.get("source") == PEERS})
+        write({name: entry for name, entry in read().items() if entry.get("source") in ELSEWHERE})
     return measured({name: sources[name] for name in names or sources})
 
 
 def measured(sources: dict[str, ModuleType]) -> int:
-    """Measures, tells, and gives the exit code."""
+    """Measures, prints, and gives the exit code."""
     console = Console(width=None if sys.stdout.isatty() else 130)
     found: list[Figure] = []
     with console.status("measuring") as status:
@@ -89,8 +91,8 @@ def _table(found: list[Figure]) -> Table:
         table.add_column(name, justify="left" if name in ("figure", "") else "right")
     for figure in found:
         verdict = "" if figure.reach is None else "[green]ok[/]" if figure.ok else "[red]missed[/]"
-        told_of = (formats.ours(figure), formats.bound(figure), formats.ratio(figure), formats.reach(figure))
-        table.add_row(figure.name, *told_of, verdict)
+        cells = (formats.ours(figure), formats.bound(figure), formats.ratio(figure), formats.reach(figure))
+        table.add_row(figure.name, *cells, verdict)
     return table
 
 

@@ -19,7 +19,7 @@ _SAME = {"calls/s": "turns/s"}
 @dataclass(frozen=True)
 class Figure:
     """`value` in `unit`; `bound` in `bound_unit` is what the machine allows, measured in the same run, where there is
-    one; `ok` when the value reaches `reach` (at most, or at least). Without a reach it is told for planning only."""
+    one; `ok` when the value reaches `reach` (at most, or at least). Without a reach it is for planning only."""
 
     name: str
     value: float
@@ -60,6 +60,8 @@ class Figure:
         """The value relative to its reach, 1 or less when it is reached, whichever way is better."""
         if self.reach is None:
             return None
+        if self.reach == 0:
+            return 1.0 + self.value
         return self.value / self.reach if self.at_most else self.reach / self.value
 
     def entry(self, source: str) -> dict[str, Any]:

@@ -20,15 +20,19 @@ from gristmill import RolloutClient
 from gristmill._client.transport import Transport
 from gristmill.v1 import run_pb2
 from tests.chaos.contents import Contents
+from tests.chaos.failovers import MODES
 from tests.chaos.heartbeat import Heartbeats
-from tests.chaos.services import MODES, Mode
+from tests.chaos.neighbours import Neighbours
+from tests.chaos.services import Mode
 from tests.chaos.trainer import DP_SIZES, Trainer
-from tests.chaos.verify import Verdict, verify
+from tests.chaos.verify import Rollback, Verdict, verify
 from tests.chaos.worker import WorkerLog
 
 RUN = "chaos"
 EPOCHS = 2
 WORKERS = 2
+NEIGHBOURS = 5
+DELETING_S = 0.7
 LONGEST_HANG_S = 30.0
 CONFIG = {
     "train_batch_size": 8,
@@ -50,12 +54,18 @@ class Report:
     longest_outage_s: float = 0.0
     by_kind: Counter[str] = field(default_factory=Counter)
     verdict: Verdict = field(default_factory=Verdict)
+    rollbacks: list[Rollback] = field(default_factory=list)
+    neighbours_hurt: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     directory: Path = Path()
 
     @property
+    def findings(self) -> list[str]:
+        return [*self.verdict.findings, *self.neighbours_hurt, *self.left]
+
+    @property
     def is_clean(self) -> bool:
-        return self.verdict.is_clean and not self.left and self.longest_outage_s <= LONGEST_HANG_S
+        return not self.findings and self.longest_outage_s <= LONGEST_HANG_S
 
     def document(self) -> dict[str, object]:
         verdict = self.verdict
@@ -65,7 +75,12 @@ class Report:
             "lost": len(verdict.lost),
             "trained_twice": len(verdict.trained_twice),
             "out_of_order": len(verdict.out_of_order),
+            "skipped": len(verdict.skipped),
             "wrong": len(verdict.wrong),
+            "neighbours_hurt": len(self.neighbours_hurt),
+            "rollbacks": len(self.rollbacks),
+            "rollbacks_reported": sum(rollback.is_reported for rollback in self.rollbacks),
+            "rolled_back_and_reported": len(verdict.rolled_back),
             "left": len(self.left),
             "longest_outage_s": round(self.longest_outage_s, 2),
             "rows_trained": verdict.rows_trained,
@@ -93,12 +108,15 @@ class Campaign:
             mode = MODES[self._report.mode](directory, random.Random(f"{self._seed} times"))
             closing.callback(mode.close)
             mode.start()
-            self._address = mode.address
+            self._address, self._is_tolerant = mode.address, mode.may_roll_back
             with RolloutClient(mode.address, RUN) as client:
                 client.create_run(CONFIG)
             closing.callback(self._end_workers)
             for number in range(WORKERS):
                 self._workers.append(self._worker(number))
+            self._neighbours = Neighbours(mode.address, self._draw)
+            closing.callback(self._neighbours.close)
+            self._neighbours.add(NEIGHBOURS)
             trainer = Trainer(mode.address, RUN, directory, self._draw)
             closing.callback(trainer.close)
             trainer.start()
@@ -109,14 +127,27 @@ class Campaign:
             closing.callback(watching.join)
             closing.callback(stopped.set)
             for kind, strike in self._schedule(mode, trainer):
-                self._look(trainer, kind)
-                strike()
-                self._report.by_kind[kind] += 1
-                self._await_success(trainer, kind)
+                self._check(trainer, kind)
+                self._strike(kind, strike, mode, trainer)
                 self._work_for(0.1 + 0.5 * self._draw.random(), trainer, "working")
             self._finish(mode, trainer)
         self._report.seconds = time.monotonic() - began
         return self._report
+
+    def _strike(self, kind: str, strike: Callable[[], None], mode: Mode, trainer: Trainer) -> None:
+        mode.rolled_back_since, before = None, self._generation() if mode.may_roll_back else 0
+        strike()
+        self._report.by_kind[kind] += 1
+        if mode.rolled_back_since is not None:
+            trainer.may_roll_back = True
+        self._await_success(trainer, kind)
+        if mode.rolled_back_since is not None:
+            is_reported = self._generation() > before
+            self._report.rollbacks.append(Rollback(mode.rolled_back_since, time.time(), is_reported))
+
+    def _generation(self) -> int:
+        with RolloutClient(self._address, RUN) as client:
+            return int(client.status().generation)
 
     def _schedule(self, mode: Mode, trainer: Trainer) -> Iterator[tuple[str, Callable[[], None]]]:
         """Kinds in a random order that has each about as often; the trainer's other sizes are rarer."""
@@ -124,6 +155,9 @@ class Campaign:
             "worker killed": self._kill_worker,
             "rank killed": trainer.kill_rank,
             "other dp_size": trainer.resize,
+            "older checkpoint": trainer.resume_older,
+            "checkpoint ahead": trainer.resume_ahead,
+            "neighbour deleted": lambda: self._neighbours.delete_under_load(DELETING_S),
         }
         left: list[str] = []
         for _ in range(self._faults):
@@ -140,6 +174,7 @@ class Campaign:
             "seed": self._seed,
             "number": number,
             "directory": str(self._directory),
+            "tolerant": self._is_tolerant,
         }
         self._heartbeats.beat(number)
         with (self._directory / "workers.log").open("a") as log:
@@ -157,13 +192,13 @@ class Campaign:
             worker.kill()
             worker.wait()
 
-    # --- Looking on
+    # --- How it goes
 
     def _await_success(self, trainer: Trainer, doing: str) -> None:
         """Returns when every process had a call that succeeded since the fault: the service is well again."""
         since = time.time()
         while any(self._heartbeats.last(slot) <= since for slot in self._busy(trainer)):
-            self._look(trainer, doing)
+            self._check(trainer, doing)
             time.sleep(0.02)
 
     def _busy(self, trainer: Trainer) -> list[int]:
@@ -181,10 +216,10 @@ class Campaign:
     def _work_for(self, seconds: float, trainer: Trainer, doing: str) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            self._look(trainer, doing)
+            self._check(trainer, doing)
             time.sleep(0.05)
 
-    def _look(self, trainer: Trainer, doing: str) -> None:
+    def _check(self, trainer: Trainer, doing: str) -> None:
         self._tell(self._report, doing)
         if self._report.longest_outage_s > LONGEST_HANG_S:
             raise RuntimeError(f"{doing}: a process has had no answer for {self._report.longest_outage_s:.0f} s")
@@ -204,7 +239,13 @@ class Campaign:
             trainer.close()
             groups, status = client.groups(), client.status()
         logs = [WorkerLog.read(self._directory / f"worker-{number}.log") for number in range(WORKERS)]
-        self._report.verdict = verify(Contents(self._seed), EPOCHS, logs, groups, trainer.kept)
+        launches = [launch.effects() for launch in trainer.training]
+        verdict = verify(Contents(self._seed), EPOCHS, logs, groups, launches, self._report.rollbacks)
+        verdict.skipped += trainer.findings
+        verdict.wrong += self._neighbours.findings
+        self._report.verdict = verdict
+        self._report.neighbours_hurt = [f"{name}: {wrong}" for name, wrong in self._neighbours.hurt().items()]
+        self._neighbours.delete_all()
         if status.row_bytes or status.shard_bytes:
             self._report.left.append(f"{status.row_bytes} bytes of rows and {status.shard_bytes} of shards are held")
         transport = Transport(mode.address, 20.0, "campaign")
@@ -214,14 +255,14 @@ class Campaign:
 
     def _until(self, condition: Callable[[], bool], trainer: Trainer, doing: str) -> None:
         while not condition():
-            self._look(trainer, doing)
+            self._check(trainer, doing)
             time.sleep(0.02)
 
 
 def run_campaign(
     mode: str, faults: int, seed: int, *, keep: bool = False, tell: Callable[[Report, str], None] = lambda *_: None
 ) -> Report:
-    """The working directory stays where something was wrong, or it is to be kept."""
+    """The working directory stays where something was wrong, and with `keep`."""
     directory = Path(tempfile.mkdtemp(prefix=f"gristmill-chaos-{mode}-"))
     try:
         report = Campaign(mode, faults, seed, tell).run(directory)
@@ -229,7 +270,7 @@ def run_campaign(
         shutil.rmtree(directory, ignore_errors=True)
         raise
     except Exception as error:
-        error.add_note(f"what is known of it: {directory}")
+        error.add_note(f"its logs are in {directory}")
         raise
     if report.is_clean and not keep:
         shutil.rmtree(directory, ignore_errors=True)

@@ -51,8 +51,8 @@ class Contents:
                     "policy_version": 0,
                 }
             )
-            kept = context + response if draw.random() < 0.8 else self._tokens(draw, 3, 9)
-            context = kept + self._tokens(draw, 1, 4)
+            before = context + response if draw.random() < 0.8 else self._tokens(draw, 3, 9)
+            context = before + self._tokens(draw, 1, 4)
         return rows
 
     def _tokens(self, draw: random.Random, least: int, most: int) -> list[int]:

@@ -24,7 +24,7 @@ from gristmill.errors import GristmillError
 from gristmill.v1 import run_pb2, trainer_pb2
 from tests.chaos.contents import digest
 from tests.chaos.heartbeat import Heartbeats
-from tests.chaos.ledger import Effect, RankLedger, Trained
+from tests.chaos.rank_log import Effect, RankLog, Trained
 
 CHECKPOINT_EVERY = 5
 _PAUSE_S = 0.004
@@ -38,7 +38,7 @@ class Rank:
         rank: int,
         dp_size: int,
         launch: str,
-        start: list[int] | None,
+        start: list[int],
         directory: str,
         heartbeats: str,
         slot: int,
@@ -47,12 +47,10 @@ class Rank:
         self._run, self._rank, self._dp_size = run, rank, dp_size
         self._directory, self._slot = Path(directory), slot
         self._heartbeats = Heartbeats(Path(heartbeats))
-        self._ledger = RankLedger(self._directory / f"rank-{rank}.sqlite")
+        self._rank_log = RankLog(self._directory / f"rank-{rank}.sqlite")
         resumed = self._call(
             "Resume",
-            trainer_pb2.ResumeRequest(
-                run=run, launch=launch, dp_size=dp_size, position=None if start is None else Position(*start).message()
-            ),
+            trainer_pb2.ResumeRequest(run=run, launch=launch, dp_size=dp_size, position=Position(*start).message()),
         )
         self._next, self._incarnation = Position.of(resumed.position), resumed.incarnation
         self._trained: list[Trained] = []
@@ -83,7 +81,7 @@ class Rank:
         return int(json.loads(status.config_json).get("update_epochs_per_batch", 1))
 
     def _train_one(self, position: Position, following: Position) -> None:
-        self._trained.append(Trained(position, _effects(self._pull(position))))
+        self._trained.append(Trained(position, effects_of(self._pull(position))))
         acknowledge = trainer_pb2.AcknowledgeRequest(
             run=self._run, rank=self._rank, position=position.message(), incarnation=self._incarnation
         )
@@ -96,7 +94,7 @@ class Rank:
     def _save(self) -> None:
         """A checkpoint is one once all ranks have it; then what lies before it may be freed."""
         self._checkpoint += 1
-        self._ledger.save(self._checkpoint, self._next, self._trained)
+        self._rank_log.save(self._checkpoint, self._next, self._trained)
         self._trained = []
         (self._directory / f"saved-{self._checkpoint}-{self._rank}").touch()
         if self._rank == 0:
@@ -146,8 +144,8 @@ class Rank:
         )
         pieces = list(self._transport.trainers.ReadShard(request, timeout=20))
         self._heartbeats.beat(self._slot)
-        data = [piece.data for piece in pieces]
-        return restore(data).tobytes() if pieces and pieces[0].is_compact else b"".join(data)
+        parts = [piece.data for piece in pieces]
+        return restore(parts).tobytes() if pieces and pieces[0].is_compact else b"".join(parts)
 
     def _call(self, name: str, request: Any, wait_s: float = 0.0) -> Any:
         answer = self._transport.call(getattr(self._transport.trainers, name), request, wait_s=wait_s)
@@ -155,7 +153,8 @@ class Rank:
         return answer
 
 
-def _effects(data: bytes) -> list[Effect]:
+def effects_of(data: bytes) -> list[Effect]:
+    """The real rows of a shard's file."""
     length = int.from_bytes(data[:8], "little")
     metadata = {name: json.loads(value) for name, value in json.loads(data[8 : 8 + length])["__metadata__"].items()}
     tensors = load(data)
@@ -164,9 +163,10 @@ def _effects(data: bytes) -> list[Effect]:
         if tensors["is_padding"][index]:
             continue
         tokens = tensors["sequences"][index][tensors["attention_mask"][index] == 1]
-        span = (int(tensors[name][index]) for name in ("sample", "step_first", "step_last"))
+        sample, first, last = (int(tensors[name][index]) for name in ("sample", "step_first", "step_last"))
         trained, reward = int(tensors["loss_mask"][index].sum()), float(tensors["rewards"][index].sum())
-        effects.append(Effect(uid, *span, digest(tokens.astype(np.int64).tolist()), trained, reward))
+        tokens_digest = digest(tokens.astype(np.int64).tolist())
+        effects.append(Effect(uid, sample, first, last, tokens_digest, trained, reward))
     return effects
 
 

@@ -1,16 +1,17 @@
-"""What is under test, in real processes, and what is done to it: one service with a journal, or replicas on Redis."""
+"""The services under test, in real processes, and what is done to them: one with a journal, or replicas on Redis."""
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,10 +68,14 @@ class Service:
 
 
 class Mode(ABC):
-    """faults: what can be done to it, by name; each returns once its cause is over. They take times drawn by `draw`."""
+    """faults: those that can be done to it, by name; each returns once its cause is over. They take times drawn by
+    `draw`. rolled_back_since: set by a fault after which the store may hold only what it held then."""
+
+    may_roll_back = False
 
     def __init__(self, directory: Path, draw: random.Random) -> None:
         self.directory, self._draw = directory, draw
+        self.rolled_back_since: float | None = None
         self.faults: dict[str, Callable[[], None]] = {}
         self.services: list[Service] = []
 
@@ -86,7 +91,7 @@ class Mode(ABC):
 
     @abstractmethod
     def left(self) -> list[str]:
-        """What is kept although the run was deleted."""
+        """All that is still stored although every run was deleted."""
 
     def close(self) -> None:
         for service in self.services:
@@ -143,23 +148,49 @@ class JournalMode(Mode):
         return [str(path) for path in (*kept, *self._shards.glob("gristmill-*/run-*"))]
 
 
-class RedisMode(Mode):
+class ReplicasMode(Mode):
+    """Services that share what is in Redis, and decide for runs in each other's place."""
+
+    def _serve(self, urls: Sequence[str], *flags: str) -> None:
+        for number, url in enumerate(urls):
+            one = ("--store", "redis", "--redis-url", url, "--lease-s", str(LEASE_S), *flags)
+            self.services.append(Service(self.directory / f"service-{number}.log", *one))
+
+    def _service_faults(self) -> dict[str, Callable[[], None]]:
+        any_service = lambda: self._draw.choice(self.services)  # noqa: E731
+        return {
+            "replica killed": lambda: self._kill(any_service()),
+            "replica restarted": lambda: self._restart(any_service()),
+            "replica paused": lambda: self._stop_for(any_service(), LEASE_S + 0.5 + self._pause_s(1.0)),
+        }
+
+    def left(self) -> list[str]:
+        # The probe ends by itself, within a second; what deleted runs left is removed soon after.
+        deadline = time.monotonic() + 5
+        while True:
+            keys = [key.decode() for key in self._keys() if not key.endswith(b":probe")]
+            if not keys or time.monotonic() > deadline:
+                return keys
+            time.sleep(0.1)
+
+    @abstractmethod
+    def _keys(self) -> Iterable[bytes]: ...
+
+
+class RedisMode(ReplicasMode):
+    may_roll_back = True
+
     def __init__(self, directory: Path, draw: random.Random, replicas: int = 3) -> None:
         super().__init__(directory, draw)
         self._redis = RedisServer(directory / "redis", appendonly="always").start()
         self._proxies = [Proxy(self._redis.port).start() for _ in range(replicas)]
-        for number, proxy in enumerate(self._proxies):
-            flags = ("--store", "redis", "--redis-url", proxy.url, "--lease-s", str(LEASE_S))
-            self.services.append(Service(directory / f"service-{number}.log", *flags))
-        any_service = lambda: draw.choice(self.services)  # noqa: E731
+        self._serve([proxy.url for proxy in self._proxies])
         any_proxy = lambda: draw.choice(self._proxies)  # noqa: E731
-        self.faults = {
-            "replica killed": lambda: self._kill(any_service()),
-            "replica restarted": lambda: self._restart(any_service()),
-            "replica paused": lambda: self._stop_for(any_service(), LEASE_S + 0.5 + self._pause_s(1.0)),
+        self.faults = self._service_faults() | {
             "redis killed": self._kill_redis,
             "redis restarted": self._redis.restart,
             "redis paused": self._pause_redis,
+            "redis rolled back": self._roll_back_redis,
             "replica without redis": lambda: self._without_redis(any_proxy()),
             "connections cut": lambda: any_proxy().cut(),
             "answer lost": lambda: any_proxy().lose_next_reply(),
@@ -169,6 +200,19 @@ class RedisMode(Mode):
     def _kill_redis(self) -> None:
         self._redis.kill()
         time.sleep(self._pause_s(0.5))
+        self._redis.start()
+
+    def _roll_back_redis(self) -> None:
+        """As when a backup is restored, or a replica is promoted that was behind."""
+        self.rolled_back_since = time.time()
+        copy = self._redis.directory.with_name("redis-copy")
+        self._redis.pause()
+        shutil.copytree(self._redis.directory, copy)
+        self._redis.resume()
+        time.sleep(0.3 + self._pause_s(1.5))
+        self._redis.kill()
+        shutil.rmtree(self._redis.directory)
+        copy.rename(self._redis.directory)
         self._redis.start()
 
     def _pause_redis(self) -> None:
@@ -186,20 +230,11 @@ class RedisMode(Mode):
         time.sleep(0.5 + self._pause_s(1.0))
         proxy.delay(0)
 
-    def left(self) -> list[str]:
-        # The probe ends by itself, within a second.
-        deadline = time.monotonic() + 5
-        while True:
-            keys = [key.decode() for key in self._redis.client().scan_iter() if not key.endswith(b":probe")]
-            if not keys or time.monotonic() > deadline:
-                return keys
-            time.sleep(0.1)
+    def _keys(self) -> Iterable[bytes]:
+        return self._redis.client().scan_iter()
 
     def close(self) -> None:
         super().close()
         for proxy in self._proxies:
             proxy.close()
         self._redis.kill()
-
-
-MODES: dict[str, Callable[[Path, random.Random], Mode]] = {"journal": JournalMode, "redis": RedisMode}

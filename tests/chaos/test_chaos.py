@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.chaos.campaign import run_campaign
-from tests.chaos.services import MODES
+from tests.chaos.failovers import MODES
 
 
 @pytest.mark.timeout(240)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gristmill._client.groups import Group
 from gristmill._wire.addresses import Position
+from tests.chaos.__main__ import share
+from tests.chaos.campaign import Report
 from tests.chaos.contents import SAMPLES, Contents
-from tests.chaos.ledger import Effect, RankLedger, Trained
-from tests.chaos.verify import expected_effect, verify
+from tests.chaos.neighbours import wrong_rows
+from tests.chaos.rank_log import Effect, RankLog, Trained
+from tests.chaos.trainer import Launch, before
+from tests.chaos.verify import Rollback, expected_effect, verify
 from tests.chaos.worker import WorkerLog
 
 CONTENTS = Contents(5)
@@ -128,11 +133,11 @@ def test_a_trajectory_that_was_aborted_may_not_be_trained():
     )
     log = WorkerLog(Path("unused"), {(uid, 0): 0, (uid, 1): 0}, {uid})
     log.rows += [(uid, 1 - sample, row["step"], 0, "ACCEPTED") for row in CONTENTS.rows(uid, 1 - sample, 0)]
-    told = {"logs": [log], "groups": [Group(uid, 0, "sealed", 0, "")]}
+    given = {"logs": [log], "groups": [Group(uid, 0, "sealed", 0, "")]}
     own = [Trained(Position(0, epoch, 0), effects_of(uid, 1 - sample)) for epoch in range(2)]
-    assert judged(launches=[[own]], **told).is_clean
+    assert judged(launches=[[own]], **given).is_clean
     both = [step._replace(effects=[*step.effects, *effects_of(uid, sample)]) for step in own]
-    assert judged(launches=[[both]], **told).wrong
+    assert judged(launches=[[both]], **given).wrong
 
 
 @pytest.mark.parametrize("change", [{"trained": 0}, {"reward": 7.0}])
@@ -183,11 +188,131 @@ def test_what_was_dropped_may_not_be_trained():
 
 
 def test_a_rank_keeps_what_is_in_a_checkpoint_and_forgets_the_rest(tmp_path):
-    ledger = RankLedger(tmp_path / "rank.sqlite")
+    log = RankLog(tmp_path / "rank.sqlite")
     steps = training()[0]
-    ledger.save(1, steps[2].position, steps[:2])
-    ledger.save(2, steps[3].position, [steps[2]])
-    assert ledger.checkpoints() == {1: steps[2].position, 2: steps[3].position}
-    assert ledger.trained(1) == steps[:2]
-    assert ledger.trained(2) == steps[:3]
-    ledger.close()
+    log.save(1, steps[2].position, steps[:2])
+    log.save(2, steps[3].position, [steps[2]])
+    assert log.checkpoints() == {1: steps[2].position, 2: steps[3].position}
+    assert log.trained(1) == steps[:2]
+    assert log.trained(2) == steps[:3]
+    log.close()
+
+
+# What a store that goes back in time takes with it.
+
+
+def rolled_back(is_reported=True):
+    """The first group's rows were acknowledged between the copy and the moment that the store served again."""
+    log = worker_log()
+    log.times = {uid: [100.0] for uid in UIDS} | {UIDS[0]: [200.0]}
+    ranks = [
+        [step._replace(effects=[e for e in step.effects if e.uid != UIDS[0]]) for step in rank] for rank in training()
+    ]
+    rollback = Rollback(since=199.0, until=201.0, is_reported=is_reported)
+    return {"logs": [log], "groups": groups()[1:], "launches": [ranks], "rollbacks": [rollback]}
+
+
+def test_what_was_lost_by_a_rollback_and_reported_is_counted_and_no_finding():
+    verdict = judged(**rolled_back())
+    assert verdict.is_clean
+    assert len(verdict.rolled_back) == 1
+
+
+def test_what_was_lost_by_a_rollback_that_nobody_reported_is_lost():
+    assert judged(**rolled_back(is_reported=False)).lost
+
+
+def test_a_rollback_excuses_only_what_happened_since_the_copy():
+    given = rolled_back()
+    [rollback] = given["rollbacks"]
+    assert judged(**given | {"rollbacks": [replace(rollback, since=201.0, until=202.0)]}).lost
+
+
+def test_a_rollback_excuses_nothing_that_is_trained_twice():
+    given = rolled_back()
+    ranks = training()
+    ranks[1][0] = ranks[1][0]._replace(effects=[*ranks[1][0].effects, ranks[0][0].effects[0]])
+    assert judged(**given | {"groups": groups(), "launches": [ranks]}).trained_twice
+
+
+def test_after_a_rollback_an_earlier_attempt_may_be_the_last_that_is_left():
+    given = rolled_back() | {"groups": groups(), "launches": [training()]}
+    [log] = given["logs"]
+    log.attempts[UIDS[0], 0] = 1
+    log.rows += [(UIDS[0], 0, row["step"], 1, "ACCEPTED") for row in CONTENTS.rows(UIDS[0], 0, 1)]
+    assert judged(**given).is_clean
+    assert judged(**given | {"rollbacks": []}).wrong
+
+
+def test_a_group_that_is_sealed_and_that_nobody_trains_is_skipped_though_its_rows_may_be_excused():
+    verdict = judged(**rolled_back() | {"groups": groups()})
+    assert [f"{UIDS[0]}: sealed into batch 0, and skipped in epoch {epoch}" for epoch in range(2)] == verdict.skipped
+
+
+# The trainer's checkpoints, of launches that have ended.
+
+
+def launch(directory, checkpoints, ranks=1):
+    directory.mkdir()
+    for rank in range(ranks):
+        log = RankLog(directory / f"rank-{rank}.sqlite")
+        for number in range(1, checkpoints + 1 - rank):
+            log.save(number, Position(number), [Trained(Position(number - 1), [])])
+        log.close()
+    return Launch(directory, ranks, "id", 1)
+
+
+def test_a_checkpoint_is_one_once_all_ranks_have_it(tmp_path):
+    assert launch(tmp_path / "one", checkpoints=3, ranks=2).checkpoints == {1: Position(1), 2: Position(2)}
+
+
+def test_a_trainer_that_goes_back_a_checkpoint_forgets_what_it_trained_after_that(tmp_path):
+    one, two = launch(tmp_path / "one", 2), launch(tmp_path / "two", 2)
+    training = (replace(one, up_to=2), replace(two, up_to=2))
+    training = before(training)
+    assert [(one.directory.name, one.up_to) for one in training] == [("one", 2), ("two", 1)]
+    assert [trained.position for trained in training[-1].effects()[0]] == [Position(0)]
+    training = before(training)
+    assert [(one.directory.name, one.up_to) for one in training] == [("one", 2)]
+    assert before(before(training)) == ()
+
+
+# The runs beside it.
+
+
+@pytest.mark.parametrize(
+    ("shard", "exported"),
+    [
+        ({"a": "1"}, {"a": "1", "b": "2"}),
+        ({"a": "1", "b": "2"}, {"a": "1"}),
+        ({"a": "1", "b": "2", "deleted-0-1": "3"}, {"a": "1", "b": "2"}),
+        ({"a": "1", "b": "2"}, {"a": "1", "b": "of another run"}),
+    ],
+)
+def test_a_neighbour_that_lacks_rows_or_holds_those_of_another_run_is_hurt(shard, exported):
+    assert wrong_rows({"a": "1", "b": "2"}, shard, exported)
+
+
+def test_a_neighbour_that_holds_its_rows_is_not_hurt():
+    rows = {"a": "1", "b": "2"}
+    assert wrong_rows(rows, dict(rows), dict(rows)) is None
+
+
+def test_a_report_with_a_neighbour_that_was_hurt_is_not_clean():
+    assert Report("journal").is_clean
+    assert not Report("journal", neighbours_hurt=["neighbour-1: its shard lacks ['a']"]).is_clean
+
+
+def test_all_modes_together_have_all_faults():
+    assert [share(1000, 6, number) for number in range(6)] == [167, 167, 167, 167, 166, 166]
+
+
+def test_a_workers_log_tells_when_something_happened_to_a_group_and_which_it_gave_up(tmp_path):
+    log = WorkerLog(tmp_path / "worker.log")
+    log.write("begin", "w0-1", 0, 0)
+    log.write("row", "w0-1", 0, 0, 0, "ACCEPTED")
+    log.write("failed", "w0-1", "NotFoundError")
+    read = WorkerLog.read(log.path)
+    assert read.rows == [("w0-1", 0, 0, 0, "ACCEPTED")]
+    assert read.failed == {"w0-1"}
+    assert len(read.times["w0-1"]) == 3

@@ -8,48 +8,159 @@ import random
 import signal
 import subprocess
 import sys
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
+from gristmill._client.transport import Transport
 from gristmill._wire.addresses import Position
+from gristmill.errors import FailedPreconditionError
+from gristmill.v1 import run_pb2, trainer_pb2
 from tests.chaos.heartbeat import Heartbeats
-from tests.chaos.ledger import RankLedger, Trained
+from tests.chaos.rank_log import RankLog, Trained
 
 DP_SIZES = (2, 1)
 FIRST_SLOT = 32
+_MOST_AHEAD = 2
+"""Batches by which a checkpoint is ahead that must be refused."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One that has ended, up to a checkpoint that all of its ranks have; what came after it is forgotten, for the
+    weights that had it died. run_id, generation: of the run, as the launch had them."""
+
+    directory: Path
+    ranks: int
+    run_id: str
+    generation: int
+    up_to: int = 0
+
+    @cached_property
+    def checkpoints(self) -> dict[int, Position]:
+        """The next position at each checkpoint that all ranks have."""
+        paths = [self._path(rank) for rank in range(self.ranks)]
+        if not all(path.exists() for path in paths):
+            return {}
+        found = []
+        for path in paths:
+            with closing(RankLog(path)) as log:
+                found.append(log.checkpoints())
+        return {number: place for number, place in found[0].items() if all(number in other for other in found[1:])}
+
+    @property
+    def next(self) -> Position:
+        return self.checkpoints[self.up_to]
+
+    def effects(self) -> list[list[Trained]]:
+        """What took effect, of each rank."""
+        found = []
+        for rank in range(self.ranks):
+            with closing(RankLog(self._path(rank))) as log:
+                found.append(log.trained(self.up_to))
+        return found
+
+    def _path(self, rank: int) -> Path:
+        return self.directory / f"rank-{rank}.sqlite"
+
+
+Training = tuple[Launch, ...]
+
+
+def before(training: Training) -> Training:
+    """The training as it was at the checkpoint before its last one; nothing where there is none."""
+    *earlier, last = training
+    older = [number for number in last.checkpoints if number < last.up_to]
+    return (*earlier, replace(last, up_to=max(older))) if older else tuple(earlier)
 
 
 class Trainer:
-    """kept: per rank of each launch, what took effect and was in a checkpoint that all of its ranks had."""
+    """may_roll_back: whether the service may have lost what the newest checkpoint has, so that an older one is tried.
+
+    training: of each launch, what took effect. findings: resumes that the service had to refuse, and took."""
 
     def __init__(self, address: str, run: str, directory: Path, draw: random.Random) -> None:
         self._address, self._run, self._directory, self._draw = address, run, directory, draw
+        self.may_roll_back = False
         self._heartbeats = Heartbeats(directory / "heartbeats")
         self._log = (directory / "ranks.log").open("a")
         self._ranks: list[subprocess.Popen[bytes]] = []
+        self._transport = Transport(address, 60.0, "trainer")
         self._launches = 0
         self.dp_size = DP_SIZES[0]
-        self.kept: list[list[list[Trained]]] = []
-        self._next: Position | None = None
+        self.training: Training = ()
+        self._furthest = Position(0)
+        self.findings: list[str] = []
 
     def start(self) -> None:
+        """From the newest checkpoint; where the service may have lost what that has, from the newest that it takes."""
+        newest = self.training
+        try:
+            self._start(newest)
+        except FailedPreconditionError:
+            if not (self.may_roll_back and newest):
+                raise
+            self._start_from_what_is_left(newest)
+
+    def _start_from_what_is_left(self, newest: Training) -> None:
+        training = before(newest)
+        while training:
+            try:
+                self._furthest = self._start(training)
+            except FailedPreconditionError:
+                training = before(training)
+            else:
+                return
+        # The service says where it is; the checkpoint of that place is what the weights have to be of.
+        self._furthest = self._start(())
+        training = newest
+        while training and training[-1].next != self._furthest:
+            training = before(training)
+        self.training = training
+
+    def _start(self, training: Training) -> Position:
+        """Returns from where."""
         self._launches += 1
-        self._launch = self._directory / f"launch-{self._launches}"
-        self._launch.mkdir()
-        for rank in range(self.dp_size):
-            self._heartbeats.beat(FIRST_SLOT + rank)
-            settings = {
-                "address": self._address,
-                "run": self._run,
-                "rank": rank,
-                "dp_size": self.dp_size,
-                "launch": f"launch-{self._launches}",
-                "start": None if self._next is None else list(self._next),
-                "directory": str(self._launch),
-                "heartbeats": str(self._directory / "heartbeats"),
-                "slot": FIRST_SLOT + rank,
-            }
-            command = [sys.executable, "-m", "tests.chaos.rank", json.dumps(settings)]
-            self._ranks.append(subprocess.Popen(command, stdout=self._log, stderr=self._log))
+        resumed = self._resume(training[-1].next if training else None, training)
+        self.training, start = training, Position.of(resumed.position)
+        directory = self._directory / f"launch-{self._launches}"
+        directory.mkdir()
+        self._launch = Launch(directory, self.dp_size, resumed.run_id, resumed.generation)
+        self._ranks = [self._rank(rank, start) for rank in range(self.dp_size)]
+        return start
+
+    def _rank(self, rank: int, start: Position) -> subprocess.Popen[bytes]:
+        self._heartbeats.beat(FIRST_SLOT + rank)
+        settings = {
+            "address": self._address,
+            "run": self._run,
+            "rank": rank,
+            "dp_size": self.dp_size,
+            "launch": f"launch-{self._launches}",
+            "start": list(start),
+            "directory": str(self._launch.directory),
+            "heartbeats": str(self._directory / "heartbeats"),
+            "slot": FIRST_SLOT + rank,
+        }
+        command = [sys.executable, "-m", "tests.chaos.rank", json.dumps(settings)]
+        return subprocess.Popen(command, stdout=self._log, stderr=self._log)
+
+    def _resume(self, position: Position | None, training: Training) -> trainer_pb2.ResumeResponse:
+        """Raises FailedPreconditionError where the service refuses a checkpoint of the training at the position."""
+        last = training[-1] if training else None
+        request = trainer_pb2.ResumeRequest(
+            run=self._run,
+            launch=f"launch-{self._launches}",
+            dp_size=self.dp_size,
+            position=None if position is None else position.message(),
+            run_id=last.run_id if last else "",
+            generation=last.generation if last else 0,
+        )
+        answer: trainer_pb2.ResumeResponse = self._transport.call(self._transport.trainers.Resume, request)
+        return answer
+
+    # --- Faults
 
     def kill_rank(self) -> None:
         os.kill(self._draw.choice(self._ranks).pid, signal.SIGKILL)
@@ -61,15 +172,46 @@ class Trainer:
         self.dp_size = DP_SIZES[(DP_SIZES.index(self.dp_size) + 1) % len(DP_SIZES)]
         self.start()
 
+    def resume_ahead(self) -> None:
+        """Tries to go on ahead of what was acknowledged, which would skip accepted rows without a word."""
+        self._end()
+        for batches in range(1, _MOST_AHEAD + 1):
+            self._launches += 1
+            ahead = Position(self._furthest.batch + batches)
+            try:
+                self._resume(ahead, self.training)
+            except FailedPreconditionError:
+                continue
+            self.findings.append(f"resumed at {ahead} where nothing from {self._furthest} on was acknowledged")
+        self.start()
+
+    def resume_older(self) -> None:
+        """Goes on from an older checkpoint, where the service still has what was trained after it, and trains that
+        again; else from the newest."""
+        self._end()
+        older = before(self.training) if self.training else ()
+        if not older:
+            return self.start()
+        try:
+            self._start(older)
+        except FailedPreconditionError:
+            self.start()
+        return None
+
     def restart(self) -> None:
         self._end()
         self.start()
 
+    # --- How it goes
+
     def check(self) -> None:
-        """Raises where a rank ended by itself with an error."""
+        """Starts anew where a rank ended with an error because the service has lost what it had; else raises."""
         for rank in self._ranks:
             if rank.poll() not in (None, 0):
-                raise RuntimeError(f"a rank ended with {rank.returncode}; see {self._log.name}")
+                if not self.may_roll_back:
+                    raise RuntimeError(f"a rank ended with {rank.returncode}; see {self._log.name}")
+                self.restart()
+                return
 
     def busy_slots(self) -> list[int]:
         return [FIRST_SLOT + rank for rank, process in enumerate(self._ranks) if process.poll() is None]
@@ -80,25 +222,20 @@ class Trainer:
     def close(self) -> None:
         self._end()
         self._log.close()
+        self._transport.close()
 
     def _end(self) -> None:
-        """What is in no checkpoint of all ranks is forgotten: the weights that had it died."""
         for rank in self._ranks:
             if rank.poll() is None:
                 rank.kill()
             rank.wait()
-        if not self._ranks:
-            return
-        paths = [self._launch / f"rank-{rank}.sqlite" for rank in range(len(self._ranks))]
+        if self._ranks:
+            self._furthest = max([self._furthest, *self._acknowledged()])
+            if self._launch.checkpoints:
+                self.training = (*self.training, replace(self._launch, up_to=max(self._launch.checkpoints)))
         self._ranks = []
-        if not all(path.exists() for path in paths):
-            return
-        ledgers = [RankLedger(path) for path in paths]
-        places = [ledger.checkpoints() for ledger in ledgers]
-        common = set(places[0]).intersection(*places[1:])
-        if common:
-            newest = max(common)
-            self._next = places[0][newest]
-            self.kept.append([ledger.trained(newest) for ledger in ledgers])
-        for ledger in ledgers:
-            ledger.close()
+
+    def _acknowledged(self) -> list[Position]:
+        """What each rank has to acknowledge next, as the service has it."""
+        status = self._transport.call(self._transport.runs.GetRun, run_pb2.GetRunRequest(run=self._run)).status
+        return [Position.of(rank.next) for rank in status.ranks]

@@ -1,9 +1,14 @@
-"""The proof: what the trainers' own logs say took effect, against what workers were told and what the service says."""
+"""The proof: the trainers' own logs of what took effect, against the workers' logs of what was acknowledged and against
+what the service says of its groups.
+
+A store that goes back to an older copy of itself loses what was acknowledged since. The proof accepts that loss only of
+groups that were worked on in between, and only where the service reports it: its run's generation has grown then.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import isclose
@@ -11,13 +16,26 @@ from math import isclose
 from gristmill._client.groups import Group
 from gristmill._wire.addresses import Position
 from tests.chaos.contents import SAMPLES, Contents, digest
-from tests.chaos.ledger import Effect, Trained
+from tests.chaos.rank_log import Effect, Trained
 from tests.chaos.worker import WorkerLog
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """The store went back to what it held at `since`; at `until` it served again. is_reported: the generation grew."""
+
+    since: float
+    until: float
+    is_reported: bool
+
+    def excuses(self, times: Iterable[float]) -> bool:
+        return self.is_reported and any(self.since <= at <= self.until for at in times)
 
 
 @dataclass
 class Verdict:
-    """Each list names what is wrong; all are empty where nothing is."""
+    """Each list of findings names what is wrong; all are empty where nothing is. skipped: groups that the service has
+    sealed, and nobody trained. rolled_back: what was lost with a store's data, and reported; it is no finding."""
 
     rows_acknowledged: int = 0
     rows_trained: int = 0
@@ -25,11 +43,17 @@ class Verdict:
     lost: list[str] = field(default_factory=list)
     trained_twice: list[str] = field(default_factory=list)
     out_of_order: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    rolled_back: list[str] = field(default_factory=list)
+
+    @property
+    def findings(self) -> list[str]:
+        return [*self.lost, *self.trained_twice, *self.out_of_order, *self.skipped, *self.wrong]
 
     @property
     def is_clean(self) -> bool:
-        return not (self.lost or self.trained_twice or self.out_of_order or self.wrong)
+        return not self.findings
 
 
 def verify(
@@ -38,6 +62,7 @@ def verify(
     logs: Sequence[WorkerLog],
     groups: Iterable[Group],
     launches: Sequence[Sequence[Sequence[Trained]]],
+    rollbacks: Sequence[Rollback] = (),
 ) -> Verdict:
     """launches: of each start of the trainer, of each rank, what survived in order."""
     verdict = Verdict()
@@ -53,13 +78,19 @@ def verify(
         for uid, rows in accepted.items():
             taken = [row for row in rows if row[4] in ("ACCEPTED", "DUPLICATE")]
             verdict.rows_acknowledged += len({row[:4] for row in taken})
-            _check_group(contents, epochs, uid, taken, uid in log.done, known.get(uid), effects, log, verdict)
+            is_excused = any(rollback.excuses(log.times.get(uid, ())) for rollback in rollbacks)
+            found = Verdict()
+            _check_group(contents, epochs, uid, taken, known.get(uid), effects, log, found, is_excused)
+            (verdict.rolled_back if is_excused else verdict.lost).extend(found.lost)
+            verdict.trained_twice += found.trained_twice
+            verdict.wrong += found.wrong
     trained = {uid for per_epoch in effects for uid, _ in per_epoch}
     verdict.wrong += [
         f"{uid}: trained although {known[uid].state if uid in known else 'nobody knows it'}"
         for uid in sorted(trained)
         if uid not in known or known[uid].state != "sealed"
     ]
+    verdict.skipped += _skipped(contents, epochs, known.values(), effects)
     verdict.rows_trained = sum(len(found) for per_epoch in effects for found in per_epoch.values())
     return verdict
 
@@ -95,6 +126,23 @@ def _check_batches(
                 verdict.wrong.append(f"{uid}: of batch {known[uid].batch} and trained at {trained.position}")
 
 
+def _skipped(
+    contents: Contents,
+    epochs: int,
+    groups: Iterable[Group],
+    effects: Sequence[Mapping[tuple[str, int], Sequence[Effect]]],
+) -> Iterator[str]:
+    """Sealed groups of which an epoch trained nothing."""
+    for group in groups:
+        expected = [sample for sample in range(SAMPLES) if not contents.is_aborted(group.uid, sample)]
+        if group.state != "sealed" or not expected:
+            continue
+        for epoch in range(epochs):
+            found = effects[epoch] if epoch < len(effects) else {}
+            if not any((group.uid, sample) in found for sample in expected):
+                yield f"{group.uid}: sealed into batch {group.batch}, and skipped in epoch {epoch}"
+
+
 def _effects_by_epoch(
     launches: Sequence[Sequence[Sequence[Trained]]],
 ) -> list[dict[tuple[str, int], list[Effect]]]:
@@ -115,12 +163,13 @@ def _check_group(
     epochs: int,
     uid: str,
     taken: Sequence[tuple[str, int, int, int, str]],
-    is_done: bool,
     group: Group | None,
     effects: Sequence[Mapping[tuple[str, int], Sequence[Effect]]],
     log: WorkerLog,
     verdict: Verdict,
+    is_excused: bool,
 ) -> None:
+    """is_excused: rows of it may be gone, so that an earlier attempt at a trajectory may be the last one there is."""
     if not taken:
         return
     if group is None:
@@ -128,14 +177,16 @@ def _check_group(
         return
     if group.state == "dropped":
         everything_aborted = all(contents.is_aborted(uid, sample) for sample in range(SAMPLES))
-        if not group.reason or (is_done and not everything_aborted):
+        if not group.reason or (uid in log.done and not everything_aborted):
             verdict.lost.append(f"{uid}: was handed over whole, and dropped: {group.reason!r}")
         return
     if group.state != "sealed":
         verdict.lost.append(f"{uid}: is {group.state} at the end")
         return
     for sample in range(SAMPLES):
-        _check_trajectory(contents, epochs, uid, sample, taken, effects, log, verdict)
+        accepted = [row for row in taken if row[1] == sample]
+        least = 0 if is_excused else max((row[3] for row in accepted), default=0)
+        _check_trajectory(contents, epochs, uid, sample, bool(accepted), least, effects, log, verdict)
 
 
 def _check_trajectory(
@@ -143,20 +194,20 @@ def _check_trajectory(
     epochs: int,
     uid: str,
     sample: int,
-    taken: Sequence[tuple[str, int, int, int, str]],
+    was_accepted: bool,
+    least: int,
     effects: Sequence[Mapping[tuple[str, int], Sequence[Effect]]],
     log: WorkerLog,
     verdict: Verdict,
 ) -> None:
-    """Each epoch has every step once, of one attempt, and none where the trajectory was aborted."""
+    """Each epoch has every step once, of one attempt from `least` on, and none where the trajectory was aborted."""
     name = f"{uid} sample {sample}"
-    accepted = [row for row in taken if row[1] == sample]
     last_attempt = log.attempts.get((uid, sample), 0)
     for epoch in range(epochs):
         found = effects[epoch].get((uid, sample), ()) if epoch < len(effects) else ()
         own = sorted(found, key=lambda effect: effect.first)
         if not own:
-            if accepted and not contents.is_aborted(uid, sample):
+            if was_accepted and not contents.is_aborted(uid, sample):
                 verdict.lost.append(f"{name}: accepted, and not trained in epoch {epoch}")
             continue
         if contents.is_aborted(uid, sample):
@@ -168,7 +219,6 @@ def _check_trajectory(
         elif steps != list(range(count)):
             verdict.lost.append(f"{name}: epoch {epoch} trained steps {steps} of {count}")
         else:
-            least = max((row[3] for row in accepted), default=0)
             if not any(_is_attempt(contents, own, attempt) for attempt in range(least, last_attempt + 1)):
                 verdict.wrong.append(f"{name}: epoch {epoch} trained what is of no attempt from {least} on: {own}")
 

@@ -2,13 +2,16 @@
 
     python -m tests.chaos.worker '{"address": ..., ...}'
 
-Its log has a line an event: `begin UID SAMPLE ATTEMPT`, `row UID SAMPLE STEP ATTEMPT OUTCOME`, `done UID`.
+Its log has a line an event, which begins with the time: `begin UID SAMPLE ATTEMPT`, `row UID SAMPLE STEP ATTEMPT
+OUTCOME`, `done UID`, `failed UID REASON`. A store that goes back in time takes groups with it that a worker is at: it
+gives those up, and goes on with others, where it is started as `tolerant`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,41 +25,49 @@ _AT_ONCE = 4
 
 @dataclass
 class WorkerLog:
-    """attempts: the last attempt begun at each trajectory. done: groups that were handed over whole."""
+    """attempts: the last attempt begun at each trajectory. done: groups that were handed over whole. failed: those that
+    were given up. times: when something happened to each group."""
 
     path: Path
     attempts: dict[tuple[str, int], int] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
     rows: list[tuple[str, int, int, int, str]] = field(default_factory=list)
+    failed: set[str] = field(default_factory=set)
+    times: dict[str, list[float]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> WorkerLog:
         log = cls(path)
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         for line in lines:
-            match line.split():
+            at, *event = line.split()
+            log.times.setdefault(event[1], []).append(float(at))
+            match event:
                 case ["begin", uid, sample, attempt]:
                     log.attempts[uid, int(sample)] = int(attempt)
                 case ["row", uid, sample, step, attempt, outcome]:
                     log.rows.append((uid, int(sample), int(step), int(attempt), outcome))
                 case ["done", uid]:
                     log.done.add(uid)
+                case ["failed", uid, *_]:
+                    log.failed.add(uid)
         return log
 
     def write(self, *words: object) -> None:
         with self.path.open("a") as file:
-            file.write(" ".join(map(str, words)) + "\n")
+            file.write(" ".join(map(str, (time.time(), *words))) + "\n")
 
 
 class Worker:
-    def __init__(self, address: str, run: str, seed: int, number: int, directory: str) -> None:
+    def __init__(self, address: str, run: str, seed: int, number: int, directory: str, tolerant: bool) -> None:
         self._client = RolloutClient(address, run, timeout_s=60)
         self._contents, self._number, self._directory = Contents(seed), number, Path(directory)
         self._log = WorkerLog.read(self._directory / f"worker-{number}.log")
         self._heartbeats = Heartbeats(self._directory / "heartbeats")
+        self._failures: tuple[type[Exception], ...] = (GristmillError,) if tolerant else ()
 
     def work(self) -> None:
-        begun = {uid for uid, _ in self._log.attempts} - self._log.done
+        begun = {uid for uid, _ in self._log.attempts} - self._log.done - self._log.failed
         for uid in sorted(begun, key=_index):
             self._group(uid)
         waiting: list[str] = []
@@ -79,9 +90,13 @@ class Worker:
             index += 1
 
     def _group(self, uid: str) -> None:
-        for sample in range(SAMPLES):
-            self._trajectory(uid, sample)
-        self._log.write("done", uid)
+        try:
+            for sample in range(SAMPLES):
+                self._trajectory(uid, sample)
+        except self._failures as error:
+            self._log.write("failed", uid, type(error).__name__)
+        else:
+            self._log.write("done", uid)
 
     def _trajectory(self, uid: str, sample: int) -> None:
         before = self._log.attempts.get((uid, sample))

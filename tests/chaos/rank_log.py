@@ -28,7 +28,7 @@ class Trained(NamedTuple):
     effects: Sequence[Effect]
 
 
-class RankLedger:
+class RankLog:
     def __init__(self, path: Path) -> None:
         self._database = sqlite3.connect(path, isolation_level=None)
         self._database.execute("PRAGMA synchronous = OFF")
