@@ -55,6 +55,9 @@ class MemoryShardStore:
             for key in [key for key in self._batches if key[0] == run]:
                 del self._batches[key]
 
+    def sweep(self, run: str) -> None:
+        """Nothing is left: it goes with its process."""
+
     def close(self) -> None:
         with self._lock:
             self._batches.clear()

@@ -137,6 +137,12 @@ class RedisRunStore:
             self._scripts.forget(keys)
             self._client.srem(self._runs, name)
 
+    def claim(self, run: str) -> int:
+        """See `gristmill_service.storage.redis.shard_store.Fence`."""
+        with self._lock:
+            book = self._books.get(run)
+        return 0 if book is None else book.claim
+
     def replace(self, run: str, key: str, value: bytes) -> bytes:
         """See `gristmill_service.storage.redis.shard_store.Fence`."""
         with translated(self._client):
