@@ -203,7 +203,7 @@ class RedisShardStore:
             size = int(runs[:, 1].sum())
             return StoredShard(address.model, address.mini_batch, address.rank, shard.size, size, pieces)
 
-        with ThreadPoolExecutor(_WRITERS, "gristmill-writer") as pool:
+        with ThreadPoolExecutor(_WRITERS, "gristmill-redis-writer") as pool:
             return tuple(pool.map(write, shards))
 
     def _write(self, key: str, value: bytes, written: list[str]) -> None:
