@@ -403,6 +403,12 @@ class TestSweep:
             living.sweep("run")
             assert client.keys("*:shard:*") == []
 
+    def test_who_does_not_own_the_run_writes_nothing(self, store, fence, client):
+        fence.claims = 0
+        with pytest.raises(UnavailableError, match="run 'run' is not decided by this process any more; ask again"):
+            store.publish("run", 0, b"{}", sources())
+        assert client.keys() == []
+
     def test_nobody_removes_what_a_later_owner_writes(self, store, fence, client):
         fence.claims = 3
         self.die_publishing(store, 0)

@@ -89,7 +89,7 @@ class RedisShardStore:
         """As the protocol has it; replaces the batch where it is there. Returns the bytes of the compact forms and the
         plan."""
         keys, written = self._keys(run), list[str]()
-        with self._publications.begin(lambda: self._fence.claim(run)) as nonce, self._explained():
+        with self._publications.begin(lambda: self._own_claim(run)) as nonce, self._explained():
             try:
                 stored = self._write_shards(keys, nonce, shards, written)
                 self._write(keys.plan(nonce), plan, written)
@@ -191,6 +191,12 @@ class RedisShardStore:
                 f"Redis refuses a command on shards: {error}; see what its keys under {self._prefix!r} hold, and who "
                 "else writes there"
             ) from error
+
+    def _own_claim(self, run: str) -> int:
+        """Raises UnavailableError where this process is not the run's owner: no publication of its can succeed."""
+        if not (claim := self._fence.claim(run)):
+            raise UnavailableError(f"run {run!r} is not decided by this process any more; ask again")
+        return claim
 
     def _write_shards(
         self, keys: ShardKeys, nonce: str, shards: Iterable[ShardSource], written: list[str]
