@@ -1,4 +1,4 @@
-"""The store's in-process twin: shards as bytes in a dictionary. For tests, and for where there is no shared memory."""
+"""Shards as bytes in a dictionary of this process: for tests, and for where there is no shared memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MemoryShardStore:
         return (data[start : start + _PIECE] for start in range(0, len(data), _PIECE))
 
     def read_compact(self, run: str, batch: int, address: ShardAddress) -> None:
-        """Whole files are all that it holds."""
+        """None: this store holds whole files only."""
 
     def free(self, run: str, batch: int) -> None:
         with self._lock:

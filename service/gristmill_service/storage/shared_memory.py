@@ -1,8 +1,8 @@
 """Shards as safetensors files on tmpfs, for trainer ranks to map.
 
-Owns one directory, `gristmill-<user>-<token>`, beside a lock file that this process holds for as long as it lives:
-which is how another process of the same user knows a dead one's leftovers and removes them at its start. Everything is
-readable by its owner only. Files appear by rename and are never written again.
+A process owns one directory, `gristmill-<user>-<token>`, beside a lock file that it holds for as long as it lives.
+Another process of the same user that finds the lock free removes the directory when it starts. Everything is readable
+by its owner only. Files appear by rename and are never written again.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class SharedMemoryShardStore:
         return _pieces(file)
 
     def read_compact(self, run: str, batch: int, address: ShardAddress) -> None:
-        """Whole files are all that it holds."""
+        """None: this store holds whole files only."""
 
     def free(self, run: str, batch: int) -> None:
         path = self._path(run, batch)
