@@ -306,24 +306,24 @@ class TestTheDiskIsFull:
         assert service.grpc.submit(run, group("more")) == ["accepted"] * 2
 
     def test_producers_that_go_on_trying_do_not_take_what_acknowledgements_need(self, disk: Path):
-        ledger = JournalRunStore(disk, "never")
-        book = ledger.create("run", b"{}")
-        list(book.replay().records)
+        store = JournalRunStore(disk, "never")
+        log = store.create("run", b"{}")
+        list(log.replay().records)
         for _ in range(3):
             for tokens in (200_000, 20_000, 3000, 400, 50, 1, 1, 1):
                 steps = table(run_row("a", response=range(tokens)))
                 with suppress(UnavailableError):
                     for _ in range(100_000):
-                        number, _ = book.put(steps)
+                        number, _ = log.put(steps)
                         try:
-                            book.append(bytes(200))
+                            log.append(bytes(200))
                         except UnavailableError:
-                            book.remove([number])
+                            log.remove([number])
                             raise
             for _ in range(200):
-                book.append(b"a rank moved on, a batch is freed, its rows are no longer needed")
-        book.close()
-        ledger.close()
+                log.append(b"a rank moved on, a batch is freed, its rows are no longer needed")
+        log.close()
+        store.close()
 
     def test_killed_when_full_it_starts_again_and_goes_on(
         self, services: Services, service: Service, tmp_path: Path, disk: Path, run: str

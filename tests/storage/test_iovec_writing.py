@@ -70,7 +70,7 @@ def test_batches_written_at_the_same_time_do_not_wait_for_the_one_helper(tmp_pat
         busy.set()
         release.wait(30)
 
-    helping = shard_files._helper.submit(hold)
+    helping = shard_files._helper().submit(hold)
     busy.wait(30)
     try:
         with ThreadPoolExecutor(4) as pool:

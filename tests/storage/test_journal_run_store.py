@@ -138,6 +138,18 @@ class TestIdentity:
         shutil.copytree(tmp_path / "journal" / "run-run", tmp_path / "journal" / "run-copy")
         with pytest.raises(InvalidArgumentError, match="is of run 'run', not of 'copy'; move it back, or remove"):
             store.open("copy")
+        shutil.move(tmp_path / "journal" / "run-copy", tmp_path / "journal" / f"hash-{64 * '0'}")
+        assert store.names() == [f"hash-{64 * '0'}", "run"]
+        with pytest.raises(InvalidArgumentError, match="is of run 'run', not of 'hash-0"):
+            store.open(f"hash-{64 * '0'}")
+
+    def test_a_name_that_looks_like_a_directory_is_a_name(self, store):
+        name = f"hash-{64 * '1'}"
+        store.create(name, b"{}").close()
+        assert store.names() == [name]
+        store.open(name).close()
+        store.delete(name)
+        assert store.names() == []
 
 
 class Machine:

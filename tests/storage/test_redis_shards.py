@@ -1,6 +1,7 @@
 """Shards in Redis: what is kept, what is left behind, and what goes wrong."""
 
 import threading
+from contextlib import ExitStack
 
 import pytest
 import redis
@@ -10,6 +11,7 @@ from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExh
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.storage.redis import shard_store
+from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore
 from tests import naive
 from tests.bench.workloads import workload
@@ -51,7 +53,7 @@ def small_values(monkeypatch):
     monkeypatch.setattr(shard_store, "VALUE_BYTES", 100)
 
 
-def read(store, address=FIRST, batch=0):
+def read_shard(store, address=FIRST, batch=0):
     return b"".join(store.read("run", batch, address))
 
 
@@ -61,7 +63,7 @@ def test_real_shards_come_back_as_their_files_and_rest_in_a_fraction(store, clie
     nbytes = store.publish("run", 0, b"{}", batch.shards)
     some = batch.shards[:3]
     for shard in some:
-        assert read(store, shard.address) == naive.shard_bytes(shard)
+        assert read_shard(store, shard.address) == naive.shard_bytes(shard)
         assert restore(list(store.read_compact("run", 0, shard.address))).tobytes() == naive.shard_bytes(shard)
     kept = sum(client.strlen(key) for key in client.scan_iter("*"))
     assert kept < 0.5 * sum(shard.size for shard in batch.shards)
@@ -73,7 +75,7 @@ def test_a_batch_that_is_published_again_is_replaced_and_the_old_one_leaves_noth
     before = len(client.keys())
     store.publish("run", 0, b"new", sources(first=b"another", second=b"one"))
     assert store.plan("run", 0) == b"new"
-    assert read(store) == b"another"
+    assert read_shard(store) == b"another"
     assert store.locate("run", 0, SECOND).size == 3
     assert len(client.keys()) == before
 
@@ -85,7 +87,7 @@ def test_large_shards_stand_in_several_values(store, client):
     pieces = list(store.read_compact("run", 0, FIRST))
     assert [len(piece) for piece in pieces[:-1]] == [100] * (len(pieces) - 1)
     assert len(pieces) > 5
-    assert read(store) == data
+    assert read_shard(store) == data
 
 
 @pytest.mark.usefixtures("small_values")
@@ -170,7 +172,7 @@ def test_readers_see_one_publication_or_the_next(store, small_values):
 
     def keep_reading():
         while not done.is_set():
-            seen = read(store)
+            seen = read_shard(store)
             if len(seen) != 1000 or len(set(seen)) != 1:
                 problems.append(seen)
 
@@ -191,7 +193,7 @@ def test_an_evicted_part_is_said_to_be_lost(store, client):
     (key,) = client.keys("*:policy:0:0:0")
     client.delete(key)
     with pytest.raises(FailedPreconditionError, match="set its maxmemory-policy to noeviction"):
-        read(store)
+        read_shard(store)
 
 
 def test_a_batch_of_a_newer_format_is_refused(store, client):
@@ -215,7 +217,7 @@ def test_a_redis_that_is_not_there_is_unavailable(tmp_path):
         lambda: store.plan("run", 0),
         lambda: store.free("run", 0),
         lambda: store.delete_run("run"),
-        lambda: read(store),
+        lambda: read_shard(store),
     ):
         with pytest.raises(UnavailableError, match=r"Redis at .* refused; retry"):
             call()
@@ -235,10 +237,12 @@ def test_a_write_whose_answer_is_lost_leaves_nothing_visible(store, client, monk
     assert client.keys() == []
 
 
-def test_what_cannot_be_done_is_told_as_redis_tells_it(store, client):
+def test_whatever_redis_refuses_is_an_error_of_gristmill_with_its_words(store, client):
     client.lpush("{gristmill:run}:batch:0", b"not ours")
-    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
-        store.plan("run", 0)
+    for call in (store.plan, store.free, lambda run, batch: store.publish(run, batch, b"{}", sources())):
+        with pytest.raises(FailedPreconditionError, match="WRONGTYPE") as caught:
+            call("run", 0)
+        assert isinstance(caught.value.__cause__, redis.ResponseError)
 
 
 def test_a_cluster_keeps_a_batch_on_all_of_its_nodes(cluster, small_values):
@@ -246,7 +250,7 @@ def test_a_cluster_keeps_a_batch_on_all_of_its_nodes(cluster, small_values):
     data = bytes(range(250)) * 20
     store.publish("run", 0, b"{}", sources(first=data))
     store.publish("other", 0, b"other", sources())
-    assert read(store) == data
+    assert read_shard(store) == data
     assert store.plan("run", 0) == b"{}"
     for node in client.get_primaries():
         assert client.dbsize(target_nodes=node) > 5
@@ -257,3 +261,199 @@ def test_a_cluster_keeps_a_batch_on_all_of_its_nodes(cluster, small_values):
     store.delete_run("run")
     store.delete_run("other")
     assert client.dbsize(target_nodes="primaries") == 0
+
+
+class TestLeftovers:
+    def test_keys_that_cannot_be_removed_beside_another_runs_are_not_forgotten(self, store, client, monkeypatch):
+        """One thread waits for Redis in its removal while the other adds keys and fails."""
+        is_removing, goes_on, unlink = threading.Event(), threading.Event(), client.unlink
+
+        def held(*keys):
+            if threading.current_thread() is not first:
+                raise redis.ConnectionError("connection lost")
+            is_removing.set()
+            assert goes_on.wait(30)
+            return unlink(*keys)
+
+        for run in ("one", "other"):
+            store.publish(run, 0, b"{}", sources())
+        monkeypatch.setattr(client, "unlink", held)
+        first = threading.Thread(target=store.free, args=("one", 0))
+        first.start()
+        assert is_removing.wait(30)
+        with pytest.raises(UnavailableError, match="connection lost"):
+            store.free("other", 0)
+        goes_on.set()
+        first.join()
+        assert client.keys() == []
+
+    def test_what_could_not_be_removed_is_removed_by_the_next_call(self, store, client, monkeypatch):
+        def fail(*keys):
+            raise redis.ConnectionError("connection lost")
+
+        for batch in range(2):
+            store.publish("run", batch, b"{}", sources())
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "unlink", fail)
+            with pytest.raises(UnavailableError, match="connection lost"):
+                store.free("run", 0)
+        assert len(client.keys("*:shard:*")) == 6
+        store.free("run", 1)
+        assert client.keys() == []
+
+    def test_publications_that_fail_beside_others_leave_no_key(self, store, client):
+        done, problems = threading.Event(), []
+
+        def publish_and_free(run):
+            try:
+                batch = 0
+                while not done.is_set():
+                    store.publish(run, batch, b"{}", sources())
+                    store.free(run, batch)
+                    batch += 1
+            except Exception as error:  # noqa: BLE001
+                problems.append(error)
+
+        others = [threading.Thread(target=publish_and_free, args=(f"other-{number}",)) for number in range(3)]
+        for thread in others:
+            thread.start()
+        good = [Source(b"good", ShardAddress("policy", 0, rank)) for rank in range(8)]
+        for _ in range(30):
+            with pytest.raises(ValueError, match="no rows"):
+                store.publish("run", 0, b"{}", [*good, Source(b"bad!", SECOND, fails=ValueError("no rows"))])
+        done.set()
+        for thread in others:
+            thread.join()
+        store.free("run", 0)
+        assert problems == []
+        assert client.keys() == []
+
+    def test_pieces_stay_while_an_index_may_name_them(self, store, client, monkeypatch):
+        """The index was written, its answer was lost, and Redis cannot be asked."""
+        write, read = client.set, client.get
+        is_lost = threading.Event()
+
+        def set_and_lose(key, value):
+            write(key, value)
+            if ":batch:" in key:
+                is_lost.set()
+                raise redis.ConnectionError("answer lost")
+
+        def get(key):
+            if is_lost.is_set():
+                raise redis.ConnectionError("connection lost")
+            return read(key)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "set", set_and_lose)
+            patched.setattr(client, "get", get)
+            with pytest.raises(UnavailableError, match="answer lost"):
+                store.publish("run", 0, b"{}", sources())
+        store.publish("other", 0, b"{}", sources())
+        store.free("other", 0)
+        assert read_shard(store) == b"first shard", "what is visible is whole"
+        store.publish("run", 0, b"again", sources())
+        assert len(client.keys()) == 4
+        store.free("run", 0)
+        assert client.keys() == []
+
+
+class TestSweep:
+    @pytest.fixture
+    def fence(self, client):
+        return OpenFence(client)
+
+    @pytest.fixture
+    def store(self, client, fence):
+        return RedisShardStore(client, fence)
+
+    def die_publishing(self, store, batch, run="run"):
+        """Leaves what a process leaves that is killed before its index is there."""
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(store._fence, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patched.setattr(RedisShardStore, "_withdraw", lambda *_: None)
+            with pytest.raises(KeyboardInterrupt):
+                store.publish(run, batch, b"{}", sources())
+
+    def test_the_next_owner_removes_what_a_killed_publication_left(self, store, fence, client):
+        store.publish("run", 0, b"{}", sources())
+        store.publish("run:shard", 0, b"{}", sources())
+        whole = set(client.keys())
+        self.die_publishing(store, 1)
+        assert len(client.keys()) == len(whole) + 3
+        fence.claims = 2
+        store.sweep("run")
+        assert set(client.keys()) == whole
+        assert read_shard(store) == b"first shard"
+
+    def test_claims_are_those_of_the_runs_owners(self, client):
+        with ExitStack() as running:
+            owners = [RedisRunStore(client, "gristmill", 30.0) for _ in range(2)]
+            for number, owner in enumerate(owners):
+                running.callback(owner.close)
+                owner.advertise(f"grpc-{number}", f"http-{number}")
+            dead, living = (RedisShardStore(client, owner) for owner in owners)
+            log = owners[0].create("run", b"{}")
+            self.die_publishing(dead, 0)
+            dead.sweep("run")
+            living.sweep("run")
+            assert len(client.keys("*:shard:*")) == 3
+            log.close()
+            owners[1].open("run")
+            living.sweep("run")
+            assert client.keys("*:shard:*") == []
+
+    def test_who_does_not_own_the_run_writes_nothing(self, store, fence, client):
+        fence.claims = 0
+        with pytest.raises(UnavailableError, match="run 'run' is not decided by this process any more; ask again"):
+            store.publish("run", 0, b"{}", sources())
+        assert client.keys() == []
+
+    def test_nobody_removes_what_a_later_owner_writes(self, store, fence, client):
+        fence.claims = 3
+        self.die_publishing(store, 0)
+        for claims in (0, 2, 3):
+            fence.claims = claims
+            store.sweep("run")
+            assert len(client.keys()) == 3, "an owner of before may be late, and this process may be at it"
+
+    def test_a_publication_that_is_under_way_here_is_left_alone(self, store, fence, client):
+        is_writing, goes_on = threading.Event(), threading.Event()
+
+        class Slow(Source):
+            def compact(self):
+                is_writing.set()
+                assert goes_on.wait(30)
+                return super().compact()
+
+        shards = [Source(b"first shard", FIRST), Source(b"more", ShardAddress("policy", 0, 1)), Slow(b"slow", SECOND)]
+        publishing = threading.Thread(target=store.publish, args=("run", 0, b"{}", shards))
+        publishing.start()
+        assert is_writing.wait(30)
+        fence.claims = 2
+        store.sweep("run")
+        goes_on.set()
+        publishing.join()
+        assert read_shard(store) == b"first shard"
+
+    def test_a_run_whose_index_cannot_be_read_is_not_swept(self, store, fence, client):
+        store.publish("run", 0, b"{}", sources())
+        client.setrange("{gristmill:run}:batch:0", 0, b"\x02")
+        fence.claims = 2
+        before = set(client.keys())
+        with pytest.raises(FailedPreconditionError, match="upgrade it"):
+            store.sweep("run")
+        assert set(client.keys()) == before
+
+    def test_a_cluster_is_swept_on_all_of_its_nodes(self, cluster, small_values):
+        client = cluster_client(cluster)
+        store = RedisShardStore(client, fence := OpenFence(client))
+        client.flushall(target_nodes="primaries")
+        for number in range(20):
+            client.set(f"gristmill:run:shard:1-{number:x}a:plan", b"left")
+        store.publish("run", 0, b"{}", sources())
+        fence.claims = 2
+        store.sweep("run")
+        assert client.dbsize(target_nodes="primaries") == 4
+        assert read_shard(store) == b"first shard"
+        store.delete_run("run")

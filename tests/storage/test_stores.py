@@ -219,6 +219,41 @@ def test_a_full_tmpfs_refuses_the_batch_and_keeps_nothing_of_it(tmp_path):
     store.close()
 
 
+def test_what_the_operating_system_refuses_is_unavailable_and_can_be_tried_again(tmp_path, monkeypatch):
+    store = SharedMemoryShardStore(tmp_path)
+    store.publish("run", 0, b"{}", sources())
+
+    def refuse(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        patch.setattr(Path, "read_bytes", refuse)
+        for call in (
+            lambda: store.publish("run", 1, b"{}", sources()),
+            lambda: store.plan("run", 0),
+            lambda: store.free("run", 0),
+            lambda: store.delete_run("run"),
+        ):
+            with pytest.raises(UnavailableError, match="Input/output error"):
+                call()
+    assert store.plan("run", 0) == b"{}"
+    store.free("run", 0)
+    assert [path for path in store.root.rglob("*") if path.is_file()] == []
+    store.close()
+
+
+def test_a_batch_whose_files_are_gone_is_freed(tmp_path):
+    store = SharedMemoryShardStore(tmp_path)
+    store.publish("run", 0, b"{}", sources())
+    shutil.rmtree(store.root / "run-run")
+    for call in (lambda: store.plan("run", 0), lambda: next(store.read("run", 0, FIRST))):
+        with pytest.raises(NotFoundError):
+            call()
+    store.free("run", 0)
+    store.close()
+
+
 DIES = """
 import os, sys
 from pathlib import Path

@@ -8,6 +8,7 @@ from collections.abc import Collection
 
 from gristmill._wire.steps import Steps
 from gristmill.errors import NotFoundError
+from gristmill_service.storage.run_configs import check_config
 from gristmill_service.storage.run_store import CheckTable, Replay
 
 
@@ -20,10 +21,11 @@ class MemoryRunStore:
         return []
 
     def create(self, name: str, config: bytes) -> MemoryRunLog:
+        check_config(name, config)
         return MemoryRunLog(config)
 
     def open(self, name: str) -> MemoryRunLog:
-        raise NotFoundError(f"run {name!r} is kept nowhere; create it first")
+        raise NotFoundError(f"run {name!r} is not stored; create it first")
 
     def delete(self, name: str) -> None:
         pass

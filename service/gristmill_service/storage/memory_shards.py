@@ -1,4 +1,4 @@
-"""The store's in-process twin: shards as bytes in a dictionary. For tests, and for where there is no shared memory."""
+"""Shards as bytes in a dictionary of this process: for tests, and for where there is no shared memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MemoryShardStore:
         return (data[start : start + _PIECE] for start in range(0, len(data), _PIECE))
 
     def read_compact(self, run: str, batch: int, address: ShardAddress) -> None:
-        """Whole files are all that it holds."""
+        """None: this store holds whole files only."""
 
     def free(self, run: str, batch: int) -> None:
         with self._lock:
@@ -54,6 +54,9 @@ class MemoryShardStore:
         with self._lock:
             for key in [key for key in self._batches if key[0] == run]:
                 del self._batches[key]
+
+    def sweep(self, run: str) -> None:
+        """Nothing is left: it goes with its process."""
 
     def close(self) -> None:
         with self._lock:

@@ -86,7 +86,7 @@ def _columns(table: Steps) -> list[tuple[str, Any]]:
     for field in fields(table):
         column = getattr(table, field.name)
         if isinstance(column, Ragged):
-            # Rows may share values (a mask that is all ones), but what no row has is not kept.
+            # Rows may share values (a mask that is all ones); values of no row are left out.
             column = column if len(column.values) <= column.total else column.compact()
             found += [(f"{field.name}.{part}", getattr(column, part)) for part in _PARTS]
         elif column is not None:

@@ -1,20 +1,26 @@
-"""Writing shards to files, with nothing assembled in between."""
+"""Writes shards to files, with nothing assembled in between."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
 from pathlib import Path
 
 from gristmill_service.pipeline import iovec
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.storage.shard_store import ShardSource
 
-# The kernel copies without the interpreter's lock, so that a second thread prepares and writes at the same time. One
-# for all batches: more would take cores from the trainer that the service runs beside. It lives on, because a new
-# thread is waited for until it has run, which takes milliseconds where all cores are busy.
-_helper = ThreadPoolExecutor(1, "gristmill-writer")
+
+@cache
+def _helper() -> ThreadPoolExecutor:
+    """A second thread, which prepares and writes while the kernel copies for the first one.
+
+    There is one for all batches: more would take cores from the trainer that the service runs beside. It lives on,
+    because starting a thread takes milliseconds where all cores are busy.
+    """
+    return ThreadPoolExecutor(1, "gristmill-shard-writer")
 
 
 def write_shards(
@@ -22,8 +28,8 @@ def write_shards(
 ) -> dict[ShardAddress, int]:
     """Writes each shard at its address's path under `directory`; returns their sizes.
 
-    on_written: called with the bytes of each shard that is written, by either of two threads. On an error some files
-    may be there; raises one of those that `write_file` does. Nothing is written any more when it returns or raises.
+    on_written: called with the size of each shard that is written, by either of two threads. Raises as `write_file`
+    does; some files may be there then. Nothing is written any more when it returns or raises.
     """
     shards = list(shards)
     for parent in {os.path.dirname(shard.address.path) for shard in shards}:
@@ -42,7 +48,7 @@ def write_shards(
                 failed.append(shard)
                 raise
 
-    helping = _helper.submit(write)
+    helping = _helper().submit(write)
     try:
         write()
     finally:

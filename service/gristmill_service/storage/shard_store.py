@@ -1,4 +1,4 @@
-"""What a store of published batches offers; implementations pass the same test class.
+"""The contract of stores for published batches. Implementations pass the same tests.
 
 A batch is published as a whole: a reader sees its plan and all of its shards, or none of it.
 """
@@ -38,30 +38,43 @@ class ShardLocation:
 
 
 class ShardStore(Protocol):
-    """Blocking, thread-safe. Unknown batches and shards raise NotFoundError."""
+    """Blocking, thread-safe. Whoever has a run publishes and frees its batches; anybody reads them.
+
+    Every method may raise UnavailableError where the store cannot be reached or this process has the run no longer,
+    and FailedPreconditionError where the store refuses, or holds what this version does not read; no other error but
+    those that a method names. All may be tried again.
+    """
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
         """Makes a batch visible, whole, and returns the bytes that it takes here: what a run's room is counted in. On
-        an error nothing of it is left.
+        an error nothing of it stays.
 
-        Raises ResourceExhaustedError where there is no room for it now, FailedPreconditionError where there never is.
+        Raises ResourceExhaustedError where there is no room for it now, FailedPreconditionError where there never is,
+        and what a shard raises while it is laid out.
         """
 
-    def plan(self, run: str, batch: int) -> bytes: ...
+    def plan(self, run: str, batch: int) -> bytes:
+        """Raises NotFoundError where the batch is not published, or freed."""
 
-    def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation: ...
+    def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
+        """Raises NotFoundError where the batch is not published, or freed, or has no such shard."""
 
     def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
-        """The shard's bytes in order, in pieces of at most a few MiB."""
+        """The shard's bytes in order, in pieces of at most a few MiB. Raises as `locate` does; so does the iterator
+        where the batch is freed meanwhile and this store cannot read on."""
 
     def read_compact(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes] | None:
-        """The bytes of its compact form in order, or None where this store holds whole files only."""
+        """The bytes of its compact form in order, or None where this store holds whole files only. Raises as `read`."""
 
     def free(self, run: str, batch: int) -> None:
         """Removes a batch; one that is gone already is no error. Mappings that readers hold stay valid."""
 
     def delete_run(self, run: str) -> None:
         """Removes every batch of a run."""
+
+    def sweep(self, run: str) -> None:
+        """Removes what publications left that ended with their process; called after this process opened the run. It
+        may take as long as looking at all keys of the store."""
 
     def close(self) -> None:
         """Removes everything that this process published and that must not outlive it."""

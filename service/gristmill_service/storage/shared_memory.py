@@ -1,8 +1,8 @@
 """Shards as safetensors files on tmpfs, for trainer ranks to map.
 
-Owns one directory, `gristmill-<user>-<token>`, beside a lock file that this process holds for as long as it lives:
-which is how another process of the same user knows a dead one's leftovers and removes them at its start. Everything is
-readable by its owner only. Files appear by rename and are never written again.
+A process owns one directory, `gristmill-<user>-<token>`, beside a lock file that it holds for as long as it lives.
+Another process of the same user that finds the lock free removes the directory when it starts. Everything is readable
+by its owner only. Files appear by rename and are never written again.
 """
 
 from __future__ import annotations
@@ -15,10 +15,17 @@ import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
-from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError, UnavailableError
+from gristmill.errors import (
+    FailedPreconditionError,
+    GristmillError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.storage.file_names import directory_name
 from gristmill_service.storage.shard_files import write_shards
@@ -67,7 +74,8 @@ class SharedMemoryShardStore:
                     f"run {run!r}: batch {batch} does not fit into {self._root.parent}, which is full; give it "
                     "more room, or lower max_buffered_batches"
                 ) from None
-            raise
+            with _explained(partial):
+                raise
         return len(plan) + sum(sizes.values())
 
     def _check_ever_fits(self, run: str, batch: int, size: int) -> None:
@@ -80,10 +88,12 @@ class SharedMemoryShardStore:
 
     def plan(self, run: str, batch: int) -> bytes:
         self._shards(run, batch)
-        try:
-            return (self._path(run, batch) / "plan.json").read_bytes()
-        except FileNotFoundError:
-            raise _gone(run, batch) from None
+        path = self._path(run, batch) / "plan.json"
+        with _explained(path):
+            try:
+                return path.read_bytes()
+            except FileNotFoundError:
+                raise _gone(run, batch) from None
 
     def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
         size = self._shards(run, batch).get(address)
@@ -94,36 +104,42 @@ class SharedMemoryShardStore:
     def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
         path = self.locate(run, batch, address).shared_memory_path
         assert path is not None
-        try:
-            # Opened here, not at the first piece: a batch that is freed meanwhile is still read to its end.
-            file = open(path, "rb", buffering=0)  # noqa: SIM115
-        except FileNotFoundError:
-            raise _gone(run, batch) from None
+        with _explained(Path(path)):
+            try:
+                # Opened here, not at the first piece: a batch that is freed meanwhile is still read to its end.
+                file = open(path, "rb", buffering=0)  # noqa: SIM115
+            except FileNotFoundError:
+                raise _gone(run, batch) from None
         return _pieces(file)
 
     def read_compact(self, run: str, batch: int, address: ShardAddress) -> None:
-        """Whole files are all that it holds."""
+        """None: this store holds whole files only."""
 
     def free(self, run: str, batch: int) -> None:
         path = self._path(run, batch)
-        with self._lock:
-            if self._sizes.pop((run, batch), None) is None:
+        freed = path.with_name(f".{path.name}.freed-{secrets.token_hex(4)}")
+        with self._lock, _explained(path):
+            if (run, batch) not in self._sizes:
                 return
-            freed = path.with_name(f".{path.name}.freed-{secrets.token_hex(4)}")
-            path.rename(freed)
+            if path.exists():
+                path.rename(freed)
+            del self._sizes[run, batch]
         # Another thread may remove the whole run at the same time.
         shutil.rmtree(freed, ignore_errors=True)
 
     def delete_run(self, run: str) -> None:
         root = self._root / directory_name(run)
         deleted = root.with_name(f".deleted-{secrets.token_hex(8)}")
-        with self._lock:
-            for key in [key for key in self._sizes if key[0] == run]:
-                del self._sizes[key]
+        with self._lock, _explained(root):
             # Away at once, so that a new run of the name starts with nothing.
             if root.exists():
                 root.rename(deleted)
+            for key in [key for key in self._sizes if key[0] == run]:
+                del self._sizes[key]
         shutil.rmtree(deleted, ignore_errors=True)
+
+    def sweep(self, run: str) -> None:
+        """Nothing is left: the next process removes all files of a dead one when it starts."""
 
     def close(self) -> None:
         with self._lock:
@@ -207,6 +223,19 @@ def _pieces(file: FileIO) -> Iterator[bytes]:
     with file:
         while piece := file.read(_PIECE):
             yield piece
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turns the operating system's errors into UnavailableError, naming the file and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, GristmillError):
+            raise
+        raise UnavailableError(
+            f"shared memory cannot be used: {path}: {error.strerror}; see that its directory is there and this user's"
+        ) from error
 
 
 def _gone(run: str, batch: int) -> NotFoundError:

@@ -12,8 +12,8 @@ from gristmill.errors import UnavailableError
 
 _log = structlog.get_logger(__name__)
 
-# Less free room than this (or than a part of a small file system) counts as full, so that whoever waits for room is not
-# told that there is some.
+# Less free room than this (or than a part of a small file system) counts as full, so that a little room that comes and
+# goes does not look like an end of it.
 _LEAST_FREE, _LEAST_PART = 16 << 20, 8
 _RESERVE_BYTES = 1 << 20
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from gristmill.errors import UnavailableError
 
 
-class OpenFile:
+class OpenFile(AbstractContextManager[int]):
     """Owns a descriptor and counts its users. Thread-safe.
 
     The system gives the number of a closed file to the next file that is opened, which may be another run's. So a
@@ -20,25 +19,29 @@ class OpenFile:
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
+        # Guards what follows.
         self._lock = threading.Lock()
         self._users = 0
         self._is_closed = False
 
-    @contextmanager
-    def use(self) -> Iterator[int]:
-        """Yields the descriptor. Raises UnavailableError where `close` was called before."""
+    def use(self) -> AbstractContextManager[int]:
+        """A context with the descriptor, which many may enter. Entering raises UnavailableError after `close`."""
+        # Itself, as every append enters it: a generator would take as long as a small record's write.
+        return self
+
+    def __enter__(self) -> int:
         with self._lock:
             if self._is_closed:
                 raise closed_error(self._path.parent)
             self._users += 1
-        try:
-            yield self._descriptor
-        finally:
-            with self._lock:
-                self._users -= 1
-                is_last = self._is_closed and not self._users
-            if is_last:
-                os.close(self._descriptor)
+        return self._descriptor
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            is_last = self._is_closed and not self._users
+        if is_last:
+            os.close(self._descriptor)
 
     def close(self) -> None:
         """Nobody can begin to use the file any more. A second call does nothing."""

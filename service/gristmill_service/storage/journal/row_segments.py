@@ -67,18 +67,16 @@ class RowSegments:
         self._has_new_file = self._is_closed = False
 
     def put(self, table: Steps) -> tuple[int, Steps]:
-        """Raises UnavailableError; nothing of the table is stored then. A put that `close` overtakes is finished."""
+        """Raises UnavailableError; nothing of the table is stored then. A write that `close` overtakes is finished."""
         encoded = row_tables.encode(table)
-        with ExitStack() as using:
-            with self._lock:
-                number, segment, start = self._reserve(_HEADER.size + encoded.size)
-                descriptor = using.enter_context(segment.file.use())
-            try:
-                with explained(segment.path):
-                    write_at(descriptor, [_header(encoded.size), *encoded.buffers], start)
-            except BaseException:
-                self.remove([number])
-                raise
+        with self._lock:
+            number, segment, start = self._reserve(_HEADER.size + encoded.size)
+        try:
+            with segment.file.use() as descriptor, explained(segment.path):
+                write_at(descriptor, [_header(encoded.size), *encoded.buffers], start)
+        except BaseException:
+            self.remove([number])
+            raise
         segment.is_dirty = True
         return number, _view(segment, start)
 

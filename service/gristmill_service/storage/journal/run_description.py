@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from gristmill.errors import InvalidArgumentError
+from gristmill_service.storage.run_configs import check_config
 
 _FORMAT = 1
 FILE_NAME = "run.json"
@@ -22,15 +22,7 @@ class RunDescription(NamedTuple):
 
 def new_description(name: str, config: bytes) -> bytes:
     """The file of a new run. Raises InvalidArgumentError for a configuration that could not be read again."""
-    try:
-        # The one refuses integers beyond 64 bits, which the other would read as something else.
-        orjson.dumps(json.loads(config))
-        orjson.loads(config)
-    except (ValueError, TypeError) as error:
-        raise InvalidArgumentError(
-            f"run {name!r}: its configuration cannot be stored as JSON: {error}; integers have at most 64 bits, and "
-            "numbers are finite"
-        ) from None
+    check_config(name, config)
     description = {"format": _FORMAT, "run": name, "id": uuid.uuid4().hex, "config": orjson.Fragment(config)}
     return orjson.dumps(description) + b"\n"
 
@@ -58,7 +50,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = orjson.loads((path / FILE_NAME).read_bytes())
         is_whole = isinstance(found["format"], int) and isinstance(found["run"], str)
-        # A newer format may keep the rest elsewhere.
+        # A newer format may have the rest elsewhere.
         is_whole &= found["format"] > _FORMAT or (isinstance(found["id"], str) and "config" in found)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidArgumentError(

@@ -23,7 +23,6 @@ from weakref import WeakValueDictionary
 from gristmill.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
-    GristmillError,
     InvalidArgumentError,
     NotFoundError,
 )
@@ -124,9 +123,9 @@ class JournalRunStore:
             raise AlreadyExistsError(f"run {name!r} exists in {self._directory}")
 
     def _path(self, name: str) -> Path:
-        path = self._directory / directory_name(name)
-        # As `names` calls a run of a long name whose description is damaged.
-        return self._directory / name if is_hash_name(name) and not path.exists() else path
+        # A damaged run of a long name goes by its directory's name.
+        damaged = self._directory / name if is_hash_name(name) else None
+        return damaged if damaged and damaged.exists() else self._directory / directory_name(name)
 
 
 def _locked(directory: Path) -> OpenFile:
@@ -171,6 +170,7 @@ def _name_of(path: Path) -> str | None:
     if not is_hash_name(path.name):
         return run_name(path.name)
     try:
-        return described_name(path)
-    except GristmillError:
+        name = described_name(path)
+    except InvalidArgumentError:
         return path.name
+    return name if directory_name(name) == path.name else path.name

@@ -69,7 +69,7 @@ class RedisRunLog:
         self.owned_until = 0.0
         self.on_close: Callable[[], None] = lambda: None
         self._client, self._scripts, self._keys, self._row_keys = client, scripts, keys, row_keys
-        self._claim, self._health = claim, health
+        self.claim, self._health = claim, health
         self._numbers = itertools.count(claim << 32)
         self._sizes: dict[int, int] = {}
         self._sizes_lock = threading.Lock()
@@ -205,7 +205,7 @@ class RedisRunLog:
 
     def _sweep(self, kept: set[int]) -> None:
         try:
-            count = row_values.sweep(self._client, self._row_keys, kept, self._claim)
+            count = row_values.sweep(self._client, self._row_keys, kept, self.claim)
             if count:
                 _log.info("orphaned rows removed", run=self._keys.log, values=count)
         except Exception as error:  # noqa: BLE001 - what is left goes with the run

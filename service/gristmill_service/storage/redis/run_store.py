@@ -22,6 +22,7 @@ from gristmill_service.storage.redis.row_values import RowKeys, remove_all
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.scripts import ControlKeys, Owner, Scripts
 from gristmill_service.storage.redis.server_health import Health
+from gristmill_service.storage.run_configs import check_config
 from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
 
 _log = structlog.get_logger(__name__)
@@ -75,6 +76,7 @@ class RedisRunStore:
             return sorted(name.decode() for name in cast(set[bytes], self._client.smembers(self._runs)))
 
     def create(self, name: str, config: bytes) -> RedisRunLog:
+        check_config(name, config)
         description = _Description(_FORMAT, secrets.token_hex(8), config.decode())
         with translated(self._client):
             # Named first: a name without a run is nothing, a run without a name would be forgotten.
@@ -136,6 +138,12 @@ class RedisRunStore:
             remove_all(self._client, self._prefix, name)
             self._scripts.forget(keys)
             self._client.srem(self._runs, name)
+
+    def claim(self, run: str) -> int:
+        """See `gristmill_service.storage.redis.shard_store.Fence`."""
+        with self._lock:
+            book = self._books.get(run)
+        return 0 if book is None else book.claim
 
     def replace(self, run: str, key: str, value: bytes) -> bytes:
         """See `gristmill_service.storage.redis.shard_store.Fence`."""

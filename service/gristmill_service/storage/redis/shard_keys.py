@@ -15,7 +15,7 @@ class ShardKeys:
         self._run = f"{prefix}:{quote(run, safe='')}"
 
     def index(self, batch: int) -> str:
-        """What makes a batch visible; beside the keys that say whose the run is."""
+        """The key that makes a batch visible; it is in the slot of the keys that say whose the run is."""
         return f"{{{self._run}}}:batch:{batch}"
 
     def plan(self, nonce: str) -> str:
@@ -24,8 +24,24 @@ class ShardKeys:
     def piece(self, nonce: str, address: ShardAddress, number: int) -> str:
         return f"{self._run}:shard:{nonce}:{address.model}:{address.mini_batch}:{address.rank}:{number}"
 
+    def batch_of(self, index: bytes) -> int:
+        """The batch of an index's key."""
+        return int(index.rpartition(b":")[2])
+
+    def nonce_of(self, piece: bytes) -> str:
+        """The publication of a key that `pieces` matches."""
+        return piece.removeprefix(f"{self._run}:shard:".encode()).partition(b":")[0].decode()
+
     @property
-    def patterns(self) -> tuple[str, str]:
-        """What SCAN finds all of the run's keys by: first what makes batches visible, then what they are made of."""
-        run = re.sub(r"([*?\[\]^\\])", r"\\\1", self._run)
-        return f"{{{run}}}:batch:*", f"{run}:shard:*"
+    def indexes(self) -> str:
+        """The pattern by which SCAN finds what makes batches visible."""
+        return f"{{{self._escaped}}}:batch:*"
+
+    @property
+    def pieces(self) -> str:
+        """The pattern by which SCAN finds what batches are made of."""
+        return f"{self._escaped}:shard:*"
+
+    @property
+    def _escaped(self) -> str:
+        return re.sub(r"([*?\[\]^\\])", r"\\\1", self._run)
