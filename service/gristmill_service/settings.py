@@ -87,7 +87,9 @@ class Settings(BaseSettings):
     shutdown_grace_s: float = Field(
         30.0, ge=0, description="Seconds that SIGTERM leaves for batches being sealed and calls being answered."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="The least level that is told.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="The least level that is logged."
+    )
     log_format: Literal["human", "json"] = Field("human", description="human, or json: one object a line.")
     announce: Path | None = Field(
         None, description="A file that gets the chosen addresses as JSON once ready, and goes at shutdown."

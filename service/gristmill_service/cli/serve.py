@@ -1,4 +1,4 @@
-"""`gristmill serve`: one service in one process, from flags to exit status. Imports what is heavy only when it runs."""
+"""`gristmill serve`: one service in one process, from flags to exit status. The service is imported when it runs."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _stop_asked() -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def _announced(service: Service, path: Path | None) -> Iterator[None]:
-    """The file with the addresses, whole from the moment it exists, and there only while the service is."""
+    """Writes the addresses to a file, whole from the moment it exists, and removes it at the end."""
     if path is None:
         yield
         return
