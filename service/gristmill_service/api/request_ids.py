@@ -22,7 +22,7 @@ _current: ContextVar[str] = ContextVar("gristmill_request_id", default="")
 
 
 def begin(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """Takes the id of a call from its metadata, or makes one. It is current until the next call of the thread or task."""
+    """Takes a call's id from its metadata, or makes one. It is current until the next call of the thread or task."""
     found = ""
     for key, value in metadata:
         if key == HEADER:
