@@ -94,7 +94,7 @@ def test_the_fill_is_recorded_only_where_something_scales_by_it(mode: str, recor
         ((*REDIS, "--set", "redis.bundled.storage=24GB"), "storage"),
         ((*REDIS, "--set", "autoscaling.target=70%"), "target"),
         (("--set", "redis.bundled.enabled=true,redis.passwordSecret=My_Secret"), "passwordSecret"),
-        ((*REDIS, "--set-json", 'podLabels={"app.kubernetes.io/name":"mine"}'), "podLabels"),
+        ((*REDIS, "--set-json", 'podLabels={"app.kubernetes.io/name":"mine"}'), "invalid propertyName 'app"),
     ],
 )
 def test_values_that_would_not_do_what_they_say_are_refused(flags: tuple[str, ...], told: str) -> None:
