@@ -24,7 +24,7 @@ _EVERYWHERE = ("0.0.0.0:", "[::]:", "unix:")
 
 
 class Settings(BaseSettings):
-    """How the process serves. Nothing listens wider than this machine unless an address says so.
+    """The settings of a process that serves. Nothing listens wider than this machine unless an address says so.
 
     A setting that is not an argument is taken from the environment, else from the file that `config_file` names. Other
     variables with the prefix are left alone: Kubernetes sets some of its own after the name of a service.

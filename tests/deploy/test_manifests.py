@@ -103,7 +103,7 @@ def test_values_take_settings_that_exist() -> None:
 
 
 def pins() -> dict[str, Requirement]:
-    """What the image installs, by its name."""
+    """The packages that the image installs, by name."""
     lines = (DEPLOY / "requirements.txt").read_text(encoding="utf-8").splitlines()
     return {canonicalize_name(pin.name): pin for pin in (Requirement(line) for line in lines if line[0] != "#")}
 

@@ -1,4 +1,4 @@
-"""What handlers depend on: the backend, the run that the path names, and whether the caller has gone.
+"""Dependencies of the handlers: the backend, the run that the path names, and whether the caller has gone.
 
 Also the middleware that gives each request its id, and its span while calls are traced.
 """
