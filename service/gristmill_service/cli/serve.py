@@ -39,7 +39,7 @@ def _flag(name: str, field: FieldInfo) -> Parameter:
     default = "" if value is None else f" [default: {value}]"
     choices = "|".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else None
     option = typer.Option(help=f"{field.description}{default}", metavar=choices)
-    typed: Any = kind if kind in (int, float, Path) else str
+    typed: Any = kind if kind in (bool, int, float, Path) else str
     annotation = Annotated[typed | None, option]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
