@@ -34,7 +34,7 @@ def resources(text: str) -> list[dict[str, Any]]:
 
 
 def schema_errors(resource: dict[str, Any]) -> Iterator[str]:
-    """What the schemas refuse, unknown fields too."""
+    """Yields what the schemas refuse, unknown fields too."""
     custom = json.loads(CUSTOM.read_text(encoding="utf-8"))
     if resource["kind"] in custom["kinds"]:
         schema = {**custom["kinds"][resource["kind"]], "$defs": custom["$defs"]}
@@ -51,7 +51,7 @@ def schema_errors(resource: dict[str, Any]) -> Iterator[str]:
 
 
 def restricted_errors(resource: dict[str, Any]) -> Iterator[str]:
-    """What the restricted profile of pod security refuses, and a root that may be written, which we refuse."""
+    """Yields what the restricted profile of pod security refuses, and a root that may be written, which we refuse."""
     pod = resource["spec"] if resource["kind"] == "Pod" else resource.get("spec", {}).get("template", {}).get("spec")
     if pod is None:
         return

@@ -1,4 +1,4 @@
-"""What the README shows is run here, word for word but for the address."""
+"""The README's examples are run here, word for word but for the address."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""How the process logs: structlog in front, also for what the libraries log, one line an event on standard error."""
+"""The process' log: structlog, through which libraries log too, one line an event on standard error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gristmill_service.api import request_ids
 
 
 def configure_logs(level: str, form: str) -> None:
-    """`form` is human or json."""
+    """Logs from this level on, in the form human or json."""
     shared: list[Any] = [
         _add_ids,
         structlog.contextvars.merge_contextvars,
@@ -44,14 +44,14 @@ def configure_logs(level: str, form: str) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
-    # Uvicorn tells of its start and stop, which the service does itself.
+    # Uvicorn would log its start and stop, which the service logs itself.
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))
-    # It would tell of every request that is passed on.
+    # httpx would log every request that is passed on to another replica.
     logging.getLogger("httpx").setLevel(max(logging.WARNING, root.level))
 
 
 def _add_ids(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Those of the call in which this happens, and of its trace, where there are any."""
+    """Adds the ids of the call that is being answered and of its trace, where there are any."""
     for name, found in (("request_id", request_ids.current()), ("trace_id", tracing.trace_id())):
         if found:
             event.setdefault(name, found)

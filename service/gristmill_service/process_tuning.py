@@ -1,6 +1,6 @@
-"""What the serving process is told of itself: how it keeps memory, and how its threads share the interpreter.
+"""Tuning of the serving process: how it keeps memory, and how its threads share the interpreter.
 
-Measured effects are in docs/performance.md. Nothing here changes a result.
+docs/performance.md has the effects that were measured. Nothing here changes a result.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _GC_THRESHOLDS = (50_000, 20, 50)
 
 
 def tune_process() -> None:
-    """For a process that serves. Where the C library is another than glibc, memory is kept as that does."""
+    """Tunes this process to serve. Memory is tuned with glibc alone: other C libraries have no `mallopt`."""
     _reuse_memory()
-    # A thread that computes gives way to one that answers sooner than after Python's 5 ms.
+    # A thread that computes gives way to one that answers after 0.5 ms instead of Python's 5.
     sys.setswitchinterval(_SWITCH_S)
     # Every row is a few small tuples that live until their batch is freed: collecting would look at them again and
     # again, and there is nothing to find. What was imported is never garbage.
@@ -30,8 +30,11 @@ def tune_process() -> None:
 
 
 def _reuse_memory() -> None:
-    """Messages of megabytes come and go. By default glibc gives each back to the system, and the next one's pages have
-    to be made and cleared anew, which takes longer than to fill them; with an arena a thread, each keeps its own."""
+    """Has glibc keep the memory of freed messages.
+
+    Messages of megabytes come and go. By default glibc gives each back to the system, so that the next one's pages are
+    made and cleared anew, which takes longer than filling them. With an arena a thread, each thread would keep its own.
+    """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):

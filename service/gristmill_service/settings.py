@@ -24,7 +24,7 @@ _EVERYWHERE = ("0.0.0.0:", "[::]:", "unix:")
 
 
 class Settings(BaseSettings):
-    """How the process serves. Nothing listens wider than this machine unless an address says so.
+    """The settings of a process that serves. Nothing listens wider than this machine unless an address says so.
 
     A setting that is not an argument is taken from the environment, else from the file that `config_file` names. Other
     variables with the prefix are left alone: Kubernetes sets some of its own after the name of a service.
@@ -87,7 +87,9 @@ class Settings(BaseSettings):
     shutdown_grace_s: float = Field(
         30.0, ge=0, description="Seconds that SIGTERM leaves for batches being sealed and calls being answered."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="The least level that is told.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="The least level that is logged."
+    )
     log_format: Literal["human", "json"] = Field("human", description="human, or json: one object a line.")
     announce: Path | None = Field(
         None, description="A file that gets the chosen addresses as JSON once ready, and goes at shutdown."

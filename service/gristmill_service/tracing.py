@@ -1,7 +1,8 @@
-"""Traces over OTLP, where OpenTelemetry's own variables name an endpoint. Where they do not, nothing of it is imported.
+"""Traces over OTLP where OpenTelemetry's variables name an endpoint. Where none does, its SDK is not imported.
 
-A span a call, in the trace that the caller's W3C `traceparent` names; a span a batch that is made, with its stages in
-it, linked to the call that completed the batch.
+Each call is a span in the trace that the caller's W3C `traceparent` names. Each batch that is made is a trace of its
+own, with its stages as spans, linked to the call that completed the batch. docs/decisions/0009 says why OpenTelemetry's
+instrumentation of gRPC and ASGI is not used.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from gristmill.errors import InvalidArgumentError
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _EXPORTER = "opentelemetry.exporter.otlp.proto.grpc"
-# What waits to be exported at the end gets this long; a collector that is away must not hold a shutdown up.
+# How long the last export may take; a collector that is away must not hold a shutdown up.
 _FLUSH_MS = 2_000
 
 _tracer: Any = None
-# Of each batch that waits to be made, the span of the call that sealed it.
+# By run and batch: the span of the call that sealed the batch, until the batch is made.
 _sealed_in: dict[tuple[str, int], Any] = {}
 
 
 def configure_tracing(environment: Mapping[str, str] = os.environ) -> Callable[[], None]:
-    """Traces from now on, where that is configured. Returns what ends it.
+    """Begins to trace where that is configured. Returns a function that ends it.
 
-    Raises InvalidArgumentError where it is configured and cannot be done.
+    Raises InvalidArgumentError where it is configured and cannot work.
     """
     global _tracer
     name = next((name for name in _ENDPOINTS if environment.get(name)), None)
@@ -55,7 +56,7 @@ def is_on() -> bool:
 
 
 def span(name: str, **attributes: str | int) -> AbstractContextManager[Any]:
-    """What happens within it is a part of what happens now."""
+    """A span within the current one; nothing where tracing is off."""
     if _tracer is None:
         return nullcontext()
     found: AbstractContextManager[Any] = _tracer.start_as_current_span(name, attributes=_named(attributes))
@@ -63,8 +64,10 @@ def span(name: str, **attributes: str | int) -> AbstractContextManager[Any]:
 
 
 def call_span(name: str, metadata: Iterable[tuple[str, str | bytes]], **attributes: str | int) -> Any:
-    """A span of a call that came with this metadata, in its caller's trace; not the current one yet. Only while
-    tracing is on."""
+    """Begins the span of a call that came with this metadata, in its caller's trace.
+
+    It is not the current span yet. May be called only while tracing is on.
+    """
     from opentelemetry.trace import SpanKind
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -74,7 +77,7 @@ def call_span(name: str, metadata: Iterable[tuple[str, str | bytes]], **attribut
 
 
 def within(call: Any) -> AbstractContextManager[Any]:
-    """Makes a call's span the current one, and ends it."""
+    """Makes a call's span the current one within the block, and ends it after."""
     from opentelemetry.trace import use_span
 
     return use_span(call, end_on_exit=True, record_exception=False, set_status_on_exception=False)
@@ -87,7 +90,7 @@ def fail(call: Any, reason: str) -> None:
 
 
 def sealed(run: str, batch: int) -> None:
-    """Remembers in which call the batch was sealed."""
+    """Remembers the current call as the one that sealed the batch."""
     if _tracer is not None:
         from opentelemetry.trace import get_current_span
 
@@ -95,7 +98,7 @@ def sealed(run: str, batch: int) -> None:
 
 
 def making_span(run: str, batch: int) -> AbstractContextManager[Any]:
-    """Around the making of a batch: a trace of its own, for rows of many calls come together in it."""
+    """The span of a batch that is made, in a trace of its own: rows of many calls come together in it."""
     if _tracer is None:
         return nullcontext()
     from opentelemetry.trace import Link
@@ -108,7 +111,7 @@ def making_span(run: str, batch: int) -> AbstractContextManager[Any]:
 
 
 def carried() -> dict[str, str]:
-    """Metadata that puts a call that is passed on into the trace of this one."""
+    """The metadata by which a call that is passed on stays in the trace of this one."""
     if _tracer is None:
         return {}
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -119,7 +122,7 @@ def carried() -> dict[str, str]:
 
 
 def trace_id() -> str:
-    """Of what happens now; empty where nothing is traced."""
+    """The id of the current trace; empty where there is none."""
     if _tracer is None:
         return ""
     from opentelemetry.trace import format_trace_id, get_current_span
@@ -137,7 +140,7 @@ def _exports_none(environment: Mapping[str, str]) -> bool:
 
 
 def _check(name: str, environment: Mapping[str, str]) -> None:
-    """Raises InvalidArgumentError where the endpoint that this variable names cannot be exported to."""
+    """Raises InvalidArgumentError where traces cannot be exported to the endpoint that this variable names."""
     for protocol in _PROTOCOLS:
         if environment.get(protocol, "grpc") not in ("", "grpc"):
             raise InvalidArgumentError(

@@ -33,7 +33,7 @@ EVENT = os.urandom(300)
 """About what a submitted turn takes of the log."""
 GROUPS, ROUNDS, APPENDS = (1, 64), 7, 50
 ZIPF = 1.2
-"""Of token ids that are as uneven as a language's; the workloads draw them evenly, which nothing compresses."""
+"""The exponent of token ids as uneven as a language's; the workloads draw them evenly, which nothing compresses."""
 
 T = TypeVar("T")
 Append = Callable[[list[bytes]], None]

@@ -1,4 +1,4 @@
-"""Where submission's time goes: flame graphs of client and service, by py-spy, into build/profiles.
+"""Flame graphs of submission, of client and service, by py-spy, into build/profiles.
 
 `pip install py-spy` first. `python -m tests.bench.flame` records all; with KIND ADDRESS it is the client that submits
 again and again until it is ended. Frames are functions with their files below the project or the environment.
@@ -19,7 +19,7 @@ from tests.bench.submit import LONG, LONG_ROWS, TURNS, _config, _delete, _submit
 
 PROFILES = Path("build/profiles")
 SECONDS, RATE = 12, 250
-"""Of recording, and samples a second."""
+"""The length of a recording, and samples a second."""
 _PATH = re.compile(r"/[\w./+-]*/(?=(?:gristmill|gristmill_service|tests|grpc|numpy)/|[\w.-]+\.py|py-spy)")
 
 

@@ -91,6 +91,10 @@ def test_the_fill_is_recorded_only_where_something_scales_by_it(mode: str, recor
         ((*REDIS, "--set", "settings.log_format=jsn"), "log_format"),
         ((*REDIS, "--set", "disruptionBudget.maxUnavailable=150%"), "maxUnavailable"),
         ((*REDIS, "--set", "monitoring.runbookUrl=docs/runbook.md"), "runbookUrl"),
+        ((*REDIS, "--set", "redis.bundled.storage=24GB"), "storage"),
+        ((*REDIS, "--set", "autoscaling.target=70%"), "target"),
+        (("--set", "redis.bundled.enabled=true,redis.passwordSecret=My_Secret"), "passwordSecret"),
+        ((*REDIS, "--set-json", 'podLabels={"app.kubernetes.io/name":"mine"}'), "invalid propertyName 'app"),
     ],
 )
 def test_values_that_would_not_do_what_they_say_are_refused(flags: tuple[str, ...], told: str) -> None:
@@ -98,7 +102,14 @@ def test_values_that_would_not_do_what_they_say_are_refused(flags: tuple[str, ..
 
 
 @pytest.mark.parametrize(
-    "flags", [OWN_REDIS, ("--set", "redis.url=redis://a:6379/0,networkPolicy.enabled=false"), REDIS]
+    "flags",
+    [
+        OWN_REDIS,
+        ("--set", "redis.url=redis://a:6379/0,networkPolicy.enabled=false"),
+        REDIS,
+        (*REDIS, "--set", "redis.bundled.storage=1.5Ti", "--set-json", 'podLabels={"team":"a"}'),
+        ("--set", "store=journal,replicas=1,journal.size=500G"),
+    ],
 )
 def test_values_that_do_are_rendered(flags: tuple[str, ...]) -> None:
     assert only(render(*flags), "StatefulSet", "gristmill")

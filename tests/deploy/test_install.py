@@ -44,7 +44,7 @@ def pip(*arguments):
 
 @pytest.fixture(scope="module")
 def tree():
-    """What the image has of Python's: installed, and then without a bit that allows to write."""
+    """The image's Python packages: installed, and then without a bit that allows to write."""
     if os.geteuid() != 0:
         pytest.skip("only root can start the service as another user")
     directory = Path(tempfile.mkdtemp(prefix="gristmill-image-"))

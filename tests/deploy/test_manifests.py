@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-from importlib.metadata import requires
+import tomllib
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from gristmill_service.settings import Settings
 from tests.deploy.charts import CHART, DEPLOY, EXAMPLES, ROOT, only, pod, validate
@@ -99,17 +102,32 @@ def test_values_take_settings_that_exist() -> None:
         assert property_.get("enum") == described[name].get("enum"), name
 
 
-def test_the_images_requirements_satisfy_the_package() -> None:
-    pins = {}
-    for line in (DEPLOY / "requirements.txt").read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            name, _, version = line.partition("==")
-            pins[name.lower().replace("_", "-")] = version
-    assert all(pins.values())
-    assert "torch" not in pins
-    for wanted in map(Requirement, requires("gristmill") or []):
-        if wanted.marker is None or any(wanted.marker.evaluate({"extra": extra}) for extra in ("service", "otel")):
-            assert wanted.specifier.contains(pins[wanted.name.lower().replace("_", "-")]), wanted
+def pins() -> dict[str, Requirement]:
+    """The packages that the image installs, by name."""
+    lines = (DEPLOY / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    return {canonicalize_name(pin.name): pin for pin in (Requirement(line) for line in lines if line[0] != "#")}
+
+
+def test_the_images_requirements_are_exact_and_satisfy_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    assert "torch" not in pins()
+    for wanted in map(Requirement, [*project["dependencies"], *extras["service"], *extras["otel"]]):
+        (exact,) = pins()[canonicalize_name(wanted.name)].specifier
+        assert exact.operator == "=="
+        assert wanted.specifier.contains(exact.version), wanted
+
+
+@pytest.mark.parametrize("version", ["3.11.0", "3.11.9", "3.12.0", "3.13.0"])
+def test_the_images_requirements_are_complete(version: str) -> None:
+    environment = {"extra": "", "python_full_version": version, "python_version": version.rpartition(".")[0]}
+    for name, pin in pins().items():
+        if pin.marker is None or pin.marker.evaluate(environment):
+            # One for another Python than this is not installed here.
+            with suppress(PackageNotFoundError):
+                for wanted in map(Requirement, requires(name) or []):
+                    if wanted.marker is None or wanted.marker.evaluate(environment):
+                        assert canonicalize_name(wanted.name) in pins(), f"{name} needs {wanted}"
 
 
 def test_the_documentation_tells_every_value() -> None:

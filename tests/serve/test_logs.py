@@ -1,4 +1,4 @@
-"""What the log tells, and how a row is followed through it from the id of the request that brought it."""
+"""The log: what it has, and how a row is followed through it from the id of the request that brought it."""
 
 from __future__ import annotations
 

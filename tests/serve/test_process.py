@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import gristmill
+from gristmill_service.settings import Settings
 from tests.api.doors import CONFIG, Door, GrpcDoor, HttpDoor, Refused, group, row
 from tests.serving import ServiceProcess, StartService
 
@@ -61,8 +62,10 @@ def test_shutting_down_finishes_what_is_sealed_and_answers_who_waits(service_pro
     ):
         door.create("run", {**CONFIG, "train_batch_size": 64, "policy_mini_batch_size": 32})
         answers = [pool.submit(one.batch, "run", 5, 20.0) for one in (door, http)]
+        until = time.monotonic() + 20
         while "gristmill_waiting_calls 2.0" not in http.client.get("/metrics").text:
-            pass
+            assert time.monotonic() < until, "nobody waits"
+            time.sleep(0.02)
         # The last of these rows completes a batch that takes a moment to make.
         long = list(range(1, 20_000))
         for number in range(64):
@@ -87,6 +90,7 @@ def test_a_second_signal_ends_it_at_once(service_process: ServiceProcess) -> Non
         start = time.monotonic()
         while service_process.process.poll() is None and time.monotonic() - start < 10:
             service_process.process.send_signal(signal.SIGTERM)
+            time.sleep(0.01)
         assert service_process.process.wait(timeout=10) == 128 + signal.SIGTERM
 
 
@@ -159,6 +163,14 @@ def test_help_shows_what_a_setting_may_be() -> None:
     told = serve("--help").stdout
     for flag in ("--store shared_memory|memory|redis", "--log-level debug|info|warning|error"):
         assert flag in told
+
+
+def test_every_setting_has_a_flag_that_says_what_it_is_for() -> None:
+    told = " ".join(serve("--help").stdout.split())
+    for name, field in Settings.model_fields.items():
+        assert f"--{name.replace('_', '-')} " in told
+        assert field.description is not None
+        assert field.description.replace(" ", "") in told.replace(" ", ""), name
 
 
 def test_the_command_tells_its_version() -> None:

@@ -31,7 +31,7 @@ TRACE, PARENT = CALLER.split("-")[1:3]
 
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    """Where services that are started from now on send their traces, soon."""
+    """A collector to which services that are started from now on send their traces, soon."""
     with closing(Collector()) as found:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", found.endpoint)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")

@@ -1,6 +1,6 @@
-"""The id of the call that is being answered: its caller's own where that is one, else made here.
+"""The id of the call that is being answered: the caller's where it sends a valid one, else one that is made here.
 
-It goes back to the caller, on to the process that decides for the run, and into every line that is logged meanwhile.
+It is sent back to the caller, passed on to the run's owner, and added to every line that is logged meanwhile.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 
 HEADER = "x-request-id"
-"""Of gRPC metadata and of HTTP."""
+"""The name in gRPC metadata and among HTTP headers."""
 
-# What stays one word in a log, a header and a shell.
+# One word in a log, a header and a shell.
 _VALID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _MINE, _numbers = secrets.token_hex(4), itertools.count(1)
 
@@ -22,7 +22,7 @@ _current: ContextVar[str] = ContextVar("gristmill_request_id", default="")
 
 
 def begin(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """The id of a call that came with this metadata; it is the current one until the thread's, or task's, next call."""
+    """Takes a call's id from its metadata, or makes one. It is current until the next call of the thread or task."""
     found = ""
     for key, value in metadata:
         if key == HEADER:
@@ -34,5 +34,5 @@ def begin(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 
 
 def current() -> str:
-    """Empty where no call is being answered."""
+    """The id of the call that is being answered; empty outside of calls."""
     return _current.get()

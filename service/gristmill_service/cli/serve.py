@@ -1,4 +1,4 @@
-"""`gristmill serve`: one service in one process, from flags to exit status. Imports what is heavy only when it runs."""
+"""`gristmill serve`: one service in one process, from flags to exit status. The service is imported when it runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _flag(name: str, field: FieldInfo) -> Parameter:
     default = "" if value is None else f" [default: {value}]"
     choices = "|".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else None
     option = typer.Option(help=f"{field.description}{default}", metavar=choices)
-    typed: Any = kind if kind in (int, float, Path) else str
+    typed: Any = kind if kind in (bool, int, float, Path) else str
     annotation = Annotated[typed | None, option]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
@@ -137,7 +137,7 @@ def _stop_asked() -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def _announced(service: Service, path: Path | None) -> Iterator[None]:
-    """The file with the addresses, whole from the moment it exists, and there only while the service is."""
+    """Writes the addresses to a file, whole from the moment it exists, and removes it at the end."""
     if path is None:
         yield
         return

@@ -1,6 +1,7 @@
-"""How handlers reach what they work on: the backend, the run named in the path, and whether the caller has gone.
+"""Dependencies of the handlers: the backend, the run that the path names, and whether the caller has gone.
 
-And how each request gets its id, and its span while calls are traced."""
+Also the middleware that gives each request its id, and its span while calls are traced.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ RunDep = Annotated[Run, Depends(_run)]
 
 
 class RequestIds:
-    """ASGI middleware: every answer tells the id of its request."""
+    """ASGI middleware that gives each request an id, and its answer the same."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -42,16 +43,16 @@ class RequestIds:
             return
         found = request_ids.begin((name.decode("latin-1"), value) for name, value in scope["headers"])
 
-        async def told(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # In place of the same one of a process that the request was passed on to.
+                # Replaces the header of a process that the request was passed on to.
                 MutableHeaders(scope=message)[request_ids.HEADER] = found
             await send(message)
 
         if tracing.is_on() and scope["path"].startswith("/v1/"):
-            await self._traced(scope, receive, told)
+            await self._traced(scope, receive, send_with_id)
         else:
-            await self._app(scope, receive, told)
+            await self._app(scope, receive, send_with_id)
 
     async def _traced(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])

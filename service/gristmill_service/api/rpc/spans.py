@@ -1,4 +1,4 @@
-"""Spans around gRPC calls; put there only while tracing is on."""
+"""Spans around gRPC calls. The interceptor uses them only while tracing is on."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import grpc
 from gristmill_service import tracing
 from gristmill_service.api import request_ids
 
-_TOLD = ("run", "batch", "mini_batch", "rank")
+_ATTRIBUTES = ("run", "batch", "mini_batch", "rank")
 
 
 def spanned(path: str, answer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """`answer` of a call that has one answer."""
+    """Puts a span around a handler that returns one answer."""
 
     def within_span(request: Any, context: grpc.ServicerContext) -> Any:
         call = _begin(path, request, context)
@@ -28,8 +28,10 @@ def spanned(path: str, answer: Callable[[Any, Any], Any]) -> Callable[[Any, Any]
 
 
 def spanned_stream(path: str, answer: Callable[[Any, Any], Iterator[Any]]) -> Callable[[Any, Any], Iterator[Any]]:
-    """`answer` of a call that streams. Its span is never the current one: who closes a stream may do so from another
-    thread than read it."""
+    """Puts a span around a handler that returns a stream.
+
+    The span is never the current one: a stream may be closed by another thread than the one that read it.
+    """
 
     def within_span(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         call, size = _begin(path, request, context), 0
@@ -46,7 +48,7 @@ def spanned_stream(path: str, answer: Callable[[Any, Any], Iterator[Any]]) -> Ca
 
 
 def _begin(path: str, request: Any, context: grpc.ServicerContext) -> Any:
-    told = {name: value for name in _TOLD if isinstance(value := getattr(request, name, None), str | int)}
+    told = {name: value for name in _ATTRIBUTES if isinstance(value := getattr(request, name, None), str | int)}
     call = tracing.call_span(path.removeprefix("/"), context.invocation_metadata(), **told)
     service, _, method = path.removeprefix("/").partition("/")
     call.set_attributes({"rpc.system": "grpc", "rpc.service": service, "rpc.method": method})
@@ -54,7 +56,7 @@ def _begin(path: str, request: Any, context: grpc.ServicerContext) -> Any:
 
 
 def _end(call: Any, context: Any) -> None:
-    """context.code(): None of a call that went well."""
+    # The code of a call that went well is None.
     code = context.code() or grpc.StatusCode.OK
     call.set_attributes({"rpc.grpc.status_code": code.value[0], "gristmill.request_id": request_ids.current()})
     if code is not grpc.StatusCode.OK:
