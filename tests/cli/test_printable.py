@@ -1,4 +1,4 @@
-"""What clients named does nothing to a terminal."""
+"""Names that clients gave do nothing to a terminal."""
 
 from gristmill.v1 import run_pb2
 from gristmill_service.cli.watch.changes import sentence

@@ -15,7 +15,7 @@ RULES = Path("deploy/prometheus/alerts.yaml").absolute()
 
 
 def promtool(*arguments: str) -> str:
-    """What it says; skips where it is not installed, which in CI is an error."""
+    """Its output; skips where it is not installed, which in CI is an error."""
     found = shutil.which("promtool")
     if found is None:
         reason = "promtool is not installed: apt-get install prometheus"
@@ -30,7 +30,7 @@ def promtool(*arguments: str) -> str:
 def check_alert(
     directory: Path, name: str, series: Mapping[str, Sequence[float]], fires: Sequence[Mapping[str, str]]
 ) -> None:
-    """Whether the alert fires at the end of these series, of a value a minute, for exactly these labels."""
+    """Checks that the alert fires at the end of these series, of a value a minute, for exactly these labels."""
     rule = next(rule for group in _document()["groups"] for rule in group["rules"] if rule["alert"] == name)
     minutes = max(map(len, series.values())) - 1
     expected = [{"exp_labels": {**rule["labels"], **labels}} for labels in fires]

@@ -21,7 +21,7 @@ class Scrape:
         self._samples = [sample for family in self.families for sample in family.samples]
 
     def of(self, name: str, **given: str) -> dict[str, float]:
-        """Of each series with these labels the value, by what it has beside `run` and these."""
+        """The value of each series with these labels, by its labels beside `run` and these."""
         return {
             ",".join(value for label, value in sample.labels.items() if label != "run" and label not in given): (
                 sample.value
@@ -40,7 +40,7 @@ class Scrape:
 
 
 def scraped(runs: Iterable) -> Scrape:
-    """Of these runs, without a service."""
+    """A scrape of these runs, without a service."""
     metrics = Metrics()
     metrics.watch(Watched(lambda: [run_stats(run) for run in runs], lambda: 0))
     return Scrape(metrics.text().decode())

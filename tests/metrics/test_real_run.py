@@ -82,7 +82,7 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def told(service: Service) -> tuple[Scrape, Worker, list[dict[str, np.ndarray]], float]:
-    """What /metrics says of a run that was trained to its end, its rows, its shards, and how long it took."""
+    """A scrape of a run that was trained to its end, its rows, its shards, and how long it took."""
     door, worker, shards = GrpcDoor(service.grpc_address), Worker(), []
     door.create("real", CONFIG)
     door.announce("real", 4)

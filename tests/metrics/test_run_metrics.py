@@ -1,4 +1,4 @@
-"""What /metrics makes of a run: its state, and what it counted."""
+"""A run's series on /metrics: its state, and its counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured around stores and journals."""
+"""Calls to storage are measured."""
 
 from __future__ import annotations
 
