@@ -71,7 +71,7 @@ def has_pulled(facts: RunFacts, model: ModelFacts, rank: int) -> bool | None:
 
 
 def available(facts: RunFacts, model: ModelFacts, rank: int) -> float:
-    """The time since when the rank could have begun with its next shard: it is past the one before, and this is published."""
+    """Since when the rank could have begun with its next shard: it is past the one before, and this is published."""
     since = facts.history.ranks[model.model][rank].since
     return max(since, _times(facts, model.next[rank]).published or since)
 
