@@ -136,7 +136,9 @@ class GrpcDoor:
     def get(self, run: str) -> Json:
         status = self._call(self.runs.GetRun, run_pb2.GetRunRequest(run=run)).status
         names = [field.name for field in status.DESCRIPTOR.fields]
-        found = {name: getattr(status, name) for name in names if name not in ("config_json", "ranks", "models", "health")}
+        found = {
+            name: getattr(status, name) for name in names if name not in ("config_json", "ranks", "models", "health")
+        }
         found["groups_dropped"], found["failed_batches"] = dict(status.groups_dropped), dict(status.failed_batches)
         models = [{"model": one.model, "next": []} | _progress(one) for one in status.models]
         for rank in status.ranks:

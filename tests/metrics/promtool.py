@@ -7,11 +7,12 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-RULES = Path("deploy/prometheus/alerts.yaml").absolute()
+RULES = Path(__file__).parents[2] / "deploy/prometheus/alerts.yaml"
 
 
 def promtool(*arguments: str) -> str:
@@ -66,5 +67,6 @@ def check_alert(
     promtool("test", "rules", str(path))
 
 
-def _document() -> dict:
-    return yaml.safe_load(RULES.read_text())
+def _document() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(RULES.read_text())
+    return found

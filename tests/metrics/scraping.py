@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.registry import Watched
 from gristmill_service.monitoring.run_stats import run_stats
+from gristmill_service.run.run import Run
 
 
 class Scrape:
@@ -39,7 +40,7 @@ class Scrape:
         return {sample.labels["run"] for sample in self._samples if "run" in sample.labels}
 
 
-def scraped(runs: Iterable) -> Scrape:
+def scraped(runs: Iterable[Run]) -> Scrape:
     """A scrape of these runs, without a service."""
     metrics = Metrics()
     metrics.watch(Watched(lambda: [run_stats(run) for run in runs], lambda: 0))

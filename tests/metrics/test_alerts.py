@@ -5,20 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.metrics.promtool import RULES, check_alert, promtool
-from tests.metrics.recording import Recording
+from tests.metrics.recording import Recording, acknowledge_next
 from tests.run.harness import BuildBatch, group_rows
 
+ROOT = Path(__file__).parents[2]
 RUN, POLICY, INSTANCE = {"run": "run"}, {"run": "run", "model": "policy"}, {"instance": "one:8080"}
 
-Case = Callable[[], tuple[Recording, dict[str, str]]]
+Recorded = tuple[Recording, dict[str, str] | None]
+Case = Callable[[], Recorded]
 
 
-def starving():
+def starving() -> Recorded:
     recording = Recording()
     recording.train(5)
     for _ in range(20):
@@ -27,7 +30,7 @@ def starving():
     return recording, POLICY
 
 
-def throttled():
+def throttled() -> Recorded:
     recording = Recording(max_buffered_batches=1)
     recording.bench.begin("a", "b")
     for _ in range(25):
@@ -39,33 +42,33 @@ def throttled():
     return recording, RUN
 
 
-def padded():
+def padded() -> Recorded:
     recording = Recording(merge="none")
     recording.train(65, lengths=(2, 200))
     return recording, RUN
 
 
-def unmerged():
+def unmerged() -> Recorded:
     recording = Recording()
     recording.train(160)
     recording.train(45, merges=False)
     return recording, RUN
 
 
-def broken():
+def broken() -> Recorded:
     recording = Recording()
     recording.train(60)
     recording.train(25, merges=False)
     return recording, RUN
 
 
-def broken_from_the_start():
+def broken_from_the_start() -> Recorded:
     recording = Recording()
     recording.train(25, merges=False)
     return recording, RUN
 
 
-def straggling():
+def straggling() -> Recorded:
     recording = Recording()
     recording.bench.begin("late")
     for _ in range(40):
@@ -73,7 +76,7 @@ def straggling():
     return recording, RUN
 
 
-def failed():
+def failed() -> Recorded:
     recording = Recording(mill=BuildBatch(fails=(0,)))
     recording.minute()
     recording.bench.submit(*(row for uid in "ab" for row in group_rows(uid)))
@@ -82,20 +85,19 @@ def failed():
     return recording, RUN
 
 
-def held_up_by_a_rank():
+def held_up_by_a_rank() -> Recorded:
     recording = Recording(dp_size=2, policy_mini_batch_size=2)
     recording.bench.begin("a", "b")
     recording.bench.submit(*(row for uid in "ab" for row in group_rows(uid)))
     recording.bench.make_batches()
     recording.minute()
-    run = recording.bench.run
-    run.acknowledge("policy", 0, run.shard("policy", 0, None, 0).position, 0, commit=True)
+    acknowledge_next(recording.bench.run, 0)
     for _ in range(6):
         recording.minute()
     return recording, RUN
 
 
-def lost():
+def lost() -> Recorded:
     recording = Recording()
     recording.minute()
     recording.bench.state.groups_dropped["rows_lost"] = 3
@@ -103,7 +105,7 @@ def lost():
     return recording, RUN
 
 
-def lost_while_nobody_looked():
+def lost_while_nobody_looked() -> Recorded:
     recording = Recording()
     recording.bench.state.groups_dropped["rows_lost"] = 3
     recording.minute()
@@ -112,7 +114,7 @@ def lost_while_nobody_looked():
     return recording, None
 
 
-def full():
+def full() -> Recorded:
     recording = Recording()
     recording.room = {"rows": (10, 10), "journal": (9, 10)}
     for _ in range(10):
@@ -120,7 +122,7 @@ def full():
     return recording, {**INSTANCE, "store": "journal"}
 
 
-def refusing():
+def refusing() -> Recorded:
     recording = Recording()
     for _ in range(8):
         recording.minute()
@@ -128,7 +130,7 @@ def refusing():
     return recording, INSTANCE
 
 
-def waiting_for_the_disk():
+def waiting_for_the_disk() -> Recorded:
     recording = Recording()
     recording.trouble = "the disk is full"
     for _ in range(4):
@@ -136,7 +138,7 @@ def waiting_for_the_disk():
     return recording, INSTANCE
 
 
-def unowned():
+def unowned() -> Recorded:
     recording = Recording()
     recording.leases = {"own": 1, "lost": 0, "elsewhere": 0, "nobody": 1}
     for _ in range(4):
@@ -144,7 +146,7 @@ def unowned():
     return recording, INSTANCE
 
 
-def handed_over():
+def handed_over() -> Recorded:
     recording = Recording()
     for minute in range(4):
         recording.leases = {"own": 0, "lost": int(minute == 1), "elsewhere": 1, "nobody": 0}
@@ -172,16 +174,16 @@ CASES: list[tuple[str, Case]] = [
 ]
 
 
-def alerts() -> list[dict]:
+def alerts() -> list[dict[str, Any]]:
     return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 
 
-def test_promtool_takes_the_rules():
+def test_promtool_takes_the_rules() -> None:
     assert f"{len(alerts())} rules found" in promtool("check", "rules", str(RULES))
 
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=lambda value: getattr(value, "__name__", None))
-def test_it_fires_for_what_it_is_named_after(tmp_path, name, case):
+def test_it_fires_for_what_it_is_named_after(tmp_path: Path, name: str, case: Case) -> None:
     recording, labels = case()
     check_alert(tmp_path, name, recording.series, [] if labels is None else [labels])
 
@@ -195,16 +197,16 @@ def well() -> Recording:
 
 
 @pytest.mark.parametrize("name", [rule["alert"] for rule in alerts()])
-def test_it_is_silent_when_all_is_well(tmp_path, name, well):
+def test_it_is_silent_when_all_is_well(tmp_path: Path, name: str, well: Recording) -> None:
     check_alert(tmp_path, name, well.series, [])
 
 
-def test_each_alert_is_tried():
+def test_each_alert_is_tried() -> None:
     assert {name for name, _ in CASES} == {rule["alert"] for rule in alerts()}
 
 
-def test_each_alert_has_its_paragraph_in_the_runbook():
-    text = Path("docs/runbook.md").read_text()
+def test_each_alert_has_its_paragraph_in_the_runbook() -> None:
+    text = (ROOT / "docs/runbook.md").read_text()
     anchors = {
         re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^## (.+)$", text, re.M)
     }
@@ -215,8 +217,8 @@ def test_each_alert_has_its_paragraph_in_the_runbook():
 
 
 @pytest.mark.parametrize("document", ["docs/runbook.md", "docs/metrics.md"])
-def test_links_lead_somewhere(document):
-    path = Path(document)
+def test_links_lead_somewhere(document: str) -> None:
+    path = ROOT / document
     for link in re.findall(r"\]\(([^)]+)\)", path.read_text()):
         file, _, anchor = link.partition("#")
         target = (path.parent / file).resolve() if file else path
@@ -226,8 +228,8 @@ def test_links_lead_somewhere(document):
             assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, link
 
 
-def test_alerts_speak_of_metrics_that_there_are():
-    documented = set(re.findall(r"^\| `(gristmill_\w+)`", Path("docs/metrics.md").read_text(), re.M))
+def test_alerts_speak_of_metrics_that_there_are() -> None:
+    documented = set(re.findall(r"^\| `(gristmill_\w+)`", (ROOT / "docs/metrics.md").read_text(), re.M))
     for rule in alerts():
         assert set(re.findall(r"gristmill_\w+", rule["expr"])) <= documented, rule["alert"]
         assert rule["labels"]["severity"] in ("info", "warning", "critical")

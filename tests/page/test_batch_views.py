@@ -116,7 +116,8 @@ def in_file(data: bytes) -> list[list[int]]:
     # A padding row is all padding.
     counts[~real] = np.stack([0 * counts[~real].sum(1)] * 3 + [counts[~real].sum(1)], axis=1)
     labels = np.stack([tensors[name] for name in ("row", "sample", "step_first", "step_last")], axis=1)
-    return np.concatenate([counts, labels], axis=1).tolist()
+    found: list[list[int]] = np.concatenate([counts, labels], axis=1).tolist()
+    return found
 
 
 NAMES = ("sequences", "attention_mask", "response_mask", "loss_mask", "cu_seqlens")
