@@ -117,7 +117,7 @@ def _woken(side: OtherSide) -> Iterator[Figure]:
     gRPC, whose handlers wait for one event."""
     run = "woken"
     side.create(run, train_batch_size=1, policy_mini_batch_size=1, n_samples_per_prompt=2)
-    side.call("Watch", run.encode())
+    side.call("HistoryRecorder", run.encode())
     ours, bare = Ranks(side.grpc_address, RANKS), Ranks(side.bare_address, RANKS)
     ours_s: list[float] = []
     bare_s: list[float] = []
@@ -372,7 +372,7 @@ class _Bare:
         self._released = threading.Event()
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        names = ("Watch", "Published", "Waiting", "Wait", "Release")
+        names = ("HistoryRecorder", "Published", "Waiting", "Wait", "Release")
         unary: dict[str, Callable[..., bytes]] = {name: getattr(self, f"_{name.lower()}") for name in names}
         made = {name: grpc.unary_unary_rpc_method_handler(answer) for name, answer in unary.items()}
         return {**made, "Read": grpc.unary_stream_rpc_method_handler(self._read)}

@@ -7,16 +7,15 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-RULES = Path(__file__).parents[2] / "deploy/prometheus/alerts.yaml"
+RULES = Path("deploy/prometheus/alerts.yaml").absolute()
 
 
 def promtool(*arguments: str) -> str:
-    """Its output; skips where it is not installed, which in CI is an error."""
+    """What it says; skips where it is not installed, which in CI is an error."""
     found = shutil.which("promtool")
     if found is None:
         reason = "promtool is not installed: apt-get install prometheus"
@@ -31,7 +30,7 @@ def promtool(*arguments: str) -> str:
 def check_alert(
     directory: Path, name: str, series: Mapping[str, Sequence[float]], fires: Sequence[Mapping[str, str]]
 ) -> None:
-    """Checks that the alert fires at the end of these series, of a value a minute, for exactly these labels."""
+    """Whether the alert fires at the end of these series, of a value a minute, for exactly these labels."""
     rule = next(rule for group in _document()["groups"] for rule in group["rules"] if rule["alert"] == name)
     minutes = max(map(len, series.values())) - 1
     expected = [{"exp_labels": {**rule["labels"], **labels}} for labels in fires]
@@ -67,6 +66,5 @@ def check_alert(
     promtool("test", "rules", str(path))
 
 
-def _document() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(RULES.read_text())
-    return found
+def _document() -> dict:
+    return yaml.safe_load(RULES.read_text())

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
 from gristmill.errors import UnavailableError
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.registry import Watched
 from gristmill_service.monitoring.run_stats import run_stats
 from gristmill_service.pipeline import mill
-from gristmill_service.run.run import Run
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.metrics.scraping import Scrape
 from tests.run.harness import Bench, row
@@ -21,7 +19,7 @@ Series = dict[str, list[float]]
 class Recording:
     """`minute` lets one pass and scrapes. What the service tells beside its runs may be set."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings) -> None:
         given = {"mill": mill, "store": MemoryShardStore(), "merge": "prefix", "max_buffered_batches": 2}
         self.bench = Bench(**(given | settings))
         self.leases = {"own": 1, "lost": 0, "elsewhere": 0, "nobody": 0}
@@ -61,7 +59,7 @@ class Recording:
             self._batches += 1
             self.minute()
             for _ in range(2):
-                acknowledge_next(run, 0)
+                run.acknowledge("policy", 0, run.shard("policy", 0, None, 0).position, 0, commit=True)
 
     def fail(self) -> None:
         """An append that the journal refuses."""
@@ -73,14 +71,7 @@ class Recording:
             self._metrics.storing.call("append", refuse)
 
 
-def acknowledge_next(run: Run, rank: int) -> None:
-    """The rank trained its next shard."""
-    position = run.shard("policy", rank, None, 0).position
-    assert position is not None
-    run.acknowledge("policy", rank, position, 0, commit=True)
-
-
-def _group(uid: str, lengths: tuple[int, int], merges: bool) -> list[dict[str, Any]]:
+def _group(uid: str, lengths: tuple[int, int], merges: bool) -> list[dict]:
     """Two trajectories of two turns."""
     found = []
     for sample, length in enumerate(lengths):

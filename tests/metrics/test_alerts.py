@@ -5,23 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from tests.metrics.promtool import RULES, check_alert, promtool
-from tests.metrics.recording import Recording, acknowledge_next
+from tests.metrics.recording import Recording
 from tests.run.harness import BuildBatch, group_rows
 
-ROOT = Path(__file__).parents[2]
 RUN, POLICY, INSTANCE = {"run": "run"}, {"run": "run", "model": "policy"}, {"instance": "one:8080"}
 
-Recorded = tuple[Recording, dict[str, str] | None]
-Case = Callable[[], Recorded]
+Case = Callable[[], tuple[Recording, dict[str, str]]]
 
 
-def starving() -> Recorded:
+def starving():
     recording = Recording()
     recording.train(5)
     for _ in range(20):
@@ -30,7 +27,7 @@ def starving() -> Recorded:
     return recording, POLICY
 
 
-def throttled() -> Recorded:
+def throttled():
     recording = Recording(max_buffered_batches=1)
     recording.bench.begin("a", "b")
     for _ in range(25):
@@ -42,33 +39,33 @@ def throttled() -> Recorded:
     return recording, RUN
 
 
-def padded() -> Recorded:
+def padded():
     recording = Recording(merge="none")
     recording.train(65, lengths=(2, 200))
     return recording, RUN
 
 
-def unmerged() -> Recorded:
+def unmerged():
     recording = Recording()
     recording.train(160)
     recording.train(45, merges=False)
     return recording, RUN
 
 
-def broken() -> Recorded:
+def broken():
     recording = Recording()
     recording.train(60)
     recording.train(25, merges=False)
     return recording, RUN
 
 
-def broken_from_the_start() -> Recorded:
+def broken_from_the_start():
     recording = Recording()
     recording.train(25, merges=False)
     return recording, RUN
 
 
-def straggling() -> Recorded:
+def straggling():
     recording = Recording()
     recording.bench.begin("late")
     for _ in range(40):
@@ -76,7 +73,7 @@ def straggling() -> Recorded:
     return recording, RUN
 
 
-def failed() -> Recorded:
+def failed():
     recording = Recording(mill=BuildBatch(fails=(0,)))
     recording.minute()
     recording.bench.submit(*(row for uid in "ab" for row in group_rows(uid)))
@@ -85,19 +82,20 @@ def failed() -> Recorded:
     return recording, RUN
 
 
-def held_up_by_a_rank() -> Recorded:
+def held_up_by_a_rank():
     recording = Recording(dp_size=2, policy_mini_batch_size=2)
     recording.bench.begin("a", "b")
     recording.bench.submit(*(row for uid in "ab" for row in group_rows(uid)))
     recording.bench.make_batches()
     recording.minute()
-    acknowledge_next(recording.bench.run, 0)
+    run = recording.bench.run
+    run.acknowledge("policy", 0, run.shard("policy", 0, None, 0).position, 0, commit=True)
     for _ in range(6):
         recording.minute()
     return recording, RUN
 
 
-def lost() -> Recorded:
+def lost():
     recording = Recording()
     recording.minute()
     recording.bench.state.groups_dropped["rows_lost"] = 3
@@ -105,7 +103,7 @@ def lost() -> Recorded:
     return recording, RUN
 
 
-def lost_while_nobody_looked() -> Recorded:
+def lost_while_nobody_looked():
     recording = Recording()
     recording.bench.state.groups_dropped["rows_lost"] = 3
     recording.minute()
@@ -114,7 +112,7 @@ def lost_while_nobody_looked() -> Recorded:
     return recording, None
 
 
-def full() -> Recorded:
+def full():
     recording = Recording()
     recording.room = {"rows": (10, 10), "journal": (9, 10)}
     for _ in range(10):
@@ -122,7 +120,7 @@ def full() -> Recorded:
     return recording, {**INSTANCE, "store": "journal"}
 
 
-def refusing() -> Recorded:
+def refusing():
     recording = Recording()
     for _ in range(8):
         recording.minute()
@@ -130,7 +128,7 @@ def refusing() -> Recorded:
     return recording, INSTANCE
 
 
-def waiting_for_the_disk() -> Recorded:
+def waiting_for_the_disk():
     recording = Recording()
     recording.trouble = "the disk is full"
     for _ in range(4):
@@ -138,7 +136,7 @@ def waiting_for_the_disk() -> Recorded:
     return recording, INSTANCE
 
 
-def unowned() -> Recorded:
+def unowned():
     recording = Recording()
     recording.leases = {"own": 1, "lost": 0, "elsewhere": 0, "nobody": 1}
     for _ in range(4):
@@ -146,7 +144,7 @@ def unowned() -> Recorded:
     return recording, INSTANCE
 
 
-def handed_over() -> Recorded:
+def handed_over():
     recording = Recording()
     for minute in range(4):
         recording.leases = {"own": 0, "lost": int(minute == 1), "elsewhere": 1, "nobody": 0}
@@ -174,16 +172,16 @@ CASES: list[tuple[str, Case]] = [
 ]
 
 
-def alerts() -> list[dict[str, Any]]:
+def alerts() -> list[dict]:
     return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 
 
-def test_promtool_takes_the_rules() -> None:
+def test_promtool_takes_the_rules():
     assert f"{len(alerts())} rules found" in promtool("check", "rules", str(RULES))
 
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=lambda value: getattr(value, "__name__", None))
-def test_it_fires_for_what_it_is_named_after(tmp_path: Path, name: str, case: Case) -> None:
+def test_it_fires_for_what_it_is_named_after(tmp_path, name, case):
     recording, labels = case()
     check_alert(tmp_path, name, recording.series, [] if labels is None else [labels])
 
@@ -197,16 +195,16 @@ def well() -> Recording:
 
 
 @pytest.mark.parametrize("name", [rule["alert"] for rule in alerts()])
-def test_it_is_silent_when_all_is_well(tmp_path: Path, name: str, well: Recording) -> None:
+def test_it_is_silent_when_all_is_well(tmp_path, name, well):
     check_alert(tmp_path, name, well.series, [])
 
 
-def test_each_alert_is_tried() -> None:
+def test_each_alert_is_tried():
     assert {name for name, _ in CASES} == {rule["alert"] for rule in alerts()}
 
 
-def test_each_alert_has_its_paragraph_in_the_runbook() -> None:
-    text = (ROOT / "docs/runbook.md").read_text()
+def test_each_alert_has_its_paragraph_in_the_runbook():
+    text = Path("docs/runbook.md").read_text()
     anchors = {
         re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^## (.+)$", text, re.M)
     }
@@ -217,8 +215,8 @@ def test_each_alert_has_its_paragraph_in_the_runbook() -> None:
 
 
 @pytest.mark.parametrize("document", ["docs/runbook.md", "docs/metrics.md"])
-def test_links_lead_somewhere(document: str) -> None:
-    path = ROOT / document
+def test_links_lead_somewhere(document):
+    path = Path(document)
     for link in re.findall(r"\]\(([^)]+)\)", path.read_text()):
         file, _, anchor = link.partition("#")
         target = (path.parent / file).resolve() if file else path
@@ -228,8 +226,8 @@ def test_links_lead_somewhere(document: str) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, link
 
 
-def test_alerts_speak_of_metrics_that_there_are() -> None:
-    documented = set(re.findall(r"^\| `(gristmill_\w+)`", (ROOT / "docs/metrics.md").read_text(), re.M))
+def test_alerts_speak_of_metrics_that_there_are():
+    documented = set(re.findall(r"^\| `(gristmill_\w+)`", Path("docs/metrics.md").read_text(), re.M))
     for rule in alerts():
         assert set(re.findall(r"gristmill_\w+", rule["expr"])) <= documented, rule["alert"]
         assert rule["labels"]["severity"] in ("info", "warning", "critical")

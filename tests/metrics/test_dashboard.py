@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from tests.metrics.promtool import promtool
 
-ROOT = Path(__file__).parents[2]
-DASHBOARD = json.loads((ROOT / "deploy/grafana/gristmill.json").read_text())
+DASHBOARD = json.loads(Path("deploy/grafana/gristmill.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 # Of each kind what Prometheus makes series of.
 _SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge": ("",)}
@@ -25,7 +23,7 @@ def documented() -> dict[str, set[str]]:
     """Labels by the name of the series."""
     return {
         name + suffix: set(re.findall(r"`(\w+)`", labels)) | ({"le"} if suffix == "_bucket" else set())
-        for name, kind, labels in _ROW.findall((ROOT / "docs/metrics.md").read_text())
+        for name, kind, labels in _ROW.findall(Path("docs/metrics.md").read_text())
         for suffix in _SUFFIXES[kind]
     }
 
@@ -34,7 +32,7 @@ def expressions() -> list[str]:
     return [target["expr"] for panel in PANELS for target in panel["targets"]]
 
 
-def test_each_panel_has_a_title_a_unit_and_a_description() -> None:
+def test_each_panel_has_a_title_a_unit_and_a_description():
     for panel in PANELS:
         assert panel["title"]
         assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
@@ -45,10 +43,10 @@ def test_each_panel_has_a_title_a_unit_and_a_description() -> None:
     assert len(set(titles)) == len(titles)
 
 
-def test_panels_have_numbers_and_places_of_their_own() -> None:
+def test_panels_have_numbers_and_places_of_their_own():
     numbers = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(set(numbers)) == len(numbers)
-    taken: set[tuple[int, int]] = set()
+    taken = set()
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24, panel["title"]
@@ -57,7 +55,7 @@ def test_panels_have_numbers_and_places_of_their_own() -> None:
         taken |= cells
 
 
-def test_every_metric_and_label_asked_for_exists() -> None:
+def test_every_metric_and_label_asked_for_exists():
     known = documented()
     for expression in expressions():
         names = re.findall(r"gristmill_\w+", expression)
@@ -69,13 +67,13 @@ def test_every_metric_and_label_asked_for_exists() -> None:
         assert names, expression
 
 
-def test_every_metric_is_shown() -> None:
+def test_every_metric_is_shown():
     shown = {name for expression in expressions() for name in re.findall(r"gristmill_\w+", expression)}
     bare = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
-    assert bare == {name for name, _, _ in _ROW.findall((ROOT / "docs/metrics.md").read_text())}
+    assert bare == {name for name, _, _ in _ROW.findall(Path("docs/metrics.md").read_text())}
 
 
-def test_prometheus_parses_every_expression(tmp_path: Path) -> None:
+def test_prometheus_parses_every_expression(tmp_path):
     rules = []
     for number, expression in enumerate(expressions()):
         for grafanas, ours in _GRAFANAS.items():
@@ -90,8 +88,6 @@ def test_prometheus_parses_every_expression(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "variable", [one for one in DASHBOARD["templating"]["list"] if one["type"] == "query"], ids=lambda one: one["name"]
 )
-def test_variables_ask_for_metrics_that_there_are(variable: dict[str, Any]) -> None:
-    found = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"])
-    assert found is not None
-    name, label = found.groups()
+def test_variables_ask_for_metrics_that_there_are(variable):
+    name, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"]).groups()
     assert label in documented()[name] | {"job"}

@@ -16,7 +16,6 @@ from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.metrics.scraping import Scrape
 from tests.run.harness import Bench, group_rows
 
-DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
 _ROW = re.compile(r"^\| `(gristmill_\w+)` \| (\w+) \| ([^|]*)\|", re.MULTILINE)
 
 
@@ -29,7 +28,7 @@ def busy() -> Metrics:
     bench.make_batches()
     bench.run.shard("policy", 0, None, 0)
     bench.run.abort_groups(0, ["c"], "bad")
-    bench.log.lease = 2.5
+    bench.run._book.lease = 2.5
     metrics = Metrics()
     metrics.observe_call("grpc", "SubmitRows", "OK", 0.002)
     metrics.watch(
@@ -44,9 +43,10 @@ def busy() -> Metrics:
     return metrics
 
 
-def test_every_metric_is_documented_with_its_type_and_labels(busy: Metrics) -> None:
+def test_every_metric_is_documented_with_its_type_and_labels(busy):
     documented = {
-        name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in _ROW.findall(DOCUMENT.read_text())
+        name: (kind, set(re.findall(r"`(\w+)`", labels)))
+        for name, kind, labels in _ROW.findall(Path("docs/metrics.md").read_text())
     }
     found = {}
     for family in Scrape(busy.text().decode()).families:
@@ -57,7 +57,7 @@ def test_every_metric_is_documented_with_its_type_and_labels(busy: Metrics) -> N
     assert found == documented
 
 
-def test_names_and_units_follow_the_conventions(busy: Metrics) -> None:
+def test_names_and_units_follow_the_conventions(busy):
     for family in Scrape(busy.text().decode()).families:
         assert family.documentation.endswith("."), family.name
         assert "_ms" not in family.name
@@ -65,7 +65,7 @@ def test_names_and_units_follow_the_conventions(busy: Metrics) -> None:
             assert family.name.endswith(("_seconds", "_versions"))
 
 
-def test_the_text_is_what_prometheus_own_client_writes(busy: Metrics) -> None:
+def test_the_text_is_what_prometheus_own_client_writes(busy):
     ours, theirs = busy.text().decode(), generate_latest(busy._registry).decode()
     # Memory, CPU and open files change meanwhile; when a series was made is told of none of the runs' own.
     kept = [

@@ -1,6 +1,6 @@
-"""Calls to storage, measured around it: their seconds, and how many failed.
+"""What stores and journals take, measured around them: seconds, and calls that failed.
 
-Waits for room are the run's own; something that is not found is no failure.
+Waits for room are a run's own; what is not found is no failure.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ class StoreMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         seconds = Histogram(
             "gristmill_store_seconds",
-            "Seconds of calls that store shards, rows and events.",
+            "Seconds of calls to what keeps shards, rows and events.",
             ("operation",),
             registry=registry,
             buckets=_SECONDS,
         )
-        failed = Counter("gristmill_store_errors", "Calls to storage that failed.", ("operation",), registry=registry)
-        # Prepared once: some are called with each request.
+        failed = Counter(
+            "gristmill_store_errors", "Calls to what keeps them that failed.", ("operation",), registry=registry
+        )
+        # Looked up once: some are made with each request.
         self._observe = {name: seconds.labels(name).observe for name in OPERATIONS}
         self._fail = {name: failed.labels(name).inc for name in OPERATIONS}
 
@@ -72,61 +74,61 @@ class TimedShardStore:
 class TimedRunStore:
     """See `gristmill_service.storage.run_store.RunStore`."""
 
-    def __init__(self, run_store: RunStore, measured: StoreMetrics) -> None:
-        self._run_store, self._measured = run_store, measured
-        self.is_shared = run_store.is_shared
-        self.names, self.delete, self.close = run_store.names, run_store.delete, run_store.close
-        self.trouble, self.silence = run_store.trouble, run_store.silence
+    def __init__(self, ledger: RunStore, measured: StoreMetrics) -> None:
+        self._ledger, self._measured = ledger, measured
+        self.is_shared = ledger.is_shared
+        self.names, self.delete, self.close = ledger.names, ledger.delete, ledger.close
+        self.trouble, self.silence = ledger.trouble, ledger.silence
 
     def create(self, name: str, config: bytes) -> RunLog:
-        return TimedRunLog(self._run_store.create(name, config), self._measured)
+        return TimedRunLog(self._ledger.create(name, config), self._measured)
 
     def open(self, name: str) -> RunLog:
-        return TimedRunLog(self._run_store.open(name), self._measured)
+        return TimedRunLog(self._ledger.open(name), self._measured)
 
 
 class TimedRunLog:
     """See `gristmill_service.storage.run_store.RunLog`."""
 
-    def __init__(self, run_log: RunLog, measured: StoreMetrics) -> None:
-        self._run_log, self._call = run_log, measured.call
-        self.config, self.run_id = run_log.config, run_log.run_id
-        self.maps_rows, self.reads_rows = run_log.maps_rows, run_log.reads_rows
-        self.remove, self.keep, self.close = run_log.remove, run_log.keep, run_log.close
+    def __init__(self, book: RunLog, measured: StoreMetrics) -> None:
+        self._book, self._call = book, measured.call
+        self.config, self.run_id = book.config, book.run_id
+        self.maps_rows, self.reads_rows = book.maps_rows, book.reads_rows
+        self.remove, self.keep, self.close = book.remove, book.keep, book.close
 
     @property
     def is_lost(self) -> bool:
-        return self._run_log.is_lost
+        return self._book.is_lost
 
     @property
     def is_long(self) -> bool:
-        return self._run_log.is_long
+        return self._book.is_long
 
     @property
     def log_bytes(self) -> int:
-        return self._run_log.log_bytes
+        return self._book.log_bytes
 
     @property
     def lease(self) -> float | None:
-        return self._run_log.lease
+        return self._book.lease
 
     def replay(self) -> Replay:
-        return self._call("replay", self._run_log.replay)
+        return self._call("replay", self._book.replay)
 
     def append(self, record: bytes, tables: Collection[int] = ()) -> None:
-        self._call("append", lambda: self._run_log.append(record, tables))
+        self._call("append", lambda: self._book.append(record, tables))
 
     def sync(self) -> None:
-        self._call("sync", self._run_log.sync)
+        self._call("sync", self._book.sync)
 
     def flush(self) -> None:
-        self._call("flush", self._run_log.flush)
+        self._call("flush", self._book.flush)
 
     def compact(self, snapshot: bytes) -> None:
-        self._call("compact", lambda: self._run_log.compact(snapshot))
+        self._call("compact", lambda: self._book.compact(snapshot))
 
     def put(self, table: Steps) -> tuple[int, Steps]:
-        return self._call("put", lambda: self._run_log.put(table))
+        return self._call("put", lambda: self._book.put(table))
 
     def get(self, number: int) -> Steps:
-        return self._call("get", lambda: self._run_log.get(number))
+        return self._call("get", lambda: self._book.get(number))
