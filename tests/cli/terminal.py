@@ -66,7 +66,7 @@ class Followed:
         self._lines.put(None)
 
     def until(self, event: str, timeout_s: float = 30.0) -> list[dict[str, Any]]:
-        """What was printed up to the first of this event."""
+        """Everything that was printed up to the first of this event."""
         found: list[dict[str, Any]] = []
         deadline = time.monotonic() + timeout_s
         while not found or found[-1]["event"] != event:

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.registry import Watched
 from gristmill_service.monitoring.run_stats import run_stats
+from gristmill_service.run.run import Run
 
 
 class Scrape:
@@ -21,7 +22,7 @@ class Scrape:
         self._samples = [sample for family in self.families for sample in family.samples]
 
     def of(self, name: str, **given: str) -> dict[str, float]:
-        """Of each series with these labels the value, by what it has beside `run` and these."""
+        """The value of each series with these labels, by its labels beside `run` and these."""
         return {
             ",".join(value for label, value in sample.labels.items() if label != "run" and label not in given): (
                 sample.value
@@ -39,8 +40,8 @@ class Scrape:
         return {sample.labels["run"] for sample in self._samples if "run" in sample.labels}
 
 
-def scraped(runs: Iterable) -> Scrape:
-    """Of these runs, without a service."""
+def scraped(runs: Iterable[Run]) -> Scrape:
+    """A scrape of these runs, without a service."""
     metrics = Metrics()
     metrics.watch(Watched(lambda: [run_stats(run) for run in runs], lambda: 0))
     return Scrape(metrics.text().decode())

@@ -1,4 +1,4 @@
-"""Laws of what is counted of a batch, over drawn batches and settings."""
+"""Laws of a batch's counts, over drawn batches and settings."""
 
 from __future__ import annotations
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.api.doors import CONFIG
 from tests.faults.services import CONFIG as SMALL
-from tests.faults.services import eventually, group, on_redis, owner, patiently, train
+from tests.faults.services import Services, eventually, group, on_redis, owner, patiently, train
 from tests.metrics.scraping import scrape
 
 
-def test_a_deleted_run_has_no_series_and_one_of_its_name_begins_at_0(services):
+def test_a_deleted_run_has_no_series_and_one_of_its_name_begins_at_0(services: Services) -> None:
     service = services.start(1, "--store", "memory")[0]
     service.grpc.create("run", CONFIG)
     service.grpc.submit("run", group("a"))
@@ -24,7 +26,7 @@ def test_a_deleted_run_has_no_series_and_one_of_its_name_begins_at_0(services):
     assert told.of("gristmill_rank_pulls_total") == {}
 
 
-def test_a_restart_begins_at_0_and_counts_nothing_again(services, tmp_path):
+def test_a_restart_begins_at_0_and_counts_nothing_again(services: Services, tmp_path: Path) -> None:
     flags = ["--journal-dir", str(tmp_path / "journal"), "--shared-memory-dir", str(tmp_path)]
     first = services.start(1, *flags)[0]
     first.grpc.create("run", SMALL)
@@ -48,7 +50,7 @@ def test_a_restart_begins_at_0_and_counts_nothing_again(services, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_moves_is_told_by_one_replica_and_counted_once(services, redis_url):
+def test_a_run_that_moves_is_told_by_one_replica_and_counted_once(services: Services, redis_url: str) -> None:
     one, two = services.start(2, *on_redis(redis_url))
     one.grpc.create("run", SMALL)
     # Through either, it is the owner that counts.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from safetensors.numpy import load
 
 from tests.api.doors import GrpcDoor, Json
@@ -80,9 +82,12 @@ class Worker:
         return [self._random.randrange(1, 1000) for _ in range(self._random.randint(1, most))]
 
 
+Told = tuple[Scrape, Worker, list[dict[str, NDArray[Any]]], float]
+
+
 @pytest.fixture(scope="module")
-def told(service: Service) -> tuple[Scrape, Worker, list[dict[str, np.ndarray]], float]:
-    """What /metrics says of a run that was trained to its end, its rows, its shards, and how long it took."""
+def told(service: Service) -> Told:
+    """A scrape of a run that was trained to its end, its rows, its shards, and how long it took."""
     door, worker, shards = GrpcDoor(service.grpc_address), Worker(), []
     door.create("real", CONFIG)
     door.announce("real", 4)
@@ -109,7 +114,7 @@ def told(service: Service) -> tuple[Scrape, Worker, list[dict[str, np.ndarray]],
     return found
 
 
-def test_rows_and_tokens_received(told):
+def test_rows_and_tokens_received(told: Told) -> None:
     metrics, worker, _, _ = told
     tokens = [len(row["prompt_token_ids"]) + len(row["response_ids"]) for row in worker.rows]
     assert metrics.one("gristmill_rows_total", run="real", outcome="accepted") == len(worker.rows)
@@ -123,7 +128,7 @@ def test_rows_and_tokens_received(told):
     assert repeated["duplicate"] + repeated["sealed"] == 2 * again
 
 
-def test_rows_and_tokens_merged_trained_and_padded(told):
+def test_rows_and_tokens_merged_trained_and_padded(told: Told) -> None:
     metrics, worker, shards, _ = told
     real = [shard["is_padding"] == 0 for shard in shards]
     tokens = sum(len(row["prompt_token_ids"]) + len(row["response_ids"]) for row in worker.rows)
@@ -147,7 +152,7 @@ def test_rows_and_tokens_merged_trained_and_padded(told):
     assert sum(metrics.of("gristmill_rows_dropped_total", run="real").values()) == 0
 
 
-def test_what_padding_takes_at_each_level(told):
+def test_what_padding_takes_at_each_level(told: Told) -> None:
     metrics, _, shards, _ = told
     last = shards[-RANKS * PROMPTS // 2 :]
     # Read rank by rank, and each mini-batch is of both.
@@ -155,7 +160,7 @@ def test_what_padding_takes_at_each_level(told):
     every = [shard for mini_batch in lengths for shard in mini_batch]
     kept = sum(int(shard["attention_mask"][shard["is_padding"] == 0].sum()) for shard in last)
 
-    def share(blocks):
+    def share(blocks: Iterable[NDArray[Any]]) -> Any:
         return pytest.approx(1 - kept / sum(len(block) * int(block.max()) for block in blocks))
 
     assert metrics.of("gristmill_padding_share", run="real") == {
@@ -168,14 +173,14 @@ def test_what_padding_takes_at_each_level(told):
     }
 
 
-def test_mismatches_by_cause(told):
+def test_mismatches_by_cause(told: Told) -> None:
     metrics, worker, _, _ = told
     found = metrics.of("gristmill_prefix_mismatches_total", run="real")
     assert found == {cause: worker.causes[cause] for cause in ("prompt", "response", "truncated", "further")}
     assert min(found.values()) > 0
 
 
-def test_staleness_of_each_trajectory_by_its_oldest_step(told):
+def test_staleness_of_each_trajectory_by_its_oldest_step(told: Told) -> None:
     metrics, worker, _, _ = told
     oldest: dict[tuple[str, int], int] = {}
     for row in worker.rows:
@@ -187,7 +192,7 @@ def test_staleness_of_each_trajectory_by_its_oldest_step(told):
     assert metrics.one("gristmill_staleness_versions_bucket", run="real", le="2.0") == sum(one <= 2 for one in behind)
 
 
-def test_groups_batches_and_bytes(told):
+def test_groups_batches_and_bytes(told: Told) -> None:
     metrics, _, _, seconds = told
     assert metrics.of("gristmill_batches_total", run="real") == {
         "sealed": BATCHES, "published": BATCHES, "failed": 0, "freed": BATCHES
@@ -198,7 +203,7 @@ def test_groups_batches_and_bytes(told):
     assert 0 < metrics.one("gristmill_oldest_open_group_seconds", run="real") < seconds
 
 
-def test_stages_and_latencies(told):
+def test_stages_and_latencies(told: Told) -> None:
     metrics, _, _, seconds = told
     stages = metrics.of("gristmill_stage_seconds_sum", run="real")
     assert set(metrics.of("gristmill_stage_seconds_count", run="real").values()) == {BATCHES}
@@ -208,7 +213,7 @@ def test_stages_and_latencies(told):
     assert 0 < metrics.one("gristmill_seal_seconds_sum", run="real") < seconds
 
 
-def test_ranks(told):
+def test_ranks(told: Told) -> None:
     metrics, _, shards, seconds = told
     each = len(shards) // RANKS
     for rank in map(str, range(RANKS)):
@@ -220,7 +225,7 @@ def test_ranks(told):
         assert metrics.one("gristmill_rank_pulled_bytes_total", **of) > 0
 
 
-def test_the_service_itself(told):
+def test_the_service_itself(told: Told) -> None:
     import gristmill
 
     metrics, _, _, _ = told
@@ -233,6 +238,6 @@ def test_the_service_itself(told):
     assert metrics.one("gristmill_call_seconds_count", door="grpc", call="SubmitRows", status="OK") == 24
 
 
-def test_no_label_names_a_prompt(told):
+def test_no_label_names_a_prompt(told: Told) -> None:
     metrics, worker, _, _ = told
     assert not any(f'"{row["uid"]}"' in metrics.text for row in worker.rows)

@@ -25,7 +25,7 @@ _FLAGS = [
 
 
 def found() -> str | None:
-    """Where it is."""
+    """The path of its executable."""
     return next(filter(None, map(shutil.which, _NAMES)), None)
 
 

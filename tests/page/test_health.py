@@ -342,3 +342,24 @@ def test_what_is_the_same_is_not_sent_again(service: Service, client: httpx.Clie
         assert client.get(path, headers=asked).status_code == 304
         service.runs.get(run_name).begin_groups(0, [path])
         assert client.get(path, headers=asked).status_code == 200
+
+
+def test_the_api_page_has_the_schema_of_each_answer(client: httpx.Client) -> None:
+    schema = client.get("/openapi.json").json()
+    answers = {
+        path.removeprefix("/v1"): calls["get"]["responses"]["200"]["content"]["application/json"]["schema"]["$ref"]
+        for path, calls in schema["paths"].items()
+        if "page" in calls.get("get", {}).get("tags", [])
+    }
+    batch = "/runs/{run}/batches/{batch}"
+    assert {path: reference.rpartition("/")[2] for path, reference in answers.items()} == {
+        "/overview": "Overview",
+        "/runs/{run}/health": "RunHealth",
+        "/runs/{run}/timeline": "Timeline",
+        f"{batch}/picture": "BatchPicture",
+        f"{batch}/breaks": "BatchBreaks",
+        f"{batch}/scores": "BatchScores",
+    }
+    health = schema["components"]["schemas"]["RunHealth"]
+    assert health["properties"]["state"]["enum"] == ["failed", "stuck", "training", "collecting", "idle", "finished"]
+    assert health["properties"]["findings"]["items"]["$ref"].endswith("/Finding")

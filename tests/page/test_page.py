@@ -167,6 +167,24 @@ def test_what_is_stuck_is_told_with_its_time(
     assert "late\t0 of 2 samples" in section(page, "What waits, and for how long").inner_text()
 
 
+def test_a_run_whose_batch_could_not_be_built_is_shown_first_with_the_reason(
+    open_page: OpenPage, service: Service, run: str
+) -> None:
+    failed = f"{run}-failed"
+    config = {**stage.CONFIG, "merge": "none", "on_misaligned": "error", "micro_batch": {"max_tokens": 100}}
+    service.runs.create(failed, {**config, "n_samples_per_prompt": 1, "train_batch_size": 1})
+    service.runs.get(failed).begin_groups(0, ["a"])
+    # One row makes no two ranks.
+    service.runs.get(failed).submit(from_rows([stage.turn("a", 0, 0, [1], [2])], step_wise=True))
+    stage.until(lambda: bool(service.runs.get(failed).status().failed_batches))
+    page = open_page()
+    page.get_by_role("heading", name=failed).wait_for()
+    finding = page.locator(".findings li").first
+    finding.wait_for()
+    assert finding.inner_text().startswith("failed batch 0 could not be built: ")
+    assert page.locator("h1 + .state").inner_text() == "✖ failed"
+
+
 def test_a_newer_batch_is_offered_and_the_one_looked_at_stays(open_page: OpenPage, service: Service, run: str) -> None:
     page = drawn(open_page(f"#/{run}"))
     service.runs.get(run).begin_groups(0, ["c", "d"])

@@ -32,8 +32,8 @@ export const setClock = serverNow => { offset = serverNow - Date.now() / 1000; }
 export function since(seconds, watchedSince) {
   const node = document.createElement("span");
   node.dataset.since = seconds;
-  // What was so already when watching began may be so for longer.
-  node.dataset.atLeast = watchedSince != null && seconds <= watchedSince + 1 ? "at least " : "";
+  // It may be so for longer where it was so already when watching began.
+  node.dataset.atLeast = watchedSince != null && seconds <= watchedSince ? "at least " : "";
   return rewrite(node);
 }
 

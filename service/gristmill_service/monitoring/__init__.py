@@ -1,1 +1,1 @@
-"""What is seen of runs from outside: metrics, health, history and batch views. Decides nothing."""
+"""Views of runs from outside: metrics, health, history and batch views. Nothing here decides for a run."""

@@ -1,4 +1,4 @@
-"""What the API answers about a published batch: its shards row by row, where merging broke, its scores."""
+"""The API's answers about a published batch: its shards row by row, where merging broke, its scores."""
 
 from __future__ import annotations
 

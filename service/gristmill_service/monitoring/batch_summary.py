@@ -123,7 +123,7 @@ class _Reader:
         return StepBreaks(self._in_all, self._shown, self._pairs.most_common(10))
 
     def _joined(self, table: Steps) -> NDArray[np.bool_]:
-        """Whether each row extends the one before it, as `merge` finds it; notes the rows that do not."""
+        """Returns whether each row extends the one before it, as `merge` finds it; notes the rows that do not."""
         keys = [table.key(row) for row in range(len(table))]
         follows = np.array([key == before for key, before in zip(keys, [self._key, *keys[:-1]], strict=True)])
         fits = follows.copy()

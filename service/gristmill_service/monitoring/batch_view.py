@@ -82,7 +82,7 @@ class BatchView:
         )
 
     def scores(self, start: int) -> BatchScores:
-        """Of 200 groups at most, from this one on."""
+        """The scores of 200 groups at most, from this one on."""
         groups = self._rows.received.groups
         first = max(start, 0)
         return BatchScores(
@@ -126,7 +126,7 @@ class _Key(NamedTuple):
 class BatchViewCache:
     """The views of the batches that were asked for last. Holds no run. Thread-safe: `_lock` guards `_views`.
 
-    turn: held while a view is made, so that who looks never takes more than one core.
+    turn: held while a view is made, so that pictures never take more than one core.
     """
 
     def __init__(self) -> None:

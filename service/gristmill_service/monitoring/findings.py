@@ -61,7 +61,7 @@ def summary_of(facts: RunFacts, state: HealthState, findings: Sequence[Finding])
 
 
 def has_pulled(facts: RunFacts, model: ModelFacts, rank: int) -> bool | None:
-    """Whether the rank asked for a shard since its next batch was published; None where that is not known."""
+    """Returns whether the rank asked for a shard since its next batch was published; None where that is not known."""
     batch, pulled = _times(facts, model.next[rank]), facts.history.ranks[model.model][rank].pulled
     if batch.published is None:
         return None

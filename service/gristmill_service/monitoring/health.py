@@ -95,7 +95,7 @@ def summary(run: Run) -> RunSummary:
 
 
 def timeline(run: Run, model: Model, back_s: float) -> Timeline:
-    """When each rank acknowledged what in the last seconds, and when the batches were published.
+    """The acknowledgements of each rank in the last seconds, and the publications of batches.
 
     Raises InvalidArgumentError where the run has no such model.
     """

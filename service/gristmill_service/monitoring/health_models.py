@@ -1,4 +1,4 @@
-"""What the API answers about a run's health, its time line and all runs together."""
+"""The API's answers about a run's health, its time line and all runs together."""
 
 from __future__ import annotations
 

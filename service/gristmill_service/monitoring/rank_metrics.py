@@ -98,7 +98,7 @@ def _waits(state: State, position: Position) -> bool:
 
 
 def lags(state: State, model: Model) -> list[int]:
-    """How many shards each rank is behind the one that is furthest."""
+    """The number of shards that each rank is behind the one that is furthest."""
     places = [progress.next_of(state, model, rank) for rank in range(len(state.models[model].next))]
     furthest, behind = max(places), dict[Position, int]()
     for place in set(places):

@@ -58,12 +58,12 @@ class RunFacts:
 
     @property
     def ranks_have_work(self) -> bool:
-        """Whether the next shard of any rank is published."""
+        """The next shard of some rank is published."""
         return any(position.batch in self.published for model in self.models for position in model.next)
 
     @property
     def has_groups(self) -> bool:
-        """Whether any group is open, or complete and not sealed."""
+        """Some group is open, or complete and not sealed."""
         return self.counts.groups_open + self.counts.groups_complete > 0
 
     @property

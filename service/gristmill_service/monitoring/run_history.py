@@ -1,4 +1,4 @@
-"""When things happened in a run, for people: its state does not say so, for it holds no clock.
+"""The times at which things happened in a run, for people: the run's state holds no clock.
 
 Notes the run's events as they are applied. It is held in memory only, is bounded, and is no part of the run: a process
 that takes a run over begins a history of its own.
@@ -46,7 +46,7 @@ class RankTimes:
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """When a batch was sealed, published, and freed or failed; None where it is not, or where that is not known.
+    """The times at which a batch was sealed, published, and freed or failed; None where it is not, or not known.
     was_published: it was published before the history began, which is `published` then."""
 
     sealed: float | None = None

@@ -1,4 +1,4 @@
-"""What is counted of a run for metrics, from when this process took it: counters begin at 0 with each process.
+"""The counts of a run for metrics, from when this process took it: they begin at 0 with each process.
 
 Nothing is counted twice: neither what a restart replays, nor a batch that is built again.
 """

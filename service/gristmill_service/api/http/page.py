@@ -64,7 +64,7 @@ def run_timeline(
     model: Model = "policy",
     seconds: Annotated[float, Query(gt=0, le=86_400, description="How far back.")] = 600.0,
 ) -> Response:
-    """When each rank acknowledged which mini-batch, since this process decides for the run."""
+    """The mini-batches that each rank acknowledged, and when, since this process decides for the run."""
     return _json(health.timeline(run, model, seconds))
 
 
@@ -83,7 +83,7 @@ async def batch_picture(
 
 @router.get("/runs/{run}/batches/{batch}/breaks", response_model=BatchBreaks)
 async def batch_breaks(run: RunDep, views: _ViewsDep, batch: Int64) -> Response:
-    """Where merging broke: the token that differs, and those around it. Token ids only."""
+    """The places where merging broke: the token that differs, and those around it. Token ids only."""
     return _json((await _view(views, run, batch)).breaks())
 
 

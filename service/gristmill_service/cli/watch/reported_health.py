@@ -32,7 +32,7 @@ class ReportedHealth:
 
     @property
     def needs_person(self) -> bool:
-        """Whether the run will not go on by itself."""
+        """The run will not go on by itself."""
         return self.state in _NEEDS_PERSON
 
 
@@ -55,7 +55,7 @@ def healths_of(snapshot: Snapshot, stuck_after_s: float = 0.0) -> list[ReportedH
 
 
 def needs_person(snapshot: Snapshot, healths: list[ReportedHealth]) -> bool:
-    """Whether a run will not go on by itself, or a replica is not ready or away."""
+    """Returns whether a run will not go on by itself, or a replica is not ready or away."""
     return any(replica.problem for replica in snapshot.replicas) or any(health.needs_person for health in healths)
 
 

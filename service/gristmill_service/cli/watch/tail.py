@@ -45,7 +45,7 @@ def _follow(client: ServiceClient, run: str, pause: Callable[[], None]) -> Itera
 
 
 def _is_done(status: run_pb2.RunStatus) -> bool:
-    """Whether nothing will happen any more: finished, or so but for a batch that could not be built."""
+    """Returns whether nothing will happen any more, be it that the last batch could not be built."""
     waiting = status.groups_open + status.groups_complete
     return status.finished and not waiting and status.batches_freed == status.batches_sealed
 

@@ -11,7 +11,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class Labels(dict[str, str]):
-    """Of a series that is told at each scrape, with their text. Not to be changed."""
+    """The labels of a series that is exposed at each scrape, with their text. Never changed."""
 
     def __init__(self, labels: Iterable[tuple[str, str]]) -> None:
         super().__init__(labels)
@@ -34,12 +34,12 @@ def _lines(metric: Metric) -> Iterator[str]:
         name += "_total"
     elif kind == "info":
         name, kind = name + "_info", "gauge"
-    told = metric.documentation.replace("\\", r"\\").replace("\n", r"\n")
-    yield f"# HELP {name} {told}\n# TYPE {name} {kind}\n"
+    help_text = metric.documentation.replace("\\", r"\\").replace("\n", r"\n")
+    yield f"# HELP {name} {help_text}\n# TYPE {name} {kind}\n"
     for sample in metric.samples:
         value, labels = sample.value, sample.labels
         if sample.name.endswith("_created"):
-            # When a series was made is a series more for each, which this format has no place for.
+            # The time at which a series was made is another series, which this format has no place for.
             continue
         # Most are small whole numbers.
         shown = f"{value:.1f}" if -1e6 < value < 1e6 and value == int(value) else floatToGoString(value)  # type: ignore[no-untyped-call]

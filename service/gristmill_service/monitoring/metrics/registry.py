@@ -1,4 +1,4 @@
-"""The process's metrics, in a registry of their own; those of its runs are read at each scrape."""
+"""The process's metrics, in a registry of their own; the metrics of its runs are read at each scrape."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class _WatchedCollector(Collector):
         self._watched = watched
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: the registry would otherwise ask every run when this is registered."""
+        """Describes nothing: the registry would otherwise ask every run when this is registered."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
@@ -85,8 +85,12 @@ class _WatchedCollector(Collector):
         for state, count in watched.leases().items():
             leases.add_metric((state,), count)
         yield leases
-        used = GaugeMetricFamily("gristmill_store_used_bytes", "Bytes used where it is kept.", labels=("store",))
-        limit = GaugeMetricFamily("gristmill_store_limit_bytes", "Bytes that there are in all.", labels=("store",))
+        used = GaugeMetricFamily(
+            "gristmill_store_used_bytes", "Bytes used, of each place where something is stored.", labels=("store",)
+        )
+        limit = GaugeMetricFamily(
+            "gristmill_store_limit_bytes", "Bytes in all, of each place where something is stored.", labels=("store",)
+        )
         for store, (taken, most) in watched.room().items():
             used.add_metric((store,), taken)
             limit.add_metric((store,), most)

@@ -1,4 +1,4 @@
-"""What is measured around stores and journals."""
+"""Calls to storage are measured."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_journals_calls_are_counted_and_do_what_they_did(tmp_path):
     assert watched.calls() == {"replay": 1, "put": 1, "append": 1, "sync": 1, "flush": 1, "get": 1}
 
 
-def test_what_fails_is_an_error_and_what_is_not_there_is_none():
+def test_what_fails_is_an_error_and_what_is_not_there_is_none() -> None:
     watched = Watched()
     store = TimedShardStore(MemoryShardStore(), watched.metrics)
     with pytest.raises(NotFoundError):

@@ -1,4 +1,4 @@
-"""What the page's calls tell, held against the shards themselves."""
+"""The page's pictures of batches, held against the shards themselves."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def shown(shard: dict[str, Any]) -> list[list[int]]:
 
 
 def in_file(data: bytes) -> list[list[int]]:
-    """Of each row of a shard the tokens of each kind, and which row it is."""
+    """For each row of a shard, its tokens of each kind, and which row it is."""
     tensors = load(data)
     head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     rows = len(tensors["row"])
@@ -116,7 +116,8 @@ def in_file(data: bytes) -> list[list[int]]:
     # A padding row is all padding.
     counts[~real] = np.stack([0 * counts[~real].sum(1)] * 3 + [counts[~real].sum(1)], axis=1)
     labels = np.stack([tensors[name] for name in ("row", "sample", "step_first", "step_last")], axis=1)
-    return np.concatenate([counts, labels], axis=1).tolist()
+    found: list[list[int]] = np.concatenate([counts, labels], axis=1).tolist()
+    return found
 
 
 NAMES = ("sequences", "attention_mask", "response_mask", "loss_mask", "cu_seqlens")
