@@ -7,10 +7,10 @@ import time
 
 import httpx
 
-from gristmill_service.api.backend import Backend
+from gristmill_service.api.context import ApiContext
 from gristmill_service.api.http.app import make_app
 from gristmill_service.api.http.server import HttpServer
-from gristmill_service.api.long_poll import Waiting
+from gristmill_service.api.long_poll import LongPoll
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_runs import MemoryRunStore
@@ -24,7 +24,7 @@ class SlowRunStore(MemoryRunStore):
         super().__init__()
         self.asked, self.answers = threading.Event(), threading.Event()
 
-    def trouble(self) -> str:
+    def unhealthy_reason(self) -> str:
         if threading.current_thread().name.startswith("gristmill"):
             # The service's own clockwork.
             return ""
@@ -36,7 +36,7 @@ class SlowRunStore(MemoryRunStore):
 def test_a_slow_disk_holds_up_no_other_call() -> None:
     store = SlowRunStore()
     runs = Runs(MemoryShardStore(), store)
-    server = HttpServer(make_app(Backend(runs, Waiting(8), Metrics(), 1 << 20, not_ready="")), "127.0.0.1:0", 1.0)
+    server = HttpServer(make_app(ApiContext(runs, LongPoll(8), Metrics(), 1 << 20, not_ready="")), "127.0.0.1:0", 1.0)
     server.start()
     ready: list[int] = []
     asking = threading.Thread(target=lambda: ready.append(httpx.get(f"{server.url}/readyz", timeout=20).status_code))
