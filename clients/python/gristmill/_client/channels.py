@@ -12,7 +12,7 @@ import random
 import secrets
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import grpc
@@ -54,6 +54,8 @@ _AMONG_OTHERS = (
 
 Bind = Callable[[Any], Callable[..., Any]]
 """A method of the contract, of the channel given."""
+
+Watched = AbstractContextManager[None]
 
 _CANNOT_SERVE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _EXPECTED = "expected HOST:PORT or unix:/PATH, or several of them with commas between"
@@ -122,6 +124,16 @@ class Replicas:
 
     def begin(self, *method: Any, **options: Any) -> Callable[..., Callable[[], Any]]:
         """Like `unary_unary`, but the call returns at once, with a function that waits for the answer."""
+        bind = _binder("unary_unary", method, options)
+
+        def call(request: Any, timeout: float) -> Callable[[], Any]:
+            turn, channel = self._current()
+            named = self._named()
+            return self._begin(bind(channel), self._watched(turn, named), request, timeout=timeout, metadata=named)
+
+        return call
+
+    def _begin(self, bound: Any, watched: Watched, request: Any, **options: Any) -> Callable[[], Any]:
         raise NotImplementedError
 
     def _streaming(self, bind: Bind) -> Callable[..., Any]:
@@ -196,24 +208,17 @@ class Channels(Replicas):
 
         return call
 
-    def begin(self, *method: Any, **options: Any) -> Callable[..., Callable[[], Any]]:
-        bind = _binder("unary_unary", method, options)
+    def _begin(self, bound: Any, watched: Watched, request: Any, **options: Any) -> Callable[[], Any]:
+        future = bound.future(request, **options)
 
-        def call(request: Any, timeout: float) -> Callable[[], Any]:
-            turn, channel = self._current()
-            named = self._named()
-            future = bind(channel).future(request, timeout=timeout, metadata=named)  # type: ignore[attr-defined]
+        def answer() -> Any:
+            with watched:
+                try:
+                    return future.result()
+                except grpc.FutureCancelledError:
+                    raise future from None
 
-            def answer() -> Any:
-                with self._watched(turn, named):
-                    try:
-                        return future.result()
-                    except grpc.FutureCancelledError:
-                        raise future from None
-
-            return answer
-
-        return call
+        return answer
 
     def _streaming(self, bind: Bind) -> Callable[..., Iterator[Any]]:
         def call(request: Any, timeout: float) -> Iterator[Any]:
@@ -236,21 +241,14 @@ class AsyncChannels(Replicas):
 
         return call
 
-    def begin(self, *method: Any, **options: Any) -> Callable[..., Callable[[], Awaitable[Any]]]:
-        bind = _binder("unary_unary", method, options)
+    def _begin(self, bound: Any, watched: Watched, request: Any, **options: Any) -> Callable[[], Awaitable[Any]]:
+        begun = bound(request, **options)
 
-        def call(request: Any, timeout: float) -> Callable[[], Awaitable[Any]]:
-            turn, channel = self._current()
-            named = self._named()
-            begun = bind(channel)(request, timeout=timeout, metadata=named)
+        async def answer() -> Any:
+            with watched:
+                return await begun
 
-            async def answer() -> Any:
-                with self._watched(turn, named):
-                    return await begun
-
-            return answer
-
-        return call
+        return answer
 
     def _streaming(self, bind: Bind) -> Callable[..., AsyncIterator[Any]]:
         async def call(request: Any, timeout: float) -> AsyncIterator[Any]:

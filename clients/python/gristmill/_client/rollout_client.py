@@ -219,7 +219,7 @@ class RolloutClient:
 
 
 def _close_forgotten(transport: Transport, sender: Sender) -> None:
-    if not transport.process.is_here():
+    if not transport.fork_guard.is_here():
         return
     try:
         block_on(sender.flush())

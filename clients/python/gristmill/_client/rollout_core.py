@@ -143,11 +143,11 @@ class RolloutCore:
     # The end.
 
     async def flush(self) -> None:
-        self._connection.process.check()
+        self._connection.fork_guard.check()
         await self.sender.flush()
 
     async def close(self) -> None:
-        if not self._connection.process.is_here():
+        if not self._connection.fork_guard.is_here():
             return
         try:
             await self.sender.flush()

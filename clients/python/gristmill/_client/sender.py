@@ -110,7 +110,7 @@ class Sender:
             self._closing = True
             self._outbox.flush()
             self._announce()
-        if self._join_worker is not None and self._connection.process.is_here():
+        if self._join_worker is not None and self._connection.fork_guard.is_here():
             await self._join_worker()
 
     async def _add(self, table: Steps, delivery: Delivery, calls: Calls) -> bool:

@@ -325,7 +325,7 @@ class TrainerClient:
 
         An error that is met so is raised when the shard is opened, unless it may be over by then.
         """
-        if self._transport.process.is_here():
+        if self._transport.fork_guard.is_here():
             # A mini-batch has the same shard in every epoch.
             self._prefetch.expect(position._replace(epoch=0) for position in positions)
 
@@ -407,7 +407,7 @@ class TrainerClient:
     def close(self) -> None:
         """Closes the connection, and ends what is opened ahead. Shards that are there stay valid. Idempotent."""
         self._transport.close()
-        if self._transport.process.is_here():
+        if self._transport.fork_guard.is_here():
             self._prefetch.close()
 
     def __enter__(self) -> Self:

@@ -54,7 +54,7 @@ class Connection:
         self.channels = channels = driver.channels(address)
         self.address = channels.names
         self.timeout_s = timeout_s
-        self.process = ForkGuard(owner)
+        self.fork_guard = ForkGuard(owner)
         self._closed = threading.Event()
         self.owner = owner
         self.runs: Any = run_pb2_grpc.RunServiceStub(channels)  # type: ignore[no-untyped-call]
@@ -98,7 +98,7 @@ class Connection:
         self.check_usable()
 
     def check_usable(self) -> None:
-        self.process.check()
+        self.fork_guard.check()
         if self._closed.is_set():
             raise self.closed_error()
 
@@ -107,7 +107,7 @@ class Connection:
 
     async def disconnect(self) -> None:
         """Idempotent. Calls that others wait in end with an error. Does nothing in a fork."""
-        if self.process.is_here():
+        if self.fork_guard.is_here():
             self._closed.set()
             for channel in self.channels.take_all():
                 await self.driver.call(channel.close)
