@@ -46,8 +46,7 @@ class Replica:
     def die(self) -> None:
         """Its threads end, and it says goodbye to nobody: its leases are as if they had run out."""
         names = list(self.runs._runs)
-        self.ledger._stopped.set()
-        self.ledger._renewer.join()
+        self.ledger._leases.close()
         self.ledger._scripts.release = lambda *_: None  # type: ignore[method-assign]
         self.close()
         with closing(connect(RedisAddress(url=self.url))) as client:
@@ -181,7 +180,7 @@ def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_a
     def doubtful(record: bytes) -> None:
         append(record)
         if b"BatchPublished" in record:
-            run._book.owned_until = 0.0
+            run._book.lose()
             raise LogLostError("whether the last change was made is not known")
 
     run._book.append = doubtful  # type: ignore[method-assign]

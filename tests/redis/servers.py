@@ -357,7 +357,9 @@ def _node_id(node: RedisServer) -> str:
     return str(node.client().execute_command("CLUSTER", "MYID").decode())
 
 
-class _SentinelServer(RedisServer):
+class SentinelServer(RedisServer):
+    """A sentinel that watches a master, and replaces it by itself."""
+
     def __init__(self, directory: Path, master: RedisServer) -> None:
         super().__init__(directory, appendonly="no")
         watched = [
@@ -411,7 +413,7 @@ class Sentinel:
                 lines.append(f"masteruser {self.master.username}")
             self.replica = RedisServer(self._directory / "redis-1", arguments=lines, **self._options).start()
             self._wait_for_the_replica()
-            self.sentinel = _SentinelServer(self._directory / "sentinel", self.master).start()
+            self.sentinel = SentinelServer(self._directory / "sentinel", self.master).start()
             self._introduce_the_replica(self.sentinel.client())
         except BaseException:
             self.stop()
@@ -439,6 +441,39 @@ class Sentinel:
         )
         self.master, self.replica = heir, dead
         return dead
+
+    def depose_master(self) -> RedisServer:
+        """Lets the sentinel promote the replica though the master lives, and returns the deposed server, which goes on
+        taking writes until `follow` or, after about ten seconds, the sentinel makes it a replica. `master` is then the
+        promoted one."""
+        assert self.replica is not None
+        assert self.sentinel is not None
+        deposed, heir = self.master, self.replica
+        watching, promoted = self.sentinel.client(), heir.client()
+
+        def is_asked() -> bool:
+            # It refuses while the failover before is being finished.
+            return bool(watching.execute_command("SENTINEL", "FAILOVER", self.NAME))
+
+        def is_promoted() -> bool:
+            [_, port] = watching.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.NAME)
+            return int(port) == heir.port and promoted.role()[0] == b"master"
+
+        wait_until(is_asked, "the sentinel takes the request", 30)
+        wait_until(is_promoted, "the replica is promoted")
+        self.master, self.replica = heir, deposed
+        return deposed
+
+    def follow(self) -> None:
+        """Makes the former master a replica of the promoted one, and returns when it follows."""
+        assert self.replica is not None
+        client = self.replica.client()
+        wait_until(lambda: client.replicaof(HOST, self.master.port), "it takes the order")
+        self._wait_for_the_replica()
+        assert self.sentinel is not None
+        watching = self.sentinel.client()
+        wait_until(lambda: self._state(watching)["port"] == str(self.master.port), "the sentinel is done")
+        self._introduce_the_replica(watching)
 
     def _wait_for_the_replica(self) -> None:
         assert self.replica is not None

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
     from gristmill_service.service import Service
 
 OK, CANNOT_START = 0, 2
+
+# A failover of Redis takes a few seconds.
+_STORE_AWAY_S = 30.0
+_STORE_PAUSE_S = 1.0
+
+StopAsked = Callable[..., bool]
+"""Whether the process was asked to stop, within so many seconds where they are given."""
 
 
 def register(app: typer.Typer) -> None:
@@ -49,6 +57,8 @@ def serve_command(
     redis_password: Annotated[str | None, _flag("redis_password")] = None,
     redis_ca_file: Annotated[Path | None, _flag("redis_ca_file")] = None,
     redis_prefix: Annotated[str | None, _flag("redis_prefix")] = None,
+    redis_min_replicas: Annotated[int | None, _flag("redis_min_replicas")] = None,
+    redis_wait_aof: Annotated[bool | None, _flag("redis_wait_aof")] = None,
     lease_s: Annotated[float | None, _flag("lease_s")] = None,
     advertise_grpc_address: Annotated[str | None, _flag("advertise_grpc_address")] = None,
     advertise_http_url: Annotated[str | None, _flag("advertise_http_url")] = None,
@@ -70,7 +80,7 @@ def serve_command(
     The service listens on this machine only unless an address says otherwise; it asks nobody who they are.
 
     SIGTERM or Ctrl-C finishes what is being sealed and exits with 0; a second one exits at once. Exit status 2: a wrong
-    setting, or an address that is taken.
+    setting, an address that is taken, or a Redis that does not answer for half a minute.
     """
     flags = dict(locals())
     try:
@@ -85,7 +95,6 @@ def serve(settings: Settings) -> int:
     """Serves until a signal asks to stop. Returns the exit status."""
     from gristmill_service.logs import configure_logs
     from gristmill_service.process_tuning import tune_process
-    from gristmill_service.service import Service
     from gristmill_service.tracing import configure_tracing
 
     configure_logs(settings.log_level, settings.log_format)
@@ -93,10 +102,12 @@ def serve(settings: Settings) -> int:
     with ExitStack() as at_end, _stop_asked() as stop_asked:
         try:
             at_end.callback(configure_tracing())
-            service = Service(settings)
+            service = _made(settings, stop_asked)
         except (GristmillError, OSError) as error:
             print(f"gristmill serve: {error}", file=sys.stderr)
             return CANNOT_START
+        if service is None:
+            return OK
         service.start()
         try:
             with _announced(service, settings.announce):
@@ -110,12 +121,33 @@ def serve(settings: Settings) -> int:
     return OK
 
 
+def _made(settings: Settings, stop_asked: StopAsked) -> Service | None:
+    """The service, as soon as its store answers; None where it is asked to stop before that."""
+    import structlog
+
+    from gristmill_service.service import Service
+    from gristmill_service.storage.backends import StorageAwayError
+
+    deadline, reason = time.monotonic() + _STORE_AWAY_S, ""
+    while True:
+        try:
+            return Service(settings)
+        except StorageAwayError as error:
+            if time.monotonic() >= deadline:
+                raise
+            before, reason = reason, str(error)
+        if reason != before:
+            structlog.get_logger(__name__).warning("waiting for the store", reason=reason, for_s=_STORE_AWAY_S)
+        if stop_asked(_STORE_PAUSE_S):
+            return None
+
+
 def _ready_line(service: Service) -> str:
     return f"gristmill is ready: gRPC {service.grpc_address}, HTTP {service.http_url} (see {service.http_url}/docs)"
 
 
 @contextmanager
-def _stop_asked() -> Iterator[Callable[[], object]]:
+def _stop_asked() -> Iterator[StopAsked]:
     """A function that returns with the first SIGTERM or SIGINT; the second ends the process there and then.
 
     The kernel may give a signal to any thread, while Python's handlers wait for the main one, which waits too: so a

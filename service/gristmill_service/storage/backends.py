@@ -12,6 +12,7 @@ from typing import Self
 
 import structlog
 
+from gristmill.errors import UnavailableError
 from gristmill_service.settings import Settings
 from gristmill_service.storage.run_store import RunStore
 from gristmill_service.storage.shard_store import ShardStore
@@ -20,6 +21,10 @@ _log = structlog.get_logger(__name__)
 
 Advertise = Callable[[str, str], None]
 Room = Callable[[], dict[str, tuple[int, int]]]
+
+
+class StorageAwayError(UnavailableError):
+    """The settings name a store that does not answer now. Another try may help."""
 
 
 class Storage:
@@ -41,7 +46,7 @@ class Storage:
 
 
 def keeping(settings: Settings) -> Storage:
-    """Raises UnavailableError where Redis cannot be reached, and other errors for what the settings get wrong."""
+    """Raises StorageAwayError where Redis cannot be reached, and other errors for what the settings get wrong."""
     with ExitStack() as opened:
         kept = _in_redis(settings, opened) if settings.store == "redis" else _on_this_machine(settings, opened)
         kept.close = opened.pop_all().close
@@ -92,24 +97,30 @@ def _local_store(settings: Settings) -> ShardStore:
 
 
 def _in_redis(settings: Settings, opened: ExitStack) -> Storage:
-    from gristmill_service.storage.redis.connection import RedisAddress, check_server, connect
+    from gristmill_service.storage.redis.connection import RedisAddress, connect
+    from gristmill_service.storage.redis.durability import Durability
     from gristmill_service.storage.redis.run_store import RedisRunStore
+    from gristmill_service.storage.redis.server_check import check_server
     from gristmill_service.storage.redis.shard_store import RedisShardStore
 
     assert settings.redis_url is not None, "checked with the settings"
     password = settings.redis_password
-    client = connect(
-        RedisAddress(
-            url=settings.redis_url,
-            username=settings.redis_username,
-            password=None if password is None else password.get_secret_value(),
-            ca_file=settings.redis_ca_file,
-        )
+    address = RedisAddress(
+        url=settings.redis_url,
+        username=settings.redis_username,
+        password=None if password is None else password.get_secret_value(),
+        ca_file=settings.redis_ca_file,
     )
-    opened.callback(client.close)
-    for warning in check_server(client):
+    durability = Durability(settings.redis_min_replicas, settings.redis_wait_aof)
+    try:
+        client = connect(address)
+        opened.callback(client.close)
+        warnings = check_server(client, durability)
+    except UnavailableError as error:
+        raise StorageAwayError(str(error)) from error
+    for warning in warnings:
         _log.warning(warning)
-    ledger = RedisRunStore(client, settings.redis_prefix, settings.lease_s)
+    ledger = RedisRunStore(client, settings.redis_prefix, settings.lease_s, durability)
     opened.callback(ledger.close)
     shards = RedisShardStore(client, ledger, settings.redis_prefix)
     return Storage(shards, ledger, ledger.introduce, ledger.room, opened.close)

@@ -1,4 +1,4 @@
-"""What the ledger in Redis promises to one process, in the sentences of every ledger, and to several: fencing."""
+"""The runs in Redis, for one process and for several: records, rows, leases, and what stays certain when it fails."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ import redis
 
 from gristmill._wire.columns import Ragged
 from gristmill._wire.rows import to_rows
+from gristmill._wire.steps import Steps
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, UnavailableError
-from gristmill_service.storage.redis import row_values
+from gristmill_service.storage.redis import row_values, run_tables
 from gristmill_service.storage.redis.connection import Client, RedisAddress, connect
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
@@ -52,181 +54,188 @@ def url(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def join() -> Iterator[Join]:
-    """A ledger as a process of its own has it, closed with the test."""
+    """A store as a process of its own has it, closed with the test."""
     with ExitStack() as opened:
 
         def start(url: str, number: int = 0, lease_s: float = 30.0) -> RedisRunStore:
             client = opened.enter_context(closing(connect(RedisAddress(url=url))))
-            ledger = RedisRunStore(client, PREFIX, lease_s)
-            opened.callback(ledger.close)
-            ledger.introduce(f"grpc-{number}", f"http-{number}")
-            return ledger
+            store = RedisRunStore(client, PREFIX, lease_s)
+            opened.callback(store.close)
+            store.introduce(f"grpc-{number}", f"http-{number}")
+            return store
 
         yield start
 
 
 @pytest.fixture
-def ledger(url: str, join: Join) -> RedisRunStore:
+def store(url: str, join: Join) -> RedisRunStore:
     return join(url)
 
 
 @pytest.fixture
 def small_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_values, "VALUE_BYTES", 300)
+    monkeypatch.setattr(run_tables, "_HELD_BYTES", 300)
 
 
-def keys(ledger: RedisRunStore) -> set[str]:
-    client: Client = ledger._client
+def keys(store: RedisRunStore) -> set[str]:
+    client: Client = store._client
     return {key.decode() for key in client.scan_iter(match="*") if b":probe" not in key}
 
 
-def row_keys(ledger: RedisRunStore) -> set[str]:
-    return {key for key in keys(ledger) if ":rows:" in key}
+def row_keys(store: RedisRunStore) -> set[str]:
+    return {key for key in keys(store) if ":rows:" in key}
 
 
-def expire(ledger: RedisRunStore, name: str = "run") -> None:
+def expire(store: RedisRunStore, name: str = "run") -> None:
     """As if the owner's lease had run out."""
-    ledger._client.delete(ledger._keys(name).owner)
+    store._client.delete(store._keys(name).owner)
 
 
-def started(book: RedisRunLog) -> list[bytes]:
+def started(log: RedisRunLog) -> list[bytes]:
     """Its records, read as whoever opens a run does first."""
-    return list(book.replay().records)
+    return list(log.replay().records)
 
 
-class TestLedger:
+def stored(log: RedisRunLog, rows: Steps) -> int:
+    """The number of a table that a record of the log refers to."""
+    number, _ = log.put(rows)
+    log.append(b"rows", [number])
+    return number
+
+
+class TestRunStore:
     def test_a_run_is_there_again_with_its_configuration_records_and_rows(self, url, join):
         first = join(url)
-        book = first.create("a/run {x}", b'{"dp_size":2}')
-        assert (book.replay().snapshot, started(book)) == (None, [])
-        number, kept = book.put(any_table())
-        book.append(b"one")
-        book.append(b"two")
+        log = first.create("a/run {x}", b'{"dp_size":2}')
+        assert (log.replay().snapshot, started(log)) == (None, [])
+        number, kept = log.put(any_table())
+        log.append(b"one", [number])
+        log.append(b"two")
         expire(first, "a/run {x}")
 
         again = join(url, 1)
         assert again.names() == ["a/run {x}"]
-        book = again.open("a/run {x}")
-        assert book.config == b'{"dp_size":2}'
-        assert started(book) == [b"one", b"two"]
-        assert book.keep({number}, whole) == set()
-        assert same(book.get(number), any_table())
+        log = again.open("a/run {x}")
+        assert log.config == b'{"dp_size":2}'
+        assert started(log) == [b"one", b"two"]
+        assert log.keep({number}, whole) == set()
+        assert same(log.get(number), any_table())
         assert same(kept, any_table())
 
-    def test_a_snapshot_stands_for_what_was_before_it(self, ledger):
-        book = ledger.create("run", b"{}")
-        started(book)
-        book.append(b"before")
-        book.compact(b"first")
-        book.append(b"between")
-        book.compact(b"all before")
-        book.append(b"after")
-        book.close()
-        book = ledger.open("run")
-        replay = book.replay()
+    def test_a_snapshot_stands_for_what_was_before_it(self, store):
+        log = store.create("run", b"{}")
+        started(log)
+        log.append(b"before")
+        log.compact(b"first")
+        log.append(b"between")
+        log.compact(b"all before")
+        log.append(b"after")
+        log.close()
+        log = store.open("run")
+        replay = log.replay()
         assert (replay.snapshot, list(replay.records)) == (b"all before", [b"after"])
-        book.append(b"more")
-        book.close()
-        assert started(ledger.open("run")) == [b"after", b"more"]
-        assert len([key for key in keys(ledger) if ":snapshot:" in key]) == 1, "earlier snapshots are gone"
-        length = ledger._client.xlen(ledger._keys("run").log)
+        log.append(b"more")
+        log.close()
+        assert started(store.open("run")) == [b"after", b"more"]
+        assert len([key for key in keys(store) if ":snapshot:" in key]) == 1, "earlier snapshots are gone"
+        length = store._client.xlen(store._keys("run").log)
         assert length == 3, "the log begins with the last record that the snapshot stands for"
 
     @pytest.mark.usefixtures("small_values")
-    def test_a_snapshot_may_be_larger_than_a_value(self, ledger):
-        book = ledger.create("run", b"{}")
-        started(book)
+    def test_a_snapshot_may_be_larger_than_a_value(self, store):
+        log = store.create("run", b"{}")
+        started(log)
         snapshot = bytes(range(256)) * 10
-        book.compact(snapshot)
-        book.close()
-        assert ledger.open("run").replay().snapshot == snapshot
-        ledger.delete("run")
-        assert keys(ledger) == set()
+        log.compact(snapshot)
+        log.close()
+        assert store.open("run").replay().snapshot == snapshot
+        store.delete("run")
+        assert keys(store) == set()
 
-    def test_a_log_of_many_records_is_read_in_order(self, ledger):
-        book = ledger.create("run", b"{}")
-        started(book)
+    def test_a_log_of_many_records_is_read_in_order(self, store):
+        log = store.create("run", b"{}")
+        started(log)
         for number in range(2500):
-            book.append(b"%d" % number)
-        book.close()
-        assert started(ledger.open("run")) == [b"%d" % number for number in range(2500)]
+            log.append(b"%d" % number)
+        log.close()
+        assert started(store.open("run")) == [b"%d" % number for number in range(2500)]
 
-    def test_a_log_is_long_once_it_is_much_longer_than_its_snapshot(self, ledger):
-        book = ledger.create("run", b"{}")
-        started(book)
-        while not book.is_long:
-            book.append(bytes(4 << 20))
-        book.compact(bytes(10 << 20))
+    def test_a_log_is_long_once_it_is_much_longer_than_its_snapshot(self, store):
+        log = store.create("run", b"{}")
+        started(log)
+        while not log.is_long:
+            log.append(bytes(4 << 20))
+        log.compact(bytes(10 << 20))
         for _ in range(6):
-            assert not book.is_long
-            book.append(bytes(4 << 20))
-        assert book.is_long
-        book.close()
-        book = ledger.open("run")
-        started(book)
-        assert book.is_long, "whoever opens it next knows, too"
+            assert not log.is_long
+            log.append(bytes(4 << 20))
+        assert log.is_long
+        log.close()
+        log = store.open("run")
+        started(log)
+        assert log.is_long, "whoever opens it next knows, too"
 
-    def test_runs_are_created_once_and_deleted_whole(self, ledger):
-        book = ledger.create("run", b"{}")
+    def test_runs_are_created_once_and_deleted_whole(self, store):
+        log = store.create("run", b"{}")
         with pytest.raises(AlreadyExistsError):
-            ledger.create("run", b"{}")
-        started(book)
-        book.put(any_table())
-        book.append(b"one")
-        book.compact(b"one")
-        ledger.delete("run")
-        book.close()
-        ledger.delete("run")
-        assert ledger.names() == []
-        assert keys(ledger) == set()
+            store.create("run", b"{}")
+        started(log)
+        log.append(b"one", [log.put(any_table())[0]])
+        log.compact(b"one")
+        store.delete("run")
+        log.close()
+        store.delete("run")
+        assert store.names() == []
+        assert keys(store) == set()
         with pytest.raises(NotFoundError):
-            ledger.open("run")
+            store.open("run")
 
-    def test_a_run_of_the_same_name_meets_nothing_of_the_one_before(self, ledger):
-        book = ledger.create("run", b"{}")
-        started(book)
-        number, _ = book.put(any_table())
-        book.append(b"one")
-        ledger.delete("run")
-        book.close()
-        again = ledger.create("run", b'{"new":1}')
+    def test_a_run_of_the_same_name_meets_nothing_of_the_one_before(self, store):
+        log = store.create("run", b"{}")
+        started(log)
+        number = stored(log, any_table())
+        store.delete("run")
+        log.close()
+        again = store.create("run", b'{"new":1}')
         assert (again.config, started(again)) == (b'{"new":1}', [])
         assert again.keep({number}, whole) == {number}
 
-    def test_runs_whose_names_look_alike_are_apart(self, ledger):
+    def test_runs_whose_names_look_alike_are_apart(self, store):
         names = ["run", "run:rows", "run*", "run[ab]", "RUN", "{run}", "run "]
         for name in names:
-            book = ledger.create(name, name.encode())
-            started(book)
-            book.put(any_table())
-            book.append(name.encode())
-        ledger.delete("run*")
-        assert set(ledger.names()) == set(names) - {"run*"}
-        for name in ledger.names():
-            book = ledger.open(name)
-            assert (book.config, started(book)) == (name.encode(), [name.encode()])
-            assert book.keep({1 << 32}, whole) == set()
+            log = store.create(name, name.encode())
+            started(log)
+            log.append(name.encode(), [log.put(any_table())[0]])
+        store.delete("run*")
+        assert set(store.names()) == set(names) - {"run*"}
+        for name in store.names():
+            log = store.open(name)
+            assert (log.config, started(log)) == (name.encode(), [name.encode()])
+            numbers = {int(key.split(":")[-2]) for key in row_keys(store) if f":{quote(name, safe='')}:rows" in key}
+            assert len(numbers) == 1
+            assert log.keep(numbers, whole) == set()
 
     def test_a_newer_format_is_refused_with_the_remedy_and_left_to_a_newer_process(self, url, join):
-        ledger, other = join(url), join(url, 1)
-        ledger.create("run", b"{}").close()
-        config = ledger._keys("run").config
-        described = ledger._client.get(config)
-        ledger._client.set(config, described.replace(b'"format":1', b'"format":2'))
-        for each in (ledger, other):
+        store, other = join(url), join(url, 1)
+        store.create("run", b"{}").close()
+        config = store._keys("run").config
+        described = store._client.get(config)
+        store._client.set(config, described.replace(b'"format":1', b'"format":2'))
+        for each in (store, other):
             with pytest.raises(InvalidArgumentError, match="has format 2 in Redis and this version reads up to 1"):
                 each.open("run")
 
-    def test_a_snapshot_of_a_newer_format_is_refused(self, ledger):
-        book = ledger.create("run", b"{}")
-        started(book)
-        book.compact(b"all")
-        snapshot = ledger._keys("run").snapshot
-        described = ledger._client.get(snapshot)
-        ledger._client.set(snapshot, described.replace(b"format\x01", b"format\x02"))
-        book.close()
+    def test_a_snapshot_of_a_newer_format_is_refused(self, store):
+        log = store.create("run", b"{}")
+        started(log)
+        log.compact(b"all")
+        snapshot = store._keys("run").snapshot
+        described = store._client.get(snapshot)
+        store._client.set(snapshot, described.replace(b"format\x01", b"format\x02"))
+        log.close()
         with pytest.raises(InvalidArgumentError, match="format 2 and this version reads up to 1"):
-            ledger.open("run").replay()
+            store.open("run").replay()
 
     def test_a_process_that_is_not_introduced_yet_claims_nothing(self, url, join):
         join(url).create("run", b"{}").close()
@@ -242,91 +251,89 @@ class TestLedger:
 
 class TestRows:
     @pytest.fixture
-    def book(self, ledger: RedisRunStore) -> RedisRunLog:
-        book = ledger.create("run", b"{}")
-        started(book)
-        return book
+    def log(self, store: RedisRunStore) -> RedisRunLog:
+        log = store.create("run", b"{}")
+        started(log)
+        return log
 
-    def test_tables_have_numbers_that_are_never_given_again(self, book, ledger):
-        numbers = [book.put(any_table(index))[0] for index in range(5)]
-        book.remove(numbers)
-        book.close()
-        again = ledger.open("run")
+    def test_tables_have_numbers_that_are_never_given_again(self, log, store):
+        numbers = [log.put(any_table(index))[0] for index in range(5)]
+        log.remove(numbers)
+        log.close()
+        again = store.open("run")
         started(again)
         assert not {again.put(any_table())[0] for _ in range(5)} & set(numbers)
 
-    def test_a_removed_table_is_gone_and_may_be_removed_again(self, book, ledger):
-        number, _ = book.put(any_table())
-        kept, _ = book.put(any_table(1))
-        book.remove([number])
-        book.remove([number, 12345])
+    def test_a_removed_table_is_gone_and_may_be_removed_again(self, log, store):
+        number, kept = stored(log, any_table()), stored(log, any_table(1))
+        log.remove([number])
+        log.remove([number, 12345])
         with pytest.raises(NotFoundError):
-            book.get(number)
-        assert same(book.get(kept), any_table(1))
-        assert len(row_keys(ledger)) == 1
+            log.get(number)
+        assert same(log.get(kept), any_table(1))
+        assert len(row_keys(store)) == 1
 
     @pytest.mark.usefixtures("small_values")
-    def test_a_large_table_lies_in_pieces_and_goes_whole(self, book, ledger):
-        number, _ = book.put(any_table(tokens=200))
-        assert len(row_keys(ledger)) > 5
-        assert same(book.get(number), any_table(tokens=200))
-        book.remove([number])
-        assert row_keys(ledger) == set()
+    def test_a_large_table_lies_in_pieces_and_goes_whole(self, log, store):
+        number, _ = log.put(any_table(tokens=200))
+        assert len(row_keys(store)) > 5
+        assert same(log.get(number), any_table(tokens=200))
+        log.remove([number])
+        assert row_keys(store) == set()
 
     @pytest.mark.usefixtures("small_values")
-    def test_after_a_takeover_large_tables_are_removed_whole(self, book, ledger):
-        number, _ = book.put(any_table(tokens=200))
-        book.close()
-        again = ledger.open("run")
+    def test_after_a_takeover_large_tables_are_removed_whole(self, log, store):
+        number, _ = log.put(any_table(tokens=200))
+        log.close()
+        again = store.open("run")
         started(again)
         assert again.keep({number}, whole) == set()
         again.remove([number])
-        assert row_keys(ledger) == set()
+        assert row_keys(store) == set()
 
-    def test_a_table_of_more_than_8_mib_comes_back(self, book, ledger):
+    def test_a_table_of_more_than_8_mib_comes_back(self, log, store):
         tokens = np.arange(3_000_000, dtype=np.int32)
         large = replace(
             table(row("a")),
             tokens=Ragged.from_arrays([tokens], np.int32),
             loss_mask=Ragged.from_arrays([np.ones(3_000_000, np.uint8)], np.uint8),
         )
-        number, _ = book.put(large)
-        assert len(row_keys(ledger)) == 2
-        read = book.get(number)
+        number, _ = log.put(large)
+        assert len(row_keys(store)) == 2
+        read = log.get(number)
         assert np.array_equal(read.tokens[0], tokens)
         assert read.tokens[0].ctypes.data % 8 == 0, "columns stand at multiples of eight bytes"
 
     @pytest.mark.usefixtures("small_values")
-    def test_a_table_that_lost_a_piece_is_not_found(self, book, ledger):
-        number, _ = book.put(any_table(tokens=200))
-        lost = next(key for key in row_keys(ledger) if key.endswith(":1"))
-        ledger._client.delete(lost)
+    def test_a_table_that_lost_a_piece_is_not_found(self, log, store):
+        number, _ = log.put(any_table(tokens=200))
+        lost = next(key for key in row_keys(store) if key.endswith(":1"))
+        store._client.delete(lost)
         with pytest.raises(NotFoundError):
-            book.get(number)
+            log.get(number)
 
-    def test_what_nothing_refers_to_is_swept_when_the_run_is_claimed_again(self, book, ledger):
-        wanted, _ = book.put(any_table(0))
-        for index in range(700):  # more than are removed at once
-            book.put(any_table(index, tokens=2))
-        book.close()
-        again = ledger.open("run")
+    def test_what_nothing_refers_to_is_swept_when_the_run_is_claimed_again(self, log, store):
+        wanted = stored(log, any_table(0))
+        # More than are removed at once.
+        log.append(b"orphans", [log.put(any_table(index, tokens=2))[0] for index in range(700)])
+        log.close()
+        again = store.open("run")
         started(again)
-        fresh, _ = again.put(any_table(2))
-        absent = 99 << 32
+        fresh, absent = stored(again, any_table(2)), 99 << 32
         assert again.keep({wanted, absent}, whole) == {absent}
-        wait_until(lambda: len(row_keys(ledger)) <= 2, "orphans are swept")
+        wait_until(lambda: len(row_keys(store)) <= 2, "orphans are swept")
         assert same(again.get(wanted), any_table(0))
         assert same(again.get(fresh), any_table(2)), "what came after the claim is not looked at"
 
-    def test_tables_are_put_and_got_by_many_threads_at_once(self, book):
+    def test_tables_are_put_and_got_by_many_threads_at_once(self, log):
         numbers, errors = {}, []
 
         def work(index):
             try:
                 for turn in range(10):
-                    number, _ = book.put(any_table(100 * index + turn))
+                    number, _ = log.put(any_table(100 * index + turn))
                     assert numbers.setdefault(number, index) == index
-                    assert same(book.get(number), any_table(100 * index + turn))
+                    assert same(log.get(number), any_table(100 * index + turn))
             except BaseException as error:  # noqa: BLE001
                 errors.append(error)
 
@@ -350,26 +357,26 @@ class TestOwnership:
     def test_a_run_given_back_is_anyones_at_once(self, url, join):
         first, second = join(url, 1), join(url, 2)
         first.create("run", b"{}").close()
-        book = second.open("run")
-        assert not book.is_lost
+        log = second.open("run")
+        assert not log.is_lost
         with pytest.raises(OwnedElsewhereError):
             first.open("run")
 
     def test_its_lease_lasts_while_its_process_lives(self, url, join):
         first, second = join(url, 1, SHORT_S), join(url, 2)
-        book = first.create("run", b"{}")
-        started(book)
+        log = first.create("run", b"{}")
+        started(log)
         threading.Event().wait(3 * SHORT_S)
-        assert not book.is_lost
-        book.append(b"one")
+        assert not log.is_lost
+        log.append(b"one")
         with pytest.raises(OwnedElsewhereError):
             second.open("run")
 
     def test_when_the_lease_has_run_out_another_process_takes_the_run_over(self, url, join):
         first, second = join(url, 1, SHORT_S), join(url, 2)
-        book = first.create("run", b"{}")
-        started(book)
-        book.append(b"one")
+        log = first.create("run", b"{}")
+        started(log)
+        log.append(b"one")
         first.close()  # as its death: it renews no more
 
         def taken():
@@ -381,7 +388,7 @@ class TestOwnership:
         found = []
         wait_until(lambda: found or found.extend(filter(None, [taken()])), "the run is taken over", 10)
         assert started(found[0]) == [b"one"]
-        assert book.is_lost, "the former owner knows by its own clock"
+        assert log.is_lost, "the former owner knows by its own clock"
 
     def test_nothing_of_a_former_owner_changes_the_run(self, url, join):
         first, second = join(url, 1), join(url, 2)
@@ -391,9 +398,9 @@ class TestOwnership:
         shards = RedisShardStore(first._client, first, PREFIX)
         shards.publish("run", 0, b"{}", sources(first=b"kept"))
         expire(first)
-        book = second.open("run")
-        started(book)
-        book.append(b"two")
+        log = second.open("run")
+        started(log)
+        log.append(b"two")
 
         with pytest.raises(LogLostError, match="another replica decides"):
             before.append(b"of the former")
@@ -412,22 +419,22 @@ class TestOwnership:
             shards.plan("run", 1)
         with pytest.raises(OwnedElsewhereError):
             join(url, 3).open("run")
-        book.append(b"three")
-        book.close()
+        log.append(b"three")
+        log.close()
         assert started(second.open("run")) == [b"one", b"two", b"three"]
 
     def test_a_former_owner_learns_it_when_it_renews(self, url, join):
         first, second = join(url, 1, SHORT_S), join(url, 2)
-        book = first.create("run", b"{}")
+        log = first.create("run", b"{}")
         expire(first)
         second.open("run")
-        wait_until(lambda: book.is_lost, "it learns", 5)
+        wait_until(lambda: log.is_lost, "it learns", 5)
 
-    def test_a_process_may_open_its_own_run_anew_and_what_it_sent_before_counts_no_more(self, ledger):
-        before = ledger.create("run", b"{}")
+    def test_a_process_may_open_its_own_run_anew_and_what_it_sent_before_counts_no_more(self, store):
+        before = store.create("run", b"{}")
         started(before)
         before.append(b"one")
-        again = ledger.open("run")
+        again = store.open("run")
         assert started(again) == [b"one"]
         again.append(b"two")
         with pytest.raises(LogLostError):
@@ -435,43 +442,43 @@ class TestOwnership:
         again.append(b"three")
 
     def test_of_many_that_claim_at_once_one_succeeds(self, url, join):
-        ledgers = [join(url, number) for number in range(6)]
-        ledgers[0].create("run", b"{}").close()
+        stores = [join(url, number) for number in range(6)]
+        stores[0].create("run", b"{}").close()
         won, lost = [], []
-        barrier = threading.Barrier(len(ledgers))
+        barrier = threading.Barrier(len(stores))
 
-        def claim(ledger):
+        def claim(store):
             barrier.wait()
             try:
-                won.append(ledger.open("run"))
+                won.append(store.open("run"))
             except OwnedElsewhereError as error:
                 lost.append(error)
 
-        threads = [threading.Thread(target=claim, args=(each,)) for each in ledgers]
+        threads = [threading.Thread(target=claim, args=(each,)) for each in stores]
         for each in threads:
             each.start()
         for each in threads:
             each.join()
-        assert (len(won), len(lost)) == (1, len(ledgers) - 1)
+        assert (len(won), len(lost)) == (1, len(stores) - 1)
 
     def test_of_many_that_create_at_once_one_succeeds(self, url, join):
-        ledgers = [join(url, number) for number in range(4)]
+        stores = [join(url, number) for number in range(4)]
         created, others = [], []
-        barrier = threading.Barrier(len(ledgers))
+        barrier = threading.Barrier(len(stores))
 
         def create(number):
             barrier.wait()
             try:
-                created.append(ledgers[number].create("run", b"%d" % number))
+                created.append(stores[number].create("run", b"%d" % number))
             except AlreadyExistsError as error:
                 others.append(error)
 
-        threads = [threading.Thread(target=create, args=(number,)) for number in range(len(ledgers))]
+        threads = [threading.Thread(target=create, args=(number,)) for number in range(len(stores))]
         for each in threads:
             each.start()
         for each in threads:
             each.join()
-        assert (len(created), len(others)) == (1, len(ledgers) - 1)
+        assert (len(created), len(others)) == (1, len(stores) - 1)
 
     def test_being_refused_again_and_again_holds_on_to_nothing(self, url, join):
         first, second = join(url, 1), join(url, 2)
@@ -500,52 +507,52 @@ class TestDoubt:
             yield running
 
     def test_an_append_whose_answer_is_lost_is_appended_once(self, redis_server, proxy, join):
-        ledger = join(proxy.url)
-        book = ledger.create("run", b"{}")
-        started(book)
-        book.append(b"one")
+        store = join(proxy.url)
+        log = store.create("run", b"{}")
+        started(log)
+        log.append(b"one")
         for record in (b"two", b"three"):
             proxy.lose_next_reply()
-            book.append(record)
-        book.append(b"four")
-        expire(ledger)
+            log.append(record)
+        log.append(b"four")
+        expire(store)
         assert started(join(redis_server.url, 1).open("run")) == [b"one", b"two", b"three", b"four"]
 
     def test_an_append_that_never_arrived_had_no_effect_and_may_be_told_again(self, proxy, join):
-        book = join(proxy.url).create("run", b"{}")
-        started(book)
+        log = join(proxy.url).create("run", b"{}")
+        started(log)
         proxy.refuse()
         proxy.cut()
         # The first finds its connection broken, so that nobody knows; from then on none is open to send it over.
         with pytest.raises(UnavailableError):
-            book.append(b"lost")
+            log.append(b"lost")
         proxy.accept()
 
     def test_an_append_of_unknown_outcome_loses_the_book_which_is_opened_anew(
         self, redis_server, proxy, join, monkeypatch
     ):
-        monkeypatch.setattr("gristmill_service.storage.redis.run_log._PATIENCE_S", 0.3)
-        ledger = join(proxy.url)
-        book = ledger.create("run", b"{}")
-        started(book)
-        book.append(b"one")
+        monkeypatch.setattr("gristmill_service.storage.redis.run_log._RETRY_S", 0.3)
+        store = join(proxy.url)
+        log = store.create("run", b"{}")
+        started(log)
+        log.append(b"one")
         proxy.lose_next_reply()
         proxy.refuse()
         with pytest.raises(LogLostError, match="whether the last change was made is not known"):
-            book.append(b"two")
-        assert book.is_lost
+            log.append(b"two")
+        assert log.is_lost
         proxy.accept()
-        again = ledger.open("run")
+        again = store.open("run")
         records = started(again)
         assert records in ([b"one"], [b"one", b"two"])
         again.append(b"three")
-        expire(ledger)
+        expire(store)
         assert started(join(redis_server.url, 1).open("run")) == [*records, b"three"]
 
     @pytest.mark.parametrize("step", ["create", "claim", "compact", "publish", "release", "delete"])
     def test_every_step_may_be_told_again_when_its_answer_is_lost(self, redis_server, proxy, join, step):
-        ledger = join(proxy.url)
-        shards = RedisShardStore(ledger._client, ledger, PREFIX)
+        store = join(proxy.url)
+        shards = RedisShardStore(store._client, store, PREFIX)
 
         def doubtful(call, *arguments):
             if step != call.__name__.strip("_"):
@@ -557,68 +564,69 @@ class TestDoubt:
 
         def create():
             try:
-                return ledger.create("run", b"{}")
+                return store.create("run", b"{}")
             except AlreadyExistsError:
-                return ledger.open("run")
+                return store.open("run")
 
         def claim():
-            return ledger.open("run")
+            return store.open("run")
 
         def compact():
-            book.compact(b"all")
+            log.compact(b"all")
 
         def publish():
             shards.publish("run", 0, b"{}", sources(first=b"x"))
 
         def delete():
-            ledger.delete("run")
+            store.delete("run")
 
         doubtful(create).close()
-        book = doubtful(claim)
-        started(book)
-        book.append(b"one")
+        log = doubtful(claim)
+        started(log)
+        log.append(b"one")
         doubtful(compact)
         doubtful(publish)
         assert shards.plan("run", 0) == b"{}"
         shards.delete_run("run")
         if step == "release":
             proxy.lose_next_reply()
-            book.close()
-            book = ledger.open("run")
+            log.close()
+            log = store.open("run")
         doubtful(delete)
-        book.close()
+        log.close()
         wait_until(lambda: not redis_server.client().exists(f"{{{PREFIX}:run}}:owner"), "nothing is left", 5)
         assert {key for key in redis_server.client().keys("*") if b":snapshot:" not in key} <= {b"test:probe"}
 
     def test_a_silent_server_refuses_rows_and_is_told_as_trouble_until_it_answers(self, redis_server, proxy, join):
-        ledger = join(proxy.url, lease_s=SHORT_S)
-        book = ledger.create("run", b"{}")
-        started(book)
+        store = join(proxy.url, lease_s=SHORT_S)
+        log = store.create("run", b"{}")
+        started(log)
         proxy.refuse()
         proxy.cut()
+        number, _ = log.put(any_table())
         with pytest.raises(UnavailableError):
-            book.put(any_table())
-        wait_until(lambda: ledger.trouble(), "it is told", 5)
+            log.append(b"rows", [number])
+        wait_until(lambda: store.trouble(), "it is told", 5)
         proxy.accept()
-        wait_until(lambda: not ledger.trouble(), "it is well again", 5)
+        wait_until(lambda: not store.trouble(), "it is well again", 5)
 
     def test_a_server_without_room_refuses_rows_and_takes_what_makes_room(self, redis_server, join):
-        ledger = join(redis_server.url, lease_s=SHORT_S)
+        store = join(redis_server.url, lease_s=SHORT_S)
         admin = redis_server.client()
-        book = ledger.create("run", b"{}")
-        started(book)
-        number, _ = book.put(any_table())
+        log = store.create("run", b"{}")
+        started(log)
+        number = stored(log, any_table())
         try:
             admin.config_set("maxmemory-policy", "noeviction")
             admin.config_set("maxmemory", int(admin.info("memory")["used_memory"] / 0.95))
-            wait_until(lambda: "maxmemory" in ledger.trouble(), "it is told", 5)
+            wait_until(lambda: "maxmemory" in store.trouble(), "it is told", 5)
             with pytest.raises(UnavailableError, match="maxmemory"):
-                book.put(any_table())
-            book.append(b"acknowledged")
-            book.remove([number])
+                log.put(any_table())
+            log.append(b"acknowledged")
+            log.remove([number])
             admin.config_set("maxmemory", 0)
-            wait_until(lambda: not ledger.trouble(), "it is well again", 5)
-            book.put(any_table())
+            wait_until(lambda: not store.trouble(), "it is well again", 5)
+            log.put(any_table())
         finally:
             admin.config_set("maxmemory", 0)
 
@@ -626,13 +634,13 @@ class TestDoubt:
 class TestForgetfulServer:
     def test_a_lost_tail_is_noticed_by_the_next_append_and_nothing_diverges(self, start_redis: StartRedis, join):
         server = start_redis(appendonly="always")
-        book = join(server.url).create("run", b"{}")
-        started(book)
-        book.append(b"one")
+        log = join(server.url).create("run", b"{}")
+        started(log)
+        log.append(b"one")
         saved = server.directory.with_name("saved")
         shutil.copytree(server.directory, saved)
-        book.append(b"two")
-        book.append(b"three")
+        log.append(b"two")
+        log.append(b"three")
         server.kill()
         for old in saved.iterdir():  # as a disk that had not written the end
             target = server.directory / old.name
@@ -640,69 +648,69 @@ class TestForgetfulServer:
             shutil.copytree(old, target) if old.is_dir() else shutil.copy(old, target)
         server.start()
         with pytest.raises(UnavailableError):
-            book.append(b"four")
+            log.append(b"four")
         with pytest.raises(LogLostError, match=r"has forgotten a part|not known"):
-            book.append(b"four")
-        assert book.is_lost
+            log.append(b"four")
+        assert log.is_lost
         again = join(server.url, 1)
         expire(again)
-        book = again.open("run")
-        assert started(book) == [b"one"]
-        book.append(b"another")
-        book.close()
+        log = again.open("run")
+        assert started(log) == [b"one"]
+        log.append(b"another")
+        log.close()
         assert started(again.open("run")) == [b"one", b"another"]
 
     def test_a_server_that_forgot_everything_has_no_run_any_more(self, start_redis: StartRedis, join):
         server = start_redis(appendonly="no")
-        ledger = join(server.url)
-        book = ledger.create("run", b"{}")
-        started(book)
-        book.append(b"one")
+        store = join(server.url)
+        log = store.create("run", b"{}")
+        started(log)
+        log.append(b"one")
         server.kill()
         server.start()
         for _ in range(2):
             with pytest.raises(UnavailableError):
-                book.append(b"two")
-        assert book.is_lost
+                log.append(b"two")
+        assert log.is_lost
         with pytest.raises(NotFoundError):
-            ledger.open("run")
-        assert ledger.names() == []
+            store.open("run")
+        assert store.names() == []
 
     def test_a_server_that_keeps_its_log_forgets_nothing_when_it_is_killed(self, start_redis: StartRedis, join):
         server = start_redis(appendonly="always")
-        ledger = join(server.url)
-        book = ledger.create("run", b"{}")
-        started(book)
-        number, _ = book.put(any_table())
-        book.append(b"one")
+        store = join(server.url)
+        log = store.create("run", b"{}")
+        started(log)
+        number, _ = log.put(any_table())
+        log.append(b"one", [number])
         server.kill()
         server.start()
-        book.append(b"two")
-        assert same(book.get(number), any_table())
-        book.close()
-        assert started(ledger.open("run")) == [b"one", b"two"]
+        log.append(b"two")
+        assert same(log.get(number), any_table())
+        log.close()
+        assert started(store.open("run")) == [b"one", b"two"]
 
 
 def test_a_former_owner_deletes_nothing(redis_server: RedisServer, join: Join):
     first, second = join(redis_server.url, 1), join(redis_server.url, 2)
     started(first.create("run", b"{}"))
     expire(first)
-    book = second.open("run")
-    started(book)
-    number, _ = book.put(any_table())
+    log = second.open("run")
+    started(log)
+    number = stored(log, any_table())
     with pytest.raises(LogLostError):
         first.delete("run")
     assert second.names() == ["run"]
-    assert same(book.get(number), any_table())
-    book.append(b"goes on")
+    assert same(log.get(number), any_table())
+    log.append(b"goes on")
 
 
 def test_errors_of_redis_never_leave_as_such(redis_server: RedisServer, join: Join):
-    ledger = join(redis_server.url)
-    book = ledger.create("run", b"{}")
-    started(book)
-    for key in (ledger._keys("run").snapshot, ledger._keys("run").log):
+    store = join(redis_server.url)
+    log = store.create("run", b"{}")
+    started(log)
+    for key in (store._keys("run").snapshot, store._keys("run").log):
         redis_server.client().delete(key)
     with pytest.raises(LogLostError):
-        book.append(b"one")
+        log.append(b"one")
     assert not issubclass(LogLostError, redis.RedisError)
