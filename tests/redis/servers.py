@@ -364,7 +364,8 @@ class SentinelServer(RedisServer):
         super().__init__(directory, appendonly="no")
         watched = [
             f"sentinel monitor {Sentinel.NAME} {HOST} {master.port} 1",
-            f"sentinel down-after-milliseconds {Sentinel.NAME} 300",
+            # Longer than it takes to connect to the promoted one, which it would take to be down, too.
+            f"sentinel down-after-milliseconds {Sentinel.NAME} 1500",
             f"sentinel failover-timeout {Sentinel.NAME} 3000",
         ]
         if master.username is not None:

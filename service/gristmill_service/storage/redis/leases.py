@@ -78,8 +78,8 @@ class Leases:
         """Leaves a server that the sentinels do not name as the master any more, and checks what the new one has."""
         try:
             master = watched_master(self._client)
-        except redis.RedisError as error:
-            _log.warning("no master of Redis is known", reason=str(error))
+        except redis.RedisError:
+            # Whoever needs it says so.
             return
         before, self._master = self._master, master
         if before not in (None, master):
