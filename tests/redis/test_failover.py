@@ -18,7 +18,16 @@ from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.redis.server_check import check_server
 from gristmill_service.storage.run_store import LogLostError
-from tests.redis.servers import HOST, RedisServer, Sentinel, SentinelServer, StartRedis, free_port, wait_until
+from tests.redis.servers import (
+    HOST,
+    RedisCluster,
+    RedisServer,
+    Sentinel,
+    SentinelServer,
+    StartRedis,
+    free_port,
+    wait_until,
+)
 from tests.run.harness import row, table
 
 PREFIX = "test"
@@ -63,6 +72,7 @@ class Writer:
         self.acknowledged: list[bytes] = []
         self.reported = 0
         self.errors: list[BaseException] = []
+        self._tables: dict[bytes, int] = {}
         self._store, self._stopped = store, threading.Event()
         self._log = store.create("run", b"{}")
         self._log.replay()
@@ -89,6 +99,7 @@ class Writer:
         if self._log.is_lost:
             raise LogLostError("the lease has run out")
         self._log.append(record, [table_number])
+        self._tables[record] = table_number
         self.acknowledged.append(record)
         time.sleep(0.002)
 
@@ -115,6 +126,13 @@ class Writer:
         wait_until(lambda: len(self.acknowledged) >= least or self.errors, "the writer goes on", 30)
         assert not self.errors, self.errors
 
+    def lost_tables(self) -> set[int]:
+        """Of those that acknowledged records refer to, when it is stopped."""
+        self._log.close()
+        again = reopened(self._store)
+        again.replay()
+        return again.keep({self._tables[record] for record in self.acknowledged}, lambda *_: True)
+
     def stop(self) -> list[bytes]:
         self._stopped.set()
         self._thread.join(30)
@@ -136,6 +154,7 @@ def test_the_owner_leaves_a_deposed_master_within_two_seconds_and_reports_what_i
     assert len(records(deposed)) == on_the_deposed, "nothing is written there any more"
     acknowledged = writer.stop()
     assert set(acknowledged) <= set(records(sentinel.master))
+    assert writer.lost_tables() == set()
 
 
 def test_an_idle_owner_learns_that_its_log_was_rolled_back(sentinel: Sentinel, join: Join):
@@ -201,6 +220,7 @@ def test_with_a_replica_that_confirms_nothing_acknowledged_is_lost(sentinel: Sen
     assert writer.reported == 0
     assert set(acknowledged) <= set(records(sentinel.master))
     assert len(acknowledged) > 100
+    assert writer.lost_tables() == set()
 
 
 def test_without_the_replicas_that_are_asked_for_nothing_is_acknowledged(sentinel: Sentinel, join: Join):
@@ -333,3 +353,23 @@ def test_rows_that_a_failover_lost_before_their_record_are_not_referred_to(senti
         pytest.fail("a record refers to rows that are gone")
     log.close()
     assert list(reopened(store).replay().records) == [b"one"]
+
+
+@pytest.mark.parametrize("way", ["killed", "deposed"])
+def test_in_a_cluster_nothing_that_a_replica_confirmed_is_lost(tmp_path: Path, join: Join, way: str):
+    log_key = f"{{{PREFIX}:run}}:log".encode()
+    with RedisCluster(tmp_path / "cluster", with_replicas=True) as cluster:
+        store = join(cluster.url, Durability(replicas=1))
+        writer = Writer(store)
+        for _ in range(3):
+            writer.wait_for(20)
+            if way == "killed":
+                cluster.kill_node_of(log_key).start()
+            else:
+                cluster.depose_node_of(log_key)
+            cluster.wait_for_replicas()
+        writer.wait_for(20)
+        acknowledged = writer.stop()
+        assert writer.reported == 0
+        assert set(acknowledged) <= set(records(cluster.node_of(log_key)))
+        assert writer.lost_tables() == set()

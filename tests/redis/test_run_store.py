@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -12,6 +13,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 import redis
+from structlog.testing import capture_logs
 
 from gristmill._wire.columns import Ragged
 from gristmill._wire.rows import to_rows
@@ -344,6 +346,221 @@ class TestRows:
             each.join()
         assert not errors
         assert len(numbers) == 80
+
+
+class TestRowsTravelWithTheirRecord:
+    @pytest.fixture
+    def log(self, store: RedisRunStore) -> RedisRunLog:
+        log = store.create("run", b"{}")
+        started(log)
+        return log
+
+    def test_a_small_table_is_written_with_the_record_that_refers_to_it(self, log, store):
+        numbers = [log.put(any_table(index))[0] for index in range(5)]
+        assert row_keys(store) == set()
+        assert same(log.get(numbers[2]), any_table(2)), "it is read all the same"
+        log.append(b"three of them", numbers[:3])
+        assert len(row_keys(store)) == 3
+        log.append(b"the others", numbers[3:])
+        expire(store)
+        again = store.open("run")
+        assert started(again) == [b"three of them", b"the others"]
+        assert again.keep(set(numbers), whole) == set()
+        assert all(same(again.get(number), any_table(index)) for index, number in enumerate(numbers))
+
+    def test_a_table_that_is_removed_before_any_record_refers_to_it_is_never_written(self, log, store):
+        unwanted, wanted = (log.put(any_table(index))[0] for index in range(2))
+        log.remove([unwanted])
+        with pytest.raises(NotFoundError):
+            log.get(unwanted)
+        log.append(b"one", [wanted])
+        assert len(row_keys(store)) == 1
+
+    def test_a_large_table_is_written_at_once(self, log, store):
+        number, _ = log.put(any_table(tokens=50_000))
+        assert len(row_keys(store)) == 1
+        log.append(b"one", [number])
+        assert same(log.get(number), any_table(tokens=50_000))
+
+    @pytest.mark.usefixtures("small_values")
+    def test_tables_that_are_too_much_for_one_append_are_written_before_it(self, url, join, monkeypatch):
+        monkeypatch.setattr(row_values, "VALUE_BYTES", 2000)
+        monkeypatch.setattr(run_tables, "_HELD_BYTES", 2000)
+        store = join(url)
+        log = store.create("run", b"{}")
+        started(log)
+        numbers = [log.put(any_table(index))[0] for index in range(10)]
+        log.append(b"one", numbers)
+        assert len(row_keys(store)) == 10
+        assert all(same(log.get(number), any_table(index)) for index, number in enumerate(numbers))
+
+    def test_tables_of_an_append_that_had_no_effect_may_be_named_again(self, redis_server, join):
+        with Proxy(redis_server.port) as proxy:
+            store = join(proxy.url)
+            log = store.create("run", b"{}")
+            started(log)
+            number, _ = log.put(any_table())
+            proxy.refuse()
+            store._client.connection_pool.disconnect()
+            with pytest.raises(UnavailableError) as refused:
+                log.append(b"one", [number])
+            assert not isinstance(refused.value, LogLostError)
+            proxy.accept()
+            log.append(b"one", [number])
+            log.close()
+            again = store.open("run")
+            assert started(again) == [b"one"]
+            assert same(again.get(number), any_table())
+
+    def test_an_append_whose_answer_is_lost_has_its_rows(self, redis_server, join):
+        with Proxy(redis_server.port) as proxy:
+            store = join(proxy.url)
+            log = store.create("run", b"{}")
+            started(log)
+            number, _ = log.put(any_table())
+            proxy.lose_next_reply()
+            log.append(b"one", [number])
+            log.close()
+            again = store.open("run")
+            assert started(again) == [b"one"]
+            assert same(again.get(number), any_table())
+
+    def test_rows_and_record_take_one_round_trip(self, redis_server, join):
+        with Proxy(redis_server.port) as proxy:
+            log = join(proxy.url).create("run", b"{}")
+            started(log)
+            log.append(b"one", [log.put(any_table())[0]])
+            numbers = [log.put(any_table(index))[0] for index in range(64)]
+            proxy.delay(0.1)
+            begun = time.monotonic()
+            log.append(b"two", numbers)
+            assert 0.2 <= time.monotonic() - begun < 0.39
+
+    def test_a_former_owner_writes_no_rows_either(self, redis_server, join):
+        first, second = join(redis_server.url, 1), join(redis_server.url, 2)
+        before = first.create("run", b"{}")
+        started(before)
+        number, _ = before.put(any_table())
+        expire(first)
+        second.open("run")
+        with pytest.raises(LogLostError):
+            before.append(b"of the former", [number])
+        assert row_keys(first) == set()
+
+    def test_a_record_never_refers_to_rows_that_redis_has_lost(self, redis_server, join):
+        store = join(redis_server.url)
+        log = store.create("run", b"{}")
+        started(log)
+        number, _ = log.put(any_table(tokens=50_000))
+        redis_server.client().delete(*row_keys(store))
+        with pytest.raises(LogLostError):
+            log.append(b"one", [number])
+        log.close()
+        assert started(store.open("run")) == []
+
+
+class TestIdentity:
+    def test_a_run_has_the_same_identity_wherever_it_is_opened(self, url, join):
+        log = join(url).create("run", b"{}")
+        log.close()
+        assert log.run_id
+        assert join(url, 1).open("run").run_id == log.run_id
+
+    def test_a_run_made_again_under_its_name_is_another_one(self, store):
+        log = store.create("run", b"{}")
+        store.delete("run")
+        log.close()
+        assert store.create("run", b"{}").run_id != log.run_id
+
+    def test_claims_have_other_numbers_though_redis_forgot_the_last_of_them(self, store):
+        log = store.create("run", b"{}")
+        started(log)
+        number = stored(log, any_table())
+        log.close()
+        time.sleep(1.1)
+        store._client.delete(store._keys("run").claims)
+        again = store.open("run")
+        started(again)
+        assert again.put(any_table())[0] > number
+
+
+class TestRollback:
+    """A server that forgot what it had confirmed, as the new master may after a failover."""
+
+    @pytest.fixture
+    def store(self, redis_server: RedisServer, join: Join) -> RedisRunStore:
+        return join(redis_server.url, lease_s=SHORT_S)
+
+    @pytest.fixture
+    def log(self, store: RedisRunStore) -> RedisRunLog:
+        log = store.create("run", b"{}")
+        started(log)
+        for record in (b"one", b"two", b"three"):
+            log.append(record)
+        return log
+
+    def forget(self, server: RedisServer, count: int) -> None:
+        """The last records of the log."""
+        key = f"{{{PREFIX}:run}}:log"
+        entries = server.client().xrevrange(key, count=count + 1)
+        server.client().xdel(key, *(name for name, _ in entries[:count]))
+        server.client().execute_command("XSETID", key, entries[count][0])
+
+    def test_whoever_was_told_more_learns_it_when_the_log_is_opened_anew(self, redis_server, store, log):
+        self.forget(redis_server, 2)
+        with pytest.raises(LogLostError, match="has forgotten a part"):
+            log.append(b"four")
+        log.close()
+        with capture_logs() as said:
+            again = store.open("run")
+            replay = again.replay()
+        assert list(replay.records) == [b"one"]
+        assert replay.is_short()
+        [entry] = [entry for entry in said if entry["event"] == "log rolled back"]
+        assert (entry["log_level"], entry["records_lost"], entry["records_left"]) == ("error", 2, 1)
+
+    def test_it_is_told_until_the_log_goes_on(self, redis_server, store, log):
+        self.forget(redis_server, 1)
+        for _ in range(2):
+            log.close()
+            log = store.open("run")
+            assert log.replay().is_short()
+        log.append(b"goes on")
+        log.close()
+        assert not store.open("run").replay().is_short()
+
+    def test_an_idle_owner_learns_it_when_it_renews_its_lease(self, redis_server, log):
+        self.forget(redis_server, 1)
+        wait_until(lambda: log.is_lost, "it learns", 5)
+        wait_until(lambda: log.lease == 0, "and stays lost", 1)
+
+    def test_a_log_that_another_process_has_written_on_since_is_found_out(self, redis_server, join, store, log):
+        self.forget(redis_server, 2)
+        log.close()
+        other = join(redis_server.url, 1).open("run")
+        assert started(other) == [b"one"]
+        for record in (b"another two", b"another three", b"another four"):
+            other.append(record)
+        other.close()
+        replay = store.open("run").replay()
+        assert list(replay.records)[-1] == b"another four"
+        assert replay.is_short()
+
+    def test_a_log_that_another_process_has_gone_on_with_is_whole(self, redis_server, join, store, log):
+        log.close()
+        other = join(redis_server.url, 1).open("run")
+        started(other)
+        other.append(b"four")
+        other.compact(b"all")
+        other.append(b"five")
+        other.close()
+        assert not store.open("run").replay().is_short()
+
+    def test_a_run_of_the_same_name_is_not_taken_for_one_that_was_rolled_back(self, store, log):
+        store.delete("run")
+        log.close()
+        again = store.create("run", b"{}")
+        assert not again.replay().is_short()
 
 
 class TestOwnership:

@@ -40,6 +40,11 @@ class Durability(NamedTuple):
             return bool(copies[0] >= 1 and copies[1] >= self.replicas)
         return bool(copies >= self.replicas)
 
+    def check(self, is_reached: bool, what: str) -> None:
+        """Raises UnavailableError where that is not so."""
+        if not is_reached:
+            raise UnavailableError(f"Redis did not confirm in time that {what} is on {self}; ask again")
+
     def __str__(self) -> str:
         copies = f"{self.replicas} replica{'s' * (self.replicas != 1)}"
         return f"the disks of Redis and of {copies}" if self.on_disk else copies
@@ -110,8 +115,7 @@ def write(client: Client, values: Mapping[str, Any], durability: Durability) -> 
                 is_reached = durability.command is None
             elif isinstance(answer, Exception):
                 raise answer
-        if not is_reached:
-            raise UnavailableError(f"Redis did not confirm in time that rows are on {durability}; ask again")
+        durability.check(is_reached, "a table of rows")
 
 
 def _by_server(client: Client, keys: Mapping[str, Any]) -> dict[redis.Redis, list[str]]:

@@ -171,9 +171,9 @@ class RedisRunLog:
             )
 
     def append(self, record: bytes, tables: Collection[int] = ()) -> None:
+        self._health.check_replicas()
         with self._health.noted():
             rows, present = self._tables.for_append(tables) if tables else ({}, ())
-        self._health.check_replicas()
         outcome = self._append(record, rows, present)
         if outcome is not Outcome.DONE:
             self._is_lost = True

@@ -93,6 +93,8 @@ class RedisRunStore:
         claim = self._claim(name, keys, token)
         with translated(self._client):
             described = cast(bytes | None, self._client.get(keys.config))
+            # A failover of another node of a cluster may have made that one forget it.
+            self._client.sadd(self._runs, name)
         if described is None:
             raise NotFoundError(f"run {name!r} is not in Redis")
         description = msgspec.json.decode(described, type=_Description)

@@ -130,6 +130,7 @@ if fence and fence ~= ARGV[1] then return 0 end
 redis.call('DEL', unpack(KEYS, 2))
 return 1
 """)
+_FORGET = _Script("return redis.call('DEL', KEYS[1])")
 
 
 class ControlKeys:
@@ -152,8 +153,10 @@ class Scripts:
         self._client, self._durability = client, durability
 
     def create(self, keys: ControlKeys, config: bytes) -> bool:
-        """Returns whether there was no such run."""
-        return bool(self._run(_CREATE, [keys.config, keys.log], config))
+        """Returns whether there was no such run. Raises UnavailableError where it is made, and may be gone again."""
+        found, is_reached = self._run_confirmed(_CREATE, [keys.config, keys.log], config)
+        self._durability.check(is_reached, "a new run")
+        return bool(found)
 
     def claim(self, keys: ControlKeys, token: str, owner: Owner, lease_ms: int, least: int) -> int | Owner | None:
         """Returns the claim's number, which is at least this; the owner where another process is that; None where there
@@ -187,14 +190,7 @@ class Scripts:
         """
         names = [keys.fence, keys.log, *(rows or ()), *present]
         arguments = [token, f"{number - 1}-0", f"{number}-0", record, *(rows.values() if rows else ())]
-        if self._durability.command is None:
-            return Outcome(self._run(_APPEND, names, *arguments))
-        command, server = ("EVALSHA", _APPEND.digest, len(names), *names, *arguments), server_of(self._client, keys.log)
-        [found], is_reached = execute(self._client, server, [command], self._durability)
-        if isinstance(found, NoScriptError | AskError):
-            found, is_reached = self._run(_APPEND, names, *arguments), False
-        if isinstance(found, Exception):
-            raise found
+        found, is_reached = self._run_confirmed(_APPEND, names, *arguments)
         outcome = Outcome(found)
         return Outcome.UNCONFIRMED if outcome is Outcome.DONE and not is_reached else outcome
 
@@ -219,7 +215,26 @@ class Scripts:
         return bool(self._run(_DELETE, [keys.fence, *keys.all], token))
 
     def forget(self, keys: ControlKeys) -> None:
-        self._client.delete(keys.fence)
+        """Raises UnavailableError where the run is gone, and may come back."""
+        _, is_reached = self._run_confirmed(_FORGET, [keys.fence])
+        self._durability.check(is_reached, "the end of a run")
+
+    def _run_confirmed(self, script: _Script, keys: list[str], *arguments: Any) -> tuple[Any, bool]:
+        """The script's answer, and whether what it wrote has its copies, in one round trip."""
+        if self._durability.command is None:
+            return self._run(script, keys, *arguments), True
+        server = server_of(self._client, keys[0])
+        for command in (("EVALSHA", script.digest), ("EVAL", script.text)):
+            whole = (*command, len(keys), *keys, *arguments)
+            [found], is_reached = execute(self._client, server, [whole], self._durability)
+            if not isinstance(found, NoScriptError):
+                break
+        if isinstance(found, AskError):
+            # Nothing was done there. The copies are asked for when it is done again.
+            return self._run(script, keys, *arguments), False
+        if isinstance(found, Exception):
+            raise found
+        return found, is_reached
 
     def _run(self, script: _Script, keys: list[str], *arguments: Any) -> Any:
         """Runs it by its digest, and by its text where the server does not know that yet.
