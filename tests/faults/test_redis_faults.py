@@ -1,4 +1,4 @@
-"""What a service makes of a Redis that dies, hangs, is slow, full or forgetful: it refuses, says why, and goes on."""
+"""A service on a Redis that dies, hangs, is slow, full or forgetful: it refuses, says why, and goes on."""
 
 from __future__ import annotations
 

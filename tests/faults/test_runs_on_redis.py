@@ -37,21 +37,21 @@ class Replica:
 
     def __init__(self, url: str, name: str, lease_s: float) -> None:
         self.client = connect(RedisAddress(url=url))
-        self.ledger = RedisRunStore(self.client, PREFIX, lease_s)
-        self.store = RedisShardStore(self.client, self.ledger, PREFIX)
-        self.runs = Runs(self.store, self.ledger, mill=mill)
-        self.ledger.introduce(name, name)
+        self.run_store = RedisRunStore(self.client, PREFIX, lease_s)
+        self.store = RedisShardStore(self.client, self.run_store, PREFIX)
+        self.runs = Runs(self.store, self.run_store, mill=mill)
+        self.run_store.introduce(name, name)
         self._is_open = True
 
     def die(self) -> None:
         """Its threads end, and it says goodbye to nobody: its leases are as if they had run out."""
         names = list(self.runs._runs)
-        self.ledger._leases.close()
-        self.ledger._scripts.release = lambda *_: None  # type: ignore[method-assign]
+        self.run_store._leases.close()
+        self.run_store._scripts.release = lambda *_: None  # type: ignore[method-assign]
         self.close()
         with closing(connect(RedisAddress(url=self.url))) as client:
             for name in names:
-                client.delete(self.ledger._keys(name).owner)
+                client.delete(self.run_store._keys(name).owner)
 
     @property
     def url(self) -> str:
@@ -62,7 +62,7 @@ class Replica:
         if self._is_open:
             self._is_open = False
             self.runs.close(5)
-            self.ledger.close()
+            self.run_store.close()
             self.client.close()
 
 
@@ -100,7 +100,7 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_being_taken_over(server: 
     for name in ("a", "b"):
         first.runs.create(name, CREATED)
     first.die()
-    config = first.ledger._keys("a").config
+    config = first.run_store._keys("a").config
     client = server.client()
     client.set(config, client.get(config).replace(b'"format":1', b'"format":9'))
     second = join(server.url, "second")
@@ -152,7 +152,7 @@ def test_what_could_not_be_removed_while_redis_was_away_is_removed_later(server:
     run = one.runs.get("run")
     run.submit(table(*group_rows("a")))
     wait_until(lambda: published(one, "run", 0), "it is made", 10)
-    remove, fails = one.ledger.remove, [True]
+    remove, fails = one.run_store.remove, [True]
 
     def failing(name: str, key: str) -> bytes:
         if fails:
@@ -165,7 +165,7 @@ def test_what_could_not_be_removed_while_redis_was_away_is_removed_later(server:
                 proxy.accept()
         return remove(name, key)
 
-    one.ledger.remove = failing  # type: ignore[method-assign]
+    one.run_store.remove = failing  # type: ignore[method-assign]
     run.acknowledge("policy", 0, Position(0), 0, True)
     wait_until(lambda: not [key for key in keys(server, "run") if ":batch:" in key or ":shard:" in key], "it goes", 4)
 
@@ -263,15 +263,15 @@ def test_owners_that_die_under_load_with_short_logs_lose_nothing(
     uids = [uid for data in seen.values() for uid in set(uids_of(data))]
     assert len(uids) == len(set(uids))
     assert set(uids) == set(accepted)
-    assert server.client().exists(replicas[-1].ledger._keys("run").snapshot)
+    assert server.client().exists(replicas[-1].run_store._keys("run").snapshot)
     status = replicas[-1].runs.get("run").status()
     assert (status.row_bytes, status.shard_bytes, status.groups_dropped) == (0, 0, {})
 
 
 def test_a_journal_that_is_compacted_under_load_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("gristmill_service.storage.journal.event_log._LEAST_LENGTH", 3000)
-    ledger, store = JournalRunStore(tmp_path, "always"), MemoryShardStore()
-    runs = Runs(store, ledger, mill=mill)
+    run_store, store = JournalRunStore(tmp_path, "always"), MemoryShardStore()
+    runs = Runs(store, run_store, mill=mill)
     runs.create("run", CREATED)
     accepted, lock = list[str](), threading.Lock()
 
@@ -290,16 +290,16 @@ def test_a_journal_that_is_compacted_under_load_loses_nothing(tmp_path: Path, mo
     number = int(next(tmp_path.glob("run-run/events-*.log")).stem.rpartition("-")[2])
     assert number >= 2, "it was compacted again and again"
     runs.close(10)
-    ledger.close()
-    ledger = JournalRunStore(tmp_path)
-    again = Runs(MemoryShardStore(), ledger, mill=mill)
+    run_store.close()
+    run_store = JournalRunStore(tmp_path)
+    again = Runs(MemoryShardStore(), run_store, mill=mill)
     try:
         groups = again.get("run").groups()
         assert sorted(view.uid for view in groups) == sorted(accepted)
         assert {view.state for view in groups} == {"sealed"}
     finally:
         again.close(10)
-        ledger.close()
+        run_store.close()
 
 
 def test_many_runs_keep_their_owner_though_redis_is_slow(server: RedisServer, proxy: Proxy, join: Join):
@@ -327,7 +327,7 @@ def test_a_node_of_a_cluster_that_hangs_takes_only_its_own_runs_with_it(tmp_path
             one.runs.create(name, CREATED)
         claimed = {name: one.runs.get(name) for name in names}
         hangs = cluster.nodes[2]
-        kept = [name for name in names if cluster.node_of(one.ledger._keys(name).log.encode()) is not hangs]
+        kept = [name for name in names if cluster.node_of(one.run_store._keys(name).log.encode()) is not hangs]
         assert 0 < len(kept) < len(names)
         hangs.pause()
         try:
@@ -369,7 +369,7 @@ def test_a_run_deleted_while_its_lease_runs_out_is_deleted(server: RedisServer, 
 
         def interfere() -> None:
             time.sleep(random.uniform(0, 0.01))
-            server.client().delete(one.ledger._keys("run").owner)
+            server.client().delete(one.run_store._keys("run").owner)
             with suppress(GristmillError):
                 two.runs.get("run")
 

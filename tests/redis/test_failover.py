@@ -1,4 +1,4 @@
-"""What becomes of a run when the master that has it is deposed: it is left soon, and nothing is lost silently."""
+"""A run whose master of Redis fails or is deposed: its owner leaves that soon, and nothing is lost silently."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def translated(client: Client) -> Translated:
 
 
 def outcome_unknown(error: BaseException) -> bool:
-    """Whether the command that failed may have been carried out all the same, now or later; if in doubt, it may.
+    """Returns whether the command that failed may have been carried out all the same, now or later; if in doubt, it may.
 
     For an error of Redis, or what `translated` made of it, from a command or transaction on keys of one slot: of a
     pipeline over several nodes some may have done their part. A script that failed halfway has an answer, and is known.
@@ -115,7 +115,7 @@ def outcome_unknown(error: BaseException) -> bool:
     if isinstance(cause, _NEVER_SENT):
         return False
     if isinstance(cause, exceptions.RedisClusterException):
-        return True  # also raised where a command's connection broke, and then no node told of the slots
+        return True  # also raised where a command's connection broke, and then no node answered
     if not isinstance(cause, exceptions.ConnectionError | exceptions.TimeoutError):
         return False
     # A transaction's error quotes the command before the reason.

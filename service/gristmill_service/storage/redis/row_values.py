@@ -17,7 +17,7 @@ from gristmill_service.storage.redis.durability import write as set_keys
 
 VALUE_BYTES = 8 << 20
 _KEYS_AT_ONCE = 500
-# Before a table's bytes their number, so that any of its values tells how many there are.
+# Before a table's bytes their number, so that the first value says how many there are.
 _SIZE_BYTES = 8
 
 
@@ -97,10 +97,10 @@ def remove(client: Client, keys: RowKeys, tables_bytes: dict[int, int]) -> None:
     unlink(client, [key for number, size in tables_bytes.items() for key in keys.pieces(number, size)])
 
 
-def sweep(client: Client, keys: RowKeys, kept: Collection[int], claim: int) -> int:
+def sweep(client: Client, keys: RowKeys, wanted: Collection[int], claim: int) -> int:
     """Removes the tables that nobody refers to any more, of claims before this. Returns how many values."""
     found = cast(Iterator[bytes], client.scan_iter(match=keys.pattern, count=_KEYS_AT_ONCE))
-    orphans = (key for key in found if (number := _number(key)) not in kept and number >> 32 < claim)
+    orphans = (key for key in found if (number := _number(key)) not in wanted and number >> 32 < claim)
     return unlink(client, orphans)
 
 

@@ -50,7 +50,7 @@ class _Snapshot(msgspec.Struct, frozen=True):
 
 
 class Acknowledged(NamedTuple):
-    """The last record of a run that this process knows to be in the log. digest: its record's; None: not known."""
+    """The last record of a run that this process knows to be in the log. digest: the record's CRC; None: not known."""
 
     run_id: str
     number: int
@@ -93,7 +93,7 @@ class RedisRunLog:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another process may decide for the run by now, or Redis has forgotten a part of the log."""
+        """True where another process may decide for the run by now, or Redis has forgotten a part of the log."""
         return self._is_lost or time.monotonic() >= self._owned_until
 
     @property

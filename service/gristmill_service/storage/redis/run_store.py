@@ -205,7 +205,7 @@ class RedisRunStore:
 
     def _check_health(self, pause_s: float) -> None:
         while not self._stopped.wait(pause_s):
-            self._health.look()
+            self._health.refresh()
 
 
 def _allowed(found: bytes | None, run: str) -> bytes:

@@ -62,7 +62,7 @@ class RunTables:
         return rows, [self._keys.pieces(number, size)[-1] for number, size in sizes]
 
     def appended(self, numbers: Collection[int]) -> None:
-        """What was held of these is in Redis now."""
+        """Says that the record, and with it the tables that were held for it, are in Redis now."""
         with self._lock:
             for number in numbers:
                 if (data := self._held.pop(number, None)) is not None:
@@ -86,7 +86,7 @@ class RunTables:
             _log.warning("rows could not be removed", tables=len(sizes), reason=str(error))
 
     def keep(self, numbers: Collection[int], check: CheckTable) -> set[int]:
-        """Tables are looked for, not read: gigabytes would take longer than a takeover may."""
+        """Only the first value of each table is read: gigabytes would take longer than a takeover may."""
         with translated(self._client):
             self._sizes = row_values.sizes(self._client, self._keys, numbers)
         threading.Thread(target=self._sweep, args=(set(numbers),), name="gristmill-sweep", daemon=True).start()
@@ -105,9 +105,9 @@ class RunTables:
         """Where rows and log share a server, waiting for the record's copies is waiting for those of all before it."""
         return self._durability if self._is_cluster else SERVER_ALONE
 
-    def _sweep(self, kept: set[int]) -> None:
+    def _sweep(self, wanted: set[int]) -> None:
         try:
-            count = row_values.sweep(self._client, self._keys, kept, self._claim)
+            count = row_values.sweep(self._client, self._keys, wanted, self._claim)
             if count:
                 _log.info("orphaned rows removed", rows=self._keys.pattern, values=count)
         except Exception as error:  # noqa: BLE001 - what is left goes with the run

@@ -28,7 +28,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 class Outcome(Enum):
-    """What became of a step of the run's owner."""
+    """The result of a step that only the run's owner may take."""
 
     DONE = b"done"
     FENCED = b"fenced"

@@ -1,4 +1,4 @@
-"""A look at the servers of Redis when the service starts: whether they could lose state that they confirm."""
+"""A check of the servers of Redis when the service starts: whether they could lose state that they confirm."""
 
 from __future__ import annotations
 

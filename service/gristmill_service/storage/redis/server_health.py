@@ -21,9 +21,11 @@ _SILENT = (redis.ConnectionError, redis.TimeoutError)
 
 
 class Health:
-    """Thread-safe. trouble: whatever is wrong. silence: Redis does not answer. Both are empty when all is well.
+    """Thread-safe. trouble: the reason why something is refused. silence: the reason why Redis cannot even be asked. Both
+    are empty when all is well.
 
-    memory: bytes used of the fullest server, and its `maxmemory`, 0 where it has none, as they were last seen."""
+    memory: bytes used of the fullest server, and its `maxmemory`, 0 where it has none, as they were last seen.
+    """
 
     def __init__(self, client: Client, prefix: str, durability: Durability) -> None:
         self._client, self._probe, self._durability = client, f"{prefix}:probe", durability
@@ -32,11 +34,11 @@ class Health:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Notes that Redis does not answer, or refuses, until `look` finds it well."""
+        """Notes that Redis does not answer, or refuses, until `refresh` finds it well."""
         try:
             yield
         except UnavailableError as error:
-            self._tell(str(error))
+            self._report(str(error))
             if isinstance(error.__cause__, _SILENT):
                 self.silence = str(error)
             raise
@@ -56,7 +58,7 @@ class Health:
         """The reason why a write does not count yet."""
         return f"Redis did not confirm in time that the last change is on {self._durability}"
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Asks the servers. Called about once a second; never raises."""
         try:
             with translated(self._client):
@@ -64,7 +66,7 @@ class Health:
             self.silence = ""
         except GristmillError as error:
             self.silence = str(error)
-            self._tell(self.silence)
+            self._report(self.silence)
             return
         try:
             with translated(self._client):
@@ -75,11 +77,11 @@ class Health:
                 self._no_room = _fullness(*self.memory)
                 if self._durability.replicas:
                     self._too_few = _too_few(min(map(_replicas, found)), self._durability.replicas)
-            self._tell(self._too_few or self._no_room)
+            self._report(self._too_few or self._no_room)
         except GristmillError as error:
-            self._tell(str(error))
+            self._report(str(error))
 
-    def _tell(self, trouble: str) -> None:
+    def _report(self, trouble: str) -> None:
         before, self.trouble = self.trouble, trouble
         if trouble and not before:
             _log.warning("Redis in trouble", reason=trouble)
@@ -104,7 +106,7 @@ def _memory(server: redis.Redis) -> tuple[int, int]:
 
 
 def _replicas(server: redis.Redis) -> int:
-    """How many replicas follow a server now."""
+    """The number of replicas that follow a server now."""
     try:
         about = server.info("replication")
     except redis.exceptions.ResponseError:  # forbidden: each append finds out by itself
