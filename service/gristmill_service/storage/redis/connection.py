@@ -106,7 +106,7 @@ def translated(client: Client) -> Translated:
 
 
 def outcome_unknown(error: BaseException) -> bool:
-    """Returns whether the command that failed may have been carried out all the same, now or later; if in doubt, it may.
+    """True where the command that failed may have been carried out all the same, now or later; if in doubt, it may.
 
     For an error of Redis, or what `translated` made of it, from a command or transaction on keys of one slot: of a
     pipeline over several nodes some may have done their part. A script that failed halfway has an answer, and is known.

@@ -21,8 +21,7 @@ _SILENT = (redis.ConnectionError, redis.TimeoutError)
 
 
 class Health:
-    """Thread-safe. trouble: the reason why something is refused. silence: the reason why Redis cannot even be asked. Both
-    are empty when all is well.
+    """Thread-safe. trouble: why something is refused. silence: why Redis cannot even be asked. Empty when all is well.
 
     memory: bytes used of the fullest server, and its `maxmemory`, 0 where it has none, as they were last seen.
     """
