@@ -53,6 +53,16 @@ class Settings(BaseSettings):
     redis_password: SecretStr | None = Field(None, description="Better from the environment than from a flag.")
     redis_ca_file: Path | None = Field(None, description="The authority that signed Redis' certificate.")
     redis_prefix: str = Field("gristmill", pattern=r"^[\w.-]+$", description="What the names of all keys begin with.")
+    redis_min_replicas: int = Field(
+        0,
+        ge=0,
+        le=16,
+        description="Replicas of Redis that must have a change before it is acknowledged; 0: its master alone.",
+    )
+    redis_wait_aof: bool = Field(
+        False,
+        description="Whether a change must be on the disks of Redis, and of these replicas, too; needs Redis 7.2.",
+    )
     lease_s: float = Field(
         3.0, ge=0.5, le=60, description="Seconds that a run's owner may be silent before another service takes it over."
     )
@@ -116,6 +126,8 @@ class Settings(BaseSettings):
         ):
             if self.store == "redis" and told is None and listens.startswith(_EVERYWHERE):
                 raise ValueError(f"{name}: the other services cannot reach this one at {listens}; say where they can")
+        if self.store != "redis" and (self.redis_min_replicas or self.redis_wait_aof):
+            raise ValueError("redis_min_replicas and redis_wait_aof are for store: redis; leave them out")
         if self.store == "redis" and self.journal_dir is not None:
             raise ValueError("journal_dir is for one service alone, store: redis keeps everything; give one of them")
         return self

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
 
-from gristmill.errors import GristmillError, InvalidArgumentError, ResourceExhaustedError, UnavailableError
+from gristmill.errors import (
+    FailedPreconditionError,
+    GristmillError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Position
@@ -37,22 +41,21 @@ class Replica:
 
     def __init__(self, url: str, name: str, lease_s: float) -> None:
         self.client = connect(RedisAddress(url=url))
-        self.ledger = RedisRunStore(self.client, PREFIX, lease_s)
-        self.store = RedisShardStore(self.client, self.ledger, PREFIX)
-        self.runs = Runs(self.store, self.ledger, build_batch=build_batch)
-        self.ledger.advertise(name, name)
+        self.run_store = RedisRunStore(self.client, PREFIX, lease_s)
+        self.store = RedisShardStore(self.client, self.run_store, PREFIX)
+        self.runs = Runs(self.store, self.run_store, build_batch=build_batch)
+        self.run_store.advertise(name, name)
         self._is_open = True
 
     def die(self) -> None:
         """Its threads end, and it says goodbye to nobody: its leases are as if they had run out."""
         names = list(self.runs._runs)
-        self.ledger._stopped.set()
-        self.ledger._renewer.join()
-        self.ledger._scripts.release = lambda *_: None  # type: ignore[method-assign]
+        self.run_store._leases.close()
+        self.run_store._scripts.release = lambda *_: None  # type: ignore[method-assign]
         self.close()
         with closing(connect(RedisAddress(url=self.url))) as client:
             for name in names:
-                client.delete(self.ledger._keys(name).owner)
+                client.delete(self.run_store._keys(name).owner)
 
     @property
     def url(self) -> str:
@@ -63,7 +66,7 @@ class Replica:
         if self._is_open:
             self._is_open = False
             self.runs.close(5)
-            self.ledger.close()
+            self.run_store.close()
             self.client.close()
 
 
@@ -101,13 +104,14 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_being_taken_over(server: 
     for name in ("a", "b"):
         first.runs.create(name, CREATED)
     first.die()
-    config = first.ledger._keys("a").config
+    config = first.run_store._keys("a").config
     client = server.client()
     client.set(config, client.get(config).replace(b'"format":1', b'"format":9'))
     second = join(server.url, "second")
     wait_until(lambda: [run.name for run in second.runs.own()] == ["b"], "the other is taken over", 5)
-    with pytest.raises(InvalidArgumentError, match="use a newer gristmill"):
+    with pytest.raises(FailedPreconditionError, match="use a newer gristmill"):
         second.runs.get("a")
+    assert list(second.runs.unreadable) == ["a"]
 
 
 def test_what_a_run_holds_is_counted_without_padding(server: RedisServer, join: Join):
@@ -153,7 +157,7 @@ def test_what_could_not_be_removed_while_redis_was_away_is_removed_later(server:
     run = one.runs.get("run")
     run.submit(table(*group_rows("a")))
     wait_until(lambda: published(one, "run", 0), "it is made", 10)
-    remove, fails = one.ledger.remove, [True]
+    remove, fails = one.run_store.remove, [True]
 
     def failing(name: str, key: str) -> bytes:
         if fails:
@@ -166,7 +170,7 @@ def test_what_could_not_be_removed_while_redis_was_away_is_removed_later(server:
                 proxy.accept()
         return remove(name, key)
 
-    one.ledger.remove = failing  # type: ignore[method-assign]
+    one.run_store.remove = failing  # type: ignore[method-assign]
     run.acknowledge("policy", 0, Position(0), 0, True)
     wait_until(lambda: not [key for key in keys(server, "run") if ":batch:" in key or ":shard:" in key], "it goes", 4)
 
@@ -176,15 +180,15 @@ def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_a
     one = join(server.url)
     one.runs.create("run", CREATED)
     run = one.runs.get("run")
-    append = run._book.append
+    append = run._log.append
 
-    def doubtful(record: bytes) -> None:
-        append(record)
+    def doubtful(record: bytes, tables: Collection[int] = ()) -> None:
+        append(record, tables)
         if b"BatchPublished" in record:
-            run._book.owned_until = 0.0
+            run._log.lose()
             raise LogLostError("whether the last change was made is not known")
 
-    run._book.append = doubtful  # type: ignore[method-assign]
+    run._log.append = doubtful  # type: ignore[method-assign]
     free = one.store.free
 
     def late(name: str, batch: int) -> None:
@@ -264,15 +268,15 @@ def test_owners_that_die_under_load_with_short_logs_lose_nothing(
     uids = [uid for data in seen.values() for uid in set(uids_of(data))]
     assert len(uids) == len(set(uids))
     assert set(uids) == set(accepted)
-    assert server.client().exists(replicas[-1].ledger._keys("run").snapshot)
+    assert server.client().exists(replicas[-1].run_store._keys("run").snapshot)
     status = replicas[-1].runs.get("run").status()
     assert (status.row_bytes, status.shard_bytes, status.groups_dropped) == (0, 0, {})
 
 
 def test_a_journal_that_is_compacted_under_load_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("gristmill_service.storage.journal.event_log._LEAST_LENGTH", 3000)
-    ledger, store = JournalRunStore(tmp_path, "always"), MemoryShardStore()
-    runs = Runs(store, ledger, build_batch=build_batch)
+    run_store, store = JournalRunStore(tmp_path, "always"), MemoryShardStore()
+    runs = Runs(store, run_store, build_batch=build_batch)
     runs.create("run", CREATED)
     accepted, lock = list[str](), threading.Lock()
 
@@ -291,16 +295,16 @@ def test_a_journal_that_is_compacted_under_load_loses_nothing(tmp_path: Path, mo
     number = int(next(tmp_path.glob("run-run/events-*.log")).stem.rpartition("-")[2])
     assert number >= 2, "it was compacted again and again"
     runs.close(10)
-    ledger.close()
-    ledger = JournalRunStore(tmp_path)
-    again = Runs(MemoryShardStore(), ledger, build_batch=build_batch)
+    run_store.close()
+    run_store = JournalRunStore(tmp_path)
+    again = Runs(MemoryShardStore(), run_store, build_batch=build_batch)
     try:
         groups = again.get("run").groups()
         assert sorted(view.uid for view in groups) == sorted(accepted)
         assert {view.state for view in groups} == {"sealed"}
     finally:
         again.close(10)
-        ledger.close()
+        run_store.close()
 
 
 def test_many_runs_keep_their_owner_though_redis_is_slow(server: RedisServer, proxy: Proxy, join: Join):
@@ -328,7 +332,7 @@ def test_a_node_of_a_cluster_that_hangs_takes_only_its_own_runs_with_it(tmp_path
             one.runs.create(name, CREATED)
         claimed = {name: one.runs.get(name) for name in names}
         hangs = cluster.nodes[2]
-        kept = [name for name in names if cluster.node_of(one.ledger._keys(name).log.encode()) is not hangs]
+        kept = [name for name in names if cluster.node_of(one.run_store._keys(name).log.encode()) is not hangs]
         assert 0 < len(kept) < len(names)
         hangs.pause()
         try:
@@ -346,7 +350,7 @@ def test_a_run_read_anew_again_and_again_leaves_no_thread_and_no_connection(serv
 
     def reopen() -> None:
         run = one.runs.get("run")
-        run._is_lost = True
+        run._writer.lose()
         wait_until(lambda: one.runs.get("run") is not run, "it is read anew", 5)
 
     def used() -> tuple[int, int]:
@@ -370,7 +374,7 @@ def test_a_run_deleted_while_its_lease_runs_out_is_deleted(server: RedisServer, 
 
         def interfere() -> None:
             time.sleep(random.uniform(0, 0.01))
-            server.client().delete(one.ledger._keys("run").owner)
+            server.client().delete(one.run_store._keys("run").owner)
             with suppress(GristmillError):
                 two.runs.get("run")
 
@@ -418,7 +422,7 @@ def test_tables_of_groups_that_share_a_request_are_found_again_after_publication
         run.acknowledge("policy", 0, Position(batch), 0, True)
     assert run.status().row_bytes == 0
     wait_until(lambda: not [key for key in keys(server, "run") if ":rows:" in key], "rows go", 5)
-    assert json.loads(run.config_json)["train_batch_size"] == 2
+    assert run.config.train_batch_size == 2
 
 
 def test_a_compaction_that_fails_is_not_tried_again_with_every_change(
@@ -434,7 +438,7 @@ def test_a_compaction_that_fails_is_not_tried_again_with_every_change(
         tried.append(len(snapshot))
         raise UnavailableError("Redis is full")
 
-    run._book.compact = full  # type: ignore[method-assign]
+    run._log.compact = full  # type: ignore[method-assign]
     for number in range(200):
         run.submit(table(*group_rows(f"u{number}")))
     assert 1 <= len(tried) < 20

@@ -273,13 +273,23 @@ def _userinfo(username: str | None, password: str | None) -> str:
 
 
 class RedisCluster:
-    """Three masters without replicas, each with a third of the slots."""
+    """Three masters, each with a third of the slots, and, where asked for, with a replica of its own."""
 
-    def __init__(self, directory: Path, *, appendonly: Appendonly = "no", arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        appendonly: Appendonly = "no",
+        arguments: Sequence[str] = (),
+        with_replicas: bool = False,
+    ) -> None:
         lines = ["cluster-enabled yes", "cluster-node-timeout 2000", *arguments]
-        self.nodes = [
-            RedisServer(directory / f"node-{number}", appendonly=appendonly, arguments=lines) for number in range(3)
-        ]
+
+        def server(name: str) -> RedisServer:
+            return RedisServer(directory / name, appendonly=appendonly, arguments=lines)
+
+        self.nodes = [server(f"node-{number}") for number in range(3)]
+        self.replicas = [server(f"replica-{number}") for number in range(3 * with_replicas)]
 
     @property
     def url(self) -> str:
@@ -288,25 +298,68 @@ class RedisCluster:
     def start(self) -> Self:
         """Returns when every node knows the others and serves its slots."""
         try:
-            for node in self.nodes:
+            for node in self._all:
                 node.start()
             self._join()
+            self._replicate()
         except BaseException:
             self.stop()
             raise
         return self
 
     def stop(self) -> None:
-        for node in self.nodes:
+        for node in self._all:
             node.stop()
+
+    @property
+    def _all(self) -> list[RedisServer]:
+        return [*self.nodes, *self.replicas]
 
     def node_of(self, key: bytes) -> RedisServer:
         """The node that serves this key now."""
         slot = key_slot(key)
-        for line in self.nodes[0].client().execute_command("CLUSTER", "SLOTS"):
+        asked = next(node for node in self._all if node.process is not None)
+        for line in asked.client().execute_command("CLUSTER", "SLOTS"):
             if line[0] <= slot <= line[1]:
-                return next(node for node in self.nodes if node.port == line[2][1])
+                return next(node for node in self._all if node.port == line[2][1])
         raise LookupError(f"no node serves slot {slot}")
+
+    def kill_node_of(self, key: bytes) -> RedisServer:
+        """Kills the node that serves the key, waits until its replica does, and returns the dead one, which may be
+        started again and becomes a replica."""
+        dead = self.node_of(key)
+        dead.kill()
+        wait_until(lambda: self.node_of(key) is not dead and self._is_whole(), "its replica serves", 30)
+        return dead
+
+    def depose_node_of(self, key: bytes) -> RedisServer:
+        """Lets the replica of the node that serves the key take over though that lives; returns the deposed one."""
+        deposed = self.node_of(key)
+        heir = next(node for node in self._all if self._follows(node, deposed))
+        heir.client().execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
+        wait_until(lambda: heir.client().role()[0] == b"master", "it is promoted")
+        return deposed
+
+    def wait_for_replicas(self) -> None:
+        """Returns when each master has a replica that follows."""
+        wait_until(self._is_whole, "the cluster is whole", 30)
+        wait_until(lambda: sum(node.client().role()[0] == b"slave" for node in self._all) == 3, "there are replicas")
+        wait_until(lambda: all(map(_is_followed, self._all)), "replicas follow", 30)
+
+    def _follows(self, node: RedisServer, master: RedisServer) -> bool:
+        role = node.client().role()
+        return bool(role[0] == b"slave" and role[2] == master.port and role[3] == b"connected")
+
+    def _is_whole(self) -> bool:
+        return all(self._serves(node.client()) for node in self._all if node.process is not None)
+
+    def _replicate(self) -> None:
+        for node, replica in zip(self.nodes, self.replicas, strict=False):
+            client, name = replica.client(), _node_id(node)
+            wait_until(lambda client=client, name=name: name in str(client.execute_command("CLUSTER NODES")), "known")
+            client.execute_command("CLUSTER", "REPLICATE", name)
+        if self.replicas:
+            self.wait_for_replicas()
 
     def begin_move(self, key: bytes) -> RedisServer:
         """Begins to move the key's slot to another node, which it returns: keys that are not there yet answer ASK."""
@@ -337,7 +390,7 @@ class RedisCluster:
             # Epochs that differ from the start spare the nodes a dispute.
             client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
             client.execute_command("CLUSTER", "ADDSLOTS", *range(number * share, min((number + 1) * share, 16384)))
-        for other in others:
+        for other in [*others, *self.replicas]:
             first.client().execute_command("CLUSTER", "MEET", HOST, other.port)
         clients = [node.client() for node in self.nodes]
         wait_until(lambda: all(self._serves(client) for client in clients), "the cluster is whole")
@@ -353,16 +406,24 @@ class RedisCluster:
         self.stop()
 
 
+def _is_followed(node: RedisServer) -> bool:
+    role = node.client().role()
+    return bool(role[3] == b"connected" if role[0] == b"slave" else len(role[2]) == 1)
+
+
 def _node_id(node: RedisServer) -> str:
     return str(node.client().execute_command("CLUSTER", "MYID").decode())
 
 
-class _SentinelServer(RedisServer):
+class SentinelServer(RedisServer):
+    """A sentinel that watches a master, and replaces it by itself."""
+
     def __init__(self, directory: Path, master: RedisServer) -> None:
         super().__init__(directory, appendonly="no")
         watched = [
             f"sentinel monitor {Sentinel.NAME} {HOST} {master.port} 1",
-            f"sentinel down-after-milliseconds {Sentinel.NAME} 300",
+            # Longer than it takes to connect to the promoted one, which it would take to be down, too.
+            f"sentinel down-after-milliseconds {Sentinel.NAME} 1500",
             f"sentinel failover-timeout {Sentinel.NAME} 3000",
         ]
         if master.username is not None:
@@ -411,7 +472,7 @@ class Sentinel:
                 lines.append(f"masteruser {self.master.username}")
             self.replica = RedisServer(self._directory / "redis-1", arguments=lines, **self._options).start()
             self._wait_for_the_replica()
-            self.sentinel = _SentinelServer(self._directory / "sentinel", self.master).start()
+            self.sentinel = SentinelServer(self._directory / "sentinel", self.master).start()
             self._introduce_the_replica(self.sentinel.client())
         except BaseException:
             self.stop()
@@ -439,6 +500,39 @@ class Sentinel:
         )
         self.master, self.replica = heir, dead
         return dead
+
+    def depose_master(self) -> RedisServer:
+        """Lets the sentinel promote the replica though the master lives, and returns the deposed server, which goes on
+        taking writes until `follow` or, after about ten seconds, the sentinel makes it a replica. `master` is then the
+        promoted one."""
+        assert self.replica is not None
+        assert self.sentinel is not None
+        deposed, heir = self.master, self.replica
+        watching, promoted = self.sentinel.client(), heir.client()
+
+        def is_asked() -> bool:
+            # It refuses while the failover before is being finished.
+            return bool(watching.execute_command("SENTINEL", "FAILOVER", self.NAME))
+
+        def is_promoted() -> bool:
+            [_, port] = watching.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.NAME)
+            return int(port) == heir.port and promoted.role()[0] == b"master"
+
+        wait_until(is_asked, "the sentinel takes the request", 30)
+        wait_until(is_promoted, "the replica is promoted")
+        self.master, self.replica = heir, deposed
+        return deposed
+
+    def follow(self) -> None:
+        """Makes the former master a replica of the promoted one, and returns when it follows."""
+        assert self.replica is not None
+        client = self.replica.client()
+        wait_until(lambda: client.replicaof(HOST, self.master.port), "it takes the order")
+        self._wait_for_the_replica()
+        assert self.sentinel is not None
+        watching = self.sentinel.client()
+        wait_until(lambda: self._state(watching)["port"] == str(self.master.port), "the sentinel is done")
+        self._introduce_the_replica(watching)
 
     def _wait_for_the_replica(self) -> None:
         assert self.replica is not None

@@ -13,19 +13,20 @@ import redis
 import trustme
 from redis import exceptions
 from redis.cluster import NodesManager
-from redis.sentinel import Sentinel as SentinelManager
 
 from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError, UnavailableError
-from gristmill_service.storage.redis import connection
+from gristmill_service.storage.redis import connection, server_check
 from gristmill_service.storage.redis.connection import (
     Client,
     RedisAddress,
     Translated,
-    check_server,
     connect,
     outcome_unknown,
     translated,
 )
+from gristmill_service.storage.redis.durability import pipelined
+from gristmill_service.storage.redis.sentinels import Sentinels
+from gristmill_service.storage.redis.server_check import check_server
 from tests.redis.proxy import Proxy
 from tests.redis.servers import HOST, RedisCluster, RedisServer, Sentinel, StartRedis, free_port
 
@@ -165,14 +166,14 @@ class TestReaching:
                 Proxy(sentinel.master.port, certificate=certificate) as master,
                 Proxy(sentinel.sentinel.port, certificate=certificate) as watching,
             ):
-                ask = SentinelManager.discover_master
+                ask = Sentinels.discover_master
                 asked = []
 
-                def discover(manager: SentinelManager, name: str) -> tuple[str, int]:
+                def discover(manager: Sentinels, name: str) -> tuple[str, int]:
                     asked.append(ask(manager, name))
                     return HOST, master.port  # the sentinel tells a port that does not speak TLS
 
-                monkeypatch.setattr(SentinelManager, "discover_master", discover)
+                monkeypatch.setattr(Sentinels, "discover_master", discover)
                 address = RedisAddress(
                     url=f"rediss+sentinel://{HOST}:{watching.port}/mymaster", password="secret", ca_file=ca_file
                 )
@@ -221,6 +222,8 @@ class TestOneTry:
         with translated(client):
             if transaction is None:
                 client.incr("n")
+            elif not transaction:
+                pipelined(client, {"n": ("INCR", "n")})
             else:
                 with client.pipeline(transaction=transaction) as pipeline:
                     pipeline.incr("n").execute()
@@ -522,6 +525,6 @@ class TestCheck:
     def test_a_server_that_is_too_old_is_refused(
         self, redis_server: RedisServer, opened: Open, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(connection, "MIN_VERSION", (99, 0))
+        monkeypatch.setattr(server_check, "MIN_VERSION", (99, 0))
         with pytest.raises(FailedPreconditionError, match=r"needs 99\.0 or later"):
             check_server(opened(redis_server.url))

@@ -65,6 +65,7 @@ def test_variables_that_kubernetes_sets_are_left_alone(load: Load) -> None:
         ({"http_address": "unix:/tmp/x"}, {}, "only grpc_address may be a unix socket; give HOST:PORT"),
         ({"store": "disk"}, {}, "--store: store is 'disk': input should be 'shared_memory', 'memory' or 'redis'"),
         ({"store": "redis"}, {}, "store: redis and redis_url go together"),
+        ({"redis_min_replicas": 1}, {}, "redis_min_replicas and redis_wait_aof are for store: redis"),
         ({"store": "redis", "redis_url": "redis://a", "journal_dir": "/j"}, {}, "journal_dir is for one service alone"),
         ({"config_file": "/nowhere.yaml"}, {}, "/nowhere.yaml: cannot read the settings"),
     ],

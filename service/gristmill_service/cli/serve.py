@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from inspect import Parameter, Signature
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
     from gristmill_service.service import Service
 
 OK, CANNOT_START = 0, 2
+
+# A failover of Redis takes a few seconds.
+_STORE_AWAY_S = 30.0
+_STORE_PAUSE_S = 1.0
+
+StopAsked = Callable[..., bool]
+"""Whether the process was asked to stop, within so many seconds where they are given."""
 
 
 def register(app: typer.Typer) -> None:
@@ -52,7 +60,7 @@ def serve_command(**flags: object) -> None:
     The service listens on this machine only unless an address says otherwise; it asks nobody who they are.
 
     SIGTERM or Ctrl-C finishes what is being sealed and exits with 0; a second one exits at once. Exit status 2: a wrong
-    setting, or an address that is taken.
+    setting, an address that is taken, or a Redis that does not answer for half a minute.
     """
     try:
         settings = load_settings(flags)
@@ -70,7 +78,6 @@ def serve(settings: Settings) -> int:
     """Serves until a signal asks to stop. Returns the exit status."""
     from gristmill_service.logs import configure_logs
     from gristmill_service.process_tuning import tune_process
-    from gristmill_service.service import Service
     from gristmill_service.tracing import configure_tracing
 
     configure_logs(settings.log_level, settings.log_format)
@@ -78,10 +85,12 @@ def serve(settings: Settings) -> int:
     with ExitStack() as at_end, _stop_asked() as stop_asked:
         try:
             at_end.callback(configure_tracing())
-            service = Service(settings)
+            service = _made(settings, stop_asked)
         except (GristmillError, OSError) as error:
             print(f"gristmill serve: {error}", file=sys.stderr)
             return CANNOT_START
+        if service is None:
+            return OK
         try:
             service.start()
             with _announced(service, settings.announce):
@@ -98,12 +107,33 @@ def serve(settings: Settings) -> int:
     return OK
 
 
+def _made(settings: Settings, stop_asked: StopAsked) -> Service | None:
+    """The service, as soon as its store answers; None where it is asked to stop before that."""
+    import structlog
+
+    from gristmill_service.service import Service
+    from gristmill_service.storage.backends import StorageAwayError
+
+    deadline, reason = time.monotonic() + _STORE_AWAY_S, ""
+    while True:
+        try:
+            return Service(settings)
+        except StorageAwayError as error:
+            if time.monotonic() >= deadline:
+                raise
+            before, reason = reason, str(error)
+        if reason != before:
+            structlog.get_logger(__name__).warning("waiting for the store", reason=reason, for_s=_STORE_AWAY_S)
+        if stop_asked(_STORE_PAUSE_S):
+            return None
+
+
 def _ready_line(service: Service) -> str:
     return f"gristmill is ready: gRPC {service.grpc_address}, HTTP {service.http_url} (see {service.http_url}/docs)"
 
 
 @contextmanager
-def _stop_asked() -> Iterator[Callable[[], object]]:
+def _stop_asked() -> Iterator[StopAsked]:
     """Yields a function that returns with the first SIGTERM or SIGINT; the second ends the process there and then.
 
     The kernel may give a signal to any thread, while Python runs handlers in the main one, which waits too: so a thread

@@ -24,7 +24,7 @@ from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.row_buffer import PickedRow, RowBuffer, gather
 from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.writer import Writer
-from gristmill_service.storage.run_store import RunLog
+from gristmill_service.storage.run_store import LogLostError, RunLog
 from gristmill_service.storage.shard_store import ShardSource, ShardStore
 
 _log = structlog.get_logger(__name__)
@@ -181,14 +181,18 @@ class BatchBuilder:
     def _record(self, job: _Job, event: BatchPublished | BatchFailed, perform: Callable[[Effects], None]) -> None:
         """Records what became of the batch. Where nobody wants it any more, or not so, its shards are removed: it was
         given up, the run was deleted, or the trainer came back with other ranks."""
-        is_recorded = False
+        may_be_recorded = False
         try:
             ticket, effects = self._writer.execute(RecordBatch(event, job.config))
             if effects is not None:
                 perform(effects)
-            is_recorded = ticket.result()
+            may_be_recorded = ticket.result()
+        except LogLostError:
+            # Whoever opens the run next finds the shards, or publishes the batch again in their place.
+            may_be_recorded = True
+            raise
         finally:
-            if not is_recorded:
+            if not may_be_recorded:
                 self.plans.pop(event.batch, None)
                 if isinstance(event, BatchPublished):
                     self._discard(event.batch)

@@ -12,6 +12,7 @@ from typing import Self
 
 import structlog
 
+from gristmill.errors import UnavailableError
 from gristmill_service.settings import Settings
 from gristmill_service.storage.run_store import RunStore
 from gristmill_service.storage.shard_store import ShardStore
@@ -20,6 +21,10 @@ _log = structlog.get_logger(__name__)
 
 Advertise = Callable[[str, str], None]
 ReadRoom = Callable[[], dict[str, tuple[int, int]]]
+
+
+class StorageAwayError(UnavailableError):
+    """The settings name a store that does not answer now. Another try may help."""
 
 
 class Storage:
@@ -44,7 +49,7 @@ class Storage:
 
 
 def open_storage(settings: Settings) -> Storage:
-    """Raises UnavailableError where Redis cannot be reached, and other errors where a setting is wrong."""
+    """Raises StorageAwayError where Redis cannot be reached, and other errors where a setting is wrong."""
     with ExitStack() as opened:
         storage = _in_redis(settings, opened) if settings.store == "redis" else _on_this_machine(settings, opened)
         storage.close = opened.pop_all().close
@@ -95,24 +100,30 @@ def _local_shard_store(settings: Settings) -> ShardStore:
 
 
 def _in_redis(settings: Settings, opened: ExitStack) -> Storage:
-    from gristmill_service.storage.redis.connection import RedisAddress, check_server, connect
+    from gristmill_service.storage.redis.connection import RedisAddress, connect
+    from gristmill_service.storage.redis.durability import Durability
     from gristmill_service.storage.redis.run_store import RedisRunStore
+    from gristmill_service.storage.redis.server_check import check_server
     from gristmill_service.storage.redis.shard_store import RedisShardStore
 
     assert settings.redis_url is not None, "checked with the settings"
     password = settings.redis_password
-    client = connect(
-        RedisAddress(
-            url=settings.redis_url,
-            username=settings.redis_username,
-            password=None if password is None else password.get_secret_value(),
-            ca_file=settings.redis_ca_file,
-        )
+    address = RedisAddress(
+        url=settings.redis_url,
+        username=settings.redis_username,
+        password=None if password is None else password.get_secret_value(),
+        ca_file=settings.redis_ca_file,
     )
-    opened.callback(client.close)
-    for warning in check_server(client):
+    durability = Durability(settings.redis_min_replicas, settings.redis_wait_aof)
+    try:
+        client = connect(address)
+        opened.callback(client.close)
+        warnings = check_server(client, durability)
+    except UnavailableError as error:
+        raise StorageAwayError(str(error)) from error
+    for warning in warnings:
         _log.warning(warning)
-    runs = RedisRunStore(client, settings.redis_prefix, settings.lease_s)
+    runs = RedisRunStore(client, settings.redis_prefix, settings.lease_s, durability)
     opened.callback(runs.close)
     shards = RedisShardStore(client, runs, settings.redis_prefix)
     return Storage(shards, runs, runs.advertise, runs.room, opened.close)

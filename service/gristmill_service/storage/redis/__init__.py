@@ -1,1 +1,1 @@
-"""What lasts in Redis: shards without their padding."""
+"""Runs and shards in Redis: one server, a master that sentinels watch, or a cluster."""

@@ -1,8 +1,9 @@
-"""How the service reaches Redis or Valkey: alone, behind sentinels or as a cluster, plainly or over TLS.
+"""Connections to Redis or Valkey: alone, behind sentinels or as a cluster, plainly or over TLS.
 
 Owns the form of `redis_url`, the timeouts, and what becomes of Redis' errors. No command is ever sent twice on its own:
 whoever appends to a log must know when an outcome is unknown (`outcome_unknown`), and try again in a way that is safe.
-Redirects within a cluster are followed, since a node that redirects has not carried out the command.
+Redirects within a cluster are followed, since a node that redirects has not carried out the command. The one exception
+is redis-py's pipeline over several nodes of a cluster, which is not used: see `durability.pipelined`.
 """
 
 from __future__ import annotations
@@ -18,21 +19,20 @@ from urllib.parse import unquote
 import redis
 from redis import exceptions
 from redis.backoff import NoBackoff
-from redis.cluster import ClusterNode, ClusterPipeline
+from redis.cluster import ClusterNode
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, SentinelConnectionPool
-from redis.sentinel import Sentinel as SentinelManager
 
 from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError, UnavailableError
 from gristmill_service.settings import split_address
+from gristmill_service.storage.redis.sentinels import Sentinels
 
 Client = redis.Redis | redis.RedisCluster
-
-MIN_VERSION = (6, 2)
 
 CONNECT_TIMEOUT_S = 2.0
 SOCKET_TIMEOUT_S = 5.0
 """For one read, and for the whole of one write: keep a command to some MiB, and what it blocks for below this."""
+SENTINEL_TIMEOUT_S = 1.0
 
 _MAX_CONNECTIONS = 1024  # more than the service has threads: one that waits in Redis never keeps another from it
 _HEALTH_CHECK_INTERVAL_S = 30  # a connection idle for longer is tried by PING before a command is trusted to it
@@ -106,7 +106,7 @@ def translated(client: Client) -> Translated:
 
 
 def outcome_unknown(error: BaseException) -> bool:
-    """Whether the command that failed may have been carried out all the same, now or later; if in doubt, it may.
+    """True where the command that failed may have been carried out all the same, now or later; if in doubt, it may.
 
     For an error of Redis, or what `translated` made of it, from a command or transaction on keys of one slot: of a
     pipeline over several nodes some may have done their part. A script that failed halfway has an answer, and is known.
@@ -115,7 +115,7 @@ def outcome_unknown(error: BaseException) -> bool:
     if isinstance(cause, _NEVER_SENT):
         return False
     if isinstance(cause, exceptions.RedisClusterException):
-        return True  # also raised where a command's connection broke, and then no node told of the slots
+        return True  # also raised where a command's connection broke, and then no node answered
     if not isinstance(cause, exceptions.ConnectionError | exceptions.TimeoutError):
         return False
     # A transaction's error quotes the command before the reason.
@@ -136,26 +136,13 @@ _NEVER_SENT = (
 )
 
 
-def check_server(client: Client) -> list[str]:
-    """What about the server could lose state, as warnings; what it does not let us see is not judged.
-
-    Raises FailedPreconditionError when it is too old.
-    """
-    findings: dict[str, list[str]] = {}
-    with translated(client):
-        for name, node in _servers(client):
-            for finding in _check(name, node):
-                findings.setdefault(finding, []).append(name)
-    return [f"Redis at {', '.join(names)}: {finding}" for finding, names in findings.items()]
-
-
 def _parse(address: RedisAddress) -> _Target:
     scheme, separator, rest = address.url.partition("://")
     base, _, kind = scheme.partition("+")
     if not separator or base not in ("redis", "rediss") or kind not in ("", "sentinel", "cluster"):
         # What stands there is not shown: it may be a password.
         raise InvalidArgumentError(f"redis_url has no scheme that is known; expected {_FORMS}")
-    # The last @, so that a password may hold one, and / ? # too.
+    # The last @, so that a password may hold one, and / ? # too, at which redis-py's own from_url would cut it.
     userinfo, _, location = rest.rpartition("@")
     username, _, password = userinfo.partition(":")
     hosts, _, path = location.partition("/")
@@ -243,27 +230,25 @@ class _Master(redis.Redis):
 
 def _connect_master(target: _Target, options: dict[str, Any]) -> redis.Redis:
     apart = {name: value for name, value in options.items() if name not in ("username", "password")}
-    manager: Any = cast(Any, SentinelManager)(target.nodes, sentinel_kwargs=apart | {"retry": _once()}, **options)
-    if target.password is not None:
-        # Sentinels may need the same password or none, and refuse one that they do not need: each is tried both ways,
-        # and the manager goes on with the way that worked.
-        with_password = {**options, "retry": _once()}
-        manager.sentinels = [
-            *(redis.Redis(host, port, **with_password) for host, port in target.nodes),
-            *manager.sentinels,
-        ]
+    # Sentinels may need the same password or none, and refuse one that they do not need: each is tried both ways.
+    ways = [apart] if target.password is None else [options, apart]
+    timeouts = {"socket_connect_timeout": SENTINEL_TIMEOUT_S, "socket_timeout": SENTINEL_TIMEOUT_S, "retry": _once()}
+    nodes = [[redis.Redis(host, port, **way | timeouts) for way in ways] for host, port in target.nodes]
+    manager = cast(Any, Sentinels(nodes, **options))
     master: redis.Redis = manager.master_for(target.service, redis_class=_Master, db=target.database, retry=_once())
     return master
 
 
+def watched_master(client: Client) -> tuple[str, int] | None:
+    """The master that the sentinels name now; None where there are none. Connections to another server are closed.
+
+    Raises MasterNotFoundError of redis-py.
+    """
+    pool = None if isinstance(client, redis.RedisCluster) else client.connection_pool
+    return cast(Any, pool).get_master_address() if isinstance(pool, SentinelConnectionPool) else None
+
+
 def _connect_cluster(target: _Target, options: dict[str, Any]) -> redis.RedisCluster:
-    # After a broken connection the library sends the commands of a pipeline again, whatever `retry` says, though some
-    # may have been carried out. Only redirects are safe to follow; there is no other switch for it.
-    cast(Any, ClusterPipeline).ERRORS_ALLOW_RETRY = (
-        exceptions.MovedError,
-        exceptions.AskError,
-        exceptions.TryAgainError,
-    )
     return redis.RedisCluster(
         startup_nodes=[cast(Any, ClusterNode)(host, port) for host, port in target.nodes],
         retry=_once(),
@@ -293,7 +278,7 @@ class Translated:
                 raise translation from error
 
     def _translate(self, error: Exception) -> GristmillError | None:
-        where = self._where if isinstance(self._where, str) else _describe(self._where)
+        where = self._where if isinstance(self._where, str) else described(self._where)
         text = str(error).removesuffix(".")
         if isinstance(error, exceptions.RedisClusterException):
             return self._translate_cluster(error, where, text)
@@ -363,8 +348,8 @@ _FORBIDDEN = "The user executing the script can't"
 _CLUSTER_DOWN = re.compile("cannot be connected|slots are not covered|could not agree|No targets were found")
 
 
-def _describe(client: Client) -> str:
-    """Where the client connects to, without secrets."""
+def described(client: Client) -> str:
+    """The address that the client connects to, without secrets."""
     if isinstance(client, redis.RedisCluster):
         return ", ".join(sorted(client.nodes_manager.startup_nodes))
     pool = client.connection_pool
@@ -373,56 +358,3 @@ def _describe(client: Client) -> str:
         sentinels = sorted({f"{options['host']}:{options['port']}" for options in known})
         return f"{pool.service_name} of the sentinels {', '.join(sentinels)}"
     return f"{pool.connection_kwargs['host']}:{pool.connection_kwargs['port']}"
-
-
-def _servers(client: Client) -> list[tuple[str, redis.Redis]]:
-    if isinstance(client, redis.RedisCluster):
-        primaries = cast(Any, client).get_primaries()
-        return [(node.name, client.get_redis_connection(node)) for node in primaries]
-    return [(_describe(client), client)]
-
-
-def _check(name: str, server: redis.Redis) -> list[str]:
-    about = _info(server)
-    version = re.match(r"(\d+)\.(\d+)", str(about.get("redis_version", "")))
-    if version and (int(version[1]), int(version[2])) < MIN_VERSION:
-        raise FailedPreconditionError(
-            f"Redis at {name} is version {about['redis_version']}; gristmill needs "
-            f"{'.'.join(map(str, MIN_VERSION))} or later, or Valkey"
-        )
-    findings = []
-    if about.get("role") == "slave":
-        findings.append("this is a replica, which refuses writes; let redis_url name the master, or the sentinels")
-    policy = about.get("maxmemory_policy", "noeviction")
-    if policy != "noeviction":
-        findings.append(f"maxmemory-policy is {policy}: a full server deletes rows and shards; set it to noeviction")
-    configuration = _configuration(server)
-    if configuration.get("appendonly", "yes") == "no":
-        findings.append(
-            "appendonly is no: when the server ends, what was accepted since its last snapshot is lost; set it to yes"
-        )
-    elif configuration.get("appendfsync", "always") != "always":
-        findings.append(
-            f"appendfsync is {configuration['appendfsync']}: when its machine fails, what was accepted in the last "
-            "second or more is lost; set it to always"
-        )
-    if replicas := int(about.get("connected_slaves", 0)):
-        findings.append(
-            f"it has {replicas} replica{'s' * (replicas > 1)}, which follow a moment later: a failover may lose what "
-            "was accepted last"
-        )
-    return findings
-
-
-def _info(server: redis.Redis) -> dict[str, Any]:
-    try:
-        return server.info()
-    except exceptions.ResponseError:  # forbidden
-        return {}
-
-
-def _configuration(server: redis.Redis) -> dict[str, str]:
-    try:
-        return cast(dict[str, str], server.config_get("append*"))
-    except exceptions.ResponseError:  # forbidden, or renamed away
-        return {}

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, cast
+from typing import cast
 from urllib.parse import quote
 
 from gristmill._wire.steps import Steps
 from gristmill.errors import NotFoundError
 from gristmill_service.storage import row_tables
 from gristmill_service.storage.redis.connection import Client
+from gristmill_service.storage.redis.durability import Durability, pipelined
+from gristmill_service.storage.redis.durability import write as set_keys
 
 VALUE_BYTES = 8 << 20
 _KEYS_AT_ONCE = 500
-# Before a table's bytes their number, so that any of its values tells how many there are.
+# Before a table's bytes their number, so that the first value says how many there are.
 _SIZE_BYTES = 8
 
 
 class RowKeys:
-    """nonce: of the run, so that a run of the same name never meets rows of the one before it."""
+    """The names of a run's rows. nonce: the run's own, so that a run of the same name never meets the rows of the one
+    before it."""
 
     def __init__(self, prefix: str, run: str, nonce: str) -> None:
         self._rows = f"{prefix}:{quote(run, safe='')}:rows:{nonce}"
@@ -29,24 +32,38 @@ class RowKeys:
         return f"{self._rows}:{number}:{piece}"
 
     def pieces(self, number: int, size: int) -> list[str]:
-        """All keys of a table of `size` bytes."""
-        return [self.piece(number, index) for index in range(-(-(size + _SIZE_BYTES) // VALUE_BYTES))]
+        """All keys of a table whose values have `size` bytes together."""
+        return [self.piece(number, index) for index in range(-(-size // VALUE_BYTES))]
 
     @property
     def pattern(self) -> str:
-        """What SCAN finds them by."""
+        """SCAN finds all of them by it."""
         return f"{_escaped(self._rows)}:*"
 
 
-def write(client: Client, keys: RowKeys, number: int, table: Steps) -> int:
-    """Returns the table's bytes."""
+def encode(table: Steps) -> bytes:
+    """All of a table's values, one after another."""
     encoded = row_tables.encode(table)
-    data = b"".join([encoded.size.to_bytes(_SIZE_BYTES, "little"), *encoded.buffers])
-    names = keys.pieces(number, encoded.size)
-    for index, key in enumerate(names):
-        view = memoryview(data)[index * VALUE_BYTES : (index + 1) * VALUE_BYTES] if len(names) > 1 else data
-        client.set(key, cast(Any, view))
-    return encoded.size
+    return b"".join([encoded.size.to_bytes(_SIZE_BYTES, "little"), *encoded.buffers])
+
+
+def decode(data: bytes) -> Steps:
+    return row_tables.decode(memoryview(data)[_SIZE_BYTES:])
+
+
+def write(client: Client, keys: RowKeys, tables: Mapping[int, bytes], durability: Durability) -> None:
+    """Writes encoded tables by their numbers, some MiB at once. May be repeated."""
+    parcel: dict[str, memoryview] = {}
+    size = 0
+    for number, data in tables.items():
+        for index, key in enumerate(keys.pieces(number, len(data))):
+            value = memoryview(data)[index * VALUE_BYTES : (index + 1) * VALUE_BYTES]
+            if parcel and size + len(value) > VALUE_BYTES:
+                set_keys(client, parcel, durability)
+                parcel, size = {}, 0
+            parcel[key] = value
+            size += len(value)
+    set_keys(client, parcel, durability)
 
 
 def read(client: Client, keys: RowKeys, number: int) -> Steps:
@@ -54,50 +71,48 @@ def read(client: Client, keys: RowKeys, number: int) -> Steps:
     first = cast(bytes | None, client.get(keys.piece(number, 0)))
     pieces = [first]
     if first is not None:
-        size = int.from_bytes(first[:_SIZE_BYTES], "little")
+        size = int.from_bytes(first[:_SIZE_BYTES], "little") + _SIZE_BYTES
         pieces += [cast(bytes | None, client.get(key)) for key in keys.pieces(number, size)[1:]]
     if None in pieces:
         raise NotFoundError(f"table {number:#x} of rows is not in Redis")
     whole = cast(list[bytes], pieces)
-    data = memoryview(whole[0] if len(whole) == 1 else b"".join(whole))
-    return row_tables.decode(data[_SIZE_BYTES:])
+    return decode(whole[0] if len(whole) == 1 else b"".join(whole))
 
 
 def sizes(client: Client, keys: RowKeys, numbers: Iterable[int]) -> dict[int, int]:
-    """Bytes of those tables that are there, by their first value."""
+    """Bytes of all values of those tables that are there, by their first value."""
     found: dict[int, int] = {}
     left = iter(numbers)
     while some := list(islice(left, _KEYS_AT_ONCE)):
-        asking = client.pipeline(transaction=False)
-        for number in some:
-            asking.getrange(keys.piece(number, 0), 0, _SIZE_BYTES - 1)
-        for number, head in zip(some, asking.execute(), strict=True):
+        names = {keys.piece(number, 0): number for number in some}
+        heads = pipelined(client, {name: ("GETRANGE", name, 0, _SIZE_BYTES - 1) for name in names})
+        for name, head in heads.items():
             if len(head) == _SIZE_BYTES:
-                found[number] = int.from_bytes(head, "little")
+                found[names[name]] = int.from_bytes(head, "little") + _SIZE_BYTES
     return found
 
 
 def remove(client: Client, keys: RowKeys, tables_bytes: dict[int, int]) -> None:
-    """Tables by their numbers, with their bytes."""
+    """Removes tables by their numbers, with the bytes of all their values."""
     unlink(client, [key for number, size in tables_bytes.items() for key in keys.pieces(number, size)])
 
 
-def sweep(client: Client, keys: RowKeys, kept: Collection[int], claim: int) -> int:
+def sweep(client: Client, keys: RowKeys, wanted: Collection[int], claim: int) -> int:
     """Removes the tables that nobody refers to any more, of claims before this. Returns how many values."""
     found = cast(Iterator[bytes], client.scan_iter(match=keys.pattern, count=_KEYS_AT_ONCE))
-    orphans = (key for key in found if (number := _number(key)) not in kept and number >> 32 < claim)
+    orphans = (key for key in found if (number := _number(key)) not in wanted and number >> 32 < claim)
     return unlink(client, orphans)
 
 
 def remove_all(client: Client, prefix: str, run: str) -> None:
-    """Whatever is left of the run, but for its fence."""
+    """Removes all that is left of the run, but for its fence."""
     name = f"{_escaped(prefix)}:{_escaped(quote(run, safe=''))}"
     for pattern in (f"{name}:rows:*", f"{{{name}}}:snapshot:*"):
         unlink(client, cast(Iterator[bytes], client.scan_iter(match=pattern, count=_KEYS_AT_ONCE)))
 
 
 def unlink(client: Client, keys: Iterable[str | bytes]) -> int:
-    """On a cluster, each on the node that has it. Returns how many."""
+    """Removes keys, on a cluster each on the node that has it. Returns how many there were."""
     left, count = iter(keys), 0
     while some := list(islice(left, _KEYS_AT_ONCE)):
         count += client.unlink(*some)
@@ -109,5 +124,5 @@ def _number(key: bytes) -> int:
 
 
 def _escaped(text: str) -> str:
-    """As itself in a pattern."""
+    """The text as a pattern that matches nothing else."""
     return re.sub(r"([*?\[\]^\\])", r"\\\1", text)

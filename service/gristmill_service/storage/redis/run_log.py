@@ -1,16 +1,15 @@
-"""One run in Redis: its log as a stream, and its tables of rows.
+"""The log of one run in Redis, a stream, and beside it the run's tables of rows.
 
 Only the process that claimed the run last appends: every step names the claim's token. What it cannot be sure of, it
-asks again, which is safe; when that does not settle it, the book is lost and has to be opened anew.
+asks again, which is safe; where that does not help, the log is lost and has to be opened anew.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+from zlib import crc32
 
 import msgspec
 import redis
@@ -20,23 +19,25 @@ from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill_service.storage.redis import row_values
 from gristmill_service.storage.redis.connection import Client, outcome_unknown, translated
-from gristmill_service.storage.redis.row_values import RowKeys
-from gristmill_service.storage.redis.scripts import Appended, ControlKeys, Scripts
+from gristmill_service.storage.redis.run_tables import RunTables
+from gristmill_service.storage.redis.scripts import ControlKeys, Outcome, Scripts
 from gristmill_service.storage.redis.server_health import Health
-from gristmill_service.storage.run_store import CheckTable, LogLostError, Replay
+from gristmill_service.storage.run_store import LogLostError, Replay
 
 _log = structlog.get_logger(__name__)
 
 _FORMAT = 1
-# An append whose outcome is unknown is asked for again for so long, with the run's lock held.
-_PATIENCE_S = 3.0
+# An append whose outcome is unknown is asked for again for so long.
+_RETRY_S = 3.0
 _PAUSE_S = 0.1
 _ENTRIES_AT_ONCE = 1000
 _LEAST_LENGTH = 16 << 20
+# A log begins with an entry of this number, which is no record.
+_FIRST = 1
 
 
 class _Snapshot(msgspec.Struct, frozen=True):
-    """number: of the last record that it stands for. name: what its pieces' keys begin with."""
+    """number: of the last record that it stands for. name: with which its pieces' keys begin."""
 
     format: int
     name: str
@@ -48,8 +49,19 @@ class _Snapshot(msgspec.Struct, frozen=True):
         return [f"{self.name}:{index}" for index in range(-(-self.size // row_values.VALUE_BYTES))]
 
 
+class Acknowledged(NamedTuple):
+    """The last record of a run that this process knows to be in the log. digest: the record's CRC; None: not known."""
+
+    run_id: str
+    number: int
+    digest: int | None
+
+
 class RedisRunLog:
-    """See `gristmill_service.storage.run_store.RunLog`. claim: how often the run was claimed, with this."""
+    """See `gristmill_service.storage.run_store.RunLog`.
+
+    before: what this process had acknowledged of the run when it had it last.
+    """
 
     maps_rows = False
     reads_rows = True
@@ -59,92 +71,144 @@ class RedisRunLog:
         client: Client,
         scripts: Scripts,
         keys: ControlKeys,
-        row_keys: RowKeys,
-        config: bytes,
-        token: str,
-        claim: int,
+        tables: RunTables,
         health: Health,
+        *,
+        config: bytes,
+        run_id: str,
+        token: str,
+        before: Acknowledged | None,
     ) -> None:
-        self.config, self.token, self.run_id = config, token, ""
-        self.owned_until = 0.0
+        self.config, self.run_id, self.token = config, run_id, token
+        self.get, self.remove, self.retain, self.claim = tables.get, tables.remove, tables.retain, tables.claim
         self.on_close: Callable[[], None] = lambda: None
-        self._client, self._scripts, self._keys, self._row_keys = client, scripts, keys, row_keys
-        self.claim, self._health = claim, health
-        self._numbers = itertools.count(claim << 32)
-        self._sizes: dict[int, int] = {}
-        self._sizes_lock = threading.Lock()
+        self._client, self._scripts, self._keys, self._tables = client, scripts, keys, tables
+        self._health, self._before = health, before
+        self._owned_until = 0.0
+        self._is_lost = self._is_closed = self._is_short = False
         self._last = 0
+        self._digest: int | None = None
         self._length = 0
         self._snapshot: _Snapshot | None = None
-        self._is_closed = False
 
     @property
     def is_lost(self) -> bool:
-        """Whether another process may decide for the run by now."""
-        return time.monotonic() >= self.owned_until
+        """True where another process may decide for the run by now, or Redis has forgotten a part of the log."""
+        return self._is_lost or time.monotonic() >= self._owned_until
+
+    @property
+    def lease(self) -> float | None:
+        return 0.0 if self._is_lost else max(0.0, self._owned_until - time.monotonic())
+
+    @property
+    def last_number(self) -> int:
+        """The number of the last record that is known to be in the log."""
+        return self._last
+
+    @property
+    def acknowledged(self) -> Acknowledged | None:
+        """Until the log goes on, one that was found too short is as it was before."""
+        return self._before if self._is_short or not self._last else Acknowledged(self.run_id, self._last, self._digest)
+
+    def renewed(self, until: float) -> None:
+        self._owned_until = until
+
+    def lose(self) -> None:
+        """From now on the log is to be opened anew."""
+        self._is_lost = True
 
     def replay(self) -> Replay:
         with translated(self._client):
-            described = cast(bytes | None, self._client.get(self._keys.snapshot))
-            if described is None:
-                self._last = 1
-                return Replay(None, list(self._records()))
-            found = msgspec.msgpack.decode(described, type=_Snapshot)
-            if found.format > _FORMAT:
-                raise InvalidArgumentError(
-                    f"the snapshot of {self._keys.log} has format {found.format} and this version reads up to "
-                    f"{_FORMAT}; use a newer gristmill"
-                )
-            pieces = [cast(bytes | None, self._client.get(key)) for key in found.keys]
-            if None in pieces:
-                raise InvalidArgumentError(f"Redis has lost a part of {self._keys.snapshot}; the run cannot be read")
-            self._last, self._snapshot = found.number, found
-            return Replay(b"".join(cast(list[bytes], pieces)), list(self._records()))
+            snapshot, self._last, self._length = self._read_snapshot(), _FIRST, 0
+            if self._snapshot is not None:
+                self._last = self._snapshot.number
+            records = list(self._records())
+        is_short = self._is_short
+        return Replay(snapshot, records, lambda: is_short)
+
+    def _read_snapshot(self) -> bytes | None:
+        described = cast(bytes | None, self._client.get(self._keys.snapshot))
+        if described is None:
+            return None
+        found = msgspec.msgpack.decode(described, type=_Snapshot)
+        if found.format > _FORMAT:
+            raise InvalidArgumentError(
+                f"the snapshot of {self._keys.log} has format {found.format} and this version reads up to "
+                f"{_FORMAT}; use a newer gristmill"
+            )
+        pieces = [cast(bytes | None, self._client.get(key)) for key in found.keys]
+        if None in pieces:
+            raise InvalidArgumentError(f"Redis has lost a part of {self._keys.snapshot}; the run cannot be read")
+        self._snapshot = found
+        return b"".join(cast(list[bytes], pieces))
 
     def _records(self) -> Iterator[bytes]:
-        """What the log has after the record `_last`, which moves with it."""
+        """The records after number `_last`, which moves with them."""
+        before, is_other = self._before, False
         while True:
             entries = cast(
                 list[tuple[bytes, dict[bytes, bytes]]],
                 self._client.xrange(self._keys.log, f"({self._last}-0", "+", _ENTRIES_AT_ONCE),
             )
             for name, fields in entries:
-                self._last = int(name.partition(b"-")[0])
-                self._length += len(fields[b"e"])
-                yield fields[b"e"]
+                record = fields[b"e"]
+                self._last, self._digest = int(name.partition(b"-")[0]), crc32(record)
+                self._length += len(record)
+                if before is not None and self._last == before.number:
+                    is_other = before.digest not in (None, self._digest)
+                yield record
             if len(entries) < _ENTRIES_AT_ONCE:
-                return
+                break
+        if before is not None and (is_other or self._last < before.number):
+            self._is_short = True
+            lost = max(1, before.number - self._last)
+            _log.error(
+                "log rolled back",
+                run=self._keys.log,
+                records_lost=lost,
+                records_left=self._last - _FIRST,
+                reason="Redis lost what it had confirmed, as by a failover; redis_min_replicas prevents that",
+            )
 
     def append(self, record: bytes, tables: Collection[int] = ()) -> None:
-        appended = self._append(record)
-        if appended is not Appended.DONE:
-            self.owned_until = 0.0
+        self._health.check_replicas()
+        with self._health.noted():
+            rows, present = self._tables.for_append(tables) if tables else ({}, ())
+        outcome = self._append(record, rows, present)
+        if outcome is not Outcome.DONE:
+            self._is_lost = True
             raise LogLostError(
                 "another replica decides for this run by now; ask again"
-                if appended is Appended.FENCED
+                if outcome is Outcome.FENCED
                 else f"Redis has forgotten a part of {self._keys.log}; the run is read anew from what it has"
             )
         self._last += 1
+        self._digest, self._is_short = crc32(record), False
         self._length += len(record)
+        if tables:
+            self._tables.appended(tables)
 
-    def _append(self, record: bytes) -> Appended:
-        deadline = time.monotonic() + _PATIENCE_S
+    def _append(self, record: bytes, rows: dict[str, bytes], present: Sequence[str]) -> Outcome:
+        deadline = time.monotonic() + _RETRY_S
         is_unknown = False
         while True:
             try:
                 with self._health.noted(), translated(self._client):
-                    return self._scripts.append(self._keys, self.token, self._last + 1, record)
+                    outcome = self._scripts.append(self._keys, self.token, self._last + 1, record, rows, present)
+                if outcome is not Outcome.UNCONFIRMED:
+                    return outcome
+                is_unknown, reason = True, UnavailableError(self._health.unconfirmed)
             except UnavailableError as error:
-                is_unknown = is_unknown or outcome_unknown(error)
+                is_unknown, reason = is_unknown or outcome_unknown(error), error
                 if not is_unknown:
                     raise
-                if time.monotonic() >= deadline:
-                    self.owned_until = 0.0
-                    raise LogLostError(f"{error}; whether the last change was made is not known") from error
-                time.sleep(_PAUSE_S)
+            if time.monotonic() >= deadline:
+                self._is_lost = True
+                raise LogLostError(f"{reason}; whether the last change was made is not known") from reason
+            time.sleep(_PAUSE_S)
 
     def sync(self) -> None:
-        """As safe as the server's `appendfsync` makes it, which is its own."""
+        """An append is as safe as the settings ask for when it returns."""
 
     def flush(self) -> None:
         pass
@@ -152,10 +216,6 @@ class RedisRunLog:
     @property
     def log_bytes(self) -> int:
         return self._length + (self._snapshot.size if self._snapshot else 0)
-
-    @property
-    def lease(self) -> float | None:
-        return max(0.0, self.owned_until - time.monotonic())
 
     @property
     def is_long(self) -> bool:
@@ -169,54 +229,23 @@ class RedisRunLog:
                 part = memoryview(snapshot)[index * row_values.VALUE_BYTES : (index + 1) * row_values.VALUE_BYTES]
                 self._client.set(key, cast(Any, part))
             if not self._scripts.compact(self._keys, self.token, self._last, msgspec.msgpack.encode(made)):
-                self.owned_until = 0.0
+                self._is_lost = True
                 raise LogLostError("another replica decides for this run by now; ask again")
             before, self._snapshot, self._length = self._snapshot, made, 0
             row_values.unlink(self._client, before.keys if before else [])
 
     def put(self, table: Steps) -> tuple[int, Steps]:
         self._health.check_room()
-        number = next(self._numbers)
-        with self._health.noted(), translated(self._client):
-            size = row_values.write(self._client, self._row_keys, number, table)
-        with self._sizes_lock:
-            self._sizes[number] = size
-        return number, table
-
-    def get(self, number: int) -> Steps:
-        with translated(self._client):
-            return row_values.read(self._client, self._row_keys, number)
-
-    def remove(self, numbers: Collection[int]) -> None:
-        with self._sizes_lock:
-            sizes = {number: self._sizes.pop(number) for number in numbers if number in self._sizes}
-        try:
-            row_values.remove(self._client, self._row_keys, sizes)
-        except (redis.RedisError, redis.exceptions.RedisClusterException) as error:
-            # They go with the next sweep, or with the run.
-            _log.warning("rows could not be removed", tables=len(sizes), reason=str(error))
-
-    def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
-        """Tables are looked for, not read: gigabytes would take longer than a takeover may."""
-        with translated(self._client):
-            self._sizes = row_values.sizes(self._client, self._row_keys, numbers)
-        threading.Thread(target=self._sweep, args=(set(numbers),), name="gristmill-sweep", daemon=True).start()
-        return set(numbers) - self._sizes.keys()
-
-    def _sweep(self, kept: set[int]) -> None:
-        try:
-            count = row_values.sweep(self._client, self._row_keys, kept, self.claim)
-            if count:
-                _log.info("orphaned rows removed", run=self._keys.log, values=count)
-        except Exception as error:  # noqa: BLE001 - what is left goes with the run
-            _log.warning("orphaned rows not removed", run=self._keys.log, reason=str(error))
+        with self._health.noted():
+            return self._tables.put(table)
 
     def close(self) -> None:
         if self._is_closed:
             return
-        self._is_closed = True
-        self.owned_until = 0.0
+        self._is_closed = self._is_lost = True
         self.on_close()
+        # It refers to the log: without it, the log goes as soon as nobody has it.
+        self.on_close = lambda: None
         if self._health.silence:
             # It would only wait: the lease runs out by itself.
             return

@@ -1,4 +1,4 @@
-"""Whether Redis takes what it is given, as a person is told; and whether it has room for rows."""
+"""Whether Redis answers, takes writes, has room for rows, and as many replicas as the settings ask for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import structlog
 
 from gristmill.errors import GristmillError, UnavailableError
 from gristmill_service.storage.redis.connection import Client, translated
+from gristmill_service.storage.redis.durability import Durability
 
 _log = structlog.get_logger(__name__)
 
@@ -20,32 +21,43 @@ _SILENT = (redis.ConnectionError, redis.TimeoutError)
 
 
 class Health:
-    """Thread-safe. trouble: whatever is wrong. silence: Redis does not answer. Both are empty when all is well.
+    """Thread-safe. trouble: why something is refused. silence: why Redis cannot even be asked. Empty when all is well.
 
-    memory: bytes used of the fullest server, and its `maxmemory`, 0 where it has none, as they were last seen."""
+    memory: bytes used of the fullest server, and its `maxmemory`, 0 where it has none, as they were last seen.
+    """
 
-    def __init__(self, client: Client, prefix: str) -> None:
-        self._client, self._probe = client, f"{prefix}:probe"
-        self.trouble = self.silence = self._no_room = ""
+    def __init__(self, client: Client, prefix: str, durability: Durability) -> None:
+        self._client, self._probe, self._durability = client, f"{prefix}:probe", durability
+        self.trouble = self.silence = self._no_room = self._too_few = ""
         self.memory = 0, 0
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Notes that Redis does not answer, or refuses, until `look` finds it well."""
+        """Notes that Redis does not answer, or refuses, until `refresh` finds it well."""
         try:
             yield
         except UnavailableError as error:
-            self._tell(str(error))
+            self._report(str(error))
             if isinstance(error.__cause__, _SILENT):
                 self.silence = str(error)
             raise
 
     def check_room(self) -> None:
         """Raises UnavailableError where rows would take what is left for ending batches."""
-        if self._no_room:
-            raise UnavailableError(self._no_room)
+        if reason := self._no_room or self._too_few:
+            raise UnavailableError(reason)
 
-    def look(self) -> None:
+    def check_replicas(self) -> None:
+        """Raises UnavailableError where nothing could be acknowledged for want of replicas."""
+        if self._too_few:
+            raise UnavailableError(self._too_few)
+
+    @property
+    def unconfirmed(self) -> str:
+        """The reason why a write does not count yet."""
+        return f"Redis did not confirm in time that the last change is on {self._durability}"
+
+    def refresh(self) -> None:
         """Asks the servers. Called about once a second; never raises."""
         try:
             with translated(self._client):
@@ -53,19 +65,22 @@ class Health:
             self.silence = ""
         except GristmillError as error:
             self.silence = str(error)
-            self._tell(self.silence)
+            self._report(self.silence)
             return
         try:
             with translated(self._client):
                 # A write: a server that is full, or only a replica, answers everything else.
                 self._client.set(self._probe, b"", px=1000)
-                self.memory = max(map(_memory, servers(self._client)), key=lambda found: found[0] / (found[1] or 1e18))
+                found = servers(self._client)
+                self.memory = max(map(_memory, found), key=lambda found: found[0] / (found[1] or 1e18))
                 self._no_room = _fullness(*self.memory)
-            self._tell(self._no_room)
+                if self._durability.replicas:
+                    self._too_few = _too_few(min(map(_replicas, found)), self._durability.replicas)
+            self._report(self._too_few or self._no_room)
         except GristmillError as error:
-            self._tell(str(error))
+            self._report(str(error))
 
-    def _tell(self, trouble: str) -> None:
+    def _report(self, trouble: str) -> None:
         before, self.trouble = self.trouble, trouble
         if trouble and not before:
             _log.warning("Redis in trouble", reason=trouble)
@@ -74,14 +89,14 @@ class Health:
 
 
 def servers(client: Client) -> list[redis.Redis]:
-    """Those that take writes."""
+    """All servers that take writes."""
     if isinstance(client, redis.RedisCluster):
         return [client.get_redis_connection(node) for node in cast(Any, client).get_primaries()]
     return [client]
 
 
 def _memory(server: redis.Redis) -> tuple[int, int]:
-    """Bytes that it uses, and how many it may, 0 where that is not bounded."""
+    """The bytes that a server uses, and how many it may, 0 where that is not bounded."""
     try:
         memory = server.info("memory")
     except redis.exceptions.ResponseError:  # forbidden
@@ -89,8 +104,31 @@ def _memory(server: redis.Redis) -> tuple[int, int]:
     return int(memory.get("used_memory", 0)), int(memory.get("maxmemory", 0))
 
 
+def _replicas(server: redis.Redis) -> int:
+    """The number of replicas that follow a server now."""
+    try:
+        about = server.info("replication")
+    except redis.exceptions.ResponseError:  # forbidden: each append finds out by itself
+        return 1 << 30
+    return sum(
+        isinstance(replica, dict) and replica.get("state") == "online"
+        for name, replica in about.items()
+        if name.startswith("slave")
+    )
+
+
+def _too_few(replicas: int, wanted: int) -> str:
+    """The reason why nothing can be acknowledged; empty where it can."""
+    if replicas >= wanted:
+        return ""
+    return (
+        f"Redis has {replicas} replicas that follow it, and redis_min_replicas is {wanted}: nothing is accepted until "
+        "they are back; start them, or lower the setting"
+    )
+
+
 def _fullness(used: int, most: int) -> str:
-    """Why it has no room for rows; empty where it has."""
+    """The reason why there is no room for rows; empty where there is."""
     if not most or used <= _FULLEST * most:
         return ""
     return (
