@@ -385,6 +385,14 @@ class TestWrongAddress:
         with pytest.raises(UnavailableError, match=r"nowhere\.invalid"):
             connect(RedisAddress(url="redis://nowhere.invalid"))
 
+    def test_sentinels_that_refuse_the_login_are_a_wrong_setting(self, tmp_path: Path) -> None:
+        with Sentinel(tmp_path) as sentinel:
+            assert sentinel.sentinel is not None
+            sentinel.sentinel.client().execute_command("ACL", "SETUSER", "default", "resetpass", ">theirs")
+            for password in (None, "ours"):
+                with pytest.raises(FailedPreconditionError, match="refused the login: by its sentinels"):
+                    connect(RedisAddress(url=sentinel.url, password=password))
+
     def test_a_master_that_sentinels_do_not_know_is_named(self, tmp_path: Path) -> None:
         with Sentinel(tmp_path) as sentinel, pytest.raises(UnavailableError, match="No master found for 'other'"):
             connect(RedisAddress(url=sentinel.url.replace("mymaster", "other")))
