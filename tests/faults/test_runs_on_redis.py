@@ -24,8 +24,9 @@ from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
 from tests.faults.services import uids_of
+from tests.redis.cluster import RedisCluster
 from tests.redis.proxy import Proxy
-from tests.redis.servers import RedisCluster, RedisServer, wait_until
+from tests.redis.servers import RedisServer, wait_until
 from tests.run.harness import CONFIG, group_rows, table
 
 CREATED = {**CONFIG, "train_batch_size": 1, "max_buffered_batches": 1000, "max_staleness": 100_000}

@@ -12,8 +12,9 @@ import pytest
 from gristmill_service.storage.redis import row_values, run_tables
 from gristmill_service.storage.redis.connection import RedisAddress, connect
 from gristmill_service.storage.redis.run_store import RedisRunStore
+from tests.redis.cluster import RedisCluster
 from tests.redis.run_logs import PREFIX, Join
-from tests.redis.servers import RedisCluster, RedisServer, StartRedis
+from tests.redis.servers import RedisServer, StartRedis
 
 
 @pytest.fixture(scope="module")

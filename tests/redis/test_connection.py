@@ -27,8 +27,9 @@ from gristmill_service.storage.redis.connection import (
 from gristmill_service.storage.redis.durability import pipelined
 from gristmill_service.storage.redis.sentinels import Sentinels
 from gristmill_service.storage.redis.server_check import check_server
+from tests.redis.cluster import RedisCluster
 from tests.redis.proxy import Proxy
-from tests.redis.servers import HOST, RedisCluster, RedisServer, Sentinel, StartRedis, free_port
+from tests.redis.servers import HOST, RedisServer, Sentinel, StartRedis, free_port
 
 Open = Callable[..., Client]
 SECRET = "s3cret/?#@ %41"
