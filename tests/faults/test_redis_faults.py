@@ -26,8 +26,9 @@ from tests.faults.services import (
     train,
     uids_of,
 )
+from tests.redis.cluster import RedisCluster
 from tests.redis.proxy import Proxy
-from tests.redis.servers import RedisCluster, RedisServer, Sentinel, StartRedis
+from tests.redis.servers import RedisServer, Sentinel, StartRedis
 
 
 def refused(call: Callable[[], object], within_s: float = 12) -> Refused:

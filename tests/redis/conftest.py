@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.redis.servers import RedisCluster, RedisServer, StartRedis
+from gristmill_service.storage.redis import row_values, run_tables
+from gristmill_service.storage.redis.connection import RedisAddress, connect
+from gristmill_service.storage.redis.run_store import RedisRunStore
+from tests.redis.cluster import RedisCluster
+from tests.redis.run_logs import PREFIX, Join
+from tests.redis.servers import RedisServer, StartRedis
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +56,35 @@ def start_redis(tmp_path: Path) -> Iterator[StartRedis]:
             return started.enter_context(RedisServer(tmp_path / f"redis-{count}", **options))
 
         yield start
+
+
+@pytest.fixture(params=["alone", "cluster"])
+def url(request: pytest.FixtureRequest) -> str:
+    """Of one server, and of three that share the keys."""
+    return request.getfixturevalue("redis_server" if request.param == "alone" else "redis_cluster").url
+
+
+@pytest.fixture
+def join() -> Iterator[Join]:
+    """A store as a process of its own has it, closed with the test."""
+    with ExitStack() as opened:
+
+        def start(url: str, number: int = 0, lease_s: float = 30.0) -> RedisRunStore:
+            client = opened.enter_context(closing(connect(RedisAddress(url=url))))
+            store = RedisRunStore(client, PREFIX, lease_s)
+            opened.callback(store.close)
+            store.advertise(f"grpc-{number}", f"http-{number}")
+            return store
+
+        yield start
+
+
+@pytest.fixture
+def store(url: str, join: Join) -> RedisRunStore:
+    return join(url)
+
+
+@pytest.fixture
+def small_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_values, "VALUE_BYTES", 300)
+    monkeypatch.setattr(run_tables, "_HELD_BYTES", 300)

@@ -27,8 +27,9 @@ from gristmill_service.storage.redis.connection import (
 from gristmill_service.storage.redis.durability import pipelined
 from gristmill_service.storage.redis.sentinels import Sentinels
 from gristmill_service.storage.redis.server_check import check_server
+from tests.redis.cluster import RedisCluster
 from tests.redis.proxy import Proxy
-from tests.redis.servers import HOST, RedisCluster, RedisServer, Sentinel, StartRedis, free_port
+from tests.redis.servers import HOST, RedisServer, Sentinel, StartRedis, free_port
 
 Open = Callable[..., Client]
 SECRET = "s3cret/?#@ %41"
@@ -384,6 +385,14 @@ class TestWrongAddress:
     def test_a_name_that_is_unknown_is_said(self) -> None:
         with pytest.raises(UnavailableError, match=r"nowhere\.invalid"):
             connect(RedisAddress(url="redis://nowhere.invalid"))
+
+    def test_sentinels_that_refuse_the_login_are_a_wrong_setting(self, tmp_path: Path) -> None:
+        with Sentinel(tmp_path) as sentinel:
+            assert sentinel.sentinel is not None
+            sentinel.sentinel.client().execute_command("ACL", "SETUSER", "default", "resetpass", ">theirs")
+            for password in (None, "ours"):
+                with pytest.raises(FailedPreconditionError, match="refused the login: by its sentinels"):
+                    connect(RedisAddress(url=sentinel.url, password=password))
 
     def test_a_master_that_sentinels_do_not_know_is_named(self, tmp_path: Path) -> None:
         with Sentinel(tmp_path) as sentinel, pytest.raises(UnavailableError, match="No master found for 'other'"):

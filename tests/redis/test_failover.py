@@ -18,16 +18,8 @@ from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.redis.server_check import check_server
 from gristmill_service.storage.run_store import LogLostError
-from tests.redis.servers import (
-    HOST,
-    RedisCluster,
-    RedisServer,
-    Sentinel,
-    SentinelServer,
-    StartRedis,
-    free_port,
-    wait_until,
-)
+from tests.redis.cluster import RedisCluster
+from tests.redis.servers import HOST, RedisServer, Sentinel, SentinelServer, StartRedis, free_port, wait_until
 from tests.run.harness import row, table
 
 PREFIX = "test"

@@ -13,8 +13,9 @@ import trustme
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from tests.redis.cluster import RedisCluster
 from tests.redis.proxy import Proxy
-from tests.redis.servers import HOST, RedisCluster, RedisServer, Sentinel, StartRedis
+from tests.redis.servers import HOST, RedisServer, Sentinel, StartRedis
 
 
 def client_of(server: RedisServer | Proxy, **options: object) -> redis.Redis:

@@ -15,8 +15,9 @@ from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore
 from tests import naive
 from tests.bench.workloads import workload
+from tests.redis.cluster import RedisCluster
 from tests.redis.fence import OpenFence
-from tests.redis.servers import RedisCluster, RedisServer
+from tests.redis.servers import RedisServer
 from tests.storage.test_stores import FIRST, SECOND, Source, sources
 
 

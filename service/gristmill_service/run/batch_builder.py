@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -9,7 +10,13 @@ from typing import NamedTuple, Protocol
 import structlog
 
 from gristmill._wire.steps import Steps
-from gristmill.errors import FailedPreconditionError, GristmillError, ResourceExhaustedError, UnavailableError
+from gristmill.errors import (
+    FailedPreconditionError,
+    GristmillError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from gristmill_service import tracing
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.batch_stats import BatchStats
@@ -87,6 +94,8 @@ class BatchBuilder:
         self.blocked_reason = ""
         self.retry_at = 0.0
         self.plans: dict[int, bytes] = {}
+        # Held while shards are written: what is deleted must not be written to.
+        self._publishing = threading.Lock()
         self._name, self._writer, self._log, self._store, self._room = name, writer, log, store, room
         self._pipeline, self._monitor, self._clock = pipeline, monitor, clock
 
@@ -100,8 +109,11 @@ class BatchBuilder:
             removals = self._room.removals
             try:
                 with tracing.making_span(self._name, job.number):
-                    event = self._build(job)
-                    self._record(job, event, perform)
+                    started = time.monotonic()
+                    self._record(job, self._build(job), started, perform)
+            except NotFoundError:
+                # The run was deleted meanwhile.
+                return
             except (UnavailableError, ResourceExhaustedError) as error:
                 # Nothing is wrong with the batch: what stores it has no room for it, or does not answer.
                 self._block(job.number, error)
@@ -109,6 +121,11 @@ class BatchBuilder:
                     self._room.wait(removals, retry)
                 return
             self.blocked_reason = ""
+
+    def wait_for_publication(self) -> None:
+        """After the run was closed: returns when nothing of it is written to the store any more."""
+        with self._publishing:
+            pass
 
     def export(self, number: int) -> Iterator[Steps]:
         """The rows of a sealed batch in their order, some at a time. Raises as `progress.batch_state` does."""
@@ -141,7 +158,6 @@ class BatchBuilder:
     def _build(self, job: _Job) -> BatchPublished | BatchFailed:
         """Computes and publishes the batch. Raises UnavailableError or ResourceExhaustedError where it cannot be stored
         now."""
-        started = time.monotonic()
         self._monitor.building(job.number)
         try:
             with self._monitor.timed("gather"):
@@ -158,8 +174,8 @@ class BatchBuilder:
             for part in built.plan.mini_batches:
                 mini_batches[part.model] += 1
             plan = encode_plan(built.plan)
-            self._writer.check_open(is_internal=True)
-            with self._monitor.timed("publish"):
+            with self._publishing, self._monitor.timed("publish"):
+                self._writer.check_open(is_internal=True)
                 nbytes = self._store.publish(self._name, job.number, plan, built.shards)
         except (UnavailableError, ResourceExhaustedError):
             raise
@@ -170,15 +186,15 @@ class BatchBuilder:
         if job.is_first:
             self._monitor.built(job.number, built.stats)
         self._keep_plan(job.number, plan)
-        seconds = round(time.monotonic() - started, 3)
-        _log.info("batch built", run=self._name, batch=job.number, rows=len(job.rows), bytes=nbytes, seconds=seconds)
         return BatchPublished(job.number, mini_batches, nbytes)
 
     def _keep_plan(self, number: int, plan: bytes) -> None:
         held = self._writer.read(lambda state, rows: set(state.batches))
         self.plans = {other: encoded for other, encoded in self.plans.items() if other in held} | {number: plan}
 
-    def _record(self, job: _Job, event: BatchPublished | BatchFailed, perform: Callable[[Effects], None]) -> None:
+    def _record(
+        self, job: _Job, event: BatchPublished | BatchFailed, started: float, perform: Callable[[Effects], None]
+    ) -> None:
         """Records what became of the batch. Where nobody wants it any more, or not so, its shards are removed: it was
         given up, the run was deleted, or the trainer came back with other ranks."""
         may_be_recorded = False
@@ -191,6 +207,9 @@ class BatchBuilder:
             # Whoever opens the run next finds the shards, or publishes the batch again in their place.
             may_be_recorded = True
             raise
+        else:
+            if may_be_recorded and isinstance(event, BatchPublished):
+                _log_publication(self._name, job, event, time.monotonic() - started)
         finally:
             if not may_be_recorded:
                 self.plans.pop(event.batch, None)
@@ -210,6 +229,11 @@ class BatchBuilder:
         self.blocked_reason = f"run {self._name!r}: batch {number} waits: {error}"
         if is_new:
             _log.warning("batch waits", run=self._name, batch=number, reason=str(error))
+
+
+def _log_publication(run: str, job: _Job, event: BatchPublished, seconds: float) -> None:
+    rows, nbytes = len(job.rows), event.nbytes
+    _log.info("batch published", run=run, batch=job.number, rows=rows, bytes=nbytes, seconds=round(seconds, 3))
 
 
 def _pick(rows: RowBuffer, batch: Batch) -> list[PickedRow]:

@@ -344,6 +344,10 @@ class Run:
         if effects is not None:
             self._housekeeping.perform(effects)
 
+    def wait_for_publication(self) -> None:
+        """After `close`: returns when nothing of the run is written to the shard store any more."""
+        self._builder.wait_for_publication()
+
     def close_log(self) -> None:
         """After `close`, when no batch is being built any more: gives the log and all memory back. Idempotent."""
         self._writer.let_go()

@@ -188,7 +188,8 @@ class Runs:
             if self._runs.get(name) is not run:
                 raise self._unknown(name)
             run.close(NotFoundError(f"run {name!r} was deleted"))
-            # What it was about to remove must not be removed from a new run of the name.
+            # What it was about to write or remove must not meet a new run of the name.
+            run.wait_for_publication()
             self._workers.wait_idle(("free", name))
             try:
                 self._store.delete(name)
@@ -277,6 +278,7 @@ class Runs:
                     f"run {name!r} cannot be read: {error}; mend what stores it, or delete the run"
                 ) from error
             _log.info("run restored", run=name, **_holding(run), seconds=round(self._clock() - began, 3))
+            self._workers.submit(("sweep", name), lambda: _quietly(lambda: self._shards.sweep(name)))
             return run
 
     def _start(self, name: str, log: RunLog) -> Run:

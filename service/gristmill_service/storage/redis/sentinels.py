@@ -25,32 +25,35 @@ class Sentinels(Sentinel):
         self._nodes = [list(clients) for clients in nodes]
         self._lock = threading.Lock()
         self._asked_at = float("-inf")
-        self._found: Address | MasterNotFoundError
+        self._found: Address | redis.RedisError
 
     def discover_master(self, service_name: str) -> Address:
-        """Raises MasterNotFoundError where no sentinel knows of one that is up."""
+        """Raises MasterNotFoundError where no sentinel knows of one that is up, and AuthenticationError where none lets
+        us in."""
         called_at = time.monotonic()
         with self._lock:
             # A crowd of new connections shares an answer that was asked for after all of them had come.
             if self._asked_at < called_at:
                 self._asked_at = time.monotonic()
                 self._found = self._ask_all(service_name)
-            if isinstance(self._found, MasterNotFoundError):
-                raise MasterNotFoundError(*self._found.args)
+            if isinstance(self._found, redis.RedisError):
+                raise type(self._found)(*self._found.args)
             return self._found
 
-    def _ask_all(self, service_name: str) -> Address | MasterNotFoundError:
-        answers, errors = list[tuple[int, Address | None]](), list[str]()
+    def _ask_all(self, service_name: str) -> Address | redis.RedisError:
+        answers, errors = list[tuple[int, Address | None]](), list[redis.RedisError]()
         for clients in self._nodes:
             try:
                 answers.append(_ask(clients, service_name))
             except redis.RedisError as error:
-                errors.append(str(error))
+                errors.append(error)
         newest = max((epoch for epoch, _ in answers), default=0)
         for epoch, address in answers:
             if epoch == newest and address is not None:
                 return address
-        reasons = "; ".join(errors) or "it is down"
+        if errors and not answers and all(isinstance(error, redis.AuthenticationError) for error in errors):
+            return redis.AuthenticationError(f"by its sentinels: {errors[0]}")
+        reasons = "; ".join(map(str, errors)) or "it is down"
         return MasterNotFoundError(f"No master found for {service_name!r}: {reasons}")
 
 
