@@ -18,7 +18,7 @@ DURABLE = ("--redis-min-replicas", "1")
 """A change is acknowledged when a replica has it, too."""
 _REPLICAS = 2
 _LAG_S = 1.0
-"""How far a replica that was not paused may be behind."""
+"""Bounds how far a replica that was not paused may be behind."""
 _LONGEST_S = 60.0
 
 
