@@ -19,7 +19,7 @@ from tests.bench.submit import LONG, LONG_ROWS, TURNS, _config, _delete, _submit
 
 PROFILES = Path("docs/profiles")
 SECONDS, RATE = 12, 250
-"""Seconds of recording, and samples a second."""
+"""Of recording, and samples a second."""
 _PATH = re.compile(r"/[\w./+-]*/(?=(?:gristmill|gristmill_service|tests|grpc|numpy)/|[\w.-]+\.py|py-spy)")
 
 

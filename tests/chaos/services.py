@@ -144,8 +144,8 @@ class JournalMode(Mode):
         self.services[0].await_ready()
 
     def left(self) -> list[str]:
-        left = [path for path in self._journal.iterdir() if path.name not in ("lock", "ballast")]
-        return [str(path) for path in (*left, *self._shards.glob("gristmill-*/run-*"))]
+        kept = [path for path in self._journal.iterdir() if path.name not in ("lock", "ballast")]
+        return [str(path) for path in (*kept, *self._shards.glob("gristmill-*/run-*"))]
 
 
 class ReplicasMode(Mode):
