@@ -24,6 +24,7 @@ _LONGEST_S = 60.0
 
 class FailoverMode(ReplicasMode):
     may_roll_back = True
+    often = ("master killed",) * 4
     flags: tuple[str, ...] = ()
 
     def _lose(self, replica: RedisServer) -> None:
