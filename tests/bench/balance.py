@@ -1,4 +1,4 @@
-"""How little ranks wait for each other when rows are balanced by FLOPs, and how long a large batch takes to plan."""
+"""Measures how little ranks wait for each other when rows are balanced by FLOPs, and how long planning takes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def figures() -> Iterator[Figure]:
 
 
 def _planning(cap: int, flops: dict[str, float]) -> float:
-    """Of the slowest distribution; each the best of a few rounds, as others work on this machine too."""
+    """Seconds of the slowest distribution; each is the best of a few rounds, as others work on this machine too."""
     slowest = 0.0
     bounds = np.arange(0, ROWS + 1, GROUP)
     for lengths in _distributions(cap):

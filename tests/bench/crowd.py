@@ -31,7 +31,7 @@ ROUNDS = 3
 
 @dataclass
 class Seen:
-    """Of one side's rounds. spreads_s: from the first to the last rank that was awake, of each wake."""
+    """One side's rounds. spreads_s: from the first to the last rank that was awake, of each wake."""
 
     cpu_ms: list[float] = field(default_factory=list)
     p99_s: list[float] = field(default_factory=list)

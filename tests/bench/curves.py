@@ -1,5 +1,5 @@
-"""How time grows: of the pipeline, arrays in to shards in shared memory, over rows, over tokens of a row, over ranks;
-and of submission, arrays to the last answer, over rows and over producers.
+"""Measures how time grows: that of the pipeline, arrays in to shards in shared memory, over rows, over tokens of a row,
+over ranks; and that of submission, arrays to the last answer, over rows and over producers.
 
 Each curve of the pipeline is a list of (x, seconds), the least of a few passes; linear in rows and tokens, flat in
 ranks but for what a shard costs. `python -m tests.bench.curves` prints and draws them (build/curves.{json,svg}).

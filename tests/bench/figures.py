@@ -1,4 +1,4 @@
-"""What the benchmarks measure: each figure beside its bound from the same run, and what it is to reach."""
+"""The figures that benchmarks measure: each stands beside its bound from the same run, and what it is to reach."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Figure:
 
     @property
     def ours(self) -> tuple[float, str]:
-        """What was measured of ours and its unit: that of the bound, where the value is a ratio to it."""
+        """Our side's value and its unit: that of the bound, where the value is a ratio to it."""
         if self.is_ratio and self.bound is not None:
             return self.value * self.bound, _bare(self.bound_unit)
         return self.value, self.unit
@@ -88,8 +88,8 @@ def parse(entries: dict[str, dict[str, Any]]) -> list[Figure]:
 
 def merge(source: str, figures: list[Figure]) -> None:
     """Writes what a source measured in place of what it measured before; other sources' figures stay."""
-    kept = {name: entry for name, entry in read().items() if entry.get("source") != source}
-    write(kept | {figure.name: figure.entry(source) for figure in figures})
+    others = {name: entry for name, entry in read().items() if entry.get("source") != source}
+    write(others | {figure.name: figure.entry(source) for figure in figures})
 
 
 def write(entries: dict[str, dict[str, Any]]) -> None:

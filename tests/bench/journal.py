@@ -1,4 +1,4 @@
-"""What the journal costs: the time to go on after a restart, the throughput of submissions, and bytes at rest."""
+"""Measures what the journal costs: the time to go on after a restart, the rate of submissions, and bytes at rest."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _round(transport: Transport, sender: Sender, run: str) -> float:
 
 
 def _at_rest() -> Figure:
-    """Of the workload of agents, whose rows repeat what came before them as their prompt."""
+    """Measures the workload of agents, whose rows repeat what came before them as their prompt."""
     work = workload("agent")
     with tempfile.TemporaryDirectory(dir=TMPFS) as directory:
         ledger = JournalRunStore(Path(directory), "never")

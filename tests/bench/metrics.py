@@ -1,4 +1,4 @@
-"""What metrics cost: a scrape of many ranks and runs, and counting, beside the CPU time that a loaded service takes."""
+"""Measures what metrics cost: a scrape of many ranks and runs, counting, beside the CPU time of a loaded service."""
 
 from __future__ import annotations
 
@@ -128,12 +128,12 @@ def _scrape(service: Served) -> str:
 
 
 def _counted(service: Served) -> _Counted:
-    told = Scrape(_scrape(service))
-    calls = told.of("gristmill_call_seconds_count", call="SubmitRows")
+    scraped = Scrape(_scrape(service))
+    calls = scraped.of("gristmill_call_seconds_count", call="SubmitRows")
     return _Counted(
-        told.one("process_cpu_seconds_total"),
+        scraped.one("process_cpu_seconds_total"),
         sum(calls.values()),
-        sum(told.of("gristmill_store_seconds_count").values()),
+        sum(scraped.of("gristmill_store_seconds_count").values()),
     )
 
 

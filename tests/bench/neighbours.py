@@ -1,5 +1,5 @@
-"""How soon the ranks of one run are woken while another run is slow: its store answers after half a second, or its
-workers wait with thousands of groups each for which there is no room while it changes."""
+"""Measures how soon the ranks of one run are woken while another run is slow: its store answers after half a second, or
+its workers wait with thousands of groups each for which there is no room while it changes."""
 
 from __future__ import annotations
 

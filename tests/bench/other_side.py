@@ -103,7 +103,7 @@ class OtherSide:
 
 
 def waiting_calls(http_url: str) -> int:
-    """How many calls wait at a service, as its metrics say."""
+    """Reads from a service's metrics how many calls wait there."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"{http_url}/metrics") as answer:
         found = re.search(r"^gristmill_waiting_calls (\S+)", answer.read().decode(), re.MULTILINE)

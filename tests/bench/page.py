@@ -1,4 +1,4 @@
-"""How soon the page shows a batch of 3,500 rows, and what it costs the service that it is open."""
+"""Measures how soon the page shows a batch of 3,500 rows, and what an open page costs the service."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def _cpu_share(service: Served, run: str, *, scrapes: bool) -> float:
 
 
 def _scrape(service: Served) -> None:
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{service.http_url}/metrics") as told:
-        told.read()
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{service.http_url}/metrics") as answer:
+        answer.read()
 
 
 def _cpu_seconds(service: Served) -> float:

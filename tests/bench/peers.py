@@ -67,7 +67,7 @@ class Queue:
         return line
 
     def seconds(self, kind: str) -> Any:
-        """Of putting these rows; of turns, a list."""
+        """Seconds of putting these rows; for turns, a list."""
         print(kind, file=self._asked, flush=True)
         return json.loads(self.answer())
 

@@ -1,4 +1,4 @@
-"""What was measured as pictures: every figure against its reach, and the curves of cost.
+"""Draws what was measured: every figure against its reach, and the curves of cost.
 
 The same numbers give the same bytes: no date, ids from a salt. Text stays text, so that files are small.
 """
@@ -37,7 +37,7 @@ def save(picture: Picture, path: Path) -> None:
 
 def reached() -> None:
     """Every figure that has a reach, of the last runs: left of the line it is reached. What missed is an open cross
-    with its name in bold, so that it is told apart in grey too."""
+    with its name in bold, so that it stands out in grey too."""
     found = [figure for figure in parse(read()) if figure.reach is not None]
     if not found:
         return

@@ -1,4 +1,4 @@
-"""How submission's time grows: one client over its rows, and 1 to 16 client processes that submit at once.
+"""Measures how submission's time grows: one client over its rows, and 1 to 16 client processes that submit at once.
 
 `python -m tests.bench.producers ADDRESS NUMBER KIND` is one of the processes: it says when it is ready, and
 submits its rows whenever it reads the name of a run.
@@ -58,7 +58,7 @@ def over_producers(kind: str) -> Curve:
 
 
 def row_bytes(kind: str) -> float:
-    """Of tokens and logprobs, on average."""
+    """Counts tokens and logprobs, on average."""
     output = generator_output(*KINDS[kind])
     return nbytes(output) / KINDS[kind][0]
 
@@ -72,8 +72,8 @@ def _together(address: str, kind: str, count: int) -> float:
     """Seconds until the last of so many processes has its last answer, of the best round."""
     with ExitStack() as opened:
         producers = [opened.enter_context(_producer(address, kind, number)) for number in range(count)]
-        for _, told in producers:
-            told.readline()
+        for _, answers in producers:
+            answers.readline()
         return min(_round(address, f"{kind}-{count}-{number}", producers) for number in range(_ROUNDS))
 
 
@@ -83,8 +83,8 @@ def _round(address: str, run: str, producers: list[tuple[IO[str], IO[str]]]) -> 
         begin = time.perf_counter()
         for asked, _ in producers:
             print(run, file=asked, flush=True)
-        for _, told in producers:
-            assert told.readline(), "it has submitted"
+        for _, answers in producers:
+            assert answers.readline(), "it has submitted"
         taken = time.perf_counter() - begin
     _delete(address, run)
     return taken

@@ -44,7 +44,7 @@ def figures() -> Iterator[Figure]:
 
 
 def _mapped() -> Iterator[Figure]:
-    """Opening a shard as a trainer does: of the sizes told, as far as there is room."""
+    """Opening a shard as a trainer does: of several sizes."""
     times = {}
     with tempfile.TemporaryDirectory(dir=TMPFS) as directory:
         path = Path(directory) / "shard.safetensors"

@@ -53,7 +53,7 @@ class Ranks:
         return times
 
     def _rest(self, one: socket.socket, data: bytes, on_end: Callable[[], None]) -> bytes:
-        """What is left behind the whole frames. A server closes connections that never acknowledge its settings."""
+        """Returns the bytes behind the whole frames. Servers close connections that never acknowledge settings."""
         at = 0
         while len(data) - at >= 9:
             size, kind, flags = int.from_bytes(data[at : at + 3]), data[at + 3], data[at + 4]

@@ -46,7 +46,7 @@ def figures() -> Iterator[Figure]:
 
 
 def _together(name: str, reach: float, parts: list[Figure]) -> Figure:
-    """Of all workloads: what is ours in all, over what the bound is in all."""
+    """Sums over all workloads: ours in all, over the bound in all."""
     limit = sum(part.bound or 0.0 for part in parts)
     value = sum(part.value * (part.bound or 0.0) for part in parts) / limit
     return Figure(name, value, parts[0].unit, reach, limit, parts[0].bound_unit)
@@ -95,7 +95,7 @@ def _at_rest(server: RedisServer, name: str) -> Iterator[Figure]:
 
 
 def _used(client: redis.Redis) -> int:
-    """What the server says of its keys; `used_memory` also has what connections are given for what they sent last."""
+    """Bytes of all keys, as the server counts them; `used_memory` also has the buffers of connections."""
     return sum(int(client.memory_usage(key, samples=0) or 0) for key in client.scan_iter())
 
 

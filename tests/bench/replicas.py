@@ -1,5 +1,5 @@
-"""What a replica takes and gives on Redis, whose log is synced before each answer: all of it, the client too, on one
-machine. Of the run's owner, and of one that passes calls on."""
+"""Measures what a replica takes and gives on Redis, whose log is synced before each answer: all of it, the client too,
+on one machine. Of the run's owner, and of one that passes calls on."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def main() -> int:
     for picture in (plot.REACHED, curves.OUTPUT):
         if picture.exists():
             shutil.copyfile(picture, PICTURES / picture.name)
-    print(f"{len(found)} figures told in {DOCUMENT}")
+    print(f"{len(found)} figures written into {DOCUMENT}")
     return 0
 
 

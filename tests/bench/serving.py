@@ -1,4 +1,4 @@
-"""What the service costs when nobody uses it: time to be ready, and memory when idle."""
+"""Measures what the service costs when nobody uses it: time to be ready, and memory when idle."""
 
 from __future__ import annotations
 

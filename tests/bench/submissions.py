@@ -127,7 +127,7 @@ class Sender:
         self.rows = sum(map(len, found))
 
     def seconds(self, run: str) -> float:
-        """Of all messages, over several connections at once. The run exists and is empty."""
+        """Seconds of all messages, over several connections at once. The run exists and is empty."""
         # Of a field that comes twice the last one counts.
         name = rollout_pb2.SubmitRowsRequest(run=run).SerializeToString()
         requests = [rows + name for rows in self._rows]

@@ -1,4 +1,4 @@
-"""What a rollout worker pays to hand its rows over: from its arrays to the service's answer, beside bare gRPC."""
+"""Measures what a rollout worker pays to hand rows over: from arrays to the service's answer, beside bare gRPC."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _sealing(address: str) -> Iterator[Callable[[], int]]:
 
 
 def _seal_on_and_on(address: str) -> None:
-    """What `_sealing` starts: the same rows as batch after batch, each of which is trained at once."""
+    """Runs in the process of `_sealing`: the same rows as batch after batch, each of which is trained at once."""
     output = generator_output(256, LONG)
     settings = _config(train_batch_size=256 // SAMPLES, policy_mini_batch_size=256 // SAMPLES, max_buffered_batches=2)
     with RolloutClient(address, "sealed") as client, TrainerClient(address, "sealed", 0) as trainer:

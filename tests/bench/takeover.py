@@ -1,4 +1,4 @@
-"""How long a run is without an owner when the replica that decides for it is killed."""
+"""Measures how long a run is without an owner when the replica that decides for it is killed."""
 
 from __future__ import annotations
 

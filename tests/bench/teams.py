@@ -27,7 +27,7 @@ class Team:
             print(json.dumps(order), file=process.stdin, flush=True)
 
     def answers(self) -> list[Any]:
-        """What every member has to say of the last order. Raises RuntimeError where one has failed."""
+        """Returns every member's answers to the last order. Raises RuntimeError where one has failed."""
         found: list[Any] = []
         for process in self._processes:
             assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""How soon ranks that wait for a batch are woken, and what producers beside them lose."""
+"""Measures how soon ranks that wait for a batch are woken, and how much producers beside them lose."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _campaign(mode: str, faults: int, seed: int, keep: bool) -> Report:
 
 
 def share(faults: int, modes: int, number: int) -> int:
-    """How many of the faults are this mode's, so that all modes together have them all."""
+    """Counts the faults of this mode, so that all modes together have them all."""
     return faults // modes + (number < faults % modes)
 
 

@@ -150,7 +150,7 @@ class Campaign:
             return int(client.status().generation)
 
     def _schedule(self, mode: Mode, trainer: Trainer) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Kinds in a random order that has each about as often; the trainer's other sizes are rarer."""
+        """Kinds in a random order that has each about as often, and those of `mode.often` more."""
         kinds = mode.faults | {
             "worker killed": self._kill_worker,
             "rank killed": trainer.kill_rank,
@@ -162,7 +162,7 @@ class Campaign:
         left: list[str] = []
         for _ in range(self._faults):
             if not left:
-                left = sorted(kinds)
+                left = sorted([*kinds, *mode.often])
                 self._draw.shuffle(left)
             kind = left.pop()
             yield kind, kinds[kind]

@@ -1,4 +1,4 @@
-"""What workers send: a function of the campaign's seed and the row's name, so that who starts again sends the same."""
+"""Rows that workers send: a function of the campaign's seed and the row's name, so that restarts send the same."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def run(seconds: float, seed: int) -> tuple[dict[str, str], list[str], int]:
-    """What is wrong with each of the others that was hurt, what the deleted run itself met, and how often it was."""
+    """Returns what is wrong with each run that was hurt, what the deleted one met, and how often it was deleted."""
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="gristmill-deletions-") as directory:
         mode = JournalMode(Path(directory), draw)

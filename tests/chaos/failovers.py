@@ -18,21 +18,24 @@ DURABLE = ("--redis-min-replicas", "1")
 """A change is acknowledged when a replica has it, too."""
 _REPLICAS = 2
 _LAG_S = 1.0
-"""How far a replica that was not paused may be behind."""
+"""Bounds how far a replica that was not paused may be behind."""
 _LONGEST_S = 60.0
 
 
 class FailoverMode(ReplicasMode):
     may_roll_back = True
+    often = ("master killed",) * 4
     flags: tuple[str, ...] = ()
 
-    def _lose(self, replica: RedisServer) -> None:
-        """The replica falls behind for a moment, sometimes, before its master dies."""
+    def _fall_behind(self, master: RedisServer, replica: RedisServer) -> None:
+        """The replica hears nothing of its master for a moment, mostly, before that dies."""
         if self.may_roll_back:
             self.rolled_back_since = time.time() - _LAG_S
-        if self._draw.random() < 0.5:
+        if self._draw.random() < 0.7:
+            # What was sent to it before would still be read; this ends the connection, and it cannot make another.
             replica.pause()
-            time.sleep(0.1 + self._pause_s(0.4))
+            master.client().client_kill_filter(_type="replica")
+            time.sleep(0.1 + self._pause_s(0.5))
 
 
 class SentinelMode(FailoverMode):
@@ -45,7 +48,7 @@ class SentinelMode(FailoverMode):
     def _fail_over(self) -> None:
         replica = self._watched.replica
         assert replica is not None
-        self._lose(replica)
+        self._fall_behind(self._watched.master, replica)
         self._watched.master.kill()
         replica.resume()
         dead = self._watched.kill_master()
@@ -96,7 +99,7 @@ class ClusterMode(FailoverMode):
     def _fail_over(self) -> None:
         number = self._draw.randrange(len(self._pairs))
         master, replica = self._pairs[number]
-        self._lose(replica)
+        self._fall_behind(master, replica)
         master.kill()
         replica.resume()
         wait_until(lambda: replica.client().role()[0] == b"master", "the replica is promoted", _LONGEST_S)

@@ -53,7 +53,7 @@ class RankLog:
         return {number: Position(*place) for number, *place in found}
 
     def trained(self, up_to: int) -> list[Trained]:
-        """What took effect up to a checkpoint, in order."""
+        """Returns what took effect up to a checkpoint, in order."""
         found: list[Trained] = []
         lines = self._database.execute("SELECT * FROM steps WHERE number <= ? ORDER BY rowid", (up_to,))
         for _, b, e, m, *effect in lines:

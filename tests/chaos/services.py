@@ -69,9 +69,11 @@ class Service:
 
 class Mode(ABC):
     """faults: those that can be done to it, by name; each returns once its cause is over. They take times drawn by
-    `draw`. rolled_back_since: set by a fault after which the store may hold only what it held then."""
+    `draw`. often: kinds that come so many times more than the others. rolled_back_since: set by a fault after which the
+    store may hold only what it held then."""
 
     may_roll_back = False
+    often: Sequence[str] = ()
 
     def __init__(self, directory: Path, draw: random.Random) -> None:
         self.directory, self._draw = directory, draw

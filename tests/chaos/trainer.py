@@ -54,7 +54,7 @@ class Launch:
         return self.checkpoints[self.up_to]
 
     def effects(self) -> list[list[Trained]]:
-        """What took effect, of each rank."""
+        """Returns what took effect, of each rank."""
         found = []
         for rank in range(self.ranks):
             with closing(RankLog(self._path(rank))) as log:
@@ -236,6 +236,6 @@ class Trainer:
         self._ranks = []
 
     def _acknowledged(self) -> list[Position]:
-        """What each rank has to acknowledge next, as the service has it."""
+        """Asks the service what each rank has to acknowledge next."""
         status = self._transport.call(self._transport.runs.GetRun, run_pb2.GetRunRequest(run=self._run)).status
         return [Position.of(rank.next) for rank in status.ranks]

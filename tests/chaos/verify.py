@@ -232,7 +232,7 @@ def _is_attempt(contents: Contents, effects: Sequence[Effect], attempt: int) -> 
 
 
 def expected_effect(contents: Contents, effect: Effect, attempt: int) -> Effect:
-    """What these steps of that attempt come to as one row, rewards that came late included."""
+    """Joins these steps of that attempt to the row that they train as, rewards that came late included."""
     uid, sample, first, last, *_ = effect
     rows = contents.rows(uid, sample, attempt)
     tokens = [*rows[last]["prompt_token_ids"], *rows[last]["response_ids"]]
