@@ -22,7 +22,7 @@ from tests.bench.workers import SUBMIT, Load, Workers, workers
 from tests.redis.servers import RedisServer
 
 WORKERS = 64
-ROUNDS, ROUND_S = 7, 1.5
+ROUNDS, ROUND_S = 5, 1.5
 QUICK_ROUNDS, QUICK_S = 2, 0.8
 KINDS = ("memory", "redis", "journal")
 _REACH = {"memory": 0.5, "redis": 0.9, "journal": 0.95}

@@ -11,9 +11,9 @@ from tests.chaos.failovers import MODES
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mode", MODES)
 def test_whatever_is_killed_every_accepted_row_takes_effect_once_an_epoch(mode):
-    report = run_campaign(mode, faults=10, seed=7)
+    report = run_campaign(mode, faults=12, seed=7)
     found = report.document()
     assert report.is_clean, f"{found}; see {report.directory}"
-    assert found["faults"] == 10
+    assert found["faults"] == 12
     assert found["rows_acknowledged"] > 300, "there was work to lose"
     assert len(found["by_kind"]) >= 7
