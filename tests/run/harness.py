@@ -85,10 +85,9 @@ class Shelf:
         with self._lock:
             if self.places < 0:
                 raise FailedPreconditionError("the shelf is too small")
-            if len(self.batches) >= self.places:
+            if len(self.batches) >= self.places and (run, batch) not in self.batches:
                 self.tried.set()
                 raise ResourceExhaustedError("the shelf is full")
-            assert (run, batch) not in self.batches
             self.batches[run, batch] = plan, {shard.address: shard.data for shard in shards}
         return len(plan)
 

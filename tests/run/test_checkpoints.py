@@ -135,3 +135,25 @@ def test_a_checkpoint_from_before_a_rollback_fits_only_as_far_as_the_run_was_rol
     assert again.run.resume("policy", Checkpoint(Position(1), generation=1), "old one").position == Position(1)
     assert again.run.resume("policy", Checkpoint(Position(3), generation=2), "new one").position == Position(3)
     assert again.run.batch(1).state is BatchState.PUBLISHED
+
+
+def test_a_trainer_that_goes_on_over_a_rollback_that_cost_it_nothing_learns_the_generation() -> None:
+    bench = sealed(3)
+    train(bench, 0)
+    again = rolled_back(bench, len(bench.log.records))
+    again.make_batches()
+    moved = again.run.acknowledge("policy", 0, Position(1), 0, commit=False)
+    assert (moved.position, moved.generation) == (Position(2), 2)
+    assert again.run.commit("policy", Position(1), 0).generation == 2
+    assert again.run.resume("policy", Checkpoint(Position(2), generation=moved.generation), "launch")
+
+
+def test_a_rank_that_waits_far_ahead_of_a_run_that_was_rolled_back_is_told_so() -> None:
+    bench = sealed(3)
+    short = len(bench.log.records)
+    train(bench, 0, 1, 2)
+    again = rolled_back(bench, short)
+    assert again.run.batch(3).state is BatchState.PENDING, "the next one is waited for as ever"
+    for call in (lambda: again.run.batch(5), lambda: again.run.shard("policy", 0, Position(5), 0)):
+        with pytest.raises(FailedPreconditionError, match="its log was rolled back, it is in generation 2"):
+            call()

@@ -18,7 +18,7 @@ def published(batches=1, **settings):
 
 
 def ack(bench, *position, rank=0, model="policy", incarnation=0, commit=False):
-    return bench.run.acknowledge(model, rank, Position(*position), incarnation, commit)
+    return bench.run.acknowledge(model, rank, Position(*position), incarnation, commit).position
 
 
 def test_positions_go_mini_batch_by_mini_batch_epoch_by_epoch_batch_by_batch():
@@ -82,7 +82,7 @@ def test_without_a_commit_nothing_is_freed_and_a_commit_ahead_of_the_ranks_waits
     for m in range(2):
         ack(bench, 0, 0, m)
     assert bench.run.status().batches_freed == 0
-    assert bench.run.commit("policy", Position(2), 0) == Position(2)
+    assert bench.run.commit("policy", Position(2), 0).position == Position(2)
     assert bench.run.status().batches_freed == 1, "no rank has acknowledged the second"
     ack(bench, 1, 0, 0)
     ack(bench, 1, 0, 1)
@@ -93,7 +93,7 @@ def test_without_a_commit_nothing_is_freed_and_a_commit_ahead_of_the_ranks_waits
 def test_a_commit_before_the_committed_changes_nothing_and_one_past_the_end_is_refused():
     bench = published(2)
     bench.run.commit("policy", Position(1), 0)
-    assert bench.run.commit("policy", Position(0, 0, 1), 0) == Position(1)
+    assert bench.run.commit("policy", Position(0, 0, 1), 0).position == Position(1)
     with pytest.raises(FailedPreconditionError, match="past the last sealed batch, number 1"):
         bench.run.commit("policy", Position(2, 0, 1), 0)
     with pytest.raises(InvalidArgumentError, match="not negative"):
@@ -195,7 +195,7 @@ class TestResuming:
         bench = published(2)
         ack(bench, 0, 0, 0)
         ack(bench, 0, 0, 1)
-        assert bench.run.commit("policy", Position(0, 0, 2), 0) == Position(0, 0, 2)
+        assert bench.run.commit("policy", Position(0, 0, 2), 0).position == Position(0, 0, 2)
         assert bench.run.status().batches_freed == 1
         bench.run.resume("policy", Checkpoint(None), "launch")
         assert bench.run.shard("policy", 0, None, 0).position == Position(1)

@@ -102,7 +102,7 @@ def test_rollouts_become_shards_with_the_real_pipeline_and_stores(serve, store, 
             view = run.shard("policy", rank, Position(0, 0, mini_batch), 0)
             data = b"".join(run.read_shard(0, view.address))
             assert len(data) == view.location.size
-            assert run.acknowledge("policy", rank, view.position, 0, commit=True) > view.position
+            assert run.acknowledge("policy", rank, view.position, 0, commit=True).position > view.position
     status = run.status()
     assert (status.batches_freed, status.row_bytes, status.shard_bytes) == (1, 0, 0)
     with pytest.raises(NotFoundError):

@@ -265,7 +265,7 @@ class TestFailing:
         bench.submit(*group_rows("a"), *group_rows("b"), *group_rows("c"))
         bench.make_batches()
         assert bench.run.shard("policy", 0, None, 0).position == Position(1)
-        assert bench.run.acknowledge("policy", 0, Position(1), 0, commit=True) == Position(3)
+        assert bench.run.acknowledge("policy", 0, Position(1), 0, commit=True).position == Position(3)
         assert bench.run.status().batches_freed == 3
 
     def test_an_unforeseen_error_is_a_reason_too(self):

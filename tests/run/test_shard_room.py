@@ -8,6 +8,7 @@ import pytest
 
 from gristmill.errors import FailedPreconditionError, NotFoundError, UnavailableError
 from gristmill_service.run.machine.answers import BatchState, Position
+from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.runs import Runs
 from gristmill_service.run.shard_room import ShardRoom
 from tests.run.harness import CONFIG, Bench, BuildBatch, Shelf, group_rows, table, wait_until
@@ -117,7 +118,7 @@ def test_an_acknowledgement_does_not_fail_for_shards_that_cannot_be_removed_and_
     bench = Bench(train_batch_size=1, store=shelf)
     bench.submit(*group_rows("a"))
     bench.make_batches()
-    assert bench.run.acknowledge("policy", 0, Position(0), 0, commit=True) == Position(1)
+    assert bench.run.acknowledge("policy", 0, Position(0), 0, commit=True).position == Position(1)
     assert list(shelf.batches) == [("run", 0)]
     shelf.is_stuck = False
     assert bench.run.is_due
@@ -150,3 +151,15 @@ def test_a_batch_built_while_the_run_is_deleted_leaves_no_shards() -> None:
     await_batch(runs.get("other"), 0)
     wait_until(lambda: list(shelf.batches) == [("other", 0)])
     runs.close(PATIENCE_S)
+
+
+def test_a_batch_that_is_cut_again_replaces_its_shards_also_in_a_store_that_refuses_to_write_over_them() -> None:
+    bench = Bench(train_batch_size=1, dp_size=1, micro_batch={"size": 1})
+    bench.submit(*group_rows("a"))
+    for launch, dp_size in enumerate((2, 1, 2)):
+        bench.make_batches()
+        bench.run.resume("policy", Checkpoint(None), f"launch {launch}", dp_size)
+    bench.make_batches()
+    assert bench.run.batch(0).state is BatchState.PUBLISHED
+    assert len(bench.store.batches["run", 0][1]) == 2
+    assert bench.run.status().failed_batches == {}

@@ -178,7 +178,7 @@ def test_ranks_that_acknowledge_at_once_are_logged_together_and_commit_once() ->
             wait_until(lambda: len(bench.run._writer._inbox) == len(acks))
         slow.go_on.set()
         first.result(PATIENCE_S)
-        assert [ack.result(PATIENCE_S) for ack in acks] == [Position(1)] * 4
+        assert [ack.result(PATIENCE_S).position for ack in acks] == [Position(1)] * 4
     # The version, the acknowledgements, their commit, and what the commit frees.
     assert len(bench.log.records) == before + 4
     assert bench.state.freed == 1
@@ -226,3 +226,13 @@ def test_closing_returns_when_no_call_is_under_way() -> None:
         closing.result(PATIENCE_S)
         with pytest.raises(NotFoundError):
             late.result(PATIENCE_S)
+
+
+def test_callers_that_wait_in_a_run_whose_lease_ran_out_are_woken() -> None:
+    runs = Runs(MemoryShardStore())
+    runs.create("run", CONFIG)
+    run, woken = runs.get("run"), threading.Event()
+    run.wait(conditions.version_is_reached(7), woken.set)
+    run._writer.lose()
+    assert woken.wait(PATIENCE_S)
+    runs.close(PATIENCE_S)

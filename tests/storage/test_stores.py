@@ -100,6 +100,14 @@ class TestEveryStore:
         assert b"".join(store.read("run", 0, SECOND)) == b"second"
         assert store.locate("run", 0, SECOND).size == 6
 
+    def test_a_batch_that_is_published_again_takes_the_place_of_the_one_before(self, store):
+        store.publish("run", 0, b"{}", sources())
+        store.publish("run", 0, b'{"again":1}', sources()[:1])
+        assert store.plan("run", 0) == b'{"again":1}'
+        assert b"".join(store.read("run", 0, sources()[0].address))
+        with pytest.raises(NotFoundError):
+            store.locate("run", 0, sources()[1].address)
+
     def test_nothing_of_a_batch_is_there_before_it_is_published(self, store):
         for read in (store.plan, lambda run, batch: store.locate(run, batch, FIRST)):
             with pytest.raises(NotFoundError, match="run 'run': batch 0 is not published"):

@@ -105,6 +105,9 @@ class BatchBuilder:
         perform: sees to effects. retry: has `build` called again, when there may be room. Never raises for a batch's
         sake.
         """
+        # Together they may hold the room that the first of them needs.
+        for number in self._writer.read(_withdrawn):
+            self._discard(number)
         while (job := self._next_job()) is not None:
             removals = self._room.removals
             try:
@@ -234,6 +237,13 @@ class BatchBuilder:
 def _log_publication(run: str, job: _Job, event: BatchPublished, seconds: float) -> None:
     rows, nbytes = len(job.rows), event.nbytes
     _log.info("batch published", run=run, batch=job.number, rows=rows, bytes=nbytes, seconds=round(seconds, 3))
+
+
+def _withdrawn(state: State, rows: RowBuffer) -> list[int]:
+    """Batches whose shards are not what ranks need any more."""
+    return [
+        number for number, batch in state.batches.items() if not batch.is_published and batch.mini_batches is not None
+    ]
 
 
 def _pick(rows: RowBuffer, batch: Batch) -> list[PickedRow]:

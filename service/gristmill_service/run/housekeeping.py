@@ -87,8 +87,8 @@ class Housekeeping:
 
     def _free(self, batches: Sequence[int]) -> None:
         for batch in batches:
-            if self._writer.closed is not None or self._is_published(batch):
-                continue
+            if self._writer.closed is not None:
+                return
             try:
                 self._store.free(self._name, batch)
             except (GristmillError, OSError) as error:
@@ -97,10 +97,6 @@ class Housekeeping:
                 with self._lock:
                     self._free_again.add(batch)
         self._room.removed()
-
-    def _is_published(self, number: int) -> bool:
-        """Whether the batch was published again since it was withdrawn."""
-        return self._writer.read(lambda state, rows: number in state.batches and state.batches[number].is_published)
 
     def _clean_tables(self, empty: Sequence[int], sparse: Sequence[SparseTable]) -> None:
         if empty and not self._writer.is_lost:

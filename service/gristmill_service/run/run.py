@@ -28,6 +28,7 @@ from gristmill_service.run.machine.answers import (
     BatchAnswer,
     BatchState,
     GroupAnswer,
+    Moved,
     Outcome,
     Position,
     Resumed,
@@ -246,10 +247,10 @@ class Run:
         self._writer.check_open()
         return self._builder.export(number)
 
-    def acknowledge(self, model: Model, rank: int, position: Position, incarnation: int, commit: bool) -> Position:
+    def acknowledge(self, model: Model, rank: int, position: Position, incarnation: int, commit: bool) -> Moved:
         return self._execute(trainer_commands.Acknowledge(model, rank, position, incarnation, commit))
 
-    def commit(self, model: Model, position: Position, incarnation: int) -> Position:
+    def commit(self, model: Model, position: Position, incarnation: int) -> Moved:
         return self._execute(trainer_commands.Commit(model, position, incarnation))
 
     def resume(self, model: Model, checkpoint: Checkpoint, launch: str, dp_size: int = 0) -> Resumed:
@@ -293,6 +294,11 @@ class Run:
 
     def stop_waiting(self, condition: Condition, wake: Callable[[], None]) -> None:
         self._writer.stop_waiting(condition, wake)
+
+    def wake_waiters(self) -> None:
+        """Wakes every caller that waits, to find that the run is lost."""
+        for wake in self._writer.take_waiters():
+            wake()
 
     @property
     def blocked_reason(self) -> str:

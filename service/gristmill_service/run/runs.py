@@ -205,7 +205,9 @@ class Runs:
     def tick(self) -> None:
         """Has every run close or drop what has waited too long, and go on with what could not be done before."""
         for run in self.own():
-            if run.is_due and not self._workers.is_busy(key := ("tick", run.name)):
+            if run.is_lost:
+                run.wake_waiters()
+            elif run.is_due and not self._workers.is_busy(key := ("tick", run.name)):
                 self._workers.submit(key, lambda run=run: _quietly(run.tick))  # type: ignore[misc]
 
     def close(self, timeout_s: float) -> None:

@@ -110,6 +110,11 @@ class Writer:
         with self.lock:
             return function(self.state, self.rows)
 
+    def take_waiters(self) -> list[Callable[[], None]]:
+        """The callers to wake because the run is lost: they find it when they read."""
+        with self.lock:
+            return self.waiters.take_all()
+
     def replace_rows(self, table: SparseTable, steps: Steps, index: dict[int, int]) -> None:
         """Holds a copy in place of a sparse table. index: where each row is in the copy."""
         with self.lock:
@@ -297,7 +302,7 @@ class Writer:
             self._log.append(encode_events(events), tables)
         except LogLostError:
             self._is_lost = True
-            self._effects.wakes += self._take_waiters()
+            self._effects.wakes += self.take_waiters()
             raise
         topics = topics_of(events)
         with self.lock:
@@ -328,8 +333,7 @@ class Writer:
                 effects.freed.append(batch)
             case BatchFailed():
                 effects.failed.append(event)
-            case BatchWithdrawn(batch):
-                effects.freed.append(batch)
+            case BatchWithdrawn():
                 effects.builds = True
             case Resized(dp_size):
                 self.config = self.config.with_dp_size(dp_size)
@@ -338,10 +342,6 @@ class Writer:
         room = self.room()
         self._monitor.changed(self.state, room)
         self._effects.wakes += self.waiters.take_met(topics, self.state, room.groups)
-
-    def _take_waiters(self) -> list[Callable[[], None]]:
-        with self.lock:
-            return self.waiters.take_all()
 
     def _take_effects(self) -> Effects:
         effects, self._effects = self._effects, Effects()

@@ -46,8 +46,8 @@ class ShardStore(Protocol):
     """
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
-        """Makes a batch visible, whole, and returns the bytes that it takes here: what a run's room is counted in. On
-        an error nothing of it stays.
+        """Makes a batch visible, whole, in place of what was published under its number before, and returns the bytes
+        that it takes here: what a run's room is counted in. On an error nothing of it stays.
 
         Raises ResourceExhaustedError where there is no room for it now, FailedPreconditionError where there never is,
         and what a shard raises while it is laid out.

@@ -61,6 +61,7 @@ class SharedMemoryShardStore:
             partial.mkdir(mode=0o700)
             sizes = write_shards(partial, shards)
             _write_bytes(partial / "plan.json", plan)
+            self.free(run, batch)
             with self._lock:
                 if self._closed:
                     raise UnavailableError(f"run {run!r}: batch {batch} came after the store was closed")

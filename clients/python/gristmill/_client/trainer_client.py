@@ -210,7 +210,11 @@ class TrainerClient:
         request = trainer_pb2.CommitRequest(
             run=self.run, model=MODELS[self.model], position=position.message(), incarnation=self._incarnation
         )
-        self._transport.call(self._transport.trainers.Commit, request)
+        self._follow(self._transport.call(self._transport.trainers.Commit, request).generation)
+
+    def _follow(self, generation: int) -> None:
+        """The run took the rank's position in this generation, so that its next checkpoints are of that."""
+        self._generation = max(self._generation, generation)
 
     def announce_policy_version(self, version: int) -> None:
         """Tells rollout workers which version to sample from, once its weights can be had. One rank calls it; versions
@@ -393,7 +397,7 @@ class TrainerClient:
                 incarnation=self._incarnation,
                 commit=self._auto_commit,
             )
-            self._transport.call(self._transport.trainers.Acknowledge, request)
+            self._follow(self._transport.call(self._transport.trainers.Acknowledge, request).generation)
         elif position > self.position:
             raise FailedPreconditionError(
                 f"run {self.run!r} rank {self.rank}: {position} cannot be acknowledged, the next is {self.position}; "

@@ -276,6 +276,9 @@ class AcknowledgeResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NEXT_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    generation: builtins.int
+    """What the trainer's next checkpoints are of: it may have grown since the trainer resumed."""
     @property
     def next(self) -> gristmill.v1.run_pb2.Position:
         """The rank's next position."""
@@ -284,9 +287,10 @@ class AcknowledgeResponse(google.protobuf.message.Message):
         self,
         *,
         next: gristmill.v1.run_pb2.Position | None = ...,
+        generation: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["next", b"next"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["next", b"next"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "next", b"next"]) -> None: ...
 
 global___AcknowledgeResponse = AcknowledgeResponse
 
@@ -321,15 +325,18 @@ class CommitResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     COMMITTED_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    generation: builtins.int
     @property
     def committed(self) -> gristmill.v1.run_pb2.Position: ...
     def __init__(
         self,
         *,
         committed: gristmill.v1.run_pb2.Position | None = ...,
+        generation: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["committed", b"committed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["committed", b"committed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["committed", b"committed", "generation", b"generation"]) -> None: ...
 
 global___CommitResponse = CommitResponse
 

@@ -182,6 +182,7 @@ class Acknowledge(Body):
 
 class Acknowledged(BaseModel):
     next: Place
+    generation: int = Field(description="What the trainer's next checkpoints are of.")
 
 
 class Commit(Body):
@@ -192,6 +193,7 @@ class Commit(Body):
 
 class Committed(BaseModel):
     committed: Place
+    generation: int
 
 
 class Resume(Body):

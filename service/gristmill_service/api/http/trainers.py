@@ -90,15 +90,15 @@ def export_batch(run: RunDep, batch: models.Int64) -> StreamingResponse:
 @router.post("/ack")
 def acknowledge(run: RunDep, body: models.Acknowledge) -> models.Acknowledged:
     """A rank has trained on the mini-batch at this position and moves past it."""
-    following = run.acknowledge(body.model, body.rank, body.position.position(), body.incarnation, body.commit)
-    return models.Acknowledged(next=models.Place.of(following))
+    moved = run.acknowledge(body.model, body.rank, body.position.position(), body.incarnation, body.commit)
+    return models.Acknowledged(next=models.Place.of(moved.position), generation=moved.generation)
 
 
 @router.post("/commit")
 def commit(run: RunDep, body: models.Commit) -> models.Committed:
     """All before this position is safe in the trainer's checkpoint and may be freed."""
-    committed = run.commit(body.model, body.position.position(), body.incarnation)
-    return models.Committed(committed=models.Place.of(committed))
+    moved = run.commit(body.model, body.position.position(), body.incarnation)
+    return models.Committed(committed=models.Place.of(moved.position), generation=moved.generation)
 
 
 @router.post("/resume")

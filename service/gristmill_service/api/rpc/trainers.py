@@ -79,22 +79,22 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     def Acknowledge(  # noqa: N802
         self, request: trainer_pb2.AcknowledgeRequest, context: grpc.ServicerContext
     ) -> trainer_pb2.AcknowledgeResponse:
-        following = self._context.runs.get(request.run).acknowledge(
+        moved = self._context.runs.get(request.run).acknowledge(
             messages.model_of(request.model),
             request.rank,
             messages.position_of(request.position),
             request.incarnation,
             request.commit,
         )
-        return trainer_pb2.AcknowledgeResponse(next=messages.position_to(following))
+        return trainer_pb2.AcknowledgeResponse(next=messages.position_to(moved.position), generation=moved.generation)
 
     def Commit(  # noqa: N802
         self, request: trainer_pb2.CommitRequest, context: grpc.ServicerContext
     ) -> trainer_pb2.CommitResponse:
-        committed = self._context.runs.get(request.run).commit(
+        moved = self._context.runs.get(request.run).commit(
             messages.model_of(request.model), messages.position_of(request.position), request.incarnation
         )
-        return trainer_pb2.CommitResponse(committed=messages.position_to(committed))
+        return trainer_pb2.CommitResponse(committed=messages.position_to(moved.position), generation=moved.generation)
 
     def Resume(  # noqa: N802
         self, request: trainer_pb2.ResumeRequest, context: grpc.ServicerContext

@@ -102,6 +102,14 @@ class GroupAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """position: the rank's next after an acknowledgement, or the committed one after a commit."""
+
+    position: Position
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Resumed:
     incarnation: int
     position: Position

@@ -70,6 +70,7 @@ def batch_state(state: State, number: int) -> BatchState:
         return BatchState.PUBLISHED if state.batches[number].is_published else BatchState.PENDING
     if number < state.batches_sealed:
         raise NotFoundError(f"batch {number} is freed: every model has committed it; ask for {state.freed} or later")
+    _check_not_rolled_back(state, number)
     return BatchState.END if state.finished and not state.complete else BatchState.PENDING
 
 
@@ -154,6 +155,17 @@ def _committed(model: ModelState) -> Position:
 
 def _reached(model: ModelState) -> Position:
     return min(model.committed, *model.next)
+
+
+def _check_not_rolled_back(state: State, number: int) -> None:
+    """A trainer that asks for a batch far ahead of what the run knows as trained was there before a rollback."""
+    reached = max(model.furthest.batch for model in state.models.values())
+    if state.generation > 1 and number > max(state.batches_sealed, reached + 1):
+        raise FailedPreconditionError(
+            f"batch {number} lies ahead of this run, which knows batches before {reached} as trained and has sealed "
+            f"{state.batches_sealed}: its log was rolled back, it is in generation {state.generation}; resume from a "
+            "checkpoint"
+        )
 
 
 def _check_made(state: State, number: int) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from gristmill.errors import FailedPreconditionError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.run.machine import progress
-from gristmill_service.run.machine.answers import Position, Resumed
+from gristmill_service.run.machine.answers import Moved, Position, Resumed
 from gristmill_service.run.machine.command import Command, View
 from gristmill_service.run.machine.events import BatchFailed, BatchPublished, Event, PolicyVersionAnnounced
 from gristmill_service.run.machine.resume import resume
@@ -31,7 +31,7 @@ class AnnounceVersion(Command[None]):
         pass
 
 
-class Acknowledge(Command[Position]):
+class Acknowledge(Command[Moved]):
     """commits: whether to commit up to where every rank is, as a trainer without checkpoints asks for."""
 
     def __init__(self, model: Model, rank: int, position: Position, incarnation: int, commits: bool) -> None:
@@ -45,11 +45,11 @@ class Acknowledge(Command[Position]):
     def follow(self, state: State) -> Sequence[Event]:
         return progress.commit_acknowledged(state, self._model)
 
-    def answer(self, state: State) -> Position:
-        return progress.next_of(state, self._model, self._rank)
+    def answer(self, state: State) -> Moved:
+        return Moved(progress.next_of(state, self._model, self._rank), state.generation)
 
 
-class Commit(Command[Position]):
+class Commit(Command[Moved]):
     def __init__(self, model: Model, position: Position, incarnation: int) -> None:
         self._model, self._position, self._incarnation = model, position, incarnation
 
@@ -57,8 +57,8 @@ class Commit(Command[Position]):
         progress.check_incarnation(view.state, self._model, self._incarnation)
         return progress.commit(view.state, self._model, self._position)
 
-    def answer(self, state: State) -> Position:
-        return state.models[self._model].committed
+    def answer(self, state: State) -> Moved:
+        return Moved(state.models[self._model].committed, state.generation)
 
 
 class Checkpoint(NamedTuple):
