@@ -104,6 +104,14 @@ def lost():
     return recording, RUN
 
 
+def rolled_back():
+    recording = Recording()
+    recording.minute()
+    recording.bench.state.generation = 2
+    recording.minute()
+    return recording, RUN
+
+
 def lost_while_nobody_looked():
     recording = Recording()
     recording.bench.state.groups_dropped["rows_lost"] = 3
@@ -164,6 +172,7 @@ CASES: list[tuple[str, Case]] = [
     ("GristmillBatchFailed", failed),
     ("GristmillRunStuck", held_up_by_a_rank),
     ("GristmillRowsLost", lost),
+    ("GristmillRunRolledBack", rolled_back),
     ("GristmillRowsLost", lost_while_nobody_looked),
     ("GristmillStoreNearLimit", full),
     ("GristmillJournalFailing", refusing),

@@ -26,7 +26,7 @@ _LONGEST_TEXT, _LONGEST_REASON = 500, 300
 
 def findings_of(facts: RunFacts) -> list[Finding]:
     """Worst first."""
-    rules = (_failed_batches, _unhealthy, _ranks, _build, _room, _stragglers)
+    rules = (_failed_batches, _unhealthy, _ranks, _build, _room, _stragglers, _rollbacks)
     found = [finding for rule in rules for finding in rule(facts)]
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
@@ -102,6 +102,16 @@ def _failed_batches(facts: RunFacts) -> Iterator[Finding]:
                 "and not trained: correct what is wrong and sample them again in another round",
                 since,
             )
+
+
+def _rollbacks(facts: RunFacts) -> Iterator[Finding]:
+    if facts.counts.generation > 1:
+        yield _finding(
+            "note",
+            f"the run is in generation {facts.counts.generation}: its log was found shorter than promised, so that what "
+            "was accepted or acknowledged last before may be lost; the runbook says how a trainer goes on",
+            None,
+        )
 
 
 def _unhealthy(facts: RunFacts) -> Iterator[Finding]:

@@ -81,6 +81,7 @@ class ModelHealth(Document):
 
 
 class RunCounts(Document):
+    generation: int = Field(description="How often the run's log was found shorter than promised, plus 1.")
     policy_version: int
     finished: bool = Field(description="Whether no more rollouts come.")
     groups_open: int

@@ -111,6 +111,7 @@ def seconds(value: float) -> float:
 
 def _counts(state: State, room: Room) -> RunCounts:
     return RunCounts(
+        generation=state.generation,
         policy_version=state.policy_version,
         finished=state.finished,
         groups_open=len(state.open) - len(state.complete),

@@ -135,6 +135,8 @@ _SERIES: Sequence[_Series] = (
             _ranks("waited")),
     _Series("gristmill_rank_lag_shards", "Shards that the rank is behind the one that is furthest.", _RANK,
             _ranks("lag")),
+    _Series("gristmill_run_generation", "How often the run's log was found shorter than promised, plus 1.", (),
+            _one(lambda found: found.counts.generation)),
     _Series("gristmill_policy_version", "The version that rollouts sample from.", (),
             _one(lambda found: found.counts.policy_version)),
     _Series("gristmill_committed_batch", "The batch that the model's training is committed up to.", ("model",),
