@@ -53,6 +53,7 @@ class Rank:
             trainer_pb2.ResumeRequest(run=run, launch=launch, dp_size=dp_size, position=Position(*start).message()),
         )
         self._next, self._incarnation = Position.of(resumed.position), resumed.incarnation
+        self._generation = resumed.generation
         self._trained: list[Trained] = []
         self._checkpoint = 0
 
@@ -85,7 +86,7 @@ class Rank:
         acknowledge = trainer_pb2.AcknowledgeRequest(
             run=self._run, rank=self._rank, position=position.message(), incarnation=self._incarnation
         )
-        self._call("Acknowledge", acknowledge)
+        self._generation = self._call("Acknowledge", acknowledge).generation
         self._next = following
         if len(self._trained) == CHECKPOINT_EVERY:
             self._save()
@@ -94,7 +95,7 @@ class Rank:
     def _save(self) -> None:
         """A checkpoint is one once all ranks have it; then what lies before it may be freed."""
         self._checkpoint += 1
-        self._rank_log.save(self._checkpoint, self._next, self._trained)
+        self._rank_log.save(self._checkpoint, self._next, self._generation, self._trained)
         self._trained = []
         (self._directory / f"saved-{self._checkpoint}-{self._rank}").touch()
         if self._rank == 0:

@@ -32,25 +32,32 @@ class RankLog:
     def __init__(self, path: Path) -> None:
         self._database = sqlite3.connect(path, isolation_level=None)
         self._database.execute("PRAGMA synchronous = OFF")
-        self._database.execute("CREATE TABLE IF NOT EXISTS checkpoints (number INTEGER PRIMARY KEY, b, e, m)")
+        self._database.execute(
+            "CREATE TABLE IF NOT EXISTS checkpoints (number INTEGER PRIMARY KEY, b, e, m, generation)"
+        )
         self._database.execute(
             "CREATE TABLE IF NOT EXISTS steps (number, b, e, m, uid, sample, first, last, digest, trained, reward)"
         )
 
-    def save(self, number: int, next_position: Position, trained: Sequence[Trained]) -> None:
+    def save(self, number: int, next_position: Position, generation: int, trained: Sequence[Trained]) -> None:
         self._database.execute("BEGIN")
         for position, effects in trained:
             # A mini-batch of padding rows alone has a line, too.
             for effect in effects or [Effect("", 0, 0, 0, "", 0, 0.0)]:
                 line = (number, *position, *effect)
                 self._database.execute("INSERT INTO steps VALUES (?,?,?,?,?,?,?,?,?,?,?)", line)
-        self._database.execute("INSERT INTO checkpoints VALUES (?,?,?,?)", (number, *next_position))
+        self._database.execute("INSERT INTO checkpoints VALUES (?,?,?,?,?)", (number, *next_position, generation))
         self._database.execute("COMMIT")
 
     def checkpoints(self) -> dict[int, Position]:
         """The next position at each checkpoint."""
-        found = self._database.execute("SELECT * FROM checkpoints")
+        found = self._database.execute("SELECT number, b, e, m FROM checkpoints")
         return {number: Position(*place) for number, *place in found}
+
+    def generation(self, number: int) -> int:
+        """The run's generation, as the rank had last heard of it at a checkpoint."""
+        found = self._database.execute("SELECT generation FROM checkpoints WHERE number = ?", (number,))
+        return int(found.fetchone()[0])
 
     def trained(self, up_to: int) -> list[Trained]:
         """Returns what took effect up to a checkpoint, in order."""

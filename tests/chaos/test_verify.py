@@ -190,8 +190,8 @@ def test_what_was_dropped_may_not_be_trained():
 def test_a_rank_keeps_what_is_in_a_checkpoint_and_forgets_the_rest(tmp_path):
     log = RankLog(tmp_path / "rank.sqlite")
     steps = training()[0]
-    log.save(1, steps[2].position, steps[:2])
-    log.save(2, steps[3].position, [steps[2]])
+    log.save(1, steps[2].position, 1, steps[:2])
+    log.save(2, steps[3].position, 1, [steps[2]])
     assert log.checkpoints() == {1: steps[2].position, 2: steps[3].position}
     assert log.trained(1) == steps[:2]
     assert log.trained(2) == steps[:3]
@@ -257,9 +257,9 @@ def launch(directory, checkpoints, ranks=1):
     for rank in range(ranks):
         log = RankLog(directory / f"rank-{rank}.sqlite")
         for number in range(1, checkpoints + 1 - rank):
-            log.save(number, Position(number), [Trained(Position(number - 1), [])])
+            log.save(number, Position(number), 1, [Trained(Position(number - 1), [])])
         log.close()
-    return Launch(directory, ranks, "id", 1)
+    return Launch(directory, ranks, "id")
 
 
 def test_a_checkpoint_is_one_once_all_ranks_have_it(tmp_path):

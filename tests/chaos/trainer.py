@@ -29,12 +29,11 @@ _MOST_AHEAD = 2
 @dataclass(frozen=True)
 class Launch:
     """One that has ended, up to a checkpoint that all of its ranks have; what came after it is forgotten, for the
-    weights that had it died. run_id, generation: of the run, as the launch had them."""
+    weights that had it died. run_id: of the run."""
 
     directory: Path
     ranks: int
     run_id: str
-    generation: int
     up_to: int = 0
 
     @cached_property
@@ -52,6 +51,15 @@ class Launch:
     @property
     def next(self) -> Position:
         return self.checkpoints[self.up_to]
+
+    @property
+    def generation(self) -> int:
+        """The run's generation that the checkpoint is of, as its ranks heard of it."""
+        found = []
+        for rank in range(self.ranks):
+            with closing(RankLog(self._path(rank))) as log:
+                found.append(log.generation(self.up_to))
+        return max(found)
 
     def effects(self) -> list[list[Trained]]:
         """Returns what took effect, of each rank."""
@@ -126,7 +134,7 @@ class Trainer:
         self.training, start = training, Position.of(resumed.position)
         directory = self._directory / f"launch-{self._launches}"
         directory.mkdir()
-        self._launch = Launch(directory, self.dp_size, resumed.run_id, resumed.generation)
+        self._launch = Launch(directory, self.dp_size, resumed.run_id)
         self._ranks = [self._rank(rank, start) for rank in range(self.dp_size)]
         return start
 
