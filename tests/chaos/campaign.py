@@ -110,7 +110,8 @@ class Campaign:
             mode.start()
             self._address, self._is_tolerant = mode.address, mode.may_roll_back
             with RolloutClient(mode.address, RUN) as client:
-                client.create_run(CONFIG)
+                # Groups whose rows are rolled back would otherwise fill the buffer for ever: their workers are done.
+                client.create_run(CONFIG | ({"group_timeout_s": 15.0} if mode.may_roll_back else {}))
             closing.callback(self._end_workers)
             for number in range(WORKERS):
                 self._workers.append(self._worker(number))

@@ -229,32 +229,39 @@ class TestItDoesNotStart:
         assert len(second.stderr.strip().splitlines()) == 1, second.stderr
         assert service.trouble == ""
 
-    @pytest.mark.parametrize("what", ["run.json", "events-000000.log"])
-    def test_on_what_a_newer_version_wrote(self, services: Services, tmp_path: Path, run: str, what: str):
-        flags = in_journal(tmp_path)
-        [service] = services.start(1, *flags)
-        service.grpc.create(run, CONFIG)
-        service.stop()
-        [path] = (tmp_path / "journal").glob(f"run-*/{what}")
-        content = path.read_bytes()
-        newer = content.replace(b'"format":1', b'"format":9')
-        if what != "run.json":
-            newer = content[:14] + (9).to_bytes(2, "little") + content[16:]
-        path.write_bytes(newer)
-        found = refused_start(*flags)
-        assert found.returncode == 2
-        [line] = found.stderr.strip().splitlines()
-        assert "has format 9 and this version reads up to 1; use a newer gristmill" in line
-        assert path.read_bytes() == newer, "what is refused is left as it was"
-        path.write_bytes(content)
-        [service] = services.start(1, *flags)
-        assert service.grpc.names() == [run]
-
     def test_in_a_directory_that_it_may_not_use(self, tmp_path: Path):
         (tmp_path / "journal").write_text("a file")
         found = refused_start(*in_journal(tmp_path))
         assert (found.returncode, len(found.stderr.strip().splitlines())) == (2, 1)
         assert "journal_dir" in found.stderr
+
+
+@pytest.mark.parametrize("what", ["run.json", "events-000000.log"])
+def test_a_run_that_a_newer_version_wrote_is_set_aside_untouched_and_the_others_serve(
+    services: Services, tmp_path: Path, run: str, what: str
+):
+    flags = in_journal(tmp_path)
+    [service] = services.start(1, *flags)
+    service.grpc.create(run, CONFIG)
+    service.stop()
+    [path] = (tmp_path / "journal").glob(f"run-*/{what}")
+    content = path.read_bytes()
+    newer = content.replace(b'"format":1', b'"format":9')
+    if what != "run.json":
+        newer = content[:14] + (9).to_bytes(2, "little") + content[16:]
+    path.write_bytes(newer)
+    [service] = services.start(1, *flags)
+    with pytest.raises(Refused) as refused:
+        service.grpc.get(run)
+    assert refused.value.code == "FAILED_PRECONDITION"
+    assert "has format 9 and this version reads up to 1; use a newer gristmill" in str(refused.value.message)
+    assert path.read_bytes() == newer, "what is refused is left as it was"
+    service.grpc.create(f"{run}-other", CONFIG)
+    assert service.grpc.names() == [run, f"{run}-other"]
+    service.stop()
+    path.write_bytes(content)
+    [service] = services.start(1, *flags)
+    assert service.grpc.get(run)["groups_open"] == 0
 
 
 class TestTheDiskIsFull:

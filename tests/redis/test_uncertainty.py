@@ -13,7 +13,7 @@ from gristmill.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore
-from gristmill_service.storage.run_store import LogLostError
+from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
 from tests.redis.proxy import Proxy
 from tests.redis.run_logs import PREFIX, SHORT_S, Join, any_table, expire, same, started, stored
 from tests.redis.servers import RedisServer, StartRedis, wait_until
@@ -258,6 +258,33 @@ class TestRollback:
         log.close()
         assert not store.open("run").replay().is_short()
 
+    def test_an_owner_that_took_over_after_a_failover_learns_it_from_the_one_before(
+        self, redis_server, url, store, log, join
+    ):
+        self.forget(redis_server, 2)
+        expire(store)
+        other = join(url)
+        taken = other.open("run")
+        assert not started_short(taken), "it cannot know"
+        taken.append(b"goes on")
+        log.close()
+        with pytest.raises(OwnedElsewhereError):
+            store.open("run")
+        wait_until(lambda: taken.is_lost, "it is told", 5)
+        taken.close()
+        assert other.open("run").replay().is_short()
+
+    def test_an_owner_that_took_over_what_is_whole_goes_on(self, url, store, log, join):
+        expire(store)
+        taken = join(url).open("run")
+        started(taken)
+        taken.append(b"goes on")
+        log.close()
+        with pytest.raises(OwnedElsewhereError):
+            store.open("run")
+        wait_until(lambda: not store._client.exists(store._keys("run").acknowledged), "it is read", 5)
+        assert not taken.is_lost
+
     def test_an_idle_owner_learns_it_when_it_renews_its_lease(self, redis_server, log):
         self.forget(redis_server, 1)
         wait_until(lambda: log.is_lost, "it learns", 5)
@@ -301,3 +328,10 @@ def test_errors_of_redis_never_leave_as_such(redis_server: RedisServer, join: Jo
     with pytest.raises(LogLostError):
         log.append(b"one")
     assert not issubclass(LogLostError, redis.RedisError)
+
+
+def started_short(log: RedisRunLog) -> bool:
+    """Whether a log is found short when it is opened."""
+    replay = log.replay()
+    list(replay.records)
+    return replay.is_short()

@@ -11,6 +11,7 @@ from gristmill_service.monitoring.health_models import LEVELS, Finding, HealthSt
 from gristmill_service.monitoring.run_facts import SHOWN_GROUPS, ModelFacts, RunFacts, seconds
 from gristmill_service.monitoring.run_history import BatchTimes
 from gristmill_service.run.machine.answers import Position
+from gristmill_service.run.machine.state import GIVEN_UP
 
 # A rank that others are past: ranks of a model take each step together.
 LATE_RANK_S = 60.0
@@ -93,7 +94,9 @@ def _failed_batches(facts: RunFacts) -> Iterator[Finding]:
     committed = min(model.committed for model in facts.models)
     for number, reason in facts.failed.items():
         since = facts.history.batches.get(number, BatchTimes()).ended
-        if committed > Position(number + 1):
+        if reason.startswith(GIVEN_UP):
+            yield _finding("note", f"batch {number} was {reason}", since)
+        elif committed > Position(number + 1):
             yield _finding("note", f"batch {number} could not be built and is left out: {reason}", since)
         else:
             yield _finding(

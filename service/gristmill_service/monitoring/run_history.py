@@ -21,6 +21,7 @@ from gristmill_service.run.machine.events import (
     Acknowledged,
     BatchFailed,
     BatchFreed,
+    BatchGivenUp,
     BatchPublished,
     BatchSealed,
     BatchWithdrawn,
@@ -128,7 +129,9 @@ class RunHistory:
                     self._acknowledged(state, model, rank, following, now)
                 case ModelResumed(model):
                     self._begin(state, model, now)
-                case BatchSealed() | BatchPublished() | BatchWithdrawn() | BatchFailed() | BatchFreed():
+                case (
+                    BatchSealed() | BatchPublished() | BatchWithdrawn() | BatchFailed() | BatchGivenUp() | BatchFreed()
+                ):
                     self._note_batch(event, now)
 
     def changed(self, state: State, room: Room) -> None:
@@ -200,7 +203,9 @@ class RunHistory:
         found.next, found.times = following, replace(found.times, since=now)
 
     def _note_batch(
-        self, event: BatchSealed | BatchPublished | BatchWithdrawn | BatchFailed | BatchFreed, now: float
+        self,
+        event: BatchSealed | BatchPublished | BatchWithdrawn | BatchFailed | BatchGivenUp | BatchFreed,
+        now: float,
     ) -> None:
         before = self._batches.get(event.batch, BatchTimes())
         match event:
@@ -210,7 +215,7 @@ class RunHistory:
                 after = replace(before, published=now, was_published=False)
             case BatchWithdrawn():
                 after = replace(before, published=None, was_published=False)
-            case BatchFailed() | BatchFreed():
+            case BatchFailed() | BatchGivenUp() | BatchFreed():
                 after = replace(before, ended=now)
         self._batches[event.batch] = after
         while len(self._batches) > KEPT_BATCHES:

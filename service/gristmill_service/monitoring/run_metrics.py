@@ -25,6 +25,7 @@ from gristmill_service.run.machine.events import (
     Acknowledged,
     BatchFailed,
     BatchFreed,
+    BatchGivenUp,
     BatchPublished,
     BatchSealed,
     BatchWithdrawn,
@@ -48,7 +49,9 @@ STAGES = ("queue", "gather", "validate", "merge", "advantage", "schedule", "layo
 # A worker that was told that there is no room asks again within this, or has gone away.
 _ASKS_AGAIN_S = 35.0
 # Events that may let any rank go on, or make it wait; an acknowledgement moves one alone.
-_MOVES_RANKS = frozenset([BatchPublished, BatchWithdrawn, BatchFailed, ModelResumed, Resized, RunFinished])
+_MOVES_RANKS = frozenset(
+    [BatchPublished, BatchWithdrawn, BatchFailed, BatchGivenUp, ModelResumed, Resized, RunFinished]
+)
 
 
 def bounded_reason(reason: str) -> str:
@@ -224,6 +227,9 @@ class RunMetrics:
             case BatchFailed(batch, _):
                 self._builds.pop(batch, None)
                 self._drop("batch_failed", released, tokens())
+            case BatchGivenUp(batch, reason):
+                self._builds.pop(batch, None)
+                self._drop(bounded_reason(reason), released, tokens())
             case BatchSealed(batch):
                 self._builds[batch] = _Build(self._clock())
                 oldest = min(group.admitted_at for group in state.batches[batch].groups)

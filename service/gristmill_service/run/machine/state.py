@@ -40,6 +40,8 @@ from gristmill_service.run.machine.events import (
 from gristmill_service.run.machine.groups import Group
 
 START = Position(0)
+GIVEN_UP = "given up: "
+"""Before the reason of a batch that was not built wrong, but given up."""
 
 
 @dataclass(slots=True)
@@ -263,7 +265,7 @@ def _give_up_batch(state: State, event: BatchGivenUp) -> list[RowRef]:
     for group in batch.groups:
         state.closed[group.key] = event.reason
     state.shard_bytes -= batch.nbytes
-    state.failed[event.batch] = f"given up: {event.reason}"
+    state.failed[event.batch] = GIVEN_UP + event.reason
     state.groups_dropped[event.reason] = state.groups_dropped.get(event.reason, 0) + batch.prompts
     state.freed = min(state.batches, default=len(state.prompts))
     return _release_rows(state, batch)

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import redis
 import structlog
 
-from gristmill.errors import UnavailableError
+from gristmill.errors import GristmillError, UnavailableError
 from gristmill_service.storage.redis.connection import Client, translated, watched_master
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.scripts import ControlKeys, Outcome, Owner, Scripts
@@ -101,11 +101,18 @@ class Leases:
         else:
             if outcome is Outcome.DONE:
                 log.renewed(asked + self._lease_s)
+                self._check_reported(name, log)
                 return
             log.lose()
             _log.warning(
                 "run taken over by another process" if outcome is Outcome.FENCED else "log too short", run=name
             )
+
+    def _check_reported(self, name: str, log: RedisRunLog) -> None:
+        try:
+            log.check_reported()
+        except GristmillError as error:
+            _log.warning("a former owner's report was not read", run=name, reason=str(error))
 
     def _all(self) -> list[tuple[str, RedisRunLog]]:
         with self._lock:

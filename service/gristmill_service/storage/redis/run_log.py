@@ -117,6 +117,25 @@ class RedisRunLog:
         """From now on the log is to be opened anew."""
         self._is_lost = True
 
+    def check_reported(self) -> None:
+        """Reads what a former owner reports to have acknowledged. Where the log lacks that, it is to be opened anew,
+        and is found short then."""
+        with translated(self._client):
+            reported = cast(bytes | None, self._client.getdel(self._keys.acknowledged))
+            if reported is None:
+                return
+            found = msgspec.json.decode(reported, type=Acknowledged)
+            if found.run_id == self.run_id and not self._has(found):
+                self._before, self._is_short, self._is_lost = found, True, True
+
+    def _has(self, found: Acknowledged) -> bool:
+        if found.number > self._last:
+            return False
+        number = f"{found.number}-0"
+        entries = cast(list[tuple[bytes, dict[bytes, bytes]]], self._client.xrange(self._keys.log, number, number))
+        # A snapshot may have taken the record's place.
+        return not entries or found.digest in (None, crc32(entries[0][1][b"e"]))
+
     def replay(self) -> Replay:
         with translated(self._client):
             snapshot, self._last, self._length = self._read_snapshot(), _FIRST, 0

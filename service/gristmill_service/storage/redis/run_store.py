@@ -62,6 +62,7 @@ class RedisRunStore:
         self._elsewhere: dict[str, tuple[OwnedElsewhereError, float]] = {}
         # By run: what this process had acknowledged of those that it has had.
         self._acknowledged: dict[str, Acknowledged] = {}
+        self._reported: dict[str, Acknowledged] = {}
         self._health = Health(client, prefix, durability)
         self._stopped = threading.Event()
         self._checker = threading.Thread(
@@ -135,6 +136,7 @@ class RedisRunStore:
         if log is not None:
             log.on_close = lambda: self._leases.discard(name, log)
         self._acknowledged.pop(name, None)
+        self._reported.pop(name, None)
 
     def claim(self, run: str) -> int:
         """See `gristmill_service.storage.redis.shard_store.Fence`."""
@@ -191,6 +193,7 @@ class RedisRunStore:
                 claimed.http_url,
             )
             self._elsewhere[name] = elsewhere, time.monotonic() + _OWNER_KNOWN_S
+            self._report_acknowledged(name, keys)
             # A copy: the one that is stored would hold on to the frames of all whom it was raised through.
             raise copy(elsewhere)
         return claimed
@@ -204,6 +207,15 @@ class RedisRunStore:
         log = self._leases.get(name)
         found = self._acknowledged.get(name) if log is None else log.acknowledged
         return found if found is not None and found.run_id == run_id else None
+
+    def _report_acknowledged(self, name: str, keys: ControlKeys) -> None:
+        """Reports to the run's owner what this process had acknowledged before: a log without it was rolled back, which
+        an owner that took the run over after a failover cannot know."""
+        found = self._acknowledged.get(name)
+        if found is not None and self._reported.get(name) != found:
+            with translated(self._client):
+                self._client.set(keys.acknowledged, msgspec.json.encode(found))
+            self._reported[name] = found
 
     def _closed(self, name: str, log: RedisRunLog) -> None:
         if log.acknowledged is not None:

@@ -140,10 +140,11 @@ class ControlKeys:
         tag = f"{{{prefix}:{quote(run, safe='')}}}"
         self.config, self.log, self.snapshot = f"{tag}:config", f"{tag}:log", f"{tag}:snapshot"
         self.owner, self.fence, self.claims = f"{tag}:owner", f"{tag}:fence", f"{tag}:claims"
+        self.acknowledged = f"{tag}:acknowledged"
 
     @property
     def all(self) -> list[str]:
-        return [self.config, self.log, self.snapshot, self.owner, self.claims]
+        return [self.config, self.log, self.snapshot, self.owner, self.claims, self.acknowledged]
 
 
 class Scripts:
