@@ -259,11 +259,11 @@ class TestRollback:
         assert not store.open("run").replay().is_short()
 
     def test_an_owner_that_took_over_after_a_failover_learns_it_from_the_one_before(
-        self, redis_server, url, store, log, join
+        self, redis_server, store, log, join
     ):
         self.forget(redis_server, 2)
         expire(store)
-        other = join(url)
+        other = join(redis_server.url)
         taken = other.open("run")
         assert not started_short(taken), "it cannot know"
         taken.append(b"goes on")
@@ -274,9 +274,9 @@ class TestRollback:
         taken.close()
         assert other.open("run").replay().is_short()
 
-    def test_an_owner_that_took_over_what_is_whole_goes_on(self, url, store, log, join):
+    def test_an_owner_that_took_over_what_is_whole_goes_on(self, redis_server, store, log, join):
         expire(store)
-        taken = join(url).open("run")
+        taken = join(redis_server.url).open("run")
         started(taken)
         taken.append(b"goes on")
         log.close()
