@@ -49,7 +49,7 @@ $(PEERS)/.installed: Makefile
 		'TransferQueue==0.1.11' 'ray==2.60.0' 'torch==2.13.*' 'tensordict==0.15.3' 'numpy==2.4.6'
 	@touch $@
 
-chaos: setup  ## Kill things for a quarter of an hour and prove that nothing was lost; writes build/chaos.json
+chaos: setup  ## Kill things 1,000 times and prove that nothing was lost; writes build/chaos.json
 	$(BIN)/python -m tests.chaos
 
 protos: setup  ## Regenerate the gRPC stubs
