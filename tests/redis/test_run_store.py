@@ -354,3 +354,29 @@ def test_a_former_owner_deletes_nothing(redis_server: RedisServer, join: Join):
     assert second.names() == ["run"]
     assert same(log.get(number), any_table())
     log.append(b"goes on")
+
+
+def test_a_process_that_does_not_decide_for_a_run_deletes_nothing_of_it(redis_server: RedisServer, join: Join):
+    first, second = join(redis_server.url, 1), join(redis_server.url, 2)
+    log = second.create("run", b"{}")
+    started(log)
+    number = stored(log, any_table())
+    with pytest.raises(OwnedElsewhereError, match="decided by the process at grpc-2"):
+        first.delete("run")
+    assert same(log.get(number), any_table())
+    log.append(b"goes on")
+
+
+def test_a_run_that_cannot_be_read_is_deleted_whole(redis_server: RedisServer, join: Join):
+    store = join(redis_server.url)
+    log = store.create("run", b"{}")
+    started(log)
+    stored(log, any_table())
+    log.close()
+    config = store._keys("run").config
+    store._client.set(config, store._client.get(config).replace(b'"format":1', b'"format":9'))
+    with pytest.raises(InvalidArgumentError, match="use a newer gristmill"):
+        store.open("run")
+    store.delete("run")
+    assert (store.names(), keys(store)) == ([], set())
+    assert started(store.create("run", b"{}")) == []
