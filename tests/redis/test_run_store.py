@@ -16,7 +16,7 @@ from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
 from tests.redis.run_logs import PREFIX, SHORT_S, Join, any_table, expire, keys, row_keys, same, started, stored, whole
-from tests.redis.servers import RedisServer, wait_until
+from tests.redis.servers import RedisServer, StartRedis, wait_until
 from tests.storage.test_stores import sources
 
 
@@ -353,4 +353,42 @@ def test_a_former_owner_deletes_nothing(redis_server: RedisServer, join: Join):
         first.delete("run")
     assert second.names() == ["run"]
     assert same(log.get(number), any_table())
+    log.append(b"goes on")
+
+
+def test_a_process_that_does_not_decide_for_a_run_deletes_nothing_of_it(redis_server: RedisServer, join: Join):
+    first, second = join(redis_server.url, 1), join(redis_server.url, 2)
+    log = second.create("run", b"{}")
+    started(log)
+    number = stored(log, any_table())
+    with pytest.raises(OwnedElsewhereError, match="decided by the process at grpc-2"):
+        first.delete("run")
+    assert same(log.get(number), any_table())
+    log.append(b"goes on")
+
+
+def test_a_run_that_cannot_be_read_is_deleted_whole(redis_server: RedisServer, join: Join):
+    store = join(redis_server.url)
+    log = store.create("run", b"{}")
+    started(log)
+    stored(log, any_table())
+    log.close()
+    config = store._keys("run").config
+    store._client.set(config, store._client.get(config).replace(b'"format":1', b'"format":9'))
+    with pytest.raises(InvalidArgumentError, match="use a newer gristmill"):
+        store.open("run")
+    store.delete("run")
+    assert (store.names(), keys(store)) == ([], set())
+    assert started(store.create("run", b"{}")) == []
+
+
+def test_a_snapshot_that_does_not_fit_leaves_nothing_in_a_server_that_is_full(start_redis: StartRedis, join: Join):
+    server = start_redis(appendonly="no")
+    store = join(server.url)
+    log = store.create("run", b"{}")
+    started(log)
+    server.client().config_set("maxmemory", 40 << 20)
+    with pytest.raises(UnavailableError, match="out of memory"):
+        log.compact(bytes(60 << 20))
+    assert [key for key in keys(store) if ":snapshot:" in key] == []
     log.append(b"goes on")

@@ -17,6 +17,7 @@ from gristmill.errors import (
     BatchFailedError,
     FailedPreconditionError,
     InvalidArgumentError,
+    NotFoundError,
     ResourceExhaustedError,
     StaleIncarnationError,
     UnavailableError,
@@ -288,6 +289,17 @@ class TestExport:
         rows = [line for part in one.run.export(0) for line in to_rows(part)]
         again = build_batch(from_rows(rows), one.config, run="run", batch=0, policy_version=0)
         assert [join(shard.iovec()) for shard in again.shards] == [one.shard(Position(0))]
+
+    def test_a_batch_that_is_freed_while_it_is_exported_is_not_told_as_zeros(self, machine):
+        one = machine(train_batch_size=40, policy_mini_batch_size=40)
+        for number in range(40):
+            one.submit(*group_rows(f"u{number}", response=[9] * 3000))
+        one.make_batches()
+        tables = one.run.export(0)
+        assert next(tables).tokens.values[-1] == 9
+        one.train(Position(0))
+        with pytest.raises(NotFoundError, match="batch 0 is freed"):
+            next(tables)
 
     def test_rows_that_are_not_decided_yet_are_not_exported(self, machine):
         one = machine()

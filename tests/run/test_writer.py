@@ -10,11 +10,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from gristmill.errors import AlreadyExistsError, GristmillError, NotFoundError, UnavailableError
+from gristmill.errors import (
+    AlreadyExistsError,
+    GristmillError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
 from gristmill_service.run.machine import conditions
+from gristmill_service.run.machine.admission import RowBudget
 from gristmill_service.run.machine.answers import Outcome, Position
 from gristmill_service.run.machine.codec import decode_events
-from gristmill_service.run.machine.events import RowsStored
+from gristmill_service.run.machine.events import RowsStored, RunFinished
+from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.run_store import LogLostError
@@ -236,3 +244,62 @@ def test_callers_that_wait_in_a_run_whose_lease_ran_out_are_woken() -> None:
     run._writer.lose()
     assert woken.wait(PATIENCE_S)
     runs.close(PATIENCE_S)
+
+
+def test_a_value_that_no_log_can_hold_is_refused_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = begun()
+    with pytest.raises(InvalidArgumentError, match="launch is '\\\\ud800', which is not valid Unicode"):
+        bench.run.resume("policy", Checkpoint(None), "\ud800")
+    monkeypatch.setattr("gristmill_service.run.machine.trainer_commands.PolicyVersionAnnounced", lambda _: RunFinished)
+    with pytest.raises(InvalidArgumentError, match="cannot be logged"):
+        bench.run.announce(1)
+    assert bench.submit(row("u0")) == ["ACCEPTED"]
+    assert not bench.run.is_lost
+    assert bench.replayed() == bench.state
+
+
+def test_an_acknowledgement_that_could_not_be_committed_is_not_answered() -> None:
+    bench = begun(dp_size=2)
+    bench.submit(row("first", sample=1), *group_rows("u39"))
+    bench.make_batches()
+    bench.run.acknowledge("policy", 0, Position(0), 0, commit=False)
+    slow = SlowAppends(bench)
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(bench.run.submit, table(row("u0")))
+        assert slow.entered.wait(PATIENCE_S)
+        slow.error = UnavailableError("the log is full")
+        repeated = pool.submit(bench.run.acknowledge, "policy", 0, Position(0), 0, True)
+        wait_until(lambda: len(bench.run._writer._inbox) == 1)
+        other = pool.submit(bench.run.submit, table(row("u1")))
+        wait_until(lambda: len(bench.run._writer._inbox) == 2)
+        slow.go_on.set()
+        for one in (first, other, repeated):
+            assert isinstance(one.exception(PATIENCE_S), UnavailableError)
+
+
+def test_a_run_deleted_while_a_call_is_logged_gives_the_room_of_its_rows_back() -> None:
+    budget = RowBudget(8 << 30)
+    bench = Bench(budget=budget)
+    bench.submit(row("a"))
+    slow = SlowAppends(bench)
+    with ThreadPoolExecutor(2) as pool:
+        writing = pool.submit(bench.run.submit, table(row("b")))
+        assert slow.entered.wait(PATIENCE_S)
+        closing = pool.submit(bench.run.close, NotFoundError("deleted"))
+        wait_until(lambda: bench.run.is_deleted)
+        slow.go_on.set()
+        writing.result(PATIENCE_S)
+        closing.result(PATIENCE_S)
+    bench.run.close_log()
+    assert budget.held == 0
+
+
+def test_who_waits_is_woken_also_where_the_writer_ends_in_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = begun()
+    woken = threading.Event()
+    bench.run.wait(conditions.version_is_reached(1), woken.set)
+    monkeypatch.setattr("gristmill_service.run.machine.sealing.due", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.run.announce(1)
+    assert woken.is_set()
+    assert bench.run.is_lost

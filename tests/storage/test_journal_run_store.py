@@ -363,3 +363,25 @@ class TestOpenLogs:
         with pytest.raises(FailedPreconditionError, match="in use by another gristmill"):
             JournalRunStore(tmp_path)
         other.close()
+
+
+def test_what_a_killed_process_left_is_on_the_disk_before_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = JournalRunStore(tmp_path, "always")
+    log = before.create("run", b"{}")
+    log.replay()
+    log.append(b"one")
+    before.close()  # killed before the record was synced
+
+    synced: list[str] = []
+    real = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), real(file)))
+    store = JournalRunStore(tmp_path, "always")
+    log = store.open("run")
+    assert list(log.replay().records) == [b"one"]
+    log.sync()
+    assert [Path(name).name for name in synced] == ["events-000000.log"]
+    log.sync()
+    assert len(synced) == 1
+    store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -105,6 +106,8 @@ class BatchBuilder:
         perform: sees to effects. retry: has `build` called again, when there may be room. Never raises for a batch's
         sake.
         """
+        # A next try is due some time after this one, which may take long, has failed.
+        self.retry_at = math.inf
         # Together they may hold the room that the first of them needs.
         for number in self._writer.read(_withdrawn):
             self._discard(number)
@@ -124,6 +127,8 @@ class BatchBuilder:
                     self._room.wait(removals, retry)
                 return
             self.blocked_reason = ""
+        # Also where the batch that was blocked is wanted no more.
+        self.blocked_reason = ""
 
     def wait_for_publication(self) -> None:
         """After the run was closed: returns when nothing of it is written to the store any more."""
@@ -141,7 +146,11 @@ class BatchBuilder:
 
         picked, token_rewards = self._writer.read(pick)
         for start in range(0, len(picked), _EXPORTED_ROWS):
-            yield gather(picked[start : start + _EXPORTED_ROWS], token_rewards, self._log.get)
+            part = gather(picked[start : start + _EXPORTED_ROWS], token_rewards, self._log.get)
+            # Rows that were freed while they were read may be zeros.
+            self._writer.check_open()
+            self._writer.read(lambda state, rows: progress.batch_state(state, number))
+            yield part
 
     def _next_job(self) -> _Job | None:
         def find(state: State, rows: RowBuffer) -> _Job | None:

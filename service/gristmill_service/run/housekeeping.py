@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import structlog
 
-from gristmill.errors import GristmillError
+from gristmill.errors import GristmillError, UnavailableError
 from gristmill_service import tracing
 from gristmill_service.run.batch_builder import BatchBuilder
 from gristmill_service.run.effects import Effects, SparseTable
@@ -45,6 +46,7 @@ class Housekeeping:
         self._room, self._builders, self._workers, self._clock = room, builders, workers, clock
         self._lock = threading.Lock()
         self._free_again: set[int] = set()
+        self._is_build_queued = False
 
     def perform(self, effects: Effects) -> None:
         for wake in effects.wakes:
@@ -80,9 +82,15 @@ class Housekeeping:
         return bool(self._builder.blocked_reason) and self._clock() >= self._builder.retry_at
 
     def _start_building(self) -> None:
+        with self._lock:
+            if self._is_build_queued:
+                return
+            self._is_build_queued = True
         self._builders.submit(("build", self._name), self._build)
 
     def _build(self) -> None:
+        with self._lock:
+            self._is_build_queued = False
         self._builder.build(self.perform, self._start_building)
 
     def _free(self, batches: Sequence[int]) -> None:
@@ -99,8 +107,11 @@ class Housekeeping:
         self._room.removed()
 
     def _clean_tables(self, empty: Sequence[int], sparse: Sequence[SparseTable]) -> None:
-        if empty and not self._writer.is_lost:
-            self._log.remove(empty)
+        with suppress(UnavailableError):
+            if empty and not self._writer.is_lost:
+                # Rows go when the event after which nobody needs them cannot be lost any more.
+                self._log.sync()
+                self._log.remove(empty)
         for table in sparse:
             copy, index = compacted(table.steps, table.live)
             self._writer.replace_rows(table, copy, index)

@@ -151,15 +151,11 @@ class Run:
         self._writer.check_open()
         number, steps = self._log.put(steps)
         self._writer.staged[number] = steps
-        is_unknown = False
         try:
             outcomes = self._execute(rollout_commands.TakeRows(steps, describe_rows(steps, number)))
-        except LogLostError:
-            # The rows may have been accepted.
-            is_unknown = True
-            raise
         finally:
-            if self._writer.staged.pop(number, None) is not None and not is_unknown:
+            # Where the log is lost, the rows may have been accepted.
+            if self._writer.staged.pop(number, None) is not None and not self.is_lost:
                 self._log.remove([number])
         self._duplicates += outcomes.count(Outcome.DUPLICATE)
         self.monitor.received(outcomes, steps)

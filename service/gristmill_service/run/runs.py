@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import copy
 from typing import Any
 
 import structlog
@@ -51,8 +52,6 @@ class Runs:
     """Thread-safe. Owns its threads, neither the shard store nor the run store.
 
     max_row_bytes: how many bytes the rows of all runs together may hold.
-
-    Raises UnavailableError where a run of the store cannot go on.
     """
 
     def __init__(
@@ -76,14 +75,14 @@ class Runs:
         # or deleted, and is taken first.
         self._lock = threading.Lock()
         self._runs: dict[str, Run] = {}
-        self._unreadable: dict[str, str] = {}
+        self._unreadable: dict[str, Exception] = {}
         self._names: dict[str, _NameLock] = {}
         self._closing = False
         self._elsewhere = self._unclaimed = 0
         self._stopped = threading.Event()
         self._timer = threading.Thread(target=self._keep_time, name="gristmill-timer", daemon=True)
         for name in () if self._store.is_shared else self._store.names():
-            with suppress(FailedPreconditionError):
+            with suppress(FailedPreconditionError, UnavailableError):
                 self._open(name)
         self._timer.start()
 
@@ -163,7 +162,7 @@ class Runs:
     def unreadable(self) -> Mapping[str, str]:
         """The runs that are set aside because they cannot be read, with the reasons."""
         with self._lock:
-            return dict(self._unreadable)
+            return {name: str(error) for name, error in self._unreadable.items()}
 
     @property
     def row_room(self) -> tuple[int, int]:
@@ -272,7 +271,10 @@ class Runs:
                 run = self._start(name, self._store.open(name))
             except NotFoundError:
                 raise self._unknown(name) from None
-            except UnavailableError:
+            except UnavailableError as error:
+                if not self._store.is_shared:
+                    # Nobody else names it: it would be unknown from now on.
+                    self._set_aside(name, error)
                 raise
             except (GristmillError, OSError) as error:
                 self._set_aside(name, error)
@@ -303,7 +305,8 @@ class Runs:
     def _set_aside(self, name: str, error: Exception) -> None:
         with self._lock:
             is_new = name not in self._unreadable
-            self._unreadable[name] = str(error)
+            # Without the frames that it was raised through.
+            self._unreadable[name] = copy(error)
         if is_new:
             _log.error("run cannot be read", run=name, reason=str(error))
 
@@ -343,6 +346,10 @@ class Runs:
     def _adopt_all(self) -> None:
         elsewhere = unclaimed = 0
         for name in self.names():
+            if not isinstance(self._unreadable.get(name), UnavailableError | None):
+                # It is damaged, and read again when it is asked for: that may take long, and seldom helps.
+                unclaimed += 1
+                continue
             try:
                 self.get(name)
             except OwnedElsewhereError:

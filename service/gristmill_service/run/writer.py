@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import structlog
 
 from gristmill._wire.steps import Steps
-from gristmill.errors import GristmillError, NotFoundError, UnavailableError
+from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service.config import RunConfig
 from gristmill_service.run.effects import Effects, SparseTable
 from gristmill_service.run.machine import admission, progress, sealing
@@ -158,7 +158,6 @@ class Writer:
         with self.lock:
             if not isinstance(self.closed, NotFoundError):
                 self.closed = error
-            self._budget.hold(self._name, 0)
             return self.waiters.take_all()
 
     def let_go(self) -> None:
@@ -167,6 +166,8 @@ class Writer:
             self._is_lost = True
             self.state = State.initial(self.config)
             self.rows = RowBuffer(compacts=False)
+        # Not before: a command that was under way when the run was closed has promised room to its rows.
+        self._budget.hold(self._name, 0)
 
     @property
     def is_lost(self) -> bool:
@@ -206,6 +207,8 @@ class Writer:
             self._is_lost = True
             for ticket in tickets:
                 ticket.error = ticket.error or UnavailableError(f"run {self._name!r} is being read anew: {error!r}")
+            for wake in (*self._effects.wakes, *self.take_waiters()):
+                wake()
             raise
         finally:
             self._hand_over(tickets, own)
@@ -259,8 +262,8 @@ class Writer:
         events = [event for ticket in tickets for event in ticket.events]
         try:
             self._append(events)
-        except UnavailableError as error:
-            _refuse([ticket for ticket in tickets if ticket.events], error)
+        except (UnavailableError, InvalidArgumentError) as error:
+            _refuse([ticket for ticket in tickets if ticket.events or ticket.command.follows], error)
         else:
             self._follow(tickets, events)
         for ticket in tickets:
@@ -294,7 +297,7 @@ class Writer:
         self._budget.hold(self._name, admission.row_bytes_promised(self.state))
 
     def _append(self, events: Sequence[Event]) -> None:
-        """Logs and applies all of the events, or none: raises UnavailableError then."""
+        """Logs and applies all of the events, or none: raises UnavailableError, or InvalidArgumentError, then."""
         if not events:
             return
         tables = [event.rows[0].ref.table for event in events if type(event) is RowsStored]

@@ -30,8 +30,11 @@ _snapshot = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
 
 
 def encode_events(events: Sequence[Event]) -> bytes:
-    """One record: all of these happened, or none."""
-    return _encoder.encode((FORMAT, [(type(event).__name__, event) for event in events]))
+    """One record: all of these happened, or none. Raises InvalidArgumentError for a value that no record can hold."""
+    try:
+        return _encoder.encode((FORMAT, [(type(event).__name__, event) for event in events]))
+    except (UnicodeEncodeError, OverflowError, TypeError) as error:
+        raise InvalidArgumentError(f"this cannot be logged: {error}; give text and numbers of 64 bits") from None
 
 
 def decode_events(record: bytes) -> list[Event]:

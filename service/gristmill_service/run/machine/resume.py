@@ -7,6 +7,7 @@ would silently step over accepted rows; it is refused, or the batches in between
 
 from __future__ import annotations
 
+from gristmill._wire.steps import check_text
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, StaleIncarnationError
 from gristmill_service.config import Model
 from gristmill_service.run.machine.aborts import checked_reason
@@ -34,6 +35,7 @@ def resume(
     current = model_state(state, model)
     if not launch:
         raise InvalidArgumentError("launch is empty; name this start of the trainer, the same on all its ranks")
+    check_text(launch, "launch")
     if launch == current.launch:
         if position is not None and position != current.resumed_at:
             raise FailedPreconditionError(

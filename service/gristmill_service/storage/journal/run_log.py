@@ -39,8 +39,9 @@ class JournalRunLog:
         self._events = EventLog(directory)
         # Held while the log is synced, compacted or closed.
         self._syncing = threading.Lock()
-        # Records since the log was opened: `_appended` is written by the thread that appends.
-        self._appended = self._synced = 0
+        # Records since the log was opened: `_appended` is written by the thread that appends. Those that were found may
+        # not be on the disk: the process before may have been killed before it synced them.
+        self._appended, self._synced = 0, -1
         self._is_broken = self._is_closed = False
 
     @property
@@ -67,8 +68,7 @@ class JournalRunLog:
         self._appended += 1
 
     def _append(self, record: bytes) -> None:
-        # The mark of another boot stays until a record after it has noted that the log may be short.
-        if self._fsync != "always" and (self._appended or not self._mark.is_of_another_boot):
+        if self._fsync != "always" and not self._is_mark_needed:
             self._mark.set()
         self._events.append(record)
 
@@ -78,7 +78,7 @@ class JournalRunLog:
             self._sync_up_to(self._appended)
 
     def flush(self) -> None:
-        if self._fsync == "interval":
+        if self._fsync == "interval" and not self._is_closed:
             self._sync_up_to(self._appended)
 
     def _sync_up_to(self, wanted: int) -> None:
@@ -99,7 +99,7 @@ class JournalRunLog:
                 raise LogLostError(f"the journal cannot be made safe: {self._directory}: {error.strerror}") from None
             self._synced = appended
             if self._fsync == "always":
-                self._mark.clear()
+                self._clear_mark()
 
     @property
     def log_bytes(self) -> int:
@@ -158,7 +158,15 @@ class JournalRunLog:
         if self._fsync != "never":
             self._rows.sync()
         self._events.sync()
-        if self._appended or not self._mark.is_of_another_boot:
+        self._clear_mark()
+
+    @property
+    def _is_mark_needed(self) -> bool:
+        """The mark of another boot stays until a record after it has noted that the log may be short."""
+        return not self._appended and self._mark.is_of_another_boot
+
+    def _clear_mark(self) -> None:
+        if not self._is_mark_needed:
             self._mark.clear()
 
     def _close_files(self) -> None:

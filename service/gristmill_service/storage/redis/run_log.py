@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 from zlib import crc32
 
@@ -244,14 +245,23 @@ class RedisRunLog:
         name = f"{self._keys.snapshot}:{self.token}:{self._last}"
         made = _Snapshot(_FORMAT, name, self._last, len(snapshot))
         with translated(self._client):
-            for index, key in enumerate(made.keys):
-                part = memoryview(snapshot)[index * row_values.VALUE_BYTES : (index + 1) * row_values.VALUE_BYTES]
-                self._client.set(key, cast(Any, part))
+            self._write_snapshot(made, snapshot)
             if not self._scripts.compact(self._keys, self.token, self._last, msgspec.msgpack.encode(made)):
                 self._is_lost = True
                 raise LogLostError("another replica decides for this run by now; ask again")
             before, self._snapshot, self._length = self._snapshot, made, 0
             row_values.unlink(self._client, before.keys if before else [])
+
+    def _write_snapshot(self, made: _Snapshot, snapshot: bytes) -> None:
+        try:
+            for index, key in enumerate(made.keys):
+                part = memoryview(snapshot)[index * row_values.VALUE_BYTES : (index + 1) * row_values.VALUE_BYTES]
+                self._client.set(key, cast(Any, part))
+        except BaseException:
+            # A server that is full must not be left with a part of it.
+            with suppress(redis.RedisError, redis.exceptions.RedisClusterException):
+                row_values.unlink(self._client, made.keys)
+            raise
 
     def put(self, table: Steps) -> tuple[int, Steps]:
         self._health.check_room()

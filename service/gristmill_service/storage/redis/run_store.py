@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from contextlib import suppress
 from copy import copy
 from typing import cast
 
@@ -125,10 +126,13 @@ class RedisRunStore:
         return log
 
     def delete(self, name: str) -> None:
+        """Raises OwnedElsewhereError where another process has the run."""
         log, keys = self._leases.get(name), self._keys(name)
+        token = self._claimed_for_deletion(name, keys) if log is None else log.token
         with translated(self._client):
-            if log is not None and not self._scripts.delete(keys, log.token):
-                log.lose()
+            if not self._scripts.delete(keys, token):
+                if log is not None:
+                    log.lose()
                 raise LogLostError(f"another replica decides for run {name!r} by now; ask again")
             remove_all(self._client, self._prefix, name)
             self._scripts.forget(keys)
@@ -197,6 +201,14 @@ class RedisRunStore:
             # A copy: the one that is stored would hold on to the frames of all whom it was raised through.
             raise copy(elsewhere)
         return claimed
+
+    def _claimed_for_deletion(self, name: str, keys: ControlKeys) -> str:
+        """The token of a run that this process has not opened, as where it cannot be read."""
+        token = secrets.token_hex(8)
+        with suppress(NotFoundError):
+            # Of a run that is half deleted, the rest goes.
+            self._claim(name, keys, token)
+        return token
 
     def _token(self, run: str) -> str:
         """The token that this process has to name to change the run; nobody's, where it is not the owner."""

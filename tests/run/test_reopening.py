@@ -1,0 +1,83 @@
+"""Runs whose log is lost, or cannot be read: they come back when what stores them does, and cost nobody anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gristmill.errors import FailedPreconditionError, UnavailableError
+from gristmill_service.run.runs import Runs
+from gristmill_service.storage.journal.run_log import JournalRunLog
+from gristmill_service.storage.journal.run_store import JournalRunStore
+from tests.run.harness import CONFIG, BuildBatch, Shelf, row, table
+
+
+class FailingStore(JournalRunStore):
+    """A journal on a file system that fails. failures: how many of the next openings; opened: how many there were."""
+
+    failures = opened = 0
+
+    def open(self, name: str) -> JournalRunLog:
+        self.opened += 1
+        if self.failures:
+            self.failures -= 1
+            raise UnavailableError("the journal cannot be read: too many open files")
+        return super().open(name)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FailingStore]:
+    store = FailingStore(tmp_path)
+    yield store
+    store.close()
+
+
+def opened(store: FailingStore) -> Runs:
+    return Runs(Shelf(), store, build_batch=BuildBatch())
+
+
+def test_a_run_that_cannot_be_opened_anew_at_first_is_there_when_it_can(store: FailingStore) -> None:
+    runs = opened(store)
+    runs.create("run", CONFIG)
+    runs.get("run").submit(table(row("a")))
+    store.failures = 1
+    runs.get("run")._writer.lose()
+    with pytest.raises(UnavailableError, match="too many open files"):
+        runs.get("run")
+    assert runs.names() == ["run"]
+    assert runs.get("run").status().rows_accepted == 1
+    assert runs.unreadable == {}
+    runs.close(1)
+
+
+def test_a_run_that_cannot_be_opened_at_the_start_keeps_no_other_from_being_served(store: FailingStore) -> None:
+    runs = opened(store)
+    for name in "ab":
+        runs.create(name, CONFIG)
+    runs.close(1)
+    store.failures = 1
+    runs = opened(store)
+    assert [run.name for run in runs.own()] == ["b"]
+    assert list(runs.unreadable) == ["a"]
+    assert runs.get("a").name == "a"
+    runs.close(1)
+
+
+def test_a_damaged_run_is_read_again_when_it_is_asked_for_and_not_every_second(
+    store: FailingStore, tmp_path: Path
+) -> None:
+    runs = opened(store)
+    runs.create("run", CONFIG)
+    runs.close(1)
+    (tmp_path / "run-run" / "events-000000.log").write_bytes(b"damaged")
+    runs = opened(store)
+    before = store.opened
+    for _ in range(3):
+        runs._adopt_all()
+    assert store.opened == before
+    with pytest.raises(FailedPreconditionError, match="cannot be read"):
+        runs.get("run")
+    assert store.opened == before + 1
+    runs.close(1)
