@@ -7,8 +7,15 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
-FREE_PORTS = {"grpc_address": "127.0.0.1:0", "http_address": "127.0.0.1:0"}
+
+class Ports(TypedDict):
+    grpc_address: str
+    http_address: str
+
+
+FREE_PORTS: Ports = {"grpc_address": "127.0.0.1:0", "http_address": "127.0.0.1:0"}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from gristmill_service.settings import Settings
 from tests.chaos.services import JournalMode, Mode, RedisMode, ReplicasMode
-from tests.redis.servers import HOST, RedisCluster, RedisServer, Sentinel, wait_until
+from tests.redis.cluster import RedisCluster
+from tests.redis.servers import HOST, RedisServer, Sentinel, wait_until
 
 DURABLE = ("--redis-min-replicas", "1")
 """A change is acknowledged when a replica has it, too."""

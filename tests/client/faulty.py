@@ -60,7 +60,9 @@ class FaultyService(rollout_pb2_grpc.RolloutServiceServicer, run_pb2_grpc.RunSer
         self.under_way = 0
         self._lock = threading.Lock()
 
-    def SubmitRows(self, request, context):
+    def SubmitRows(
+        self, request: rollout_pb2.SubmitRowsRequest, context: grpc.ServicerContext
+    ) -> rollout_pb2.SubmitRowsResponse:
         with self._lock:
             self.under_way += 1
         self.entered.set()
@@ -78,16 +80,22 @@ class FaultyService(rollout_pb2_grpc.RolloutServiceServicer, run_pb2_grpc.RunSer
             self._fail(self.after, context)
             return rollout_pb2.SubmitRowsResponse(outcomes=outcomes)
 
-    def AbortTrajectories(self, request, context):
+    def AbortTrajectories(
+        self, request: rollout_pb2.AbortTrajectoriesRequest, context: grpc.ServicerContext
+    ) -> rollout_pb2.AbortTrajectoriesResponse:
         self.dropped_uids |= {key.uid for key in request.trajectories}
         self.reasons = request.reason
         return rollout_pb2.AbortTrajectoriesResponse(changed=len(request.trajectories))
 
-    def WaitPolicyVersion(self, request, context):
+    def WaitPolicyVersion(
+        self, request: run_pb2.WaitPolicyVersionRequest, context: grpc.ServicerContext
+    ) -> run_pb2.WaitPolicyVersionResponse:
         self._fail(self.before, context)
         return run_pb2.WaitPolicyVersionResponse(version=7)
 
-    def SealBatch(self, request, context):
+    def SealBatch(
+        self, request: rollout_pb2.SealBatchRequest, context: grpc.ServicerContext
+    ) -> rollout_pb2.SealBatchResponse:
         self.calls.append(0)
         self._fail(self.before, context)
         return rollout_pb2.SealBatchResponse(batch=0, prompts=1)

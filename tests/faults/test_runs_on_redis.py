@@ -100,7 +100,7 @@ def keys(server: RedisServer, run: str) -> list[str]:
     return [key.decode() for key in server.client().keys("*") if run in key.decode()]
 
 
-def test_a_run_that_cannot_be_read_keeps_no_other_from_being_taken_over(server: RedisServer, join: Join):
+def test_a_run_that_cannot_be_read_keeps_no_other_from_being_taken_over(server: RedisServer, join: Join) -> None:
     first = join(server.url, "first")
     for name in ("a", "b"):
         first.runs.create(name, CREATED)
@@ -115,7 +115,7 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_being_taken_over(server: 
     assert list(second.runs.unreadable) == ["a"]
 
 
-def test_what_a_run_holds_is_counted_without_padding(server: RedisServer, join: Join):
+def test_what_a_run_holds_is_counted_without_padding(server: RedisServer, join: Join) -> None:
     one = join(server.url)
     # One prompt is long: the whole file is beyond the bound, what rests of it is not.
     bounds = {"max_buffered_bytes": 100_000, "max_buffered_batches": 10, "micro_batch": {"size": 8}}
@@ -133,7 +133,9 @@ def test_what_a_run_holds_is_counted_without_padding(server: RedisServer, join: 
     assert status.groups_room > 0
 
 
-def test_what_a_dead_owner_had_freed_but_not_removed_goes_when_the_run_is_taken_over(server: RedisServer, join: Join):
+def test_what_a_dead_owner_had_freed_but_not_removed_goes_when_the_run_is_taken_over(
+    server: RedisServer, join: Join
+) -> None:
     first = join(server.url, "first")
     first.runs.create("run", CREATED)
     run = first.runs.get("run")
@@ -152,7 +154,9 @@ def test_what_a_dead_owner_had_freed_but_not_removed_goes_when_the_run_is_taken_
     wait_until(lambda: not [key for key in keys(server, "run") if ":batch:" in key or ":shard:" in key], "it goes", 3)
 
 
-def test_what_could_not_be_removed_while_redis_was_away_is_removed_later(server: RedisServer, proxy: Proxy, join: Join):
+def test_what_could_not_be_removed_while_redis_was_away_is_removed_later(
+    server: RedisServer, proxy: Proxy, join: Join
+) -> None:
     one = join(proxy.url)
     one.runs.create("run", CREATED)
     run = one.runs.get("run")
@@ -176,7 +180,9 @@ def test_what_could_not_be_removed_while_redis_was_away_is_removed_later(server:
     wait_until(lambda: not [key for key in keys(server, "run") if ":batch:" in key or ":shard:" in key], "it goes", 4)
 
 
-def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_anew(server: RedisServer, join: Join):
+def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_anew(
+    server: RedisServer, join: Join
+) -> None:
     """The log may tell of it: what was published is not for the former book to remove."""
     one = join(server.url)
     one.runs.create("run", CREATED)
@@ -211,7 +217,7 @@ def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_a
 
 def test_owners_that_die_under_load_with_short_logs_lose_nothing(
     server: RedisServer, join: Join, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     """The log is compacted all the time."""
     monkeypatch.setattr("gristmill_service.storage.redis.run_log._LEAST_LENGTH", 3000)
     replicas = [join(server.url, "0")]
@@ -274,7 +280,7 @@ def test_owners_that_die_under_load_with_short_logs_lose_nothing(
     assert (status.row_bytes, status.shard_bytes, status.groups_dropped) == (0, 0, {})
 
 
-def test_a_journal_that_is_compacted_under_load_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_journal_that_is_compacted_under_load_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gristmill_service.storage.journal.event_log._LEAST_LENGTH", 3000)
     run_store, store = JournalRunStore(tmp_path, "always"), MemoryShardStore()
     runs = Runs(store, run_store, build_batch=build_batch)
@@ -308,7 +314,7 @@ def test_a_journal_that_is_compacted_under_load_loses_nothing(tmp_path: Path, mo
         run_store.close()
 
 
-def test_many_runs_keep_their_owner_though_redis_is_slow(server: RedisServer, proxy: Proxy, join: Join):
+def test_many_runs_keep_their_owner_though_redis_is_slow(server: RedisServer, proxy: Proxy, join: Join) -> None:
     one = join(proxy.url, "one", 1.0)
     names = [f"run-{number}" for number in range(30)]
     for name in names:
@@ -322,7 +328,7 @@ def test_many_runs_keep_their_owner_though_redis_is_slow(server: RedisServer, pr
         proxy.delay(0)
 
 
-def test_a_node_of_a_cluster_that_hangs_takes_only_its_own_runs_with_it(tmp_path: Path, join: Join):
+def test_a_node_of_a_cluster_that_hangs_takes_only_its_own_runs_with_it(tmp_path: Path, join: Join) -> None:
     with RedisCluster(tmp_path / "cluster", arguments=["cluster-require-full-coverage no"]) as cluster:
         # The nodes are to find each other out only after the test.
         for node in cluster.nodes:
@@ -343,7 +349,7 @@ def test_a_node_of_a_cluster_that_hangs_takes_only_its_own_runs_with_it(tmp_path
             hangs.resume()
 
 
-def test_a_run_read_anew_again_and_again_leaves_no_thread_and_no_connection(server: RedisServer, join: Join):
+def test_a_run_read_anew_again_and_again_leaves_no_thread_and_no_connection(server: RedisServer, join: Join) -> None:
     one = join(server.url)
     one.runs.create("run", CREATED)
     one.runs.get("run").submit(table(*group_rows("a")))
@@ -368,7 +374,7 @@ def test_a_run_read_anew_again_and_again_leaves_no_thread_and_no_connection(serv
     assert published(one, "run", 0)
 
 
-def test_a_run_deleted_while_its_lease_runs_out_is_deleted(server: RedisServer, join: Join):
+def test_a_run_deleted_while_its_lease_runs_out_is_deleted(server: RedisServer, join: Join) -> None:
     one, two = join(server.url, "one"), join(server.url, "two")
     for turn in range(20):
         one.runs.create("run", CREATED)
@@ -409,7 +415,9 @@ def _gone(*runs: Runs) -> bool:
     return True
 
 
-def test_tables_of_groups_that_share_a_request_are_found_again_after_publication(server: RedisServer, join: Join):
+def test_tables_of_groups_that_share_a_request_are_found_again_after_publication(
+    server: RedisServer, join: Join
+) -> None:
     """Published rows are left to Redis; those of the same request whose groups are open are found there, too."""
     one = join(server.url)
     one.runs.create("run", {**CREATED, "train_batch_size": 2, "policy_mini_batch_size": 2})
@@ -430,7 +438,7 @@ def test_tables_of_groups_that_share_a_request_are_found_again_after_publication
 
 def test_a_compaction_that_fails_is_not_tried_again_with_every_change(
     server: RedisServer, join: Join, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     """Each writes down the whole state, with the run's lock held."""
     monkeypatch.setattr("gristmill_service.storage.redis.run_log._LEAST_LENGTH", 3000)
     one = join(server.url)

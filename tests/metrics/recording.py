@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 from gristmill.errors import UnavailableError
 from gristmill_service.monitoring.metrics import Metrics
@@ -19,7 +20,7 @@ Series = dict[str, list[float]]
 class Recording:
     """`minute` lets one pass and scrapes. What the service tells beside its runs may be set."""
 
-    def __init__(self, **settings) -> None:
+    def __init__(self, **settings: Any) -> None:
         given = {"build_batch": build_batch, "store": MemoryShardStore(), "merge": "prefix", "max_buffered_batches": 2}
         self.bench = Bench(**(given | settings))
         self.leases = {"own": 1, "lost": 0, "elsewhere": 0, "nobody": 0}
