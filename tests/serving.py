@@ -7,15 +7,9 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
-
-class Ports(TypedDict):
-    grpc_address: str
-    http_address: str
-
-
-FREE_PORTS: Ports = {"grpc_address": "127.0.0.1:0", "http_address": "127.0.0.1:0"}
+FREE_PORTS: dict[str, Any] = {"grpc_address": "127.0.0.1:0", "http_address": "127.0.0.1:0"}
 
 
 @dataclass(frozen=True)

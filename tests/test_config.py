@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gristmill.errors import GristmillError, InvalidArgumentError, UnsupportedError
 from gristmill_service.config import Flops, MicroBatch, RunConfig, parse_config, read_config
 
-GOOD = {
+GOOD: dict[str, Any] = {
     "train_batch_size": 8,
     "n_samples_per_prompt": 4,
     "policy_mini_batch_size": 2,
@@ -273,6 +273,7 @@ def test_with_steps_a_mini_batch_that_looks_too_small_may_still_align_and_is_let
 @pytest.mark.parametrize("balance", ["none", "tokens", "flops"])
 def test_flops_may_be_given_with_every_balance_and_in_whole_numbers(balance: str) -> None:
     config = parse_config(GOOD | {"balance": balance, "flops": {"linear": 14_000_000_000, "quadratic": 262_144}})
+    assert config.flops is not None
     assert (config.flops.linear, config.flops.quadratic) == (14e9, 262_144.0)
 
 
@@ -280,6 +281,7 @@ def test_flops_are_read_from_yaml_with_an_exponent(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(GOOD)[:-1] + ", balance: flops, flops: {linear: 1.5e10, quadratic: 2e5}}")
     flops = read_config(path).flops
+    assert flops is not None
     assert (flops.linear, flops.quadratic) == (1.5e10, 2e5)
 
 

@@ -22,8 +22,15 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
+def _found(pattern: str, flags: re.RegexFlag) -> str:
+    """The group of the pattern in the README."""
+    match = re.search(pattern, README, flags)
+    assert match is not None, pattern
+    return match.group(1)
+
+
 def snippet(name: str, address: str) -> str:
-    code = re.search(rf"<!-- readme-{name} -->\n```python\n(.*?)```", README, re.DOTALL).group(1)
+    code = _found(rf"<!-- readme-{name} -->\n```python\n(.*?)```", re.DOTALL)
     return code.replace("127.0.0.1:50051", address)
 
 
@@ -36,7 +43,8 @@ class Model(torch.nn.Module):
         self, sequences: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
         assert sequences.shape == attention_mask.shape == position_ids.shape
-        return self.embedding(sequences)
+        logits: torch.Tensor = self.embedding(sequences)
+        return logits
 
 
 def test_the_rollout_and_the_trainer_snippet_train_a_model_through_the_service(service: Service) -> None:
@@ -53,7 +61,7 @@ def test_the_rollout_and_the_trainer_snippet_train_a_model_through_the_service(s
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="without curl")
 def test_the_calls_over_http_train_a_batch(service: Service, tmp_path: Path) -> None:
-    code = re.search(r"<!-- readme-curl -->\n```bash\n(.*?)```", README, re.DOTALL).group(1)
+    code = _found(r"<!-- readme-curl -->\n```bash\n(.*?)```", re.DOTALL)
     code = code.replace("http://127.0.0.1:8080", service.http_url).replace("curl ", "curl --noproxy '*' -fsS ")
     subprocess.run(["bash", "-euo", "pipefail", "-c", code], cwd=tmp_path, check=True, timeout=60)
     assert load_file(tmp_path / "shard.safetensors")["sequences"].tolist() == [[1, 2, 3], [1, 2, 4]]
@@ -61,7 +69,7 @@ def test_the_calls_over_http_train_a_batch(service: Service, tmp_path: Path) -> 
 
 
 def test_the_line_of_a_rollout_file_is_one(tmp_path: Path) -> None:
-    row = json.loads(re.search(r'^    (\{"uid".*\})$', README, re.MULTILINE).group(1))
+    row = json.loads(_found(r'^    (\{"uid".*\})$', re.MULTILINE))
     rollouts, config = tmp_path / "rollouts.jsonl", tmp_path / "run.yaml"
     rollouts.write_text("".join(json.dumps(row | {"sample": sample}) + "\n" for sample in range(2)))
     counts = {"train_batch_size": 1, "n_samples_per_prompt": 2, "policy_mini_batch_size": 1}

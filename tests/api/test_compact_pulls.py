@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import numpy as np
@@ -59,8 +60,8 @@ def transport(store: ShardStore) -> Iterator[Transport]:
     """To a service that has this one run; of a run's calls only those that read shards."""
     runs = SimpleNamespace(read_shard=store.read, read_compact_shard=store.read_compact)
     server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
-    context = SimpleNamespace(runs=runs)
-    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(TrainerServicer(context, Streams(2)), server)
+    context: Any = SimpleNamespace(runs=runs)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(TrainerServicer(context, Streams(2)), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     made = Transport(f"127.0.0.1:{port}", 20.0, "TrainerClient")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -65,7 +65,7 @@ def groups() -> list[Group]:
 
 
 def judged(**changed: Any) -> Verdict:
-    given = {"logs": [worker_log()], "groups": groups(), "launches": [training()]} | changed
+    given: dict[str, Any] = {"logs": [worker_log()], "groups": groups(), "launches": [training()]} | changed
     return verify(CONTENTS, 2, **given)
 
 
@@ -135,7 +135,7 @@ def test_a_trajectory_that_was_aborted_may_not_be_trained() -> None:
     )
     log = WorkerLog(Path("unused"), {(uid, 0): 0, (uid, 1): 0}, {uid})
     log.rows += [(uid, 1 - sample, row["step"], 0, "ACCEPTED") for row in CONTENTS.rows(uid, 1 - sample, 0)]
-    given = {"logs": [log], "groups": [Group(uid, 0, "sealed", 0, "")]}
+    given: dict[str, Any] = {"logs": [log], "groups": [Group(uid, 0, "sealed", 0, "")]}
     own = [Trained(Position(0, epoch, 0), effects_of(uid, 1 - sample)) for epoch in range(2)]
     assert judged(launches=[[own]], **given).is_clean
     both = [step._replace(effects=[*step.effects, *effects_of(uid, sample)]) for step in own]
@@ -151,7 +151,7 @@ def test_masks_and_rewards_that_nobody_sent_are_seen(change: dict[str, Any]) -> 
 
 
 def test_a_group_that_is_trained_in_another_batch_is_seen() -> None:
-    assert judged(groups=[group._replace(batch=1 - group.batch) for group in groups()]).wrong
+    assert judged(groups=[group._replace(batch=1 - (group.batch or 0)) for group in groups()]).wrong
 
 
 def test_an_attempt_that_was_superseded_may_not_be_trained() -> None:
@@ -168,7 +168,9 @@ def test_an_attempt_that_was_superseded_may_not_be_trained() -> None:
 
 
 @pytest.mark.parametrize(("state", "reason"), [("dropped", "timeout"), ("dropped", ""), ("open", ""), ("complete", "")])
-def test_a_whole_group_that_is_not_in_a_batch_is_lost(state: str, reason: str) -> None:
+def test_a_whole_group_that_is_not_in_a_batch_is_lost(
+    state: Literal["dropped", "open", "complete"], reason: str
+) -> None:
     found = groups()
     found[0] = Group(UIDS[0], 0, state, None, reason)
     ranks = [
@@ -254,7 +256,7 @@ def test_a_group_that_is_sealed_and_that_nobody_trains_is_skipped_though_its_row
 # The trainer's checkpoints, of launches that have ended.
 
 
-def launch(directory: Path, checkpoints: Sequence[Position], ranks: int = 1) -> Launch:
+def launch(directory: Path, checkpoints: int, ranks: int = 1) -> Launch:
     directory.mkdir()
     for rank in range(ranks):
         log = RankLog(directory / f"rank-{rank}.sqlite")
@@ -270,7 +272,7 @@ def test_a_checkpoint_is_one_once_all_ranks_have_it(tmp_path: Path) -> None:
 
 def test_a_trainer_that_goes_back_a_checkpoint_forgets_what_it_trained_after_that(tmp_path: Path) -> None:
     one, two = launch(tmp_path / "one", 2), launch(tmp_path / "two", 2)
-    training = (replace(one, up_to=2), replace(two, up_to=2))
+    training: tuple[Launch, ...] = (replace(one, up_to=2), replace(two, up_to=2))
     training = before(training)
     assert [(one.directory.name, one.up_to) for one in training] == [("one", 2), ("two", 1)]
     assert [trained.position for trained in training[-1].effects()[0]] == [Position(0)]

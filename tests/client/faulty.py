@@ -100,7 +100,7 @@ class FaultyService(rollout_pb2_grpc.RolloutServiceServicer, run_pb2_grpc.RunSer
         self._fail(self.before, context)
         return rollout_pb2.SealBatchResponse(batch=0, prompts=1)
 
-    def _keep(self, rows: rows_pb2.Rows) -> list[int]:
+    def _keep(self, rows: rows_pb2.Rows) -> list[rows_pb2.RowOutcome.ValueType]:
         table, outcomes = decode(rows), []
         for row in range(len(table)):
             key, content = (table.key(row), int(table.steps[row])), table.tokens[row].tobytes()
@@ -127,8 +127,8 @@ def serving(service: FaultyService, max_message_bytes: int = 64 << 20, port: int
     """Serves, on a free port unless given; gives the address. Calls under way break at the end."""
     options = [("grpc.max_receive_message_length", max_message_bytes), ("grpc.so_reuseport", 0)]
     server = grpc.server(ThreadPoolExecutor(8), options=options)
-    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
-    run_pb2_grpc.add_RunServiceServicer_to_server(service, server)
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    run_pb2_grpc.add_RunServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     try:

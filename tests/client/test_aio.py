@@ -54,7 +54,7 @@ async def roll_out(client: AsyncRolloutClient, uid: str, sample: int) -> None:
 
 
 def test_many_rollouts_in_one_loop(service: Service, run_name: str) -> None:
-    async def work():
+    async def work() -> int:
         async with AsyncRolloutClient(service.grpc_address, run_name) as client:
             assert await client.create_run(CONFIG) == []
             assert await client.policy_version() == 0
@@ -72,7 +72,7 @@ def test_many_rollouts_in_one_loop(service: Service, run_name: str) -> None:
 def test_a_long_wait_for_room_tells_why(
     service: Service, run_name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def work():
+    async def work() -> list[str]:
         async with AsyncRolloutClient(service.grpc_address, run_name) as client:
             await client.create_run(CONFIG)
             await client.begin_groups(["a", "b"])
@@ -139,7 +139,7 @@ def test_cancelling_who_waits_takes_no_rows_along(call: str) -> None:
     async def work(address: str) -> None:
         async with AsyncRolloutClient(address, "run") as client:
             if call == "submit_rows":
-                waiting = asyncio.create_task(client.submit_rows([row]))
+                waiting: asyncio.Task[Any] = asyncio.create_task(client.submit_rows([row]))
             else:
                 await roll_out(client, "a", 0)
                 waiting = asyncio.create_task(client.flush())

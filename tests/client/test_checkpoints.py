@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Any
 
 import grpc
 import pytest
 
 from gristmill import FailedPreconditionError, InvalidArgumentError, RolloutClient, TrainerClient
 from gristmill._client.transport import Transport
-from gristmill._wire.addresses import Position
 from gristmill.v1 import run_pb2, run_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from gristmill_service.service import Service
-from tests.client.faulty import refuse
+from tests.client.faulty import Fault, refuse
 
-IDENTITY = {"run_id": "made-on-monday", "generation": 3}
+IDENTITY: dict[str, Any] = {"run_id": "made-on-monday", "generation": 3}
 STATE = {"version": 2, "run": "run", "model": "policy", "batch": 5, "epoch": 1, "mini_batch": 2, **IDENTITY}
 
 
@@ -27,7 +27,7 @@ class OneRun(run_pb2_grpc.RunServiceServicer, trainer_pb2_grpc.TrainerServiceSer
         self.run_id, self.generation = run_id, generation
         self.resumes: list[trainer_pb2.ResumeRequest] = []
         self.commits: list[trainer_pb2.CommitRequest] = []
-        self.refusal = None
+        self.refusal: Fault | None = None
 
     def GetRun(self, request: run_pb2.GetRunRequest, context: grpc.ServicerContext) -> run_pb2.GetRunResponse:
         place = run_pb2.RankProgress(model=run_pb2.MODEL_POLICY, next=run_pb2.Position(batch=4))
@@ -57,8 +57,8 @@ def run() -> OneRun:
 @pytest.fixture
 def trainer(run: OneRun) -> Iterator[TrainerClient]:
     server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
-    run_pb2_grpc.add_RunServiceServicer_to_server(run, server)
-    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(run, server)
+    run_pb2_grpc.add_RunServiceServicer_to_server(run, server)  # type: ignore[no-untyped-call]
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(run, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     with TrainerClient(f"127.0.0.1:{port}", "run", 0) as trainer:
@@ -125,7 +125,7 @@ def test_a_state_of_either_version_is_committed(trainer: TrainerClient, run: One
 CONFIG = {"train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}
 
 
-def roll_out(client: RolloutClient, *uids: Iterable[str]) -> None:
+def roll_out(client: RolloutClient, *uids: str) -> None:
     client.create_run(CONFIG)
     for uid in uids:
         with client.trajectory(uid, 0) as trajectory:
@@ -133,7 +133,7 @@ def roll_out(client: RolloutClient, *uids: Iterable[str]) -> None:
     client.flush()
 
 
-def train(trainer: TrainerClient, batches: int) -> list[Position]:
+def train(trainer: TrainerClient, batches: int) -> list[str]:
     """Uids of these many batches."""
     trained = []
     for _, batch in zip(range(batches), trainer, strict=False):

@@ -17,9 +17,11 @@ from gristmill import (
     StaleIncarnationError,
     TrainerClient,
 )
-from gristmill._wire.addresses import Position
-from gristmill_service.pipeline.layout import Shard
-from gristmill_service.run.machine.answers import BatchState, ShardAnswer
+from gristmill._wire import addresses
+from gristmill.torch import Shard
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.run.machine.answers import BatchState, Position, ShardAnswer
+from gristmill_service.run.run import Run
 from gristmill_service.service import Service
 from tests.serving import StartService
 
@@ -131,10 +133,10 @@ def test_a_shard_that_is_withdrawn_while_it_is_asked_for_or_read_is_waited_for(
     pending = [ShardAnswer(BatchState.PENDING, Position(0), incarnation=0)] * 2
     refusals = [NotFoundError("batch 0 is not published, or freed already")]
 
-    def found(self, *question: Any) -> ShardAnswer:
+    def found(self: Run, *question: Any) -> ShardAnswer:
         return pending.pop() if pending else shard(self, *question)
 
-    def read_or_withdrawn(self, batch: int, address: str) -> Iterator[bytes]:
+    def read_or_withdrawn(self: Run, batch: int, address: ShardAddress) -> Iterator[bytes]:
         if refusals:
             raise refusals.pop()
         return read(self, batch, address)
@@ -156,4 +158,4 @@ def test_a_batch_that_lies_ahead_is_not_waited_for(service: Service, run_name: s
         TrainerClient(service.grpc_address, run_name, 0) as trainer,
         pytest.raises(FailedPreconditionError, match="batch 1 epoch 0 mini-batch 0 is not published"),
     ):
-        trainer.open_shard(Position(1))
+        trainer.open_shard(addresses.Position(1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from typing import Any
 
 import grpc
 import numpy as np
@@ -17,9 +16,9 @@ from gristmill._client.delivery import Delivery
 from gristmill._client.failures import failure_of
 from gristmill._client.outbox import Limits, Outbox
 from gristmill._client.prefix_dedup import PreviousSteps
+from gristmill._wire.row_codec import Sent
 from gristmill._wire.row_codec import encode as encode_message
 from gristmill._wire.rows import from_rows, to_rows
-from gristmill._wire.steps import Steps
 from gristmill._wire.submit_codec import Submission
 from gristmill.v1 import rollout_pb2
 from gristmill_service.run import prefix_expansion
@@ -63,12 +62,12 @@ def conversation(turns: int, uid: str = "a", broken_at: int | None = None) -> li
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[Steps]:
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Sent]:
     """Requests that the client sent, as the service read them."""
-    found = []
+    found: list[Sent] = []
     read = Submission.rows
 
-    def rows(self) -> Any:
+    def rows(self: Submission) -> Sent:
         found.append(read(self))
         return found[-1]
 
@@ -86,12 +85,12 @@ def whole(rows: list[Row]) -> list[Row]:
     return list(to_rows(from_rows(rows)))
 
 
-def tokens_sent(sent: list[Steps]) -> list[int]:
+def tokens_sent(sent: list[Sent]) -> list[int]:
     return [int(found.steps.tokens.total) for found in sent]
 
 
 def test_a_trajectory_crosses_the_wire_once(
-    service: Service, run_name: str, connect: Connect, sent: list[Steps]
+    service: Service, run_name: str, connect: Connect, sent: list[Sent]
 ) -> None:
     rows = conversation(6)
     with connect(service.grpc_address, run_name) as client:
@@ -103,7 +102,7 @@ def test_a_trajectory_crosses_the_wire_once(
     assert kept(service, run_name) == whole(rows)
 
 
-def test_also_compressed(service: Service, run_name: str, connect: Connect, sent: list[Steps]) -> None:
+def test_also_compressed(service: Service, run_name: str, connect: Connect, sent: list[Sent]) -> None:
     rows = conversation(6)
     with connect(service.grpc_address, run_name, compression="zstd") as client:
         client.create_run(CONFIG)
@@ -116,7 +115,7 @@ def test_also_compressed(service: Service, run_name: str, connect: Connect, sent
         connect(service.grpc_address, run_name, compression="gzip")
 
 
-def test_also_within_one_message(service: Service, run_name: str, connect: Connect, sent: list[Steps]) -> None:
+def test_also_within_one_message(service: Service, run_name: str, connect: Connect, sent: list[Sent]) -> None:
     rows = conversation(6)
     with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
@@ -127,7 +126,7 @@ def test_also_within_one_message(service: Service, run_name: str, connect: Conne
 
 
 def test_a_broken_prefix_sends_from_the_first_token_that_differs(
-    service: Service, run_name: str, connect: Connect, sent: list[Steps]
+    service: Service, run_name: str, connect: Connect, sent: list[Sent]
 ) -> None:
     rows = conversation(3, broken_at=1)
     with connect(service.grpc_address, run_name) as client:
@@ -140,7 +139,7 @@ def test_a_broken_prefix_sends_from_the_first_token_that_differs(
 
 
 def test_a_service_that_has_not_got_the_step_before_is_sent_the_row_whole(
-    service: Service, run_name: str, connect: Connect, sent: list[Steps], monkeypatch: pytest.MonkeyPatch
+    service: Service, run_name: str, connect: Connect, sent: list[Sent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, find = conversation(4), prefix_expansion.rows_before
     # As after a failover, when a new owner has rows that it did not take itself.
@@ -156,7 +155,7 @@ def test_a_service_that_has_not_got_the_step_before_is_sent_the_row_whole(
 
 
 def test_rows_of_another_attempt_are_not_what_a_turn_extends(
-    service: Service, run_name: str, connect: Connect, sent: list[Steps]
+    service: Service, run_name: str, connect: Connect, sent: list[Sent]
 ) -> None:
     rows = conversation(3)
     with connect(service.grpc_address, run_name) as client:
@@ -170,7 +169,7 @@ def test_rows_of_another_attempt_are_not_what_a_turn_extends(
 
 
 def test_a_turn_that_is_repeated_is_a_duplicate_however_it_comes(
-    service: Service, run_name: str, connect: Connect, sent: list[Steps]
+    service: Service, run_name: str, connect: Connect, sent: list[Sent]
 ) -> None:
     rows = conversation(2)
     with connect(service.grpc_address, run_name) as client:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -62,7 +62,7 @@ def trainer(service: Service, client: RolloutClient) -> Iterator[TrainerClient]:
         yield trainer
 
 
-def roll_out(client: RolloutClient, uids: Iterable[str], **more: Any) -> None:
+def roll_out(client: RolloutClient, uids: Sequence[str], **more: Any) -> None:
     """Two samples of two turns each; the second extends the first."""
     for uid in client.begin_groups(uids):
         for sample in range(2):
@@ -151,7 +151,7 @@ def test_a_plan_is_encoded_once_for_all_the_ranks_that_wait_for_it(
     client.create_run(CONFIG)
     encode, published = messages.batch_to, []
 
-    def encoding(answer: BatchAnswer) -> bytes:
+    def encoding(answer: BatchAnswer) -> trainer_pb2.GetBatchResponse:
         published.extend([answer] if answer.plan else [])
         return encode(answer)
 
@@ -159,7 +159,7 @@ def test_a_plan_is_encoded_once_for_all_the_ranks_that_wait_for_it(
     before = service.long_poll.count
     request = trainer_pb2.GetBatchRequest(run=client.run, wait_s=20)
     with grpc.insecure_channel(service.grpc_address) as channel:
-        ask = trainer_pb2_grpc.TrainerServiceStub(channel).GetBatch
+        ask = trainer_pb2_grpc.TrainerServiceStub(channel).GetBatch  # type: ignore[no-untyped-call]
         answers = [ask.future(request) for _ in range(40)]
         while service.long_poll.count < before + 40:
             time.sleep(0.005)
@@ -349,7 +349,11 @@ def test_a_critic_has_an_order_of_its_own(service: Service, client: RolloutClien
     with trainer_of(service, client) as policy, trainer_of(service, client, model="critic") as critic:
         for trainer, steps in ((policy, 4), (critic, 2)):
             for batch in trainer:
-                assert sum(1 for shard in batch.mini_batches() if not shard.ack()) == steps
+                acknowledged = 0
+                for shard in batch.mini_batches():
+                    shard.ack()
+                    acknowledged += 1
+                assert acknowledged == steps
     assert client.status().batches_freed == 1
 
 
@@ -490,7 +494,7 @@ def test_waiting_for_room_is_told_once_in_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     times = iter((0.0, 0.1, 20.0, 40.0, 50.0, 60.0, 80.0, 100.0))
-    monkeypatch.setattr(requests.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
     wait = requests.RoomWait("run")
     full = rollout_pb2.BeginGroupsResponse(admissions=[rollout_pb2.GROUP_ADMISSION_NO_ROOM], reason="it is full")
     assert not any(wait.is_over(full) for _ in range(7))
@@ -610,7 +614,7 @@ def test_what_goes_in_comes_out(service: Service, turns: list[int], batch_rows: 
                     trajectory.step(prompt, response, is_last_step=step == count - 1, reward=1.0)
                     sent[uid, sample, step] = response
         client.finish()
-    found = {}
+    found: dict[tuple[str, int, int], list[int]] = {}
     with TrainerClient(service.grpc_address, run, 0) as trainer:
         for batch in trainer:
             for shard in batch.mini_batches():

@@ -25,7 +25,7 @@ class TrajectoryID:
     repetition_id: int
 
 
-OUTPUT = {
+OUTPUT: dict[str, Any] = {
     "prompt_token_ids": [[1, 2], [1, 2, 3, 4], [1, 2]],
     "response_ids": [[3], [5, 6], [7]],
     "rewards": [0.0, 1.0, 0.5],
@@ -103,6 +103,7 @@ def test_no_reward_is_0_before_the_last_step_and_pending_on_it() -> None:
     assert table.rewards_pending.tolist() == [False, True, True]
     table = from_generator_output(output(rewards=[None, [0.0, 1.0], [1.0]]))
     assert not table.rewards_pending.any()
+    assert table.token_rewards is not None
     assert table.token_rewards.values.tolist() == [0.0, 0.0, 1.0, 1.0]
 
 

@@ -122,6 +122,7 @@ def test_two_interrupts_while_large_messages_are_under_way_leave_nothing_hanging
         rows = [row for uid in range(4) for row in rows_of(f"p{uid}", 500_000)]
         process.process.send_signal(signal.SIGSTOP)
         main = threading.main_thread().ident
+        assert main is not None
 
         def interrupt() -> None:
             for pause_s in (1.0, 0.2):

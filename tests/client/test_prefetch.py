@@ -22,8 +22,11 @@ from gristmill import (
 )
 from gristmill._client import trainer_client as trainer_module
 from gristmill._client.prefetch import Prefetch
+from gristmill._client.pull import stream
 from gristmill._client.transport import Transport
 from gristmill._wire.addresses import Position, ShardAddress
+from gristmill_service.pipeline import shard_address
+from gristmill_service.run.run import Run
 from gristmill_service.service import Service
 from tests.client.test_comebacks import CONFIG, uids_of
 from tests.serving import ServiceProcess
@@ -31,7 +34,7 @@ from tests.serving import ServiceProcess
 THREAD = "gristmill-prefetch"
 
 
-def roll_out(service: Service, run: str, uids: Iterable[str], **more: Any) -> None:
+def roll_out(service: Service | ServiceProcess, run: str, uids: Iterable[str], **more: Any) -> None:
     with RolloutClient(service.grpc_address, run) as client:
         client.create_run(CONFIG | {"dp_size": 1} | more)
         for uid in uids:
@@ -44,7 +47,6 @@ def roll_out(service: Service, run: str, uids: Iterable[str], **more: Any) -> No
 def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
     """The streams that are opened, as (batch, mini-batch, whether ahead); a test may have some fail or wait."""
     seen = Opened()
-    stream = trainer_module.stream
     monkeypatch.setattr(trainer_module, "stream", lambda *call: seen.open(stream, *call))
     return seen
 
@@ -166,7 +168,7 @@ def test_what_is_trained_is_the_same_however_much_is_opened_ahead(
     roll_out(service, run_name, "abcdefgh", policy_mini_batch_size=1, update_epochs_per_batch=2)
     with RolloutClient(service.grpc_address, run_name) as client:
         client.finish()
-    seen = []
+    seen: list[tuple[object, ...]] = []
     with training(service, run_name, prefetch=prefetch) as trainer:
         for batch in trainer:
             for shard in batch.mini_batches():
@@ -311,7 +313,7 @@ def test_closing_ends_what_is_being_opened(service: Service, run_name: str, monk
     run = type(service.runs.get(run_name))
     read = run.read_shard
 
-    def never(self, batch: int, address: ShardAddress) -> Iterator[bytes]:
+    def never(self: Run, batch: int, address: shard_address.ShardAddress) -> Iterator[bytes]:
         if address.mini_batch == 1:
             pending.wait(30)
         return read(self, batch, address)
@@ -320,7 +322,7 @@ def test_closing_ends_what_is_being_opened(service: Service, run_name: str, monk
     with training(service, run_name) as trainer:
         shards = next(iter(trainer)).forward()
         next(shards)
-        until(threads)
+        until(lambda: bool(threads()))
     pending.set()
     trainer.close()
     with pytest.raises(FailedPreconditionError, match="this TrainerClient is closed"):
@@ -360,8 +362,13 @@ def test_a_fork_is_refused_what_was_opened_ahead(service_process: ServiceProcess
 
 
 def test_no_more_is_held_than_was_said() -> None:
-    loaded = []
-    ahead = Prefetch(lambda key, is_wanted: loaded.append(key) or key, 2)
+    loaded: list[str] = []
+
+    def load(key: str, is_wanted: Callable[[], bool]) -> str:
+        loaded.append(key)
+        return key
+
+    ahead = Prefetch(load, 2)
     ahead.expect("abc")
     until(lambda: not threads())
     assert loaded == ["a", "b"]
@@ -384,7 +391,7 @@ def test_what_is_not_wanted_any_more_is_told_so() -> None:
         until(lambda: not is_wanted())
         told.append(key)
 
-    ahead = Prefetch(load, 1)
+    ahead: Prefetch[str, None] = Prefetch(load, 1)
     ahead.expect("a")
     assert asked.wait(10)
     ahead.expect("b")

@@ -52,7 +52,7 @@ def row(uid: str, sample: int = 0, step: int = 0, **more: Any) -> Row:
     return made | {"prompt_token_ids": [1, 2], "response_ids": [3, 4], **more}
 
 
-def step(client: RolloutClient, uid: str, sample: int = 0, **more: Any) -> tuple[Trajectory, Row]:
+def step(client: RolloutClient, uid: str, sample: int = 0, **more: Any) -> tuple[Trajectory, bool]:
     trajectory = client.trajectory(uid, sample)
     return trajectory, trajectory.step([1, 2], [3, 4], is_last_step=True, reward=1.0, **more)
 

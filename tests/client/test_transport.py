@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +21,14 @@ from gristmill._client.retries import Backoff, Retry, WaitBudget
 from gristmill._client.transport import Transport
 from gristmill._wire.addresses import ShardAddress
 from gristmill._wire.rows import from_rows
-from gristmill.errors import BatchFailedError, GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
+from gristmill.errors import (
+    BatchFailedError,
+    GristmillError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
@@ -29,7 +36,7 @@ from gristmill_service.pipeline.iovec import join
 from tests.client.test_shards import CONFIG, ROWS, shard_bytes
 
 
-class Status(grpc.RpcError):
+class Status(grpc.RpcError):  # type: ignore[misc]
     """A call's end, as gRPC gives it."""
 
     def __init__(self, code: str, details: str = "", **trailers: Any) -> None:
@@ -111,6 +118,7 @@ def test_the_services_delay_is_told() -> None:
         Status("RESOURCE_EXHAUSTED", gristmill_error="ResourceExhaustedError", grpc_retry_pushback_ms="1500"), "here:1"
     )
     assert failure.pushback_s == 1.5
+    assert isinstance(failure.error, ResourceExhaustedError)
     assert failure.error.retry_after_s == 1.5
 
 
@@ -142,7 +150,7 @@ def test_a_wait_is_made_of_parts_and_not_asked_without_pause() -> None:
 class Streams(trainer_pb2_grpc.TrainerServiceServicer):
     """Answers ReadShard with the next of these pieces; an exception among them breaks the stream there."""
 
-    def __init__(self, *answers: list[bytes | grpc.StatusCode], are_compact: bool) -> None:
+    def __init__(self, *answers: Iterable[bytes | grpc.StatusCode], are_compact: bool) -> None:
         self.answers, self.are_compact = list(answers), are_compact
 
     def ReadShard(
@@ -159,14 +167,16 @@ Read = Callable[..., tuple[dict[str, torch.Tensor], dict[str, Any]]]
 
 
 @pytest.fixture
-def read():
+def read() -> Iterator[Read]:
     """Reads a shard from a service that answers so."""
     server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
     port = server.add_insecure_port("127.0.0.1:0")
     transport = Transport(f"127.0.0.1:{port}", 20.0, "TrainerClient")
 
-    def read(size: int, *answers: list[bytes | grpc.StatusCode], are_compact: bool = False):
-        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Streams(*answers, are_compact=are_compact), server)
+    def read(
+        size: int, *answers: Iterable[bytes | grpc.StatusCode], are_compact: bool = False
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Streams(*answers, are_compact=are_compact), server)  # type: ignore[no-untyped-call]
         server.start()
         return stream(transport, ShardAddress("run", "policy", 0, 0, 0), size)
 

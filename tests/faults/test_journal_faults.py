@@ -17,11 +17,10 @@ import pytest
 
 from gristmill.errors import UnavailableError
 from gristmill_service.storage.journal.run_store import JournalRunStore
-from tests.api.doors import Refused
+from tests.api.doors import Json, Refused
 from tests.faults.services import (
     COMMAND,
     CONFIG,
-    Json,
     Service,
     Services,
     check,
@@ -151,7 +150,7 @@ def test_killed_at_any_moment_under_load_every_accepted_row_is_in_one_batch(
     try:
         for _ in range(3 if fsync == "never" else 1):
             least = len(life.trained) + 5
-            eventually(lambda least=least: len(life.trained) > least or life.errors, "it goes on")
+            eventually(lambda least=least: len(life.trained) > least or life.errors, "it goes on")  # type: ignore[misc]
             time.sleep(random.uniform(0, 0.2))
             life.die()
     finally:

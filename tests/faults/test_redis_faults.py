@@ -56,7 +56,7 @@ class Producer:
             number = 0
             while not self._stopped.is_set():
                 uid = f"u{number}"
-                outcomes = patiently(lambda uid=uid: self._service.grpc.submit(self._run, group(uid)))
+                outcomes = patiently(lambda uid=uid: self._service.grpc.submit(self._run, group(uid)))  # type: ignore[misc]
                 assert set(outcomes) <= {"accepted", "duplicate", "sealed"}
                 self.accepted.append(uid)
                 number += 1
@@ -89,7 +89,7 @@ class TestItDies:
         producer = Producer(service, run)
         for _ in range(3):
             least = len(producer.accepted) + 20
-            eventually(lambda least=least: len(producer.accepted) >= least or producer.errors, "it goes on")
+            eventually(lambda least=least: len(producer.accepted) >= least or producer.errors, "it goes on")  # type: ignore[misc]
             server.kill()
             server.start()
         accepted = producer.stop()
@@ -136,7 +136,7 @@ class TestItDies:
         server.kill()
         server.start()
         for door in (service.grpc, service.http):
-            eventually(lambda door=door: _is_unknown(lambda: door.submit(run, group("c"))), "the run is not known")
+            eventually(lambda door=door: _is_unknown(lambda: door.submit(run, group("c"))), "the run is not known")  # type: ignore[misc]
         assert service.grpc.names() == []
         assert patiently(lambda: service.grpc.create(run, CONFIG))["created"]
         service.grpc.submit(run, [*group("a"), *group("b")])
@@ -266,7 +266,7 @@ class TestItIsFull:
         admin.config_set("maxmemory", int(admin.info("memory")["used_memory"] / 0.95))
         assert "maxmemory" in eventually(lambda: service.trouble, "it tells")
         for door in (service.grpc, service.http):
-            error = refused(lambda door=door: door.submit(run, group("d")))
+            error = refused(lambda door=door: door.submit(run, group("d")))  # type: ignore[misc]
             assert error.code == "UNAVAILABLE"
             assert "maxmemory" in error.message
         assert sorted(set(uids_of(train(service.http, run, 0)))) == ["a", "b"]

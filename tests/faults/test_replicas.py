@@ -59,7 +59,8 @@ def other(replicas: tuple[Service, Service], owned: Service) -> Service:
 @pytest.fixture(params=["grpc", "http"])
 def door(request: pytest.FixtureRequest, other: Service) -> Door:
     """To the replica that does not decide."""
-    return getattr(other, request.param)
+    found: Door = getattr(other, request.param)
+    return found
 
 
 class TestAnyTakesAnyCall:
@@ -186,7 +187,7 @@ class TestAnyTakesAnyCall:
         producer.start()
         try:
             for turn, dp_size in enumerate([2, 1, 3, 1]):
-                eventually(lambda turn=turn: other.grpc.get(run)["batches_published"] > 3 * turn, "batches are made")
+                eventually(lambda turn=turn: other.grpc.get(run)["batches_published"] > 3 * turn, "batches are made")  # type: ignore[misc]
                 resumed = other.http.call(
                     "POST", f"/runs/{run}/resume", {"launch": f"launch-{turn}", "position": None, "dp_size": dp_size}
                 ).json()
@@ -300,7 +301,7 @@ class TestTheOwnerGoes:
         try:
             for _ in range(2):
                 least = len(trained) + 3
-                eventually(lambda least=least: len(trained) >= least or errors, "it goes on")
+                eventually(lambda least=least: len(trained) >= least or errors, "it goes on")  # type: ignore[misc]
                 assert len(trained) < groups // 2, "there is work left"
                 victim = owner(alive, run)
                 replacement = services.begin(*on_redis(shared_redis.url, LEASE_S, run))

@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
+import redis
 
 from gristmill.errors import (
     FailedPreconditionError,
@@ -24,6 +25,7 @@ from gristmill_service.run.runs import Runs
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.redis.connection import RedisAddress, connect
+from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
@@ -60,6 +62,7 @@ class Replica:
 
     @property
     def url(self) -> str:
+        assert isinstance(self.client, redis.Redis)
         options = self.client.connection_pool.connection_kwargs
         return f"redis://{options['host']}:{options['port']}"
 
@@ -97,7 +100,8 @@ def published(replica: Replica, run: str, batch: int) -> bool:
 
 
 def keys(server: RedisServer, run: str) -> list[str]:
-    return [key.decode() for key in server.client().keys("*") if run in key.decode()]
+    found = [key.decode() for key in server.client().keys("*") if isinstance(key, bytes)]
+    return [name for name in found if run in name]
 
 
 def test_a_run_that_cannot_be_read_keeps_no_other_from_being_taken_over(server: RedisServer, join: Join) -> None:
@@ -107,7 +111,9 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_being_taken_over(server: 
     first.die()
     config = first.run_store._keys("a").config
     client = server.client()
-    client.set(config, client.get(config).replace(b'"format":1', b'"format":9'))
+    described = client.get(config)
+    assert isinstance(described, bytes)
+    client.set(config, described.replace(b'"format":1', b'"format":9'))
     second = join(server.url, "second")
     wait_until(lambda: [run.name for run in second.runs.own()] == ["b"], "the other is taken over", 5)
     with pytest.raises(FailedPreconditionError, match="use a newer gristmill"):
@@ -145,7 +151,7 @@ def test_what_a_dead_owner_had_freed_but_not_removed_goes_when_the_run_is_taken_
     def dead(*_: object) -> None:
         raise UnavailableError("dead")
 
-    first.store.free = dead  # type: ignore[method-assign]
+    first.store.free = dead  # type: ignore[method-assign, assignment]
     run.acknowledge("policy", 0, Position(0), 0, True)
     assert run.status().batches_freed == 1
     first.die()
@@ -175,7 +181,7 @@ def test_what_could_not_be_removed_while_redis_was_away_is_removed_later(
                 proxy.accept()
         return remove(name, key)
 
-    one.run_store.remove = failing  # type: ignore[method-assign]
+    one.run_store.remove = failing  # type: ignore[method-assign, assignment]
     run.acknowledge("policy", 0, Position(0), 0, True)
     wait_until(lambda: not [key for key in keys(server, "run") if ":batch:" in key or ":shard:" in key], "it goes", 4)
 
@@ -187,15 +193,17 @@ def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_a
     one = join(server.url)
     one.runs.create("run", CREATED)
     run = one.runs.get("run")
-    append = run._log.append
+    log = run._log
+    assert isinstance(log, RedisRunLog)
+    append = log.append
 
     def doubtful(record: bytes, tables: Collection[int] = ()) -> None:
         append(record, tables)
         if b"BatchPublished" in record:
-            run._log.lose()
+            log.lose()
             raise LogLostError("whether the last change was made is not known")
 
-    run._log.append = doubtful  # type: ignore[method-assign]
+    log.append = doubtful  # type: ignore[method-assign]
     free = one.store.free
 
     def late(name: str, batch: int) -> None:
@@ -204,7 +212,7 @@ def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_a
             wait_until(lambda: one.runs._runs["run"] is not run, "it is opened anew", 2)
         free(name, batch)
 
-    one.store.free = late  # type: ignore[method-assign]
+    one.store.free = late  # type: ignore[method-assign, assignment]
     run.submit(table(*group_rows("a")))
     wait_until(lambda: one.runs.own() and one.runs.own()[0] is not run, "it is opened anew", 10)
     again = one.runs.get("run")
@@ -212,6 +220,7 @@ def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_a
     time.sleep(0.3)
     view = again.shard("policy", 0, None, 0)
     assert view.state is BatchState.PUBLISHED
+    assert view.address is not None
     assert set(uids_of(b"".join(again.read_shard(0, view.address)))) == {"a"}
 
 
@@ -244,6 +253,8 @@ def test_owners_that_die_under_load_with_short_logs_lose_nothing(
             run = replicas[-1].runs.get("run")
             view = run.shard("policy", 0, None, 0)
             if view.state is BatchState.PUBLISHED:
+                assert view.position is not None
+                assert view.address is not None
                 data = b"".join(run.read_shard(view.position.batch, view.address))
                 assert seen.setdefault(view.position.batch, data) == data
                 run.acknowledge("policy", 0, view.position, 0, True)
@@ -429,6 +440,7 @@ def test_tables_of_groups_that_share_a_request_are_found_again_after_publication
     wait_until(lambda: published(one, "run", 1), "it is made", 10)
     for batch, uids in ((0, {"a", "b"}), (1, {"c", "d"})):
         view = run.shard("policy", 0, Position(batch), 0)
+        assert view.address is not None
         assert set(uids_of(b"".join(run.read_shard(batch, view.address)))) == uids
         run.acknowledge("policy", 0, Position(batch), 0, True)
     assert run.status().row_bytes == 0

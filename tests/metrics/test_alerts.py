@@ -92,7 +92,9 @@ def held_up_by_a_rank() -> tuple[Recording, Labels | None]:
     recording.bench.make_batches()
     recording.minute()
     run = recording.bench.run
-    run.acknowledge("policy", 0, run.shard("policy", 0, None, 0).position, 0, commit=True)
+    position = run.shard("policy", 0, None, 0).position
+    assert position is not None
+    run.acknowledge("policy", 0, position, 0, commit=True)
     for _ in range(6):
         recording.minute()
     return recording, RUN

@@ -48,7 +48,7 @@ def test_each_panel_has_a_title_a_unit_and_a_description() -> None:
 def test_panels_have_numbers_and_places_of_their_own() -> None:
     numbers = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(set(numbers)) == len(numbers)
-    taken = set()
+    taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24, panel["title"]
@@ -91,5 +91,7 @@ def test_prometheus_parses_every_expression(tmp_path: Path) -> None:
     "variable", [one for one in DASHBOARD["templating"]["list"] if one["type"] == "query"], ids=lambda one: one["name"]
 )
 def test_variables_ask_for_metrics_that_there_are(variable: dict[str, Any]) -> None:
-    name, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"]).groups()
+    query = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"])
+    assert query is not None
+    name, label = query.groups()
     assert label in documented()[name] | {"job"}

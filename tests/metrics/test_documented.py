@@ -28,7 +28,7 @@ def busy() -> Metrics:
     bench.make_batches()
     bench.run.shard("policy", 0, None, 0)
     bench.run.abort_groups(0, ["c"], "bad")
-    bench.run._log.lease = 2.5
+    bench.log.lease = 2.5
     metrics = Metrics()
     metrics.observe_call("grpc", "SubmitRows", "OK", 0.002)
     metrics.watch(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from gristmill._wire.addresses import Position
+from collections.abc import Callable
+
 from gristmill._wire.steps import TrajectoryKey
 from gristmill_service.monitoring.health import health
 from gristmill_service.monitoring.run_stats import run_stats
 from gristmill_service.pipeline import build_batch
+from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.metrics.scraping import scraped
@@ -115,12 +117,18 @@ def test_how_old_the_oldest_incomplete_group_is() -> None:
 def test_a_run_is_in_one_state_and_it_is_the_one_that_the_api_tells() -> None:
     bench = Bench(build_batch=BuildBatch(fails=(1,)))
     found = []
-    for step in (
+
+    def train_apart() -> None:
+        train(bench, "c")
+        train(bench, "d")
+
+    steps: list[Callable[[], object]] = [
         lambda: None,
         lambda: bench.begin("a"),
         lambda: train(bench, "a", "b"),
-        lambda: (train(bench, "c"), train(bench, "d")),
-    ):
+        train_apart,
+    ]
+    for step in steps:
         step()
         states = scraped([bench.run]).of("gristmill_run_state")
         assert sorted(states) == ["collecting", "failed", "finished", "idle", "stuck", "training"]
@@ -143,8 +151,10 @@ def test_statistics_are_of_the_moment_at_which_they_were_taken() -> None:
     assert stats.counts.batches_published == stats.counted.publish.up_to()[-1][1] == 1
 
 
-def ask(bench: Bench, rank: int) -> Position | None:
-    return bench.run.shard("policy", rank, None, 0).position
+def ask(bench: Bench, rank: int) -> Position:
+    position = bench.run.shard("policy", rank, None, 0).position
+    assert position is not None
+    return position
 
 
 def train(bench: Bench, *uids: str) -> None:

@@ -37,8 +37,8 @@ def rollouts(prompts: int = 4) -> list[Row]:
     rows = []
     for prompt in range(prompts):
         for sample in range(2):
-            first = {"prompt_token_ids": [1, prompt], "response_ids": [5, 6], "is_last_step": False, "reward": 0.0}
-            second = {
+            first: Row = {"prompt_token_ids": [1, prompt], "response_ids": [5, 6], "is_last_step": False, "reward": 0.0}
+            second: Row = {
                 "prompt_token_ids": [1, prompt, 5, 6, 7],
                 "response_ids": [8],
                 "is_last_step": True,

@@ -113,7 +113,7 @@ def test_a_newer_version_is_refused_by_name() -> None:
     data = bytearray(compacted([3]))
     data[7] = 2
     with pytest.raises(InvalidArgumentError, match=r"version 2 came, and this gristmill reads version 1; upgrade it"):
-        restore([data])
+        restore([bytes(data)])
 
 
 @pytest.mark.parametrize("kept", [0, 1, 31, 32, 100, 500, -1])
@@ -138,7 +138,7 @@ def test_a_damaged_table_is_refused(at: int, flip: int) -> None:
     data = bytearray(compacted([3, 5]))
     data[at] ^= flip
     with pytest.raises(InvalidArgumentError, match="no whole compact shard"):
-        restore([data])
+        restore([bytes(data)])
 
 
 HEAD = struct.Struct("<7sBIIIIQ")
@@ -208,7 +208,7 @@ def test_what_is_wrong_with_a_table_is_said(changes: dict[str, Any], message: st
 def test_a_value_outside_of_its_row_is_refused(before: int) -> None:
     data = table_of(form=4, nbytes=12)[:-12] + struct.pack("<III", 1, before, 7)
     with pytest.raises(InvalidArgumentError, match="a value stands outside of its row"):
-        restore([data])
+        restore([bytes(data)])
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=12), st.integers(1, 20))

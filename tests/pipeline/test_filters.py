@@ -14,7 +14,7 @@ from tests import naive
 from tests.strategies import Row
 
 
-def rows(scores: Sequence[float | None], **more: Any) -> list[Row]:
+def rows(scores: Sequence[Sequence[float]], **more: Any) -> list[Row]:
     """One single-step trajectory a score; scores is a list of groups."""
     return [
         {
@@ -44,8 +44,8 @@ def built(given: list[Row], **overrides: Any) -> BuiltBatch:
     return build_batch(from_rows(given), parse_config(config | overrides), run="r", batch=0)
 
 
-def trained(batch: BuiltBatch) -> dict[str, int]:
-    found = {}
+def trained(batch: BuiltBatch) -> dict[tuple[str, int], list[int]]:
+    found: dict[tuple[str, int], list[int]] = {}
     for shard in batch.shards:
         _, metadata = naive.read_shard(shard)
         for uid, row in zip(metadata["uids"], naive.shard_rows(shard), strict=True):

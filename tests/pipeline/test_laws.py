@@ -85,14 +85,14 @@ def test_summing_over_all_ranks_gives_the_loss_reduction(drawn: tuple[list[Row],
         np.testing.assert_allclose(total, _reduction(covered, config), rtol=1e-5)
 
 
-def _reduction(covered: list[Row], config: dict[str, Any]) -> float:
+def _reduction(covered: list[list[Row]], config: dict[str, Any]) -> float:
     tokens = [sum(sum(step["loss_mask"]) for step in steps) for steps in covered]
     uids = [steps[0]["uid"] for steps in covered]
     keys = [(steps[0]["uid"], steps[0]["sample"]) for steps in covered]
 
     def mean_over(owners: Sequence[object]) -> float:
         sums = {owner: sum(t for t, o in zip(tokens, owners, strict=True) if o == owner) for owner in owners}
-        return np.mean([1.0 if total else 0.0 for total in sums.values()])
+        return float(np.mean([1.0 if total else 0.0 for total in sums.values()]))
 
     match config["loss_reduction"]:
         case "none":
@@ -100,13 +100,15 @@ def _reduction(covered: list[Row], config: dict[str, Any]) -> float:
         case "token_mean":
             return 1.0 if sum(tokens) else 0.0
         case "sequence_mean":
-            return np.mean([1.0 if count else 0.0 for count in tokens])
+            return float(np.mean([1.0 if count else 0.0 for count in tokens]))
         case "seq_mean_token_sum_norm":
-            return np.mean([count / config["max_seq_len"] for count in tokens])
+            return float(np.mean([count / config["max_seq_len"] for count in tokens]))
         case "prompt_mean":
             return mean_over(uids)
         case "trajectory_mean":
             return mean_over(keys)
+        case unknown:
+            raise ValueError(unknown)
 
 
 @SLOW

@@ -59,7 +59,7 @@ class Transformer(torch.nn.Module):
 
 
 def clipped_loss(
-    logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
+    logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor | float, mask: torch.Tensor
 ) -> torch.Tensor:
     ratio = torch.exp(logprobs - old)
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
@@ -148,6 +148,8 @@ def row_weights(rows: list[Row], config: dict[str, Any]) -> list[float]:
             return of([row["uid"] for row in rows])
         case "trajectory_mean":
             return of([(row["uid"], row["sample"]) for row in rows])
+        case unknown:
+            raise ValueError(unknown)
 
 
 def through_gristmill(rows: list[Row], config: dict[str, Any]) -> tuple[list[torch.Tensor], int]:
@@ -220,9 +222,9 @@ def test_loss_and_gradients_are_those_of_training_without_gristmill(
     assert len(found) == len(expected) == 2
     for mine, reference in zip(found, expected, strict=True):
         assert mine.item() == pytest.approx(reference.item(), rel=1e-9, abs=1e-12)
-    for mine, reference in zip(gradients(found), gradients(expected), strict=True):
-        assert max(float(g.abs().max()) for g in reference) > 1e-6
-        for a, b in zip(mine, reference, strict=True):
+    for own, others in zip(gradients(found), gradients(expected), strict=True):
+        assert max(float(g.abs().max()) for g in others) > 1e-6
+        for a, b in zip(own, others, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
     if dp_size == 5:
         assert padding_rows > 0

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -51,7 +52,8 @@ def join() -> Iterator[Join]:
 
 def records(server: RedisServer) -> list[bytes]:
     """Of the log of `run`, as the server has it."""
-    return [fields[b"e"] for _, fields in server.client().xrange(f"{{{PREFIX}:run}}:log")][1:]
+    entries: Any = server.client().xrange(f"{{{PREFIX}:run}}:log")
+    return [fields[b"e"] for _, fields in entries][1:]
 
 
 class Writer:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import redis
 
 from gristmill._wire.columns import Ragged
 from gristmill.errors import NotFoundError, UnavailableError
@@ -100,7 +101,8 @@ class TestRows:
         assert same(again.get(fresh), any_table(2)), "what came after the claim is not looked at"
 
     def test_tables_are_put_and_got_by_many_threads_at_once(self, log: RedisRunLog) -> None:
-        numbers, errors = {}, []
+        numbers: dict[int, int] = {}
+        errors: list[BaseException] = []
 
         def work(index: int) -> None:
             try:
@@ -181,6 +183,7 @@ class TestRowsTravelWithTheirRecord:
             started(log)
             number, _ = log.put(any_table())
             proxy.refuse()
+            assert isinstance(store._client, redis.Redis)
             store._client.connection_pool.disconnect()
             with pytest.raises(UnavailableError) as refused:
                 log.append(b"one", [number])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
 from contextlib import closing
 from urllib.parse import quote
 
@@ -139,6 +138,7 @@ class TestRunStore:
         store.create("run", b"{}").close()
         config = store._keys("run").config
         described = store._client.get(config)
+        assert isinstance(described, bytes)
         store._client.set(config, described.replace(b'"format":1', b'"format":2'))
         for each in (store, other):
             with pytest.raises(InvalidArgumentError, match="has format 2 in Redis and this version reads up to 1"):
@@ -150,6 +150,7 @@ class TestRunStore:
         log.compact(b"all")
         snapshot = store._keys("run").snapshot
         described = store._client.get(snapshot)
+        assert isinstance(described, bytes)
         store._client.set(snapshot, described.replace(b"format\x01", b"format\x02"))
         log.close()
         with pytest.raises(InvalidArgumentError, match="format 2 and this version reads up to 1"):
@@ -231,8 +232,13 @@ class TestOwnership:
             except OwnedElsewhereError:
                 return None
 
-        found = []
-        wait_until(lambda: found or found.extend(filter(None, [taken()])), "the run is taken over", 10)
+        found: list[RedisRunLog] = []
+
+        def is_taken_over() -> bool:
+            found.extend(filter(None, [taken()]))
+            return bool(found)
+
+        wait_until(is_taken_over, "the run is taken over", 10)
         assert started(found[0]) == [b"one"]
         assert log.is_lost, "the former owner knows by its own clock"
 
@@ -332,7 +338,7 @@ class TestOwnership:
         first, second = join(url, 1), join(url, 2)
         first.create("run", b"{}")
 
-        def refused(request: Callable[[], object]) -> Exception:
+        def refused(request: bytes) -> Exception:
             with pytest.raises(OwnedElsewhereError) as caught:
                 second.open("run")
             return caught.value

@@ -246,7 +246,7 @@ class TestRollback:
     def forget(self, server: RedisServer, count: int) -> None:
         """The last records of the log."""
         key = f"{{{PREFIX}:run}}:log"
-        entries = server.client().xrevrange(key, count=count + 1)
+        entries: Any = server.client().xrevrange(key, count=count + 1)
         server.client().xdel(key, *(name for name, _ in entries[:count]))
         server.client().execute_command("XSETID", key, entries[count][0])
 

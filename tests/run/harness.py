@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps, TrajectoryKey
@@ -21,9 +22,11 @@ from gristmill.errors import (
 )
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.monitoring.run_monitor import Monitor
+from gristmill_service.pipeline.iovec import Iovec, Region, join
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocument
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.pipeline.stage_timer import StageTimer
+from gristmill_service.run.batch_builder import BuildBatch as Pipeline
 from gristmill_service.run.machine.admission import RowBudget
 from gristmill_service.run.machine.codec import decode_events
 from gristmill_service.run.machine.events import Event
@@ -31,7 +34,7 @@ from gristmill_service.run.machine.state import State, apply
 from gristmill_service.run.row_buffer import RowBuffer
 from gristmill_service.run.run import Run, Shared
 from gristmill_service.run.shard_room import ShardRoom
-from gristmill_service.run.workers import TaskQueue
+from gristmill_service.run.workers import Task, TaskQueue
 from gristmill_service.storage.memory_runs import MemoryRunLog
 from gristmill_service.storage.shard_store import ShardLocation, ShardSource, ShardStore
 from tests.strategies import Row
@@ -46,13 +49,17 @@ CONFIG = {
 }
 
 
+# One of the step, one of each of its tokens, or None: it comes later.
+Reward = float | Sequence[float] | NDArray[np.floating[Any]] | None
+
+
 def row(
     uid: str,
     sample: int = 0,
     step: int = 0,
     *,
     last: bool = True,
-    reward: float = 1.0,
+    reward: Reward = 1.0,
     response: Iterable[int] = (7,),
     **more: Any,
 ) -> Row:
@@ -88,6 +95,19 @@ class Shard:
     address: ShardAddress
     data: bytes
 
+    def __post_init__(self) -> None:
+        self._region = Region(self.data)
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def iovec(self) -> Iovec:
+        return self._region.whole()
+
+    def compact(self) -> Iovec:
+        return self.iovec()
+
 
 class Shelf:
     """A store of such shards that can be full: it takes at most `places` batches; below 0 it could never take
@@ -105,7 +125,7 @@ class Shelf:
             if len(self.batches) >= self.places and (run, batch) not in self.batches:
                 self.tried.set()
                 raise ResourceExhaustedError("the shelf is full")
-            self.batches[run, batch] = plan, {shard.address: shard.data for shard in shards}
+            self.batches[run, batch] = plan, {shard.address: join(shard.iovec()) for shard in shards}
         return len(plan)
 
     def plan(self, run: str, batch: int) -> bytes:
@@ -117,12 +137,18 @@ class Shelf:
     def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
         return iter([self._get(run, batch)[1][address]])
 
+    def read_compact(self, run: str, batch: int, address: ShardAddress) -> None:
+        """It holds whole files only."""
+
     def free(self, run: str, batch: int) -> None:
         self.batches.pop((run, batch), None)
 
     def delete_run(self, run: str) -> None:
         for name in [name for name in list(self.batches) if name[0] == run]:
             self.batches.pop(name, None)
+
+    def sweep(self, run: str) -> None:
+        """Nothing is left half published."""
 
     def close(self) -> None:
         self.batches.clear()
@@ -138,7 +164,7 @@ class Built:
     plan: PlanDocument
     shards: list[Shard]
 
-    def stats(self) -> None:
+    def stats(self) -> Any:
         """Nothing is counted of a batch that the pipeline did not make."""
 
 
@@ -148,7 +174,7 @@ class BuildBatch:
     fails: batches that cannot be made. When `gate` is given, it waits there, having set `entered`.
     """
 
-    def __init__(self, fails=(), gate=None) -> None:
+    def __init__(self, fails: Collection[int] = (), gate: threading.Event | None = None) -> None:
         self.batches: dict[int, Steps] = {}
         self.versions: dict[int, int | None] = {}
         self._fails = fails
@@ -186,7 +212,7 @@ class RecordingLog(MemoryRunLog):
         self.records: list[bytes] = []
         self.refuses = 0
 
-    def of(self, config: RunConfig) -> RecordingLog:
+    def of(self, config: bytes) -> RecordingLog:
         self.config = config
         return self
 
@@ -205,9 +231,10 @@ class InlineTasks:
     """Runs tasks in the thread that gives them; builds of batches wait until they are asked for."""
 
     def __init__(self) -> None:
-        self.builds: list[Callable[[], None]] = []
+        self.builds: list[Task] = []
 
-    def submit(self, key: tuple[str, ...], task: Callable[[], None]) -> None:
+    def submit(self, key: Hashable, task: Task) -> None:
+        assert isinstance(key, tuple)
         if key[0] != "build":
             task()
         elif not self.builds:
@@ -221,7 +248,7 @@ class InlineTasks:
 def shared_by(
     store: ShardStore,
     *,
-    build_batch: BuildBatch,
+    build_batch: Pipeline,
     clock: Callable[[], float],
     tasks: TaskQueue,
     budget: RowBudget | None = None,
@@ -234,9 +261,19 @@ def shared_by(
 class Bench:
     """A run on the bench. `make_batches` does what the service's threads do."""
 
-    def __init__(self, *, build_batch=None, store=None, budget=None, name: str = "run", **settings: Any) -> None:
-        self.config = parse_config(CONFIG | settings)
-        self.build_batch, self.store, self.log = build_batch or BuildBatch(), store or Shelf(), RecordingLog()
+    def __init__(
+        self,
+        *,
+        build_batch: Pipeline | None = None,
+        store: ShardStore | None = None,
+        budget: RowBudget | None = None,
+        name: str = "run",
+        **settings: Any,
+    ) -> None:
+        self.config, self.log = parse_config(CONFIG | settings), RecordingLog()
+        # A test knows which it gave.
+        self.build_batch: Any = build_batch or BuildBatch()
+        self.store: Any = store or Shelf()
         self.now, self.name, self.budget = 0.0, name, budget
         self.reopen()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gristmill.errors import InvalidArgumentError, NotFoundError
-from gristmill_service.run.machine.events import GroupDropped, TrajectoryAborted
+from gristmill_service.run.machine.events import GroupDropped, GroupKey, TrajectoryAborted
 from tests.run.harness import Bench, group_rows, key, row
 from tests.run.test_admission import train
 
@@ -36,7 +36,7 @@ def test_a_group_of_which_nothing_is_left_is_dropped_for_that_reason() -> None:
     assert bench.run.status().groups_dropped == {"broken tool": 1}
     assert bench.log.events[-2:] == [
         TrajectoryAborted(key("a", 0), "broken tool"),
-        GroupDropped((0, "a"), "broken tool"),
+        GroupDropped(GroupKey(0, "a"), "broken tool"),
     ]
     assert len(bench.rows) == 0
     assert bench.state.row_bytes == 0
@@ -53,7 +53,7 @@ def test_an_abort_is_done_whole_or_not_at_all() -> None:
         bench.run.abort_groups(3, ["nobody"], "")
     with pytest.raises(NotFoundError):
         bench.run.abort_groups(0, ["a", "nobody"], "")
-    assert not bench.state.open[0, "a"].aborted
+    assert not bench.state.open[GroupKey(0, "a")].aborted
 
 
 def test_aborting_groups_drops_their_rows_once() -> None:

@@ -8,10 +8,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gristmill._wire.steps import Steps
 from gristmill_service.run.machine.answers import RewardUpdate
 from gristmill_service.run.machine.ingest import describe_rows
 from gristmill_service.run.row_buffer import RowBuffer, compacted, gather
 from tests.run.harness import Bench, contents, group_rows, key, row, table
+
+
+def _nothing_stored(number: int) -> Steps:
+    raise AssertionError(f"every table is held, and table {number} is asked for")
 
 
 def test_a_request_is_forgotten_with_its_last_row() -> None:
@@ -34,6 +39,7 @@ def test_a_table_of_which_half_is_not_needed_shrinks_to_the_rest() -> None:
     bench.run.abort_groups(0, uids[:4], "")
     assert len(held) == 8
     chunk = held._tables[0].steps
+    assert chunk is not None
     assert len(chunk.tokens.values) == chunk.tokens.total == 8 * 102, "a copy, not a view of all that was sent"
     bench.run.seal(None)
     bench.make_batches()
@@ -58,8 +64,8 @@ def test_a_table_may_shrink_while_its_rows_are_gathered() -> None:
     [(number, table_before, live)] = buffer.take_sparse()
     buffer.replace(number, table_before, *compacted(table_before, live))
     after = buffer.pick(wanted)
-    assert contents(gather(before, False, None)) == contents(gather(after, False, None))
-    assert contents(gather(after, False, None))["tokens"] == [[1, 2, 5], [1, 2, 1]]
+    assert contents(gather(before, False, _nothing_stored)) == contents(gather(after, False, _nothing_stored))
+    assert contents(gather(after, False, _nothing_stored))["tokens"] == [[1, 2, 5], [1, 2, 1]]
 
 
 def test_a_copy_that_comes_late_replaces_nothing_and_keeps_what_was_released_meanwhile_away() -> None:
@@ -105,7 +111,7 @@ def test_rows_are_gathered_in_the_order_asked_for_from_however_many_requests(
         steps = table(*rows[start:end])
         described += describe_rows(steps, chunk)
         buffer.add(chunk, steps, range(end - start))
-    gathered = gather(buffer.pick(described[index] for index in order), token_rewards, None)
+    gathered = gather(buffer.pick(described[index] for index in order), token_rewards, _nothing_stored)
     assert contents(gathered) == contents(table(*(rows[index] for index in order)))
 
 

@@ -10,6 +10,7 @@ import pytest
 from gristmill._wire.rows import from_rows
 from gristmill.errors import AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 from gristmill_service.run.machine.answers import Position
+from gristmill_service.run.machine.events import GroupKey
 from tests.run.harness import Bench, contents, group_rows, key, row, table
 
 
@@ -38,7 +39,7 @@ def test_another_content_under_the_same_attempt_is_refused_whatever_differs(chan
     bench = Bench()
     bench.submit(row("a", stop_reason="stop", policy_version=1))
     with pytest.raises(AlreadyExistsError, match=r"uid 'a' sample 0 step 0: another content .* higher attempt"):
-        bench.submit(row("a", **({"stop_reason": "stop", "policy_version": 1} | change)))
+        bench.submit(row("a", **{"stop_reason": "stop", "policy_version": 1, **change}))
 
 
 def test_tokens_moved_between_prompt_and_response_are_another_content() -> None:
@@ -61,7 +62,7 @@ def test_a_higher_attempt_supersedes_all_rows_of_the_lower() -> None:
     bench.submit(row("a", step=0, last=False), row("a", step=1))
     assert bench.submit(row("a", attempt=1, response=(9,))) == ["ACCEPTED"]
     assert bench.submit(row("a", step=0, last=False)) == ["SUPERSEDED"]
-    trajectory = bench.state.open[0, "a"].trajectories[0]
+    trajectory = bench.state.open[GroupKey(0, "a")].trajectories[0]
     assert (trajectory.attempt, list(trajectory.rows)) == (1, [0])
     assert len(bench.rows) == 1
 
@@ -70,7 +71,7 @@ def test_attempts_within_one_request_follow_its_order() -> None:
     bench = Bench()
     outcomes = bench.submit(row("a"), row("a", attempt=2, response=(9,)), row("a", attempt=1), row("a"))
     assert outcomes == ["ACCEPTED", "ACCEPTED", "SUPERSEDED", "SUPERSEDED"]
-    assert bench.state.open[0, "a"].done == 1
+    assert bench.state.open[GroupKey(0, "a")].done == 1
 
 
 def test_a_higher_attempt_takes_a_complete_group_back_until_it_is_complete_again() -> None:
@@ -157,7 +158,7 @@ def test_steps_may_come_in_any_order() -> None:
     assert bench.sealed == [0]
 
 
-LOGPROBS = {"rollout_logprobs": [-0.5]}
+LOGPROBS: dict[str, Any] = {"rollout_logprobs": [-0.5]}
 
 
 @pytest.mark.parametrize(
@@ -218,7 +219,7 @@ def test_rows_of_an_unadmitted_group_admit_it_where_there_is_room() -> None:
     ) as caught:
         bench.submit(row("a", 1), row("c"))
     assert caught.value.retry_after_s > 0
-    assert 1 not in bench.state.open[0, "a"].trajectories, "nothing of a refused request is kept"
+    assert 1 not in bench.state.open[GroupKey(0, "a")].trajectories, "nothing of a refused request is kept"
 
 
 def test_a_request_that_could_never_fit_is_not_to_be_retried() -> None:

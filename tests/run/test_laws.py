@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import GristmillError
+from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import Position, RewardUpdate
 from gristmill_service.run.machine.events import (
     BatchGivenUp,
@@ -26,7 +27,9 @@ from gristmill_service.run.machine.events import (
     StoredRow,
     TrajectoryAborted,
 )
+from gristmill_service.run.machine.state import State
 from gristmill_service.run.machine.trainer_commands import Checkpoint
+from gristmill_service.run.row_buffer import RowBuffer
 from tests.run.harness import Bench, contents, key, row
 from tests.strategies import Row
 
@@ -129,7 +132,20 @@ def snapshot(bench: Bench) -> tuple[Any, ...]:
     return state, list(state.open), list(state.complete), len(bench.rows)
 
 
-def check_invariants(bench: Bench) -> None:
+class Checked(Protocol):
+    """A bench, or what a run with threads of its own was read as."""
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def config(self) -> RunConfig: ...
+
+    @property
+    def rows(self) -> RowBuffer: ...
+
+
+def check_invariants(bench: Checked) -> None:
     state, config = bench.state, bench.config
     groups = [*state.open.values(), *(group for batch in state.batches.values() for group in batch.groups)]
     refs = [ref for group in groups for ref in group.refs()]
@@ -193,6 +209,7 @@ def drain(bench: Bench) -> None:
     bench.make_batches()
     for _ in range(200):
         position = bench.run.shard("policy", 0, None, 0).position
+        assert position is not None
         if position.batch == bench.state.batches_sealed:
             break
         for rank in range(2):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, StaleIncarnationError
+from gristmill_service.config import Model
 from gristmill_service.run.machine.answers import BatchState, Position, Resumed
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 from tests.run.harness import Bench, group_rows
@@ -23,9 +24,9 @@ def published(batches: int = 1, **settings: Any) -> Bench:
 
 def ack(
     bench: Bench,
-    *position: tuple[int, int, int],
+    *position: int,
     rank: int = 0,
-    model: str = "policy",
+    model: Model = "policy",
     incarnation: int = 0,
     commit: bool = False,
 ) -> Position | None:
@@ -66,13 +67,15 @@ def test_ranks_move_on_their_own_and_shards_may_be_pulled_in_any_order() -> None
     assert bench.run.shard("policy", 1, None, 0).position == Position(0, 0, 1)
     view = bench.run.shard("policy", 0, Position(0, 0, 1), 0)
     assert view.state is BatchState.PUBLISHED
+    assert view.address is not None
+    assert view.location is not None
     data = b"".join(bench.run.read_shard(0, view.address))
     assert len(data) == view.location.size
 
 
 def test_a_batch_is_freed_when_every_rank_of_every_model_is_past_it_and_it_is_committed() -> None:
     bench = published(2, dp_size=2, critic_mini_batch_size=2, micro_batch={"size": 1})
-    steps = [
+    steps: list[tuple[tuple[Model, int], Position]] = [
         *((("policy", rank), Position(0, 0, m)) for rank in range(2) for m in range(2)),
         *((("critic", rank), Position(0)) for rank in range(2)),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ class Machine:
     def shard(self, position: Position, rank: int = 0) -> bytes:
         view = self.run.shard("policy", rank, position, 0)
         assert view.state is BatchState.PUBLISHED
+        assert view.address is not None
         return b"".join(self.run.read_shard(position.batch, view.address))
 
     def train(self, position: Position, rank: int = 0, commit: bool = True) -> None:
@@ -80,7 +81,7 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
-    machines = []
+    machines: list[Machine] = []
 
     def start(**settings: Any) -> Machine:
         machines.append(Machine(tmp_path / str(len(machines)), **settings))
@@ -208,13 +209,13 @@ def test_what_follows_from_a_logged_event_happens_after_a_death_in_between(machi
     one = machine(train_batch_size=1)
     append, left = one.run._log.append, [1]  # the groups and the rows in one record; not the seal
 
-    def dying(record: bytes, tables: Sequence[int] = ()) -> None:
+    def dying(record: bytes, tables: Collection[int] = ()) -> None:
         if not left[0]:
             raise UnavailableError("dead")
         left[0] -= 1
         append(record, tables)
 
-    one.run._log.append = dying
+    one.run._log.append = dying  # type: ignore[method-assign]
     assert one.submit(*group_rows("a")) == ["ACCEPTED"] * 2
     left[0] = 0
     assert one.submit(*group_rows("a")) == ["DUPLICATE"] * 2
@@ -248,12 +249,12 @@ def test_what_becomes_due_while_the_book_refuses_is_done_at_the_next_tick() -> N
     bench = Bench(train_batch_size=1)
     append, calls = bench.log.append, itertools.count()
 
-    def refuse_the_second(record: bytes, tables: Sequence[int] = ()) -> None:
+    def refuse_the_second(record: bytes, tables: Collection[int] = ()) -> None:
         if next(calls) == 1:
             raise UnavailableError("the log is full")
         append(record, tables)
 
-    bench.log.append = refuse_the_second
+    bench.log.append = refuse_the_second  # type: ignore[method-assign]
     assert bench.submit(*group_rows("a")) == ["ACCEPTED"] * 2
     assert bench.sealed == []
     bench.run.tick()
@@ -408,6 +409,7 @@ def test_whenever_it_dies_every_row_is_in_one_batch_or_dropped_once(
             case "train":
                 view = one.run.shard("policy", 0, None, 0)
                 if view.state is BatchState.PUBLISHED:
+                    assert view.position is not None
                     seen.setdefault(view.position.batch, []).extend(_uids(one.shard(view.position)))
                     one.train(view.position)
                     position += 1

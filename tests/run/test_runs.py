@@ -49,7 +49,8 @@ def serve() -> Iterator[Callable[..., Runs]]:
 
 def await_batch(run: Run, number: int) -> dict[str, Any]:
     wait_until(lambda: run.batch(number).state is not BatchState.PENDING)
-    return json.loads(run.batch(number).plan)
+    plan: dict[str, Any] = json.loads(run.batch(number).plan)
+    return plan
 
 
 def train(run: Run, batch: int) -> None:
@@ -109,9 +110,14 @@ def test_rollouts_become_shards_with_the_real_pipeline_and_stores(
     for rank in range(2):
         for mini_batch in range(2):
             view = run.shard("policy", rank, Position(0, 0, mini_batch), 0)
+            assert view.position is not None
+            assert view.address is not None
+            assert view.location is not None
             data = b"".join(run.read_shard(0, view.address))
             assert len(data) == view.location.size
-            assert run.acknowledge("policy", rank, view.position, 0, commit=True).position > view.position
+            following = run.acknowledge("policy", rank, view.position, 0, commit=True).position
+            assert following is not None
+            assert following > view.position
     status = run.status()
     assert (status.batches_freed, status.row_bytes, status.shard_bytes) == (1, 0, 0)
     with pytest.raises(NotFoundError):
@@ -136,11 +142,13 @@ def test_many_workers_and_ranks_at_once_lose_nothing_and_train_nothing_twice(ser
                 assert run.submit(request)[0] is Outcome.ACCEPTED
                 assert run.submit(request)[0] in (Outcome.DUPLICATE, Outcome.SEALED)
 
-    def consume(rank: int) -> list[str]:
-        done = []
+    def consume(rank: int) -> list[Position]:
+        done: list[Position] = []
         while len(done) < groups // 2:
             wait_until(lambda: run.shard("policy", rank, None, 0).state is BatchState.PUBLISHED)
             view = run.shard("policy", rank, None, 0)
+            assert view.position is not None
+            assert view.address is not None
             assert b"".join(run.read_shard(view.position.batch, view.address))
             run.acknowledge("policy", rank, view.position, 0, commit=True)
             done.append(view.position)
@@ -234,7 +242,7 @@ class TestFullStore:
         run = runs.get("run")
         run.submit(table(*group_rows("a")))
         assert shelf.tried.wait(PATIENCE_S)
-        wait_until(runs.unhealthy_reason)
+        wait_until(lambda: bool(runs.unhealthy_reason()))
         assert run.batch(0).state is BatchState.PENDING
         assert "batch 0 waits: the shelf is full" in runs.unhealthy_reason()
         shelf.places = 1

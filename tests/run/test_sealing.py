@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from gristmill.errors import BatchFailedError, FailedPreconditionError
+from gristmill_service.pipeline import BuiltBatch
 from gristmill_service.run.machine.answers import BatchState, Position, RewardUpdate
-from gristmill_service.run.machine.events import BatchSealed
+from gristmill_service.run.machine.events import BatchSealed, GroupKey
 from tests.run.harness import Bench, group_rows, key, row
 
 
@@ -17,7 +20,7 @@ def test_a_batch_is_sealed_with_the_group_that_fills_it_and_is_logged_before_it_
     assert bench.sealed == []
     bench.submit(*group_rows("b"))
     assert bench.sealed == [0]
-    assert bench.log.events[-1] == BatchSealed(0, ((0, "a"), (0, "b")), 0)
+    assert bench.log.events[-1] == BatchSealed(0, (GroupKey(0, "a"), GroupKey(0, "b")), 0)
     assert bench.run.batch(0).state is BatchState.PENDING
     bench.make_batches()
     view = bench.run.batch(0)
@@ -271,7 +274,10 @@ class TestFailing:
         assert bench.run.status().batches_freed == 3
 
     def test_an_unforeseen_error_is_a_reason_too(self) -> None:
-        bench = Bench(train_batch_size=1, build_batch=lambda *args, **more: 1 / 0)
+        def broken(*args: Any, **more: Any) -> BuiltBatch:
+            raise ZeroDivisionError("division by zero")
+
+        bench = Bench(train_batch_size=1, build_batch=broken)
         bench.submit(*group_rows("a"))
         bench.make_batches()
         with pytest.raises(BatchFailedError, match="division by zero"):

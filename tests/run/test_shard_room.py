@@ -85,7 +85,7 @@ def test_one_runs_full_store_and_long_build_delay_no_other_run() -> None:
             batch: int,
             policy_version: int | None,
             timed: StageTimer,
-        ) -> Built:  # type: ignore[no-untyped-def]
+        ) -> Built:
             if run == "slow":
                 gate.wait(PATIENCE_S)
             return super().__call__(steps, config, run=run, batch=batch, policy_version=policy_version, timed=timed)
@@ -124,7 +124,7 @@ def test_an_acknowledgement_does_not_fail_for_shards_that_cannot_be_removed_and_
         def free(self, run: str, batch: int) -> None:
             if self.is_stuck:
                 raise error
-            super().free(run, batch)  # type: ignore[no-untyped-call]
+            super().free(run, batch)
 
     shelf = Stuck()
     bench = Bench(train_batch_size=1, store=shelf)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -158,7 +158,8 @@ def test_a_closed_log_takes_nothing_and_may_be_closed_again(tmp_path: Path) -> N
     log.append(b"one")
     log.close()
     other = os.open(tmp_path / "other", os.O_CREAT | os.O_RDWR)
-    for call in (lambda: log.append(b"two"), lambda: log.compact(b"all"), log.sync):
+    calls: list[Callable[[], object]] = [lambda: log.append(b"two"), lambda: log.compact(b"all"), log.sync]
+    for call in calls:
         with pytest.raises(UnavailableError, match="closed meanwhile"):
             call()
     log.close()

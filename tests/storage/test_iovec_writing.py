@@ -27,13 +27,17 @@ class Source:
         self._before()
         return self.region.whole()
 
+    def compact(self) -> Iovec:
+        return self.iovec()
+
 
 def written(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.glob("policy-000/*")}
 
 
 def test_every_shard_is_written_once_and_told_once(tmp_path: Path) -> None:
-    sources, told = [Source(rank, size=rank * 10) for rank in range(100)], []
+    sources = [Source(rank, size=rank * 10) for rank in range(100)]
+    told: list[int] = []
     sizes = write_shards(tmp_path, sources, told.append)
     assert sizes == {source.address: source.size for source in sources}
     assert sorted(told) == sorted(sizes.values())

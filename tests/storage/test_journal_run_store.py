@@ -183,7 +183,7 @@ class Machine:
 
 class TestMachineThatWentDown:
     @pytest.mark.parametrize("fsync", ["interval", "never"])
-    def test_a_log_that_was_open_may_be_short_until_a_record_notes_that(self, tmp_path: Path, fsync: str) -> None:
+    def test_a_log_that_was_open_may_be_short_until_a_record_notes_that(self, tmp_path: Path, fsync: Fsync) -> None:
         machine = Machine(tmp_path, fsync)
         machine.go_down()
         assert machine.restart_process()
@@ -205,7 +205,7 @@ class TestMachineThatWentDown:
         assert not machine.restart_process()
 
     @pytest.mark.parametrize("fsync", ["interval", "never"])
-    def test_a_log_that_was_closed_is_safe(self, tmp_path: Path, fsync: str) -> None:
+    def test_a_log_that_was_closed_is_safe(self, tmp_path: Path, fsync: Fsync) -> None:
         machine = Machine(tmp_path, fsync)
         machine.log.close()
         machine.go_down()

@@ -66,7 +66,7 @@ def test_a_user_that_fails_has_left(tmp_path: Path) -> None:
     assert not is_open(descriptor)
 
 
-def write(file: OpenFile, name: str, begun: threading.Event) -> None:
+def write(file: OpenFile, name: bytes, begun: threading.Event) -> None:
     try:
         for _ in range(20):
             with file.use() as descriptor:
@@ -79,9 +79,9 @@ def write(file: OpenFile, name: str, begun: threading.Event) -> None:
 def test_files_that_are_closed_while_they_are_written_hold_their_own_bytes_alone(tmp_path: Path) -> None:
     foreign = []
 
-    def live(name: str) -> None:
+    def live(name: bytes) -> None:
         for number in range(200):
-            path, begun = tmp_path / f"{name}-{number}", threading.Event()
+            path, begun = tmp_path / f"{name!r}-{number}", threading.Event()
             file, _ = opened(path)
             writing = threading.Thread(target=write, args=(file, name, begun))
             writing.start()

@@ -111,6 +111,7 @@ def test_freed_batches_and_deleted_runs_leave_no_key(store: RedisShardStore, cli
         store.plan(run, 1)
     assert store.plan(run, 2) == b"{}"
     for key in client.keys("*"):
+        assert isinstance(key, bytes)
         bare = key.replace(b"{", b"", 1).replace(b"}", b"", 1) if b":batch:" in key else key
         assert not set(b"{} \n") & set(bare), "only an index has a hash tag"
     store.delete_run(run)

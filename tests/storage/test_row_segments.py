@@ -12,6 +12,7 @@ import pytest
 
 from gristmill.errors import NotFoundError, UnavailableError
 from gristmill_service.storage.journal import files, row_segments
+from gristmill_service.storage.journal.files import write_at
 from gristmill_service.storage.journal.row_segments import RowSegments
 from tests.storage.tables import any_table, same, whole
 
@@ -113,7 +114,7 @@ class TestClosed:
             (tmp_path / name).mkdir()
         deleted, victim = RowSegments(tmp_path / "a"), RowSegments(tmp_path / "b")
         deleted.put(any_table())
-        is_writing, is_closed, write = threading.Event(), threading.Event(), row_segments.write_at
+        is_writing, is_closed, write = threading.Event(), threading.Event(), write_at
 
         def held(descriptor: int, buffers: Sequence[bytes], offset: int) -> None:
             if threading.current_thread() is putting:

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -90,12 +90,12 @@ def in_redis(request: pytest.FixtureRequest) -> Iterator[ShardStore]:
 
 
 @pytest.fixture(params=[in_shared_memory, in_memory, in_redis], ids=["shared_memory", "memory", "redis"])
-def store(request: pytest.FixtureRequest) -> Iterator[None]:
+def store(request: pytest.FixtureRequest) -> Iterator[ShardStore]:
     yield from request.param(request)
 
 
 class TestEveryStore:
-    def test_a_published_batch_gives_its_plan_and_every_shard(self, store: None) -> None:
+    def test_a_published_batch_gives_its_plan_and_every_shard(self, store: ShardStore) -> None:
         nbytes = store.publish("run", 0, b"{}", sources())
         forms = [store.read_compact("run", 0, one) or store.read("run", 0, one) for one in (FIRST, SECOND)]
         assert nbytes == len(b"{}") + sum(len(data) for form in forms for data in form)
@@ -104,7 +104,7 @@ class TestEveryStore:
         assert b"".join(store.read("run", 0, SECOND)) == b"second"
         assert store.locate("run", 0, SECOND).size == 6
 
-    def test_a_batch_that_is_published_again_takes_the_place_of_the_one_before(self, store: None) -> None:
+    def test_a_batch_that_is_published_again_takes_the_place_of_the_one_before(self, store: ShardStore) -> None:
         store.publish("run", 0, b"{}", sources())
         store.publish("run", 0, b'{"again":1}', sources()[:1])
         assert store.plan("run", 0) == b'{"again":1}'
@@ -112,17 +112,17 @@ class TestEveryStore:
         with pytest.raises(NotFoundError):
             store.locate("run", 0, sources()[1].address)
 
-    def test_nothing_of_a_batch_is_there_before_it_is_published(self, store: None) -> None:
+    def test_nothing_of_a_batch_is_there_before_it_is_published(self, store: ShardStore) -> None:
         for read in (store.plan, lambda run, batch: store.locate(run, batch, FIRST)):
             with pytest.raises(NotFoundError, match="run 'run': batch 0 is not published"):
                 read("run", 0)
 
-    def test_a_shard_that_the_batch_does_not_have_is_not_found(self, store: None) -> None:
+    def test_a_shard_that_the_batch_does_not_have_is_not_found(self, store: ShardStore) -> None:
         store.publish("run", 0, b"{}", sources())
         with pytest.raises(NotFoundError, match="batch 0 has no shard policy-000/rank-009"):
             store.locate("run", 0, ShardAddress("policy", 0, 9))
 
-    def test_a_batch_that_fails_half_way_leaves_nothing(self, store: None) -> None:
+    def test_a_batch_that_fails_half_way_leaves_nothing(self, store: ShardStore) -> None:
         broken = [Source(b"good", FIRST), Source(b"bad!", SECOND, fails=ValueError("no rows"))]
         with pytest.raises(ValueError, match="no rows"):
             store.publish("run", 0, b"{}", broken)
@@ -130,7 +130,7 @@ class TestEveryStore:
             store.plan("run", 0)
         store.publish("run", 0, b"{}", sources())
 
-    def test_a_freed_batch_is_gone_and_freeing_it_again_is_no_error(self, store: None) -> None:
+    def test_a_freed_batch_is_gone_and_freeing_it_again_is_no_error(self, store: ShardStore) -> None:
         store.publish("run", 0, b"{}", sources())
         store.publish("run", 1, b"{1}", sources())
         store.free("run", 0)
@@ -139,7 +139,7 @@ class TestEveryStore:
             store.locate("run", 0, FIRST)
         assert store.plan("run", 1) == b"{1}"
 
-    def test_a_read_that_has_begun_ends_although_the_batch_is_freed(self, store: None) -> None:
+    def test_a_read_that_has_begun_ends_although_the_batch_is_freed(self, store: ShardStore) -> None:
         data = os.urandom(5 << 20)
         store.publish("run", 0, b"{}", sources(first=data))
         pieces = store.read("run", 0, FIRST)
@@ -147,7 +147,7 @@ class TestEveryStore:
         store.free("run", 0)
         assert begun + b"".join(pieces) == data
 
-    def test_deleting_a_run_leaves_the_others(self, store: None) -> None:
+    def test_deleting_a_run_leaves_the_others(self, store: ShardStore) -> None:
         for run in ("one", "other"):
             store.publish(run, 0, b"{}", sources())
         store.delete_run("one")
@@ -156,7 +156,7 @@ class TestEveryStore:
             store.plan("one", 0)
         assert store.plan("other", 0) == b"{}"
 
-    def test_freeing_batches_while_their_run_is_deleted_is_no_error(self, store: None) -> None:
+    def test_freeing_batches_while_their_run_is_deleted_is_no_error(self, store: ShardStore) -> None:
         for _ in range(20):
             for batch in range(8):
                 store.publish("run", batch, b"{}", sources())
@@ -171,14 +171,14 @@ class TestEveryStore:
     @pytest.mark.parametrize(
         "run", ["..", ".", "a/b", "/etc", "~root", "x" * 128, "日本語" * 40, "a\0b", "%2e%2e", "-"]
     )
-    def test_any_run_name_is_a_name_of_its_own(self, store: None, run: str) -> None:
+    def test_any_run_name_is_a_name_of_its_own(self, store: ShardStore, run: str) -> None:
         store.publish(run, 0, b"{}", sources())
         store.publish("plain", 0, b"plain", sources())
         assert store.plan(run, 0) == b"{}"
         store.delete_run(run)
         assert store.plan("plain", 0) == b"plain"
 
-    def test_readers_see_all_of_a_batch_or_none_of_it(self, store: None) -> None:
+    def test_readers_see_all_of_a_batch_or_none_of_it(self, store: ShardStore) -> None:
         problems = []
         done = threading.Event()
 
@@ -216,7 +216,9 @@ def test_files_are_their_owners_alone(tmp_path: Path) -> None:
 def test_a_location_names_a_file_with_exactly_the_shards_bytes(tmp_path: Path) -> None:
     store = SharedMemoryShardStore(tmp_path)
     store.publish("run", 3, b"{}", sources())
-    path = Path(store.locate("run", 3, FIRST).shared_memory_path)
+    name = store.locate("run", 3, FIRST).shared_memory_path
+    assert name is not None
+    path = Path(name)
     assert path.read_bytes() == b"first shard"
     assert path.parts[-3:] == ("batch-00003", "policy-000", "rank-000.safetensors")
     store.close()
@@ -261,7 +263,8 @@ def test_a_batch_whose_files_are_gone_is_freed(tmp_path: Path) -> None:
     store = SharedMemoryShardStore(tmp_path)
     store.publish("run", 0, b"{}", sources())
     shutil.rmtree(store.root / "run-run")
-    for call in (lambda: store.plan("run", 0), lambda: next(store.read("run", 0, FIRST))):
+    calls: list[Callable[[], bytes]] = [lambda: store.plan("run", 0), lambda: next(store.read("run", 0, FIRST))]
+    for call in calls:
         with pytest.raises(NotFoundError):
             call()
     store.free("run", 0)
@@ -285,6 +288,7 @@ sys.stdin.read()
 def start(directory: Path, fate: str) -> tuple[subprocess.Popen[str], Path]:
     command = [sys.executable, "-c", DIES, str(directory), fate]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
 
 
@@ -353,12 +357,12 @@ def test_a_file_is_written_whole_whatever_the_number_of_runs(tmp_path: Path) -> 
 @given(st.lists(st.binary(max_size=9), min_size=1, max_size=30), st.lists(st.integers(1, 7), max_size=40))
 def test_short_writes_are_continued_where_they_ended(pieces: list[bytes], limits: list[int]) -> None:
     regions = [Region(piece) for piece in pieces]
-    limits = iter(limits)
+    allowed = iter(limits)
 
     class Libc:
         def writev(self, descriptor: int, address: int, count: int) -> int:
             runs = np.ctypeslib.as_array((ctypes.c_int64 * (2 * count)).from_address(address)).reshape(-1, 2)
-            data = iovec.join(runs)[: next(limits, None)]
+            data = iovec.join(runs)[: next(allowed, None)]
             return os.write(descriptor, data)
 
     reader, writer = os.pipe()

@@ -97,7 +97,7 @@ def test_an_empty_uid_is_refused() -> None:
 
 def test_a_row_that_is_no_mapping_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="row 1: expected a mapping of fields, got list"):
-        from_rows([ROW, [1, 2]])
+        from_rows([ROW, [1, 2]])  # type: ignore[list-item]
 
 
 def test_step_and_is_last_step_may_be_absent_without_step_wise() -> None:
@@ -119,6 +119,7 @@ def test_a_missing_reward_is_pending() -> None:
 
 def test_a_pending_row_holds_zeros_among_rewards_per_token() -> None:
     steps = table({"reward": None}, {"sample": 1, "reward": [0.5, 0.25]})
+    assert steps.token_rewards is not None
     assert [steps.token_rewards[row].tolist() for row in range(2)] == [[0.0, 0.0], [0.5, 0.25]]
     assert steps.rewards.tolist() == [0.0, 0.75]
 
@@ -190,7 +191,7 @@ def test_joining_tables_of_which_one_lacks_logprobs_is_refused() -> None:
 def test_a_message_whose_columns_do_not_fit_is_refused_with_both_sizes(change: dict[str, Any], message: str) -> None:
     good = encode(table({}))
     for name, value in change.items():
-        good.ClearField(name)
+        good.ClearField(name)  # type: ignore[arg-type]
         if isinstance(value, bytes):
             setattr(good, name, value)
         else:
