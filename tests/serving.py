@@ -7,8 +7,9 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-FREE_PORTS = {"grpc_address": "127.0.0.1:0", "http_address": "127.0.0.1:0"}
+FREE_PORTS: dict[str, Any] = {"grpc_address": "127.0.0.1:0", "http_address": "127.0.0.1:0"}
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def rollouts(
 
 
 @st.composite
-def settings_for(draw: st.DrawFn, rows: list[Row], *, samples: int = 3, **fixed: Any) -> dict[str, Any]:
+def settings_for(draw: st.DrawFn, /, rows: list[Row], *, samples: int = 3, **fixed: Any) -> dict[str, Any]:
     """A configuration that accepts the rows: one batch of them, and the rest drawn."""
     groups = len({row["uid"] for row in rows})
     sizes = [size for size in range(1, groups + 1) if groups % size == 0]

@@ -1,6 +1,9 @@
 """A run's configuration: defaults, and every combination that is refused before a rollout is accepted."""
 
+from __future__ import annotations
+
 import json
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 from gristmill.errors import GristmillError, InvalidArgumentError, UnsupportedError
 from gristmill_service.config import Flops, MicroBatch, RunConfig, parse_config, read_config
 
-GOOD = {
+GOOD: dict[str, Any] = {
     "train_batch_size": 8,
     "n_samples_per_prompt": 4,
     "policy_mini_batch_size": 2,
@@ -21,7 +24,7 @@ GOOD = {
 }
 
 
-def test_defaults_are_those_of_the_specification():
+def test_defaults_are_those_of_the_specification() -> None:
     config = parse_config(GOOD)
     assert config == RunConfig(
         **GOOD,
@@ -50,7 +53,7 @@ def test_defaults_are_those_of_the_specification():
 
 
 @pytest.mark.parametrize("name", sorted(GOOD))
-def test_a_required_setting_that_is_missing_is_named(name):
+def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"{name} is required"):
         parse_config({key: value for key, value in GOOD.items() if key != name})
 
@@ -111,7 +114,9 @@ def test_a_required_setting_that_is_missing_is_named(name):
         ({"flops": {"cubic": 1.0}}, "unknown setting flops.cubic; known are linear, quadratic"),
     ],
 )
-def test_a_wrong_configuration_is_refused_naming_the_setting_and_the_remedy(change, message):
+def test_a_wrong_configuration_is_refused_naming_the_setting_and_the_remedy(
+    change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidArgumentError, match=message) as refusal:
         parse_config(GOOD | change)
     assert not isinstance(refusal.value, UnsupportedError)
@@ -139,7 +144,7 @@ def with_setting(name: str, value: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("value", [2**63, 2**64, 10**400, 10**5000], ids=["2**63", "2**64", "10**400", "10**5000"])
 @pytest.mark.parametrize("name", NUMBERS[int])
-def test_an_integer_beyond_64_bits_is_refused_with_setting_value_and_limit(name, value):
+def test_an_integer_beyond_64_bits_is_refused_with_setting_value_and_limit(name: str, value: int) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"{name}: input should be less than .*\d, got ") as refusal:
         parse_config(with_setting(name, value))
     assert len(str(refusal.value)) < 300
@@ -147,7 +152,7 @@ def test_an_integer_beyond_64_bits_is_refused_with_setting_value_and_limit(name,
 
 @pytest.mark.parametrize("value", [10**400, 10**5000], ids=["10**400", "10**5000"])
 @pytest.mark.parametrize("name", NUMBERS[float])
-def test_a_number_beyond_64_bits_is_refused_with_setting_value_and_limit(name, value):
+def test_a_number_beyond_64_bits_is_refused_with_setting_value_and_limit(name: str, value: int) -> None:
     with pytest.raises(
         InvalidArgumentError, match=rf"{name}: input should be less than or equal to .*, got "
     ) as refusal:
@@ -155,12 +160,12 @@ def test_a_number_beyond_64_bits_is_refused_with_setting_value_and_limit(name, v
     assert len(str(refusal.value)) < 300
 
 
-def test_a_timeout_longer_than_timers_take_is_refused():
+def test_a_timeout_longer_than_timers_take_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="group_timeout_s: input should be less than or equal to 1000000000"):
         parse_config(GOOD | {"group_timeout_s": 1e308})
 
 
-def test_text_that_no_file_holds_is_refused():
+def test_text_that_no_file_holds_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"overlong_filter.1: input should be valid unicode, got '\\ud800'"):
         parse_config(GOOD | {"overlong_filter": ["length", "\ud800"]})
 
@@ -178,7 +183,7 @@ def test_text_that_no_file_holds_is_refused():
     ],
     ids=["unknown", "unknown_within", "no_reasons", "reasons", "columns", "text", "name"],
 )
-def test_however_much_is_wrong_the_message_is_short(change):
+def test_however_much_is_wrong_the_message_is_short(change: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError) as refusal:
         parse_config(GOOD | change)
     assert len(str(refusal.value).encode()) < 2500
@@ -233,7 +238,7 @@ CHANGES = section(RunConfig).flatmap(
 
 
 @given(CHANGES)
-def test_an_accepted_configuration_survives_whatever_stores_and_sends_it(change):
+def test_an_accepted_configuration_survives_whatever_stores_and_sends_it(change: dict[str, Any]) -> None:
     try:
         config = parse_config(GOOD | change)
     except GristmillError as refusal:
@@ -256,29 +261,31 @@ def test_an_accepted_configuration_survives_whatever_stores_and_sends_it(change)
         ({"advantage_estimator": "reinforce++", "step_wise": True}, "cannot be broadcast over the steps"),
     ],
 )
-def test_what_is_not_built_is_refused_as_such(change, message):
+def test_what_is_not_built_is_refused_as_such(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         parse_config(GOOD | change)
 
 
-def test_with_steps_a_mini_batch_that_looks_too_small_may_still_align_and_is_let_through():
+def test_with_steps_a_mini_batch_that_looks_too_small_may_still_align_and_is_let_through() -> None:
     parse_config(GOOD | {"step_wise": True, "on_misaligned": "error", "dp_size": 16})
 
 
 @pytest.mark.parametrize("balance", ["none", "tokens", "flops"])
-def test_flops_may_be_given_with_every_balance_and_in_whole_numbers(balance):
+def test_flops_may_be_given_with_every_balance_and_in_whole_numbers(balance: str) -> None:
     config = parse_config(GOOD | {"balance": balance, "flops": {"linear": 14_000_000_000, "quadratic": 262_144}})
+    assert config.flops is not None
     assert (config.flops.linear, config.flops.quadratic) == (14e9, 262_144.0)
 
 
-def test_flops_are_read_from_yaml_with_an_exponent(tmp_path):
+def test_flops_are_read_from_yaml_with_an_exponent(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(GOOD)[:-1] + ", balance: flops, flops: {linear: 1.5e10, quadratic: 2e5}}")
     flops = read_config(path).flops
+    assert flops is not None
     assert (flops.linear, flops.quadratic) == (1.5e10, 2e5)
 
 
-def test_warnings_name_settings_that_do_not_go_together():
+def test_warnings_name_settings_that_do_not_go_together() -> None:
     merged = GOOD | {"step_wise": True, "merge": "prefix", "loss_reduction": "sequence_mean"}
     assert "scale of the loss depends on how many steps merge" in parse_config(merged).warnings()[0]
     dropping = GOOD | {"on_misaligned": "drop_trailing"}
@@ -299,20 +306,20 @@ def test_warnings_name_settings_that_do_not_go_together():
         ),
     ],
 )
-def test_configurations_are_read_from_yaml_and_json(tmp_path, name, text):
+def test_configurations_are_read_from_yaml_and_json(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_text(text)
     assert read_config(path) == parse_config(GOOD)
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "", "\x00"])
-def test_a_file_that_is_no_configuration_is_refused_with_its_name(tmp_path, text):
+def test_a_file_that_is_no_configuration_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(InvalidArgumentError, match=r"run\.yaml"):
         read_config(path)
 
 
-def test_a_missing_file_is_refused_with_its_name(tmp_path):
+def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"absent\.yaml: cannot read"):
         read_config(tmp_path / "absent.yaml")

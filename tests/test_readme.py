@@ -1,10 +1,13 @@
 """The README's examples are run here, word for word but for the address."""
 
+from __future__ import annotations
+
 import json
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,27 +16,38 @@ from pydantic_core import PydanticUndefined
 from safetensors.numpy import load_file
 
 from gristmill_service.config import RunConfig
+from gristmill_service.service import Service
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def snippet(name, address):
-    code = re.search(rf"<!-- readme-{name} -->\n```python\n(.*?)```", README, re.DOTALL).group(1)
+def _found(pattern: str, flags: re.RegexFlag) -> str:
+    """The group of the pattern in the README."""
+    match = re.search(pattern, README, flags)
+    assert match is not None, pattern
+    return match.group(1)
+
+
+def snippet(name: str, address: str) -> str:
+    code = _found(rf"<!-- readme-{name} -->\n```python\n(.*?)```", re.DOTALL)
     return code.replace("127.0.0.1:50051", address)
 
 
 class Model(torch.nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(10, 10)
 
-    def forward(self, sequences, attention_mask, position_ids):
+    def forward(
+        self, sequences: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
         assert sequences.shape == attention_mask.shape == position_ids.shape
-        return self.embedding(sequences)
+        logits: torch.Tensor = self.embedding(sequences)
+        return logits
 
 
-def test_the_rollout_and_the_trainer_snippet_train_a_model_through_the_service(service):
+def test_the_rollout_and_the_trainer_snippet_train_a_model_through_the_service(service: Service) -> None:
     exec(snippet("rollout", service.grpc_address), {})
     model = Model()
     before = model.embedding.weight.clone()
@@ -46,16 +60,16 @@ def test_the_rollout_and_the_trainer_snippet_train_a_model_through_the_service(s
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="without curl")
-def test_the_calls_over_http_train_a_batch(service, tmp_path):
-    code = re.search(r"<!-- readme-curl -->\n```bash\n(.*?)```", README, re.DOTALL).group(1)
+def test_the_calls_over_http_train_a_batch(service: Service, tmp_path: Path) -> None:
+    code = _found(r"<!-- readme-curl -->\n```bash\n(.*?)```", re.DOTALL)
     code = code.replace("http://127.0.0.1:8080", service.http_url).replace("curl ", "curl --noproxy '*' -fsS ")
     subprocess.run(["bash", "-euo", "pipefail", "-c", code], cwd=tmp_path, check=True, timeout=60)
     assert load_file(tmp_path / "shard.safetensors")["sequences"].tolist() == [[1, 2, 3], [1, 2, 4]]
     assert service.runs.get("by-hand").status().batches_freed == 1
 
 
-def test_the_line_of_a_rollout_file_is_one(tmp_path):
-    row = json.loads(re.search(r'^    (\{"uid".*\})$', README, re.MULTILINE).group(1))
+def test_the_line_of_a_rollout_file_is_one(tmp_path: Path) -> None:
+    row = json.loads(_found(r'^    (\{"uid".*\})$', re.MULTILINE))
     rollouts, config = tmp_path / "rollouts.jsonl", tmp_path / "run.yaml"
     rollouts.write_text("".join(json.dumps(row | {"sample": sample}) + "\n" for sample in range(2)))
     counts = {"train_batch_size": 1, "n_samples_per_prompt": 2, "policy_mini_batch_size": 1}
@@ -76,7 +90,7 @@ _WORDS = {
 }
 
 
-def documented_defaults():
+def documented_defaults() -> Iterator[tuple[str, str]]:
     """Each setting's default as the configuration table has it, several of a line by turns or alike."""
     for line in TABLE.splitlines()[2:]:
         if line.startswith("|"):
@@ -85,19 +99,19 @@ def documented_defaults():
             yield from zip(named, told if len(told) == len(named) else told * len(named), strict=True)
 
 
-def test_every_setting_of_a_run_is_in_the_configuration_table():
+def test_every_setting_of_a_run_is_in_the_configuration_table() -> None:
     assert {name for name, _ in documented_defaults()} == set(RunConfig.model_fields) - NOT_BUILT
 
 
 @pytest.mark.parametrize(("name", "told"), list(documented_defaults()))
-def test_the_configuration_table_tells_the_default(name, told):
+def test_the_configuration_table_tells_the_default(name: str, told: str) -> None:
     number = re.fullmatch(r"(\d+)( GiB)?", told)
     meant = (int(number[1]) << (30 if number[2] else 0),) if number else _WORDS.get(told, (told,))
     assert RunConfig.model_fields[name].default in meant
 
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"^    gristmill (\w+)", README, re.MULTILINE))))
-def test_every_command_that_is_named_exists(command):
+def test_every_command_that_is_named_exists(command: str) -> None:
     gristmill = Path(sys.executable).with_name("gristmill")
     done = subprocess.run([gristmill, command, "--help"], capture_output=True, text=True)
     assert done.returncode == 0

@@ -115,9 +115,9 @@ class GrpcDoor:
     def __init__(self, address: str) -> None:
         limit = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
         self.channel = grpc.insecure_channel(address, options=limit)
-        self.runs = run_pb2_grpc.RunServiceStub(self.channel)
-        self.rollouts = rollout_pb2_grpc.RolloutServiceStub(self.channel)
-        self.trainers = trainer_pb2_grpc.TrainerServiceStub(self.channel)
+        self.runs = run_pb2_grpc.RunServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self.rollouts = rollout_pb2_grpc.RolloutServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self.trainers = trainer_pb2_grpc.TrainerServiceStub(self.channel)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         self.channel.close()
@@ -276,67 +276,84 @@ class HttpDoor:
         return answer
 
     def create(self, run: str, config: Any) -> Json:
-        return self.call("POST", "/runs", {"run": run, "config": config}).json()
+        found: Json = self.call("POST", "/runs", {"run": run, "config": config}).json()
+        return found
 
     def get(self, run: str) -> Json:
         found = self.call("GET", f"/runs/{run}").json()
         return {**found, "failed_batches": {int(batch): why for batch, why in found["failed_batches"].items()}}
 
     def names(self) -> list[str]:
-        return self.call("GET", "/runs").json()["runs"]
+        found: list[str] = self.call("GET", "/runs").json()["runs"]
+        return found
 
     def delete(self, run: str) -> None:
         self.call("DELETE", f"/runs/{run}")
 
     def finish(self, run: str) -> int:
-        return self.call("POST", f"/runs/{run}/finish").json()["batches"]
+        found: int = self.call("POST", f"/runs/{run}/finish").json()["batches"]
+        return found
 
     def begin(self, run: str, uids: Sequence[str], wait_s: float = 0.0) -> list[str]:
-        return self.call("POST", f"/runs/{run}/groups", {"uids": uids, "wait_s": wait_s}).json()["admissions"]
+        found: list[str] = self.call("POST", f"/runs/{run}/groups", {"uids": uids, "wait_s": wait_s}).json()[
+            "admissions"
+        ]
+        return found
 
     def submit(self, run: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        return self.call("POST", f"/runs/{run}/rows", {"rows": rows}).json()["outcomes"]
+        found: list[str] = self.call("POST", f"/runs/{run}/rows", {"rows": rows}).json()["outcomes"]
+        return found
 
     def set_rewards(self, run: str, rewards: Sequence[Json]) -> int:
-        return self.call("POST", f"/runs/{run}/rewards", {"rewards": rewards}).json()["changed"]
+        found: int = self.call("POST", f"/runs/{run}/rewards", {"rewards": rewards}).json()["changed"]
+        return found
 
     def abort_trajectories(self, run: str, keys: Sequence[Json], reason: str) -> int:
         body = {"trajectories": keys, "reason": reason}
-        return self.call("POST", f"/runs/{run}/trajectories:abort", body).json()["changed"]
+        found: int = self.call("POST", f"/runs/{run}/trajectories:abort", body).json()["changed"]
+        return found
 
     def abort_groups(self, run: str, uids: Sequence[str], reason: str) -> int:
-        return self.call("POST", f"/runs/{run}/groups:abort", {"uids": uids, "reason": reason}).json()["changed"]
+        found: int = self.call("POST", f"/runs/{run}/groups:abort", {"uids": uids, "reason": reason}).json()["changed"]
+        return found
 
     def seal(self, run: str, batch: int | None = None) -> Json:
-        return self.call("POST", f"/runs/{run}/seal", {"batch": batch}).json()
+        found: Json = self.call("POST", f"/runs/{run}/seal", {"batch": batch}).json()
+        return found
 
     def batch(self, run: str, batch: int, wait_s: float = 0.0) -> Json:
-        return self.call("GET", f"/runs/{run}/batches/{batch}", wait_s=wait_s).json()
+        found: Json = self.call("GET", f"/runs/{run}/batches/{batch}", wait_s=wait_s).json()
+        return found
 
     def shard(self, run: str, rank: int, *, wait_s: float = 0.0, **fields: Any) -> Json:
-        found = self.call("GET", f"/runs/{run}/shards", rank=rank, wait_s=wait_s, **fields).json()
+        found: Json = self.call("GET", f"/runs/{run}/shards", rank=rank, wait_s=wait_s, **fields).json()
         del found["path"]
         return found
 
     def read(self, run: str, batch: int, mini_batch: int, rank: int, model: str = "policy") -> bytes:
-        return self.call("GET", f"/runs/{run}/batches/{batch}/{model}/{mini_batch}/{rank}").content
+        found: bytes = self.call("GET", f"/runs/{run}/batches/{batch}/{model}/{mini_batch}/{rank}").content
+        return found
 
     def acknowledge(self, run: str, rank: int, position: Json, *, commit: bool = False, **fields: Any) -> Json:
         body = {"rank": rank, "position": position, "commit": commit, **fields}
-        return self.call("POST", f"/runs/{run}/ack", body).json()["next"]
+        found: Json = self.call("POST", f"/runs/{run}/ack", body).json()["next"]
+        return found
 
     def commit(self, run: str, position: Json, incarnation: int = 0) -> Json:
         body = {"position": position, "incarnation": incarnation}
-        return self.call("POST", f"/runs/{run}/commit", body).json()["committed"]
+        found: Json = self.call("POST", f"/runs/{run}/commit", body).json()["committed"]
+        return found
 
     def resume(self, run: str, launch: str, position: Json | None = None) -> Json:
-        return self.call("POST", f"/runs/{run}/resume", {"launch": launch, "position": position}).json()
+        found: Json = self.call("POST", f"/runs/{run}/resume", {"launch": launch, "position": position}).json()
+        return found
 
     def announce(self, run: str, version: int) -> None:
         self.call("PUT", f"/runs/{run}/policy-version", {"version": version})
 
     def policy_version(self, run: str, at_least: int = -1, wait_s: float = 0.0) -> int:
-        return self.call("GET", f"/runs/{run}/policy-version", at_least=at_least, wait_s=wait_s).json()["version"]
+        found: int = self.call("GET", f"/runs/{run}/policy-version", at_least=at_least, wait_s=wait_s).json()["version"]
+        return found
 
 
 def refused(error: Any) -> Refused:

@@ -46,7 +46,7 @@ WRONG_ROWS: dict[str, tuple[Json, tuple[str, ...]]] = {
 def test_a_wrong_row_is_refused_by_name(door: Door, run: str, wrong: str) -> None:
     fields, parts = WRONG_ROWS[wrong]
     # A good row beside it, alike in form.
-    alike = {"rollout_logprobs": [0.0, 0.0]} if "rollout_logprobs" in fields else {}
+    alike: Json = {"rollout_logprobs": [0.0, 0.0]} if "rollout_logprobs" in fields else {}
     if isinstance(fields.get("reward"), list):
         alike["reward"] = [0.0, 0.0]
     if isinstance(door, HttpDoor) or "of the wrong length" not in wrong:

@@ -1,7 +1,11 @@
 """Shards pulled through a replica of the service from Redis: without their padding for who takes them so."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import numpy as np
@@ -11,12 +15,13 @@ from safetensors.numpy import load
 from gristmill._client.pull import stream
 from gristmill._client.transport import Transport
 from gristmill._wire.addresses import ShardAddress
-from gristmill.v1 import trainer_pb2_grpc
+from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
 from gristmill_service.api.rpc.streams import Streams
 from gristmill_service.api.rpc.trainers import TrainerServicer
-from gristmill_service.pipeline import build_batch
+from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore
+from gristmill_service.storage.shard_store import ShardSource, ShardStore
 from tests import naive
 from tests.bench.workloads import workload
 from tests.redis.fence import OpenFence
@@ -26,18 +31,20 @@ ADDRESS = ShardAddress("run", "policy", 3, 0, 1)
 
 
 @pytest.fixture(scope="module")
-def batch():
+def batch() -> BuiltBatch:
     work = workload("agent")
     return build_batch(work.steps, work.config("prefix"), run="run", batch=0)
 
 
 @pytest.fixture
-def shard(batch):
+def shard(batch: BuiltBatch) -> ShardSource:
     return next(one for one in batch.shards if (one.address.mini_batch, one.address.rank) == (1, 3))
 
 
 @pytest.fixture(scope="module", params=["redis", "memory"])
-def store(request, tmp_path_factory, batch):
+def store(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, batch: BuiltBatch
+) -> Iterator[ShardStore]:
     with RedisServer(tmp_path_factory.mktemp("redis"), appendonly="no") as server:
         made = (
             RedisShardStore(client := server.client(), OpenFence(client))
@@ -49,12 +56,12 @@ def store(request, tmp_path_factory, batch):
 
 
 @pytest.fixture
-def transport(store):
+def transport(store: ShardStore) -> Iterator[Transport]:
     """To a service that has this one run; of a run's calls only those that read shards."""
     runs = SimpleNamespace(read_shard=store.read, read_compact_shard=store.read_compact)
     server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
-    context = SimpleNamespace(runs=runs)
-    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(TrainerServicer(context, Streams(2)), server)
+    context: Any = SimpleNamespace(runs=runs)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(TrainerServicer(context, Streams(2)), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     made = Transport(f"127.0.0.1:{port}", 20.0, "TrainerClient")
@@ -63,7 +70,7 @@ def transport(store):
     server.stop(None).wait()
 
 
-def test_a_trainer_gets_the_same_tensors_whatever_the_store_holds(transport, shard):
+def test_a_trainer_gets_the_same_tensors_whatever_the_store_holds(transport: Transport, shard: ShardSource) -> None:
     tensors, metadata = stream(transport, ADDRESS, shard.size)
     expected = load(naive.shard_bytes(shard))
     assert metadata["rank"] == 3
@@ -71,8 +78,10 @@ def test_a_trainer_gets_the_same_tensors_whatever_the_store_holds(transport, sha
     assert all(np.array_equal(tensors[name].numpy(), expected[name]) for name in expected)
 
 
-def test_padding_is_sent_only_to_who_does_not_restore_it(transport, store, shard):
-    def messages(*, accepts_compact):
+def test_padding_is_sent_only_to_who_does_not_restore_it(
+    transport: Transport, store: ShardStore, shard: ShardSource
+) -> None:
+    def messages(*, accepts_compact: bool) -> list[trainer_pb2.ReadShardResponse]:
         request = ADDRESS.request()
         request.accepts_compact = accepts_compact
         return list(transport.trainers.ReadShard(request, timeout=20))
@@ -87,7 +96,7 @@ def test_padding_is_sent_only_to_who_does_not_restore_it(transport, store, shard
     assert max(len(one.data) for one in whole + accepted) <= 1 << 20
 
 
-def test_memory_that_a_trainer_gets_is_its_own_to_write_to(transport, shard):
+def test_memory_that_a_trainer_gets_is_its_own_to_write_to(transport: Transport, shard: ShardSource) -> None:
     tensors, _ = stream(transport, ADDRESS, shard.size)
     tensors["rewards"] += 1.0
     again, _ = stream(transport, ADDRESS, shard.size)

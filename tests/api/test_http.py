@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from pydantic import ByteSize
 
 from gristmill_service.api.http import models
 from gristmill_service.service import Service
@@ -198,7 +199,7 @@ def test_metrics_time_each_call_by_its_name(http_door: HttpDoor, run_name: str) 
 @pytest.fixture
 def small_door() -> Iterator[HttpDoor]:
     """To a service that takes requests of 10,000 bytes."""
-    running = Service(Settings(**FREE_PORTS, store="memory", max_message_bytes=10_000, shutdown_grace_s=5))
+    running = Service(Settings(**FREE_PORTS, store="memory", max_message_bytes=ByteSize(10_000), shutdown_grace_s=5))
     running.start()
     door = HttpDoor(running.http_url)
     yield door

@@ -76,7 +76,11 @@ def asking(long_poll: LongPoll, counter: Counter, value: int, caller: Caller, ki
     async def gone() -> None:
         left = asyncio.Event()
         loop = asyncio.get_running_loop()
-        caller.add_callback(lambda: loop.call_soon_threadsafe(left.set))
+
+        def leave() -> None:
+            loop.call_soon_threadsafe(left.set)
+
+        caller.add_callback(leave)
         await left.wait()
 
     def ask() -> None:

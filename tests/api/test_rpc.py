@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -11,6 +11,7 @@ import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from pydantic import ByteSize
 
 from gristmill.v1 import rollout_pb2, rows_pb2
 from gristmill_service.service import Service
@@ -87,7 +88,7 @@ def test_bytes_that_are_no_message_are_the_callers_fault(service: Service, metho
     path = f"/gristmill.v1.RolloutService/{method}"
     garbage = b"\xff\xff garbage"
     with grpc.insecure_channel(service.grpc_address) as channel:
-        calls = {
+        calls: dict[str, Callable[[], object]] = {
             "SubmitRows": lambda: channel.unary_unary(path)(garbage, timeout=20),
             "StreamRows": lambda: list(channel.stream_stream(path)(iter([garbage]), timeout=20)),
         }
@@ -111,7 +112,7 @@ def small_service(tmp_path: Path) -> Iterator[Service]:
     settings = Settings(
         **{**FREE_PORTS, "grpc_address": f"unix:{tmp_path}/grpc.sock"},
         store="memory",
-        max_message_bytes=10_000,
+        max_message_bytes=ByteSize(10_000),
         max_streams=1,
         shutdown_grace_s=5,
     )

@@ -132,7 +132,7 @@ def main() -> int:
     if not PYTHON.exists():
         print("TransferQueue is not installed: run `make bench-peers`, which makes .venv-peers", file=sys.stderr)
         return 2
-    return bench.measured({bench.PEERS: sys.modules[__name__]})
+    return bench.measured({"peers": sys.modules[__name__]})
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gristmill._wire.steps import check
 from gristmill_service.pipeline import build_batch
@@ -73,11 +74,11 @@ def _read_once(values: np.ndarray) -> None:
     data[: len(data) // 8 * 8].view(np.uint64).max()
 
 
-def _write_once(path: Path, warm: np.ndarray, size: int) -> None:
+def _write_once(path: Path, warm: NDArray[np.uint8], size: int) -> None:
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY)
     try:
         while size > 0:
-            size -= os.write(descriptor, warm[: min(size, _CHUNK)])
+            size -= os.write(descriptor, warm.data[: min(size, _CHUNK)])
     finally:
         os.close(descriptor)
         path.unlink()

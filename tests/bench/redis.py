@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -112,7 +112,7 @@ def _real_bytes(shard: Shard) -> int:
     )
 
 
-def _pull(client: redis.Redis, store: RedisShardStore, shards: list[Shard]) -> tuple[float, float]:
+def _pull(client: redis.Redis, store: RedisShardStore, shards: Sequence[Shard]) -> tuple[float, float]:
     """Shard after shard, as ranks pull them. What came is kept, so that memory is fresh each time, for both alike."""
     kept: list[np.ndarray] = []
     found = [_pull_one(client, store, shard, kept) for shard in shards[:SHARDS]]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from gristmill import RolloutClient
 from gristmill._client.transport import Transport
@@ -67,7 +68,7 @@ class Report:
     def is_clean(self) -> bool:
         return not self.findings and self.longest_outage_s <= LONGEST_HANG_S
 
-    def document(self) -> dict[str, object]:
+    def document(self) -> dict[str, Any]:
         verdict = self.verdict
         return {
             "faults": self.by_kind.total(),

@@ -159,7 +159,10 @@ class ReplicasMode(Mode):
             self.services.append(Service(self.directory / f"service-{number}.log", *one))
 
     def _service_faults(self) -> dict[str, Callable[[], None]]:
-        any_service = lambda: self._draw.choice(self.services)  # noqa: E731
+
+        def any_service() -> Service:
+            return self._draw.choice(self.services)
+
         return {
             "replica killed": lambda: self._kill(any_service()),
             "replica restarted": lambda: self._restart(any_service()),
@@ -187,7 +190,10 @@ class RedisMode(ReplicasMode):
         self._redis = RedisServer(directory / "redis", appendonly="always").start()
         self._proxies = [Proxy(self._redis.port).start() for _ in range(replicas)]
         self._serve([proxy.url for proxy in self._proxies])
-        any_proxy = lambda: draw.choice(self._proxies)  # noqa: E731
+
+        def any_proxy() -> Proxy:
+            return draw.choice(self._proxies)
+
         self.faults = self._service_faults() | {
             "redis killed": self._kill_redis,
             "redis restarted": self._redis.restart,

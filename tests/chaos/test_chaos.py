@@ -12,7 +12,7 @@ MODES = ("journal", "redis", "sentinel-durable")
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mode", MODES)
-def test_whatever_is_killed_every_accepted_row_takes_effect_once_an_epoch(mode):
+def test_whatever_is_killed_every_accepted_row_takes_effect_once_an_epoch(mode: str) -> None:
     report = run_campaign(mode, faults=12, seed=7)
     found = report.document()
     assert report.is_clean, f"{found}; see {report.directory}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -15,7 +17,7 @@ from tests.chaos.contents import SAMPLES, Contents
 from tests.chaos.neighbours import wrong_rows
 from tests.chaos.rank_log import Effect, RankLog, Trained
 from tests.chaos.trainer import Launch, before
-from tests.chaos.verify import Rollback, expected_effect, verify
+from tests.chaos.verify import Rollback, Verdict, expected_effect, verify
 from tests.chaos.worker import WorkerLog
 
 CONTENTS = Contents(5)
@@ -27,7 +29,7 @@ UIDS = [
 LONG = next((uid, sample) for uid in UIDS for sample in range(SAMPLES) if CONTENTS.steps(uid, sample) > 1)
 
 
-def worker_log():
+def worker_log() -> WorkerLog:
     log = WorkerLog(Path("unused"))
     for uid in UIDS:
         for sample in range(SAMPLES):
@@ -37,7 +39,7 @@ def worker_log():
     return log
 
 
-def effects_of(uid, sample, attempt=0):
+def effects_of(uid: str, sample: int, attempt: int = 0) -> list[Effect]:
     """As without merging: a row a step."""
     return [
         expected_effect(CONTENTS, Effect(uid, sample, step, step, "", 0, 0.0), attempt)
@@ -45,7 +47,7 @@ def effects_of(uid, sample, attempt=0):
     ]
 
 
-def training():
+def training() -> list[list[Trained]]:
     """Two ranks, a sample each; two batches of two groups, a mini-batch each group, two epochs."""
     return [
         [
@@ -58,27 +60,27 @@ def training():
     ]
 
 
-def groups():
+def groups() -> list[Group]:
     return [Group(uid, 0, "sealed", index // 2, "") for index, uid in enumerate(UIDS)]
 
 
-def judged(**changed):
-    given = {"logs": [worker_log()], "groups": groups(), "launches": [training()]} | changed
+def judged(**changed: Any) -> Verdict:
+    given: dict[str, Any] = {"logs": [worker_log()], "groups": groups(), "launches": [training()]} | changed
     return verify(CONTENTS, 2, **given)
 
 
-def test_what_went_well_is_clean():
+def test_what_went_well_is_clean() -> None:
     verdict = judged()
     assert verdict.is_clean
     assert verdict.rows_acknowledged == sum(CONTENTS.steps(uid, sample) for uid in UIDS for sample in range(SAMPLES))
 
 
-def test_the_trainers_restarts_are_one_training():
+def test_the_trainers_restarts_are_one_training() -> None:
     first, second = training()
     assert judged(launches=[[first[:3], second[:3]], [first[3:], second[3:]]]).is_clean
 
 
-def test_a_lost_row_is_seen():
+def test_a_lost_row_is_seen() -> None:
     uid, sample = LONG
     ranks = training()
     at = next(i for i, step in enumerate(ranks[sample]) if step.effects[0].uid == uid)
@@ -86,13 +88,13 @@ def test_a_lost_row_is_seen():
     assert judged(launches=[ranks]).lost
 
 
-def test_a_lost_trajectory_is_seen():
+def test_a_lost_trajectory_is_seen() -> None:
     ranks = training()
     ranks[0] = [step._replace(effects=()) if step.position == Position(1, 1, 0) else step for step in ranks[0]]
     assert judged(launches=[ranks]).lost == [f"{UIDS[2]} sample 0: accepted, and not trained in epoch 1"]
 
 
-def test_a_row_that_is_trained_twice_is_seen():
+def test_a_row_that_is_trained_twice_is_seen() -> None:
     ranks = training()
     ranks[1][0] = ranks[1][0]._replace(effects=[*ranks[1][0].effects, ranks[0][0].effects[0]])
     assert judged(launches=[ranks]).trained_twice
@@ -101,30 +103,30 @@ def test_a_row_that_is_trained_twice_is_seen():
 @pytest.mark.parametrize(
     "change", [lambda steps: steps[:3] + steps[4:], lambda steps: [steps[1], steps[0], *steps[2:]]]
 )
-def test_a_position_that_is_missing_or_out_of_order_is_seen(change):
+def test_a_position_that_is_missing_or_out_of_order_is_seen(change: Callable[[list[Trained]], list[Trained]]) -> None:
     assert judged(launches=[[change(steps) for steps in training()]]).out_of_order
 
 
-def test_a_position_that_is_trained_again_is_seen():
+def test_a_position_that_is_trained_again_is_seen() -> None:
     first, second = training()
     verdict = judged(launches=[[first[:4], second[:4]], [first[3:], second[3:]]])
     assert verdict.out_of_order
     assert verdict.trained_twice
 
 
-def test_ranks_that_are_out_of_step_are_seen():
+def test_ranks_that_are_out_of_step_are_seen() -> None:
     first, second = training()
     assert judged(launches=[[first, second[:-1]]]).out_of_order
 
 
-def test_tokens_that_nobody_sent_are_seen():
+def test_tokens_that_nobody_sent_are_seen() -> None:
     ranks = training()
     wrong = ranks[0][0].effects[0]._replace(digest="0" * 16)
     ranks[0][0] = ranks[0][0]._replace(effects=[wrong, *ranks[0][0].effects[1:]])
     assert judged(launches=[ranks]).wrong
 
 
-def test_a_trajectory_that_was_aborted_may_not_be_trained():
+def test_a_trajectory_that_was_aborted_may_not_be_trained() -> None:
     uid, sample = next(
         (uid, sample)
         for uid in (f"w0-{index}" for index in range(500))
@@ -133,7 +135,7 @@ def test_a_trajectory_that_was_aborted_may_not_be_trained():
     )
     log = WorkerLog(Path("unused"), {(uid, 0): 0, (uid, 1): 0}, {uid})
     log.rows += [(uid, 1 - sample, row["step"], 0, "ACCEPTED") for row in CONTENTS.rows(uid, 1 - sample, 0)]
-    given = {"logs": [log], "groups": [Group(uid, 0, "sealed", 0, "")]}
+    given: dict[str, Any] = {"logs": [log], "groups": [Group(uid, 0, "sealed", 0, "")]}
     own = [Trained(Position(0, epoch, 0), effects_of(uid, 1 - sample)) for epoch in range(2)]
     assert judged(launches=[[own]], **given).is_clean
     both = [step._replace(effects=[*step.effects, *effects_of(uid, sample)]) for step in own]
@@ -141,18 +143,18 @@ def test_a_trajectory_that_was_aborted_may_not_be_trained():
 
 
 @pytest.mark.parametrize("change", [{"trained": 0}, {"reward": 7.0}])
-def test_masks_and_rewards_that_nobody_sent_are_seen(change):
+def test_masks_and_rewards_that_nobody_sent_are_seen(change: dict[str, Any]) -> None:
     ranks = training()
     wrong = ranks[0][0].effects[0]._replace(**change)
     ranks[0][0] = ranks[0][0]._replace(effects=[wrong, *ranks[0][0].effects[1:]])
     assert judged(launches=[ranks]).wrong
 
 
-def test_a_group_that_is_trained_in_another_batch_is_seen():
-    assert judged(groups=[group._replace(batch=1 - group.batch) for group in groups()]).wrong
+def test_a_group_that_is_trained_in_another_batch_is_seen() -> None:
+    assert judged(groups=[group._replace(batch=1 - (group.batch or 0)) for group in groups()]).wrong
 
 
-def test_an_attempt_that_was_superseded_may_not_be_trained():
+def test_an_attempt_that_was_superseded_may_not_be_trained() -> None:
     log = worker_log()
     uid, sample = UIDS[0], 0
     log.attempts[uid, sample] = 1
@@ -166,7 +168,9 @@ def test_an_attempt_that_was_superseded_may_not_be_trained():
 
 
 @pytest.mark.parametrize(("state", "reason"), [("dropped", "timeout"), ("dropped", ""), ("open", ""), ("complete", "")])
-def test_a_whole_group_that_is_not_in_a_batch_is_lost(state, reason):
+def test_a_whole_group_that_is_not_in_a_batch_is_lost(
+    state: Literal["dropped", "open", "complete"], reason: str
+) -> None:
     found = groups()
     found[0] = Group(UIDS[0], 0, state, None, reason)
     ranks = [
@@ -175,11 +179,11 @@ def test_a_whole_group_that_is_not_in_a_batch_is_lost(state, reason):
     assert judged(groups=found, launches=[ranks]).lost
 
 
-def test_a_group_that_the_service_has_forgotten_is_lost():
+def test_a_group_that_the_service_has_forgotten_is_lost() -> None:
     assert judged(groups=groups()[1:]).lost
 
 
-def test_what_was_dropped_may_not_be_trained():
+def test_what_was_dropped_may_not_be_trained() -> None:
     log = worker_log()
     log.done.discard(UIDS[0])
     found = groups()
@@ -187,7 +191,7 @@ def test_what_was_dropped_may_not_be_trained():
     assert judged(logs=[log], groups=found).wrong
 
 
-def test_a_rank_keeps_what_is_in_a_checkpoint_and_forgets_the_rest(tmp_path):
+def test_a_rank_keeps_what_is_in_a_checkpoint_and_forgets_the_rest(tmp_path: Path) -> None:
     log = RankLog(tmp_path / "rank.sqlite")
     steps = training()[0]
     log.save(1, steps[2].position, 1, steps[:2])
@@ -201,7 +205,7 @@ def test_a_rank_keeps_what_is_in_a_checkpoint_and_forgets_the_rest(tmp_path):
 # What a store that goes back in time takes with it.
 
 
-def rolled_back(is_reported=True):
+def rolled_back(is_reported: bool = True) -> dict[str, Any]:
     """The first group's rows were acknowledged between the copy and the moment that the store served again."""
     log = worker_log()
     log.times = {uid: [100.0] for uid in UIDS} | {UIDS[0]: [200.0]}
@@ -212,30 +216,30 @@ def rolled_back(is_reported=True):
     return {"logs": [log], "groups": groups()[1:], "launches": [ranks], "rollbacks": [rollback]}
 
 
-def test_what_was_lost_by_a_rollback_and_reported_is_counted_and_no_finding():
+def test_what_was_lost_by_a_rollback_and_reported_is_counted_and_no_finding() -> None:
     verdict = judged(**rolled_back())
     assert verdict.is_clean
     assert len(verdict.rolled_back) == 1
 
 
-def test_what_was_lost_by_a_rollback_that_nobody_reported_is_lost():
+def test_what_was_lost_by_a_rollback_that_nobody_reported_is_lost() -> None:
     assert judged(**rolled_back(is_reported=False)).lost
 
 
-def test_a_rollback_excuses_only_what_happened_since_the_copy():
+def test_a_rollback_excuses_only_what_happened_since_the_copy() -> None:
     given = rolled_back()
     [rollback] = given["rollbacks"]
     assert judged(**given | {"rollbacks": [replace(rollback, since=201.0, until=202.0)]}).lost
 
 
-def test_a_rollback_excuses_nothing_that_is_trained_twice():
+def test_a_rollback_excuses_nothing_that_is_trained_twice() -> None:
     given = rolled_back()
     ranks = training()
     ranks[1][0] = ranks[1][0]._replace(effects=[*ranks[1][0].effects, ranks[0][0].effects[0]])
     assert judged(**given | {"groups": groups(), "launches": [ranks]}).trained_twice
 
 
-def test_after_a_rollback_an_earlier_attempt_may_be_the_last_that_is_left():
+def test_after_a_rollback_an_earlier_attempt_may_be_the_last_that_is_left() -> None:
     given = rolled_back() | {"groups": groups(), "launches": [training()]}
     [log] = given["logs"]
     log.attempts[UIDS[0], 0] = 1
@@ -244,7 +248,7 @@ def test_after_a_rollback_an_earlier_attempt_may_be_the_last_that_is_left():
     assert judged(**given | {"rollbacks": []}).wrong
 
 
-def test_a_group_that_is_sealed_and_that_nobody_trains_is_skipped_though_its_rows_may_be_excused():
+def test_a_group_that_is_sealed_and_that_nobody_trains_is_skipped_though_its_rows_may_be_excused() -> None:
     verdict = judged(**rolled_back() | {"groups": groups()})
     assert [f"{UIDS[0]}: sealed into batch 0, and skipped in epoch {epoch}" for epoch in range(2)] == verdict.skipped
 
@@ -252,7 +256,7 @@ def test_a_group_that_is_sealed_and_that_nobody_trains_is_skipped_though_its_row
 # The trainer's checkpoints, of launches that have ended.
 
 
-def launch(directory, checkpoints, ranks=1):
+def launch(directory: Path, checkpoints: int, ranks: int = 1) -> Launch:
     directory.mkdir()
     for rank in range(ranks):
         log = RankLog(directory / f"rank-{rank}.sqlite")
@@ -262,13 +266,13 @@ def launch(directory, checkpoints, ranks=1):
     return Launch(directory, ranks, "id")
 
 
-def test_a_checkpoint_is_one_once_all_ranks_have_it(tmp_path):
+def test_a_checkpoint_is_one_once_all_ranks_have_it(tmp_path: Path) -> None:
     assert launch(tmp_path / "one", checkpoints=3, ranks=2).checkpoints == {1: Position(1), 2: Position(2)}
 
 
-def test_a_trainer_that_goes_back_a_checkpoint_forgets_what_it_trained_after_that(tmp_path):
+def test_a_trainer_that_goes_back_a_checkpoint_forgets_what_it_trained_after_that(tmp_path: Path) -> None:
     one, two = launch(tmp_path / "one", 2), launch(tmp_path / "two", 2)
-    training = (replace(one, up_to=2), replace(two, up_to=2))
+    training: tuple[Launch, ...] = (replace(one, up_to=2), replace(two, up_to=2))
     training = before(training)
     assert [(one.directory.name, one.up_to) for one in training] == [("one", 2), ("two", 1)]
     assert [trained.position for trained in training[-1].effects()[0]] == [Position(0)]
@@ -289,25 +293,27 @@ def test_a_trainer_that_goes_back_a_checkpoint_forgets_what_it_trained_after_tha
         ({"a": "1", "b": "2"}, {"a": "1", "b": "of another run"}),
     ],
 )
-def test_a_neighbour_that_lacks_rows_or_holds_those_of_another_run_is_hurt(shard, exported):
+def test_a_neighbour_that_lacks_rows_or_holds_those_of_another_run_is_hurt(
+    shard: dict[str, Any], exported: dict[str, Any]
+) -> None:
     assert wrong_rows({"a": "1", "b": "2"}, shard, exported)
 
 
-def test_a_neighbour_that_holds_its_rows_is_not_hurt():
+def test_a_neighbour_that_holds_its_rows_is_not_hurt() -> None:
     rows = {"a": "1", "b": "2"}
     assert wrong_rows(rows, dict(rows), dict(rows)) is None
 
 
-def test_a_report_with_a_neighbour_that_was_hurt_is_not_clean():
+def test_a_report_with_a_neighbour_that_was_hurt_is_not_clean() -> None:
     assert Report("journal").is_clean
     assert not Report("journal", neighbours_hurt=["neighbour-1: its shard lacks ['a']"]).is_clean
 
 
-def test_all_modes_together_have_all_faults():
+def test_all_modes_together_have_all_faults() -> None:
     assert [share(1000, 6, number) for number in range(6)] == [167, 167, 167, 167, 166, 166]
 
 
-def test_a_workers_log_tells_when_something_happened_to_a_group_and_which_it_gave_up(tmp_path):
+def test_a_workers_log_tells_when_something_happened_to_a_group_and_which_it_gave_up(tmp_path: Path) -> None:
     log = WorkerLog(tmp_path / "worker.log")
     log.write("begin", "w0-1", 0, 0)
     log.write("row", "w0-1", 0, 0, 0, "ACCEPTED")

@@ -60,7 +60,9 @@ class FaultyService(rollout_pb2_grpc.RolloutServiceServicer, run_pb2_grpc.RunSer
         self.under_way = 0
         self._lock = threading.Lock()
 
-    def SubmitRows(self, request, context):
+    def SubmitRows(
+        self, request: rollout_pb2.SubmitRowsRequest, context: grpc.ServicerContext
+    ) -> rollout_pb2.SubmitRowsResponse:
         with self._lock:
             self.under_way += 1
         self.entered.set()
@@ -78,21 +80,27 @@ class FaultyService(rollout_pb2_grpc.RolloutServiceServicer, run_pb2_grpc.RunSer
             self._fail(self.after, context)
             return rollout_pb2.SubmitRowsResponse(outcomes=outcomes)
 
-    def AbortTrajectories(self, request, context):
+    def AbortTrajectories(
+        self, request: rollout_pb2.AbortTrajectoriesRequest, context: grpc.ServicerContext
+    ) -> rollout_pb2.AbortTrajectoriesResponse:
         self.dropped_uids |= {key.uid for key in request.trajectories}
         self.reasons = request.reason
         return rollout_pb2.AbortTrajectoriesResponse(changed=len(request.trajectories))
 
-    def WaitPolicyVersion(self, request, context):
+    def WaitPolicyVersion(
+        self, request: run_pb2.WaitPolicyVersionRequest, context: grpc.ServicerContext
+    ) -> run_pb2.WaitPolicyVersionResponse:
         self._fail(self.before, context)
         return run_pb2.WaitPolicyVersionResponse(version=7)
 
-    def SealBatch(self, request, context):
+    def SealBatch(
+        self, request: rollout_pb2.SealBatchRequest, context: grpc.ServicerContext
+    ) -> rollout_pb2.SealBatchResponse:
         self.calls.append(0)
         self._fail(self.before, context)
         return rollout_pb2.SealBatchResponse(batch=0, prompts=1)
 
-    def _keep(self, rows: rows_pb2.Rows) -> list[int]:
+    def _keep(self, rows: rows_pb2.Rows) -> list[rows_pb2.RowOutcome.ValueType]:
         table, outcomes = decode(rows), []
         for row in range(len(table)):
             key, content = (table.key(row), int(table.steps[row])), table.tokens[row].tobytes()
@@ -119,8 +127,8 @@ def serving(service: FaultyService, max_message_bytes: int = 64 << 20, port: int
     """Serves, on a free port unless given; gives the address. Calls under way break at the end."""
     options = [("grpc.max_receive_message_length", max_message_bytes), ("grpc.so_reuseport", 0)]
     server = grpc.server(ThreadPoolExecutor(8), options=options)
-    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
-    run_pb2_grpc.add_RunServiceServicer_to_server(service, server)
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    run_pb2_grpc.add_RunServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     try:

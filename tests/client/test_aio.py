@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from gristmill import (
     Trajectory,
 )
 from gristmill._client import requests
+from gristmill_service.service import Service
 from tests.client.faulty import FaultyService, serving
 
 CONFIG = {
@@ -30,13 +32,13 @@ CONFIG = {
 }
 
 
-def public(kind):
+def public(kind: type) -> dict[str, Any]:
     members = inspect.getmembers(kind, lambda member: inspect.isfunction(member) or isinstance(member, property))
     return {name: member for name, member in members if not name.startswith("_")}
 
 
 @pytest.mark.parametrize(("blocking", "awaited"), [(RolloutClient, AsyncRolloutClient), (Trajectory, AsyncTrajectory)])
-def test_the_twins_have_the_same_methods_and_arguments(blocking, awaited):
+def test_the_twins_have_the_same_methods_and_arguments(blocking: type, awaited: type) -> None:
     assert public(blocking).keys() == public(awaited).keys()
     for name, member in public(blocking).items():
         if inspect.isfunction(member) and name != "trajectory":
@@ -45,14 +47,14 @@ def test_the_twins_have_the_same_methods_and_arguments(blocking, awaited):
             assert inspect.getdoc(member) == inspect.getdoc(getattr(awaited, name)), name
 
 
-async def roll_out(client, uid, sample):
+async def roll_out(client: AsyncRolloutClient, uid: str, sample: int) -> None:
     async with client.trajectory(uid, sample, policy_version=0) as trajectory:
         assert await trajectory.step([1, 2], [3])
         assert await trajectory.step([1, 2, 3, 4], [5], reward=float(sample), is_last_step=True)
 
 
-def test_many_rollouts_in_one_loop(service, run_name):
-    async def work():
+def test_many_rollouts_in_one_loop(service: Service, run_name: str) -> None:
+    async def work() -> int:
         async with AsyncRolloutClient(service.grpc_address, run_name) as client:
             assert await client.create_run(CONFIG) == []
             assert await client.policy_version() == 0
@@ -67,8 +69,10 @@ def test_many_rollouts_in_one_loop(service, run_name):
         assert shard["sequences"].tolist() == [[1, 2, 3, 4, 5]] * 4
 
 
-def test_a_long_wait_for_room_tells_why(service, run_name, monkeypatch, caplog):
-    async def work():
+def test_a_long_wait_for_room_tells_why(
+    service: Service, run_name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> list[str]:
         async with AsyncRolloutClient(service.grpc_address, run_name) as client:
             await client.create_run(CONFIG)
             await client.begin_groups(["a", "b"])
@@ -79,8 +83,8 @@ def test_a_long_wait_for_room_tells_why(service, run_name, monkeypatch, caplog):
     assert "no room for groups for 0 s now: max_buffered_batches: 1 batches" in caplog.text
 
 
-def test_every_other_call(service, run_name):
-    async def work():
+def test_every_other_call(service: Service, run_name: str) -> None:
+    async def work() -> None:
         async with AsyncRolloutClient(service.grpc_address, run_name) as client:
             await client.create_run(CONFIG)
             row = {"uid": "a", "sample": 0, "prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1]}
@@ -101,14 +105,14 @@ def test_every_other_call(service, run_name):
     asyncio.run(work())
 
 
-def test_a_cancelled_worker_aborts_its_trajectory():
+def test_a_cancelled_worker_aborts_its_trajectory() -> None:
     faulty = FaultyService()
 
-    async def work(address):
+    async def work(address: str) -> None:
         async with AsyncRolloutClient(address, "run") as client:
             started = asyncio.Event()
 
-            async def roll_out_slowly():
+            async def roll_out_slowly() -> None:
                 async with client.trajectory("a", 0) as trajectory:
                     await trajectory.step([1], [2])
                     started.set()
@@ -127,15 +131,15 @@ def test_a_cancelled_worker_aborts_its_trajectory():
 
 
 @pytest.mark.parametrize("call", ["submit_rows", "flush"])
-def test_cancelling_who_waits_takes_no_rows_along(call):
+def test_cancelling_who_waits_takes_no_rows_along(call: str) -> None:
     faulty = FaultyService()
     faulty.gate.clear()
     row = {"uid": "a", "sample": 0, "prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1], "reward": 1.0}
 
-    async def work(address):
+    async def work(address: str) -> None:
         async with AsyncRolloutClient(address, "run") as client:
             if call == "submit_rows":
-                waiting = asyncio.create_task(client.submit_rows([row]))
+                waiting: asyncio.Task[Any] = asyncio.create_task(client.submit_rows([row]))
             else:
                 await roll_out(client, "a", 0)
                 waiting = asyncio.create_task(client.flush())
@@ -152,11 +156,11 @@ def test_cancelling_who_waits_takes_no_rows_along(call):
     assert faulty.calls == [1 if call == "submit_rows" else 2], "sent once"
 
 
-def test_a_loop_that_ends_without_closing_logs_what_is_lost(caplog):
+def test_a_loop_that_ends_without_closing_logs_what_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     faulty = FaultyService()
     faulty.gate.clear()
 
-    async def work(address):
+    async def work(address: str) -> None:
         await AsyncRolloutClient(address, "run").trajectory("a", 0).step([1], [2])
 
     with serving(faulty) as address:

@@ -1,5 +1,7 @@
 """The package's surface: what it exports, and what importing it costs."""
 
+from __future__ import annotations
+
 import ast
 import pkgutil
 import re
@@ -16,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PUBLIC = {"gristmill.aio", "gristmill.errors", "gristmill.torch"}
 
 
-def test_all_is_the_public_surface():
+def test_all_is_the_public_surface() -> None:
     assert gristmill.__all__ == [
         "AlreadyExistsError",
         "AsyncRolloutClient",
@@ -43,24 +45,24 @@ def test_all_is_the_public_surface():
 
 
 @pytest.mark.parametrize("name", gristmill.__all__)
-def test_every_public_name_is_there(name):
+def test_every_public_name_is_there(name: str) -> None:
     assert getattr(gristmill, name).__name__ == name
 
 
-def test_every_error_of_the_tree_is_public():
+def test_every_error_of_the_tree_is_public() -> None:
     tree = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
     # The clients answer this one themselves.
     assert tree - set(gristmill.__all__) == {"PrefixUnknownError"}
 
 
-def test_the_public_modules_are_four():
+def test_the_public_modules_are_four() -> None:
     """`gristmill.v1` is generated from the contract."""
     found = {module.name for module in pkgutil.walk_packages(gristmill.__path__, "gristmill.")}
     public = {name for name in found if "._" not in name and not name.startswith("gristmill.v1")}
     assert public == PUBLIC
 
 
-def test_the_documentation_imports_from_public_modules_alone():
+def test_the_documentation_imports_from_public_modules_alone() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     text = "\n".join(page.read_text() for page in pages)
     imported = set(re.findall(r"^ *(?:from|import) (gristmill(?:\.\w+)*)\b", text, re.MULTILINE))
@@ -68,27 +70,27 @@ def test_the_documentation_imports_from_public_modules_alone():
     assert not re.findall(r"gristmill\._\w+", text)
 
 
-def test_what_type_checkers_see_is_what_there_is():
+def test_what_type_checkers_see_is_what_there_is() -> None:
     tree = ast.parse(Path(gristmill.__file__).read_text())
     (for_checkers,) = (node for node in tree.body if isinstance(node, ast.If))
-    seen = [alias.name for node in for_checkers.body for alias in node.names]
+    seen = [alias.name for node in for_checkers.body if isinstance(node, ast.ImportFrom) for alias in node.names]
     assert sorted(seen) == gristmill.__all__
 
 
-def test_an_unknown_name_is_refused():
+def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Rollout'"):
         _ = gristmill.Rollout
 
 
-def run_python(code):
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_the_rollout_clients_import_no_torch():
+def test_the_rollout_clients_import_no_torch() -> None:
     code = "import sys, gristmill; gristmill.RolloutClient, gristmill.AsyncRolloutClient; print('torch' in sys.modules)"
     assert run_python(code).stdout == "False\n"
 
 
-def test_without_torch_the_trainer_client_says_what_to_install():
+def test_without_torch_the_trainer_client_says_what_to_install() -> None:
     code = "import sys, gristmill; sys.modules['torch'] = None; gristmill.TrainerClient"
     assert "pip install gristmill[torch]" in run_python(code).stderr.splitlines()[-1]

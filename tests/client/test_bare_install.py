@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.serving import ServiceProcess
+
 ROOT = Path(__file__).parents[2]
 PINS = [f"{name}=={version(name)}" for name in ("grpcio", "numpy", "protobuf")]
 
@@ -74,7 +76,9 @@ def bare_python() -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_works_for_rollouts_with_only_grpcio_protobuf_and_numpy(service_process, run_name, tmp_path):
+def test_the_wheel_works_for_rollouts_with_only_grpcio_protobuf_and_numpy(
+    service_process: ServiceProcess, run_name: str, tmp_path: Path
+) -> None:
     run_quietly(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT))
     (wheel,) = tmp_path.glob("gristmill-*.whl")
     python, installed = str(bare_python()), tmp_path / "installed"

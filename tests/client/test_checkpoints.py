@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Any
 
 import grpc
 import pytest
@@ -11,29 +13,30 @@ import pytest
 from gristmill import FailedPreconditionError, InvalidArgumentError, RolloutClient, TrainerClient
 from gristmill._client.transport import Transport
 from gristmill.v1 import run_pb2, run_pb2_grpc, trainer_pb2, trainer_pb2_grpc
-from tests.client.faulty import refuse
+from gristmill_service.service import Service
+from tests.client.faulty import Fault, refuse
 
-IDENTITY = {"run_id": "made-on-monday", "generation": 3}
+IDENTITY: dict[str, Any] = {"run_id": "made-on-monday", "generation": 3}
 STATE = {"version": 2, "run": "run", "model": "policy", "batch": 5, "epoch": 1, "mini_batch": 2, **IDENTITY}
 
 
 class OneRun(run_pb2_grpc.RunServiceServicer, trainer_pb2_grpc.TrainerServiceServicer):
     """A run whose identity is given. `refusal` is what the next resume without a reason ends with."""
 
-    def __init__(self, run_id, generation):
+    def __init__(self, run_id: str, generation: int) -> None:
         self.run_id, self.generation = run_id, generation
         self.resumes: list[trainer_pb2.ResumeRequest] = []
         self.commits: list[trainer_pb2.CommitRequest] = []
-        self.refusal = None
+        self.refusal: Fault | None = None
 
-    def GetRun(self, request, context):
+    def GetRun(self, request: run_pb2.GetRunRequest, context: grpc.ServicerContext) -> run_pb2.GetRunResponse:
         place = run_pb2.RankProgress(model=run_pb2.MODEL_POLICY, next=run_pb2.Position(batch=4))
         status = run_pb2.RunStatus(
             run=request.run, config_json="{}", ranks=[place], run_id=self.run_id, generation=self.generation
         )
         return run_pb2.GetRunResponse(status=status)
 
-    def Resume(self, request, context):
+    def Resume(self, request: trainer_pb2.ResumeRequest, context: grpc.ServicerContext) -> trainer_pb2.ResumeResponse:
         self.resumes.append(request)
         if self.refusal and not request.give_up_reason:
             self.refusal(context)
@@ -41,21 +44,21 @@ class OneRun(run_pb2_grpc.RunServiceServicer, trainer_pb2_grpc.TrainerServiceSer
             incarnation=1, position=request.position, run_id=self.run_id, generation=self.generation
         )
 
-    def Commit(self, request, context):
+    def Commit(self, request: trainer_pb2.CommitRequest, context: grpc.ServicerContext) -> trainer_pb2.CommitResponse:
         self.commits.append(request)
         return trainer_pb2.CommitResponse(committed=request.position)
 
 
 @pytest.fixture
-def run():
+def run() -> OneRun:
     return OneRun(**IDENTITY)
 
 
 @pytest.fixture
-def trainer(run):
+def trainer(run: OneRun) -> Iterator[TrainerClient]:
     server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
-    run_pb2_grpc.add_RunServiceServicer_to_server(run, server)
-    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(run, server)
+    run_pb2_grpc.add_RunServiceServicer_to_server(run, server)  # type: ignore[no-untyped-call]
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(run, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     with TrainerClient(f"127.0.0.1:{port}", "run", 0) as trainer:
@@ -63,38 +66,40 @@ def trainer(run):
     server.stop(None).wait()
 
 
-def test_a_state_names_the_run_by_its_identity_and_not_only_its_name(trainer):
+def test_a_state_names_the_run_by_its_identity_and_not_only_its_name(trainer: TrainerClient) -> None:
     assert trainer.state_dict() == STATE | {"batch": 4, "epoch": 0, "mini_batch": 0}
 
 
-def test_a_loaded_state_says_which_run_and_which_generation_of_it_it_is_of(trainer, run):
+def test_a_loaded_state_says_which_run_and_which_generation_of_it_it_is_of(trainer: TrainerClient, run: OneRun) -> None:
     trainer.load_state_dict(STATE)
     [request] = run.resumes
     assert (request.run_id, request.generation, request.give_up_reason) == ("made-on-monday", 3, "")
     assert request.position == run_pb2.Position(batch=5, epoch=1, mini_batch=2)
 
 
-def test_after_loading_the_next_state_is_of_the_run_and_the_generation_that_answered(trainer, run):
+def test_after_loading_the_next_state_is_of_the_run_and_the_generation_that_answered(
+    trainer: TrainerClient, run: OneRun
+) -> None:
     run.generation = 4
     trainer.load_state_dict(STATE)
     assert trainer.state_dict() == STATE | {"generation": 4}
 
 
-def test_a_state_of_an_earlier_version_is_read_and_not_checked(trainer, run):
+def test_a_state_of_an_earlier_version_is_read_and_not_checked(trainer: TrainerClient, run: OneRun) -> None:
     trainer.load_state_dict({name: STATE[name] for name in STATE if name not in IDENTITY} | {"version": 1})
     [request] = run.resumes
     assert (request.run_id, request.generation) == ("", 0)
     assert trainer.state_dict() == STATE
 
 
-def test_without_a_checkpoint_nothing_is_checked(trainer, run):
+def test_without_a_checkpoint_nothing_is_checked(trainer: TrainerClient, run: OneRun) -> None:
     trainer.load_state_dict({})
     [request] = run.resumes
     assert (request.run_id, request.generation) == ("", 0)
     assert not request.HasField("position")
 
 
-def test_a_state_that_would_skip_rows_is_refused_until_a_reason_is_given(trainer, run):
+def test_a_state_that_would_skip_rows_is_refused_until_a_reason_is_given(trainer: TrainerClient, run: OneRun) -> None:
     run.refusal = refuse(FailedPreconditionError("3 groups would be skipped; batch 4 epoch 0 mini-batch 0 fits"))
     with pytest.raises(FailedPreconditionError, match="3 groups would be skipped; batch 4 epoch 0 mini-batch 0 fits"):
         trainer.load_state_dict(STATE)
@@ -102,13 +107,13 @@ def test_a_state_that_would_skip_rows_is_refused_until_a_reason_is_given(trainer
     assert [request.give_up_reason for request in run.resumes] == ["", "lost with Redis"]
 
 
-def test_a_reason_that_is_empty_is_refused(trainer, run):
+def test_a_reason_that_is_empty_is_refused(trainer: TrainerClient, run: OneRun) -> None:
     with pytest.raises(InvalidArgumentError, match="give_up_reason is empty"):
         trainer.load_state_dict(STATE, give_up_reason="")
     assert not run.resumes
 
 
-def test_a_state_of_either_version_is_committed(trainer, run):
+def test_a_state_of_either_version_is_committed(trainer: TrainerClient, run: OneRun) -> None:
     trainer.commit(STATE)
     trainer.commit({name: STATE[name] for name in STATE if name not in IDENTITY} | {"version": 1})
     assert [request.position for request in run.commits] == [run_pb2.Position(batch=5, epoch=1, mini_batch=2)] * 2
@@ -120,7 +125,7 @@ def test_a_state_of_either_version_is_committed(trainer, run):
 CONFIG = {"train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}
 
 
-def roll_out(client, *uids):
+def roll_out(client: RolloutClient, *uids: str) -> None:
     client.create_run(CONFIG)
     for uid in uids:
         with client.trajectory(uid, 0) as trajectory:
@@ -128,7 +133,7 @@ def roll_out(client, *uids):
     client.flush()
 
 
-def train(trainer, batches):
+def train(trainer: TrainerClient, batches: int) -> list[str]:
     """Uids of these many batches."""
     trained = []
     for _, batch in zip(range(batches), trainer, strict=False):
@@ -138,12 +143,12 @@ def train(trainer, batches):
     return trained
 
 
-def delete(address, run):
+def delete(address: str, run: str) -> None:
     with closing(Transport(address, 20.0, "test")) as transport:
         transport.call(transport.runs.DeleteRun, run_pb2.DeleteRunRequest(run=run))
 
 
-def test_a_state_of_a_run_that_was_deleted_does_not_fit_the_next_of_its_name(service, run_name):
+def test_a_state_of_a_run_that_was_deleted_does_not_fit_the_next_of_its_name(service: Service, run_name: str) -> None:
     address = service.grpc_address
     with RolloutClient(address, run_name) as client, TrainerClient(address, run_name, 0, auto_commit=False) as trainer:
         roll_out(client, "a", "b")
@@ -159,7 +164,9 @@ def test_a_state_of_a_run_that_was_deleted_does_not_fit_the_next_of_its_name(ser
         assert train(trainer, 3) == ["a", "b", "c"]
 
 
-def test_a_state_ahead_of_its_run_drops_what_it_steps_over_for_the_reason_given_and_no_more(service, run_name):
+def test_a_state_ahead_of_its_run_drops_what_it_steps_over_for_the_reason_given_and_no_more(
+    service: Service, run_name: str
+) -> None:
     address = service.grpc_address
     with RolloutClient(address, run_name) as client, TrainerClient(address, run_name, 0, auto_commit=False) as trainer:
         roll_out(client, "a", "b", "c")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +17,13 @@ from gristmill import (
     StaleIncarnationError,
     TrainerClient,
 )
-from gristmill._wire.addresses import Position
-from gristmill_service.run.machine.answers import BatchState, ShardAnswer
+from gristmill._wire import addresses
+from gristmill.torch import Shard
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.run.machine.answers import BatchState, Position, ShardAnswer
+from gristmill_service.run.run import Run
+from gristmill_service.service import Service
+from tests.serving import StartService
 
 CONFIG = {
     "train_batch_size": 4,
@@ -26,7 +34,7 @@ CONFIG = {
 }
 
 
-def fill(address, run, uids, length=2):
+def fill(address: str, run: str, uids: Iterable[str], length: int = 2) -> None:
     with RolloutClient(address, run) as client:
         client.create_run(CONFIG)
         for uid in uids:
@@ -35,13 +43,15 @@ def fill(address, run, uids, length=2):
                     trajectory.step([1] * length, [3 + sample, 4], reward=float(sample), is_last_step=True)
 
 
-def uids_of(shard):
+def uids_of(shard: Shard) -> list[str]:
     return [
         uid for uid, padding in zip(shard.metadata["uids"], shard["is_padding"].tolist(), strict=True) if not padding
     ]
 
 
-def test_a_trainer_comes_back_with_other_ranks_and_goes_on_where_its_checkpoint_was(service, run_name):
+def test_a_trainer_comes_back_with_other_ranks_and_goes_on_where_its_checkpoint_was(
+    service: Service, run_name: str
+) -> None:
     fill(service.grpc_address, run_name, "abcd")
     pair = [TrainerClient(service.grpc_address, run_name, rank, dp_size=2, auto_commit=False) for rank in range(2)]
     for rank in pair:
@@ -69,7 +79,7 @@ def test_a_trainer_comes_back_with_other_ranks_and_goes_on_where_its_checkpoint_
         rank.close()
 
 
-def test_a_service_that_is_killed_goes_on_from_its_journal(start_service, tmp_path):
+def test_a_service_that_is_killed_goes_on_from_its_journal(start_service: StartService, tmp_path: Path) -> None:
     flags = ("--journal-dir", str(tmp_path / "journal"), "--shared-memory-dir", str(tmp_path))
     before = start_service(*flags)
     fill(before.grpc_address, "run", "abc")
@@ -89,8 +99,8 @@ def test_a_service_that_is_killed_goes_on_from_its_journal(start_service, tmp_pa
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("is_mapped", [True, False])
 def test_a_trainer_goes_on_within_its_batch_when_the_service_is_killed(
-    start_service, tmp_path, monkeypatch, is_mapped, prefetch
-):
+    start_service: StartService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_mapped: bool, prefetch: int
+) -> None:
     flags = ("--journal-dir", str(tmp_path / "journal"), "--shared-memory-dir", str(tmp_path))
     before = start_service(*flags)
     fill(before.grpc_address, "run", "abcd", length=200_000)
@@ -115,18 +125,18 @@ def test_a_trainer_goes_on_within_its_batch_when_the_service_is_killed(
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_shard_that_is_withdrawn_while_it_is_asked_for_or_read_is_waited_for(
-    service, run_name, monkeypatch, prefetch
-):
+    service: Service, run_name: str, monkeypatch: pytest.MonkeyPatch, prefetch: int
+) -> None:
     fill(service.grpc_address, run_name, "abcd")
     run = type(service.runs.get(run_name))
     shard, read = run.shard, run.read_shard
     pending = [ShardAnswer(BatchState.PENDING, Position(0), incarnation=0)] * 2
     refusals = [NotFoundError("batch 0 is not published, or freed already")]
 
-    def found(self, *question):
+    def found(self: Run, *question: Any) -> ShardAnswer:
         return pending.pop() if pending else shard(self, *question)
 
-    def read_or_withdrawn(self, batch, address):
+    def read_or_withdrawn(self: Run, batch: int, address: ShardAddress) -> Iterator[bytes]:
         if refusals:
             raise refusals.pop()
         return read(self, batch, address)
@@ -142,10 +152,10 @@ def test_a_shard_that_is_withdrawn_while_it_is_asked_for_or_read_is_waited_for(
     assert [shard.position.mini_batch for shard in shards] == [0, 1]
 
 
-def test_a_batch_that_lies_ahead_is_not_waited_for(service, run_name):
+def test_a_batch_that_lies_ahead_is_not_waited_for(service: Service, run_name: str) -> None:
     fill(service.grpc_address, run_name, "abcd")
     with (
         TrainerClient(service.grpc_address, run_name, 0) as trainer,
         pytest.raises(FailedPreconditionError, match="batch 1 epoch 0 mini-batch 0 is not published"),
     ):
-        trainer.open_shard(Position(1))
+        trainer.open_shard(addresses.Position(1))

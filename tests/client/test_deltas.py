@@ -1,5 +1,7 @@
 """Turns cross the wire without what the service has: it makes the same rows of them, whatever happens on the way."""
 
+from __future__ import annotations
+
 import itertools
 import zlib
 
@@ -14,12 +16,16 @@ from gristmill._client.delivery import Delivery
 from gristmill._client.failures import failure_of
 from gristmill._client.outbox import Limits, Outbox
 from gristmill._client.prefix_dedup import PreviousSteps
+from gristmill._wire.row_codec import Sent
 from gristmill._wire.row_codec import encode as encode_message
 from gristmill._wire.rows import from_rows, to_rows
 from gristmill._wire.submit_codec import Submission
 from gristmill.v1 import rollout_pb2
 from gristmill_service.run import prefix_expansion
-from tests.strategies import rollouts
+from gristmill_service.service import Service
+from tests.client.faces import Connect
+from tests.serving import StartService
+from tests.strategies import Row, rollouts
 
 CONFIG = {
     "train_batch_size": 1,
@@ -31,7 +37,7 @@ CONFIG = {
 _names = itertools.count()
 
 
-def conversation(turns, uid="a", broken_at=None):
+def conversation(turns: int, uid: str = "a", broken_at: int | None = None) -> list[Row]:
     """Rows of a trajectory whose prompts extend what was before; one may differ in the midst of it."""
     rng = np.random.default_rng(turns)
     prompt, rows = rng.integers(0, 9, 100).tolist(), []
@@ -56,12 +62,12 @@ def conversation(turns, uid="a", broken_at=None):
 
 
 @pytest.fixture
-def sent(monkeypatch):
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Sent]:
     """Requests that the client sent, as the service read them."""
-    found = []
+    found: list[Sent] = []
     read = Submission.rows
 
-    def rows(self):
+    def rows(self: Submission) -> Sent:
         found.append(read(self))
         return found[-1]
 
@@ -69,21 +75,23 @@ def sent(monkeypatch):
     return found
 
 
-def kept(service, run):
+def kept(service: Service, run: str) -> list[Row]:
     """Batch 0's rows, as the service would lay them out again."""
     [*tables] = service.runs.get(run).export(0)
     return [row for table in tables for row in to_rows(table)]
 
 
-def whole(rows):
+def whole(rows: list[Row]) -> list[Row]:
     return list(to_rows(from_rows(rows)))
 
 
-def tokens_sent(sent):
+def tokens_sent(sent: list[Sent]) -> list[int]:
     return [int(found.steps.tokens.total) for found in sent]
 
 
-def test_a_trajectory_crosses_the_wire_once(service, run_name, connect, sent):
+def test_a_trajectory_crosses_the_wire_once(
+    service: Service, run_name: str, connect: Connect, sent: list[Sent]
+) -> None:
     rows = conversation(6)
     with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
@@ -94,7 +102,7 @@ def test_a_trajectory_crosses_the_wire_once(service, run_name, connect, sent):
     assert kept(service, run_name) == whole(rows)
 
 
-def test_also_compressed(service, run_name, connect, sent):
+def test_also_compressed(service: Service, run_name: str, connect: Connect, sent: list[Sent]) -> None:
     rows = conversation(6)
     with connect(service.grpc_address, run_name, compression="zstd") as client:
         client.create_run(CONFIG)
@@ -107,7 +115,7 @@ def test_also_compressed(service, run_name, connect, sent):
         connect(service.grpc_address, run_name, compression="gzip")
 
 
-def test_also_within_one_message(service, run_name, connect, sent):
+def test_also_within_one_message(service: Service, run_name: str, connect: Connect, sent: list[Sent]) -> None:
     rows = conversation(6)
     with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
@@ -117,7 +125,9 @@ def test_also_within_one_message(service, run_name, connect, sent):
     assert kept(service, run_name) == whole(rows)
 
 
-def test_a_broken_prefix_sends_from_the_first_token_that_differs(service, run_name, connect, sent):
+def test_a_broken_prefix_sends_from_the_first_token_that_differs(
+    service: Service, run_name: str, connect: Connect, sent: list[Sent]
+) -> None:
     rows = conversation(3, broken_at=1)
     with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
@@ -129,8 +139,8 @@ def test_a_broken_prefix_sends_from_the_first_token_that_differs(service, run_na
 
 
 def test_a_service_that_has_not_got_the_step_before_is_sent_the_row_whole(
-    service, run_name, connect, sent, monkeypatch
-):
+    service: Service, run_name: str, connect: Connect, sent: list[Sent], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows, find = conversation(4), prefix_expansion.rows_before
     # As after a failover, when a new owner has rows that it did not take itself.
     forgets = iter([False, True])
@@ -144,7 +154,9 @@ def test_a_service_that_has_not_got_the_step_before_is_sent_the_row_whole(
     assert kept(service, run_name) == whole(rows)
 
 
-def test_rows_of_another_attempt_are_not_what_a_turn_extends(service, run_name, connect, sent):
+def test_rows_of_another_attempt_are_not_what_a_turn_extends(
+    service: Service, run_name: str, connect: Connect, sent: list[Sent]
+) -> None:
     rows = conversation(3)
     with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
@@ -156,7 +168,9 @@ def test_rows_of_another_attempt_are_not_what_a_turn_extends(service, run_name, 
     assert kept(service, run_name) == whole([row | {"attempt": 1} for row in rows])
 
 
-def test_a_turn_that_is_repeated_is_a_duplicate_however_it_comes(service, run_name, connect, sent):
+def test_a_turn_that_is_repeated_is_a_duplicate_however_it_comes(
+    service: Service, run_name: str, connect: Connect, sent: list[Sent]
+) -> None:
     rows = conversation(2)
     with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG | {"n_samples_per_prompt": 2})
@@ -171,7 +185,9 @@ def test_a_turn_that_is_repeated_is_a_duplicate_however_it_comes(service, run_na
     ("length", "checksum", "message"),
     [(100, 1, "does not begin with the 100 tokens that were left out"), (150, 0, "does not begin with the 150 tokens")],
 )
-def test_a_prefix_that_the_step_before_has_not_is_refused_by_name(service, run_name, length, checksum, message):
+def test_a_prefix_that_the_step_before_has_not_is_refused_by_name(
+    service: Service, run_name: str, length: int, checksum: int, message: str
+) -> None:
     rows = conversation(2)
     with RolloutClient(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
@@ -189,7 +205,7 @@ def test_a_prefix_that_the_step_before_has_not_is_refused_by_name(service, run_n
         assert client.submit_rows(rows[1:]) == [RowOutcome.ACCEPTED], "nothing of it was kept"
 
 
-def test_what_a_few_bytes_ask_for_is_no_more_than_a_request_may_be(start_service, run_name):
+def test_what_a_few_bytes_ask_for_is_no_more_than_a_request_may_be(start_service: StartService, run_name: str) -> None:
     address = start_service("--max-message-bytes", "1MB").grpc_address
     [row] = conversation(1)
     long = row | {"prompt_token_ids": [1] * 100_000, "is_last_step": False}
@@ -208,10 +224,10 @@ def test_what_a_few_bytes_ask_for_is_no_more_than_a_request_may_be(start_service
             client._transport.submit_rows(request, timeout=10)
 
 
-def test_a_client_remembers_no_more_than_it_is_told_to():
+def test_a_client_remembers_no_more_than_it_is_told_to() -> None:
     previous, outbox = PreviousSteps(most_bytes=2_000), Outbox(Limits(1, 1 << 20, 0.0), 10.0)
 
-    def shortened(row):
+    def shortened(row: Row) -> bool:
         outbox.add(from_rows([row]), Delivery(), 0.0)
         entries = outbox.next_message(0.0)
         outbox.on_outcomes(entries, [RowOutcome.ACCEPTED])
@@ -225,7 +241,9 @@ def test_a_client_remembers_no_more_than_it_is_told_to():
 
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batch=rollouts(most_prompts=2, samples=2), data=st.data())
-def test_the_service_makes_the_rows_that_were_given(service, monkeypatch, batch, data):
+def test_the_service_makes_the_rows_that_were_given(
+    service: Service, monkeypatch: pytest.MonkeyPatch, batch: list[Row], data: st.DataObject
+) -> None:
     """Rows as short as these are shortened as well, in requests of any number of steps, some of which are forgotten."""
     monkeypatch.setattr("gristmill._client.prefix_dedup._LEAST_TOKENS", 1)
     run = f"deltas-{next(_names)}"

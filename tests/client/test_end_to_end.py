@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import grpc
 import numpy as np
@@ -28,6 +30,9 @@ from gristmill._client import requests
 from gristmill._wire.addresses import Position
 from gristmill.v1 import rollout_pb2, trainer_pb2, trainer_pb2_grpc
 from gristmill_service.api import messages
+from gristmill_service.run.machine.answers import BatchAnswer
+from gristmill_service.service import Service
+from tests.serving import ServiceProcess
 
 CONFIG = {
     "train_batch_size": 2,
@@ -42,22 +47,22 @@ CONFIG = {
 
 
 @pytest.fixture
-def client(service, run_name):
+def client(service: Service, run_name: str) -> Iterator[RolloutClient]:
     with RolloutClient(service.grpc_address, run_name, timeout_s=20) as client:
         yield client
 
 
-def trainer_of(service, client, rank=0, **more):
+def trainer_of(service: Service, client: RolloutClient, rank: int = 0, **more: Any) -> TrainerClient:
     return TrainerClient(service.grpc_address, client.run, rank, timeout_s=20, **more)
 
 
 @pytest.fixture
-def trainer(service, client):
+def trainer(service: Service, client: RolloutClient) -> Iterator[TrainerClient]:
     with trainer_of(service, client) as trainer:
         yield trainer
 
 
-def roll_out(client, uids, **more):
+def roll_out(client: RolloutClient, uids: Sequence[str], **more: Any) -> None:
     """Two samples of two turns each; the second extends the first."""
     for uid in client.begin_groups(uids):
         for sample in range(2):
@@ -66,11 +71,11 @@ def roll_out(client, uids, **more):
                 assert trajectory.step([1, 2, 3, 4, 5, 6], [7], reward=float(sample), is_last_step=True)
 
 
-def prompts(first, count):
+def prompts(first: int, count: int) -> list[str]:
     return [f"p{index}" for index in range(first, first + count)]
 
 
-def test_a_run_from_rollouts_to_the_last_mini_batch(client, trainer):
+def test_a_run_from_rollouts_to_the_last_mini_batch(client: RolloutClient, trainer: TrainerClient) -> None:
     assert client.create_run(CONFIG) == []
     roll_out(client, prompts(0, 4))
     assert client.finish() == 2
@@ -91,7 +96,7 @@ def test_a_run_from_rollouts_to_the_last_mini_batch(client, trainer):
     assert client.status().batches_freed == 2
 
 
-def test_both_samples_and_both_ranks_get_what_is_theirs(service, client):
+def test_both_samples_and_both_ranks_get_what_is_theirs(service: Service, client: RolloutClient) -> None:
     client.create_run(CONFIG | {"dp_size": 2})
     roll_out(client, prompts(0, 2))
     client.finish()
@@ -105,7 +110,9 @@ def test_both_samples_and_both_ranks_get_what_is_theirs(service, client):
     assert sorted(rows) == [0, 1, 2, 3]
 
 
-def test_processes_of_one_rank_read_the_same_shard_and_one_acknowledges(service, client):
+def test_processes_of_one_rank_read_the_same_shard_and_one_acknowledges(
+    service: Service, client: RolloutClient
+) -> None:
     client.create_run(CONFIG)
     roll_out(client, prompts(0, 2))
     client.finish()
@@ -119,11 +126,11 @@ def test_processes_of_one_rank_read_the_same_shard_and_one_acknowledges(service,
         assert first.position == second.position == Position(1)
 
 
-def test_trainers_wait_for_a_batch_and_end_with_the_run(client, trainer):
+def test_trainers_wait_for_a_batch_and_end_with_the_run(client: RolloutClient, trainer: TrainerClient) -> None:
     client.create_run(CONFIG)
     trained = []
 
-    def train():
+    def train() -> None:
         for batch in trainer:
             for shard in batch.mini_batches():
                 shard.ack()
@@ -138,11 +145,13 @@ def test_trainers_wait_for_a_batch_and_end_with_the_run(client, trainer):
     assert trained == [0, 1]
 
 
-def test_a_plan_is_encoded_once_for_all_the_ranks_that_wait_for_it(service, client, monkeypatch):
+def test_a_plan_is_encoded_once_for_all_the_ranks_that_wait_for_it(
+    service: Service, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client.create_run(CONFIG)
     encode, published = messages.batch_to, []
 
-    def encoding(answer):
+    def encoding(answer: BatchAnswer) -> trainer_pb2.GetBatchResponse:
         published.extend([answer] if answer.plan else [])
         return encode(answer)
 
@@ -150,7 +159,7 @@ def test_a_plan_is_encoded_once_for_all_the_ranks_that_wait_for_it(service, clie
     before = service.long_poll.count
     request = trainer_pb2.GetBatchRequest(run=client.run, wait_s=20)
     with grpc.insecure_channel(service.grpc_address) as channel:
-        ask = trainer_pb2_grpc.TrainerServiceStub(channel).GetBatch
+        ask = trainer_pb2_grpc.TrainerServiceStub(channel).GetBatch  # type: ignore[no-untyped-call]
         answers = [ask.future(request) for _ in range(40)]
         while service.long_poll.count < before + 40:
             time.sleep(0.005)
@@ -159,7 +168,7 @@ def test_a_plan_is_encoded_once_for_all_the_ranks_that_wait_for_it(service, clie
     assert 1 <= len(published) <= 3, "by those who were answered at the same moment, and by nobody after them"
 
 
-def test_a_batch_left_before_its_end_is_not_skipped_silently(client, trainer):
+def test_a_batch_left_before_its_end_is_not_skipped_silently(client: RolloutClient, trainer: TrainerClient) -> None:
     client.create_run(CONFIG)
     roll_out(client, prompts(0, 2))
     batches = iter(trainer)
@@ -168,7 +177,7 @@ def test_a_batch_left_before_its_end_is_not_skipped_silently(client, trainer):
         next(batches)
 
 
-def test_acknowledging_ahead_is_refused(service, client, trainer):
+def test_acknowledging_ahead_is_refused(service: Service, client: RolloutClient, trainer: TrainerClient) -> None:
     client.create_run(CONFIG)
     roll_out(client, prompts(0, 2))
     for reader in (trainer, trainer_of(service, client, acknowledges=False)):
@@ -183,7 +192,7 @@ def test_acknowledging_ahead_is_refused(service, client, trainer):
 # Resuming.
 
 
-def test_training_goes_on_from_the_checkpoint(service, client):
+def test_training_goes_on_from_the_checkpoint(service: Service, client: RolloutClient) -> None:
     client.create_run(CONFIG)
     roll_out(client, prompts(0, 4))
     client.finish()
@@ -207,7 +216,7 @@ def test_training_goes_on_from_the_checkpoint(service, client):
     assert client.status().batches_freed == 2
 
 
-def test_a_checkpoint_is_committed_by_its_state_while_training_goes_on(client, service):
+def test_a_checkpoint_is_committed_by_its_state_while_training_goes_on(client: RolloutClient, service: Service) -> None:
     client.create_run(CONFIG)
     roll_out(client, prompts(0, 2))
     with trainer_of(service, client, auto_commit=False) as trainer:
@@ -220,7 +229,9 @@ def test_a_checkpoint_is_committed_by_its_state_while_training_goes_on(client, s
         assert client.status().batches_freed == 1
 
 
-def test_an_earlier_start_of_the_trainer_is_refused_after_a_resume(service, client, trainer):
+def test_an_earlier_start_of_the_trainer_is_refused_after_a_resume(
+    service: Service, client: RolloutClient, trainer: TrainerClient
+) -> None:
     client.create_run(CONFIG)
     roll_out(client, prompts(0, 2))
     with trainer_of(service, client) as earliest:
@@ -232,7 +243,9 @@ def test_an_earlier_start_of_the_trainer_is_refused_after_a_resume(service, clie
     next(next(iter(trainer)).mini_batches()).ack()
 
 
-def test_ranks_of_one_launch_resume_together_wherever_a_crash_left_them(service, client):
+def test_ranks_of_one_launch_resume_together_wherever_a_crash_left_them(
+    service: Service, client: RolloutClient
+) -> None:
     client.create_run(CONFIG | {"dp_size": 2})
     roll_out(client, prompts(0, 2))
     with trainer_of(service, client, 0) as ahead:
@@ -248,7 +261,9 @@ def test_ranks_of_one_launch_resume_together_wherever_a_crash_left_them(service,
         trainer.close()
 
 
-def test_several_ranks_without_a_common_launch_are_told_how_to_give_one(service, client):
+def test_several_ranks_without_a_common_launch_are_told_how_to_give_one(
+    service: Service, client: RolloutClient
+) -> None:
     client.create_run(CONFIG | {"dp_size": 2})
     with trainer_of(service, client) as trainer, pytest.raises(InvalidArgumentError, match="launch is not given"):
         trainer.load_state_dict({})
@@ -264,7 +279,9 @@ def test_several_ranks_without_a_common_launch_are_told_how_to_give_one(service,
         ({"epoch": None}, "no position in"),
     ],
 )
-def test_a_state_of_something_else_is_refused(client, trainer, change, message):
+def test_a_state_of_something_else_is_refused(
+    client: RolloutClient, trainer: TrainerClient, change: dict[str, Any], message: str
+) -> None:
     client.create_run(CONFIG)
     with pytest.raises(InvalidArgumentError, match=message):
         trainer.load_state_dict(trainer.state_dict() | change)
@@ -282,20 +299,22 @@ def test_a_state_of_something_else_is_refused(client, trainer, change, message):
         ({"model": "critic"}, "it has no critic; give critic_mini_batch_size"),
     ],
 )
-def test_a_trainer_that_does_not_fit_the_run_is_refused(service, client, more, message):
+def test_a_trainer_that_does_not_fit_the_run_is_refused(
+    service: Service, client: RolloutClient, more: dict[str, Any], message: str
+) -> None:
     client.create_run(CONFIG)
     with trainer_of(service, client, **more) as trainer, pytest.raises(InvalidArgumentError, match=message):
         next(iter(trainer))
 
 
-def test_an_unknown_run_and_model_are_refused(service, client, trainer):
+def test_an_unknown_run_and_model_are_refused(service: Service, client: RolloutClient, trainer: TrainerClient) -> None:
     with pytest.raises(NotFoundError, match=client.run):
         next(iter(trainer))
     with pytest.raises(InvalidArgumentError, match="model is 'reward'; known are policy, critic"):
         trainer_of(service, client, model="reward")
 
 
-def test_a_freed_batch_is_not_there(client, trainer):
+def test_a_freed_batch_is_not_there(client: RolloutClient, trainer: TrainerClient) -> None:
     client.create_run(CONFIG)
     roll_out(client, prompts(0, 2))
     for shard in next(iter(trainer)).mini_batches():
@@ -304,7 +323,9 @@ def test_a_freed_batch_is_not_there(client, trainer):
         trainer.open_shard(Position(0))
 
 
-def test_a_batch_that_failed_is_told_of_with_its_reason_and_the_next_goes_on(client, trainer):
+def test_a_batch_that_failed_is_told_of_with_its_reason_and_the_next_goes_on(
+    client: RolloutClient, trainer: TrainerClient
+) -> None:
     # A single row makes no two micro-batches.
     vpp = {"micro_batch": {"max_tokens": 100}, "on_misaligned": "error", "vpp_size": 2, "microbatch_group_size": 2}
     client.create_run(CONFIG | vpp)
@@ -321,21 +342,25 @@ def test_a_batch_that_failed_is_told_of_with_its_reason_and_the_next_goes_on(cli
     assert next(iter(trainer)).number == 1
 
 
-def test_a_critic_has_an_order_of_its_own(service, client):
+def test_a_critic_has_an_order_of_its_own(service: Service, client: RolloutClient) -> None:
     client.create_run(CONFIG | {"critic_mini_batch_size": 2})
     roll_out(client, prompts(0, 2))
     client.finish()
     with trainer_of(service, client) as policy, trainer_of(service, client, model="critic") as critic:
         for trainer, steps in ((policy, 4), (critic, 2)):
             for batch in trainer:
-                assert sum(1 for shard in batch.mini_batches() if not shard.ack()) == steps
+                acknowledged = 0
+                for shard in batch.mini_batches():
+                    shard.ack()
+                    acknowledged += 1
+                assert acknowledged == steps
     assert client.status().batches_freed == 1
 
 
 # Rollouts.
 
 
-def test_rewards_may_come_later(client, trainer):
+def test_rewards_may_come_later(client: RolloutClient, trainer: TrainerClient) -> None:
     client.create_run(CONFIG)
     for uid in client.begin_groups(prompts(0, 2)):
         for sample in range(2):
@@ -350,7 +375,9 @@ def test_rewards_may_come_later(client, trainer):
     assert shard["rewards"].tolist() == [[0.0, 0.0], [0.0, 1.0]]
 
 
-def test_rewards_per_token_come_with_the_step_or_later(service, client, trainer):
+def test_rewards_per_token_come_with_the_step_or_later(
+    service: Service, client: RolloutClient, trainer: TrainerClient
+) -> None:
     client.create_run(CONFIG)
     with RolloutClient(service.grpc_address, client.run, token_rewards=True) as worker:
         for uid in worker.begin_groups(prompts(0, 2)):
@@ -364,12 +391,12 @@ def test_rewards_per_token_come_with_the_step_or_later(service, client, trainer)
 
 
 @pytest.mark.parametrize("reward", [float("nan"), [], [[1.0]], [float("inf")]])
-def test_a_reward_that_is_none_is_refused(client, reward):
+def test_a_reward_that_is_none_is_refused(client: RolloutClient, reward: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="uid 'a' sample 0: reward is"):
         client.set_reward("a", 0, reward)
 
 
-def test_a_whole_generator_output_is_taken_once(client, trainer):
+def test_a_whole_generator_output_is_taken_once(client: RolloutClient, trainer: TrainerClient) -> None:
     client.create_run(CONFIG)
     output = {
         "prompt_token_ids": [[1], [1, 2], [1], [1]] * 2,
@@ -384,7 +411,7 @@ def test_a_whole_generator_output_is_taken_once(client, trainer):
     assert next(iter(trainer)).plan["rows_received"] == 6
 
 
-def test_a_refused_row_names_its_trajectory_and_what_was_accepted_stays(client):
+def test_a_refused_row_names_its_trajectory_and_what_was_accepted_stays(client: RolloutClient) -> None:
     client.create_run(CONFIG)
     good, bad = client.trajectory("p0", 0), client.trajectory("p0", 5)
     good.step([1], [2])
@@ -398,7 +425,7 @@ def test_a_refused_row_names_its_trajectory_and_what_was_accepted_stays(client):
         client.flush()
 
 
-def test_a_higher_attempt_supersedes_and_the_earlier_worker_is_told(client):
+def test_a_higher_attempt_supersedes_and_the_earlier_worker_is_told(client: RolloutClient) -> None:
     client.create_run(CONFIG)
     first = client.trajectory("p0", 0)
     first.step([1], [2])
@@ -413,7 +440,7 @@ def test_a_higher_attempt_supersedes_and_the_earlier_worker_is_told(client):
     assert first.step([1, 2, 3], [4]) is False
 
 
-def test_a_worker_of_a_dropped_group_is_told_to_stop(client):
+def test_a_worker_of_a_dropped_group_is_told_to_stop(client: RolloutClient) -> None:
     client.create_run(CONFIG)
     client.begin_groups(["p0"])
     with client.trajectory("p0", 0) as trajectory:
@@ -426,14 +453,14 @@ def test_a_worker_of_a_dropped_group_is_told_to_stop(client):
     assert client.status().groups_dropped == {"prompt is broken": 1}
 
 
-def test_giving_up_a_trajectory_of_which_nothing_arrived_is_no_error(client):
+def test_giving_up_a_trajectory_of_which_nothing_arrived_is_no_error(client: RolloutClient) -> None:
     client.create_run(CONFIG)
     with client.trajectory("p0", 0) as trajectory:
         trajectory.step([1], [2])
         trajectory.abort("gave up")
 
 
-def test_begun_groups_are_those_that_there_is_room_for(client, trainer):
+def test_begun_groups_are_those_that_there_is_room_for(client: RolloutClient, trainer: TrainerClient) -> None:
     client.create_run(CONFIG | {"max_buffered_batches": 1})
     uids = prompts(0, 4)
     assert client.begin_groups(uids, wait_s=0) == ["p0", "p1"]
@@ -451,7 +478,9 @@ def test_begun_groups_are_those_that_there_is_room_for(client, trainer):
     assert client.begin_groups([]) == []
 
 
-def test_a_long_wait_for_room_tells_why(client, monkeypatch, caplog):
+def test_a_long_wait_for_room_tells_why(
+    client: RolloutClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     client.create_run(CONFIG | {"max_buffered_batches": 1})
     roll_out(client, prompts(0, 2))
     assert client.begin_groups(["late"], wait_s=0.05) == []
@@ -461,9 +490,11 @@ def test_a_long_wait_for_room_tells_why(client, monkeypatch, caplog):
     assert f"run {client.run!r}: no room for groups for 0 s now: max_buffered_batches: 1 batches" in caplog.messages[0]
 
 
-def test_waiting_for_room_is_told_once_in_a_while(monkeypatch, caplog):
+def test_waiting_for_room_is_told_once_in_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     times = iter((0.0, 0.1, 20.0, 40.0, 50.0, 60.0, 80.0, 100.0))
-    monkeypatch.setattr(requests.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
     wait = requests.RoomWait("run")
     full = rollout_pb2.BeginGroupsResponse(admissions=[rollout_pb2.GROUP_ADMISSION_NO_ROOM], reason="it is full")
     assert not any(wait.is_over(full) for _ in range(7))
@@ -474,7 +505,9 @@ def test_waiting_for_room_is_told_once_in_a_while(monkeypatch, caplog):
     assert wait.is_over(rollout_pb2.BeginGroupsResponse(admissions=[rollout_pb2.GROUP_ADMISSION_ADMITTED]))
 
 
-def test_rows_of_a_group_without_room_wait_until_there_is(service, client, trainer):
+def test_rows_of_a_group_without_room_wait_until_there_is(
+    service: Service, client: RolloutClient, trainer: TrainerClient
+) -> None:
     client.create_run(CONFIG | {"max_buffered_batches": 1})
     roll_out(client, prompts(0, 2))
     late = client.trajectory("late", 0)
@@ -492,13 +525,13 @@ def test_rows_of_a_group_without_room_wait_until_there_is(service, client, train
 
 
 @pytest.mark.parametrize("uids", ["p0", ["p0", ""]])
-def test_uids_that_are_none_are_refused(client, uids):
+def test_uids_that_are_none_are_refused(client: RolloutClient, uids: str | list[str]) -> None:
     client.create_run(CONFIG)
     with pytest.raises(InvalidArgumentError, match="uid"):
         client.begin_groups(uids)
 
 
-def test_sealing_takes_what_is_complete(client, trainer):
+def test_sealing_takes_what_is_complete(client: RolloutClient, trainer: TrainerClient) -> None:
     client.create_run(CONFIG)
     with pytest.raises(FailedPreconditionError, match="complete"):
         client.seal()
@@ -508,7 +541,7 @@ def test_sealing_takes_what_is_complete(client, trainer):
     assert next(iter(trainer)).plan["prompts"] == 1
 
 
-def test_policy_versions_reach_the_workers(client, trainer):
+def test_policy_versions_reach_the_workers(client: RolloutClient, trainer: TrainerClient) -> None:
     client.create_run(CONFIG)
     assert client.policy_version() == 0
     reached: list[int] = []
@@ -520,7 +553,7 @@ def test_policy_versions_reach_the_workers(client, trainer):
     assert client.policy_version() == 3
 
 
-def test_a_run_of_other_settings_is_refused_and_of_wrong_ones_named(client):
+def test_a_run_of_other_settings_is_refused_and_of_wrong_ones_named(client: RolloutClient) -> None:
     client.create_run(CONFIG)
     client.create_run(CONFIG)
     with pytest.raises(AlreadyExistsError, match=client.run):
@@ -535,8 +568,8 @@ def test_a_run_of_other_settings_is_refused_and_of_wrong_ones_named(client):
 
 
 def test_shards_are_mapped_where_the_service_shares_memory_and_streamed_where_not(
-    service_process, run_name, monkeypatch
-):
+    service_process: ServiceProcess, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with RolloutClient(service_process.grpc_address, run_name) as client:
         client.create_run(CONFIG)
         roll_out(client, prompts(0, 2))
@@ -552,7 +585,7 @@ def test_shards_are_mapped_where_the_service_shares_memory_and_streamed_where_no
     assert all(again[name].equal(streamed[name]) for name in again.tensors)
 
 
-def test_a_service_that_shares_no_memory_streams(client, trainer):
+def test_a_service_that_shares_no_memory_streams(client: RolloutClient, trainer: TrainerClient) -> None:
     client.create_run(CONFIG)
     roll_out(client, prompts(0, 2))
     assert not any(shard.is_mapped for shard in next(iter(trainer)).forward())
@@ -567,7 +600,7 @@ _examples = itertools.count()
     batch_rows=st.integers(1, 9),
     layout=st.sampled_from([{"layout": "packed"}, {"pad_width": "micro_batch"}, {"pad_width": "shard"}]),
 )
-def test_what_goes_in_comes_out(service, turns, batch_rows, layout):
+def test_what_goes_in_comes_out(service: Service, turns: list[int], batch_rows: int, layout: dict[str, Any]) -> None:
     run = f"in-out-{next(_examples)}"
     config = CONFIG | layout | {"merge": "none", "update_epochs_per_batch": 1}
     sent = {}
@@ -581,7 +614,7 @@ def test_what_goes_in_comes_out(service, turns, batch_rows, layout):
                     trajectory.step(prompt, response, is_last_step=step == count - 1, reward=1.0)
                     sent[uid, sample, step] = response
         client.finish()
-    found = {}
+    found: dict[tuple[str, int, int], list[int]] = {}
     with TrainerClient(service.grpc_address, run, 0) as trainer:
         for batch in trainer:
             for shard in batch.mini_batches():

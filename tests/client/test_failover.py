@@ -9,11 +9,14 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import grpc
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,22 +35,25 @@ from gristmill._client.failures import failure_of
 from gristmill._client.pull import stream
 from gristmill._client.retries import Backoff
 from gristmill._wire.addresses import ShardAddress
+from gristmill.errors import GristmillError
 from gristmill.v1 import trainer_pb2_grpc
-from tests.client.faulty import FaultyService, refuse, serving, unavailable
+from tests.client.faces import AwaitedClient, Connect
+from tests.client.faulty import Fault, FaultyService, refuse, serving, unavailable
 from tests.client.test_shards import CONFIG, ROWS, shard_bytes
 from tests.client.test_transport import Status, Streams
+from tests.serving import StartService
 
 FAST_S = 3.0
 """More than any failover takes that waits for nothing, also on a busy machine; less than any bound on a hang."""
 
 
 @pytest.fixture(autouse=True)
-def in_the_order_given(monkeypatch):
+def in_the_order_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random.SystemRandom, "shuffle", lambda self, values: None)
 
 
 @pytest.fixture
-def closed_port():
+def closed_port() -> Iterator[str]:
     """An address that refuses connections."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -55,34 +61,38 @@ def closed_port():
 
 
 @contextmanager
-def within(seconds):
+def within(seconds: float) -> Iterator[None]:
     start = time.monotonic()
     yield
     assert time.monotonic() - start < seconds
 
 
-def step(client, uid="a", sample=0):
+def step(client: RolloutClient, uid: str = "a", sample: int = 0) -> None:
     with client.trajectory(uid, sample) as trajectory:
         trajectory.step([1], [2], reward=1.0, is_last_step=True)
 
 
-def deliver(client, uid):
+def deliver(client: RolloutClient, uid: str) -> None:
     step(client, uid)
     client.flush()
 
 
-def turns(client):
+Replica = tuple[FaultyService, str, Callable[[], None]]
+StartReplica = Callable[..., Replica]
+
+
+def turns(client: RolloutClient | AwaitedClient) -> int:
     """How often the client went on to the next replica."""
     core = client._core if isinstance(client, RolloutClient) else client.awaited
     return core._connection.channels._turn
 
 
 @pytest.fixture
-def connect(connect):
+def connect(connect: Connect) -> Iterator[Connect]:
     """Makes a client of either kind, closed with the test."""
     with ExitStack() as opened:
 
-        def connect_to(*addresses, timeout_s=20.0):
+        def connect_to(*addresses: str, timeout_s: float = 20.0) -> Any:
             client = connect(",".join(addresses), "run", timeout_s=timeout_s)
             opened.callback(client.close)
             return client
@@ -91,11 +101,11 @@ def connect(connect):
 
 
 @pytest.fixture
-def replicas():
+def replicas() -> Iterator[StartReplica]:
     """Starts fake replicas: gives the service, its address, and what stops it."""
     with ExitStack() as all_stopped:
 
-        def start(port=0):
+        def start(port: int = 0) -> Replica:
             service, running = FaultyService(), ExitStack()
             address = running.enter_context(serving(service, port=port))
             all_stopped.callback(running.close)
@@ -115,7 +125,7 @@ def replicas():
         ("unix:/a/b,[::1]:65535", ("unix:/a/b", "[::1]:65535")),
     ],
 )
-def test_an_address_names_one_replica_or_several(address, parts):
+def test_an_address_names_one_replica_or_several(address: str, parts: tuple[str] | tuple[str, str]) -> None:
     assert addresses_of(address) == parts
 
 
@@ -134,7 +144,7 @@ def test_an_address_names_one_replica_or_several(address, parts):
         (["one:1"], r"\['one:1'\]"),
     ],
 )
-def test_what_is_no_address_is_named(address, named):
+def test_what_is_no_address_is_named(address: Any, named: str) -> None:
     for make in (
         lambda: RolloutClient(address, "run"),
         lambda: AsyncRolloutClient(address, "run"),
@@ -144,7 +154,7 @@ def test_what_is_no_address_is_named(address, named):
             make()
 
 
-def test_many_clients_spread_over_the_replicas_however_they_are_seeded(monkeypatch):
+def test_many_clients_spread_over_the_replicas_however_they_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     orders = set()
     for _ in range(200):
@@ -156,7 +166,9 @@ def test_many_clients_spread_over_the_replicas_however_they_are_seeded(monkeypat
 # A replica that is away.
 
 
-def test_one_that_refuses_connections_is_passed_over(connect, replicas, closed_port):
+def test_one_that_refuses_connections_is_passed_over(
+    connect: Connect, replicas: StartReplica, closed_port: str
+) -> None:
     service, address, _ = replicas()
     client = connect(closed_port, address)
     with within(FAST_S):
@@ -166,14 +178,14 @@ def test_one_that_refuses_connections_is_passed_over(connect, replicas, closed_p
     assert service.arrivals == [("a", 0, 0)]
 
 
-def test_rows_that_find_nobody_go_to_the_next(connect, replicas, closed_port):
+def test_rows_that_find_nobody_go_to_the_next(connect: Connect, replicas: StartReplica, closed_port: str) -> None:
     service, address, _ = replicas()
     with within(FAST_S):
         deliver(connect(closed_port, address), "a")
     assert service.arrivals == [("a", 0, 0)]
 
 
-def test_one_that_is_stopping_is_passed_over(connect, replicas):
+def test_one_that_is_stopping_is_passed_over(connect: Connect, replicas: StartReplica) -> None:
     (first, one, _), (second, two, _) = replicas(), replicas()
     first.before.extend([refuse(UnavailableError("shutting down"), "30000")])
     client = connect(one, two)
@@ -183,7 +195,7 @@ def test_one_that_is_stopping_is_passed_over(connect, replicas):
     assert (first.arrivals, second.arrivals) == ([], [("a", 0, 0)])
 
 
-def test_a_replica_that_is_back_is_used_when_the_other_dies(connect, replicas):
+def test_a_replica_that_is_back_is_used_when_the_other_dies(connect: Connect, replicas: StartReplica) -> None:
     (_, one, stop_first), (second, two, stop_second) = replicas(), replicas()
     client = connect(one, two)
     deliver(client, "a")
@@ -200,7 +212,7 @@ def test_a_replica_that_is_back_is_used_when_the_other_dies(connect, replicas):
     assert [uid for uid, *_ in again.arrivals] == ["d"]
 
 
-def test_when_none_serves_all_are_named(connect, closed_port, replicas):
+def test_when_none_serves_all_are_named(connect: Connect, closed_port: str, replicas: StartReplica) -> None:
     _, address, stop = replicas()
     stop()
     client = connect(closed_port, address, timeout_s=0.5)
@@ -211,7 +223,7 @@ def test_when_none_serves_all_are_named(connect, closed_port, replicas):
         deliver(client, "a")
 
 
-def test_what_replicas_say_themselves_is_told_with_all_their_names():
+def test_what_replicas_say_themselves_is_told_with_all_their_names() -> None:
     told = Status("UNAVAILABLE", "away", gristmill_error="UnavailableError")
     assert str(failure_of(told, "a:1, b:1").error) == "a:1, b:1: away"
 
@@ -219,7 +231,7 @@ def test_what_replicas_say_themselves_is_told_with_all_their_names():
 # Calls under way.
 
 
-def test_a_call_that_breaks_is_made_again_elsewhere(connect, replicas):
+def test_a_call_that_breaks_is_made_again_elsewhere(connect: Connect, replicas: StartReplica) -> None:
     (first, one, stop), (second, two, _) = replicas(), replicas()
     first.gate.clear()
     client = connect(one, two)
@@ -231,7 +243,9 @@ def test_a_call_that_breaks_is_made_again_elsewhere(connect, replicas):
     assert second.arrivals == [("a", 0, 0)]
 
 
-def test_a_call_that_hangs_is_made_again_elsewhere(connect, replicas, monkeypatch):
+def test_a_call_that_hangs_is_made_again_elsewhere(
+    connect: Connect, replicas: StartReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(retries, "_ATTEMPT_AMONG_OTHERS_S", 0.3)
     (first, one, _), (second, two, _) = replicas(), replicas()
     first.gate.clear()
@@ -242,7 +256,9 @@ def test_a_call_that_hangs_is_made_again_elsewhere(connect, replicas, monkeypatc
     assert second.arrivals == [("a", 0, 0)]
 
 
-def test_a_slow_service_is_given_time_once_all_replicas_were_tried(connect, replicas, monkeypatch):
+def test_a_slow_service_is_given_time_once_all_replicas_were_tried(
+    connect: Connect, replicas: StartReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(retries, "_ATTEMPT_AMONG_OTHERS_S", 0.1)
     slow = lambda _: time.sleep(0.5)  # noqa: E731
     (first, one, _), (second, two, _) = replicas(), replicas()
@@ -253,7 +269,7 @@ def test_a_slow_service_is_given_time_once_all_replicas_were_tried(connect, repl
     assert turns(client) == 1
 
 
-def test_what_must_not_be_repeated_is_asked_once_and_waited_for(replicas):
+def test_what_must_not_be_repeated_is_asked_once_and_waited_for(replicas: StartReplica) -> None:
     (first, one, _), (second, two, _) = replicas(), replicas()
     first.before.extend([unavailable])
     second.before.extend([lambda _: time.sleep(0.3)])
@@ -272,7 +288,9 @@ def test_what_must_not_be_repeated_is_asked_once_and_waited_for(replicas):
         (refuse(NotFoundError("none")), NotFoundError),
     ],
 )
-def test_what_is_refused_is_not_asked_elsewhere(connect, replicas, refusal, raised):
+def test_what_is_refused_is_not_asked_elsewhere(
+    connect: Connect, replicas: StartReplica, refusal: Fault, raised: type[GristmillError] | None
+) -> None:
     (first, one, _), (second, two, _) = replicas(), replicas()
     client = connect(one, two)
     for ask in (client.policy_version, lambda: deliver(client, "a")):
@@ -286,11 +304,11 @@ def test_what_is_refused_is_not_asked_elsewhere(connect, replicas, refusal, rais
     assert second.calls == []
 
 
-def test_calls_that_fail_together_fail_over_once(replicas):
+def test_calls_that_fail_together_fail_over_once(replicas: StartReplica) -> None:
     (first, one, _), (_, two, _), (third, three, _) = replicas(), replicas(), replicas()
     all_there = threading.Barrier(6)
 
-    def fail_together(context):
+    def fail_together(context: grpc.ServicerContext) -> None:
         all_there.wait(10)
         unavailable(context)
 
@@ -302,7 +320,7 @@ def test_calls_that_fail_together_fail_over_once(replicas):
     assert len(third.before) == 6
 
 
-def test_a_failure_that_comes_late_moves_nobody():
+def test_a_failure_that_comes_late_moves_nobody() -> None:
     channels = Channels("a:1,b:1")
     (turn, _), (late, _) = channels._current(), channels._current()
     channels._fail_over(turn)
@@ -314,7 +332,7 @@ def test_a_failure_that_comes_late_moves_nobody():
         channel.close()
 
 
-def test_a_client_closed_while_it_looks_for_a_replica_says_so(closed_port):
+def test_a_client_closed_while_it_looks_for_a_replica_says_so(closed_port: str) -> None:
     client = RolloutClient(f"{closed_port},{closed_port}", "run")
     with ThreadPoolExecutor(1) as threads:
         asking = threads.submit(client.policy_version)
@@ -327,7 +345,7 @@ def test_a_client_closed_while_it_looks_for_a_replica_says_so(closed_port):
 
 
 @given(st.integers(1, 5), st.integers(1, 30), st.one_of(st.none(), st.floats(0, 100)))
-def test_pauses_grow_by_the_round(replicas, attempts, pushback_s):
+def test_pauses_grow_by_the_round(replicas: int, attempts: int, pushback_s: float | None) -> None:
     backoff = Backoff(replicas)
     for attempt in range(1, attempts + 1):
         pause_s = backoff.pause_s(pushback_s, is_of_replica=True)
@@ -342,22 +360,22 @@ def test_pauses_grow_by_the_round(replicas, attempts, pushback_s):
 
 
 @contextmanager
-def streaming(*answers):
+def streaming(*answers: Iterable[bytes | grpc.StatusCode]) -> Iterator[tuple[str, grpc.Server]]:
     """A replica that answers ReadShard so."""
     server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
-    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Streams(*answers, are_compact=False), server)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Streams(*answers, are_compact=False), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield f"127.0.0.1:{port}", server
     server.stop(None).wait()
 
 
-def read(size, *addresses):
+def read(size: int, *addresses: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     with TrainerClient(",".join(addresses), "run", 0, timeout_s=20.0) as trainer:
         return stream(trainer._transport, ShardAddress("run", "policy", 0, 0, 0), size)
 
 
-def test_a_stream_that_breaks_is_read_again_from_the_other_replica():
+def test_a_stream_that_breaks_is_read_again_from_the_other_replica() -> None:
     (data,) = shard_bytes(ROWS, CONFIG)
     broken = [data[:100], grpc.StatusCode.UNAVAILABLE]
     with streaming(broken) as (one, _), streaming([data]) as (two, _), within(FAST_S):
@@ -365,11 +383,11 @@ def test_a_stream_that_breaks_is_read_again_from_the_other_replica():
     assert len(tensors["sequences"]) == 6
 
 
-def test_a_stream_whose_replica_dies_is_read_again_from_the_other():
+def test_a_stream_whose_replica_dies_is_read_again_from_the_other() -> None:
     (data,) = shard_bytes(ROWS, CONFIG)
     half_sent = threading.Event()
 
-    def half():
+    def half() -> Iterator[bytes]:
         yield data[:100]
         half_sent.set()
         time.sleep(1)
@@ -382,7 +400,7 @@ def test_a_stream_whose_replica_dies_is_read_again_from_the_other():
     assert len(tensors["sequences"]) == 6
 
 
-def test_a_freed_batch_is_asked_for_nowhere_else():
+def test_a_freed_batch_is_asked_for_nowhere_else() -> None:
     with streaming([grpc.StatusCode.NOT_FOUND]) as (one, _), streaming() as (two, _), pytest.raises(NotFoundError):
         read(100, one, two)
 
@@ -391,7 +409,7 @@ def test_a_freed_batch_is_asked_for_nowhere_else():
 
 
 @pytest.mark.slow
-def test_a_wait_leaves_a_service_that_is_paused_within_ten_seconds(start_service, run_name):
+def test_a_wait_leaves_a_service_that_is_paused_within_ten_seconds(start_service: StartService, run_name: str) -> None:
     """Also late in the wait, when keepalive is all that goes over the connection, and the service has permitted it."""
     first, second = start_service(), start_service()
     for service in (first, second):

@@ -1,6 +1,10 @@
 """A generator output becomes the rows it stands for, and is refused by name where it does not say enough."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +14,9 @@ from hypothesis import given
 from gristmill._client.skyrl_output import columns_of_output
 from gristmill._wire.row_codec import encode
 from gristmill._wire.rows import from_rows
+from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
-from tests.strategies import rollouts
+from tests.strategies import Row, rollouts
 
 
 @dataclass
@@ -20,7 +25,7 @@ class TrajectoryID:
     repetition_id: int
 
 
-OUTPUT = {
+OUTPUT: dict[str, Any] = {
     "prompt_token_ids": [[1, 2], [1, 2, 3, 4], [1, 2]],
     "response_ids": [[3], [5, 6], [7]],
     "rewards": [0.0, 1.0, 0.5],
@@ -34,15 +39,15 @@ OUTPUT = {
 }
 
 
-def from_generator_output(output, **options):
+def from_generator_output(output: dict[str, Any], **options: Any) -> Steps:
     return columns_of_output(output, **options).table(0, len(output["response_ids"]))
 
 
-def output(**changes):
+def output(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in (OUTPUT | changes).items() if value is not ...}
 
 
-def test_rows_of_one_trajectory_are_numbered_in_their_order():
+def test_rows_of_one_trajectory_are_numbered_in_their_order() -> None:
     table = from_generator_output(output(), round=2, attempt=1, policy_version=5)
     assert [table.name(row) for row in range(3)] == [
         "uid 'a' sample 0 round 2 step 0",
@@ -62,19 +67,19 @@ def test_rows_of_one_trajectory_are_numbered_in_their_order():
         {"trajectory_ids": ..., "uids": ["a", "a", "a"], "samples": np.array([0, 0, 1])},
     ],
 )
-def test_trajectories_are_named_in_any_of_three_ways(identity):
+def test_trajectories_are_named_in_any_of_three_ways(identity: dict[str, Any]) -> None:
     assert encode(from_generator_output(output(**identity))) == encode(from_generator_output(output()))
 
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["array", "tensor"])
-def test_lists_arrays_and_tensors_say_the_same(make):
+def test_lists_arrays_and_tensors_say_the_same(make: Callable[[object], Any]) -> None:
     names = ("prompt_token_ids", "response_ids", "loss_masks")
     arrays = {name: [make(values) for values in OUTPUT[name]] for name in names} | {"rewards": make(OUTPUT["rewards"])}
     assert encode(from_generator_output(output(**arrays))) == encode(from_generator_output(output()))
 
 
 @given(rollouts())
-def test_a_generator_output_is_its_rows(rows):
+def test_a_generator_output_is_its_rows(rows: list[Row]) -> None:
     names = {"prompt_token_ids": "prompt_token_ids", "response_ids": "response_ids", "loss_masks": "loss_mask"}
     names |= {"rewards": "reward", "stop_reasons": "stop_reason", "is_last_step": "is_last_step"}
     names |= {"rollout_logprobs": "rollout_logprobs"} if "rollout_logprobs" in rows[0] else {}
@@ -84,7 +89,7 @@ def test_a_generator_output_is_its_rows(rows):
     assert encode(from_generator_output(made)) == encode(expected)
 
 
-def test_without_loss_masks_every_token_is_trained_and_without_is_last_step_each_row_is_a_trajectory():
+def test_without_loss_masks_every_token_is_trained_and_without_is_last_step_each_row_is_a_trajectory() -> None:
     table = from_generator_output(
         {"prompt_token_ids": [[1], [1]], "response_ids": [[2, 3], [4]], "trajectory_ids": [("a", 0), ("a", 1)]}
     )
@@ -93,11 +98,12 @@ def test_without_loss_masks_every_token_is_trained_and_without_is_last_step_each
     assert table.rewards_pending.all()
 
 
-def test_no_reward_is_0_before_the_last_step_and_pending_on_it():
+def test_no_reward_is_0_before_the_last_step_and_pending_on_it() -> None:
     table = from_generator_output(output(rewards=None))
     assert table.rewards_pending.tolist() == [False, True, True]
     table = from_generator_output(output(rewards=[None, [0.0, 1.0], [1.0]]))
     assert not table.rewards_pending.any()
+    assert table.token_rewards is not None
     assert table.token_rewards.values.tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
@@ -116,6 +122,6 @@ def test_no_reward_is_0_before_the_last_step_and_pending_on_it():
         ({"loss_masks": [[1], [0, 1], [1, 1]]}, "uid 'a' sample 1 step 0: loss_mask has 2 values"),
     ],
 )
-def test_what_is_wrong_is_named(changes, message):
+def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         from_generator_output(output(**changes))

@@ -1,5 +1,7 @@
 """Ctrl-C in the midst of submissions: what is under way is sent again, and closing ends."""
 
+from __future__ import annotations
+
 import _thread
 import signal
 import threading
@@ -10,6 +12,9 @@ import pytest
 
 from gristmill import RolloutClient
 from gristmill._client.sigint import DeferSigint
+from gristmill_service.service import Service
+from tests.serving import StartService
+from tests.strategies import Row
 
 CONFIG = {
     "train_batch_size": 4096,
@@ -20,7 +25,7 @@ CONFIG = {
 }
 
 
-def rows_of(uid, length=2):
+def rows_of(uid: str, length: int = 2) -> list[Row]:
     return [
         {
             "uid": uid,
@@ -34,10 +39,10 @@ def rows_of(uid, length=2):
     ]
 
 
-def test_an_interrupt_waits_for_the_end_of_the_block():
+def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
     done = []
 
-    def work():
+    def work() -> None:
         with DeferSigint():
             signal.raise_signal(signal.SIGINT)
             done.append(True)
@@ -48,8 +53,8 @@ def test_an_interrupt_waits_for_the_end_of_the_block():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_interrupt_is_not_waited_with():
-    def work():
+def test_a_second_interrupt_is_not_waited_with() -> None:
+    def work() -> None:
         with DeferSigint():
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
@@ -60,10 +65,10 @@ def test_a_second_interrupt_is_not_waited_with():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_another_thread_is_left_alone():
+def test_another_thread_is_left_alone() -> None:
     found = []
 
-    def look():
+    def look() -> None:
         with DeferSigint():
             found.append(signal.getsignal(signal.SIGINT))
 
@@ -73,11 +78,11 @@ def test_another_thread_is_left_alone():
     assert found == [signal.default_int_handler]
 
 
-def test_rows_that_an_interrupt_met_on_their_way_arrive_with_the_next_flush(service, run_name):
+def test_rows_that_an_interrupt_met_on_their_way_arrive_with_the_next_flush(service: Service, run_name: str) -> None:
     """Interrupts at random moments, as from a terminal."""
     stopped = threading.Event()
 
-    def interrupt():
+    def interrupt() -> None:
         rng = np.random.default_rng(1)
         while not stopped.wait(rng.random() * 0.02):
             _thread.interrupt_main()
@@ -108,15 +113,18 @@ def test_rows_that_an_interrupt_met_on_their_way_arrive_with_the_next_flush(serv
         assert client.status().rows_accepted == 2 * (given + 1)
 
 
-def test_two_interrupts_while_large_messages_are_under_way_leave_nothing_hanging(start_service, run_name):
+def test_two_interrupts_while_large_messages_are_under_way_leave_nothing_hanging(
+    start_service: StartService, run_name: str
+) -> None:
     process = start_service()
     with RolloutClient(process.grpc_address, run_name, timeout_s=20) as client:
         client.create_run(CONFIG)
         rows = [row for uid in range(4) for row in rows_of(f"p{uid}", 500_000)]
         process.process.send_signal(signal.SIGSTOP)
         main = threading.main_thread().ident
+        assert main is not None
 
-        def interrupt():
+        def interrupt() -> None:
             for pause_s in (1.0, 0.2):
                 time.sleep(pause_s)
                 signal.pthread_kill(main, signal.SIGINT)

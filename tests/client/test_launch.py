@@ -1,19 +1,23 @@
 """Ranks agree on one launch: through torch.distributed, in processes of their own."""
 
+from __future__ import annotations
+
 import multiprocessing
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import distributed
 
 from gristmill import InvalidArgumentError, RolloutClient, TrainerClient
 from gristmill._client.launch_id import make_launch_id
+from gristmill_service.service import Service
 
 CONFIG = {"train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}
 
 
-def _train(rank, size, rendezvous, address, run, answers):
+def _train(rank: int, size: int, rendezvous: str, address: str, run: str, answers: Any) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     try:
         with TrainerClient(address, run, rank, dp_size=size) as trainer:
@@ -27,7 +31,7 @@ def _train(rank, size, rendezvous, address, run, answers):
         distributed.destroy_process_group()
 
 
-def test_ranks_under_torch_distributed_resume_and_train_as_one(service, run_name):
+def test_ranks_under_torch_distributed_resume_and_train_as_one(service: Service, run_name: str) -> None:
     context = multiprocessing.get_context("spawn")
     answers, size = context.SimpleQueue(), 2
     with RolloutClient(service.grpc_address, run_name) as client, tempfile.TemporaryDirectory() as directory:
@@ -50,10 +54,10 @@ def test_ranks_under_torch_distributed_resume_and_train_as_one(service, run_name
     assert there == here == (3, 0, 0)
 
 
-def test_a_single_rank_needs_nobody_to_agree_with():
+def test_a_single_rank_needs_nobody_to_agree_with() -> None:
     assert make_launch_id(1) != make_launch_id(1)
 
 
-def test_several_ranks_need_torch_distributed_or_a_name():
+def test_several_ranks_need_torch_distributed_or_a_name() -> None:
     with pytest.raises(InvalidArgumentError, match="launch is not given, and dp_size is 3 without torch"):
         make_launch_id(3)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gristmill._client.delivery import Delivery, RowOutcome, row_sizes, tables_of
+from gristmill._client.delivery import Delivery, PendingRow, RowOutcome, row_sizes, tables_of
 from gristmill._client.failures import Failure
 from gristmill._client.outbox import Limits, Outbox
 from gristmill._wire.rows import from_rows
-from gristmill._wire.steps import concat
+from gristmill._wire.steps import Steps, concat
 from gristmill.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -23,35 +26,35 @@ from gristmill.errors import (
 LIMITS = Limits(message_rows=3, message_bytes=2000, linger_s=0.01)
 
 
-def table(uid, step=0, sample=0, tokens=3, **more):
+def table(uid: str, step: int = 0, sample: int = 0, tokens: int = 3, **more: Any) -> Steps:
     row = {"uid": uid, "sample": sample, "step": step, "is_last_step": False, "prompt_token_ids": [1], "reward": 0.0}
     response = list(range(tokens))
     return from_rows([{**row, "response_ids": response, "loss_mask": [1] * tokens, **more}])
 
 
-def names(entries):
+def names(entries: Sequence[PendingRow]) -> list[tuple[str, int]]:
     return [(entry.key.uid, int(entry.table.steps[entry.row])) for entry in entries]
 
 
-def kept(entries):
+def kept(entries: Sequence[PendingRow]) -> list[RowOutcome]:
     return [RowOutcome.ACCEPTED] * len(entries)
 
 
-def filled(*tables, limits=LIMITS, timeout_s=10.0):
+def filled(*tables: Steps, limits: Limits = LIMITS, timeout_s: float = 10.0) -> tuple[Outbox, Delivery]:
     outbox, delivery = Outbox(limits, timeout_s), Delivery()
     for found in tables:
         outbox.add(found, delivery, 0.0)
     return outbox, delivery
 
 
-def test_a_row_waits_for_others_as_long_as_the_linger():
+def test_a_row_waits_for_others_as_long_as_the_linger() -> None:
     outbox, _ = filled(table("a"))
     assert outbox.next_message(0.005) == []
     assert outbox.due_in(0.004) == pytest.approx(0.006)
     assert names(outbox.next_message(0.01)) == [("a", 0)]
 
 
-def test_a_full_message_and_a_flush_do_not_wait():
+def test_a_full_message_and_a_flush_do_not_wait() -> None:
     outbox, _ = filled(table("a"), table("b"), table("c"), table("d"))
     assert names(outbox.next_message(0.0)) == [("a", 0), ("b", 0), ("c", 0)]
     assert outbox.next_message(0.0) == []
@@ -59,7 +62,7 @@ def test_a_full_message_and_a_flush_do_not_wait():
     assert names(outbox.next_message(0.0)) == [("d", 0)]
 
 
-def test_a_message_stays_within_its_bytes_unless_one_row_is_more():
+def test_a_message_stays_within_its_bytes_unless_one_row_is_more() -> None:
     outbox, _ = filled(table("a", tokens=300), table("b", tokens=100), table("c", tokens=1000), table("d"))
     outbox.flush()
     sizes = []
@@ -69,7 +72,7 @@ def test_a_message_stays_within_its_bytes_unless_one_row_is_more():
     assert sizes == [[("a", 0)], [("b", 0)], [("c", 0)], [("d", 0)]]
 
 
-def test_a_row_that_no_message_can_hold_is_refused_by_name():
+def test_a_row_that_no_message_can_hold_is_refused_by_name() -> None:
     tokens = np.zeros(17 << 20, np.int32)
     row = {"uid": "a", "sample": 2, "prompt_token_ids": [1], "response_ids": tokens, "reward": 0.0}
     big = from_rows([row | {"loss_mask": np.ones(len(tokens), np.uint8)}], step_wise=False)
@@ -81,13 +84,13 @@ def test_a_row_that_no_message_can_hold_is_refused_by_name():
     assert outbox.due_in(0.0) is None
 
 
-def test_rows_of_different_form_do_not_share_a_message():
+def test_rows_of_different_form_do_not_share_a_message() -> None:
     outbox, _ = filled(table("a"), table("b", rollout_logprobs=[-1.0] * 3), table("c"))
     outbox.flush()
     assert [names(outbox.next_message(0.0)) for _ in range(3)] == [[("a", 0)], [("b", 0)], [("c", 0)]]
 
 
-def test_one_bad_row_does_not_take_its_message_with_it():
+def test_one_bad_row_does_not_take_its_message_with_it() -> None:
     outbox, _ = filled(*(table(uid) for uid in "abcdefgh"), limits=Limits(8, 10_000, 0.0))
     refused, sent = InvalidArgumentError("uid 'f' sample 0: no"), []
     while entries := outbox.next_message(0.0):
@@ -100,7 +103,7 @@ def test_one_bad_row_does_not_take_its_message_with_it():
     assert str(outbox.take_errors()) == "rows were not taken of uid 'f' sample 0: uid 'f' sample 0: no"
 
 
-def test_what_follows_a_refused_row_in_its_trajectory_is_not_sent():
+def test_what_follows_a_refused_row_in_its_trajectory_is_not_sent() -> None:
     limits = Limits(1, 10_000, 0.0)
     outbox, delivery = filled(table("a", 0), table("b", 0), table("a", 1), limits=limits)
     outbox.on_failure(
@@ -113,22 +116,24 @@ def test_what_follows_a_refused_row_in_its_trajectory_is_not_sent():
     assert outbox.take_errors() is None
 
 
-def test_an_error_of_the_whole_run_is_not_searched_for_a_culprit():
+def test_an_error_of_the_whole_run_is_not_searched_for_a_culprit() -> None:
     outbox, delivery = filled(table("a"), table("b"), table("c"))
     outbox.on_failure(outbox.next_message(0.0), Failure(NotFoundError("no such run")), 0.0)
     assert delivery.pending == 0
     assert len(delivery.failures) == 3
 
 
-def test_while_the_service_is_away_nothing_is_sent_and_nothing_overtakes():
+def test_while_the_service_is_away_nothing_is_sent_and_nothing_overtakes() -> None:
     outbox, _ = filled(table("a", 0), table("a", 1), table("a", 2), table("a", 3))
     outbox.on_failure(outbox.next_message(0.0), Failure(UnavailableError("away"), True, 2.0), 0.0)
     assert outbox.next_message(1.9) == []
-    assert outbox.due_in(0.0) >= 2.0
+    due_s = outbox.due_in(0.0)
+    assert due_s is not None
+    assert due_s >= 2.0
     assert names(outbox.next_message(10.0)) == [("a", 0), ("a", 1), ("a", 2)]
 
 
-def test_rows_are_given_up_when_their_time_is_over():
+def test_rows_are_given_up_when_their_time_is_over() -> None:
     outbox, delivery = filled(table("a"), table("b"), table("c"), timeout_s=5.0)
     now = 0.0
     while delivery.pending:
@@ -138,7 +143,7 @@ def test_rows_are_given_up_when_their_time_is_over():
     assert "gave up after 5 s" in str(outbox.take_error(delivery))
 
 
-def test_a_group_without_room_holds_back_its_own_rows_and_no_others():
+def test_a_group_without_room_holds_back_its_own_rows_and_no_others() -> None:
     outbox, _ = filled(table("a"), table("b"), table("c"))
     sent = []
     for _ in range(5):
@@ -158,7 +163,7 @@ def test_a_group_without_room_holds_back_its_own_rows_and_no_others():
     assert outbox.has_room(table("b", 1))
 
 
-def test_too_much_under_way_holds_producers_back():
+def test_too_much_under_way_holds_producers_back() -> None:
     limits = Limits(1, 10_000, 1.0, queue_messages=2)
     outbox, _ = filled(table("a"), table("b"), limits=limits)
     assert not outbox.has_room(table("c"))
@@ -166,7 +171,7 @@ def test_too_much_under_way_holds_producers_back():
     assert outbox.has_room(table("c"))
 
 
-def test_a_withdrawn_row_is_dropped_and_what_waited_with_it_goes_on():
+def test_a_withdrawn_row_is_dropped_and_what_waited_with_it_goes_on() -> None:
     outbox, delivery = filled(table("a", sample=0), table("a", sample=1), table("b"))
     outbox.on_failure(outbox.next_message(0.0), Failure(UnavailableError("away"), True), 0.0)
     outbox.withdraw(lambda key: key.sample == 1)
@@ -174,7 +179,7 @@ def test_a_withdrawn_row_is_dropped_and_what_waited_with_it_goes_on():
     assert names(outbox.next_message(9.0)) == [("a", 0), ("b", 0)]
 
 
-def test_one_error_tells_of_many_trajectories():
+def test_one_error_tells_of_many_trajectories() -> None:
     outbox, _ = filled(*(table(uid) for uid in "abcde"), limits=Limits(9, 10_000, 0.0))
     outbox.on_failure(outbox.next_message(0.0), Failure(NotFoundError("no such run")), 0.0)
     told = outbox.take_errors()
@@ -185,7 +190,7 @@ def test_one_error_tells_of_many_trajectories():
     )
 
 
-def test_sizes_count_every_column():
+def test_sizes_count_every_column() -> None:
     plain, rich = table("a"), table("a", rollout_logprobs=[-1.0] * 3)
     assert row_sizes(rich) - row_sizes(plain) == 12
 
@@ -193,11 +198,11 @@ def test_sizes_count_every_column():
 class ScriptedService:
     """Answers each attempt as drawn; keeps rows as the contract says, and checks order as it goes."""
 
-    def __init__(self, draw, bad, full):
+    def __init__(self, draw: Callable[..., Any], bad: set[tuple[str, int]], full: set[str]) -> None:
         self.draw, self.bad, self.full = draw, bad, full
         self.kept: dict[tuple[str, int, int], int] = {}
 
-    def attempt(self, outbox, entries, now):
+    def attempt(self, outbox: Outbox, entries: list[PendingRow], now: float) -> None:
         joined = concat(tables_of(entries))
         rows = [(joined.uids[row], int(joined.samples[row]), int(joined.steps[row])) for row in range(len(joined))]
         assert rows == [(e.key.uid, e.key.sample, int(e.table.steps[e.row])) for e in entries]
@@ -215,7 +220,7 @@ class ScriptedService:
             else:
                 outbox.on_outcomes(entries, outcomes)
 
-    def keep(self, row):
+    def keep(self, row: tuple[str, int, int]) -> RowOutcome:
         if row in self.kept:
             return RowOutcome.DUPLICATE
         uid, sample, step = row
@@ -226,7 +231,7 @@ class ScriptedService:
 
 @settings(deadline=None)
 @given(st.data())
-def test_every_row_ends_kept_once_or_told_as_failed(data):
+def test_every_row_ends_kept_once_or_told_as_failed(data: st.DataObject) -> None:
     draw = data.draw
     uids = st.sampled_from(["a", "b", "c", "d"])
     bad = draw(st.sets(st.tuples(uids, st.integers(0, 1)), max_size=2))
@@ -257,7 +262,7 @@ def test_every_row_ends_kept_once_or_told_as_failed(data):
         assert delivery.failures or None not in delivery.outcomes
 
 
-def test_rows_that_wait_for_room_keep_their_trajectorys_order():
+def test_rows_that_wait_for_room_keep_their_trajectorys_order() -> None:
     # A message is halved for a bad row, and a half of it finds no room: the rest of the group is parked with it.
     outbox, _ = filled(
         *(table("g", step, sample) for sample in range(2) for step in range(2)), limits=Limits(8, 10_000, 0.0)
@@ -274,13 +279,16 @@ def test_rows_that_wait_for_room_keep_their_trajectorys_order():
 
 @settings(deadline=None)
 @given(st.data())
-def test_with_several_messages_under_way_no_row_is_lost_doubled_or_early(data):
+def test_with_several_messages_under_way_no_row_is_lost_doubled_or_early(data: st.DataObject) -> None:
     """Answers come in any order; each row is kept once, or told as failed, and none before the one ahead of it."""
     draw = data.draw
     uids = st.sampled_from(["a", "b", "c"])
     bad = draw(st.sets(st.tuples(uids, st.integers(0, 1), st.integers(0, 2)), max_size=2))
     outbox, now = Outbox(Limits(draw(st.integers(1, 4)), draw(st.integers(1, 400)), 0.0), 1e9), 0.0
-    delivery, arrived, under_way, steps = Delivery(), [], [], {}
+    delivery = Delivery()
+    arrived: list[Any] = []
+    under_way: list[list[PendingRow]] = []
+    steps: dict[tuple[str, int], int] = {}
     for key in draw(st.lists(st.tuples(uids, st.integers(0, 1)), max_size=12)):
         outbox.add(table(key[0], steps.get(key, 0), key[1]), delivery, now)
         steps[key] = steps.get(key, 0) + 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -20,13 +22,19 @@ from gristmill import (
 )
 from gristmill._client import trainer_client as trainer_module
 from gristmill._client.prefetch import Prefetch
-from gristmill._wire.addresses import Position
+from gristmill._client.pull import stream
+from gristmill._client.transport import Transport
+from gristmill._wire.addresses import Position, ShardAddress
+from gristmill_service.pipeline import shard_address
+from gristmill_service.run.run import Run
+from gristmill_service.service import Service
 from tests.client.test_comebacks import CONFIG, uids_of
+from tests.serving import ServiceProcess
 
 THREAD = "gristmill-prefetch"
 
 
-def roll_out(service, run, uids, **more):
+def roll_out(service: Service | ServiceProcess, run: str, uids: Iterable[str], **more: Any) -> None:
     with RolloutClient(service.grpc_address, run) as client:
         client.create_run(CONFIG | {"dp_size": 1} | more)
         for uid in uids:
@@ -36,22 +44,21 @@ def roll_out(service, run, uids, **more):
 
 
 @pytest.fixture
-def opened(monkeypatch):
+def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
     """The streams that are opened, as (batch, mini-batch, whether ahead); a test may have some fail or wait."""
     seen = Opened()
-    stream = trainer_module.stream
     monkeypatch.setattr(trainer_module, "stream", lambda *call: seen.open(stream, *call))
     return seen
 
 
-class Opened(list):
-    def __init__(self):
+class Opened(list[tuple[int, int, bool]]):
+    def __init__(self) -> None:
         super().__init__()
         self.gate = threading.Event()
         self.gate.set()
-        self.errors = []
+        self.errors: list[Exception] = []
 
-    def open(self, stream, transport, address, size):
+    def open(self, stream: Callable[..., Any], transport: Transport, address: ShardAddress, size: int) -> Any:
         is_ahead = threading.current_thread().name == THREAD
         self.append((address.batch, address.mini_batch, is_ahead))
         if is_ahead:
@@ -60,11 +67,11 @@ class Opened(list):
                 raise self.errors.pop()
         return stream(transport, address, size)
 
-    def until(self, count):
+    def until(self, count: int) -> None:
         until(lambda: len(self) >= count and not threads())
 
 
-def until(is_so):
+def until(is_so: Callable[[], bool]) -> None:
     for _ in range(2000):
         if is_so():
             return
@@ -72,12 +79,12 @@ def until(is_so):
     pytest.fail("it did not come to be in 10 s")
 
 
-def threads():
+def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == THREAD]
 
 
 @contextmanager
-def training(service, run, **more):
+def training(service: Service, run: str, **more: Any) -> Iterator[TrainerClient]:
     with TrainerClient(service.grpc_address, run, 0, timeout_s=20, **more) as trainer:
         yield trainer
     assert not threads()
@@ -86,7 +93,7 @@ def training(service, run, **more):
 # What is opened ahead.
 
 
-def test_the_next_shard_is_opened_while_one_is_trained(service, run_name, opened):
+def test_the_next_shard_is_opened_while_one_is_trained(service: Service, run_name: str, opened: Opened) -> None:
     roll_out(service, run_name, "abcd")
     with training(service, run_name) as trainer:
         shards = next(iter(trainer)).mini_batches()
@@ -100,7 +107,9 @@ def test_the_next_shard_is_opened_while_one_is_trained(service, run_name, opened
         assert opened == [(0, 0, False), (0, 1, True)]
 
 
-def test_it_goes_on_with_the_next_batch_where_that_is_published(service, run_name, opened):
+def test_it_goes_on_with_the_next_batch_where_that_is_published(
+    service: Service, run_name: str, opened: Opened
+) -> None:
     roll_out(service, run_name, "abcdefgh", policy_mini_batch_size=4)
     with RolloutClient(service.grpc_address, run_name) as client:
         until(lambda: client.status().batches_published == 2)
@@ -114,7 +123,9 @@ def test_it_goes_on_with_the_next_batch_where_that_is_published(service, run_nam
         assert opened == [(0, 0, False), (1, 0, True)]
 
 
-def test_a_next_batch_that_is_not_published_yet_is_waited_for_as_ever(service, run_name, opened):
+def test_a_next_batch_that_is_not_published_yet_is_waited_for_as_ever(
+    service: Service, run_name: str, opened: Opened
+) -> None:
     roll_out(service, run_name, "abcd", policy_mini_batch_size=4)
     with training(service, run_name) as trainer:
         batches = iter(trainer)
@@ -126,7 +137,7 @@ def test_a_next_batch_that_is_not_published_yet_is_waited_for_as_ever(service, r
     assert opened == [(0, 0, False), (1, 0, False)]
 
 
-def test_after_a_forward_pass_the_first_mini_batch_is_there(service, run_name, opened):
+def test_after_a_forward_pass_the_first_mini_batch_is_there(service: Service, run_name: str, opened: Opened) -> None:
     roll_out(service, run_name, "abcd")
     with training(service, run_name) as trainer:
         batch = next(iter(trainer))
@@ -137,7 +148,7 @@ def test_after_a_forward_pass_the_first_mini_batch_is_there(service, run_name, o
     assert opened[:3] == [(0, 0, False), (0, 1, True), (0, 0, True)]
 
 
-def test_every_epoch_has_shards_of_its_own(service, run_name):
+def test_every_epoch_has_shards_of_its_own(service: Service, run_name: str) -> None:
     roll_out(service, run_name, "abcd", policy_mini_batch_size=4, update_epochs_per_batch=3)
     with training(service, run_name) as trainer:
         found = []
@@ -151,11 +162,13 @@ def test_every_epoch_has_shards_of_its_own(service, run_name):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_what_is_trained_is_the_same_however_much_is_opened_ahead(service, run_name, opened, prefetch):
+def test_what_is_trained_is_the_same_however_much_is_opened_ahead(
+    service: Service, run_name: str, opened: Opened, prefetch: int
+) -> None:
     roll_out(service, run_name, "abcdefgh", policy_mini_batch_size=1, update_epochs_per_batch=2)
     with RolloutClient(service.grpc_address, run_name) as client:
         client.finish()
-    seen = []
+    seen: list[tuple[object, ...]] = []
     with training(service, run_name, prefetch=prefetch) as trainer:
         for batch in trainer:
             for shard in batch.mini_batches():
@@ -170,7 +183,7 @@ def test_what_is_trained_is_the_same_however_much_is_opened_ahead(service, run_n
     assert any(is_ahead for *_, is_ahead in opened) == bool(prefetch)
 
 
-def test_a_number_of_shards_ahead_that_is_none_is_refused(service, run_name):
+def test_a_number_of_shards_ahead_that_is_none_is_refused(service: Service, run_name: str) -> None:
     with pytest.raises(InvalidArgumentError, match="prefetch is -1; give how many shards to open ahead, 0 for none"):
         TrainerClient(service.grpc_address, run_name, 0, prefetch=-1)
 
@@ -178,7 +191,7 @@ def test_a_number_of_shards_ahead_that_is_none_is_refused(service, run_name):
 # What it does not do.
 
 
-def test_opening_ahead_acknowledges_nothing(service, run_name, opened):
+def test_opening_ahead_acknowledges_nothing(service: Service, run_name: str, opened: Opened) -> None:
     roll_out(service, run_name, "abcd")
     with training(service, run_name) as trainer, RolloutClient(service.grpc_address, run_name) as client:
         shards = next(iter(trainer)).mini_batches()
@@ -187,7 +200,9 @@ def test_opening_ahead_acknowledges_nothing(service, run_name, opened):
         assert Position.of(client.status().ranks[0].next) == trainer.position == Position(0)
 
 
-def test_an_error_that_is_met_ahead_is_raised_when_its_shard_is_asked_for(service, run_name, opened):
+def test_an_error_that_is_met_ahead_is_raised_when_its_shard_is_asked_for(
+    service: Service, run_name: str, opened: Opened
+) -> None:
     roll_out(service, run_name, "abcd")
     opened.errors = [InvalidArgumentError("these bytes are no shard")]
     with training(service, run_name) as trainer:
@@ -201,7 +216,7 @@ def test_an_error_that_is_met_ahead_is_raised_when_its_shard_is_asked_for(servic
         assert next(batch.mini_batches()).position == Position(0, 0, 1)
 
 
-def test_a_service_that_was_away_meanwhile_is_asked_again(service, run_name, opened):
+def test_a_service_that_was_away_meanwhile_is_asked_again(service: Service, run_name: str, opened: Opened) -> None:
     roll_out(service, run_name, "abcd")
     opened.errors = [UnavailableError("away")]
     with training(service, run_name) as trainer:
@@ -210,7 +225,9 @@ def test_a_service_that_was_away_meanwhile_is_asked_again(service, run_name, ope
     assert opened[:3] == [(0, 0, False), (0, 1, True), (0, 1, False)]
 
 
-def test_a_shard_that_is_on_its_way_is_waited_for_not_opened_twice(service, run_name, opened):
+def test_a_shard_that_is_on_its_way_is_waited_for_not_opened_twice(
+    service: Service, run_name: str, opened: Opened
+) -> None:
     roll_out(service, run_name, "abcd")
     opened.gate.clear()
     with training(service, run_name) as trainer:
@@ -225,7 +242,9 @@ def test_a_shard_that_is_on_its_way_is_waited_for_not_opened_twice(service, run_
 # Leaving the order.
 
 
-def test_what_was_opened_ahead_goes_with_the_order_that_is_left(service, run_name, opened):
+def test_what_was_opened_ahead_goes_with_the_order_that_is_left(
+    service: Service, run_name: str, opened: Opened
+) -> None:
     roll_out(service, run_name, "abcd")
     with training(service, run_name) as trainer:
         batch = next(iter(trainer))
@@ -236,7 +255,9 @@ def test_what_was_opened_ahead_goes_with_the_order_that_is_left(service, run_nam
         assert opened[:3] == [(0, 0, False), (0, 1, True), (0, 0, False)]
 
 
-def test_a_position_that_is_loaded_throws_away_what_was_opened_before(service, run_name, opened):
+def test_a_position_that_is_loaded_throws_away_what_was_opened_before(
+    service: Service, run_name: str, opened: Opened
+) -> None:
     roll_out(service, run_name, "abcd", dp_size=2)
     with TrainerClient(service.grpc_address, run_name, 0, auto_commit=False) as trainer:
         shards = next(iter(trainer)).mini_batches()
@@ -251,7 +272,9 @@ def test_a_position_that_is_loaded_throws_away_what_was_opened_before(service, r
     assert uids_of(cut_anew) == [*"ccdd"], "all of it, where two ranks had half each"
 
 
-def test_one_that_is_on_its_way_when_a_position_is_loaded_is_nobody_s(service, run_name, opened):
+def test_one_that_is_on_its_way_when_a_position_is_loaded_is_nobody_s(
+    service: Service, run_name: str, opened: Opened
+) -> None:
     roll_out(service, run_name, "abcd")
     opened.gate.clear()
     with training(service, run_name, auto_commit=False) as trainer:
@@ -265,7 +288,9 @@ def test_one_that_is_on_its_way_when_a_position_is_loaded_is_nobody_s(service, r
     assert opened[:3] == [(0, 0, False), (0, 1, True), (0, 1, False)]
 
 
-def test_a_trainer_that_was_taken_over_learns_it_from_the_next_shard_or_acknowledgement(service, run_name, opened):
+def test_a_trainer_that_was_taken_over_learns_it_from_the_next_shard_or_acknowledgement(
+    service: Service, run_name: str, opened: Opened
+) -> None:
     roll_out(service, run_name, "abcd")
     with training(service, run_name) as trainer, TrainerClient(service.grpc_address, run_name, 0) as newer:
         shards = next(iter(trainer)).mini_batches()
@@ -282,13 +307,13 @@ def test_a_trainer_that_was_taken_over_learns_it_from_the_next_shard_or_acknowle
 # The end.
 
 
-def test_closing_ends_what_is_being_opened(service, run_name, monkeypatch):
+def test_closing_ends_what_is_being_opened(service: Service, run_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     roll_out(service, run_name, "abcd")
     pending = threading.Event()
     run = type(service.runs.get(run_name))
     read = run.read_shard
 
-    def never(self, batch, address):
+    def never(self: Run, batch: int, address: shard_address.ShardAddress) -> Iterator[bytes]:
         if address.mini_batch == 1:
             pending.wait(30)
         return read(self, batch, address)
@@ -297,14 +322,14 @@ def test_closing_ends_what_is_being_opened(service, run_name, monkeypatch):
     with training(service, run_name) as trainer:
         shards = next(iter(trainer)).forward()
         next(shards)
-        until(threads)
+        until(lambda: bool(threads()))
     pending.set()
     trainer.close()
     with pytest.raises(FailedPreconditionError, match="this TrainerClient is closed"):
         next(shards)
 
 
-def test_no_thread_waits_for_work(service, run_name, opened):
+def test_no_thread_waits_for_work(service: Service, run_name: str, opened: Opened) -> None:
     roll_out(service, run_name, "abcd")
     with training(service, run_name) as trainer:
         shards = next(iter(trainer)).mini_batches()
@@ -314,7 +339,7 @@ def test_no_thread_waits_for_work(service, run_name, opened):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_fork_is_refused_what_was_opened_ahead(service_process, run_name):
+def test_a_fork_is_refused_what_was_opened_ahead(service_process: ServiceProcess, run_name: str) -> None:
     roll_out(service_process, run_name, "abcd")
     with TrainerClient(service_process.grpc_address, run_name, 0) as trainer:
         shards = next(iter(trainer)).mini_batches()
@@ -336,9 +361,14 @@ def test_a_fork_is_refused_what_was_opened_ahead(service_process, run_name):
 # Prefetching in itself.
 
 
-def test_no_more_is_held_than_was_said():
-    loaded = []
-    ahead = Prefetch(lambda key, is_wanted: loaded.append(key) or key, 2)
+def test_no_more_is_held_than_was_said() -> None:
+    loaded: list[str] = []
+
+    def load(key: str, is_wanted: Callable[[], bool]) -> str:
+        loaded.append(key)
+        return key
+
+    ahead = Prefetch(load, 2)
     ahead.expect("abc")
     until(lambda: not threads())
     assert loaded == ["a", "b"]
@@ -352,15 +382,16 @@ def test_no_more_is_held_than_was_said():
     ahead.close()
 
 
-def test_what_is_not_wanted_any_more_is_told_so():
-    asked, told = threading.Event(), []
+def test_what_is_not_wanted_any_more_is_told_so() -> None:
+    asked = threading.Event()
+    told: list[str] = []
 
-    def load(key, is_wanted):
+    def load(key: str, is_wanted: Callable[[], bool]) -> None:
         asked.set()
         until(lambda: not is_wanted())
         told.append(key)
 
-    ahead = Prefetch(load, 1)
+    ahead: Prefetch[str, None] = Prefetch(load, 1)
     ahead.expect("a")
     assert asked.wait(10)
     ahead.expect("b")
@@ -374,24 +405,25 @@ def test_what_is_not_wanted_any_more_is_told_so():
 class FakeCuda:
     """Streams and events that note what is done with them; copies are made at once."""
 
-    def __init__(self, monkeypatch):
-        self.calls = calls = []
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        calls = self.calls
 
         class Stream:
-            def __init__(self, device):
+            def __init__(self, device: object) -> None:
                 self.device = device
 
-            def __enter__(self):
+            def __enter__(self) -> None:
                 calls.append("side stream")
 
-            def __exit__(self, *error):
+            def __exit__(self, *error: object) -> None:
                 calls.append("current stream")
 
-            def record_event(self):
+            def record_event(self) -> str:
                 calls.append("event")
                 return "copied"
 
-            def wait_event(self, event):
+            def wait_event(self, event: str) -> None:
                 calls.append(f"wait until {event}")
 
         current = Stream("meta")
@@ -404,13 +436,15 @@ class FakeCuda:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
-        def pin_memory(tensor):
+        def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
             calls.append("pin")
             return tensor
 
         to = torch.Tensor.to
 
-        def copied(tensor, device=None, dtype=None, non_blocking=False):
+        def copied(
+            tensor: torch.Tensor, device: object = None, dtype: torch.dtype | None = None, non_blocking: bool = False
+        ) -> torch.Tensor:
             if non_blocking:
                 calls.append(f"copy to {device}")
             return to(tensor, dtype=dtype or tensor.dtype)
@@ -424,7 +458,9 @@ COPIED = ["side stream", "pin", "copy to cuda:0", "event", "current stream"]
 USED = ["wait until copied", "keep"]
 
 
-def test_tensors_go_to_the_device_beside_the_computation_which_waits_for_them(service, run_name, monkeypatch, opened):
+def test_tensors_go_to_the_device_beside_the_computation_which_waits_for_them(
+    service: Service, run_name: str, monkeypatch: pytest.MonkeyPatch, opened: Opened
+) -> None:
     roll_out(service, run_name, "abcd")
     cuda = FakeCuda(monkeypatch)
     with training(service, run_name, device="cuda", dtypes={"tokens": torch.int64}) as trainer:
@@ -449,7 +485,9 @@ def test_tensors_go_to_the_device_beside_the_computation_which_waits_for_them(se
     assert second["row"].tolist() == [4, 5, 6, 7]
 
 
-def test_without_a_gpu_tensors_are_copied_by_nobody_s_side_stream(service, run_name, opened):
+def test_without_a_gpu_tensors_are_copied_by_nobody_s_side_stream(
+    service: Service, run_name: str, opened: Opened
+) -> None:
     roll_out(service, run_name, "abcd")
     with training(service, run_name, device="cpu") as trainer:
         assert [shard["row"].device.type for shard in next(iter(trainer)).forward()] == ["cpu", "cpu"]

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,29 +28,31 @@ from gristmill import (
     ResourceExhaustedError,
     RolloutClient,
     RowOutcome,
+    Trajectory,
     UnavailableError,
 )
-from tests.client.faces import FACES, connecting
-from tests.client.faulty import FaultyService, refuse, serving, unavailable
+from tests.client.faces import FACES, Connect, connecting
+from tests.client.faulty import Fault, FaultyService, refuse, serving, unavailable
+from tests.strategies import Row
 
 
 @pytest.fixture
-def faulty():
+def faulty() -> FaultyService:
     return FaultyService()
 
 
 @pytest.fixture
-def client(faulty, connect):
+def client(faulty: FaultyService, connect: Connect) -> Iterator[RolloutClient]:
     with serving(faulty) as address, connect(address, "run", timeout_s=20) as client:
         yield client
 
 
-def row(uid, sample=0, step=0, **more):
+def row(uid: str, sample: int = 0, step: int = 0, **more: Any) -> Row:
     made = {"uid": uid, "sample": sample, "step": step, "is_last_step": True, "reward": 1.0, "loss_mask": [1, 1]}
     return made | {"prompt_token_ids": [1, 2], "response_ids": [3, 4], **more}
 
 
-def step(client, uid, sample=0, **more):
+def step(client: RolloutClient, uid: str, sample: int = 0, **more: Any) -> tuple[Trajectory, bool]:
     trajectory = client.trajectory(uid, sample)
     return trajectory, trajectory.step([1, 2], [3, 4], is_last_step=True, reward=1.0, **more)
 
@@ -56,7 +60,7 @@ def step(client, uid, sample=0, **more):
 # Batching.
 
 
-def test_many_small_steps_share_few_messages(faulty, client):
+def test_many_small_steps_share_few_messages(faulty: FaultyService, client: RolloutClient) -> None:
     for index in range(500):
         step(client, f"u{index}")
     client.flush()
@@ -64,24 +68,24 @@ def test_many_small_steps_share_few_messages(faulty, client):
     assert len(faulty.calls) < 100
 
 
-def test_flush_returns_when_everything_has_arrived(faulty, client):
+def test_flush_returns_when_everything_has_arrived(faulty: FaultyService, client: RolloutClient) -> None:
     step(client, "a")
     client.flush()
     assert faulty.arrivals == [("a", 0, 0)]
 
 
-def test_a_row_arrives_without_a_flush(faulty, client):
+def test_a_row_arrives_without_a_flush(faulty: FaultyService, client: RolloutClient) -> None:
     step(client, "a")
     assert faulty.entered.wait(10)
 
 
-def test_closing_sends_what_is_left(faulty, connect):
+def test_closing_sends_what_is_left(faulty: FaultyService, connect: Connect) -> None:
     with serving(faulty) as address, connect(address, "run") as client:
         step(client, "a")
     assert faulty.arrivals == [("a", 0, 0)]
 
 
-def test_a_client_that_is_forgotten_sends_what_it_took(faulty):
+def test_a_client_that_is_forgotten_sends_what_it_took(faulty: FaultyService) -> None:
     with serving(faulty) as address:
         client = RolloutClient(address, "run")
         step(client, "a")
@@ -90,7 +94,7 @@ def test_a_client_that_is_forgotten_sends_what_it_took(faulty):
     assert faulty.arrivals == [("a", 0, 0)]
 
 
-def test_a_forgotten_client_logs_what_it_could_not_send(caplog):
+def test_a_forgotten_client_logs_what_it_could_not_send(caplog: pytest.LogCaptureFixture) -> None:
     client = RolloutClient("127.0.0.1:1", "run", timeout_s=0.1)
     step(client, "a")
     del client
@@ -98,13 +102,17 @@ def test_a_forgotten_client_logs_what_it_could_not_send(caplog):
     assert "a RolloutClient was not closed: rows were not taken of uid 'a' sample 0" in caplog.text
 
 
-def test_an_answer_that_does_not_fit_the_rows_is_told(faulty, client, monkeypatch):
+def test_an_answer_that_does_not_fit_the_rows_is_told(
+    faulty: FaultyService, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(faulty, "_keep", lambda rows: [])
     with pytest.raises(GristmillError, match="the service answered 0 outcomes for 1 rows"):
         client.submit_rows([row("a")])
 
 
-def test_what_the_caller_changes_after_a_step_changes_nothing_sent(faulty, client):
+def test_what_the_caller_changes_after_a_step_changes_nothing_sent(
+    faulty: FaultyService, client: RolloutClient
+) -> None:
     faulty.gate.clear()
     prompt, response = np.array([1, 2], np.int32), [3, 4]
     client.trajectory("a", 0).step(prompt, response)
@@ -115,12 +123,12 @@ def test_what_the_caller_changes_after_a_step_changes_nothing_sent(faulty, clien
     assert np.frombuffer(tokens, np.int32).tolist() == [1, 2, 3, 4]
 
 
-def test_too_much_under_way_blocks_the_producer(faulty, connect):
+def test_too_much_under_way_blocks_the_producer(faulty: FaultyService, connect: Connect) -> None:
     faulty.gate.clear()
     with serving(faulty) as address, connect(address, "run", max_batch_rows=1) as client:
         done = threading.Event()
 
-        def produce():
+        def produce() -> None:
             for index in range(30):
                 step(client, f"u{index}")
             done.set()
@@ -134,8 +142,8 @@ def test_too_much_under_way_blocks_the_producer(faulty, connect):
     assert len(faulty.rows) == 30
 
 
-def test_many_threads_share_a_client(faulty, client):
-    def produce(sample):
+def test_many_threads_share_a_client(faulty: FaultyService, client: RolloutClient) -> None:
+    def produce(sample: int) -> None:
         with client.trajectory("a", sample) as trajectory:
             for index in range(50):
                 trajectory.step([1], [2], is_last_step=index == 49)
@@ -151,7 +159,9 @@ def test_many_threads_share_a_client(faulty, client):
         assert [step for _, found, step in faulty.arrivals if found == sample] == list(range(50))
 
 
-def test_large_messages_of_a_generator_output_are_under_way_together(faulty, client):
+def test_large_messages_of_a_generator_output_are_under_way_together(
+    faulty: FaultyService, client: RolloutClient
+) -> None:
     tokens = np.zeros(1 << 19, np.int32)
     output = {
         "prompt_token_ids": [tokens] * 6,
@@ -175,7 +185,7 @@ def test_large_messages_of_a_generator_output_are_under_way_together(faulty, cli
 # Faults.
 
 
-def test_a_service_that_is_away_for_a_while_loses_nothing(faulty, client):
+def test_a_service_that_is_away_for_a_while_loses_nothing(faulty: FaultyService, client: RolloutClient) -> None:
     faulty.before.extend([unavailable] * 3)
     _, is_kept = step(client, "a")
     client.flush()
@@ -183,7 +193,7 @@ def test_a_service_that_is_away_for_a_while_loses_nothing(faulty, client):
     assert faulty.arrivals == [("a", 0, 0)]
 
 
-def test_a_lost_reply_is_asked_for_again_and_the_row_is_kept_once(faulty, client):
+def test_a_lost_reply_is_asked_for_again_and_the_row_is_kept_once(faulty: FaultyService, client: RolloutClient) -> None:
     faulty.after.append(unavailable)
     assert client.submit_rows([row("a"), row("b")]) == [RowOutcome.DUPLICATE] * 2
     assert faulty.arrivals == [("a", 0, 0), ("b", 0, 0)]
@@ -196,7 +206,9 @@ def test_a_lost_reply_is_asked_for_again_and_the_row_is_kept_once(faulty, client
     after=st.lists(st.sampled_from([None, unavailable]), max_size=4),
     batch_rows=st.integers(1, 7),
 )
-def test_retries_after_lost_replies_keep_each_row_exactly_once(face, before, after, batch_rows):
+def test_retries_after_lost_replies_keep_each_row_exactly_once(
+    face: str, before: list[Fault | None], after: list[Fault | None], batch_rows: int
+) -> None:
     faulty = FaultyService()
     faulty.before.extend(before)
     faulty.after.extend(after)
@@ -214,20 +226,20 @@ def test_retries_after_lost_replies_keep_each_row_exactly_once(face, before, aft
         assert [step for _, own, step in faulty.arrivals if own == sample] == [0, 1], "in their trajectory's order"
 
 
-def test_the_service_says_when_to_retry(faulty, client):
+def test_the_service_says_when_to_retry(faulty: FaultyService, client: RolloutClient) -> None:
     faulty.before.append(refuse(ResourceExhaustedError("full"), "150"))
     client.submit_rows([row("a")])
     assert len(faulty.calls) == 2
 
 
-def test_a_negative_pushback_means_not_to_retry(faulty, client):
+def test_a_negative_pushback_means_not_to_retry(faulty: FaultyService, client: RolloutClient) -> None:
     faulty.before.append(refuse(UnavailableError("for good"), "-1"))
     with pytest.raises(UnavailableError, match="for good"):
         client.submit_rows([row("a")])
     assert len(faulty.calls) == 1
 
 
-def test_a_group_without_room_holds_up_nobody_else(faulty, client):
+def test_a_group_without_room_holds_up_nobody_else(faulty: FaultyService, client: RolloutClient) -> None:
     faulty.full_uids.add("full")
     trajectory, _ = step(client, "full")
     assert faulty.entered.wait(10)
@@ -239,7 +251,7 @@ def test_a_group_without_room_holds_up_nobody_else(faulty, client):
     assert len(faulty.rows) == 21
 
 
-def test_rows_that_cannot_be_delivered_in_time_are_told_of_by_name(faulty, connect):
+def test_rows_that_cannot_be_delivered_in_time_are_told_of_by_name(faulty: FaultyService, connect: Connect) -> None:
     with serving(faulty) as address:
         faulty.before.extend([unavailable] * 1000)
         client = connect(address, "run", timeout_s=0.3)
@@ -250,7 +262,7 @@ def test_rows_that_cannot_be_delivered_in_time_are_told_of_by_name(faulty, conne
     assert not faulty.rows
 
 
-def test_an_error_is_told_once(faulty, client):
+def test_an_error_is_told_once(faulty: FaultyService, client: RolloutClient) -> None:
     faulty.refused_uids["a"] = AlreadyExistsError("uid 'a' sample 0 step 0: other content")
     step(client, "a")
     with pytest.raises(AlreadyExistsError):
@@ -258,7 +270,9 @@ def test_an_error_is_told_once(faulty, client):
     client.flush()
 
 
-def test_a_bad_trajectory_does_not_harm_those_that_share_its_message(faulty, client):
+def test_a_bad_trajectory_does_not_harm_those_that_share_its_message(
+    faulty: FaultyService, client: RolloutClient
+) -> None:
     faulty.refused_uids["u7"] = InvalidArgumentError("uid 'u7' sample 0: sample is out of range")
     for index in range(20):
         step(client, f"u{index}")
@@ -267,7 +281,7 @@ def test_a_bad_trajectory_does_not_harm_those_that_share_its_message(faulty, cli
     assert len(faulty.rows) == 19
 
 
-def test_the_next_step_raises_what_happened_to_the_one_before(faulty, client):
+def test_the_next_step_raises_what_happened_to_the_one_before(faulty: FaultyService, client: RolloutClient) -> None:
     faulty.refused_uids["a"] = InvalidArgumentError("no")
     trajectory = client.trajectory("a", 0)
     trajectory.step([1], [2])
@@ -277,7 +291,7 @@ def test_the_next_step_raises_what_happened_to_the_one_before(faulty, client):
         trajectory.step([1, 2, 3], [4])
 
 
-def test_messages_smaller_than_the_service_takes_are_found(faulty, connect):
+def test_messages_smaller_than_the_service_takes_are_found(faulty: FaultyService, connect: Connect) -> None:
     with serving(faulty, max_message_bytes=20_000) as address, connect(address, "run") as client:
         outcomes = client.submit_rows([row(f"u{index}", prompt_token_ids=[1] * 1000) for index in range(20)])
         assert outcomes == [RowOutcome.ACCEPTED] * 20
@@ -285,19 +299,19 @@ def test_messages_smaller_than_the_service_takes_are_found(faulty, connect):
             client.submit_rows([row("big", prompt_token_ids=[1] * 10_000)])
 
 
-def test_nobody_there_is_told_with_the_address(connect):
+def test_nobody_there_is_told_with_the_address(connect: Connect) -> None:
     client = connect("127.0.0.1:1", "run", timeout_s=0.2)
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1: the service cannot be reached .*gave up after \d+"):
         client.policy_version()
     client.close()
 
 
-def test_calls_are_retried_too(faulty, client):
+def test_calls_are_retried_too(faulty: FaultyService, client: RolloutClient) -> None:
     faulty.before.extend([unavailable, refuse(ResourceExhaustedError("full"), "10"), None])
     assert client.policy_version() == 7
 
 
-def test_sealing_without_a_number_is_not_repeated(faulty, client):
+def test_sealing_without_a_number_is_not_repeated(faulty: FaultyService, client: RolloutClient) -> None:
     faulty.before.append(unavailable)
     with pytest.raises(UnavailableError):
         client.seal()
@@ -306,7 +320,7 @@ def test_sealing_without_a_number_is_not_repeated(faulty, client):
     assert client.seal(batch=0) == (0, 1)
 
 
-def test_a_policy_version_that_does_not_come_is_a_deadline(client):
+def test_a_policy_version_that_does_not_come_is_a_deadline(client: RolloutClient) -> None:
     assert client.wait_policy_version(7, 10) == 7
     with pytest.raises(DeadlineExceededError, match=r"the policy version is 7 after 0\.01 s and not yet 8"):
         client.wait_policy_version(8, 0.01)
@@ -315,7 +329,7 @@ def test_a_policy_version_that_does_not_come_is_a_deadline(client):
 # Trajectories.
 
 
-def test_a_dropped_trajectory_tells_its_worker_to_stop(faulty, client):
+def test_a_dropped_trajectory_tells_its_worker_to_stop(faulty: FaultyService, client: RolloutClient) -> None:
     faulty.dropped_uids.add("a")
     with client.trajectory("a", 0) as trajectory:
         trajectory.step([1], [2])
@@ -325,8 +339,8 @@ def test_a_dropped_trajectory_tells_its_worker_to_stop(faulty, client):
     assert len(faulty.calls) == 1
 
 
-def test_an_exception_aborts_the_trajectory_with_its_reason(faulty, client):
-    def roll_out():
+def test_an_exception_aborts_the_trajectory_with_its_reason(faulty: FaultyService, client: RolloutClient) -> None:
+    def roll_out() -> None:
         with client.trajectory("a", 0) as trajectory:
             trajectory.step([1], [2])
             _ = 1 / 0
@@ -337,26 +351,26 @@ def test_an_exception_aborts_the_trajectory_with_its_reason(faulty, client):
     assert faulty.reasons == "ZeroDivisionError: division by zero"
 
 
-def test_a_block_that_forgets_the_last_step_is_an_error(faulty, client):
+def test_a_block_that_forgets_the_last_step_is_an_error(faulty: FaultyService, client: RolloutClient) -> None:
     without = pytest.raises(FailedPreconditionError, match="after 1 steps without a last one")
     with without, client.trajectory("a", 0) as trajectory:
         trajectory.step([1], [2])
     assert faulty.dropped_uids == {"a"}
 
 
-def test_giving_up_on_purpose_is_not(faulty, client):
+def test_giving_up_on_purpose_is_not(faulty: FaultyService, client: RolloutClient) -> None:
     with client.trajectory("a", 0) as trajectory:
         trajectory.abort("environment crashed")
     assert faulty.reasons == "environment crashed"
 
 
-def test_steps_after_the_last_are_refused(client):
+def test_steps_after_the_last_are_refused(client: RolloutClient) -> None:
     trajectory, _ = step(client, "a")
     with pytest.raises(FailedPreconditionError, match="uid 'a' sample 0: the trajectory has ended with step 0"):
         trajectory.step([1], [2])
 
 
-def test_a_refused_argument_does_not_use_up_a_step(faulty, client):
+def test_a_refused_argument_does_not_use_up_a_step(faulty: FaultyService, client: RolloutClient) -> None:
     trajectory = client.trajectory("a", 0)
     with pytest.raises(InvalidArgumentError, match="uid 'a' sample 0 step 0: response_ids is empty"):
         trajectory.step([1], [])
@@ -366,7 +380,9 @@ def test_a_refused_argument_does_not_use_up_a_step(faulty, client):
 
 
 @pytest.mark.parametrize("make", [list, np.array, torch.tensor], ids=["list", "array", "tensor"])
-def test_lists_arrays_and_tensors_say_the_same(faulty, client, make):
+def test_lists_arrays_and_tensors_say_the_same(
+    faulty: FaultyService, client: RolloutClient, make: Callable[[object], Any]
+) -> None:
     trajectory = client.trajectory("a", 0)
     trajectory.step(make([1, 2]), make([3]), loss_mask=make([1]), rollout_logprobs=make([-0.5]), reward=make([1])[0])
     client.flush()
@@ -374,13 +390,13 @@ def test_lists_arrays_and_tensors_say_the_same(faulty, client, make):
     assert np.frombuffer(tokens, np.int32).tolist() == [1, 2, 3]
 
 
-def test_a_tensor_that_numpy_cannot_read_is_refused_by_name(client):
+def test_a_tensor_that_numpy_cannot_read_is_refused_by_name(client: RolloutClient) -> None:
     logprobs = torch.zeros(1, dtype=torch.bfloat16)
     with pytest.raises(InvalidArgumentError, match=r"uid 'a' sample 0 step 0: rollout_logprobs cannot .*\.float\(\)"):
         client.trajectory("a", 0).step([1], [2], rollout_logprobs=logprobs)
 
 
-def test_a_reward_of_the_wrong_form_names_the_setting(client):
+def test_a_reward_of_the_wrong_form_names_the_setting(client: RolloutClient) -> None:
     with pytest.raises(InvalidArgumentError, match=r"reward is one per token .*token_rewards=False"):
         client.trajectory("a", 0).step([1], [2], reward=[1.0])
 
@@ -389,19 +405,19 @@ def test_a_reward_of_the_wrong_form_names_the_setting(client):
 
 
 @pytest.mark.parametrize("address", ["", "http://localhost:1", None])
-def test_an_address_that_is_none_is_refused(address, connect):
+def test_an_address_that_is_none_is_refused(address: str | None, connect: Connect) -> None:
     with pytest.raises(InvalidArgumentError, match="expected HOST:PORT or unix:/PATH"):
         connect(address, "run")
 
 
 @pytest.mark.parametrize("limit", [{"max_batch_rows": 0}, {"max_batch_bytes": 0}, {"max_batch_bytes": 1 << 30}])
-def test_limits_out_of_range_are_refused(limit, connect):
+def test_limits_out_of_range_are_refused(limit: dict[str, Any], connect: Connect) -> None:
     (name,) = limit
     with pytest.raises(InvalidArgumentError, match=name):
         connect("127.0.0.1:1", "run", **limit)
 
 
-def test_a_closed_client_says_so(client):
+def test_a_closed_client_says_so(client: RolloutClient) -> None:
     client.close()
     client.close()
     for call in (lambda: step(client, "a"), client.policy_version):
@@ -409,15 +425,15 @@ def test_a_closed_client_says_so(client):
             call()
 
 
-def test_closing_raises_what_was_not_told(faulty, connect):
+def test_closing_raises_what_was_not_told(faulty: FaultyService, connect: Connect) -> None:
     with serving(faulty) as address:
         faulty.refused_uids["a"] = NotFoundError("no run 'run'")
         with pytest.raises(NotFoundError, match="no run 'run'"), connect(address, "run") as client:
             step(client, "a")
 
 
-def test_an_exception_in_the_block_is_not_masked_by_closing(faulty, connect):
-    def work(address):
+def test_an_exception_in_the_block_is_not_masked_by_closing(faulty: FaultyService, connect: Connect) -> None:
+    def work(address: str) -> None:
         with connect(address, "run") as client:
             step(client, "a")
             _ = 1 / 0
@@ -447,6 +463,6 @@ client.close()
 """
 
 
-def test_a_client_used_in_a_fork_says_so_instead_of_hanging():
+def test_a_client_used_in_a_fork_says_so_instead_of_hanging() -> None:
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["told"] * 3), done.stderr

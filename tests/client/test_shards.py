@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +26,7 @@ from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.iovec import join
 from tests import naive
-from tests.strategies import batches_and_settings
+from tests.strategies import Row, batches_and_settings
 
 ROWS = [
     {
@@ -50,28 +53,28 @@ LAYOUTS = [
 ]
 
 
-def shard_bytes(rows, config):
+def shard_bytes(rows: list[Row], config: dict[str, Any]) -> list[bytes]:
     shards = build_batch(from_rows(rows), parse_config(config), run="run", batch=0).shards
     return [join(shard.iovec()) for shard in shards]
 
 
-def as_shard(data, **conversion):
+def as_shard(data: bytes, **conversion: Any) -> Shard:
     tensors, metadata = parse_shard(np.frombuffer(bytearray(data), np.uint8), "here")
     return Shard(tensors, metadata, Conversion(**conversion), Position(0, 0, metadata["mini_batch"]), is_mapped=False)
 
 
-def shard_of(rows=ROWS, **changes):
+def shard_of(rows: list[Row] = ROWS, **changes: Any) -> Shard:
     return as_shard(shard_bytes(rows, CONFIG | changes)[0])
 
 
-def next_tokens(sequences):
+def next_tokens(sequences: torch.Tensor) -> torch.Tensor:
     """What a causal model's output is of at each position: the next token."""
     return torch.cat([sequences[..., 1:], torch.full_like(sequences[..., :1], -9)], dim=-1)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(batches_and_settings())
-def test_unpad_inverts_every_layout(rows_and_settings):
+def test_unpad_inverts_every_layout(rows_and_settings: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = rows_and_settings
     responses = [
         (last["prompt_token_ids"] + last["response_ids"])[len(first["prompt_token_ids"]) :]
@@ -90,7 +93,7 @@ def test_unpad_inverts_every_layout(rows_and_settings):
 
 
 @pytest.mark.parametrize("changes", LAYOUTS)
-def test_position_ids_count_each_row_from_0(changes):
+def test_position_ids_count_each_row_from_0(changes: dict[str, Any]) -> None:
     for micro in shard_of(**changes).micro_batches():
         position_ids, sequences = micro.position_ids(), micro["sequences"]
         assert position_ids.dtype == torch.int64
@@ -106,7 +109,7 @@ def test_position_ids_count_each_row_from_0(changes):
 
 
 @pytest.mark.parametrize("changes", LAYOUTS)
-def test_padding_rows_have_no_response_to_unpad(changes):
+def test_padding_rows_have_no_response_to_unpad(changes: dict[str, Any]) -> None:
     found = 0
     for data in shard_bytes(ROWS, CONFIG | changes | {"dp_size": 4}):
         for micro in as_shard(data).micro_batches():
@@ -117,7 +120,7 @@ def test_padding_rows_have_no_response_to_unpad(changes):
 
 
 @pytest.mark.parametrize("changes", LAYOUTS)
-def test_micro_batches_are_views_in_row_order(changes):
+def test_micro_batches_are_views_in_row_order(changes: dict[str, Any]) -> None:
     shard = shard_of(**changes)
     micros = list(shard.micro_batches())
     assert [len(micro) for micro in micros] == [4, 2]
@@ -129,7 +132,7 @@ def test_micro_batches_are_views_in_row_order(changes):
     assert shard["sample"][4] == 77
 
 
-def test_tensors_of_micro_batches_are_not_the_shards():
+def test_tensors_of_micro_batches_are_not_the_shards() -> None:
     shard = shard_of(pad_width="micro_batch")
     assert shard.is_per_micro_batch
     with pytest.raises(KeyError, match="one per micro-batch in this shard; take it from micro_batches"):
@@ -138,12 +141,12 @@ def test_tensors_of_micro_batches_are_not_the_shards():
         next(shard.micro_batches())["logits"]
 
 
-def test_returns_are_the_advantages():
+def test_returns_are_the_advantages() -> None:
     shard = shard_of()
     assert shard.returns is shard["advantages"]
 
 
-def test_default_dtypes_are_those_of_the_file():
+def test_default_dtypes_are_those_of_the_file() -> None:
     dtypes = {name: str(tensor.dtype) for name, tensor in shard_of().tensors.items()}
     assert dtypes["sequences"] == "torch.int32"
     assert {dtypes[name] for name in ("attention_mask", "response_mask", "loss_mask")} == {"torch.uint8"}
@@ -151,7 +154,7 @@ def test_default_dtypes_are_those_of_the_file():
 
 
 @pytest.mark.parametrize("changes", LAYOUTS)
-def test_dtypes_are_converted_on_request(changes):
+def test_dtypes_are_converted_on_request(changes: dict[str, Any]) -> None:
     (data,) = shard_bytes(ROWS, CONFIG | changes)
     dtypes = {"tokens": torch.int64, "masks": torch.float32, "floats": torch.bfloat16}
     for micro in as_shard(data, device="cpu", dtypes=dtypes).micro_batches():
@@ -162,12 +165,12 @@ def test_dtypes_are_converted_on_request(changes):
         assert micro["sequences"] is micro["sequences"]
 
 
-def test_an_unknown_kind_of_dtype_is_refused():
+def test_an_unknown_kind_of_dtype_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="dtypes names 'sequences'; known are tokens, masks, floats"):
         Conversion(dtypes={"sequences": torch.int64})
 
 
-def test_a_response_as_wide_as_the_sequence_gets_a_column_before_it():
+def test_a_response_as_wide_as_the_sequence_gets_a_column_before_it() -> None:
     shard = shard_of(pad_to_multiple_of=8)
     width = shard["sequences"].shape[1]
     assert shard["response_mask"].shape[1] == width
@@ -175,7 +178,7 @@ def test_a_response_as_wide_as_the_sequence_gets_a_column_before_it():
     assert shard.response_logprobs(log_probs)[0].tolist() == [0.0, *range(1, width)]
 
 
-def test_further_dimensions_follow():
+def test_further_dimensions_follow() -> None:
     shard = shard_of()
     rows, width = shard["sequences"].shape
     values = shard.response_logprobs(torch.zeros(rows, width, 3, 2))
@@ -184,7 +187,7 @@ def test_further_dimensions_follow():
 
 
 @pytest.mark.parametrize("changes", LAYOUTS[1:])
-def test_output_of_another_shape_is_refused_with_both(changes):
+def test_output_of_another_shape_is_refused_with_both(changes: dict[str, Any]) -> None:
     micro = next(shard_of(**changes).micro_batches())
     shape = tuple(micro["sequences"].shape)
     with pytest.raises(InvalidArgumentError, match=rf"log_probs has shape .*need \({shape[0]},"):
@@ -200,13 +203,13 @@ def test_output_of_another_shape_is_refused_with_both(changes):
 
 
 @pytest.fixture
-def path(tmp_path):
+def path(tmp_path: Path) -> Path:
     written = tmp_path / "rank-000.safetensors"
     written.write_bytes(shard_bytes(ROWS, CONFIG)[0])
     return written
 
 
-def test_a_shard_file_is_opened_by_its_path(path):
+def test_a_shard_file_is_opened_by_its_path(path: Path) -> None:
     shard = open_shard(path)
     assert shard.is_mapped
     assert shard["sequences"].equal(shard_of()["sequences"])
@@ -215,7 +218,7 @@ def test_a_shard_file_is_opened_by_its_path(path):
         shard.ack()
 
 
-def test_writing_to_a_mapped_tensor_changes_no_file(path):
+def test_writing_to_a_mapped_tensor_changes_no_file(path: Path) -> None:
     before = path.read_bytes()
     shard = open_shard(path)
     shard["sequences"].zero_()
@@ -225,18 +228,18 @@ def test_writing_to_a_mapped_tensor_changes_no_file(path):
     assert open_shard(path)["sequences"].any()
 
 
-def test_a_mapped_shard_outlives_its_file(path):
+def test_a_mapped_shard_outlives_its_file(path: Path) -> None:
     shard, expected = open_shard(path), shard_of()
     path.unlink()
     assert shard["sequences"].equal(expected["sequences"])
 
 
-def anonymous_kib():
+def anonymous_kib() -> int:
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
 
 
-def test_mapping_copies_nothing_and_takes_under_a_millisecond_at_any_size(tmp_path):
+def test_mapping_copies_nothing_and_takes_under_a_millisecond_at_any_size(tmp_path: Path) -> None:
     path = tmp_path / "large.safetensors"
     tensors = {
         "row": torch.zeros(1 << 10, dtype=torch.int32),
@@ -267,7 +270,7 @@ def test_mapping_copies_nothing_and_takes_under_a_millisecond_at_any_size(tmp_pa
     ],
     ids=["empty", "truncated header", "truncated", "noise", "zip", "foreign"],
 )
-def test_a_truncated_or_foreign_file_is_refused_by_name(path, spoil):
+def test_a_truncated_or_foreign_file_is_refused_by_name(path: Path, spoil: Callable[[bytes], bytes]) -> None:
     path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(InvalidArgumentError, match=r"rank-000\.safetensors .*(is no shard|is not a whole shard)"):
         open_shard(path)
@@ -275,7 +278,7 @@ def test_a_truncated_or_foreign_file_is_refused_by_name(path, spoil):
         parse_shard(np.fromfile(path, np.uint8), "over the wire")
 
 
-def test_only_the_file_that_was_told_of_is_mapped(path, tmp_path):
+def test_only_the_file_that_was_told_of_is_mapped(path: Path, tmp_path: Path) -> None:
     size = path.stat().st_size
     assert is_mappable(str(path), size)
     assert not is_mappable(str(path), size + 1)
@@ -287,7 +290,7 @@ def test_only_the_file_that_was_told_of_is_mapped(path, tmp_path):
     assert not ShardAddress("other", "policy", 0, 0, 0).is_of(metadata)
 
 
-def test_streamed_bytes_and_a_mapped_file_say_the_same(path):
+def test_streamed_bytes_and_a_mapped_file_say_the_same(path: Path) -> None:
     mapped, streamed = map_shard(str(path)), parse_shard(np.fromfile(path, np.uint8), "here")
     assert mapped[1] == streamed[1]
     assert mapped[0].keys() == streamed[0].keys()
@@ -298,7 +301,7 @@ def test_streamed_bytes_and_a_mapped_file_say_the_same(path):
 
 
 @given(st.binary(max_size=300), st.booleans(), st.sampled_from([0, 1 << 7, 1 << 14, 1 << 20]))
-def test_messages_made_by_hand_are_those_of_the_contract(data, is_compact, more):
+def test_messages_made_by_hand_are_those_of_the_contract(data: bytes, is_compact: bool, more: int) -> None:
     data += bytes(more)
     message = frame(memoryview(data), is_compact=is_compact)
     parsed = trainer_pb2.ReadShardResponse.FromString(message)
@@ -308,7 +311,7 @@ def test_messages_made_by_hand_are_those_of_the_contract(data, is_compact, more)
         assert (bytes(piece), came_compact) == (data, is_compact)
 
 
-def test_a_message_of_a_newer_service_is_read():
+def test_a_message_of_a_newer_service_is_read() -> None:
     later = b"\xfa\x01\x03new"
     for message in (frame(b"abc", is_compact=True) + later, later + frame(b"abc", is_compact=True)):
         piece, is_compact = unframe(message)
@@ -316,12 +319,12 @@ def test_a_message_of_a_newer_service_is_read():
 
 
 @pytest.mark.parametrize("spoil", [lambda message: message[:-1], lambda message: b"\x0a", lambda message: b"\x0a\xff"])
-def test_bytes_that_are_no_message_are_refused(spoil):
+def test_bytes_that_are_no_message_are_refused(spoil: Callable[[bytes], bytes]) -> None:
     with pytest.raises(InvalidArgumentError, match=r"is no ReadShardResponse: .*; read the shard again"):
         unframe(spoil(frame(b"abc", is_compact=False)))
 
 
-def test_token_logprobs_are_those_of_the_next_token():
+def test_token_logprobs_are_those_of_the_next_token() -> None:
     logits, sequences = torch.randn(2, 5, 7, dtype=torch.float64), torch.randint(0, 7, (2, 5), dtype=torch.int32)
     found = token_logprobs(logits, sequences)
     expected = logits.log_softmax(-1)

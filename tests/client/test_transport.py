@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
@@ -18,7 +21,14 @@ from gristmill._client.retries import Backoff, Retry, WaitBudget
 from gristmill._client.transport import Transport
 from gristmill._wire.addresses import ShardAddress
 from gristmill._wire.rows import from_rows
-from gristmill.errors import BatchFailedError, GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
+from gristmill.errors import (
+    BatchFailedError,
+    GristmillError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
@@ -26,19 +36,19 @@ from gristmill_service.pipeline.iovec import join
 from tests.client.test_shards import CONFIG, ROWS, shard_bytes
 
 
-class Status(grpc.RpcError):
+class Status(grpc.RpcError):  # type: ignore[misc]
     """A call's end, as gRPC gives it."""
 
-    def __init__(self, code, details="", **trailers):
+    def __init__(self, code: str, details: str = "", **trailers: Any) -> None:
         self._end = (getattr(grpc.StatusCode, code), details, tuple(trailers.items()))
 
-    def code(self):
+    def code(self) -> grpc.StatusCode:
         return self._end[0]
 
-    def details(self):
+    def details(self) -> str:
         return self._end[1]
 
-    def trailing_metadata(self):
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
         return tuple((name.replace("_", "-"), value) for name, value in self._end[2])
 
 
@@ -46,7 +56,7 @@ ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issu
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_every_error_of_the_service_is_raised_again_as_itself(kind):
+def test_every_error_of_the_service_is_raised_again_as_itself(kind: type[GristmillError]) -> None:
     failure = failure_of(Status(kind.code, "what and why", gristmill_error=kind.__name__), "here:1")
     assert type(failure.error) is kind
     assert str(failure.error) == "what and why"
@@ -68,16 +78,16 @@ def test_every_error_of_the_service_is_raised_again_as_itself(kind):
         ("UNKNOWN", "GristmillError"),
     ],
 )
-def test_what_others_answer_is_told_apart_by_its_code(code, kind):
+def test_what_others_answer_is_told_apart_by_its_code(code: str, kind: str) -> None:
     error = failure_of(Status(code, "odd"), "here:1").error
     assert type(error).__name__ == kind
 
 
-def test_an_unknown_class_of_a_newer_service_falls_back_to_the_code():
+def test_an_unknown_class_of_a_newer_service_falls_back_to_the_code() -> None:
     assert type(failure_of(Status("NOT_FOUND", gristmill_error="ShelfNotFoundError"), "here:1").error) is NotFoundError
 
 
-def test_a_failed_batch_says_which():
+def test_a_failed_batch_says_which() -> None:
     error = failure_of(
         Status("FAILED_PRECONDITION", "why", gristmill_error="BatchFailedError", gristmill_batch="7"), "here:1"
     ).error
@@ -99,26 +109,27 @@ def test_a_failed_batch_says_which():
         (Status("INTERNAL"), False),
     ],
 )
-def test_only_what_passes_is_retried(status, may_retry):
+def test_only_what_passes_is_retried(status: Status, may_retry: bool) -> None:
     assert failure_of(status, "here:1").may_retry is may_retry
 
 
-def test_the_services_delay_is_told():
+def test_the_services_delay_is_told() -> None:
     failure = failure_of(
         Status("RESOURCE_EXHAUSTED", gristmill_error="ResourceExhaustedError", grpc_retry_pushback_ms="1500"), "here:1"
     )
     assert failure.pushback_s == 1.5
+    assert isinstance(failure.error, ResourceExhaustedError)
     assert failure.error.retry_after_s == 1.5
 
 
 @given(st.integers(1, 40), st.one_of(st.none(), st.floats(0, 100)))
-def test_pauses_grow_with_full_jitter_after_what_the_service_asks(attempts, pushback_s):
+def test_pauses_grow_with_full_jitter_after_what_the_service_asks(attempts: int, pushback_s: float | None) -> None:
     backoff = Backoff()
     pauses = [backoff.pause_s(pushback_s) - (pushback_s or 0.0) for _ in range(attempts)]
     assert all(-1e-9 <= pause <= min(5.0, 0.05 * 2**attempt) + 1e-9 for attempt, pause in enumerate(pauses))
 
 
-def test_a_call_ends_with_the_error_of_its_last_attempt():
+def test_a_call_ends_with_the_error_of_its_last_attempt() -> None:
     retry = Retry(0.0)
     with pytest.raises(
         UnavailableError, match=r"away \(gave up after 1 attempts in 0\.0 s; a larger timeout_s tries longer\)"
@@ -128,7 +139,7 @@ def test_a_call_ends_with_the_error_of_its_last_attempt():
         retry.pause_s(Failure(NotFoundError("gone")))
 
 
-def test_a_wait_is_made_of_parts_and_not_asked_without_pause():
+def test_a_wait_is_made_of_parts_and_not_asked_without_pause() -> None:
     budget = WaitBudget(1000.0)
     assert budget.next_wait_s() == 20.0
     assert budget.pause_s() > 0.1
@@ -139,10 +150,12 @@ def test_a_wait_is_made_of_parts_and_not_asked_without_pause():
 class Streams(trainer_pb2_grpc.TrainerServiceServicer):
     """Answers ReadShard with the next of these pieces; an exception among them breaks the stream there."""
 
-    def __init__(self, *answers, are_compact):
+    def __init__(self, *answers: Iterable[bytes | grpc.StatusCode], are_compact: bool) -> None:
         self.answers, self.are_compact = list(answers), are_compact
 
-    def ReadShard(self, request, context):
+    def ReadShard(
+        self, request: trainer_pb2.ReadShardRequest, context: grpc.ServicerContext
+    ) -> Iterator[trainer_pb2.ReadShardResponse]:
         for piece in self.answers.pop(0):
             if not isinstance(piece, bytes):
                 context.abort(piece, "broken")
@@ -150,15 +163,20 @@ class Streams(trainer_pb2_grpc.TrainerServiceServicer):
             yield trainer_pb2.ReadShardResponse(data=piece, is_compact=self.are_compact)
 
 
+Read = Callable[..., tuple[dict[str, torch.Tensor], dict[str, Any]]]
+
+
 @pytest.fixture
-def read():
+def read() -> Iterator[Read]:
     """Reads a shard from a service that answers so."""
     server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
     port = server.add_insecure_port("127.0.0.1:0")
     transport = Transport(f"127.0.0.1:{port}", 20.0, "TrainerClient")
 
-    def read(size, *answers, are_compact=False):
-        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Streams(*answers, are_compact=are_compact), server)
+    def read(
+        size: int, *answers: Iterable[bytes | grpc.StatusCode], are_compact: bool = False
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Streams(*answers, are_compact=are_compact), server)  # type: ignore[no-untyped-call]
         server.start()
         return stream(transport, ShardAddress("run", "policy", 0, 0, 0), size)
 
@@ -167,7 +185,7 @@ def read():
     server.stop(None).wait()
 
 
-def test_a_stream_that_breaks_is_made_again_from_its_start(read):
+def test_a_stream_that_breaks_is_made_again_from_its_start(read: Read) -> None:
     (data,) = shard_bytes(ROWS, CONFIG)
     tensors, metadata = read(
         len(data), [data[:100], grpc.StatusCode.UNAVAILABLE], [grpc.StatusCode.UNAVAILABLE], [data[:7], data[7:]]
@@ -175,13 +193,13 @@ def test_a_stream_that_breaks_is_made_again_from_its_start(read):
     assert len(tensors["sequences"]) == len(metadata["uids"]) == 6
 
 
-def test_a_stream_that_ends_early_is_an_error(read):
+def test_a_stream_that_ends_early_is_an_error(read: Read) -> None:
     (data,) = shard_bytes(ROWS, CONFIG)
     with pytest.raises(UnavailableError, match=rf"100 bytes came where the service said {len(data)}"):
         read(len(data), [data[:100]])
 
 
-def test_a_shard_that_comes_without_its_padding_is_restored(read):
+def test_a_shard_that_comes_without_its_padding_is_restored(read: Read) -> None:
     (shard,) = build_batch(from_rows(ROWS), parse_config(CONFIG), run="run", batch=0).shards
     data = join(shard.compact())
     tensors, metadata = read(
@@ -192,17 +210,17 @@ def test_a_shard_that_comes_without_its_padding_is_restored(read):
         assert np.array_equal(tensors[name].numpy(), tensor)
 
 
-def test_a_compact_shard_that_ends_early_is_an_error(read):
+def test_a_compact_shard_that_ends_early_is_an_error(read: Read) -> None:
     (shard,) = build_batch(from_rows(ROWS), parse_config(CONFIG), run="run", batch=0).shards
     with pytest.raises(InvalidArgumentError, match="no whole compact shard"):
         read(shard.size, [join(shard.compact())[:-1]], are_compact=True)
 
 
-def test_bytes_that_are_no_shard_are_an_error(read):
+def test_bytes_that_are_no_shard_are_an_error(read: Read) -> None:
     with pytest.raises(InvalidArgumentError, match="is no shard of gristmill"):
         read(100, [b"x" * 100])
 
 
-def test_a_freed_batch_is_not_asked_for_again(read):
+def test_a_freed_batch_is_not_asked_for_again(read: Read) -> None:
     with pytest.raises(NotFoundError):
         read(100, [grpc.StatusCode.NOT_FOUND])

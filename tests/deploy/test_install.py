@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ CONFIG = {
 SERVE = "from gristmill_service.cli import main; main()"
 
 
-def interpreter():
+def interpreter() -> str:
     """A Python of this version that another user may run, as that of an image is."""
     for found in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
         asked = f"import sys; sys.exit(sys.version_info[:2] != {sys.version_info[:2]!r})"
@@ -38,12 +39,12 @@ def interpreter():
     pytest.skip(f"no Python {sys.version_info[0]}.{sys.version_info[1]} that user {NOBODY} may run")
 
 
-def pip(*arguments):
+def pip(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=True)
 
 
 @pytest.fixture(scope="module")
-def tree():
+def tree() -> Iterator[Path]:
     """The image's Python packages: installed, and then without a bit that allows to write."""
     if os.geteuid() != 0:
         pytest.skip("only root can start the service as another user")
@@ -60,7 +61,7 @@ def tree():
 
 
 @pytest.mark.timeout(300)
-def test_what_the_image_installs_serves_a_batch_as_another_user(tree):
+def test_what_the_image_installs_serves_a_batch_as_another_user(tree: Path) -> None:
     python = interpreter()
     memory = Path(tempfile.mkdtemp(prefix="gristmill-memory-"))
     os.chown(memory, NOBODY, NOBODY)
@@ -91,7 +92,7 @@ def test_what_the_image_installs_serves_a_batch_as_another_user(tree):
     assert process.returncode == 0
 
 
-def test_the_service_of_the_image_has_no_torch_and_no_compiler(tree):
+def test_the_service_of_the_image_has_no_torch_and_no_compiler(tree: Path) -> None:
     names = {path.name.split("-")[0].lower() for path in tree.glob("*.dist-info")}
     assert "gristmill" in names
     assert not names & {"torch", "ray", "hatchling", "pip", "setuptools", "cython", "grpcio_tools"}

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from tests.api.doors import GrpcDoor, HttpDoor, Json, Refused, row
+from tests.api.doors import Door, GrpcDoor, HttpDoor, Json, Refused, row
 from tests.serving import FREE_PORTS
 
 T = TypeVar("T")
@@ -165,7 +165,7 @@ def check(refused: Refused, *codes: str) -> None:
         raise refused
 
 
-def eventually(condition: Callable[[], T], what: str, timeout_s: float = PATIENCE_S) -> T:
+def eventually(condition: Callable[[], T | None], what: str, timeout_s: float = PATIENCE_S) -> T:
     """What the condition gives once that is true. A call that is refused counts as not yet."""
     deadline = time.monotonic() + timeout_s
     found: Any = None
@@ -191,7 +191,7 @@ def owner(services: Sequence[Service], run: str) -> Service:
     return eventually(found, f"somebody decides for {run}")
 
 
-def train(door: GrpcDoor | HttpDoor, run: str, batch: int, *, commit: bool = True) -> bytes:
+def train(door: Door, run: str, batch: int, *, commit: bool = True) -> bytes:
     """Waits for the batch's shard, pulls it and acknowledges it."""
     shard = eventually(lambda: _published(door, run, batch), f"batch {batch} is published")
     data = patiently(lambda: door.read(run, batch, 0, 0))
@@ -200,7 +200,7 @@ def train(door: GrpcDoor | HttpDoor, run: str, batch: int, *, commit: bool = Tru
     return data
 
 
-def _published(door: GrpcDoor | HttpDoor, run: str, batch: int) -> Json | None:
+def _published(door: Door, run: str, batch: int) -> Json | None:
     shard = door.shard(run, 0, batch=batch, wait_s=1.0)
     return shard if shard["state"] == "published" else None
 

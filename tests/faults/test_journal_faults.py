@@ -17,11 +17,10 @@ import pytest
 
 from gristmill.errors import UnavailableError
 from gristmill_service.storage.journal.run_store import JournalRunStore
-from tests.api.doors import Refused
+from tests.api.doors import Json, Refused
 from tests.faults.services import (
     COMMAND,
     CONFIG,
-    Json,
     Service,
     Services,
     check,
@@ -141,7 +140,7 @@ class Life:
 @pytest.mark.parametrize("fsync", ["never", "always"])
 def test_killed_at_any_moment_under_load_every_accepted_row_is_in_one_batch(
     services: Services, tmp_path: Path, run: str, fsync: str
-):
+) -> None:
     flags = in_journal(tmp_path, "--journal-fsync", fsync)
     life = Life(services, flags, run, {**CONFIG, "max_buffered_batches": 8, "max_staleness": 100_000})
     threads = [threading.Thread(target=life.work, args=(worker,)) for worker in range(3)]
@@ -151,7 +150,7 @@ def test_killed_at_any_moment_under_load_every_accepted_row_is_in_one_batch(
     try:
         for _ in range(3 if fsync == "never" else 1):
             least = len(life.trained) + 5
-            eventually(lambda least=least: len(life.trained) > least or life.errors, "it goes on")
+            eventually(lambda least=least: len(life.trained) > least or life.errors, "it goes on")  # type: ignore[misc]
             time.sleep(random.uniform(0, 0.2))
             life.die()
     finally:
@@ -164,7 +163,9 @@ def test_killed_at_any_moment_under_load_every_accepted_row_is_in_one_batch(
     assert len(list((tmp_path / "shards").glob("*.lock"))) == 1, "shards of the dead are removed by those after them"
 
 
-def test_positions_incarnations_and_a_withdrawn_batch_outlive_the_process(services: Services, tmp_path: Path, run: str):
+def test_positions_incarnations_and_a_withdrawn_batch_outlive_the_process(
+    services: Services, tmp_path: Path, run: str
+) -> None:
     flags = in_journal(tmp_path)
     [service] = services.start(1, *flags)
     service.grpc.create(run, {**CONFIG, "dp_size": 2})
@@ -189,7 +190,7 @@ def test_positions_incarnations_and_a_withdrawn_batch_outlive_the_process(servic
     assert service.grpc.shard(run, 0)["position"]["batch"] == 1
 
 
-def test_a_deleted_run_stays_deleted_and_its_name_is_free(services: Services, tmp_path: Path, run: str):
+def test_a_deleted_run_stays_deleted_and_its_name_is_free(services: Services, tmp_path: Path, run: str) -> None:
     flags = in_journal(tmp_path)
     [service] = services.start(1, *flags)
     service.grpc.create(run, CONFIG)
@@ -203,7 +204,7 @@ def test_a_deleted_run_stays_deleted_and_its_name_is_free(services: Services, tm
     assert service.grpc.submit(run, group("a")) == ["accepted"] * 2
 
 
-def test_a_torn_tail_is_cut_and_told_and_the_rest_is_there(services: Services, tmp_path: Path, run: str):
+def test_a_torn_tail_is_cut_and_told_and_the_rest_is_there(services: Services, tmp_path: Path, run: str) -> None:
     flags = in_journal(tmp_path)
     [service] = services.start(1, *flags)
     service.grpc.create(run, CONFIG)
@@ -220,7 +221,7 @@ def test_a_torn_tail_is_cut_and_told_and_the_rest_is_there(services: Services, t
 
 
 class TestItDoesNotStart:
-    def test_beside_another_in_the_same_directory(self, services: Services, tmp_path: Path):
+    def test_beside_another_in_the_same_directory(self, services: Services, tmp_path: Path) -> None:
         flags = in_journal(tmp_path)
         [service] = services.start(1, *flags)
         second = refused_start(*flags)
@@ -229,7 +230,7 @@ class TestItDoesNotStart:
         assert len(second.stderr.strip().splitlines()) == 1, second.stderr
         assert service.trouble == ""
 
-    def test_in_a_directory_that_it_may_not_use(self, tmp_path: Path):
+    def test_in_a_directory_that_it_may_not_use(self, tmp_path: Path) -> None:
         (tmp_path / "journal").write_text("a file")
         found = refused_start(*in_journal(tmp_path))
         assert (found.returncode, len(found.stderr.strip().splitlines())) == (2, 1)
@@ -239,7 +240,7 @@ class TestItDoesNotStart:
 @pytest.mark.parametrize("what", ["run.json", "events-000000.log"])
 def test_a_run_that_a_newer_version_wrote_is_set_aside_untouched_and_the_others_serve(
     services: Services, tmp_path: Path, run: str, what: str
-):
+) -> None:
     flags = in_journal(tmp_path)
     [service] = services.start(1, *flags)
     service.grpc.create(run, CONFIG)
@@ -302,7 +303,7 @@ class TestTheDiskIsFull:
         assert "is full; give it more room" in message
         return number
 
-    def test_rows_are_refused_with_the_remedy_and_acknowledgements_make_room(self, service: Service, run: str):
+    def test_rows_are_refused_with_the_remedy_and_acknowledgements_make_room(self, service: Service, run: str) -> None:
         taken = self.fill(service, run)
         assert taken > 10
         assert "is full" in service.trouble
@@ -312,7 +313,7 @@ class TestTheDiskIsFull:
         assert service.trouble == ""
         assert service.grpc.submit(run, group("more")) == ["accepted"] * 2
 
-    def test_producers_that_go_on_trying_do_not_take_what_acknowledgements_need(self, disk: Path):
+    def test_producers_that_go_on_trying_do_not_take_what_acknowledgements_need(self, disk: Path) -> None:
         store = JournalRunStore(disk, "never")
         log = store.create("run", b"{}")
         list(log.replay().records)
@@ -334,7 +335,7 @@ class TestTheDiskIsFull:
 
     def test_killed_when_full_it_starts_again_and_goes_on(
         self, services: Services, service: Service, tmp_path: Path, disk: Path, run: str
-    ):
+    ) -> None:
         taken = self.fill(service, run)
         data = service.grpc.read(run, 0, 0, 0)
         service.kill()
@@ -346,7 +347,9 @@ class TestTheDiskIsFull:
         eventually(lambda: again.trouble == "", "it is ready")
         assert again.grpc.submit(run, group("more")) == ["accepted"] * 2
 
-    def test_room_that_another_gives_back_is_found_without_a_restart(self, service: Service, disk: Path, run: str):
+    def test_room_that_another_gives_back_is_found_without_a_restart(
+        self, service: Service, disk: Path, run: str
+    ) -> None:
         other = disk / "other"
         with other.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, self.SIZE // 2)
@@ -357,7 +360,7 @@ class TestTheDiskIsFull:
         assert service.grpc.get(run)["rows_accepted"] == 2 * taken + 2
 
 
-def test_a_clock_that_is_set_is_no_reason_to_time_groups_out(services: Services, tmp_path: Path, run: str):
+def test_a_clock_that_is_set_is_no_reason_to_time_groups_out(services: Services, tmp_path: Path, run: str) -> None:
     """Time is counted while it serves; what a clock says, and for how long nobody served, is not asked."""
     flags = in_journal(tmp_path)
     [service] = services.start(1, *flags)
@@ -375,7 +378,7 @@ def test_a_clock_that_is_set_is_no_reason_to_time_groups_out(services: Services,
     assert 1.2 < time.monotonic() - begun < 8
 
 
-def test_the_journal_is_one_process_also_when_that_forked(services: Services, tmp_path: Path):
+def test_the_journal_is_one_process_also_when_that_forked(services: Services, tmp_path: Path) -> None:
     """Its lock goes with it, whatever it had opened."""
     flags = in_journal(tmp_path)
     [service] = services.start(1, *flags)
@@ -386,7 +389,7 @@ def test_the_journal_is_one_process_also_when_that_forked(services: Services, tm
 
 def test_neither_threads_nor_files_nor_memory_grow_with_runs_that_come_and_go(
     services: Services, tmp_path: Path, run: str
-):
+) -> None:
     [service] = services.start(1, *in_journal(tmp_path))
 
     def used() -> tuple[int, int]:

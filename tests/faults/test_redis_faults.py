@@ -56,7 +56,7 @@ class Producer:
             number = 0
             while not self._stopped.is_set():
                 uid = f"u{number}"
-                outcomes = patiently(lambda uid=uid: self._service.grpc.submit(self._run, group(uid)))
+                outcomes = patiently(lambda uid=uid: self._service.grpc.submit(self._run, group(uid)))  # type: ignore[misc]
                 assert set(outcomes) <= {"accepted", "duplicate", "sealed"}
                 self.accepted.append(uid)
                 number += 1
@@ -80,14 +80,16 @@ BIG = {**CONFIG, "max_buffered_batches": 10_000, "max_staleness": 20_000}
 
 
 class TestItDies:
-    def test_killed_and_started_again_it_has_lost_nothing(self, services: Services, start_redis: StartRedis, run: str):
+    def test_killed_and_started_again_it_has_lost_nothing(
+        self, services: Services, start_redis: StartRedis, run: str
+    ) -> None:
         server = start_redis(appendonly="always")
         [service] = services.start(1, *on_redis(server.url))
         service.grpc.create(run, BIG)
         producer = Producer(service, run)
         for _ in range(3):
             least = len(producer.accepted) + 20
-            eventually(lambda least=least: len(producer.accepted) >= least or producer.errors, "it goes on")
+            eventually(lambda least=least: len(producer.accepted) >= least or producer.errors, "it goes on")  # type: ignore[misc]
             server.kill()
             server.start()
         accepted = producer.stop()
@@ -97,7 +99,7 @@ class TestItDies:
 
     def test_away_for_longer_than_the_lease_it_is_refused_and_goes_on(
         self, services: Services, start_redis: StartRedis, run: str
-    ):
+    ) -> None:
         server = start_redis(appendonly="always")
         [service] = services.start(1, *on_redis(server.url, 0.5))
         service.grpc.create(run, CONFIG)
@@ -123,7 +125,7 @@ class TestItDies:
 
     def test_without_a_log_on_disk_all_is_lost_cleanly_and_the_service_goes_on(
         self, services: Services, start_redis: StartRedis, run: str
-    ):
+    ) -> None:
         """The truth of `appendonly no`: the run is unknown afterwards, its rows have to be sent again."""
         server = start_redis(appendonly="no")
         [service] = services.start(1, *on_redis(server.url))
@@ -134,7 +136,7 @@ class TestItDies:
         server.kill()
         server.start()
         for door in (service.grpc, service.http):
-            eventually(lambda door=door: _is_unknown(lambda: door.submit(run, group("c"))), "the run is not known")
+            eventually(lambda door=door: _is_unknown(lambda: door.submit(run, group("c"))), "the run is not known")  # type: ignore[misc]
         assert service.grpc.names() == []
         assert patiently(lambda: service.grpc.create(run, CONFIG))["created"]
         service.grpc.submit(run, [*group("a"), *group("b")])
@@ -143,7 +145,7 @@ class TestItDies:
 
     def test_while_it_is_away_the_service_ends_within_its_grace(
         self, services: Services, start_redis: StartRedis, run: str
-    ):
+    ) -> None:
         server = start_redis(appendonly="always")
         gone, silent = services.begin(*on_redis(server.url)), Proxy(server.port)
         with silent:
@@ -173,7 +175,7 @@ def _is_unknown(call: Callable[[], object]) -> bool:
 
 
 class TestItIsAwayWhenTheServiceStarts:
-    def test_the_service_waits_for_it(self, services: Services, start_redis: StartRedis, run: str):
+    def test_the_service_waits_for_it(self, services: Services, start_redis: StartRedis, run: str) -> None:
         server = start_redis(appendonly="always")
         server.stop()
         service = services.begin(*on_redis(server.url))
@@ -181,7 +183,9 @@ class TestItIsAwayWhenTheServiceStarts:
         server.start()
         service.ready().grpc.create(run, CONFIG)
 
-    def test_the_service_waits_for_sentinels_to_name_a_master(self, services: Services, tmp_path: Path, run: str):
+    def test_the_service_waits_for_sentinels_to_name_a_master(
+        self, services: Services, tmp_path: Path, run: str
+    ) -> None:
         with Sentinel(tmp_path / "sentinel") as sentinel:
             assert sentinel.replica is not None
             sentinel.replica.stop()
@@ -192,7 +196,7 @@ class TestItIsAwayWhenTheServiceStarts:
             dead.start()
             service.ready().grpc.create(run, CONFIG)
 
-    def test_who_waits_may_be_asked_to_stop(self, services: Services, start_redis: StartRedis):
+    def test_who_waits_may_be_asked_to_stop(self, services: Services, start_redis: StartRedis) -> None:
         server = start_redis(appendonly="no")
         server.stop()
         service = services.begin(*on_redis(server.url))
@@ -201,7 +205,7 @@ class TestItIsAwayWhenTheServiceStarts:
         assert service.stop() == 0
         assert time.monotonic() - begun < 5
 
-    def test_a_wrong_password_is_refused_at_once(self, services: Services, start_redis: StartRedis):
+    def test_a_wrong_password_is_refused_at_once(self, services: Services, start_redis: StartRedis) -> None:
         server = start_redis(appendonly="no", password="right")
         begun = time.monotonic()
         service = services.begin(*on_redis(f"redis://:wrong@{server.address}"))
@@ -211,7 +215,7 @@ class TestItIsAwayWhenTheServiceStarts:
 
 
 class TestItIsSlowOrSilent:
-    def test_slow_it_works(self, services: Services, shared_redis: RedisServer, proxy: Proxy, run: str):
+    def test_slow_it_works(self, services: Services, shared_redis: RedisServer, proxy: Proxy, run: str) -> None:
         [service] = services.start(1, *on_redis(proxy.url))
         service.grpc.create(run, CONFIG)
         proxy.delay(0.05)
@@ -227,7 +231,7 @@ class TestItIsSlowOrSilent:
 
     def test_silent_it_is_refused_soon_and_goes_on_when_it_answers(
         self, services: Services, start_redis: StartRedis, run: str
-    ):
+    ) -> None:
         server = start_redis(appendonly="always")
         [service] = services.start(1, *on_redis(server.url))
         service.grpc.create(run, CONFIG)
@@ -252,7 +256,7 @@ class TestItIsSlowOrSilent:
 class TestItIsFull:
     def test_rows_wait_acknowledgements_do_not_and_it_goes_on_by_itself(
         self, services: Services, start_redis: StartRedis, run: str
-    ):
+    ) -> None:
         server = start_redis(appendonly="no", maxmemory="1gb")
         admin = server.client()
         [service] = services.start(1, *on_redis(server.url))
@@ -262,7 +266,7 @@ class TestItIsFull:
         admin.config_set("maxmemory", int(admin.info("memory")["used_memory"] / 0.95))
         assert "maxmemory" in eventually(lambda: service.trouble, "it tells")
         for door in (service.grpc, service.http):
-            error = refused(lambda door=door: door.submit(run, group("d")))
+            error = refused(lambda door=door: door.submit(run, group("d")))  # type: ignore[misc]
             assert error.code == "UNAVAILABLE"
             assert "maxmemory" in error.message
         assert sorted(set(uids_of(train(service.http, run, 0)))) == ["a", "b"]
@@ -274,7 +278,7 @@ class TestItIsFull:
 
     def test_full_it_can_still_be_taken_over_so_that_acknowledgements_make_room(
         self, services: Services, start_redis: StartRedis, run: str
-    ):
+    ) -> None:
         server = start_redis(appendonly="no", maxmemory="1gb")
         admin = server.client()
         first, second = services.start(2, *on_redis(server.url))
@@ -289,7 +293,7 @@ class TestItIsFull:
 
     def test_a_batch_that_found_no_room_is_stored_once_there_is_some(
         self, services: Services, start_redis: StartRedis, run: str
-    ):
+    ) -> None:
         server = start_redis(appendonly="no", maxmemory="1gb")
         admin = server.client()
         [service] = services.start(1, *on_redis(server.url))
@@ -313,7 +317,7 @@ class TestItIsFull:
 
 
 class TestOtherForms:
-    def test_a_failover_by_sentinel_is_no_more_than_a_retry(self, services: Services, tmp_path: Path, run: str):
+    def test_a_failover_by_sentinel_is_no_more_than_a_retry(self, services: Services, tmp_path: Path, run: str) -> None:
         with Sentinel(tmp_path / "sentinel") as sentinel:
             [service] = services.start(1, *on_redis(sentinel.url))
             service.grpc.create(run, CONFIG)
@@ -329,7 +333,7 @@ class TestOtherForms:
             assert sorted(set(uids_of(train(service.grpc, run, 1)))) == ["c", "d"]
             eventually(lambda: service.trouble == "", "it is ready again")
 
-    def test_over_tls(self, services: Services, shared_redis: RedisServer, tmp_path: Path, run: str):
+    def test_over_tls(self, services: Services, shared_redis: RedisServer, tmp_path: Path, run: str) -> None:
         authority = trustme.CA()
         authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
         with Proxy(shared_redis.port, certificate=authority.issue_cert("127.0.0.1")) as tls:
@@ -338,7 +342,7 @@ class TestOtherForms:
             service.grpc.submit(run, [*group("a"), *group("b")])
             assert sorted(set(uids_of(train(service.http, run, 0)))) == ["a", "b"]
 
-    def test_on_a_cluster_a_whole_run_and_a_takeover(self, services: Services, tmp_path: Path, run: str):
+    def test_on_a_cluster_a_whole_run_and_a_takeover(self, services: Services, tmp_path: Path, run: str) -> None:
         with RedisCluster(tmp_path / "cluster") as cluster:
             first, second = services.start(2, *on_redis(cluster.url))
             first.grpc.create(run, CONFIG)

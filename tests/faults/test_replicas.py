@@ -59,11 +59,14 @@ def other(replicas: tuple[Service, Service], owned: Service) -> Service:
 @pytest.fixture(params=["grpc", "http"])
 def door(request: pytest.FixtureRequest, other: Service) -> Door:
     """To the replica that does not decide."""
-    return getattr(other, request.param)
+    found: Door = getattr(other, request.param)
+    return found
 
 
 class TestAnyTakesAnyCall:
-    def test_a_whole_run_through_one_that_does_not_decide(self, door, owned, other, run):
+    def test_a_whole_run_through_one_that_does_not_decide(
+        self, door: Door, owned: Service, other: Service, run: str
+    ) -> None:
         assert door.create(run, CONFIG)["created"] is False
         assert run in door.names()
         assert door.begin(run, ["a", "b"]) == ["admitted"] * 2
@@ -97,7 +100,7 @@ class TestAnyTakesAnyCall:
             door.get(run)
         assert refused.value.code == "NOT_FOUND"
 
-    def test_who_waits_at_one_is_woken_by_what_happens_at_the_other(self, door, owned, run):
+    def test_who_waits_at_one_is_woken_by_what_happens_at_the_other(self, door: Door, owned: Service, run: str) -> None:
         with ThreadPoolExecutor(3) as pool:
             batch = pool.submit(door.batch, run, 0, 20.0)
             shard = pool.submit(lambda: door.shard(run, 0, wait_s=20.0))
@@ -111,11 +114,11 @@ class TestAnyTakesAnyCall:
             assert version.result() == 5
             assert time.monotonic() - start < 10
 
-    def test_a_wait_that_ends_with_nothing_is_answered_as_by_the_owner(self, door, run):
+    def test_a_wait_that_ends_with_nothing_is_answered_as_by_the_owner(self, door: Door, run: str) -> None:
         assert door.batch(run, 0, wait_s=0.2) == {"state": "pending"}
         assert door.shard(run, 0, wait_s=0.2)["state"] == "pending"
 
-    def test_a_refusal_is_the_owners_own_word(self, door, owned, run):
+    def test_a_refusal_is_the_owners_own_word(self, door: Door, owned: Service, run: str) -> None:
         def refusals(at: Door) -> list[tuple[str, str, str]]:
             found = []
             for call in (
@@ -134,7 +137,9 @@ class TestAnyTakesAnyCall:
 
         assert refusals(door) == refusals(getattr(owned, "grpc" if door.__class__.__name__ == "GrpcDoor" else "http"))
 
-    def test_a_stream_of_rows_is_answered_request_by_request(self, owned, other, run, replicas):
+    def test_a_stream_of_rows_is_answered_request_by_request(
+        self, owned: Service, other: Service, run: str, replicas: tuple[Service, Service]
+    ) -> None:
         second = f"{run}-also"
         patiently(lambda: owned.grpc.create(second, CONFIG))
         requests = [
@@ -149,7 +154,7 @@ class TestAnyTakesAnyCall:
         assert owned.grpc.get(run)["rows_accepted"] == 6
         assert other.grpc.get(second)["rows_accepted"] == 6
 
-    def test_a_run_created_at_all_at_once_is_one_run(self, replicas, run):
+    def test_a_run_created_at_all_at_once_is_one_run(self, replicas: tuple[Service, Service], run: str) -> None:
         names = [f"{run}-{number}" for number in range(5)]
         with ThreadPoolExecutor(8) as pool:
             for name in names:
@@ -161,7 +166,9 @@ class TestAnyTakesAnyCall:
         for name in names:
             assert {one.grpc.get(name)["rows_accepted"] for one in replicas} == {0}
 
-    def test_other_ranks_asked_for_at_one_that_does_not_decide_get_every_batch_cut_anew(self, other, run):
+    def test_other_ranks_asked_for_at_one_that_does_not_decide_get_every_batch_cut_anew(
+        self, other: Service, run: str
+    ) -> None:
         stop, errors = threading.Event(), []
 
         def produce() -> None:
@@ -180,7 +187,7 @@ class TestAnyTakesAnyCall:
         producer.start()
         try:
             for turn, dp_size in enumerate([2, 1, 3, 1]):
-                eventually(lambda turn=turn: other.grpc.get(run)["batches_published"] > 3 * turn, "batches are made")
+                eventually(lambda turn=turn: other.grpc.get(run)["batches_published"] > 3 * turn, "batches are made")  # type: ignore[misc]
                 resumed = other.http.call(
                     "POST", f"/runs/{run}/resume", {"launch": f"launch-{turn}", "position": None, "dp_size": dp_size}
                 ).json()
@@ -210,7 +217,9 @@ class TestTheOwnerGoes:
 
         return begin
 
-    def test_killed_it_is_replaced_within_seconds_and_nothing_is_lost(self, start, run):
+    def test_killed_it_is_replaced_within_seconds_and_nothing_is_lost(
+        self, start: Callable[[], tuple[Service, Service]], run: str
+    ) -> None:
         first, second = start()
         first.grpc.submit(run, [*group("a"), *group("b"), *group("c")])
         before = first.grpc.batch(run, 0, wait_s=20)
@@ -232,7 +241,7 @@ class TestTheOwnerGoes:
 
     def test_killed_under_load_again_and_again_every_row_is_trained_once(
         self, services: Services, shared_redis: RedisServer, run: str
-    ):
+    ) -> None:
         """Clients see no more of it than retries."""
         alive = services.start(3, *on_redis(shared_redis.url, LEASE_S, run))
         alive[0].grpc.create(run, CONFIG)
@@ -292,7 +301,7 @@ class TestTheOwnerGoes:
         try:
             for _ in range(2):
                 least = len(trained) + 3
-                eventually(lambda least=least: len(trained) >= least or errors, "it goes on")
+                eventually(lambda least=least: len(trained) >= least or errors, "it goes on")  # type: ignore[misc]
                 assert len(trained) < groups // 2, "there is work left"
                 victim = owner(alive, run)
                 replacement = services.begin(*on_redis(shared_redis.url, LEASE_S, run))
@@ -311,7 +320,9 @@ class TestTheOwnerGoes:
         status = patiently(lambda: alive[0].grpc.get(run))
         assert (status["batches_sealed"], status["groups_dropped"]) == (groups // 2, {})
 
-    def test_stopped_beyond_its_lease_it_decides_and_publishes_nothing_when_it_wakes_up(self, start, run):
+    def test_stopped_beyond_its_lease_it_decides_and_publishes_nothing_when_it_wakes_up(
+        self, start: Callable[[], tuple[Service, Service]], run: str
+    ) -> None:
         first, second = start()
         first.grpc.submit(run, group("a"))
         first.pause()
@@ -334,7 +345,9 @@ class TestTheOwnerGoes:
         assert train(first.grpc, run, 0) == data
         assert first.trouble == ""
 
-    def test_a_call_passed_on_to_an_owner_that_hangs_ends_when_another_takes_the_run_over(self, start, run):
+    def test_a_call_passed_on_to_an_owner_that_hangs_ends_when_another_takes_the_run_over(
+        self, start: Callable[[], tuple[Service, Service]], run: str
+    ) -> None:
         first, second = start()
         second.grpc.get(run)
         request = rollout_pb2.SubmitRowsRequest(run=run, rows=rows_message(group("a")))
@@ -347,7 +360,7 @@ class TestTheOwnerGoes:
         finally:
             first.resume()
 
-    def test_asked_to_stop_it_hands_over_at_once(self, start, run):
+    def test_asked_to_stop_it_hands_over_at_once(self, start: Callable[[], tuple[Service, Service]], run: str) -> None:
         first, second = start()
         first.grpc.submit(run, [*group("a"), *group("b"), *group("c")])
         first.grpc.batch(run, 0, wait_s=20)
@@ -361,7 +374,9 @@ class TestTheOwnerGoes:
         assert not waits.is_alive()
         assert second.grpc.batch(run, 1, wait_s=20)["state"] == "published"
 
-    def test_killed_while_it_deletes_the_run_can_be_deleted_by_the_next(self, start, run, shared_redis):
+    def test_killed_while_it_deletes_the_run_can_be_deleted_by_the_next(
+        self, start: Callable[[], tuple[Service, Service]], run: str, shared_redis: RedisServer
+    ) -> None:
         first, second = start()
         for number in range(20):
             first.grpc.submit(run, [*group(f"{number}-a"), *group(f"{number}-b")])
@@ -390,7 +405,7 @@ class TestTheOwnerGoes:
 class TestOneIsCutOff:
     def test_it_says_so_and_the_others_go_on_until_it_is_back(
         self, services: Services, shared_redis: RedisServer, proxy: Proxy, run: str
-    ):
+    ) -> None:
         near = services.begin(*on_redis(shared_redis.url, LEASE_S))
         far = services.begin(*on_redis(proxy.url, LEASE_S))
         far.ready()
@@ -420,7 +435,7 @@ class TestOneIsCutOff:
 
     def test_a_network_that_goes_silent_is_answered_within_seconds_and_never_takes_the_probes_down(
         self, services: Services, shared_redis: RedisServer, proxy: Proxy, run: str
-    ):
+    ) -> None:
         near = services.begin(*on_redis(shared_redis.url, LEASE_S))
         far = services.begin(*on_redis(proxy.url, LEASE_S))
         far.ready()
@@ -456,7 +471,9 @@ class TestOneIsCutOff:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
-def test_one_that_listens_everywhere_tells_the_others_where_or_does_not_start(shared_redis: RedisServer, address: str):
+def test_one_that_listens_everywhere_tells_the_others_where_or_does_not_start(
+    shared_redis: RedisServer, address: str
+) -> None:
     command = [*COMMAND, *on_redis(shared_redis.url), "--grpc-address", address, "--http-address", "127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -469,7 +486,9 @@ def test_one_that_listens_everywhere_tells_the_others_where_or_does_not_start(sh
             process.kill()
 
 
-def test_all_of_them_ended_and_started_again_the_run_goes_on(services: Services, shared_redis: RedisServer, run: str):
+def test_all_of_them_ended_and_started_again_the_run_goes_on(
+    services: Services, shared_redis: RedisServer, run: str
+) -> None:
     first, second = services.start(2, *on_redis(shared_redis.url, LEASE_S, run))
     first.grpc.create(run, CONFIG)
     first.grpc.submit(run, [*group("a"), *group("b"), *group("c")])

@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
+import redis
 
 from gristmill.errors import (
     FailedPreconditionError,
@@ -24,6 +25,7 @@ from gristmill_service.run.runs import Runs
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.redis.connection import RedisAddress, connect
+from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
@@ -60,6 +62,7 @@ class Replica:
 
     @property
     def url(self) -> str:
+        assert isinstance(self.client, redis.Redis)
         options = self.client.connection_pool.connection_kwargs
         return f"redis://{options['host']}:{options['port']}"
 
@@ -97,17 +100,20 @@ def published(replica: Replica, run: str, batch: int) -> bool:
 
 
 def keys(server: RedisServer, run: str) -> list[str]:
-    return [key.decode() for key in server.client().keys("*") if run in key.decode()]
+    found = [key.decode() for key in server.client().keys("*") if isinstance(key, bytes)]
+    return [name for name in found if run in name]
 
 
-def test_a_run_that_cannot_be_read_keeps_no_other_from_being_taken_over(server: RedisServer, join: Join):
+def test_a_run_that_cannot_be_read_keeps_no_other_from_being_taken_over(server: RedisServer, join: Join) -> None:
     first = join(server.url, "first")
     for name in ("a", "b"):
         first.runs.create(name, CREATED)
     first.die()
     config = first.run_store._keys("a").config
     client = server.client()
-    client.set(config, client.get(config).replace(b'"format":1', b'"format":9'))
+    described = client.get(config)
+    assert isinstance(described, bytes)
+    client.set(config, described.replace(b'"format":1', b'"format":9'))
     second = join(server.url, "second")
     wait_until(lambda: [run.name for run in second.runs.own()] == ["b"], "the other is taken over", 5)
     with pytest.raises(FailedPreconditionError, match="use a newer gristmill"):
@@ -115,7 +121,7 @@ def test_a_run_that_cannot_be_read_keeps_no_other_from_being_taken_over(server: 
     assert list(second.runs.unreadable) == ["a"]
 
 
-def test_what_a_run_holds_is_counted_without_padding(server: RedisServer, join: Join):
+def test_what_a_run_holds_is_counted_without_padding(server: RedisServer, join: Join) -> None:
     one = join(server.url)
     # One prompt is long: the whole file is beyond the bound, what rests of it is not.
     bounds = {"max_buffered_bytes": 100_000, "max_buffered_batches": 10, "micro_batch": {"size": 8}}
@@ -133,7 +139,9 @@ def test_what_a_run_holds_is_counted_without_padding(server: RedisServer, join: 
     assert status.groups_room > 0
 
 
-def test_what_a_dead_owner_had_freed_but_not_removed_goes_when_the_run_is_taken_over(server: RedisServer, join: Join):
+def test_what_a_dead_owner_had_freed_but_not_removed_goes_when_the_run_is_taken_over(
+    server: RedisServer, join: Join
+) -> None:
     first = join(server.url, "first")
     first.runs.create("run", CREATED)
     run = first.runs.get("run")
@@ -143,7 +151,7 @@ def test_what_a_dead_owner_had_freed_but_not_removed_goes_when_the_run_is_taken_
     def dead(*_: object) -> None:
         raise UnavailableError("dead")
 
-    first.store.free = dead  # type: ignore[method-assign]
+    first.store.free = dead  # type: ignore[method-assign, assignment]
     run.acknowledge("policy", 0, Position(0), 0, True)
     assert run.status().batches_freed == 1
     first.die()
@@ -152,7 +160,9 @@ def test_what_a_dead_owner_had_freed_but_not_removed_goes_when_the_run_is_taken_
     wait_until(lambda: not [key for key in keys(server, "run") if ":batch:" in key or ":shard:" in key], "it goes", 3)
 
 
-def test_what_could_not_be_removed_while_redis_was_away_is_removed_later(server: RedisServer, proxy: Proxy, join: Join):
+def test_what_could_not_be_removed_while_redis_was_away_is_removed_later(
+    server: RedisServer, proxy: Proxy, join: Join
+) -> None:
     one = join(proxy.url)
     one.runs.create("run", CREATED)
     run = one.runs.get("run")
@@ -171,25 +181,29 @@ def test_what_could_not_be_removed_while_redis_was_away_is_removed_later(server:
                 proxy.accept()
         return remove(name, key)
 
-    one.run_store.remove = failing  # type: ignore[method-assign]
+    one.run_store.remove = failing  # type: ignore[method-assign, assignment]
     run.acknowledge("policy", 0, Position(0), 0, True)
     wait_until(lambda: not [key for key in keys(server, "run") if ":batch:" in key or ":shard:" in key], "it goes", 4)
 
 
-def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_anew(server: RedisServer, join: Join):
+def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_anew(
+    server: RedisServer, join: Join
+) -> None:
     """The log may tell of it: what was published is not for the former book to remove."""
     one = join(server.url)
     one.runs.create("run", CREATED)
     run = one.runs.get("run")
-    append = run._log.append
+    log = run._log
+    assert isinstance(log, RedisRunLog)
+    append = log.append
 
     def doubtful(record: bytes, tables: Collection[int] = ()) -> None:
         append(record, tables)
         if b"BatchPublished" in record:
-            run._log.lose()
+            log.lose()
             raise LogLostError("whether the last change was made is not known")
 
-    run._log.append = doubtful  # type: ignore[method-assign]
+    log.append = doubtful  # type: ignore[method-assign]
     free = one.store.free
 
     def late(name: str, batch: int) -> None:
@@ -198,7 +212,7 @@ def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_a
             wait_until(lambda: one.runs._runs["run"] is not run, "it is opened anew", 2)
         free(name, batch)
 
-    one.store.free = late  # type: ignore[method-assign]
+    one.store.free = late  # type: ignore[method-assign, assignment]
     run.submit(table(*group_rows("a")))
     wait_until(lambda: one.runs.own() and one.runs.own()[0] is not run, "it is opened anew", 10)
     again = one.runs.get("run")
@@ -206,12 +220,13 @@ def test_a_batch_whose_publication_is_in_doubt_is_there_when_the_run_is_opened_a
     time.sleep(0.3)
     view = again.shard("policy", 0, None, 0)
     assert view.state is BatchState.PUBLISHED
+    assert view.address is not None
     assert set(uids_of(b"".join(again.read_shard(0, view.address)))) == {"a"}
 
 
 def test_owners_that_die_under_load_with_short_logs_lose_nothing(
     server: RedisServer, join: Join, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     """The log is compacted all the time."""
     monkeypatch.setattr("gristmill_service.storage.redis.run_log._LEAST_LENGTH", 3000)
     replicas = [join(server.url, "0")]
@@ -238,6 +253,8 @@ def test_owners_that_die_under_load_with_short_logs_lose_nothing(
             run = replicas[-1].runs.get("run")
             view = run.shard("policy", 0, None, 0)
             if view.state is BatchState.PUBLISHED:
+                assert view.position is not None
+                assert view.address is not None
                 data = b"".join(run.read_shard(view.position.batch, view.address))
                 assert seen.setdefault(view.position.batch, data) == data
                 run.acknowledge("policy", 0, view.position, 0, True)
@@ -274,7 +291,7 @@ def test_owners_that_die_under_load_with_short_logs_lose_nothing(
     assert (status.row_bytes, status.shard_bytes, status.groups_dropped) == (0, 0, {})
 
 
-def test_a_journal_that_is_compacted_under_load_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_journal_that_is_compacted_under_load_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gristmill_service.storage.journal.event_log._LEAST_LENGTH", 3000)
     run_store, store = JournalRunStore(tmp_path, "always"), MemoryShardStore()
     runs = Runs(store, run_store, build_batch=build_batch)
@@ -308,7 +325,7 @@ def test_a_journal_that_is_compacted_under_load_loses_nothing(tmp_path: Path, mo
         run_store.close()
 
 
-def test_many_runs_keep_their_owner_though_redis_is_slow(server: RedisServer, proxy: Proxy, join: Join):
+def test_many_runs_keep_their_owner_though_redis_is_slow(server: RedisServer, proxy: Proxy, join: Join) -> None:
     one = join(proxy.url, "one", 1.0)
     names = [f"run-{number}" for number in range(30)]
     for name in names:
@@ -322,7 +339,7 @@ def test_many_runs_keep_their_owner_though_redis_is_slow(server: RedisServer, pr
         proxy.delay(0)
 
 
-def test_a_node_of_a_cluster_that_hangs_takes_only_its_own_runs_with_it(tmp_path: Path, join: Join):
+def test_a_node_of_a_cluster_that_hangs_takes_only_its_own_runs_with_it(tmp_path: Path, join: Join) -> None:
     with RedisCluster(tmp_path / "cluster", arguments=["cluster-require-full-coverage no"]) as cluster:
         # The nodes are to find each other out only after the test.
         for node in cluster.nodes:
@@ -343,7 +360,7 @@ def test_a_node_of_a_cluster_that_hangs_takes_only_its_own_runs_with_it(tmp_path
             hangs.resume()
 
 
-def test_a_run_read_anew_again_and_again_leaves_no_thread_and_no_connection(server: RedisServer, join: Join):
+def test_a_run_read_anew_again_and_again_leaves_no_thread_and_no_connection(server: RedisServer, join: Join) -> None:
     one = join(server.url)
     one.runs.create("run", CREATED)
     one.runs.get("run").submit(table(*group_rows("a")))
@@ -368,7 +385,7 @@ def test_a_run_read_anew_again_and_again_leaves_no_thread_and_no_connection(serv
     assert published(one, "run", 0)
 
 
-def test_a_run_deleted_while_its_lease_runs_out_is_deleted(server: RedisServer, join: Join):
+def test_a_run_deleted_while_its_lease_runs_out_is_deleted(server: RedisServer, join: Join) -> None:
     one, two = join(server.url, "one"), join(server.url, "two")
     for turn in range(20):
         one.runs.create("run", CREATED)
@@ -409,7 +426,9 @@ def _gone(*runs: Runs) -> bool:
     return True
 
 
-def test_tables_of_groups_that_share_a_request_are_found_again_after_publication(server: RedisServer, join: Join):
+def test_tables_of_groups_that_share_a_request_are_found_again_after_publication(
+    server: RedisServer, join: Join
+) -> None:
     """Published rows are left to Redis; those of the same request whose groups are open are found there, too."""
     one = join(server.url)
     one.runs.create("run", {**CREATED, "train_batch_size": 2, "policy_mini_batch_size": 2})
@@ -421,6 +440,7 @@ def test_tables_of_groups_that_share_a_request_are_found_again_after_publication
     wait_until(lambda: published(one, "run", 1), "it is made", 10)
     for batch, uids in ((0, {"a", "b"}), (1, {"c", "d"})):
         view = run.shard("policy", 0, Position(batch), 0)
+        assert view.address is not None
         assert set(uids_of(b"".join(run.read_shard(batch, view.address)))) == uids
         run.acknowledge("policy", 0, Position(batch), 0, True)
     assert run.status().row_bytes == 0
@@ -430,7 +450,7 @@ def test_tables_of_groups_that_share_a_request_are_found_again_after_publication
 
 def test_a_compaction_that_fails_is_not_tried_again_with_every_change(
     server: RedisServer, join: Join, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     """Each writes down the whole state, with the run's lock held."""
     monkeypatch.setattr("gristmill_service.storage.redis.run_log._LEAST_LENGTH", 3000)
     one = join(server.url)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -66,5 +67,6 @@ def check_alert(
     promtool("test", "rules", str(path))
 
 
-def _document() -> dict:
-    return yaml.safe_load(RULES.read_text())
+def _document() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(RULES.read_text())
+    return found

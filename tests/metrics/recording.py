@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 from gristmill.errors import UnavailableError
 from gristmill_service.monitoring.metrics import Metrics
@@ -12,6 +13,7 @@ from gristmill_service.pipeline import build_batch
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.metrics.scraping import Scrape
 from tests.run.harness import Bench, row
+from tests.strategies import Row
 
 Series = dict[str, list[float]]
 
@@ -19,8 +21,13 @@ Series = dict[str, list[float]]
 class Recording:
     """`minute` lets one pass and scrapes. What the service tells beside its runs may be set."""
 
-    def __init__(self, **settings) -> None:
-        given = {"build_batch": build_batch, "store": MemoryShardStore(), "merge": "prefix", "max_buffered_batches": 2}
+    def __init__(self, **settings: Any) -> None:
+        given: dict[str, Any] = {
+            "build_batch": build_batch,
+            "store": MemoryShardStore(),
+            "merge": "prefix",
+            "max_buffered_batches": 2,
+        }
         self.bench = Bench(**(given | settings))
         self.leases = {"own": 1, "lost": 0, "elsewhere": 0, "nobody": 0}
         self.trouble = ""
@@ -59,7 +66,9 @@ class Recording:
             self._batches += 1
             self.minute()
             for _ in range(2):
-                run.acknowledge("policy", 0, run.shard("policy", 0, None, 0).position, 0, commit=True)
+                position = run.shard("policy", 0, None, 0).position
+                assert position is not None
+                run.acknowledge("policy", 0, position, 0, commit=True)
 
     def fail(self) -> None:
         """An append that the journal refuses."""
@@ -71,7 +80,7 @@ class Recording:
             self._metrics.storing.call("append", refuse)
 
 
-def _group(uid: str, lengths: tuple[int, int], merges: bool) -> list[dict]:
+def _group(uid: str, lengths: tuple[int, int], merges: bool) -> list[Row]:
     """Two trajectories of two turns."""
     found = []
     for sample, length in enumerate(lengths):

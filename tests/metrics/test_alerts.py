@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,10 +17,11 @@ from tests.run.harness import BuildBatch, group_rows
 ROOT = Path(__file__).parents[2]
 RUN, POLICY, INSTANCE = {"run": "run"}, {"run": "run", "model": "policy"}, {"instance": "one:8080"}
 
-Case = Callable[[], tuple[Recording, dict[str, str]]]
+Labels = dict[str, str]
+Case = Callable[[], tuple[Recording, Labels | None]]
 
 
-def starving():
+def starving() -> tuple[Recording, Labels | None]:
     recording = Recording()
     recording.train(5)
     for _ in range(20):
@@ -28,7 +30,7 @@ def starving():
     return recording, POLICY
 
 
-def throttled():
+def throttled() -> tuple[Recording, Labels | None]:
     recording = Recording(max_buffered_batches=1)
     recording.bench.begin("a", "b")
     for _ in range(25):
@@ -40,33 +42,33 @@ def throttled():
     return recording, RUN
 
 
-def padded():
+def padded() -> tuple[Recording, Labels | None]:
     recording = Recording(merge="none")
     recording.train(65, lengths=(2, 200))
     return recording, RUN
 
 
-def unmerged():
+def unmerged() -> tuple[Recording, Labels | None]:
     recording = Recording()
     recording.train(160)
     recording.train(45, merges=False)
     return recording, RUN
 
 
-def broken():
+def broken() -> tuple[Recording, Labels | None]:
     recording = Recording()
     recording.train(60)
     recording.train(25, merges=False)
     return recording, RUN
 
 
-def broken_from_the_start():
+def broken_from_the_start() -> tuple[Recording, Labels | None]:
     recording = Recording()
     recording.train(25, merges=False)
     return recording, RUN
 
 
-def straggling():
+def straggling() -> tuple[Recording, Labels | None]:
     recording = Recording()
     recording.bench.begin("late")
     for _ in range(40):
@@ -74,7 +76,7 @@ def straggling():
     return recording, RUN
 
 
-def failed():
+def failed() -> tuple[Recording, Labels | None]:
     recording = Recording(build_batch=BuildBatch(fails=(0,)))
     recording.minute()
     recording.bench.submit(*(row for uid in "ab" for row in group_rows(uid)))
@@ -83,20 +85,22 @@ def failed():
     return recording, RUN
 
 
-def held_up_by_a_rank():
+def held_up_by_a_rank() -> tuple[Recording, Labels | None]:
     recording = Recording(dp_size=2, policy_mini_batch_size=2)
     recording.bench.begin("a", "b")
     recording.bench.submit(*(row for uid in "ab" for row in group_rows(uid)))
     recording.bench.make_batches()
     recording.minute()
     run = recording.bench.run
-    run.acknowledge("policy", 0, run.shard("policy", 0, None, 0).position, 0, commit=True)
+    position = run.shard("policy", 0, None, 0).position
+    assert position is not None
+    run.acknowledge("policy", 0, position, 0, commit=True)
     for _ in range(6):
         recording.minute()
     return recording, RUN
 
 
-def lost():
+def lost() -> tuple[Recording, Labels | None]:
     recording = Recording()
     recording.minute()
     recording.bench.state.groups_dropped["rows_lost"] = 3
@@ -104,7 +108,7 @@ def lost():
     return recording, RUN
 
 
-def rolled_back():
+def rolled_back() -> tuple[Recording, Labels | None]:
     recording = Recording()
     recording.minute()
     recording.bench.state.generation = 2
@@ -112,7 +116,7 @@ def rolled_back():
     return recording, RUN
 
 
-def lost_while_nobody_looked():
+def lost_while_nobody_looked() -> tuple[Recording, Labels | None]:
     recording = Recording()
     recording.bench.state.groups_dropped["rows_lost"] = 3
     recording.minute()
@@ -121,7 +125,7 @@ def lost_while_nobody_looked():
     return recording, None
 
 
-def full():
+def full() -> tuple[Recording, Labels | None]:
     recording = Recording()
     recording.room = {"rows": (10, 10), "journal": (9, 10)}
     for _ in range(10):
@@ -129,7 +133,7 @@ def full():
     return recording, {**INSTANCE, "store": "journal"}
 
 
-def refusing():
+def refusing() -> tuple[Recording, Labels | None]:
     recording = Recording()
     for _ in range(8):
         recording.minute()
@@ -137,7 +141,7 @@ def refusing():
     return recording, INSTANCE
 
 
-def waiting_for_the_disk():
+def waiting_for_the_disk() -> tuple[Recording, Labels | None]:
     recording = Recording()
     recording.trouble = "the disk is full"
     for _ in range(4):
@@ -145,7 +149,7 @@ def waiting_for_the_disk():
     return recording, INSTANCE
 
 
-def unowned():
+def unowned() -> tuple[Recording, Labels | None]:
     recording = Recording()
     recording.leases = {"own": 1, "lost": 0, "elsewhere": 0, "nobody": 1}
     for _ in range(4):
@@ -153,7 +157,7 @@ def unowned():
     return recording, INSTANCE
 
 
-def handed_over():
+def handed_over() -> tuple[Recording, Labels | None]:
     recording = Recording()
     for minute in range(4):
         recording.leases = {"own": 0, "lost": int(minute == 1), "elsewhere": 1, "nobody": 0}
@@ -182,16 +186,16 @@ CASES: list[tuple[str, Case]] = [
 ]
 
 
-def alerts() -> list[dict]:
+def alerts() -> list[dict[str, Any]]:
     return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 
 
-def test_promtool_takes_the_rules():
+def test_promtool_takes_the_rules() -> None:
     assert f"{len(alerts())} rules found" in promtool("check", "rules", str(RULES))
 
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=lambda value: getattr(value, "__name__", None))
-def test_it_fires_for_what_it_is_named_after(tmp_path, name, case):
+def test_it_fires_for_what_it_is_named_after(tmp_path: Path, name: str, case: Case) -> None:
     recording, labels = case()
     check_alert(tmp_path, name, recording.series, [] if labels is None else [labels])
 
@@ -205,15 +209,15 @@ def well() -> Recording:
 
 
 @pytest.mark.parametrize("name", [rule["alert"] for rule in alerts()])
-def test_it_is_silent_when_all_is_well(tmp_path, name, well):
+def test_it_is_silent_when_all_is_well(tmp_path: Path, name: str, well: Recording) -> None:
     check_alert(tmp_path, name, well.series, [])
 
 
-def test_each_alert_is_tried():
+def test_each_alert_is_tried() -> None:
     assert {name for name, _ in CASES} == {rule["alert"] for rule in alerts()}
 
 
-def test_each_alert_has_its_paragraph_in_the_runbook():
+def test_each_alert_has_its_paragraph_in_the_runbook() -> None:
     text = (ROOT / "docs/runbook.md").read_text()
     anchors = {
         re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^## (.+)$", text, re.M)
@@ -225,7 +229,7 @@ def test_each_alert_has_its_paragraph_in_the_runbook():
 
 
 @pytest.mark.parametrize("document", ["docs/runbook.md", "docs/metrics.md"])
-def test_links_lead_somewhere(document):
+def test_links_lead_somewhere(document: str) -> None:
     path = ROOT / document
     for link in re.findall(r"\]\(([^)]+)\)", path.read_text()):
         file, _, anchor = link.partition("#")
@@ -236,7 +240,7 @@ def test_links_lead_somewhere(document):
             assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, link
 
 
-def test_alerts_speak_of_metrics_that_there_are():
+def test_alerts_speak_of_metrics_that_there_are() -> None:
     documented = set(re.findall(r"^\| `(gristmill_\w+)`", (ROOT / "docs/metrics.md").read_text(), re.M))
     for rule in alerts():
         assert set(re.findall(r"gristmill_\w+", rule["expr"])) <= documented, rule["alert"]

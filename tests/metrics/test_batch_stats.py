@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -10,10 +12,10 @@ from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch
-from tests.strategies import batches_and_settings
+from tests.strategies import Row, batches_and_settings
 
 
-def built(rows, config, **more) -> BuiltBatch:
+def built(rows: list[Row], config: dict[str, Any], **more: Any) -> BuiltBatch:
     try:
         return build_batch(from_rows(rows), parse_config(config), run="r", batch=0, **more)
     except InvalidArgumentError:
@@ -24,7 +26,7 @@ def built(rows, config, **more) -> BuiltBatch:
 
 @settings(max_examples=100)
 @given(batches_and_settings(max_staleness=1, stale="drop"))
-def test_every_row_and_token_is_counted_as_one_thing(drawn):
+def test_every_row_and_token_is_counted_as_one_thing(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
     stats = built(rows, config, policy_version=3).stats()
     tokens = sum(len(row["prompt_token_ids"]) + len(row["response_ids"]) for row in rows)
@@ -40,7 +42,9 @@ def test_every_row_and_token_is_counted_as_one_thing(drawn):
 
 @settings(max_examples=100)
 @given(batches_and_settings(), st.booleans())
-def test_padding_is_what_the_plan_says_and_what_its_own_level_would_have(drawn, drops):
+def test_padding_is_what_the_plan_says_and_what_its_own_level_would_have(
+    drawn: tuple[list[Row], dict[str, Any]], drops: bool
+) -> None:
     rows, config = drawn
     if drops:
         config = {key: value for key, value in config.items() if key != "critic_mini_batch_size"}
@@ -57,7 +61,7 @@ def test_padding_is_what_the_plan_says_and_what_its_own_level_would_have(drawn, 
 
 @settings(max_examples=100)
 @given(batches_and_settings(merge="prefix"))
-def test_each_row_beyond_a_trajectorys_first_has_one_cause(drawn):
+def test_each_row_beyond_a_trajectorys_first_has_one_cause(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
     batch = built(rows, config)
     trajectories = len({(row["uid"], row["sample"]) for row in rows})

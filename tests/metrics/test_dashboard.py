@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -33,7 +34,7 @@ def expressions() -> list[str]:
     return [target["expr"] for panel in PANELS for target in panel["targets"]]
 
 
-def test_each_panel_has_a_title_a_unit_and_a_description():
+def test_each_panel_has_a_title_a_unit_and_a_description() -> None:
     for panel in PANELS:
         assert panel["title"]
         assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
@@ -44,10 +45,10 @@ def test_each_panel_has_a_title_a_unit_and_a_description():
     assert len(set(titles)) == len(titles)
 
 
-def test_panels_have_numbers_and_places_of_their_own():
+def test_panels_have_numbers_and_places_of_their_own() -> None:
     numbers = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(set(numbers)) == len(numbers)
-    taken = set()
+    taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24, panel["title"]
@@ -56,7 +57,7 @@ def test_panels_have_numbers_and_places_of_their_own():
         taken |= cells
 
 
-def test_every_metric_and_label_asked_for_exists():
+def test_every_metric_and_label_asked_for_exists() -> None:
     known = documented()
     for expression in expressions():
         names = re.findall(r"gristmill_\w+", expression)
@@ -68,13 +69,13 @@ def test_every_metric_and_label_asked_for_exists():
         assert names, expression
 
 
-def test_every_metric_is_shown():
+def test_every_metric_is_shown() -> None:
     shown = {name for expression in expressions() for name in re.findall(r"gristmill_\w+", expression)}
     bare = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
     assert bare == {name for name, _, _ in _ROW.findall((ROOT / "docs/metrics.md").read_text())}
 
 
-def test_prometheus_parses_every_expression(tmp_path):
+def test_prometheus_parses_every_expression(tmp_path: Path) -> None:
     rules = []
     for number, expression in enumerate(expressions()):
         for grafanas, ours in _GRAFANAS.items():
@@ -89,6 +90,8 @@ def test_prometheus_parses_every_expression(tmp_path):
 @pytest.mark.parametrize(
     "variable", [one for one in DASHBOARD["templating"]["list"] if one["type"] == "query"], ids=lambda one: one["name"]
 )
-def test_variables_ask_for_metrics_that_there_are(variable):
-    name, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"]).groups()
+def test_variables_ask_for_metrics_that_there_are(variable: dict[str, Any]) -> None:
+    query = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"])
+    assert query is not None
+    name, label = query.groups()
     assert label in documented()[name] | {"job"}

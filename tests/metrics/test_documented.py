@@ -28,7 +28,7 @@ def busy() -> Metrics:
     bench.make_batches()
     bench.run.shard("policy", 0, None, 0)
     bench.run.abort_groups(0, ["c"], "bad")
-    bench.run._log.lease = 2.5
+    bench.log.lease = 2.5
     metrics = Metrics()
     metrics.observe_call("grpc", "SubmitRows", "OK", 0.002)
     metrics.watch(
@@ -43,7 +43,7 @@ def busy() -> Metrics:
     return metrics
 
 
-def test_every_metric_is_documented_with_its_type_and_labels(busy):
+def test_every_metric_is_documented_with_its_type_and_labels(busy: Metrics) -> None:
     documented = {
         name: (kind, set(re.findall(r"`(\w+)`", labels)))
         for name, kind, labels in _ROW.findall(Path("docs/metrics.md").read_text())
@@ -57,7 +57,7 @@ def test_every_metric_is_documented_with_its_type_and_labels(busy):
     assert found == documented
 
 
-def test_names_and_units_follow_the_conventions(busy):
+def test_names_and_units_follow_the_conventions(busy: Metrics) -> None:
     for family in Scrape(busy.text().decode()).families:
         assert family.documentation.endswith("."), family.name
         assert "_ms" not in family.name
@@ -65,7 +65,7 @@ def test_names_and_units_follow_the_conventions(busy):
             assert family.name.endswith(("_seconds", "_versions"))
 
 
-def test_the_text_is_what_prometheus_own_client_writes(busy):
+def test_the_text_is_what_prometheus_own_client_writes(busy: Metrics) -> None:
     ours, theirs = busy.text().decode(), generate_latest(busy._registry).decode()
     # Memory, CPU and open files change meanwhile; when a series was made is told of none of the runs' own.
     kept = [

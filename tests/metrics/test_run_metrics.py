@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gristmill._wire.steps import TrajectoryKey
 from gristmill_service.monitoring.health import health
 from gristmill_service.monitoring.run_stats import run_stats
 from gristmill_service.pipeline import build_batch
+from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.metrics.scraping import scraped
 from tests.run.harness import Bench, BuildBatch, group_rows, row
 
 
-def values(bench, name):
+def values(bench: Bench, name: str) -> dict[str, float]:
     return {labels: value for labels, value in scraped([bench.run]).of(name).items() if value}
 
 
-def test_lost_rows_are_told_apart_from_what_clients_gave_up():
+def test_lost_rows_are_told_apart_from_what_clients_gave_up() -> None:
     bench = Bench()
     bench.state.groups_dropped |= {"rows_lost": 2, "the environment crashed": 1, "bad prompt": 3}
     assert values(bench, "gristmill_groups_dropped_total") == {"aborted": 4, "rows_lost": 2}
 
 
-def test_rows_are_counted_by_why_they_are_not_trained():
+def test_rows_are_counted_by_why_they_are_not_trained() -> None:
     bench = Bench(group_timeout_s=10.0, min_samples=1, max_staleness=1, stale="drop")
     bench.begin("a", "b", "c", "d")
     bench.submit(*group_rows("a", response=[7, 8]))
@@ -37,7 +40,7 @@ def test_rows_are_counted_by_why_they_are_not_trained():
     assert values(bench, "gristmill_groups_shortened_total") == {"timeout": 1}
 
 
-def test_a_worker_that_finds_no_room_is_throttled_until_it_finds_some():
+def test_a_worker_that_finds_no_room_is_throttled_until_it_finds_some() -> None:
     bench = Bench(max_buffered_batches=1)
     assert bench.begin("a", "b") == ["ADMITTED"] * 2
     bench.now = 1.0
@@ -53,7 +56,7 @@ def test_a_worker_that_finds_no_room_is_throttled_until_it_finds_some():
     assert values(bench, "gristmill_throttled_seconds_total") == {"": 3 + 35}, "it has gone away"
 
 
-def test_a_rank_waits_from_its_last_acknowledgement_until_the_next_shard_is_there():
+def test_a_rank_waits_from_its_last_acknowledgement_until_the_next_shard_is_there() -> None:
     bench = Bench(dp_size=2, policy_mini_batch_size=2)
     ask(bench, 0)
     bench.now = 5.0
@@ -72,7 +75,7 @@ def test_a_rank_waits_from_its_last_acknowledgement_until_the_next_shard_is_ther
     assert values(bench, "gristmill_rank_pulls_total") == {"policy,0": 1}
 
 
-def test_nobody_waits_for_a_run_that_has_ended():
+def test_nobody_waits_for_a_run_that_has_ended() -> None:
     bench = Bench()
     ask(bench, 0)
     bench.now = 2.0
@@ -81,7 +84,7 @@ def test_nobody_waits_for_a_run_that_has_ended():
     assert values(bench, "gristmill_rank_wait_seconds_total") == {"policy,0": 2}
 
 
-def test_ranks_that_are_gone_have_no_series():
+def test_ranks_that_are_gone_have_no_series() -> None:
     bench = Bench(dp_size=2, policy_mini_batch_size=2)
     for rank in range(2):
         ask(bench, rank)
@@ -89,7 +92,7 @@ def test_ranks_that_are_gone_have_no_series():
     assert set(scraped([bench.run]).of("gristmill_rank_pulls_total")) == {"policy,0"}
 
 
-def test_a_batch_that_is_made_again_is_counted_once():
+def test_a_batch_that_is_made_again_is_counted_once() -> None:
     bench = Bench(build_batch=build_batch, store=MemoryShardStore(), dp_size=1)
     bench.begin("a", "b")
     bench.submit(*group_rows("a"), *group_rows("b"))
@@ -100,7 +103,7 @@ def test_a_batch_that_is_made_again_is_counted_once():
     assert values(bench, "gristmill_publish_seconds_count") == {"": 2}
 
 
-def test_how_old_the_oldest_incomplete_group_is():
+def test_how_old_the_oldest_incomplete_group_is() -> None:
     bench = Bench()
     bench.begin("a")
     bench.now = 3.0
@@ -111,15 +114,21 @@ def test_how_old_the_oldest_incomplete_group_is():
     assert values(bench, "gristmill_oldest_open_group_seconds") == {"": 7}
 
 
-def test_a_run_is_in_one_state_and_it_is_the_one_that_the_api_tells():
+def test_a_run_is_in_one_state_and_it_is_the_one_that_the_api_tells() -> None:
     bench = Bench(build_batch=BuildBatch(fails=(1,)))
     found = []
-    for step in (
+
+    def train_apart() -> None:
+        train(bench, "c")
+        train(bench, "d")
+
+    steps: list[Callable[[], object]] = [
         lambda: None,
         lambda: bench.begin("a"),
         lambda: train(bench, "a", "b"),
-        lambda: (train(bench, "c"), train(bench, "d")),
-    ):
+        train_apart,
+    ]
+    for step in steps:
         step()
         states = scraped([bench.run]).of("gristmill_run_state")
         assert sorted(states) == ["collecting", "failed", "finished", "idle", "stuck", "training"]
@@ -129,7 +138,7 @@ def test_a_run_is_in_one_state_and_it_is_the_one_that_the_api_tells():
     assert found == ["idle", "collecting", "training", "failed"]
 
 
-def test_statistics_are_of_the_moment_at_which_they_were_taken():
+def test_statistics_are_of_the_moment_at_which_they_were_taken() -> None:
     bench = Bench(build_batch=build_batch, store=MemoryShardStore())
     ask(bench, 0)
     train(bench, "a", "b")
@@ -142,11 +151,13 @@ def test_statistics_are_of_the_moment_at_which_they_were_taken():
     assert stats.counts.batches_published == stats.counted.publish.up_to()[-1][1] == 1
 
 
-def ask(bench, rank):
-    return bench.run.shard("policy", rank, None, 0).position
+def ask(bench: Bench, rank: int) -> Position:
+    position = bench.run.shard("policy", rank, None, 0).position
+    assert position is not None
+    return position
 
 
-def train(bench, *uids):
+def train(bench: Bench, *uids: str) -> None:
     bench.begin(*uids)
     bench.submit(*(one for uid in uids for one in group_rows(uid)))
     bench.make_batches()

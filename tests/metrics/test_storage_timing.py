@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import redis
 from prometheus_client import CollectorRegistry, generate_latest
@@ -10,7 +12,7 @@ from gristmill.errors import NotFoundError, UnavailableError
 from gristmill_service.monitoring.metrics.storage_timing import StoreMetrics, TimedRunStore, TimedShardStore
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
-from tests.faults.services import eventually, on_redis
+from tests.faults.services import Services, eventually, on_redis
 from tests.metrics.scraping import Scrape, scrape
 from tests.run.harness import group_rows, table
 
@@ -25,7 +27,7 @@ class Watched:
         return {operation: count for operation, count in found.items() if count}
 
 
-def test_a_journals_calls_are_counted_and_do_what_they_did(tmp_path):
+def test_a_journals_calls_are_counted_and_do_what_they_did(tmp_path: Path) -> None:
     watched = Watched()
     ledger = TimedRunStore(JournalRunStore(tmp_path), watched.metrics)
     book = ledger.create("run", b"{}")
@@ -58,7 +60,7 @@ def test_what_fails_is_an_error_and_what_is_not_there_is_none() -> None:
     assert watched.calls() == {}
 
 
-def test_how_full_redis_is(services, redis_url):
+def test_how_full_redis_is(services: Services, redis_url: str) -> None:
     service = services.start(1, *on_redis(redis_url))[0]
     assert set(scrape(service.http_url).of("gristmill_store_limit_bytes")) == {"rows"}, "it has no bound of its own"
     with redis.Redis.from_url(redis_url) as client:

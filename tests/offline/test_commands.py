@@ -1,17 +1,23 @@
 """`gristmill plan`, `batch` and `show`, as a person runs them: real processes, real files."""
 
+from __future__ import annotations
+
 import gzip
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from safetensors import safe_open
+
+from tests.strategies import Row
 
 GRISTMILL = str(Path(sys.executable).with_name("gristmill"))
 
@@ -26,13 +32,13 @@ CONFIG = {
 }
 
 
-def rollouts(prompts=4):
+def rollouts(prompts: int = 4) -> list[Row]:
     """Two samples a prompt, two steps each that merge."""
     rows = []
     for prompt in range(prompts):
         for sample in range(2):
-            first = {"prompt_token_ids": [1, prompt], "response_ids": [5, 6], "is_last_step": False, "reward": 0.0}
-            second = {
+            first: Row = {"prompt_token_ids": [1, prompt], "response_ids": [5, 6], "is_last_step": False, "reward": 0.0}
+            second: Row = {
                 "prompt_token_ids": [1, prompt, 5, 6, 7],
                 "response_ids": [8],
                 "is_last_step": True,
@@ -45,31 +51,33 @@ def rollouts(prompts=4):
 
 
 @pytest.fixture
-def config(tmp_path):
+def config(tmp_path: Path) -> Path:
     path = tmp_path / "run.json"
     path.write_text(json.dumps(CONFIG))
     return path
 
 
-def lines(rows):
+def lines(rows: Iterable[Row]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 @pytest.fixture
-def file(tmp_path):
+def file(tmp_path: Path) -> Path:
     path = tmp_path / "rollouts.jsonl"
     path.write_text(lines(rollouts()))
     return path
 
 
-def run(*arguments, expect=0):
+def run(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run([GRISTMILL, *map(str, arguments)], capture_output=True, text=True, timeout=60)
     assert done.returncode == expect, done.stderr
     assert "Traceback" not in done.stderr
     return done
 
 
-def test_a_plan_is_utf_8_whatever_the_terminal_takes(config, tmp_path, monkeypatch):
+def test_a_plan_is_utf_8_whatever_the_terminal_takes(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LC_ALL", "C")
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     rows = rollouts(2)
@@ -85,7 +93,9 @@ def test_a_plan_is_utf_8_whatever_the_terminal_takes(config, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("command", ["plan", "batch"])
-def test_replacing_groups_is_refused_as_a_file_has_no_next_group(command, config, file, tmp_path):
+def test_replacing_groups_is_refused_as_a_file_has_no_next_group(
+    command: str, config: Path, file: Path, tmp_path: Path
+) -> None:
     config.write_text(json.dumps(CONFIG | {"zero_variance_filter": "replace"}))
     out = tmp_path / "out"
     done = run(command, file, "--config", config, *(["--out", out] if command == "batch" else []), expect=1)
@@ -95,7 +105,7 @@ def test_replacing_groups_is_refused_as_a_file_has_no_next_group(command, config
     assert not out.exists()
 
 
-def test_plan_prints_one_document_a_batch_on_standard_output_and_nothing_else(config, file):
+def test_plan_prints_one_document_a_batch_on_standard_output_and_nothing_else(config: Path, file: Path) -> None:
     done = run("plan", file, "--config", config)
     plans = [json.loads(line) for line in done.stdout.splitlines()]
     assert [plan["batch"] for plan in plans] == [0, 1]
@@ -111,7 +121,7 @@ def test_plan_prints_one_document_a_batch_on_standard_output_and_nothing_else(co
     assert first["loss_tokens"] == 6
 
 
-def test_batch_writes_the_plan_and_the_shards_that_plan_printed(config, file, tmp_path):
+def test_batch_writes_the_plan_and_the_shards_that_plan_printed(config: Path, file: Path, tmp_path: Path) -> None:
     planned = [json.loads(line) for line in run("plan", file, "--config", config).stdout.splitlines()]
     assert run("batch", file, "--config", config, "--out", tmp_path / "out").stdout == ""
     for number, plan in enumerate(planned):
@@ -127,7 +137,9 @@ def test_batch_writes_the_plan_and_the_shards_that_plan_printed(config, file, tm
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "parquet"])
-def test_gzip_and_parquet_give_the_same_plans_as_json_lines(config, file, tmp_path, kind):
+def test_gzip_and_parquet_give_the_same_plans_as_json_lines(
+    config: Path, file: Path, tmp_path: Path, kind: str
+) -> None:
     other = tmp_path / f"rollouts.{kind}"
     if kind == "parquet":
         pq.write_table(pa.Table.from_pylist(rollouts()), other)
@@ -136,14 +148,16 @@ def test_gzip_and_parquet_give_the_same_plans_as_json_lines(config, file, tmp_pa
     assert run("plan", other, "--config", config).stdout == run("plan", file, "--config", config).stdout
 
 
-def test_the_order_of_rows_in_the_file_does_not_matter_beyond_the_order_of_prompts(config, file, tmp_path):
+def test_the_order_of_rows_in_the_file_does_not_matter_beyond_the_order_of_prompts(
+    config: Path, file: Path, tmp_path: Path
+) -> None:
     mixed = tmp_path / "mixed.jsonl"
     rows = rollouts()
     mixed.write_text(lines([*rows[::4], *[row for index, row in enumerate(rows) if index % 4][::-1]]))
     assert run("plan", mixed, "--config", config).stdout == run("plan", file, "--config", config).stdout
 
 
-def test_a_lengths_file_is_planned_and_not_laid_out(config, tmp_path):
+def test_a_lengths_file_is_planned_and_not_laid_out(config: Path, tmp_path: Path) -> None:
     file = tmp_path / "lengths.jsonl"
     rows = [
         {"uid": f"p{prompt}", "sample": sample, "step": 0, "is_last_step": True, "prompt_len": 9, "response_len": 4}
@@ -160,7 +174,9 @@ def test_a_lengths_file_is_planned_and_not_laid_out(config, tmp_path):
     assert "use gristmill plan" in run("batch", file, "--config", config, "--out", tmp_path / "o", expect=1).stderr
 
 
-def test_show_prints_rows_tokens_padding_and_loss_tokens_of_each_shard(config, file, tmp_path):
+def test_show_prints_rows_tokens_padding_and_loss_tokens_of_each_shard(
+    config: Path, file: Path, tmp_path: Path
+) -> None:
     run("batch", file, "--config", config, "--out", tmp_path / "out")
     shown = run("show", tmp_path / "out").stdout
     assert "batch-00001/policy-001/rank-001.safetensors" in shown
@@ -171,7 +187,7 @@ def test_show_prints_rows_tokens_padding_and_loss_tokens_of_each_shard(config, f
 
 
 @pytest.mark.parametrize("layout", [{"layout": "packed"}, {"pad_width": "micro_batch"}, {"pad_to_multiple_of": 4}])
-def test_show_counts_padding_of_every_layout(config, tmp_path, layout):
+def test_show_counts_padding_of_every_layout(config: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
     config.write_text(json.dumps(CONFIG | {"dp_size": 3, "micro_batch": {"size": 2}} | layout))
     file = tmp_path / "rollouts.jsonl"
     file.write_text(lines(rollouts(prompts=2)))
@@ -206,7 +222,9 @@ def test_show_counts_padding_of_every_layout(config, tmp_path, layout):
         (lines(rollouts() + rollouts()[:1]).encode(), "uid 'p0' sample 0: step 0 is there twice"),
     ],
 )
-def test_a_wrong_file_is_one_clear_message_and_leaves_nothing_behind(config, tmp_path, content, message):
+def test_a_wrong_file_is_one_clear_message_and_leaves_nothing_behind(
+    config: Path, tmp_path: Path, content: bytes, message: str
+) -> None:
     file = tmp_path / "rollouts.jsonl"
     file.write_bytes(content)
     for command in (["plan"], ["batch", "--out", tmp_path / "out"]):
@@ -217,7 +235,7 @@ def test_a_wrong_file_is_one_clear_message_and_leaves_nothing_behind(config, tmp
 
 
 @pytest.mark.parametrize("name", ["cut.jsonl.gz", "foreign.jsonl.gz", "cut.parquet", "foreign.parquet"])
-def test_a_truncated_or_foreign_file_is_refused_by_name(config, tmp_path, name):
+def test_a_truncated_or_foreign_file_is_refused_by_name(config: Path, tmp_path: Path, name: str) -> None:
     whole = tmp_path / f"whole.{name.partition('.')[2]}"
     if name.endswith("parquet"):
         pq.write_table(pa.Table.from_pylist(rollouts()), whole)
@@ -229,7 +247,7 @@ def test_a_truncated_or_foreign_file_is_refused_by_name(config, tmp_path, name):
     assert f"refused: {file}: " in run("plan", file, "--config", config, expect=1).stderr
 
 
-def test_a_refused_second_batch_leaves_no_first_one(config, tmp_path):
+def test_a_refused_second_batch_leaves_no_first_one(config: Path, tmp_path: Path) -> None:
     config.write_text(json.dumps(CONFIG | {"on_misaligned": "error", "vpp_size": 2, "microbatch_group_size": 2}))
     file = tmp_path / "rollouts.jsonl"
     rows = rollouts()
@@ -242,36 +260,36 @@ def test_a_refused_second_batch_leaves_no_first_one(config, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_existing_output_is_not_overwritten(config, file, tmp_path):
+def test_existing_output_is_not_overwritten(config: Path, file: Path, tmp_path: Path) -> None:
     run("batch", file, "--config", config, "--out", tmp_path / "out")
     done = run("batch", file, "--config", config, "--out", tmp_path / "out", expect=1)
     assert "batch-00000 exists already; remove it or choose another --out" in done.stderr
 
 
-def test_warnings_and_counts_go_to_standard_error(config, file):
+def test_warnings_and_counts_go_to_standard_error(config: Path, file: Path) -> None:
     config.write_text(json.dumps(CONFIG | {"loss_reduction": "sequence_mean", "max_seq_len": 3}))
     done = run("plan", file, "--config", config)
     assert "scale of the loss depends on how many steps merge" in done.stderr
     assert "rows are longer than max_seq_len" in done.stderr
 
 
-def test_show_refuses_what_is_no_shard(tmp_path):
+def test_show_refuses_what_is_no_shard(tmp_path: Path) -> None:
     assert "no shards" in run("show", tmp_path, expect=1).stderr
     (tmp_path / "broken.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
     assert "broken.safetensors: is not a whole shard" in run("show", tmp_path, expect=1).stderr
 
 
-def test_a_missing_file_or_configuration_is_named(config, tmp_path):
+def test_a_missing_file_or_configuration_is_named(config: Path, tmp_path: Path) -> None:
     assert "absent.jsonl" in run("plan", tmp_path / "absent.jsonl", "--config", config, expect=1).stderr
     assert "absent.yaml: cannot read" in run("plan", config, "--config", tmp_path / "absent.yaml", expect=1).stderr
 
 
-def test_help_teaches_with_an_example():
+def test_help_teaches_with_an_example() -> None:
     for command in ("plan", "batch", "show"):
         assert "Example: gristmill" in run(command, "--help").stdout
 
 
-def test_ctrl_c_ends_a_batch_without_a_traceback_or_a_half_written_batch(config, tmp_path):
+def test_ctrl_c_ends_a_batch_without_a_traceback_or_a_half_written_batch(config: Path, tmp_path: Path) -> None:
     file = tmp_path / "rollouts.jsonl"
     os.mkfifo(file)
     command = [GRISTMILL, "batch", str(file), "--config", str(config), "--out", str(tmp_path / "out")]

@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.numpy import load
 
 from gristmill import RolloutClient
+from gristmill_service.service import Service
 
 GRISTMILL = str(Path(sys.executable).with_name("gristmill"))
 CONFIG = {
@@ -41,7 +43,9 @@ def fill(address: str, run: str, **settings: object) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"zero_variance_filter": "replace"}], ids=["", "groups_replaced"])
-def test_an_exported_batch_is_laid_out_as_the_service_did(service, run_name, tmp_path, settings):
+def test_an_exported_batch_is_laid_out_as_the_service_did(
+    service: Service, run_name: str, tmp_path: Path, settings: dict[str, Any]
+) -> None:
     fill(service.grpc_address, run_name, **settings)
     rollouts, config = tmp_path / "rollouts.jsonl.gz", tmp_path / "run.yaml"
     exported = gristmill(
@@ -65,7 +69,9 @@ def test_an_exported_batch_is_laid_out_as_the_service_did(service, run_name, tmp
         assert all((ours[name] == theirs[name]).all() for name in ours)
 
 
-def test_what_cannot_be_exported_is_told_in_one_line_and_leaves_no_file(service, run_name, tmp_path):
+def test_what_cannot_be_exported_is_told_in_one_line_and_leaves_no_file(
+    service: Service, run_name: str, tmp_path: Path
+) -> None:
     out = tmp_path / "rollouts.jsonl"
     refused = gristmill("export", run_name, 0, "--out", out, "--address", service.grpc_address)
     assert refused.returncode == 1
@@ -75,7 +81,7 @@ def test_what_cannot_be_exported_is_told_in_one_line_and_leaves_no_file(service,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_client_learns_what_became_of_every_group(service, run_name):
+def test_a_client_learns_what_became_of_every_group(service: Service, run_name: str) -> None:
     fill(service.grpc_address, run_name)
     with RolloutClient(service.grpc_address, run_name) as client:
         client.begin_groups(["c", "d", "e"])

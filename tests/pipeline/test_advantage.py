@@ -1,6 +1,9 @@
 """Scores and advantages, estimator by estimator."""
 
+from __future__ import annotations
+
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,13 +12,14 @@ from hypothesis import strategies as st
 
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.config import parse_config
+from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.advantage import group_advantages, trajectory_scores
 from gristmill_service.pipeline.scored_batch import score_batch
+from tests.strategies import Row
 
 
-def config(estimator, n=4, **more):
+def config(estimator: str, n: int = 4, **more: Any) -> RunConfig:
     return parse_config(
         {
             "train_batch_size": 1,
@@ -33,32 +37,32 @@ ESTIMATORS = ["grpo", "rloo", "maxrl"]
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(score=st.floats(-1e6, 1e6), count=st.integers(2, 16))
-def test_equal_scores_give_exactly_zero(estimator, score, count):
+def test_equal_scores_give_exactly_zero(estimator: str, score: float, count: int) -> None:
     assert (group_advantages(np.full(count, score), config(estimator, count)) == 0).all()
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_seven_times_0_7_is_exactly_zero_where_arithmetic_leaves_a_rest(estimator):
+def test_seven_times_0_7_is_exactly_zero_where_arithmetic_leaves_a_rest(estimator: str) -> None:
     scores = np.full(7, 0.7)
     assert (group_advantages(scores, config(estimator, 7)) == 0).all()
 
 
-def test_grpo_divides_by_the_sample_standard_deviation():
+def test_grpo_divides_by_the_sample_standard_deviation() -> None:
     found = group_advantages(np.array([0.0, 0.0, 0.0, 1.0]), config("grpo"))
     np.testing.assert_allclose(found, (np.array([0, 0, 0, 1]) - 0.25) / (0.5 + 1e-6))
 
 
-def test_grpo_without_norm_is_the_difference_from_the_mean():
+def test_grpo_without_norm_is_the_difference_from_the_mean() -> None:
     found = group_advantages(np.array([0.0, 0.0, 0.0, 1.0]), config("grpo", grpo_norm_by_std=False))
     np.testing.assert_array_equal(found, [-0.25, -0.25, -0.25, 0.75])
 
 
-def test_rloo_is_the_difference_from_the_mean_of_the_others():
+def test_rloo_is_the_difference_from_the_mean_of_the_others() -> None:
     found = group_advantages(np.array([1.0, 2.0, 6.0]), config("rloo", 3))
     np.testing.assert_allclose(found, [1 - 4.0, 2 - 3.5, 6 - 1.5])
 
 
-def test_maxrl_divides_by_the_mean():
+def test_maxrl_divides_by_the_mean() -> None:
     found = group_advantages(np.array([0.0, 1.0]), config("maxrl", 2))
     np.testing.assert_allclose(found, np.array([-0.5, 0.5]) / (0.5 + 1e-6))
 
@@ -72,29 +76,31 @@ def test_maxrl_divides_by_the_mean():
         ("maxrl", {}, 0.8),
     ],
 )
-def test_a_run_with_one_sample_a_prompt_has_groups_of_one(estimator, more, expected):
+def test_a_run_with_one_sample_a_prompt_has_groups_of_one(
+    estimator: str, more: dict[str, Any], expected: float
+) -> None:
     assert group_advantages(np.array([0.8]), config(estimator, 1, **more)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_lone_survivor_of_a_larger_group_has_no_baseline_and_gets_zero(estimator):
+def test_a_lone_survivor_of_a_larger_group_has_no_baseline_and_gets_zero(estimator: str) -> None:
     assert group_advantages(np.array([0.8]), config(estimator, 4)).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
 @given(scores=st.lists(st.floats(-100, 100), min_size=2, max_size=10))
-def test_advantages_of_a_group_sum_to_zero(estimator, scores):
+def test_advantages_of_a_group_sum_to_zero(estimator: str, scores: list[float]) -> None:
     found = group_advantages(np.array(scores), config(estimator, 10))
     assert abs(found.sum()) <= 1e-6 * max(1.0, np.abs(found).max())
 
 
-def test_the_score_is_the_last_steps_reward_or_the_sum_over_steps():
+def test_the_score_is_the_last_steps_reward_or_the_sum_over_steps() -> None:
     rewards, bounds = np.array([1.0, 2.0, 4.0, 8.0]), np.array([0, 3, 4])
     assert trajectory_scores(rewards, bounds, "last_step").tolist() == [4.0, 8.0]
     assert trajectory_scores(rewards, bounds, "sum").tolist() == [7.0, 8.0]
 
 
-def test_scores_too_far_apart_for_the_float32_of_a_shard_are_refused_with_the_trajectory():
+def test_scores_too_far_apart_for_the_float32_of_a_shard_are_refused_with_the_trajectory() -> None:
     rows = [
         {
             "uid": "p",
@@ -122,14 +128,14 @@ def test_scores_too_far_apart_for_the_float32_of_a_shard_are_refused_with_the_tr
         )
     )
 )
-def test_many_groups_at_once_get_the_same_bits_as_each_alone(estimator, groups):
+def test_many_groups_at_once_get_the_same_bits_as_each_alone(estimator: str, groups: list[list[float]]) -> None:
     settings = config(estimator, 40)
     together = group_advantages(np.array(groups), settings)
     for scores, found in zip(groups, together, strict=True):
         assert found.tobytes() == group_advantages(np.array(scores), settings).tobytes()
 
 
-def test_groups_of_different_sizes_are_each_compared_with_their_own():
+def test_groups_of_different_sizes_are_each_compared_with_their_own() -> None:
     rows = [
         {"uid": uid, "sample": sample, "prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1], "reward": reward}
         for uid, rewards in {"a": [1.0, 0.0], "b": [5.0, 5.0, 2.0], "c": [9.0], "d": [0.0, 4.0]}.items()
@@ -140,13 +146,13 @@ def test_groups_of_different_sizes_are_each_compared_with_their_own():
 
 
 @given(rewards=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8), data=st.data())
-def test_a_score_does_not_depend_on_the_order_of_the_steps_rewards(rewards, data):
+def test_a_score_does_not_depend_on_the_order_of_the_steps_rewards(rewards: list[float], data: st.DataObject) -> None:
     shuffled = data.draw(st.permutations(rewards))
     scores = trajectory_scores(np.array([*rewards, *shuffled]), np.array([0, len(rewards), 2 * len(rewards)]), "sum")
     assert scores.tolist() == [math.fsum(rewards)] * 2
 
 
-def trajectories(*rewards):
+def trajectories(*rewards: list[float | list[float]]) -> list[Row]:
     """A prompt's samples, whose steps have these rewards."""
     return [
         {
@@ -170,7 +176,9 @@ def trajectories(*rewards):
     [([0.1, 0.2, 0.3], [0.3, 0.2, 0.1]), ([[0.1, 0.2, 0.3]], [[0.3, 0.2, 0.1]])],
     ids=["over_steps", "over_tokens"],
 )
-def test_equal_rewards_in_another_order_are_equal_scores(estimator, rewards):
+def test_equal_rewards_in_another_order_are_equal_scores(
+    estimator: str, rewards: tuple[list[float], list[float]] | tuple[list[list[float]], list[list[float]]]
+) -> None:
     settings = config(estimator, 2, step_wise=True, trajectory_score="sum", zero_variance_filter="mask")
     scored = score_batch(from_rows(trajectories(*rewards)), settings, None)
     assert scored.scores.tolist() == [math.fsum([0.1, 0.2, 0.3])] * 2

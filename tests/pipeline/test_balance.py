@@ -88,8 +88,9 @@ def loads_of_rows(batch: Batch) -> list[float]:
 def slowest(plan: MiniBatchPlan, batch: Batch) -> float:
     """Sum over micro-steps of the slowest rank's load."""
     cost = loads_of_rows(batch)
-    loads = [[sum(cost[row] for row in rows) for rows in rank] for rank in micro_batches(plan)]
-    return sum(max(step) for step in zip(*loads, strict=True))
+    loads: list[list[float]] = [[sum(cost[row] for row in rows) for rows in rank] for rank in micro_batches(plan)]
+    steps: list[tuple[float, ...]] = list(zip(*loads, strict=True))
+    return sum(max(step) for step in steps)
 
 
 def waiting(plan: MiniBatchPlan, batch: Batch) -> float:

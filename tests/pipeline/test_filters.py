@@ -1,14 +1,20 @@
 """Filters act on steps as received, and what they leave out still counts for scores and baselines."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import build_batch
+from gristmill_service.pipeline import BuiltBatch, build_batch
 from tests import naive
+from tests.strategies import Row
 
 
-def rows(scores, **more):
+def rows(scores: Sequence[Sequence[float]], **more: Any) -> list[Row]:
     """One single-step trajectory a score; scores is a list of groups."""
     return [
         {
@@ -27,7 +33,7 @@ def rows(scores, **more):
     ]
 
 
-def built(given, **overrides):
+def built(given: list[Row], **overrides: Any) -> BuiltBatch:
     config = {
         "train_batch_size": len({row["uid"] for row in given}),
         "n_samples_per_prompt": 2,
@@ -38,8 +44,8 @@ def built(given, **overrides):
     return build_batch(from_rows(given), parse_config(config | overrides), run="r", batch=0)
 
 
-def trained(batch):
-    found = {}
+def trained(batch: BuiltBatch) -> dict[tuple[str, int], list[int]]:
+    found: dict[tuple[str, int], list[int]] = {}
     for shard in batch.shards:
         _, metadata = naive.read_shard(shard)
         for uid, row in zip(metadata["uids"], naive.shard_rows(shard), strict=True):
@@ -48,7 +54,7 @@ def trained(batch):
 
 
 @pytest.mark.parametrize("setting", ["mask", True])
-def test_zero_variance_masks_groups_of_equal_scores(setting):
+def test_zero_variance_masks_groups_of_equal_scores(setting: str | bool) -> None:
     batch = built(rows([[1.0, 1.0], [0.0, 1.0]]), zero_variance_filter=setting)
     assert [mask for (uid, _), mask in trained(batch).items() if uid == "p0"] == [[0, 0]] * 2
     assert [mask for (uid, _), mask in trained(batch).items() if uid == "p1"] == [[1, 1]] * 2
@@ -56,12 +62,12 @@ def test_zero_variance_masks_groups_of_equal_scores(setting):
     assert [part.loss_tokens for part in batch.plan.mini_batches] == [0, 4]
 
 
-def test_a_group_of_one_is_never_zero_variance():
+def test_a_group_of_one_is_never_zero_variance() -> None:
     batch = built(rows([[1.0]]), zero_variance_filter="mask", n_samples_per_prompt=1)
     assert trained(batch) == {("p0", 0): [1, 1]}
 
 
-def test_overlong_masks_the_named_stop_reasons_and_no_others():
+def test_overlong_masks_the_named_stop_reasons_and_no_others() -> None:
     given = rows([[0.0, 1.0]])
     given[0]["stop_reason"], given[1]["stop_reason"] = "length", "tool_calls"
     batch = built(given, overlong_filter=["length"])
@@ -69,7 +75,7 @@ def test_overlong_masks_the_named_stop_reasons_and_no_others():
     assert batch.plan.counts["overlong_steps"] == 1
 
 
-def test_an_overlong_step_is_masked_within_a_merged_row_and_no_further():
+def test_an_overlong_step_is_masked_within_a_merged_row_and_no_further() -> None:
     given = rows([[0.5]])
     given[0] |= {"is_last_step": False, "stop_reason": "length"}
     given.append({**given[0], "step": 1, "is_last_step": True, "prompt_token_ids": [1, 2, 3], "stop_reason": "stop"})
@@ -77,7 +83,7 @@ def test_an_overlong_step_is_masked_within_a_merged_row_and_no_further():
     assert trained(batch) == {("p0", 0): [0, 0, 1, 1]}
 
 
-def test_masked_trajectories_still_count_for_the_baseline():
+def test_masked_trajectories_still_count_for_the_baseline() -> None:
     given = rows([[0.0, 1.0]])
     given[0]["stop_reason"] = "length"
     batch = built(given, overlong_filter=["length"], advantage_estimator="rloo")
@@ -86,7 +92,7 @@ def test_masked_trajectories_still_count_for_the_baseline():
     assert batch.plan.metrics["score_mean"] == 0.5
 
 
-def test_stale_groups_are_counted_by_default_and_dropped_when_asked():
+def test_stale_groups_are_counted_by_default_and_dropped_when_asked() -> None:
     given = rows([[0.0, 1.0], [0.0, 1.0]])
     for row, version in zip(given, [4, 1, 4, 4], strict=True):
         row["policy_version"] = version
@@ -102,7 +108,7 @@ def test_stale_groups_are_counted_by_default_and_dropped_when_asked():
     assert {uid for uid, _ in trained(dropped)} == {"p1"}
 
 
-def test_padding_rows_have_the_uid_of_no_group_also_of_none_that_was_dropped():
+def test_padding_rows_have_the_uid_of_no_group_also_of_none_that_was_dropped() -> None:
     given = rows([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
     for row, version in zip(given, [1, 1, 4, 4, 4, 4], strict=True):
         row["uid"] = {"p0": "padding", "p1": "_padding", "p2": "p2"}[row["uid"]]
@@ -112,7 +118,7 @@ def test_padding_rows_have_the_uid_of_no_group_also_of_none_that_was_dropped():
     assert {uid for uid, sample in trained(batch) if sample == -1} == {"__padding"}
 
 
-def test_exactly_max_staleness_behind_is_not_stale_and_unknown_versions_never_are():
+def test_exactly_max_staleness_behind_is_not_stale_and_unknown_versions_never_are() -> None:
     given = rows([[0.0, 1.0]])
     for row, version in zip(given, [2, 4], strict=True):
         row["policy_version"] = version
@@ -122,7 +128,7 @@ def test_exactly_max_staleness_behind_is_not_stale_and_unknown_versions_never_ar
     assert built(given, max_staleness=0).plan.counts["stale_groups"] == 0
 
 
-def test_a_batch_whose_every_group_is_stale_is_empty_and_not_an_error():
+def test_a_batch_whose_every_group_is_stale_is_empty_and_not_an_error() -> None:
     given = from_rows(rows([[0.0, 1.0]], policy_version=0))
     config = {
         "train_batch_size": 1,
@@ -138,7 +144,7 @@ def test_a_batch_whose_every_group_is_stale_is_empty_and_not_an_error():
     assert batch.shards == []
 
 
-def test_staleness_is_told_per_trajectory_by_its_oldest_step():
+def test_staleness_is_told_per_trajectory_by_its_oldest_step() -> None:
     given = rows([[0.0, 1.0]])
     given[0] |= {"policy_version": 1, "is_last_step": False}
     given.insert(1, {**given[0], "step": 1, "is_last_step": True, "policy_version": 4})
@@ -147,12 +153,12 @@ def test_staleness_is_told_per_trajectory_by_its_oldest_step():
     assert (metrics["staleness_mean"], metrics["staleness_max"]) == (2.0, 3)
 
 
-def test_lone_survivors_and_incomplete_groups_are_counted():
+def test_lone_survivors_and_incomplete_groups_are_counted() -> None:
     given = rows([[1.0], [0.0, 1.0]])
     counts = built(given).plan.counts
     assert (counts["lone_survivors"], counts["incomplete_groups"]) == (1, 1)
 
 
-def test_maxrl_counts_groups_whose_mean_is_not_positive():
+def test_maxrl_counts_groups_whose_mean_is_not_positive() -> None:
     counts = built(rows([[-1.0, 0.0], [0.0, 1.0]]), advantage_estimator="maxrl").plan.counts
     assert counts["maxrl_nonpositive_groups"] == 1

@@ -1,7 +1,12 @@
 """The laws of the specification, over drawn batches and settings, against the rules written down a second time."""
 
+from __future__ import annotations
+
 import copy
 import random
+from collections.abc import Sequence
+from random import Random
+from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
@@ -9,22 +14,22 @@ from hypothesis import strategies as st
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import build_batch
+from gristmill_service.pipeline import BuiltBatch, build_batch
 from tests import naive
-from tests.strategies import batches_and_settings, rollouts
+from tests.strategies import Row, batches_and_settings, rollouts
 
 SLOW = settings(
     deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 
-def built(rows, config):
+def built(rows: list[Row], config: dict[str, Any]) -> BuiltBatch:
     return build_batch(from_rows(rows), parse_config(config), run="r", batch=0)
 
 
 @SLOW
 @given(batches_and_settings())
-def test_every_row_carries_its_own_tokens_masks_rewards_and_advantage(drawn):
+def test_every_row_carries_its_own_tokens_masks_rewards_and_advantage(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
     groups = naive.merged(rows, config["merge"])
     given_advantages = naive.advantages(rows, config)
@@ -59,7 +64,7 @@ def test_every_row_carries_its_own_tokens_masks_rewards_and_advantage(drawn):
 
 @SLOW
 @given(batches_and_settings())
-def test_summing_over_all_ranks_gives_the_loss_reduction(drawn):
+def test_summing_over_all_ranks_gives_the_loss_reduction(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     """With a loss of 1 a token and advantages of 1, the reduction of each mini-batch is what its definition says."""
     rows, config = drawn
     for row in rows:
@@ -80,14 +85,14 @@ def test_summing_over_all_ranks_gives_the_loss_reduction(drawn):
         np.testing.assert_allclose(total, _reduction(covered, config), rtol=1e-5)
 
 
-def _reduction(covered, config):
+def _reduction(covered: list[list[Row]], config: dict[str, Any]) -> float:
     tokens = [sum(sum(step["loss_mask"]) for step in steps) for steps in covered]
     uids = [steps[0]["uid"] for steps in covered]
     keys = [(steps[0]["uid"], steps[0]["sample"]) for steps in covered]
 
-    def mean_over(owners):
+    def mean_over(owners: Sequence[object]) -> float:
         sums = {owner: sum(t for t, o in zip(tokens, owners, strict=True) if o == owner) for owner in owners}
-        return np.mean([1.0 if total else 0.0 for total in sums.values()])
+        return float(np.mean([1.0 if total else 0.0 for total in sums.values()]))
 
     match config["loss_reduction"]:
         case "none":
@@ -95,22 +100,24 @@ def _reduction(covered, config):
         case "token_mean":
             return 1.0 if sum(tokens) else 0.0
         case "sequence_mean":
-            return np.mean([1.0 if count else 0.0 for count in tokens])
+            return float(np.mean([1.0 if count else 0.0 for count in tokens]))
         case "seq_mean_token_sum_norm":
-            return np.mean([count / config["max_seq_len"] for count in tokens])
+            return float(np.mean([count / config["max_seq_len"] for count in tokens]))
         case "prompt_mean":
             return mean_over(uids)
         case "trajectory_mean":
             return mean_over(keys)
+        case unknown:
+            raise ValueError(unknown)
 
 
 @SLOW
 @given(batches_and_settings(merge="none"))
-def test_merging_never_changes_scores_advantages_or_trained_tokens(drawn):
+def test_merging_never_changes_scores_advantages_or_trained_tokens(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
     config["loss_reduction"] = "none"
 
-    def trained(merge):
+    def trained(merge: str) -> tuple[list[Any], float]:
         found = []
         batch = built(rows, {**config, "merge": merge})
         for shard in batch.shards:
@@ -130,7 +137,9 @@ def test_merging_never_changes_scores_advantages_or_trained_tokens(drawn):
 
 @SLOW
 @given(batches_and_settings(), st.randoms())
-def test_the_order_in_which_samples_and_steps_come_changes_no_byte(drawn, shuffler):
+def test_the_order_in_which_samples_and_steps_come_changes_no_byte(
+    drawn: tuple[list[Row], dict[str, Any]], shuffler: Random
+) -> None:
     rows, config = drawn
     groups = list(dict.fromkeys(row["uid"] for row in rows))
     shuffled = []
@@ -142,21 +151,23 @@ def test_the_order_in_which_samples_and_steps_come_changes_no_byte(drawn, shuffl
 
 @SLOW
 @given(batches_and_settings())
-def test_inputs_are_never_modified_and_the_same_input_gives_the_same_bytes(drawn):
+def test_inputs_are_never_modified_and_the_same_input_gives_the_same_bytes(
+    drawn: tuple[list[Row], dict[str, Any]],
+) -> None:
     rows, config = drawn
     before = copy.deepcopy(rows)
     assert _bytes(rows, config) == _bytes(rows, config)
     assert rows == before
 
 
-def _bytes(rows, config):
+def _bytes(rows: list[Row], config: dict[str, Any]) -> list[bytes]:
     batch = built(rows, config)
     return [naive.shard_bytes(shard) for shard in batch.shards]
 
 
 @SLOW
 @given(batches_and_settings())
-def test_every_field_of_a_shard_has_exactly_its_number_of_rows(drawn):
+def test_every_field_of_a_shard_has_exactly_its_number_of_rows(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
     for shard in built(rows, config).shards:
         tensors, metadata = naive.read_shard(shard)
@@ -171,7 +182,7 @@ def test_every_field_of_a_shard_has_exactly_its_number_of_rows(drawn):
 
 @SLOW
 @given(batches_and_settings())
-def test_padding_rows_count_for_nothing_and_belong_to_no_group(drawn):
+def test_padding_rows_count_for_nothing_and_belong_to_no_group(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
     uids = {row["uid"] for row in rows}
     for shard in built(rows, config).shards:
@@ -192,7 +203,7 @@ def test_padding_rows_count_for_nothing_and_belong_to_no_group(drawn):
 
 @SLOW
 @given(rollouts(), st.integers(1, 64))
-def test_optimizer_steps_do_not_depend_on_turn_counts(rows, dp_size):
+def test_optimizer_steps_do_not_depend_on_turn_counts(rows: list[Row], dp_size: int) -> None:
     groups = len({row["uid"] for row in rows})
     config = {
         "train_batch_size": groups,

@@ -1,7 +1,10 @@
 """Layouts: widths, alignment, and files that the safetensors library reads."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +14,15 @@ from safetensors.numpy import load
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import build_batch
+from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.pipeline.columns import CONSTANTS
 from tests import naive
-from tests.strategies import batches_and_settings
+from tests.strategies import Row, batches_and_settings
 
 PADDED = ("sequences", "attention_mask", "response_mask", "loss_mask", "rewards", "advantages")
 
 
-def rows(*lengths):
+def rows(*lengths: tuple[int, int]) -> list[Row]:
     """One single-step prompt a (prompt, response) pair of lengths."""
     return [
         {
@@ -34,7 +37,7 @@ def rows(*lengths):
     ]
 
 
-def built(given, **overrides):
+def built(given: list[Row], **overrides: Any) -> BuiltBatch:
     config = {
         "train_batch_size": len(given),
         "n_samples_per_prompt": 1,
@@ -45,7 +48,7 @@ def built(given, **overrides):
     return build_batch(from_rows(given, step_wise=False), parse_config(config | overrides), run="r", batch=0)
 
 
-def shapes(batch, name="sequences"):
+def shapes(batch: BuiltBatch, name: str = "sequences") -> dict[tuple[int, int], tuple[int, ...]]:
     return {
         (shard.address.mini_batch, shard.address.rank): naive.read_shard(shard)[0][name].shape for shard in batch.shards
     }
@@ -55,7 +58,7 @@ def shapes(batch, name="sequences"):
 FOUR = rows((2, 1), (1, 6), (9, 2), (1, 1))
 
 
-def test_the_whole_of_prompt_and_response_decides_the_width_not_each_longest_alone():
+def test_the_whole_of_prompt_and_response_decides_the_width_not_each_longest_alone() -> None:
     batch = built(rows((9, 1), (1, 9)), dp_size=1)
     assert shapes(batch) == {(0, 0): (2, 10)}
     assert shapes(batch, "loss_mask") == {(0, 0): (2, 9)}
@@ -69,13 +72,15 @@ def test_the_whole_of_prompt_and_response_decides_the_width_not_each_longest_alo
         ("shard", [3, 7, 11, 2], [1, 6, 2, 1]),
     ],
 )
-def test_pad_width_says_over_which_rows_the_widest_is_taken(pad_width, sequences, responses):
+def test_pad_width_says_over_which_rows_the_widest_is_taken(
+    pad_width: str, sequences: list[int], responses: list[int]
+) -> None:
     batch = built(FOUR, pad_width=pad_width)
     assert [shape[1] for shape in shapes(batch).values()] == sequences
     assert [shape[1] for shape in shapes(batch, "response_mask").values()] == responses
 
 
-def test_pad_width_micro_batch_gives_each_micro_batch_its_own_tensors():
+def test_pad_width_micro_batch_gives_each_micro_batch_its_own_tensors() -> None:
     batch = built(rows((2, 1), (1, 6)), dp_size=1, pad_width="micro_batch")
     tensors, _ = naive.read_shard(batch.shards[0])
     assert tensors["micro_batch_000/sequences"].shape == (1, 3)
@@ -85,24 +90,24 @@ def test_pad_width_micro_batch_gives_each_micro_batch_its_own_tensors():
     assert "sequences" not in tensors
 
 
-def test_pad_to_multiple_of_rounds_both_widths_up():
+def test_pad_to_multiple_of_rounds_both_widths_up() -> None:
     batch = built(FOUR, pad_width="batch", pad_to_multiple_of=8)
     assert set(shapes(batch).values()) == {(1, 16)}
     assert set(shapes(batch, "rewards").values()) == {(1, 8)}
 
 
-def test_padding_rows_take_part_in_the_width():
+def test_padding_rows_take_part_in_the_width() -> None:
     batch = built(rows((1, 1)), dp_size=2, policy_mini_batch_size=1, pad_to_multiple_of=4)
     assert shapes(batch) == {(0, 0): (1, 4), (0, 1): (1, 4)}
 
 
-def test_nothing_is_truncated_above_max_seq_len_and_it_is_counted():
+def test_nothing_is_truncated_above_max_seq_len_and_it_is_counted() -> None:
     batch = built(rows((9, 9), (1, 1)), dp_size=1, max_seq_len=4)
     assert shapes(batch) == {(0, 0): (2, 18)}
     assert batch.plan.counts["rows_over_max_seq_len"] == 1
 
 
-def test_a_row_is_one_block_at_the_right_end():
+def test_a_row_is_one_block_at_the_right_end() -> None:
     batch = built(rows((2, 2), (5, 1)), dp_size=1, pad_token_id=99)
     tensors, _ = naive.read_shard(batch.shards[0])
     assert tensors["sequences"][0].tolist() == [99, 99, 7, 7, 8, 8]
@@ -111,7 +116,7 @@ def test_a_row_is_one_block_at_the_right_end():
     assert tensors["rewards"].tolist() == [[0, 1], [0, 1]]
 
 
-def test_packed_columns_share_one_token_axis_and_stand_on_their_own_tokens():
+def test_packed_columns_share_one_token_axis_and_stand_on_their_own_tokens() -> None:
     batch = built(rows((2, 2), (3, 1)), dp_size=1, layout="packed", micro_batch={"max_tokens": 100})
     tensors, _ = naive.read_shard(batch.shards[0])
     own = {name.removeprefix("micro_batch_000/"): tensor.tolist() for name, tensor in tensors.items()}
@@ -125,7 +130,9 @@ def test_packed_columns_share_one_token_axis_and_stand_on_their_own_tokens():
 
 @settings(deadline=None, max_examples=100)
 @given(batches_and_settings())
-def test_files_are_whole_safetensors_with_the_specified_names_types_and_alignment(drawn):
+def test_files_are_whole_safetensors_with_the_specified_names_types_and_alignment(
+    drawn: tuple[list[Row], dict[str, Any]],
+) -> None:
     given_rows, config = drawn
     batch = build_batch(from_rows(given_rows), parse_config(config), run="r", batch=3)
     for shard in batch.shards:
@@ -149,7 +156,7 @@ def test_files_are_whole_safetensors_with_the_specified_names_types_and_alignmen
 
 @settings(deadline=None, max_examples=100)
 @given(batches_and_settings(), st.data())
-def test_the_layout_never_changes_the_plan(drawn, data):
+def test_the_layout_never_changes_the_plan(drawn: tuple[list[Row], dict[str, Any]], data: st.DataObject) -> None:
     given_rows, config = drawn
     other = config | {
         "layout": data.draw(st.sampled_from(["left_padded", "packed"])),
@@ -159,7 +166,7 @@ def test_the_layout_never_changes_the_plan(drawn, data):
     assert plans[0].mini_batches == plans[1].mini_batches
 
 
-def test_padding_share_is_what_the_tensors_hold():
+def test_padding_share_is_what_the_tensors_hold() -> None:
     batch = built(FOUR, pad_width="batch")
     elements = sum(naive.read_shard(shard)[0]["sequences"].size for shard in batch.shards)
     tokens = sum(len(row["prompt_token_ids"]) + len(row["response_ids"]) for row in FOUR)
@@ -167,7 +174,7 @@ def test_padding_share_is_what_the_tensors_hold():
 
 
 @pytest.mark.parametrize("overrides", [{}, {"layout": "packed"}, {"pad_width": "micro_batch"}])
-def test_a_rows_advantage_stands_on_each_of_its_tokens_however_many(overrides):
+def test_a_rows_advantage_stands_on_each_of_its_tokens_however_many(overrides: dict[str, Any]) -> None:
     lengths = [1, 2, CONSTANTS - 1, CONSTANTS, CONSTANTS + 1, 2 * CONSTANTS, 5 * CONSTANTS + 3, 1]
     given_rows = [
         {**row, "advantage": (-0.0, 0.0, 1.5, 1.5)[index % 4]}
@@ -183,7 +190,7 @@ def test_a_rows_advantage_stands_on_each_of_its_tokens_however_many(overrides):
         assert found[index].tobytes() == expected.tobytes()
 
 
-def test_steps_without_a_reward_are_fill_between_those_that_have_one():
+def test_steps_without_a_reward_are_fill_between_those_that_have_one() -> None:
     rewards = [0.0, 2.0, -0.0, 0.0, 3.0, 0.0]
     steps = [
         {
@@ -217,7 +224,7 @@ def test_steps_without_a_reward_are_fill_between_those_that_have_one():
 
 
 @given(st.integers(1, 5), st.sampled_from(["batch", "mini_batch", "shard"]))
-def test_shards_of_a_batch_tell_their_own_rows(dp_size, pad_width):
+def test_shards_of_a_batch_tell_their_own_rows(dp_size: int, pad_width: str) -> None:
     batch = built(rows(*((2, index % 4 + 1) for index in range(6))), dp_size=dp_size, pad_width=pad_width)
     for part in batch.plan.mini_batches:
         for rank in part.ranks:
@@ -236,7 +243,7 @@ def test_shards_of_a_batch_tell_their_own_rows(dp_size, pad_width):
 
 
 @pytest.mark.parametrize("balance", ["none", "tokens"])
-def test_the_largest_settings_that_are_accepted_are_carried_out(balance):
+def test_the_largest_settings_that_are_accepted_are_carried_out(balance: str) -> None:
     most = 2**63 - 1
     batch = built(
         FOUR,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from tests import naive
+from tests.strategies import Row
 
 VOCABULARY, WIDTH, LONGEST, CLIP = 17, 16, 64, 0.2
 SAMPLES = 3
@@ -37,7 +40,7 @@ class Transformer(torch.nn.Module):
         self.head = torch.nn.Linear(WIDTH, VOCABULARY)
         self.double()
 
-    def forward(self, sequences, position_ids, allowed):
+    def forward(self, sequences: torch.Tensor, position_ids: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
         """Log probability of each token given those before it (that of the first is 0); (rows, tokens).
 
         allowed: bool (rows, tokens, tokens), which tokens may be attended besides causality.
@@ -55,14 +58,16 @@ class Transformer(torch.nn.Module):
         return torch.cat([torch.zeros_like(picked[:, :1]), picked], dim=1)
 
 
-def clipped_loss(logprobs, old, advantages, mask):
+def clipped_loss(
+    logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor | float, mask: torch.Tensor
+) -> torch.Tensor:
     ratio = torch.exp(logprobs - old)
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
     # Not multiplied by the mask: a padded position may hold anything.
     return -torch.where(mask.bool(), gain, torch.zeros_like(gain)).sum()
 
 
-def batch_rows(prefix_holds):
+def batch_rows(prefix_holds: bool) -> list[Row]:
     rng = random.Random(5)
     rows = []
     for prompt, sample in itertools.product(range(4), range(SAMPLES)):
@@ -89,7 +94,7 @@ def batch_rows(prefix_holds):
     return rows
 
 
-def settings(**overrides):
+def settings(**overrides: Any) -> dict[str, Any]:
     return {
         "train_batch_size": 4,
         "n_samples_per_prompt": SAMPLES,
@@ -101,7 +106,7 @@ def settings(**overrides):
     } | overrides
 
 
-def without_gristmill(rows, config):
+def without_gristmill(rows: list[Row], config: dict[str, Any]) -> list[torch.Tensor]:
     """Loss of each mini-batch, row by row, from the definition of the reduction."""
     by_trajectory = naive.advantages(rows, {"grpo_norm_by_std": True, "advantage_estimator": "grpo", **config})
     uids = list(dict.fromkeys(row["uid"] for row in rows))
@@ -123,10 +128,10 @@ def without_gristmill(rows, config):
     return losses
 
 
-def row_weights(rows, config):
+def row_weights(rows: list[Row], config: dict[str, Any]) -> list[float]:
     tokens = [sum(row["loss_mask"]) for row in rows]
 
-    def of(owners):
+    def of(owners: list[Any]) -> list[float]:
         sums = {own: sum(t for t, o in zip(tokens, owners, strict=True) if o == own) for own in owners}
         return [1 / (len(sums) * max(1, sums[owner])) for owner in owners]
 
@@ -143,9 +148,11 @@ def row_weights(rows, config):
             return of([row["uid"] for row in rows])
         case "trajectory_mean":
             return of([(row["uid"], row["sample"]) for row in rows])
+        case unknown:
+            raise ValueError(unknown)
 
 
-def through_gristmill(rows, config):
+def through_gristmill(rows: list[Row], config: dict[str, Any]) -> tuple[list[torch.Tensor], int]:
     """Loss of each mini-batch, summed over ranks and micro-batches, and how many padding rows took part."""
     batch = build_batch(from_rows(rows), parse_config(config), run="r", batch=0)
     count = len(batch.plan.mini_batches)
@@ -166,7 +173,7 @@ def through_gristmill(rows, config):
     return losses, sum(part.padding_rows for part in batch.plan.mini_batches)
 
 
-def padded_loss(own):
+def padded_loss(own: Mapping[str, torch.Tensor]) -> torch.Tensor:
     mask = own["attention_mask"].bool()
     position_ids = (mask.long().cumsum(1) - 1).clamp(min=0)
     logprobs = MODEL(own["sequences"].long(), position_ids, mask[:, None, :] & mask[:, :, None])
@@ -176,7 +183,7 @@ def padded_loss(own):
     )
 
 
-def packed_loss(own):
+def packed_loss(own: Mapping[str, torch.Tensor]) -> torch.Tensor:
     edges = own["cu_seqlens"].long()
     rows = torch.repeat_interleave(torch.arange(len(edges) - 1), edges.diff())
     logprobs = MODEL(
@@ -185,7 +192,7 @@ def packed_loss(own):
     return clipped_loss(logprobs[0], own["rollout_logprobs"].double(), own["advantages"].double(), own["loss_mask"])
 
 
-def gradients(losses):
+def gradients(losses: list[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
     return [torch.autograd.grad(loss, tuple(MODEL.parameters()), retain_graph=True) for loss in losses]
 
 
@@ -203,7 +210,9 @@ MODEL = Transformer()
         *itertools.product(["prefix", "prefix that breaks"], UNCHANGED_BY_MERGING),
     ],
 )
-def test_loss_and_gradients_are_those_of_training_without_gristmill(layout, dp_size, loss_reduction, merge):
+def test_loss_and_gradients_are_those_of_training_without_gristmill(
+    layout: str, dp_size: int, loss_reduction: str, merge: str
+) -> None:
     rows = batch_rows(prefix_holds=merge != "prefix that breaks")
     config = settings(
         layout=layout, dp_size=dp_size, loss_reduction=loss_reduction, merge="none" if merge == "none" else "prefix"
@@ -213,9 +222,9 @@ def test_loss_and_gradients_are_those_of_training_without_gristmill(layout, dp_s
     assert len(found) == len(expected) == 2
     for mine, reference in zip(found, expected, strict=True):
         assert mine.item() == pytest.approx(reference.item(), rel=1e-9, abs=1e-12)
-    for mine, reference in zip(gradients(found), gradients(expected), strict=True):
-        assert max(float(g.abs().max()) for g in reference) > 1e-6
-        for a, b in zip(mine, reference, strict=True):
+    for own, others in zip(gradients(found), gradients(expected), strict=True):
+        assert max(float(g.abs().max()) for g in others) > 1e-6
+        for a, b in zip(own, others, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
     if dp_size == 5:
         assert padding_rows > 0
@@ -223,7 +232,7 @@ def test_loss_and_gradients_are_those_of_training_without_gristmill(layout, dp_s
 
 @pytest.mark.parametrize("pad_width", ["batch", "mini_batch", "shard", "micro_batch"])
 @pytest.mark.parametrize("micro_batch", [{"size": 3}, {"max_tokens": 40}])
-def test_no_padding_width_and_no_micro_batching_changes_the_loss(pad_width, micro_batch):
+def test_no_padding_width_and_no_micro_batching_changes_the_loss(pad_width: str, micro_batch: dict[str, Any]) -> None:
     rows = batch_rows(prefix_holds=True)
     config = settings(
         layout="left_padded",

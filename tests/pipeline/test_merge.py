@@ -1,5 +1,9 @@
 """Prefix-aware merging: who joins, and what is said of those who do not."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,13 +11,14 @@ from hypothesis import strategies as st
 from gristmill._wire.columns import Ragged
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import build_batch
+from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.pipeline.merge import extends
 from gristmill_service.pipeline.plan_document import MismatchDocument
 from tests import naive
+from tests.strategies import Row
 
 
-def trajectory(*steps, **more):
+def trajectory(*steps: tuple[list[int], list[int]], **more: Any) -> list[Row]:
     """Rows of one trajectory from (prompt, response) pairs."""
     return [
         {
@@ -34,7 +39,7 @@ def trajectory(*steps, **more):
     ]
 
 
-def built(rows, **overrides):
+def built(rows: list[Row], **overrides: Any) -> BuiltBatch:
     config = {
         "train_batch_size": 1,
         "n_samples_per_prompt": 1,
@@ -46,11 +51,11 @@ def built(rows, **overrides):
     return build_batch(from_rows(rows), parse_config(config | overrides), run="r", batch=0)
 
 
-def merged_rows(batch):
+def merged_rows(batch: BuiltBatch) -> list[Row]:
     return [row for shard in batch.shards for row in naive.shard_rows(shard)]
 
 
-def test_steps_that_extend_each_other_become_one_row_with_observations_untrained():
+def test_steps_that_extend_each_other_become_one_row_with_observations_untrained() -> None:
     batch = built(trajectory(([1, 2], [3, 4]), ([1, 2, 3, 4, 9], [5])))
     (row,) = merged_rows(batch)
     assert row["sequences"].tolist() == [1, 2, 3, 4, 9, 5]
@@ -62,40 +67,40 @@ def test_steps_that_extend_each_other_become_one_row_with_observations_untrained
     assert (batch.plan.rows_received, batch.plan.rows) == (2, 1)
 
 
-def test_a_prompt_equal_to_what_came_before_joins_without_an_observation():
+def test_a_prompt_equal_to_what_came_before_joins_without_an_observation() -> None:
     (row,) = merged_rows(built(trajectory(([1], [2]), ([1, 2], [3]))))
     assert row["sequences"].tolist() == [1, 2, 3]
     assert row["loss_mask"].tolist() == [1, 1]
 
 
-def test_a_broken_prefix_opens_a_new_row_and_later_steps_may_join_that_one():
+def test_a_broken_prefix_opens_a_new_row_and_later_steps_may_join_that_one() -> None:
     rows = merged_rows(built(trajectory(([1, 2], [3]), ([1, 7], [4]), ([1, 7, 4], [5]))))
     assert [row["sequences"].tolist() for row in rows] == [[1, 2, 3], [1, 7, 4, 5]]
 
 
-def test_a_mismatch_says_where_in_the_steps_prompt_the_first_token_differs():
+def test_a_mismatch_says_where_in_the_steps_prompt_the_first_token_differs() -> None:
     batch = built(trajectory(([1, 2], [3]), ([1, 7, 3, 4], [4])))
     assert batch.plan.merge_mismatches == [MismatchDocument(uid="p", round=0, sample=0, step=1, index=1)]
 
 
-def test_a_prompt_that_is_merely_too_short_is_reported_at_its_length():
+def test_a_prompt_that_is_merely_too_short_is_reported_at_its_length() -> None:
     batch = built(trajectory(([1, 2], [3, 4]), ([1, 2, 3], [4])))
     assert batch.plan.merge_mismatches[0].index == 3
 
 
-def test_only_the_first_three_mismatches_of_a_trajectory_are_reported():
+def test_only_the_first_three_mismatches_of_a_trajectory_are_reported() -> None:
     batch = built(trajectory(*(([step + 1], [9]) for step in range(6))))
     assert [found.step for found in batch.plan.merge_mismatches] == [1, 2, 3]
 
 
-def test_trajectories_are_never_merged_with_each_other():
+def test_trajectories_are_never_merged_with_each_other() -> None:
     one, other = trajectory(([1], [2])), trajectory(([1, 2], [3]), sample=1)
     batch = built(one + other, n_samples_per_prompt=2)
     assert batch.plan.rows == 2
     assert batch.plan.merge_mismatches == []
 
 
-def test_a_clients_advantages_per_token_are_zero_on_observations():
+def test_a_clients_advantages_per_token_are_zero_on_observations() -> None:
     rows = trajectory(([1], [2, 3]), ([1, 2, 3, 8, 8], [4]))
     for index, row in enumerate(rows):
         row["advantage"] = [index + 0.5] * len(row["response_ids"])
@@ -114,7 +119,7 @@ row_lists = st.lists(st.integers(0, 1), max_size=6).flatmap(
 
 
 @given(row_lists.flatmap(lambda rows: st.tuples(st.just(rows), st.permutations(range(len(rows))), st.data())))
-def test_a_row_extends_the_one_before_it_when_it_begins_with_all_of_it_wherever_they_stand(drawn):
+def test_a_row_extends_the_one_before_it_when_it_begins_with_all_of_it_wherever_they_stand(drawn: Any) -> None:
     rows, places, data = drawn
     allowed = np.array(
         [
@@ -132,7 +137,7 @@ def test_a_row_extends_the_one_before_it_when_it_begins_with_all_of_it_wherever_
     assert extends(tokens, allowed).tolist() == expected
 
 
-def test_steps_masked_in_part_are_counted_as_those_masked_in_full_are():
+def test_steps_masked_in_part_are_counted_as_those_masked_in_full_are() -> None:
     steps = trajectory(([1], [2, 3]), ([1, 2, 3], [4]), ([9], [5, 6]))
     steps[0]["loss_mask"] = [0, 1]
     batch = built(steps, loss_reduction="token_mean")

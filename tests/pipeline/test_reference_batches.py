@@ -1,8 +1,11 @@
 """The reference batches: whole pipeline against tensors that SkyRL computed."""
 
+from __future__ import annotations
+
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from safetensors.numpy import load
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import build_batch
+from gristmill_service.pipeline import BuiltBatch, build_batch
 from tests import naive
 
 REFERENCE = Path(__file__).parents[1] / "reference" / "batch_cases.jsonl.gz"
@@ -20,17 +23,17 @@ REFUSED = [case for case in CASES if "refused" in case["expected"]]
 BUILT = [case for case in CASES if "refused" not in case["expected"]]
 
 
-def names(cases):
+def names(cases: list[dict[str, Any]]) -> list[str]:
     return [case["name"] for case in cases]
 
 
-def built_case(case):
+def built_case(case: dict[str, Any]) -> BuiltBatch:
     config = parse_config(case["config"])
     return build_batch(from_rows(case["rows"], step_wise=config.step_wise), config, run="reference", batch=0)
 
 
 @pytest.mark.parametrize("case", BUILT, ids=names(BUILT))
-def test_rows_after_merging_are_those_of_the_reference(case):
+def test_rows_after_merging_are_those_of_the_reference(case: dict[str, Any]) -> None:
     batch, expected = built_case(case), case["expected"]["rows_after_merge"]
     assert batch.plan.rows == len(expected)
     seen = {}
@@ -57,7 +60,7 @@ def test_rows_after_merging_are_those_of_the_reference(case):
 
 
 @pytest.mark.parametrize("case", BUILT, ids=names(BUILT))
-def test_tensors_are_those_of_the_reference(case):
+def test_tensors_are_those_of_the_reference(case: dict[str, Any]) -> None:
     batch, expected = built_case(case), case["expected"]["tensors"]
     compared = 0
     for shard in batch.shards:
@@ -73,7 +76,7 @@ def test_tensors_are_those_of_the_reference(case):
 
 
 @pytest.mark.parametrize("case", BUILT, ids=names(BUILT))
-def test_boundaries_and_ranks_are_those_of_the_reference(case):
+def test_boundaries_and_ranks_are_those_of_the_reference(case: dict[str, Any]) -> None:
     plan, expected = built_case(case).plan, case["expected"]
     for model in ("policy", "critic"):
         own = [part for part in plan.mini_batches if part.model == model]
@@ -84,6 +87,6 @@ def test_boundaries_and_ranks_are_those_of_the_reference(case):
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=names(REFUSED))
-def test_what_the_reference_refuses_is_refused_with_the_trajectory(case):
+def test_what_the_reference_refuses_is_refused_with_the_trajectory(case: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match=r"uid '.*' sample \d"):
         built_case(case)

@@ -1,14 +1,19 @@
 """Rules that rows obey together, and the order they leave validation in."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.config import parse_config
+from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline.validate import receive
+from tests.strategies import Row
 
 
-def config(**overrides):
+def config(**overrides: Any) -> RunConfig:
     return parse_config(
         {
             "train_batch_size": 2,
@@ -21,7 +26,7 @@ def config(**overrides):
     )
 
 
-def row(uid="p", sample=0, step=0, last=True, **more):
+def row(uid: str = "p", sample: int = 0, step: int = 0, last: bool = True, **more: Any) -> Row:
     return {
         "uid": uid,
         "sample": sample,
@@ -35,7 +40,7 @@ def row(uid="p", sample=0, step=0, last=True, **more):
     }
 
 
-def received(*rows, **overrides):
+def received(*rows: Row, **overrides: Any) -> Any:
     return receive(from_rows(rows), config(**overrides))
 
 
@@ -52,27 +57,27 @@ def received(*rows, **overrides):
         ([row(advantage=1.0)], "advantage is given with advantage_estimator: grpo"),
     ],
 )
-def test_a_batch_that_breaks_a_rule_is_refused_naming_the_trajectory(rows, message):
+def test_a_batch_that_breaks_a_rule_is_refused_naming_the_trajectory(rows: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         received(*rows)
 
 
-def test_without_step_wise_a_trajectory_with_several_steps_is_refused():
+def test_without_step_wise_a_trajectory_with_several_steps_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"uid 'p' sample 0: has 2 steps .* set step_wise: true"):
         received(row(last=False), row(step=1), step_wise=False)
 
 
-def test_estimator_none_asks_for_advantages():
+def test_estimator_none_asks_for_advantages() -> None:
     with pytest.raises(InvalidArgumentError, match="advantage is missing with advantage_estimator: none"):
         received(row(), advantage_estimator="none")
 
 
-def test_a_trajectorys_advantage_is_the_same_on_every_step():
+def test_a_trajectorys_advantage_is_the_same_on_every_step() -> None:
     with pytest.raises(InvalidArgumentError, match=r"step 1: advantage is 2\.0 and 1\.0 on step 0"):
         received(row(last=False, advantage=1.0), row(step=1, advantage=2.0), advantage_estimator="none")
 
 
-def test_interleaved_prompts_are_regrouped_in_order_of_first_appearance_then_sample_then_step():
+def test_interleaved_prompts_are_regrouped_in_order_of_first_appearance_then_sample_then_step() -> None:
     found = received(row("b", 1), row("a", 0, 1), row("b", 0), row("a", 1), row("a", 0, 0, last=False))
     assert found.groups == [(0, "b"), (0, "a")]
     names = [(found.steps.uids[i], int(found.steps.samples[i]), int(found.steps.steps[i])) for i in range(5)]
@@ -81,10 +86,10 @@ def test_interleaved_prompts_are_regrouped_in_order_of_first_appearance_then_sam
     assert found.group_bounds.tolist() == [0, 2, 4]
 
 
-def test_the_same_uid_in_another_round_is_another_group():
+def test_the_same_uid_in_another_round_is_another_group() -> None:
     found = received(row(), row(round=1))
     assert found.groups == [(0, "p"), (1, "p")]
 
 
-def test_samples_may_be_missing_from_a_group():
+def test_samples_may_be_missing_from_a_group() -> None:
     assert received(row(sample=1)).group_bounds.tolist() == [0, 1]

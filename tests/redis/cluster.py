@@ -97,7 +97,7 @@ class RedisCluster:
     def _replicate(self) -> None:
         for node, replica in zip(self.nodes, self.replicas, strict=False):
             client, name = replica.client(), _node_id(node)
-            wait_until(lambda client=client, name=name: name in str(client.execute_command("CLUSTER NODES")), "known")
+            wait_until(lambda client=client, name=name: name in str(client.execute_command("CLUSTER NODES")), "known")  # type: ignore[misc]
             client.execute_command("CLUSTER", "REPLICATE", name)
         if self.replicas:
             self.wait_for_replicas()

@@ -61,7 +61,10 @@ def start_redis(tmp_path: Path) -> Iterator[StartRedis]:
 @pytest.fixture(params=["alone", "cluster"])
 def url(request: pytest.FixtureRequest) -> str:
     """Of one server, and of three that share the keys."""
-    return request.getfixturevalue("redis_server" if request.param == "alone" else "redis_cluster").url
+    server: RedisServer | RedisCluster = request.getfixturevalue(
+        "redis_server" if request.param == "alone" else "redis_cluster"
+    )
+    return server.url
 
 
 @pytest.fixture

@@ -15,10 +15,12 @@ class OpenFence:
 
     def replace(self, run: str, key: str, value: bytes) -> bytes:
         before = self._client.get(key)
+        assert not isinstance(before, str)
         self._client.set(key, value)
         return before or b""
 
     def remove(self, run: str, key: str) -> bytes:
         before = self._client.get(key)
+        assert not isinstance(before, str)
         self._client.delete(key)
         return before or b""

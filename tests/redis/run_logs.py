@@ -17,15 +17,15 @@ SHORT_S = 0.5
 Join = Callable[..., RedisRunStore]
 
 
-def any_table(number: int = 0, tokens: int = 20):
+def any_table(number: int = 0, tokens: int = 20) -> Steps:
     return table(*(row(f"u{number}-{index}", response=range(number, number + tokens)) for index in range(3)))
 
 
-def same(one, other) -> bool:
+def same(one: Steps, other: Steps) -> bool:
     return list(to_rows(one)) == list(to_rows(other))
 
 
-def whole(number, steps) -> bool:
+def whole(number: int, steps: Steps) -> bool:
     return True
 
 

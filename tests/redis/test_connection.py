@@ -56,7 +56,7 @@ def through(proxy: Proxy, opened: Open) -> Client:
 def failure(client: Client, *command: str | int) -> GristmillError:
     """What a command raises, translated."""
     with pytest.raises(GristmillError) as caught, translated(client):
-        client.execute_command(*command)
+        client.execute_command(*command)  # type: ignore[no-untyped-call]
     return caught.value
 
 
@@ -82,7 +82,7 @@ class TestReaching:
         client.set("a", b"\xff\x00")
         assert client.get("a") == b"\xff\x00"
         with client.pipeline(transaction=True) as pipeline:
-            pipeline.incr("n").incr("n")
+            pipeline.incr("n").incr("n")  # type: ignore[union-attr]
             assert pipeline.execute() == [1, 2]
         with client.pipeline(transaction=False) as pipeline:
             for number in range(20):
@@ -227,7 +227,7 @@ class TestOneTry:
                 pipelined(client, {"n": ("INCR", "n")})
             else:
                 with client.pipeline(transaction=transaction) as pipeline:
-                    pipeline.incr("n").execute()
+                    pipeline.incr("n").execute()  # type: ignore[union-attr]
 
     def test_one_that_could_not_be_sent_is_known_to_have_no_effect(self, proxy: Proxy, through: Client) -> None:
         proxy.refuse()
@@ -278,7 +278,7 @@ class TestOneTry:
 
     def test_what_the_server_refused_is_known(self, through: Client) -> None:
         with pytest.raises(exceptions.ResponseError) as caught, translated(through):
-            through.execute_command("INCR")
+            through.execute_command("INCR")  # type: ignore[no-untyped-call]
         assert not outcome_unknown(caught.value)
 
 
@@ -290,7 +290,7 @@ class TestRedirects:
         assert client.incr("{a}n") == 1
         redis_cluster.move(b"a")
         with client.pipeline(transaction=False) as pipeline:
-            assert pipeline.incr("{a}n").get("a").execute() == [2, b"b"]
+            assert pipeline.incr("{a}n").get("a").execute() == [2, b"b"]  # type: ignore[union-attr]
         assert target.client().dbsize() == 0
 
     def test_a_key_that_is_about_to_move_is_asked_for(self, redis_cluster: RedisCluster, opened: Open) -> None:
@@ -314,7 +314,7 @@ class TestRedirects:
                 pipeline.execute()
         assert not outcome_unknown(caught.value)
         with client.pipeline(transaction=True) as pipeline:
-            assert pipeline.incr("{a}n").execute() == [1]
+            assert pipeline.incr("{a}n").execute() == [1]  # type: ignore[union-attr]
 
     def test_one_who_only_makes_transactions_learns_that_a_node_is_gone(self, tmp_path: Path, opened: Open) -> None:
         with RedisCluster(tmp_path, arguments=["cluster-require-full-coverage no"]) as cluster:
@@ -323,9 +323,9 @@ class TestRedirects:
             assert cluster.move(b"a") is not gone
             gone.kill()
             with client.pipeline(transaction=True) as pipeline, pytest.raises(UnavailableError), translated(client):
-                pipeline.incr("a").execute()
+                pipeline.incr("a").execute()  # type: ignore[union-attr]
             with client.pipeline(transaction=True) as pipeline:
-                assert pipeline.incr("a").execute() == [1]
+                assert pipeline.incr("a").execute() == [1]  # type: ignore[union-attr]
 
 
 class TestWrongAddress:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -51,7 +52,8 @@ def join() -> Iterator[Join]:
 
 def records(server: RedisServer) -> list[bytes]:
     """Of the log of `run`, as the server has it."""
-    return [fields[b"e"] for _, fields in server.client().xrange(f"{{{PREFIX}:run}}:log")][1:]
+    entries: Any = server.client().xrange(f"{{{PREFIX}:run}}:log")
+    return [fields[b"e"] for _, fields in entries][1:]
 
 
 class Writer:
@@ -132,7 +134,9 @@ class Writer:
         return self.acknowledged
 
 
-def test_the_owner_leaves_a_deposed_master_within_two_seconds_and_reports_what_is_lost(sentinel: Sentinel, join: Join):
+def test_the_owner_leaves_a_deposed_master_within_two_seconds_and_reports_what_is_lost(
+    sentinel: Sentinel, join: Join
+) -> None:
     writer = Writer(join(sentinel.url))
     writer.wait_for(50)
     deposed = sentinel.depose_master()
@@ -149,7 +153,7 @@ def test_the_owner_leaves_a_deposed_master_within_two_seconds_and_reports_what_i
     assert writer.lost_tables() == set()
 
 
-def test_an_idle_owner_learns_that_its_log_was_rolled_back(sentinel: Sentinel, join: Join):
+def test_an_idle_owner_learns_that_its_log_was_rolled_back(sentinel: Sentinel, join: Join) -> None:
     store = join(sentinel.url)
     log = store.create("run", b"{}")
     log.replay()
@@ -197,7 +201,7 @@ def reopened_short(store: RedisRunStore, log: RedisRunLog) -> bool:
 
 
 @pytest.mark.parametrize("way", ["killed", "deposed"])
-def test_with_a_replica_that_confirms_nothing_acknowledged_is_lost(sentinel: Sentinel, join: Join, way: str):
+def test_with_a_replica_that_confirms_nothing_acknowledged_is_lost(sentinel: Sentinel, join: Join, way: str) -> None:
     writer = Writer(join(sentinel.url, Durability(replicas=1)))
     for _ in range(4):
         writer.wait_for(20)
@@ -215,7 +219,7 @@ def test_with_a_replica_that_confirms_nothing_acknowledged_is_lost(sentinel: Sen
     assert writer.lost_tables() == set()
 
 
-def test_without_the_replicas_that_are_asked_for_nothing_is_acknowledged(sentinel: Sentinel, join: Join):
+def test_without_the_replicas_that_are_asked_for_nothing_is_acknowledged(sentinel: Sentinel, join: Join) -> None:
     store = join(sentinel.url, Durability(replicas=1))
     log = store.create("run", b"{}")
     log.replay()
@@ -238,7 +242,7 @@ def test_without_the_replicas_that_are_asked_for_nothing_is_acknowledged(sentine
 
 def test_a_replica_that_does_not_confirm_in_time_loses_the_log(
     sentinel: Sentinel, join: Join, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr("gristmill_service.storage.redis.run_log._RETRY_S", 0.3)
     monkeypatch.setattr("gristmill_service.storage.redis.durability._CONFIRM_MS", 100)
     store = join(sentinel.url, Durability(replicas=1))
@@ -259,7 +263,7 @@ def test_a_replica_that_does_not_confirm_in_time_loses_the_log(
     again.append(b"three")
 
 
-def test_an_append_that_was_confirmed_late_is_appended_once(sentinel: Sentinel, join: Join):
+def test_an_append_that_was_confirmed_late_is_appended_once(sentinel: Sentinel, join: Join) -> None:
     store = join(sentinel.url, Durability(replicas=1))
     log = store.create("run", b"{}")
     log.replay()
@@ -273,7 +277,7 @@ def test_an_append_that_was_confirmed_late_is_appended_once(sentinel: Sentinel, 
     assert records(sentinel.master) == records(replica) == [b"one"]
 
 
-def test_confirmation_travels_with_the_append(sentinel: Sentinel, join: Join):
+def test_confirmation_travels_with_the_append(sentinel: Sentinel, join: Join) -> None:
     store = join(sentinel.url, Durability(replicas=1), 60.0)
     log = store.create("run", b"{}")
     log.replay()
@@ -290,7 +294,9 @@ def test_confirmation_travels_with_the_append(sentinel: Sentinel, join: Join):
     assert (calls("evalsha"), calls("wait"), calls("set")) == (1, 1, 20)
 
 
-def test_a_server_that_cannot_wait_for_disks_is_refused_when_the_service_starts(start_redis: StartRedis, join: Join):
+def test_a_server_that_cannot_wait_for_disks_is_refused_when_the_service_starts(
+    start_redis: StartRedis, join: Join
+) -> None:
     server = start_redis(appendonly="always")
     with closing(connect(RedisAddress(url=server.url))) as client:
         version = tuple(map(int, client.info()["redis_version"].split(".")[:2]))
@@ -304,13 +310,13 @@ def test_a_server_that_cannot_wait_for_disks_is_refused_when_the_service_starts(
     log.append(b"one")
 
 
-def test_too_few_replicas_are_told_when_the_service_starts(redis_server: RedisServer):
+def test_too_few_replicas_are_told_when_the_service_starts(redis_server: RedisServer) -> None:
     with closing(connect(RedisAddress(url=redis_server.url))) as client:
         warnings = check_server(client, Durability(replicas=2))
     assert any("it has 0 replicas, and redis_min_replicas is 2" in warning for warning in warnings)
 
 
-def test_a_sentinel_that_is_cut_off_does_not_lead_back_to_the_master_before(sentinel: Sentinel, tmp_path: Path):
+def test_a_sentinel_that_is_cut_off_does_not_lead_back_to_the_master_before(sentinel: Sentinel, tmp_path: Path) -> None:
     deposed = sentinel.depose_master()
     # What the other sentinel tells is published on the servers.
     deposed.client().execute_command("ACL", "SETUSER", "default", "-subscribe")
@@ -324,7 +330,7 @@ def test_a_sentinel_that_is_cut_off_does_not_lead_back_to_the_master_before(sent
             assert client.info("server")["tcp_port"] == sentinel.master.port
 
 
-def test_rows_that_a_failover_lost_before_their_record_are_not_referred_to(sentinel: Sentinel, join: Join):
+def test_rows_that_a_failover_lost_before_their_record_are_not_referred_to(sentinel: Sentinel, join: Join) -> None:
     """The new master has the whole log, but not the large table that was written last."""
     store = join(sentinel.url)
     log = store.create("run", b"{}")
@@ -348,7 +354,7 @@ def test_rows_that_a_failover_lost_before_their_record_are_not_referred_to(senti
 
 
 @pytest.mark.parametrize("way", ["killed", "deposed"])
-def test_in_a_cluster_nothing_that_a_replica_confirmed_is_lost(tmp_path: Path, join: Join, way: str):
+def test_in_a_cluster_nothing_that_a_replica_confirmed_is_lost(tmp_path: Path, join: Join, way: str) -> None:
     log_key = f"{{{PREFIX}:run}}:log".encode()
     with RedisCluster(tmp_path / "cluster", with_replicas=True) as cluster:
         store = join(cluster.url, Durability(replicas=1))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import redis
 
 from gristmill._wire.columns import Ragged
 from gristmill.errors import NotFoundError, UnavailableError
@@ -16,8 +17,8 @@ from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.run_store import LogLostError
 from tests.redis.proxy import Proxy
-from tests.redis.run_logs import any_table, expire, row_keys, same, started, stored, whole
-from tests.redis.servers import wait_until
+from tests.redis.run_logs import Join, any_table, expire, row_keys, same, started, stored, whole
+from tests.redis.servers import RedisServer, wait_until
 from tests.run.harness import row, table
 
 
@@ -28,7 +29,7 @@ class TestRows:
         started(log)
         return log
 
-    def test_tables_have_numbers_that_are_never_given_again(self, log, store):
+    def test_tables_have_numbers_that_are_never_given_again(self, log: RedisRunLog, store: RedisRunStore) -> None:
         numbers = [log.put(any_table(index))[0] for index in range(5)]
         log.remove(numbers)
         log.close()
@@ -36,7 +37,7 @@ class TestRows:
         started(again)
         assert not {again.put(any_table())[0] for _ in range(5)} & set(numbers)
 
-    def test_a_removed_table_is_gone_and_may_be_removed_again(self, log, store):
+    def test_a_removed_table_is_gone_and_may_be_removed_again(self, log: RedisRunLog, store: RedisRunStore) -> None:
         number, kept = stored(log, any_table()), stored(log, any_table(1))
         log.remove([number])
         log.remove([number, 12345])
@@ -46,7 +47,7 @@ class TestRows:
         assert len(row_keys(store)) == 1
 
     @pytest.mark.usefixtures("small_values")
-    def test_a_large_table_lies_in_pieces_and_goes_whole(self, log, store):
+    def test_a_large_table_lies_in_pieces_and_goes_whole(self, log: RedisRunLog, store: RedisRunStore) -> None:
         number, _ = log.put(any_table(tokens=200))
         assert len(row_keys(store)) > 5
         assert same(log.get(number), any_table(tokens=200))
@@ -54,7 +55,7 @@ class TestRows:
         assert row_keys(store) == set()
 
     @pytest.mark.usefixtures("small_values")
-    def test_after_a_takeover_large_tables_are_removed_whole(self, log, store):
+    def test_after_a_takeover_large_tables_are_removed_whole(self, log: RedisRunLog, store: RedisRunStore) -> None:
         number, _ = log.put(any_table(tokens=200))
         log.close()
         again = store.open("run")
@@ -63,7 +64,7 @@ class TestRows:
         again.remove([number])
         assert row_keys(store) == set()
 
-    def test_a_table_of_more_than_8_mib_comes_back(self, log, store):
+    def test_a_table_of_more_than_8_mib_comes_back(self, log: RedisRunLog, store: RedisRunStore) -> None:
         tokens = np.arange(3_000_000, dtype=np.int32)
         large = replace(
             table(row("a")),
@@ -77,14 +78,16 @@ class TestRows:
         assert read.tokens[0].ctypes.data % 8 == 0, "columns stand at multiples of eight bytes"
 
     @pytest.mark.usefixtures("small_values")
-    def test_a_table_that_lost_a_piece_is_not_found(self, log, store):
+    def test_a_table_that_lost_a_piece_is_not_found(self, log: RedisRunLog, store: RedisRunStore) -> None:
         number, _ = log.put(any_table(tokens=200))
         lost = next(key for key in row_keys(store) if key.endswith(":1"))
         store._client.delete(lost)
         with pytest.raises(NotFoundError):
             log.get(number)
 
-    def test_what_nothing_refers_to_is_swept_when_the_run_is_claimed_again(self, log, store):
+    def test_what_nothing_refers_to_is_swept_when_the_run_is_claimed_again(
+        self, log: RedisRunLog, store: RedisRunStore
+    ) -> None:
         wanted = stored(log, any_table(0))
         # More than are removed at once.
         log.append(b"orphans", [log.put(any_table(index, tokens=2))[0] for index in range(700)])
@@ -97,10 +100,11 @@ class TestRows:
         assert same(again.get(wanted), any_table(0))
         assert same(again.get(fresh), any_table(2)), "what came after the claim is not looked at"
 
-    def test_tables_are_put_and_got_by_many_threads_at_once(self, log):
-        numbers, errors = {}, []
+    def test_tables_are_put_and_got_by_many_threads_at_once(self, log: RedisRunLog) -> None:
+        numbers: dict[int, int] = {}
+        errors: list[BaseException] = []
 
-        def work(index):
+        def work(index: int) -> None:
             try:
                 for turn in range(10):
                     number, _ = log.put(any_table(100 * index + turn))
@@ -125,7 +129,9 @@ class TestRowsTravelWithTheirRecord:
         started(log)
         return log
 
-    def test_a_small_table_is_written_with_the_record_that_refers_to_it(self, log, store):
+    def test_a_small_table_is_written_with_the_record_that_refers_to_it(
+        self, log: RedisRunLog, store: RedisRunStore
+    ) -> None:
         numbers = [log.put(any_table(index))[0] for index in range(5)]
         assert row_keys(store) == set()
         assert same(log.get(numbers[2]), any_table(2)), "it is read all the same"
@@ -138,7 +144,9 @@ class TestRowsTravelWithTheirRecord:
         assert again.retain(set(numbers), whole) == set()
         assert all(same(again.get(number), any_table(index)) for index, number in enumerate(numbers))
 
-    def test_a_table_that_is_removed_before_any_record_refers_to_it_is_never_written(self, log, store):
+    def test_a_table_that_is_removed_before_any_record_refers_to_it_is_never_written(
+        self, log: RedisRunLog, store: RedisRunStore
+    ) -> None:
         unwanted, wanted = (log.put(any_table(index))[0] for index in range(2))
         log.remove([unwanted])
         with pytest.raises(NotFoundError):
@@ -146,14 +154,16 @@ class TestRowsTravelWithTheirRecord:
         log.append(b"one", [wanted])
         assert len(row_keys(store)) == 1
 
-    def test_a_large_table_is_written_at_once(self, log, store):
+    def test_a_large_table_is_written_at_once(self, log: RedisRunLog, store: RedisRunStore) -> None:
         number, _ = log.put(any_table(tokens=50_000))
         assert len(row_keys(store)) == 1
         log.append(b"one", [number])
         assert same(log.get(number), any_table(tokens=50_000))
 
     @pytest.mark.usefixtures("small_values")
-    def test_tables_that_are_too_much_for_one_append_are_written_before_it(self, url, join, monkeypatch):
+    def test_tables_that_are_too_much_for_one_append_are_written_before_it(
+        self, url: str, join: Join, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(row_values, "VALUE_BYTES", 2000)
         monkeypatch.setattr(run_tables, "_HELD_BYTES", 2000)
         store = join(url)
@@ -164,13 +174,16 @@ class TestRowsTravelWithTheirRecord:
         assert len(row_keys(store)) == 10
         assert all(same(log.get(number), any_table(index)) for index, number in enumerate(numbers))
 
-    def test_tables_of_an_append_that_had_no_effect_may_be_named_again(self, redis_server, join):
+    def test_tables_of_an_append_that_had_no_effect_may_be_named_again(
+        self, redis_server: RedisServer, join: Join
+    ) -> None:
         with Proxy(redis_server.port) as proxy:
             store = join(proxy.url)
             log = store.create("run", b"{}")
             started(log)
             number, _ = log.put(any_table())
             proxy.refuse()
+            assert isinstance(store._client, redis.Redis)
             store._client.connection_pool.disconnect()
             with pytest.raises(UnavailableError) as refused:
                 log.append(b"one", [number])
@@ -182,7 +195,7 @@ class TestRowsTravelWithTheirRecord:
             assert started(again) == [b"one"]
             assert same(again.get(number), any_table())
 
-    def test_an_append_whose_answer_is_lost_has_its_rows(self, redis_server, join):
+    def test_an_append_whose_answer_is_lost_has_its_rows(self, redis_server: RedisServer, join: Join) -> None:
         with Proxy(redis_server.port) as proxy:
             store = join(proxy.url)
             log = store.create("run", b"{}")
@@ -195,7 +208,7 @@ class TestRowsTravelWithTheirRecord:
             assert started(again) == [b"one"]
             assert same(again.get(number), any_table())
 
-    def test_rows_and_record_take_one_round_trip(self, redis_server, join):
+    def test_rows_and_record_take_one_round_trip(self, redis_server: RedisServer, join: Join) -> None:
         with Proxy(redis_server.port) as proxy:
             log = join(proxy.url).create("run", b"{}")
             started(log)
@@ -206,7 +219,7 @@ class TestRowsTravelWithTheirRecord:
             log.append(b"two", numbers)
             assert 0.2 <= time.monotonic() - begun < 0.39
 
-    def test_a_former_owner_writes_no_rows_either(self, redis_server, join):
+    def test_a_former_owner_writes_no_rows_either(self, redis_server: RedisServer, join: Join) -> None:
         first, second = join(redis_server.url, 1), join(redis_server.url, 2)
         before = first.create("run", b"{}")
         started(before)
@@ -217,7 +230,7 @@ class TestRowsTravelWithTheirRecord:
             before.append(b"of the former", [number])
         assert row_keys(first) == set()
 
-    def test_a_record_never_refers_to_rows_that_redis_has_lost(self, redis_server, join):
+    def test_a_record_never_refers_to_rows_that_redis_has_lost(self, redis_server: RedisServer, join: Join) -> None:
         store = join(redis_server.url)
         log = store.create("run", b"{}")
         started(log)

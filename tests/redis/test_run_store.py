@@ -12,6 +12,7 @@ import pytest
 
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service.storage.redis.connection import RedisAddress, connect
+from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
@@ -21,7 +22,7 @@ from tests.storage.test_stores import sources
 
 
 class TestRunStore:
-    def test_a_run_is_there_again_with_its_configuration_records_and_rows(self, url, join):
+    def test_a_run_is_there_again_with_its_configuration_records_and_rows(self, url: str, join: Join) -> None:
         first = join(url)
         log = first.create("a/run {x}", b'{"dp_size":2}')
         assert (log.replay().snapshot, started(log)) == (None, [])
@@ -39,7 +40,7 @@ class TestRunStore:
         assert same(log.get(number), any_table())
         assert same(kept, any_table())
 
-    def test_a_snapshot_stands_for_what_was_before_it(self, store):
+    def test_a_snapshot_stands_for_what_was_before_it(self, store: RedisRunStore) -> None:
         log = store.create("run", b"{}")
         started(log)
         log.append(b"before")
@@ -59,7 +60,7 @@ class TestRunStore:
         assert length == 3, "the log begins with the last record that the snapshot stands for"
 
     @pytest.mark.usefixtures("small_values")
-    def test_a_snapshot_may_be_larger_than_a_value(self, store):
+    def test_a_snapshot_may_be_larger_than_a_value(self, store: RedisRunStore) -> None:
         log = store.create("run", b"{}")
         started(log)
         snapshot = bytes(range(256)) * 10
@@ -69,7 +70,7 @@ class TestRunStore:
         store.delete("run")
         assert keys(store) == set()
 
-    def test_a_log_of_many_records_is_read_in_order(self, store):
+    def test_a_log_of_many_records_is_read_in_order(self, store: RedisRunStore) -> None:
         log = store.create("run", b"{}")
         started(log)
         for number in range(2500):
@@ -77,7 +78,7 @@ class TestRunStore:
         log.close()
         assert started(store.open("run")) == [b"%d" % number for number in range(2500)]
 
-    def test_a_log_is_long_once_it_is_much_longer_than_its_snapshot(self, store):
+    def test_a_log_is_long_once_it_is_much_longer_than_its_snapshot(self, store: RedisRunStore) -> None:
         log = store.create("run", b"{}")
         started(log)
         while not log.is_long:
@@ -92,7 +93,7 @@ class TestRunStore:
         started(log)
         assert log.is_long, "whoever opens it next knows, too"
 
-    def test_runs_are_created_once_and_deleted_whole(self, store):
+    def test_runs_are_created_once_and_deleted_whole(self, store: RedisRunStore) -> None:
         log = store.create("run", b"{}")
         with pytest.raises(AlreadyExistsError):
             store.create("run", b"{}")
@@ -107,7 +108,7 @@ class TestRunStore:
         with pytest.raises(NotFoundError):
             store.open("run")
 
-    def test_a_run_of_the_same_name_meets_nothing_of_the_one_before(self, store):
+    def test_a_run_of_the_same_name_meets_nothing_of_the_one_before(self, store: RedisRunStore) -> None:
         log = store.create("run", b"{}")
         started(log)
         number = stored(log, any_table())
@@ -117,7 +118,7 @@ class TestRunStore:
         assert (again.config, started(again)) == (b'{"new":1}', [])
         assert again.retain({number}, whole) == {number}
 
-    def test_runs_whose_names_look_alike_are_apart(self, store):
+    def test_runs_whose_names_look_alike_are_apart(self, store: RedisRunStore) -> None:
         names = ["run", "run:rows", "run*", "run[ab]", "RUN", "{run}", "run "]
         for name in names:
             log = store.create(name, json.dumps(name).encode())
@@ -132,28 +133,30 @@ class TestRunStore:
             assert len(numbers) == 1
             assert log.retain(numbers, whole) == set()
 
-    def test_a_newer_format_is_refused_with_the_remedy_and_left_to_a_newer_process(self, url, join):
+    def test_a_newer_format_is_refused_with_the_remedy_and_left_to_a_newer_process(self, url: str, join: Join) -> None:
         store, other = join(url), join(url, 1)
         store.create("run", b"{}").close()
         config = store._keys("run").config
         described = store._client.get(config)
+        assert isinstance(described, bytes)
         store._client.set(config, described.replace(b'"format":1', b'"format":2'))
         for each in (store, other):
             with pytest.raises(InvalidArgumentError, match="has format 2 in Redis and this version reads up to 1"):
                 each.open("run")
 
-    def test_a_snapshot_of_a_newer_format_is_refused(self, store):
+    def test_a_snapshot_of_a_newer_format_is_refused(self, store: RedisRunStore) -> None:
         log = store.create("run", b"{}")
         started(log)
         log.compact(b"all")
         snapshot = store._keys("run").snapshot
         described = store._client.get(snapshot)
+        assert isinstance(described, bytes)
         store._client.set(snapshot, described.replace(b"format\x01", b"format\x02"))
         log.close()
         with pytest.raises(InvalidArgumentError, match="format 2 and this version reads up to 1"):
             store.open("run").replay()
 
-    def test_a_process_that_is_not_introduced_yet_claims_nothing(self, url, join):
+    def test_a_process_that_is_not_introduced_yet_claims_nothing(self, url: str, join: Join) -> None:
         join(url).create("run", b"{}").close()
         with closing(connect(RedisAddress(url=url))) as client:
             silent = RedisRunStore(client, PREFIX, 30.0)
@@ -166,19 +169,19 @@ class TestRunStore:
 
 
 class TestIdentity:
-    def test_a_run_has_the_same_identity_wherever_it_is_opened(self, url, join):
+    def test_a_run_has_the_same_identity_wherever_it_is_opened(self, url: str, join: Join) -> None:
         log = join(url).create("run", b"{}")
         log.close()
         assert log.run_id
         assert join(url, 1).open("run").run_id == log.run_id
 
-    def test_a_run_made_again_under_its_name_is_another_one(self, store):
+    def test_a_run_made_again_under_its_name_is_another_one(self, store: RedisRunStore) -> None:
         log = store.create("run", b"{}")
         store.delete("run")
         log.close()
         assert store.create("run", b"{}").run_id != log.run_id
 
-    def test_claims_have_other_numbers_though_redis_forgot_the_last_of_them(self, store):
+    def test_claims_have_other_numbers_though_redis_forgot_the_last_of_them(self, store: RedisRunStore) -> None:
         log = store.create("run", b"{}")
         started(log)
         number = stored(log, any_table())
@@ -191,14 +194,14 @@ class TestIdentity:
 
 
 class TestOwnership:
-    def test_another_process_learns_where_the_owner_is(self, url, join):
+    def test_another_process_learns_where_the_owner_is(self, url: str, join: Join) -> None:
         join(url, 1).create("run", b"{}")
         for _ in range(2):
             with pytest.raises(OwnedElsewhereError, match="is decided by the process at grpc-1") as caught:
                 join(url, 2).open("run")
             assert (caught.value.grpc_address, caught.value.http_url) == ("grpc-1", "http-1")
 
-    def test_a_run_given_back_is_anyones_at_once(self, url, join):
+    def test_a_run_given_back_is_anyones_at_once(self, url: str, join: Join) -> None:
         first, second = join(url, 1), join(url, 2)
         first.create("run", b"{}").close()
         log = second.open("run")
@@ -206,7 +209,7 @@ class TestOwnership:
         with pytest.raises(OwnedElsewhereError):
             first.open("run")
 
-    def test_its_lease_lasts_while_its_process_lives(self, url, join):
+    def test_its_lease_lasts_while_its_process_lives(self, url: str, join: Join) -> None:
         first, second = join(url, 1, SHORT_S), join(url, 2)
         log = first.create("run", b"{}")
         started(log)
@@ -216,25 +219,30 @@ class TestOwnership:
         with pytest.raises(OwnedElsewhereError):
             second.open("run")
 
-    def test_when_the_lease_has_run_out_another_process_takes_the_run_over(self, url, join):
+    def test_when_the_lease_has_run_out_another_process_takes_the_run_over(self, url: str, join: Join) -> None:
         first, second = join(url, 1, SHORT_S), join(url, 2)
         log = first.create("run", b"{}")
         started(log)
         log.append(b"one")
         first.close()  # as its death: it renews no more
 
-        def taken():
+        def taken() -> RedisRunLog | None:
             try:
                 return second.open("run")
             except OwnedElsewhereError:
                 return None
 
-        found = []
-        wait_until(lambda: found or found.extend(filter(None, [taken()])), "the run is taken over", 10)
+        found: list[RedisRunLog] = []
+
+        def is_taken_over() -> bool:
+            found.extend(filter(None, [taken()]))
+            return bool(found)
+
+        wait_until(is_taken_over, "the run is taken over", 10)
         assert started(found[0]) == [b"one"]
         assert log.is_lost, "the former owner knows by its own clock"
 
-    def test_nothing_of_a_former_owner_changes_the_run(self, url, join):
+    def test_nothing_of_a_former_owner_changes_the_run(self, url: str, join: Join) -> None:
         first, second = join(url, 1), join(url, 2)
         before = first.create("run", b"{}")
         started(before)
@@ -267,14 +275,16 @@ class TestOwnership:
         log.close()
         assert started(second.open("run")) == [b"one", b"two", b"three"]
 
-    def test_a_former_owner_learns_it_when_it_renews(self, url, join):
+    def test_a_former_owner_learns_it_when_it_renews(self, url: str, join: Join) -> None:
         first, second = join(url, 1, SHORT_S), join(url, 2)
         log = first.create("run", b"{}")
         expire(first)
         second.open("run")
         wait_until(lambda: log.is_lost, "it learns", 5)
 
-    def test_a_process_may_open_its_own_run_anew_and_what_it_sent_before_counts_no_more(self, store):
+    def test_a_process_may_open_its_own_run_anew_and_what_it_sent_before_counts_no_more(
+        self, store: RedisRunStore
+    ) -> None:
         before = store.create("run", b"{}")
         started(before)
         before.append(b"one")
@@ -285,13 +295,13 @@ class TestOwnership:
             before.append(b"late")
         again.append(b"three")
 
-    def test_of_many_that_claim_at_once_one_succeeds(self, url, join):
+    def test_of_many_that_claim_at_once_one_succeeds(self, url: str, join: Join) -> None:
         stores = [join(url, number) for number in range(6)]
         stores[0].create("run", b"{}").close()
         won, lost = [], []
         barrier = threading.Barrier(len(stores))
 
-        def claim(store):
+        def claim(store: RedisRunStore) -> None:
             barrier.wait()
             try:
                 won.append(store.open("run"))
@@ -305,12 +315,12 @@ class TestOwnership:
             each.join()
         assert (len(won), len(lost)) == (1, len(stores) - 1)
 
-    def test_of_many_that_create_at_once_one_succeeds(self, url, join):
+    def test_of_many_that_create_at_once_one_succeeds(self, url: str, join: Join) -> None:
         stores = [join(url, number) for number in range(4)]
         created, others = [], []
         barrier = threading.Barrier(len(stores))
 
-        def create(number):
+        def create(number: int) -> None:
             barrier.wait()
             try:
                 created.append(stores[number].create("run", b"%d" % number))
@@ -324,11 +334,11 @@ class TestOwnership:
             each.join()
         assert (len(created), len(others)) == (1, len(stores) - 1)
 
-    def test_being_refused_again_and_again_holds_on_to_nothing(self, url, join):
+    def test_being_refused_again_and_again_holds_on_to_nothing(self, url: str, join: Join) -> None:
         first, second = join(url, 1), join(url, 2)
         first.create("run", b"{}")
 
-        def refused(request):
+        def refused(request: bytes) -> Exception:
             with pytest.raises(OwnedElsewhereError) as caught:
                 second.open("run")
             return caught.value
@@ -342,7 +352,7 @@ class TestOwnership:
         assert frames < 10, "each caller's frames would keep its request alive"
 
 
-def test_a_former_owner_deletes_nothing(redis_server: RedisServer, join: Join):
+def test_a_former_owner_deletes_nothing(redis_server: RedisServer, join: Join) -> None:
     first, second = join(redis_server.url, 1), join(redis_server.url, 2)
     started(first.create("run", b"{}"))
     expire(first)
@@ -356,7 +366,7 @@ def test_a_former_owner_deletes_nothing(redis_server: RedisServer, join: Join):
     log.append(b"goes on")
 
 
-def test_a_process_that_does_not_decide_for_a_run_deletes_nothing_of_it(redis_server: RedisServer, join: Join):
+def test_a_process_that_does_not_decide_for_a_run_deletes_nothing_of_it(redis_server: RedisServer, join: Join) -> None:
     first, second = join(redis_server.url, 1), join(redis_server.url, 2)
     log = second.create("run", b"{}")
     started(log)
@@ -367,14 +377,16 @@ def test_a_process_that_does_not_decide_for_a_run_deletes_nothing_of_it(redis_se
     log.append(b"goes on")
 
 
-def test_a_run_that_cannot_be_read_is_deleted_whole(redis_server: RedisServer, join: Join):
+def test_a_run_that_cannot_be_read_is_deleted_whole(redis_server: RedisServer, join: Join) -> None:
     store = join(redis_server.url)
     log = store.create("run", b"{}")
     started(log)
     stored(log, any_table())
     log.close()
     config = store._keys("run").config
-    store._client.set(config, store._client.get(config).replace(b'"format":1', b'"format":9'))
+    described = store._client.get(config)
+    assert isinstance(described, bytes)
+    store._client.set(config, described.replace(b'"format":1', b'"format":9'))
     with pytest.raises(InvalidArgumentError, match="use a newer gristmill"):
         store.open("run")
     store.delete("run")
@@ -382,7 +394,9 @@ def test_a_run_that_cannot_be_read_is_deleted_whole(redis_server: RedisServer, j
     assert started(store.create("run", b"{}")) == []
 
 
-def test_a_snapshot_that_does_not_fit_leaves_nothing_in_a_server_that_is_full(start_redis: StartRedis, join: Join):
+def test_a_snapshot_that_does_not_fit_leaves_nothing_in_a_server_that_is_full(
+    start_redis: StartRedis, join: Join
+) -> None:
     server = start_redis(appendonly="no")
     store = join(server.url)
     log = store.create("run", b"{}")

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -18,7 +19,7 @@ from tests.redis.proxy import Proxy
 from tests.redis.servers import HOST, RedisServer, Sentinel, StartRedis
 
 
-def client_of(server: RedisServer | Proxy, **options: object) -> redis.Redis:
+def client_of(server: RedisServer | Proxy, **options: Any) -> redis.Redis:
     """One that gives up soon and never tries again."""
     options = {"socket_timeout": 5, "protocol": 2} | options
     return redis.Redis(host=HOST, port=server.port, retry=Retry(NoBackoff(), 0), **options)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import pytest
 import redis
@@ -19,6 +20,8 @@ from tests.redis.run_logs import PREFIX, SHORT_S, Join, any_table, expire, same,
 from tests.redis.servers import RedisServer, StartRedis, wait_until
 from tests.storage.test_stores import sources
 
+T = TypeVar("T")
+
 
 class TestDoubt:
     """One server, behind a network that fails."""
@@ -28,7 +31,9 @@ class TestDoubt:
         with Proxy(redis_server.port) as running:
             yield running
 
-    def test_an_append_whose_answer_is_lost_is_appended_once(self, redis_server, proxy, join):
+    def test_an_append_whose_answer_is_lost_is_appended_once(
+        self, redis_server: RedisServer, proxy: Proxy, join: Join
+    ) -> None:
         store = join(proxy.url)
         log = store.create("run", b"{}")
         started(log)
@@ -40,7 +45,7 @@ class TestDoubt:
         expire(store)
         assert started(join(redis_server.url, 1).open("run")) == [b"one", b"two", b"three", b"four"]
 
-    def test_an_append_that_never_arrived_had_no_effect_and_may_be_told_again(self, proxy, join):
+    def test_an_append_that_never_arrived_had_no_effect_and_may_be_told_again(self, proxy: Proxy, join: Join) -> None:
         log = join(proxy.url).create("run", b"{}")
         started(log)
         proxy.refuse()
@@ -51,8 +56,8 @@ class TestDoubt:
         proxy.accept()
 
     def test_an_append_of_unknown_outcome_loses_the_book_which_is_opened_anew(
-        self, redis_server, proxy, join, monkeypatch
-    ):
+        self, redis_server: RedisServer, proxy: Proxy, join: Join, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("gristmill_service.storage.redis.run_log._RETRY_S", 0.3)
         store = join(proxy.url)
         log = store.create("run", b"{}")
@@ -72,11 +77,13 @@ class TestDoubt:
         assert started(join(redis_server.url, 1).open("run")) == [*records, b"three"]
 
     @pytest.mark.parametrize("step", ["create", "claim", "compact", "publish", "release", "delete"])
-    def test_every_step_may_be_told_again_when_its_answer_is_lost(self, redis_server, proxy, join, step):
+    def test_every_step_may_be_told_again_when_its_answer_is_lost(
+        self, redis_server: RedisServer, proxy: Proxy, join: Join, step: str
+    ) -> None:
         store = join(proxy.url)
         shards = RedisShardStore(store._client, store, PREFIX)
 
-        def doubtful(call, *arguments):
+        def doubtful(call: Callable[..., T], *arguments: Any) -> T:
             if step != call.__name__.strip("_"):
                 return call(*arguments)
             proxy.lose_next_reply()
@@ -84,22 +91,22 @@ class TestDoubt:
                 call(*arguments)
             return call(*arguments)
 
-        def create():
+        def create() -> RedisRunLog:
             try:
                 return store.create("run", b"{}")
             except AlreadyExistsError:
                 return store.open("run")
 
-        def claim():
+        def claim() -> RedisRunLog:
             return store.open("run")
 
-        def compact():
+        def compact() -> None:
             log.compact(b"all")
 
-        def publish():
+        def publish() -> None:
             shards.publish("run", 0, b"{}", sources(first=b"x"))
 
-        def delete():
+        def delete() -> None:
             store.delete("run")
 
         doubtful(create).close()
@@ -119,7 +126,9 @@ class TestDoubt:
         wait_until(lambda: not redis_server.client().exists(f"{{{PREFIX}:run}}:owner"), "nothing is left", 5)
         assert {key for key in redis_server.client().keys("*") if b":snapshot:" not in key} <= {b"test:probe"}
 
-    def test_a_silent_server_refuses_rows_and_is_told_as_trouble_until_it_answers(self, redis_server, proxy, join):
+    def test_a_silent_server_refuses_rows_and_is_told_as_trouble_until_it_answers(
+        self, redis_server: RedisServer, proxy: Proxy, join: Join
+    ) -> None:
         store = join(proxy.url, lease_s=SHORT_S)
         log = store.create("run", b"{}")
         started(log)
@@ -132,7 +141,9 @@ class TestDoubt:
         proxy.accept()
         wait_until(lambda: not store.unhealthy_reason(), "it is well again", 5)
 
-    def test_a_server_without_room_refuses_rows_and_takes_what_makes_room(self, redis_server, join):
+    def test_a_server_without_room_refuses_rows_and_takes_what_makes_room(
+        self, redis_server: RedisServer, join: Join
+    ) -> None:
         store = join(redis_server.url, lease_s=SHORT_S)
         admin = redis_server.client()
         log = store.create("run", b"{}")
@@ -154,7 +165,9 @@ class TestDoubt:
 
 
 class TestForgetfulServer:
-    def test_a_lost_tail_is_noticed_by_the_next_append_and_nothing_diverges(self, start_redis: StartRedis, join):
+    def test_a_lost_tail_is_noticed_by_the_next_append_and_nothing_diverges(
+        self, start_redis: StartRedis, join: Join
+    ) -> None:
         server = start_redis(appendonly="always")
         log = join(server.url).create("run", b"{}")
         started(log)
@@ -182,7 +195,7 @@ class TestForgetfulServer:
         log.close()
         assert started(again.open("run")) == [b"one", b"another"]
 
-    def test_a_server_that_forgot_everything_has_no_run_any_more(self, start_redis: StartRedis, join):
+    def test_a_server_that_forgot_everything_has_no_run_any_more(self, start_redis: StartRedis, join: Join) -> None:
         server = start_redis(appendonly="no")
         store = join(server.url)
         log = store.create("run", b"{}")
@@ -198,7 +211,9 @@ class TestForgetfulServer:
             store.open("run")
         assert store.names() == []
 
-    def test_a_server_that_keeps_its_log_forgets_nothing_when_it_is_killed(self, start_redis: StartRedis, join):
+    def test_a_server_that_keeps_its_log_forgets_nothing_when_it_is_killed(
+        self, start_redis: StartRedis, join: Join
+    ) -> None:
         server = start_redis(appendonly="always")
         store = join(server.url)
         log = store.create("run", b"{}")
@@ -231,11 +246,13 @@ class TestRollback:
     def forget(self, server: RedisServer, count: int) -> None:
         """The last records of the log."""
         key = f"{{{PREFIX}:run}}:log"
-        entries = server.client().xrevrange(key, count=count + 1)
+        entries: Any = server.client().xrevrange(key, count=count + 1)
         server.client().xdel(key, *(name for name, _ in entries[:count]))
         server.client().execute_command("XSETID", key, entries[count][0])
 
-    def test_whoever_was_told_more_learns_it_when_the_log_is_opened_anew(self, redis_server, store, log):
+    def test_whoever_was_told_more_learns_it_when_the_log_is_opened_anew(
+        self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog
+    ) -> None:
         self.forget(redis_server, 2)
         with pytest.raises(LogLostError, match="has forgotten a part"):
             log.append(b"four")
@@ -248,7 +265,9 @@ class TestRollback:
         [entry] = [entry for entry in said if entry["event"] == "log rolled back"]
         assert (entry["log_level"], entry["records_lost"], entry["records_left"]) == ("error", 2, 1)
 
-    def test_it_is_told_until_the_log_goes_on(self, redis_server, store, log):
+    def test_it_is_told_until_the_log_goes_on(
+        self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog
+    ) -> None:
         self.forget(redis_server, 1)
         for _ in range(2):
             log.close()
@@ -259,8 +278,8 @@ class TestRollback:
         assert not store.open("run").replay().is_short()
 
     def test_an_owner_that_took_over_after_a_failover_learns_it_from_the_one_before(
-        self, redis_server, store, log, join
-    ):
+        self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
+    ) -> None:
         self.forget(redis_server, 2)
         expire(store)
         other = join(redis_server.url)
@@ -274,7 +293,9 @@ class TestRollback:
         taken.close()
         assert other.open("run").replay().is_short()
 
-    def test_an_owner_that_took_over_what_is_whole_goes_on(self, redis_server, store, log, join):
+    def test_an_owner_that_took_over_what_is_whole_goes_on(
+        self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
+    ) -> None:
         expire(store)
         taken = join(redis_server.url).open("run")
         started(taken)
@@ -285,12 +306,16 @@ class TestRollback:
         wait_until(lambda: not store._client.exists(store._keys("run").acknowledged), "it is read", 5)
         assert not taken.is_lost
 
-    def test_an_idle_owner_learns_it_when_it_renews_its_lease(self, redis_server, log):
+    def test_an_idle_owner_learns_it_when_it_renews_its_lease(
+        self, redis_server: RedisServer, log: RedisRunLog
+    ) -> None:
         self.forget(redis_server, 1)
         wait_until(lambda: log.is_lost, "it learns", 5)
         wait_until(lambda: log.lease == 0, "and stays lost", 1)
 
-    def test_a_log_that_another_process_has_written_on_since_is_found_out(self, redis_server, join, store, log):
+    def test_a_log_that_another_process_has_written_on_since_is_found_out(
+        self, redis_server: RedisServer, join: Join, store: RedisRunStore, log: RedisRunLog
+    ) -> None:
         self.forget(redis_server, 2)
         log.close()
         other = join(redis_server.url, 1).open("run")
@@ -302,7 +327,9 @@ class TestRollback:
         assert list(replay.records)[-1] == b"another four"
         assert replay.is_short()
 
-    def test_a_log_that_another_process_has_gone_on_with_is_whole(self, redis_server, join, store, log):
+    def test_a_log_that_another_process_has_gone_on_with_is_whole(
+        self, redis_server: RedisServer, join: Join, store: RedisRunStore, log: RedisRunLog
+    ) -> None:
         log.close()
         other = join(redis_server.url, 1).open("run")
         started(other)
@@ -312,14 +339,16 @@ class TestRollback:
         other.close()
         assert not store.open("run").replay().is_short()
 
-    def test_a_run_of_the_same_name_is_not_taken_for_one_that_was_rolled_back(self, store, log):
+    def test_a_run_of_the_same_name_is_not_taken_for_one_that_was_rolled_back(
+        self, store: RedisRunStore, log: RedisRunLog
+    ) -> None:
         store.delete("run")
         log.close()
         again = store.create("run", b"{}")
         assert not again.replay().is_short()
 
 
-def test_errors_of_redis_never_leave_as_such(redis_server: RedisServer, join: Join):
+def test_errors_of_redis_never_leave_as_such(redis_server: RedisServer, join: Join) -> None:
     store = join(redis_server.url)
     log = store.create("run", b"{}")
     started(log)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gristmill._wire.rows import from_rows
-from gristmill._wire.steps import TrajectoryKey
+from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -17,17 +20,24 @@ from gristmill.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gristmill_service.config import parse_config
+from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.monitoring.run_monitor import Monitor
+from gristmill_service.pipeline.iovec import Iovec, Region, join
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocument
 from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.stage_timer import StageTimer
+from gristmill_service.run.batch_builder import BuildBatch as Pipeline
 from gristmill_service.run.machine.admission import RowBudget
 from gristmill_service.run.machine.codec import decode_events
+from gristmill_service.run.machine.events import Event
 from gristmill_service.run.machine.state import State, apply
+from gristmill_service.run.row_buffer import RowBuffer
 from gristmill_service.run.run import Run, Shared
 from gristmill_service.run.shard_room import ShardRoom
+from gristmill_service.run.workers import Task, TaskQueue
 from gristmill_service.storage.memory_runs import MemoryRunLog
-from gristmill_service.storage.shard_store import ShardLocation
+from gristmill_service.storage.shard_store import ShardLocation, ShardSource, ShardStore
+from tests.strategies import Row
 
 CONFIG = {
     "train_batch_size": 2,
@@ -39,7 +49,20 @@ CONFIG = {
 }
 
 
-def row(uid, sample=0, step=0, *, last=True, reward=1.0, response=(7,), **more):
+# One of the step, one of each of its tokens, or None: it comes later.
+Reward = float | Sequence[float] | NDArray[np.floating[Any]] | None
+
+
+def row(
+    uid: str,
+    sample: int = 0,
+    step: int = 0,
+    *,
+    last: bool = True,
+    reward: Reward = 1.0,
+    response: Iterable[int] = (7,),
+    **more: Any,
+) -> Row:
     """One step; reward None: it comes later."""
     response = list(response)
     return {
@@ -54,16 +77,16 @@ def row(uid, sample=0, step=0, *, last=True, reward=1.0, response=(7,), **more):
     } | more
 
 
-def group_rows(uid, samples=2, **more):
+def group_rows(uid: str, samples: int = 2, **more: Any) -> list[Row]:
     """A whole group of one-step trajectories whose scores differ."""
     return [row(uid, sample, reward=float(sample), **more) for sample in range(samples)]
 
 
-def table(*rows):
+def table(*rows: Row) -> Steps:
     return from_rows(rows, step_wise=True)
 
 
-def key(uid, sample=0, round_=0):
+def key(uid: str, sample: int = 0, round_: int = 0) -> TrajectoryKey:
     return TrajectoryKey(round_, uid, sample)
 
 
@@ -72,45 +95,65 @@ class Shard:
     address: ShardAddress
     data: bytes
 
+    def __post_init__(self) -> None:
+        self._region = Region(self.data)
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def iovec(self) -> Iovec:
+        return self._region.whole()
+
+    def compact(self) -> Iovec:
+        return self.iovec()
+
 
 class Shelf:
     """A store of such shards that can be full: it takes at most `places` batches; below 0 it could never take
     one. `tried` is set with every refusal."""
 
-    def __init__(self, places=1000):
-        self.places, self.batches, self.tried = places, {}, threading.Event()
+    def __init__(self, places: int = 1000) -> None:
+        self.places, self.tried = places, threading.Event()
+        self.batches: dict[tuple[str, int], tuple[bytes, dict[ShardAddress, bytes]]] = {}
         self._lock = threading.Lock()
 
-    def publish(self, run, batch, plan, shards):
+    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
         with self._lock:
             if self.places < 0:
                 raise FailedPreconditionError("the shelf is too small")
             if len(self.batches) >= self.places and (run, batch) not in self.batches:
                 self.tried.set()
                 raise ResourceExhaustedError("the shelf is full")
-            self.batches[run, batch] = plan, {shard.address: shard.data for shard in shards}
+            self.batches[run, batch] = plan, {shard.address: join(shard.iovec()) for shard in shards}
         return len(plan)
 
-    def plan(self, run, batch):
+    def plan(self, run: str, batch: int) -> bytes:
         return self._get(run, batch)[0]
 
-    def locate(self, run, batch, address):
+    def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
         return ShardLocation(len(self._get(run, batch)[1][address]), None)
 
-    def read(self, run, batch, address):
+    def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
         return iter([self._get(run, batch)[1][address]])
 
-    def free(self, run, batch):
+    def read_compact(self, run: str, batch: int, address: ShardAddress) -> None:
+        """It holds whole files only."""
+
+    def free(self, run: str, batch: int) -> None:
         self.batches.pop((run, batch), None)
 
-    def delete_run(self, run):
+    def delete_run(self, run: str) -> None:
         for name in [name for name in list(self.batches) if name[0] == run]:
             self.batches.pop(name, None)
 
-    def close(self):
+    def sweep(self, run: str) -> None:
+        """Nothing is left half published."""
+
+    def close(self) -> None:
         self.batches.clear()
 
-    def _get(self, run, batch):
+    def _get(self, run: str, batch: int) -> tuple[bytes, dict[ShardAddress, bytes]]:
         if (run, batch) not in self.batches:
             raise NotFoundError(f"run {run!r}: batch {batch} is not on the shelf")
         return self.batches[run, batch]
@@ -119,9 +162,9 @@ class Shelf:
 @dataclass
 class Built:
     plan: PlanDocument
-    shards: list
+    shards: list[Shard]
 
-    def stats(self):
+    def stats(self) -> Any:
         """Nothing is counted of a batch that the pipeline did not make."""
 
 
@@ -131,11 +174,15 @@ class BuildBatch:
     fails: batches that cannot be made. When `gate` is given, it waits there, having set `entered`.
     """
 
-    def __init__(self, fails=(), gate=None):
-        self.batches, self.versions, self._fails = {}, {}, fails
+    def __init__(self, fails: Collection[int] = (), gate: threading.Event | None = None) -> None:
+        self.batches: dict[int, Steps] = {}
+        self.versions: dict[int, int | None] = {}
+        self._fails = fails
         self._gate, self.entered = gate, threading.Event()
 
-    def __call__(self, steps, config, *, run, batch, policy_version, timed):
+    def __call__(
+        self, steps: Steps, config: RunConfig, *, run: str, batch: int, policy_version: int | None, timed: StageTimer
+    ) -> Built:
         self.entered.set()
         if self._gate is not None:
             self._gate.wait(30)
@@ -160,19 +207,20 @@ class BuildBatch:
 class RecordingLog(MemoryRunLog):
     """Keeps the events. `refuses`: how many of the next appends fail."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.records, self.refuses = [], 0
+        self.records: list[bytes] = []
+        self.refuses = 0
 
-    def of(self, config):
+    def of(self, config: bytes) -> RecordingLog:
         self.config = config
         return self
 
     @property
-    def events(self):
+    def events(self) -> list[Event]:
         return [event for record in self.records for event in decode_events(record)]
 
-    def append(self, record, tables=()):
+    def append(self, record: bytes, tables: Collection[int] = ()) -> None:
         if self.refuses:
             self.refuses -= 1
             raise UnavailableError("the book is full")
@@ -182,21 +230,30 @@ class RecordingLog(MemoryRunLog):
 class InlineTasks:
     """Runs tasks in the thread that gives them; builds of batches wait until they are asked for."""
 
-    def __init__(self):
-        self.builds = []
+    def __init__(self) -> None:
+        self.builds: list[Task] = []
 
-    def submit(self, key, task):
+    def submit(self, key: Hashable, task: Task) -> None:
+        assert isinstance(key, tuple)
         if key[0] != "build":
             task()
         elif not self.builds:
             self.builds.append(task)
 
-    def build(self):
+    def build(self) -> None:
         while self.builds:
             self.builds.pop()()
 
 
-def shared_by(store, *, build_batch, clock, tasks, budget=None, room=None):
+def shared_by(
+    store: ShardStore,
+    *,
+    build_batch: Pipeline,
+    clock: Callable[[], float],
+    tasks: TaskQueue,
+    budget: RowBudget | None = None,
+    room: ShardRoom | None = None,
+) -> Shared:
     """What runs share in a service, without its threads."""
     return Shared(store, room or ShardRoom(), budget or RowBudget(8 << 30), build_batch, Monitor, clock, tasks, tasks)
 
@@ -204,13 +261,23 @@ def shared_by(store, *, build_batch, clock, tasks, budget=None, room=None):
 class Bench:
     """A run on the bench. `make_batches` does what the service's threads do."""
 
-    def __init__(self, *, build_batch=None, store=None, budget=None, name="run", **settings):
-        self.config = parse_config(CONFIG | settings)
-        self.build_batch, self.store, self.log = build_batch or BuildBatch(), store or Shelf(), RecordingLog()
+    def __init__(
+        self,
+        *,
+        build_batch: Pipeline | None = None,
+        store: ShardStore | None = None,
+        budget: RowBudget | None = None,
+        name: str = "run",
+        **settings: Any,
+    ) -> None:
+        self.config, self.log = parse_config(CONFIG | settings), RecordingLog()
+        # A test knows which it gave.
+        self.build_batch: Any = build_batch or BuildBatch()
+        self.store: Any = store or Shelf()
         self.now, self.name, self.budget = 0.0, name, budget
         self.reopen()
 
-    def reopen(self):
+    def reopen(self) -> None:
         """Opens the run from its log, as another process would."""
         self.tasks = InlineTasks()
         clock = lambda: self.now  # noqa: E731
@@ -219,40 +286,40 @@ class Bench:
         self.run.start()
 
     @property
-    def state(self):
+    def state(self) -> State:
         return self.run.read(lambda state, room: state)
 
     @property
-    def sealed(self):
+    def sealed(self) -> list[int]:
         """Batches that are sealed and not published."""
         return [number for number, batch in self.state.batches.items() if not batch.is_published]
 
     @property
-    def rows(self):
+    def rows(self) -> RowBuffer:
         """The rows that are held."""
         return self.run._writer.rows
 
-    def submit(self, *rows):
+    def submit(self, *rows: Row) -> list[str]:
         return [outcome.name for outcome in self.run.submit(table(*rows))]
 
-    def begin(self, *uids, round_=0):
+    def begin(self, *uids: str, round_: int = 0) -> list[str]:
         return [admission.name for admission in self.run.begin_groups(round_, uids).admissions]
 
-    def make_batches(self):
+    def make_batches(self) -> None:
         self.tasks.build()
 
-    def uids(self, batch):
+    def uids(self, batch: int) -> list[str]:
         """The groups of a batch that was made, in order."""
         return list(dict.fromkeys(self.build_batch.batches[batch].uids))
 
-    def replayed(self):
+    def replayed(self) -> State:
         state = State.initial(self.config)
         for event in self.log.events:
             apply(state, event)
         return state
 
 
-def wait_until(ready, seconds=30.0):
+def wait_until(ready: Callable[[], bool], seconds: float = 30.0) -> None:
     """Returns when `ready()` is true."""
     deadline = time.monotonic() + seconds
     while not ready():
@@ -260,7 +327,7 @@ def wait_until(ready, seconds=30.0):
         time.sleep(0.002)
 
 
-def contents(steps):
+def contents(steps: Steps) -> dict[str, Any]:
     """All that a batch's rows carry, to compare batches by."""
     rewards = None if steps.token_rewards is None else [values.tolist() for values in steps.token_rewards.arrays()]
     return {

@@ -1,14 +1,16 @@
 """What is given up: by clients, and when its time is over."""
 
+from __future__ import annotations
+
 import pytest
 
 from gristmill.errors import InvalidArgumentError, NotFoundError
-from gristmill_service.run.machine.events import GroupDropped, TrajectoryAborted
+from gristmill_service.run.machine.events import GroupDropped, GroupKey, TrajectoryAborted
 from tests.run.harness import Bench, group_rows, key, row
 from tests.run.test_admission import train
 
 
-def test_a_group_completes_without_its_aborted_trajectories():
+def test_a_group_completes_without_its_aborted_trajectories() -> None:
     bench = Bench(train_batch_size=1, n_samples_per_prompt=3)
     bench.submit(row("a", 0), row("a", 2), row("a", 1, last=False))
     assert bench.run.abort_trajectories([key("a", 1), key("a", 1)], "timeout of the tool") == 1
@@ -17,7 +19,7 @@ def test_a_group_completes_without_its_aborted_trajectories():
     assert bench.run.abort_trajectories([key("a", 1), key("a", 0)], "again") == 0, "sealed"
 
 
-def test_a_complete_trajectory_of_an_open_group_can_be_aborted():
+def test_a_complete_trajectory_of_an_open_group_can_be_aborted() -> None:
     bench = Bench(train_batch_size=1)
     bench.submit(row("a"))
     assert bench.run.abort_trajectories([key("a")], "") == 1
@@ -26,7 +28,7 @@ def test_a_complete_trajectory_of_an_open_group_can_be_aborted():
     assert bench.build_batch.batches[0].samples.tolist() == [1]
 
 
-def test_a_group_of_which_nothing_is_left_is_dropped_for_that_reason():
+def test_a_group_of_which_nothing_is_left_is_dropped_for_that_reason() -> None:
     bench = Bench()
     bench.submit(row("a"))
     assert bench.run.abort_trajectories([key("a", 1)], "slow") == 1
@@ -34,13 +36,13 @@ def test_a_group_of_which_nothing_is_left_is_dropped_for_that_reason():
     assert bench.run.status().groups_dropped == {"broken tool": 1}
     assert bench.log.events[-2:] == [
         TrajectoryAborted(key("a", 0), "broken tool"),
-        GroupDropped((0, "a"), "broken tool"),
+        GroupDropped(GroupKey(0, "a"), "broken tool"),
     ]
     assert len(bench.rows) == 0
     assert bench.state.row_bytes == 0
 
 
-def test_an_abort_is_done_whole_or_not_at_all():
+def test_an_abort_is_done_whole_or_not_at_all() -> None:
     bench = Bench()
     bench.begin("a")
     with pytest.raises(InvalidArgumentError, match=r"uid 'a' sample 7: sample is 7"):
@@ -51,10 +53,10 @@ def test_an_abort_is_done_whole_or_not_at_all():
         bench.run.abort_groups(3, ["nobody"], "")
     with pytest.raises(NotFoundError):
         bench.run.abort_groups(0, ["a", "nobody"], "")
-    assert not bench.state.open[0, "a"].aborted
+    assert not bench.state.open[GroupKey(0, "a")].aborted
 
 
-def test_aborting_groups_drops_their_rows_once():
+def test_aborting_groups_drops_their_rows_once() -> None:
     bench = Bench()
     bench.submit(row("a"), *group_rows("b"))
     assert bench.run.abort_groups(0, ["a", "b", "a"], "") == 2
@@ -63,7 +65,7 @@ def test_aborting_groups_drops_their_rows_once():
     assert (bench.state.row_bytes, len(bench.rows)) == (0, 0)
 
 
-def test_a_straggling_group_closes_with_the_samples_it_has():
+def test_a_straggling_group_closes_with_the_samples_it_has() -> None:
     bench = Bench(train_batch_size=1, n_samples_per_prompt=3, group_timeout_s=10, min_samples=2)
     bench.begin("a")
     bench.submit(row("a", 0), row("a", 2), row("a", 1, last=False))
@@ -79,7 +81,7 @@ def test_a_straggling_group_closes_with_the_samples_it_has():
     assert len(bench.rows) == 0
 
 
-def test_a_straggling_group_with_too_few_samples_is_dropped():
+def test_a_straggling_group_with_too_few_samples_is_dropped() -> None:
     bench = Bench(n_samples_per_prompt=3, group_timeout_s=10, min_samples=2)
     bench.submit(row("a", 0), row("a", 1, reward=None))
     bench.now = 10
@@ -88,7 +90,7 @@ def test_a_straggling_group_with_too_few_samples_is_dropped():
     assert bench.run.status().groups_dropped == {"timeout": 1}
 
 
-def test_time_runs_from_admission_and_only_for_what_is_incomplete():
+def test_time_runs_from_admission_and_only_for_what_is_incomplete() -> None:
     bench = Bench(train_batch_size=3, group_timeout_s=10)
     bench.submit(*group_rows("a"))
     bench.now = 5
@@ -101,7 +103,7 @@ def test_time_runs_from_admission_and_only_for_what_is_incomplete():
     assert bench.state.complete == {(0, "a"): None, (0, "b"): None}, "one sample of b was there"
 
 
-def test_a_timeout_that_races_the_last_row_takes_the_group_in_either_order():
+def test_a_timeout_that_races_the_last_row_takes_the_group_in_either_order() -> None:
     for row_first in (True, False):
         bench = Bench(train_batch_size=1, group_timeout_s=10, min_samples=2)
         bench.submit(row("a", 0))
@@ -116,7 +118,7 @@ def test_a_timeout_that_races_the_last_row_takes_the_group_in_either_order():
             assert bench.sealed == []
 
 
-def test_with_admission_order_a_timeout_lets_the_groups_behind_go_on():
+def test_with_admission_order_a_timeout_lets_the_groups_behind_go_on() -> None:
     bench = Bench(train_batch_size=1, seal_order="admission", group_timeout_s=10)
     bench.begin("slow", "fast")
     bench.submit(*group_rows("fast"))

@@ -1,5 +1,7 @@
 """How producers are paced."""
 
+from __future__ import annotations
+
 import pytest
 
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
@@ -10,13 +12,13 @@ from tests.run.harness import Bench, group_rows, key, row
 NAMES = list("abcdefghij")
 
 
-def train(bench, batch):
+def train(bench: Bench, batch: int) -> None:
     """One rank trains on a whole batch and commits it."""
     for mini_batch in range(len(bench.uids(batch))):
         bench.run.acknowledge("policy", 0, Position(batch, 0, mini_batch), 0, commit=True)
 
 
-def test_groups_are_admitted_in_their_order_as_far_as_there_is_room():
+def test_groups_are_admitted_in_their_order_as_far_as_there_is_room() -> None:
     bench = Bench(max_buffered_batches=2)
     assert bench.begin(*NAMES[:6]) == ["ADMITTED"] * 4 + ["NO_ROOM"] * 2
     answer = bench.run.begin_groups(0, ["e"])
@@ -24,13 +26,13 @@ def test_groups_are_admitted_in_their_order_as_far_as_there_is_room():
     assert "max_buffered_batches: 2 batches of train_batch_size: 2 are held" in answer.reason
 
 
-def test_asking_again_gives_the_same_answer_and_takes_no_more_room():
+def test_asking_again_gives_the_same_answer_and_takes_no_more_room() -> None:
     bench = Bench(max_buffered_batches=1)
     for _ in range(3):
         assert bench.begin("a", "a", "b", "c") == ["ADMITTED", "ADMITTED", "ADMITTED", "NO_ROOM"]
 
 
-def test_sealed_and_dropped_groups_are_answered_as_what_they_are_also_after_the_end():
+def test_sealed_and_dropped_groups_are_answered_as_what_they_are_also_after_the_end() -> None:
     bench = Bench(train_batch_size=1)
     bench.submit(*group_rows("a"))
     bench.begin("b")
@@ -43,7 +45,7 @@ def test_sealed_and_dropped_groups_are_answered_as_what_they_are_also_after_the_
     assert bench.run.status().groups_room == 0
 
 
-def test_room_comes_back_with_what_is_dropped_and_with_what_is_freed():
+def test_room_comes_back_with_what_is_dropped_and_with_what_is_freed() -> None:
     bench = Bench(train_batch_size=1, max_buffered_batches=1)
     bench.begin("a")
     assert bench.begin("b") == ["NO_ROOM"]
@@ -57,7 +59,7 @@ def test_room_comes_back_with_what_is_dropped_and_with_what_is_freed():
     assert bench.begin("c") == ["ADMITTED"]
 
 
-def test_with_a_bound_on_staleness_what_is_accepted_plus_running_stays_within_it():
+def test_with_a_bound_on_staleness_what_is_accepted_plus_running_stays_within_it() -> None:
     bench = Bench(max_staleness=1, train_batch_size=1)
     assert bench.begin(*NAMES[:4]) == ["ADMITTED"] * 2 + ["NO_ROOM"] * 2
     bench.submit(*group_rows("a"))
@@ -72,7 +74,7 @@ def test_with_a_bound_on_staleness_what_is_accepted_plus_running_stays_within_it
     assert bench.begin("d") == ["ADMITTED"], "what is dropped does not count"
 
 
-def test_a_failed_batch_gives_its_room_back_so_that_the_run_goes_on():
+def test_a_failed_batch_gives_its_room_back_so_that_the_run_goes_on() -> None:
     bench = Bench(max_staleness=0, train_batch_size=1, max_buffered_batches=1)
     bench.build_batch._fails = {0}
     bench.submit(*group_rows("a"))
@@ -84,7 +86,7 @@ def test_a_failed_batch_gives_its_room_back_so_that_the_run_goes_on():
 ROW_BYTES = 4 * 3 + 1  # two prompt tokens, one response token, its mask
 
 
-def test_groups_are_admitted_while_the_bytes_expected_of_them_fit():
+def test_groups_are_admitted_while_the_bytes_expected_of_them_fit() -> None:
     bench = Bench(max_buffered_batches=8, max_buffered_bytes=4 * 2 * ROW_BYTES)
     bench.submit(*group_rows("a"))  # what is expected of the others, too
     assert bench.begin("b", "c", "d", "e") == ["ADMITTED"] * 3 + ["NO_ROOM"]
@@ -92,7 +94,7 @@ def test_groups_are_admitted_while_the_bytes_expected_of_them_fit():
     assert bench.begin("e") == ["ADMITTED"]
 
 
-def test_row_bytes_and_shard_bytes_bound_admission_but_never_the_first_batch():
+def test_row_bytes_and_shard_bytes_bound_admission_but_never_the_first_batch() -> None:
     bench = Bench(train_batch_size=2, max_buffered_batches=8, max_buffered_bytes=1)
     assert bench.begin("a", "b") == ["ADMITTED"] * 2, "else no batch could ever be filled"
     bench.submit(*group_rows("a"))
@@ -109,7 +111,7 @@ def test_row_bytes_and_shard_bytes_bound_admission_but_never_the_first_batch():
     assert bench.begin("c", "d", "e") == ["ADMITTED", "ADMITTED", "NO_ROOM"]
 
 
-def test_an_admitted_group_is_never_refused_for_want_of_room():
+def test_an_admitted_group_is_never_refused_for_want_of_room() -> None:
     bench = Bench(train_batch_size=2, max_buffered_bytes=1)
     bench.begin("a", "b")
     for uid in "ab":
@@ -117,7 +119,7 @@ def test_an_admitted_group_is_never_refused_for_want_of_room():
             assert bench.submit(row(uid, sample, reward=float(sample), response=range(500))) == ["ACCEPTED"]
 
 
-def test_the_rows_of_all_runs_share_the_services_bound():
+def test_the_rows_of_all_runs_share_the_services_bound() -> None:
     budget = RowBudget(4 * 2 * ROW_BYTES)
     one = Bench(budget=budget, name="one", max_buffered_batches=8)
     other = Bench(budget=budget, name="other", max_buffered_batches=8)
@@ -132,7 +134,7 @@ def test_the_rows_of_all_runs_share_the_services_bound():
     assert one.begin("c") == ["ADMITTED"]
 
 
-def test_a_round_below_zero_or_a_nameless_group_is_refused():
+def test_a_round_below_zero_or_a_nameless_group_is_refused() -> None:
     bench = Bench()
     for round_, uids in ((-1, ["a"]), (0, ["a", ""])):
         with pytest.raises(InvalidArgumentError, match="round is at least 0, no uid is empty"):
@@ -140,7 +142,7 @@ def test_a_round_below_zero_or_a_nameless_group_is_refused():
     assert not bench.state.open
 
 
-def test_a_group_of_which_all_is_aborted_gives_its_room_back():
+def test_a_group_of_which_all_is_aborted_gives_its_room_back() -> None:
     bench = Bench(train_batch_size=1, max_buffered_batches=1)
     bench.begin("a")
     bench.run.abort_trajectories([key("a", 0), key("a", 1)], "")

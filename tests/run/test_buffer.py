@@ -1,18 +1,25 @@
 """The rows that a run holds: memory goes with the rows that need it."""
 
+from __future__ import annotations
+
 from itertools import pairwise
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gristmill._wire.steps import Steps
 from gristmill_service.run.machine.answers import RewardUpdate
 from gristmill_service.run.machine.ingest import describe_rows
 from gristmill_service.run.row_buffer import RowBuffer, compacted, gather
 from tests.run.harness import Bench, contents, group_rows, key, row, table
 
 
-def test_a_request_is_forgotten_with_its_last_row():
+def _nothing_stored(number: int) -> Steps:
+    raise AssertionError(f"every table is held, and table {number} is asked for")
+
+
+def test_a_request_is_forgotten_with_its_last_row() -> None:
     buffer, steps = RowBuffer(compacts=True), table(row("a"), row("b"))
     described = describe_rows(steps, 0)
     buffer.add(0, steps, [0, 1])
@@ -23,7 +30,7 @@ def test_a_request_is_forgotten_with_its_last_row():
     assert buffer.take_sparse() == []
 
 
-def test_a_table_of_which_half_is_not_needed_shrinks_to_the_rest():
+def test_a_table_of_which_half_is_not_needed_shrinks_to_the_rest() -> None:
     bench = Bench(train_batch_size=9)
     uids = [f"u{index}" for index in range(8)]
     bench.submit(*(one for uid in uids for one in group_rows(uid, response=range(100))))
@@ -32,13 +39,14 @@ def test_a_table_of_which_half_is_not_needed_shrinks_to_the_rest():
     bench.run.abort_groups(0, uids[:4], "")
     assert len(held) == 8
     chunk = held._tables[0].steps
+    assert chunk is not None
     assert len(chunk.tokens.values) == chunk.tokens.total == 8 * 102, "a copy, not a view of all that was sent"
     bench.run.seal(None)
     bench.make_batches()
     assert contents(bench.build_batch.batches[0])["tokens"][:2] == [[1, 2, *range(100)]] * 2
 
 
-def test_repeated_rows_of_a_request_are_not_held_a_second_time():
+def test_repeated_rows_of_a_request_are_not_held_a_second_time() -> None:
     bench = Bench()
     sent = [row("a", 0, step, last=False) for step in range(10)]
     bench.submit(*sent)
@@ -46,7 +54,7 @@ def test_repeated_rows_of_a_request_are_not_held_a_second_time():
     assert len(bench.rows) == 11
 
 
-def test_a_table_may_shrink_while_its_rows_are_gathered():
+def test_a_table_may_shrink_while_its_rows_are_gathered() -> None:
     buffer, steps = RowBuffer(compacts=True), table(*(row(f"u{index}", response=[index]) for index in range(6)))
     described = describe_rows(steps, 0)
     buffer.add(0, steps, range(6))
@@ -56,11 +64,11 @@ def test_a_table_may_shrink_while_its_rows_are_gathered():
     [(number, table_before, live)] = buffer.take_sparse()
     buffer.replace(number, table_before, *compacted(table_before, live))
     after = buffer.pick(wanted)
-    assert contents(gather(before, False, None)) == contents(gather(after, False, None))
-    assert contents(gather(after, False, None))["tokens"] == [[1, 2, 5], [1, 2, 1]]
+    assert contents(gather(before, False, _nothing_stored)) == contents(gather(after, False, _nothing_stored))
+    assert contents(gather(after, False, _nothing_stored))["tokens"] == [[1, 2, 5], [1, 2, 1]]
 
 
-def test_a_copy_that_comes_late_replaces_nothing_and_keeps_what_was_released_meanwhile_away():
+def test_a_copy_that_comes_late_replaces_nothing_and_keeps_what_was_released_meanwhile_away() -> None:
     buffer, steps = RowBuffer(compacts=True), table(*(row(f"u{index}") for index in range(6)))
     described = describe_rows(steps, 0)
     buffer.add(0, steps, range(6))
@@ -77,7 +85,7 @@ def test_a_copy_that_comes_late_replaces_nothing_and_keeps_what_was_released_mea
     assert len(buffer) == 0
 
 
-def test_a_table_that_is_left_to_the_book_is_read_again_whatever_shrank_before():
+def test_a_table_that_is_left_to_the_book_is_read_again_whatever_shrank_before() -> None:
     buffer, steps = RowBuffer(compacts=True), table(*(row(f"u{index}", response=[index]) for index in range(6)))
     described = describe_rows(steps, 7)
     buffer.add(7, steps, range(6))
@@ -90,7 +98,9 @@ def test_a_table_that_is_left_to_the_book_is_read_again_whatever_shrank_before()
 
 
 @given(st.permutations(range(12)), st.lists(st.integers(1, 11), max_size=4), st.booleans())
-def test_rows_are_gathered_in_the_order_asked_for_from_however_many_requests(order, cuts, token_rewards):
+def test_rows_are_gathered_in_the_order_asked_for_from_however_many_requests(
+    order: list[int], cuts: list[int], token_rewards: bool
+) -> None:
     rows = [
         row(f"u{index}", response=range(index + 1), reward=[float(index)] * (index + 1) if token_rewards else index)
         for index in range(12)
@@ -101,11 +111,11 @@ def test_rows_are_gathered_in_the_order_asked_for_from_however_many_requests(ord
         steps = table(*rows[start:end])
         described += describe_rows(steps, chunk)
         buffer.add(chunk, steps, range(end - start))
-    gathered = gather(buffer.pick(described[index] for index in order), token_rewards, None)
+    gathered = gather(buffer.pick(described[index] for index in order), token_rewards, _nothing_stored)
     assert contents(gathered) == contents(table(*(rows[index] for index in order)))
 
 
-def test_widths_of_rewards_per_token_may_differ_between_requests():
+def test_widths_of_rewards_per_token_may_differ_between_requests() -> None:
     bench = Bench(train_batch_size=1)
     for sample, width in enumerate((np.float32, np.float64)):
         bench.submit(row("a", sample, reward=np.array([0.5], width)))
@@ -113,7 +123,7 @@ def test_widths_of_rewards_per_token_may_differ_between_requests():
     assert contents(bench.build_batch.batches[0])["token_rewards"] == [[0.5], [0.5]]
 
 
-def test_an_aborted_trajectorys_late_rewards_go_with_it():
+def test_an_aborted_trajectorys_late_rewards_go_with_it() -> None:
     bench = Bench()
     bench.submit(row("a", 1, last=False, reward=None))
     held = bench.state.row_bytes

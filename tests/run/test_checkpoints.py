@@ -94,7 +94,7 @@ class RolledBackLog(RecordingLog):
     """A log that is found again without its last records."""
 
     def __init__(self, records: list[bytes], config: bytes) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.records, self.config = records, config
 
     def replay(self) -> Replay:

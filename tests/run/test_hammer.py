@@ -5,14 +5,15 @@ import random
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from gristmill.errors import FailedPreconditionError, GristmillError, NotFoundError, ResourceExhaustedError
+from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import Admission, BatchState, Position, RewardUpdate
 from gristmill_service.run.machine.state import State, apply
+from gristmill_service.run.row_buffer import RowBuffer
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_runs import MemoryRunStore
@@ -113,8 +114,8 @@ def disturb(run: Run, stopped: threading.Event) -> None:
 
 
 def test_whatever_many_threads_do_every_row_ends_once_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    log, store, stopped = RecordingLog(), MemoryShardStore(), threading.Event()  # type: ignore[no-untyped-call]
-    ledger = MemoryRunStore()  # type: ignore[no-untyped-call]
+    log, store, stopped = RecordingLog(), MemoryShardStore(), threading.Event()
+    ledger = MemoryRunStore()
     monkeypatch.setattr(ledger, "create", lambda name, config: log.of(config))
     runs = Runs(store, ledger, clock=lambda: 0.0)
     runs.create("run", CONFIG | CHAOS)
@@ -137,13 +138,19 @@ def test_whatever_many_threads_do_every_row_ends_once_and_nothing_is_left(monkey
     runs.close(PATIENCE_S)
 
 
+class Found(NamedTuple):
+    state: State
+    config: RunConfig
+    rows: RowBuffer
+
+
 def check_outcome(run: Run, events: list[Any], done: list[list[Position]]) -> None:
     state = State.initial(run.config)
     for event in events:
         apply(state, event)
     found = run.read(lambda state, room: state)
     assert state == found, "the log is what happened"
-    check_invariants(SimpleNamespace(state=found, config=run.config, rows=run._writer.rows))
+    check_invariants(Found(found, run.config, run._writer.rows))
     accepted, ends = follow(events)
     assert Counter(name for name, _ in ends) == Counter(accepted)
     assert len(set(accepted)) == len(accepted)

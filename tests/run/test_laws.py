@@ -1,33 +1,44 @@
 """What holds whatever comes, in whatever order, how often."""
 
+from __future__ import annotations
+
 import copy
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import GristmillError
+from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import Position, RewardUpdate
 from gristmill_service.run.machine.events import (
     BatchGivenUp,
     BatchSealed,
+    Event,
     GroupClosed,
     GroupDropped,
     GroupKey,
     GroupsAdmitted,
     RowsStored,
+    StoredRow,
     TrajectoryAborted,
 )
+from gristmill_service.run.machine.state import State
 from gristmill_service.run.machine.trainer_commands import Checkpoint
+from gristmill_service.run.row_buffer import RowBuffer
 from tests.run.harness import Bench, contents, key, row
+from tests.strategies import Row
 
 UIDS = st.sampled_from("abcd")
 SAMPLES = st.integers(0, 1)
 
 
 @st.composite
-def rows(draw):
+def rows(draw: st.DrawFn) -> Row:
     step = draw(st.integers(0, 1))
     return row(
         draw(UIDS),
@@ -43,7 +54,7 @@ def rows(draw):
 
 
 @st.composite
-def whole_groups(draw):
+def whole_groups(draw: st.DrawFn) -> list[Row]:
     uid, round_ = draw(UIDS), draw(st.integers(0, 2))
     return [row(uid, sample, reward=float(sample), round=round_) for sample in range(2)]
 
@@ -91,7 +102,15 @@ SETTINGS = st.fixed_dictionaries(
 ).map(lambda drawn: drawn | ({"stale": "drop"} if drawn.get("max_staleness") == 1 else {}))
 
 
-def act(bench, command, *arguments):
+# A step of a trajectory, and the same with its attempt.
+StepName = tuple[TrajectoryKey, int]
+Accepted = tuple[TrajectoryKey, int, int]
+
+# Whether rewards come late, and in two orders the requests with their rows.
+Delivery = tuple[bool, list[list[list[Row]]]]
+
+
+def act(bench: Bench, command: str, *arguments: Any) -> None:
     """Does what the command says. What is refused must leave everything as it was."""
     match command:
         case "make_batches":
@@ -108,12 +127,25 @@ def act(bench, command, *arguments):
                 assert len(bench.log.events) == held
 
 
-def snapshot(bench):
+def snapshot(bench: Bench) -> tuple[Any, ...]:
     state = copy.deepcopy(bench.state)
     return state, list(state.open), list(state.complete), len(bench.rows)
 
 
-def check_invariants(bench):
+class Checked(Protocol):
+    """A bench, or what a run with threads of its own was read as."""
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def config(self) -> RunConfig: ...
+
+    @property
+    def rows(self) -> RowBuffer: ...
+
+
+def check_invariants(bench: Checked) -> None:
     state, config = bench.state, bench.config
     groups = [*state.open.values(), *(group for batch in state.batches.values() for group in batch.groups)]
     refs = [ref for group in groups for ref in group.refs()]
@@ -132,7 +164,9 @@ def check_invariants(bench):
 
 @settings(max_examples=400, deadline=None)
 @given(SETTINGS, st.lists(COMMANDS, max_size=30))
-def test_replaying_the_log_gives_the_same_state_and_what_is_refused_changes_nothing(chosen, commands):
+def test_replaying_the_log_gives_the_same_state_and_what_is_refused_changes_nothing(
+    chosen: dict[str, Any], commands: list[tuple[Any, ...]]
+) -> None:
     bench = Bench(**chosen)
     for command in commands:
         act(bench, *command)
@@ -145,7 +179,9 @@ def test_replaying_the_log_gives_the_same_state_and_what_is_refused_changes_noth
 
 @settings(max_examples=300, deadline=None)
 @given(SETTINGS, st.lists(COMMANDS, max_size=30))
-def test_an_accepted_row_ends_in_exactly_one_batch_or_is_dropped_exactly_once(chosen, commands):
+def test_an_accepted_row_ends_in_exactly_one_batch_or_is_dropped_exactly_once(
+    chosen: dict[str, Any], commands: list[tuple[Any, ...]]
+) -> None:
     bench = Bench(**chosen)
     for command in commands:
         act(bench, *command)
@@ -167,12 +203,13 @@ def test_an_accepted_row_ends_in_exactly_one_batch_or_is_dropped_exactly_once(ch
     assert (bench.state.row_bytes, len(bench.rows)) == (0, 0)
 
 
-def drain(bench):
+def drain(bench: Bench) -> None:
     """Trains on everything."""
     bench.run.resume("policy", Checkpoint(None), "drain")
     bench.make_batches()
     for _ in range(200):
         position = bench.run.shard("policy", 0, None, 0).position
+        assert position is not None
         if position.batch == bench.state.batches_sealed:
             break
         for rank in range(2):
@@ -182,17 +219,19 @@ def drain(bench):
     assert bench.state.freed == bench.state.batches_sealed
 
 
-def follow(events):
+def follow(events: list[Event]) -> tuple[list[Accepted], list[tuple[Accepted, str]]]:
     """What was accepted, and how each of it ended: an independent reading of the log."""
-    accepted, ends, held = [], [], {}
+    accepted: list[Accepted] = []
+    ends: list[tuple[Accepted, str]] = []
+    held: dict[StepName, int] = {}
     given_up = {event.batch for event in events if isinstance(event, BatchGivenUp)}
 
-    def end(names, how):
+    def end(names: Iterable[StepName], how: str) -> None:
         for name in list(names):
             ends.append(((name[0], name[1], held[name]), how))
             del held[name]
 
-    def of_group(group):
+    def of_group(group: GroupKey) -> list[StepName]:
         return [name for name in held if name[0][:2] == tuple(group)]
 
     for event in events:
@@ -207,7 +246,7 @@ def follow(events):
             case TrajectoryAborted(trajectory, _):
                 end([name for name in held if name[0] == trajectory], "aborted")
             case GroupClosed(group, _):
-                by_trajectory = {}
+                by_trajectory: dict[TrajectoryKey, list[StepName]] = {}
                 for name in of_group(group):
                     by_trajectory.setdefault(name[0], []).append(name)
                 # Which of them were complete is for the batch to tell: what is not in it was closed.
@@ -222,9 +261,12 @@ def follow(events):
     return accepted, ends
 
 
-def _incomplete(events, until, by_trajectory):
+def _incomplete(
+    events: list[Event], until: Event, by_trajectory: dict[TrajectoryKey, list[StepName]]
+) -> Iterator[StepName]:
     """Rows of trajectories that lacked a step or a reward when the group was closed."""
-    rows_of, rewarded = {}, set()
+    rows_of: dict[Accepted, StoredRow] = {}
+    rewarded: set[StepName] = set()
     for event in events[: next(index for index, event in enumerate(events) if event is until)]:
         if isinstance(event, RowsStored):
             for one in event.rows:
@@ -242,7 +284,9 @@ def _incomplete(events, until, by_trajectory):
 
 @settings(max_examples=200, deadline=None)
 @given(SETTINGS, st.lists(COMMANDS, max_size=30))
-def test_no_more_groups_are_admitted_than_there_is_room_for(chosen, commands):
+def test_no_more_groups_are_admitted_than_there_is_room_for(
+    chosen: dict[str, Any], commands: list[tuple[Any, ...]]
+) -> None:
     bench = Bench(**chosen)
     for command in commands:
         admitted = len(bench.state.open)
@@ -260,7 +304,7 @@ def test_no_more_groups_are_admitted_than_there_is_room_for(chosen, commands):
 
 @settings(max_examples=150, deadline=None)
 @given(SETTINGS, st.permutations(range(16)), st.integers(1, 8))
-def test_an_admitted_group_can_always_finish(chosen, order, size):
+def test_an_admitted_group_can_always_finish(chosen: dict[str, Any], order: list[int], size: int) -> None:
     bench = Bench(**chosen)
     bench.now = 0.0
     begun = [uid for uid, found in zip("abcd", bench.begin(*"abcd"), strict=True) if found == "ADMITTED"]
@@ -275,11 +319,11 @@ def test_an_admitted_group_can_always_finish(chosen, order, size):
 
 
 @st.composite
-def deliveries(draw):
+def deliveries(draw: st.DrawFn) -> Delivery:
     """The rows of six groups of two trajectories of up to three steps, and two orders of delivering them."""
     late = draw(st.booleans())
     per_token = draw(st.booleans())
-    all_rows = []
+    all_rows: list[Row] = []
     for uid in "abcdef":
         for sample in range(2):
             count = draw(st.integers(1, 3))
@@ -297,7 +341,7 @@ def deliveries(draw):
 
 @settings(max_examples=100, deadline=None)
 @given(deliveries())
-def test_in_order_of_admission_no_interleaving_repetition_or_splitting_changes_a_batch(drawn):
+def test_in_order_of_admission_no_interleaving_repetition_or_splitting_changes_a_batch(drawn: Delivery) -> None:
     late, orders = drawn
     found = []
     for requests in orders:
@@ -317,7 +361,7 @@ def test_in_order_of_admission_no_interleaving_repetition_or_splitting_changes_a
     ]
 
 
-def reward_of(one):
+def reward_of(one: Row) -> RewardUpdate:
     reward = one["reward"]
     per_token = isinstance(reward, list)
     return RewardUpdate(
@@ -328,6 +372,6 @@ def reward_of(one):
     )
 
 
-def test_group_keys_name_their_round_only_where_there_is_one():
+def test_group_keys_name_their_round_only_where_there_is_one() -> None:
     assert str(GroupKey(0, "a")) == "uid 'a'"
     assert str(GroupKey(2, "a")) == "uid 'a' round 2"

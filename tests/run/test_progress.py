@@ -1,14 +1,19 @@
 """Ranks on their way through the batches."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, StaleIncarnationError
+from gristmill_service.config import Model
 from gristmill_service.run.machine.answers import BatchState, Position, Resumed
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 from tests.run.harness import Bench, group_rows
 
 
-def published(batches=1, **settings):
+def published(batches: int = 1, **settings: Any) -> Bench:
     """A bench with so many batches of two groups (two mini-batches)."""
     bench = Bench(**settings)
     for batch in range(batches):
@@ -17,11 +22,18 @@ def published(batches=1, **settings):
     return bench
 
 
-def ack(bench, *position, rank=0, model="policy", incarnation=0, commit=False):
+def ack(
+    bench: Bench,
+    *position: int,
+    rank: int = 0,
+    model: Model = "policy",
+    incarnation: int = 0,
+    commit: bool = False,
+) -> Position | None:
     return bench.run.acknowledge(model, rank, Position(*position), incarnation, commit).position
 
 
-def test_positions_go_mini_batch_by_mini_batch_epoch_by_epoch_batch_by_batch():
+def test_positions_go_mini_batch_by_mini_batch_epoch_by_epoch_batch_by_batch() -> None:
     bench = published(2, update_epochs_per_batch=2)
     order = [Position(b, e, m) for b in range(2) for e in range(2) for m in range(2)]
     for position, following in zip(order, [*order[1:], Position(2)], strict=True):
@@ -29,7 +41,7 @@ def test_positions_go_mini_batch_by_mini_batch_epoch_by_epoch_batch_by_batch():
         assert ack(bench, *position) == following
 
 
-def test_acknowledging_what_is_passed_changes_nothing_and_what_is_ahead_is_refused():
+def test_acknowledging_what_is_passed_changes_nothing_and_what_is_ahead_is_refused() -> None:
     bench = published()
     assert ack(bench, 0, 0, 0) == Position(0, 0, 1)
     assert ack(bench, 0, 0, 0) == Position(0, 0, 1)
@@ -39,7 +51,7 @@ def test_acknowledging_what_is_passed_changes_nothing_and_what_is_ahead_is_refus
         ack(bench, 1)
 
 
-def test_a_batch_that_is_not_published_cannot_be_acknowledged():
+def test_a_batch_that_is_not_published_cannot_be_acknowledged() -> None:
     bench = Bench(train_batch_size=1)
     with pytest.raises(FailedPreconditionError, match="not published yet"):
         ack(bench, 0)
@@ -48,20 +60,22 @@ def test_a_batch_that_is_not_published_cannot_be_acknowledged():
         ack(bench, 0)
 
 
-def test_ranks_move_on_their_own_and_shards_may_be_pulled_in_any_order():
+def test_ranks_move_on_their_own_and_shards_may_be_pulled_in_any_order() -> None:
     bench = published(dp_size=2, micro_batch={"size": 1})
     ack(bench, 0, rank=1)
     assert bench.run.shard("policy", 0, None, 0).position == Position(0)
     assert bench.run.shard("policy", 1, None, 0).position == Position(0, 0, 1)
     view = bench.run.shard("policy", 0, Position(0, 0, 1), 0)
     assert view.state is BatchState.PUBLISHED
+    assert view.address is not None
+    assert view.location is not None
     data = b"".join(bench.run.read_shard(0, view.address))
     assert len(data) == view.location.size
 
 
-def test_a_batch_is_freed_when_every_rank_of_every_model_is_past_it_and_it_is_committed():
+def test_a_batch_is_freed_when_every_rank_of_every_model_is_past_it_and_it_is_committed() -> None:
     bench = published(2, dp_size=2, critic_mini_batch_size=2, micro_batch={"size": 1})
-    steps = [
+    steps: list[tuple[tuple[Model, int], Position]] = [
         *((("policy", rank), Position(0, 0, m)) for rank in range(2) for m in range(2)),
         *((("critic", rank), Position(0)) for rank in range(2)),
     ]
@@ -77,7 +91,7 @@ def test_a_batch_is_freed_when_every_rank_of_every_model_is_past_it_and_it_is_co
         bench.store.plan("run", 0)
 
 
-def test_without_a_commit_nothing_is_freed_and_a_commit_ahead_of_the_ranks_waits_for_them():
+def test_without_a_commit_nothing_is_freed_and_a_commit_ahead_of_the_ranks_waits_for_them() -> None:
     bench = published(2)
     for m in range(2):
         ack(bench, 0, 0, m)
@@ -90,7 +104,7 @@ def test_without_a_commit_nothing_is_freed_and_a_commit_ahead_of_the_ranks_waits
     assert bench.run.status().shard_bytes == 0
 
 
-def test_a_commit_before_the_committed_changes_nothing_and_one_past_the_end_is_refused():
+def test_a_commit_before_the_committed_changes_nothing_and_one_past_the_end_is_refused() -> None:
     bench = published(2)
     bench.run.commit("policy", Position(1), 0)
     assert bench.run.commit("policy", Position(0, 0, 1), 0).position == Position(1)
@@ -100,7 +114,7 @@ def test_a_commit_before_the_committed_changes_nothing_and_one_past_the_end_is_r
         bench.run.commit("policy", Position(0, -1), 0)
 
 
-def test_ranks_and_models_and_positions_that_do_not_exist_are_refused():
+def test_ranks_and_models_and_positions_that_do_not_exist_are_refused() -> None:
     bench = published(dp_size=2, micro_batch={"size": 1})
     for rank in (-1, 2):
         with pytest.raises(InvalidArgumentError, match=rf"rank is {rank} and dp_size is 2"):
@@ -118,7 +132,7 @@ def test_ranks_and_models_and_positions_that_do_not_exist_are_refused():
 
 
 class TestResuming:
-    def test_all_ranks_go_to_the_position_under_a_new_incarnation(self):
+    def test_all_ranks_go_to_the_position_under_a_new_incarnation(self) -> None:
         bench = published(2, dp_size=2, micro_batch={"size": 1})
         for m in range(2):
             for rank in range(2):
@@ -131,7 +145,7 @@ class TestResuming:
         )
         assert bench.run.shard("policy", 1, None, 3).position == Position(1)
 
-    def test_ranks_of_one_launch_get_the_same_also_after_the_first_has_moved_on(self):
+    def test_ranks_of_one_launch_get_the_same_also_after_the_first_has_moved_on(self) -> None:
         bench = published()
         first = bench.run.resume("policy", Checkpoint(None), "launch")
         ack(bench, 0, incarnation=2)
@@ -141,7 +155,7 @@ class TestResuming:
         with pytest.raises(FailedPreconditionError, match="all ranks load the same checkpoint"):
             bench.run.resume("policy", Checkpoint(Position(0, 0, 1)), "launch")
 
-    def test_a_rank_of_an_older_launch_that_comes_late_takes_nothing_from_the_newer(self):
+    def test_a_rank_of_an_older_launch_that_comes_late_takes_nothing_from_the_newer(self) -> None:
         bench = published()
         bench.run.resume("policy", Checkpoint(None), "one")
         newer = bench.run.resume("policy", Checkpoint(None), "two")
@@ -150,7 +164,7 @@ class TestResuming:
                 bench.run.resume("policy", Checkpoint(position), "one")
         assert bench.run.resume("policy", Checkpoint(None), "two") == newer
 
-    def test_calls_of_an_older_incarnation_are_refused_and_change_nothing(self):
+    def test_calls_of_an_older_incarnation_are_refused_and_change_nothing(self) -> None:
         bench = published()
         bench.run.resume("policy", Checkpoint(None), "one")
         bench.run.resume("policy", Checkpoint(None), "two")
@@ -164,12 +178,12 @@ class TestResuming:
         assert bench.run.shard("policy", 0, None, 0).position == Position(0), "0 is not checked"
         assert ack(bench, 0, incarnation=3) == Position(0, 0, 1)
 
-    def test_an_incarnation_that_was_never_given_out_is_refused(self):
+    def test_an_incarnation_that_was_never_given_out_is_refused(self) -> None:
         bench = published()
         with pytest.raises(FailedPreconditionError, match="incarnation 4 was never given out, the current is 1"):
             ack(bench, 0, incarnation=4)
 
-    def test_acknowledgements_before_a_resume_do_not_count_after_it(self):
+    def test_acknowledgements_before_a_resume_do_not_count_after_it(self) -> None:
         bench = published(2)
         ack(bench, 0, 0, 0)
         ack(bench, 0, 0, 1)
@@ -180,7 +194,7 @@ class TestResuming:
         ack(bench, 0, 0, 1, incarnation=2)
         assert bench.run.status().batches_freed == 1
 
-    def test_a_position_whose_data_may_be_gone_or_that_does_not_exist_is_refused(self):
+    def test_a_position_whose_data_may_be_gone_or_that_does_not_exist_is_refused(self) -> None:
         bench = published(2)
         bench.run.commit("policy", Position(1), 0)
         with pytest.raises(FailedPreconditionError, match="lies before the committed batch 1"):
@@ -191,7 +205,7 @@ class TestResuming:
             bench.run.resume("policy", Checkpoint(None), "")
         assert bench.run.resume("policy", Checkpoint(None), "launch").position == Position(1)
 
-    def test_a_position_at_the_end_of_a_batch_that_is_freed_since_goes_on_with_the_next(self):
+    def test_a_position_at_the_end_of_a_batch_that_is_freed_since_goes_on_with_the_next(self) -> None:
         bench = published(2)
         ack(bench, 0, 0, 0)
         ack(bench, 0, 0, 1)
@@ -200,7 +214,7 @@ class TestResuming:
         bench.run.resume("policy", Checkpoint(None), "launch")
         assert bench.run.shard("policy", 0, None, 0).position == Position(1)
 
-    def test_models_resume_by_themselves(self):
+    def test_models_resume_by_themselves(self) -> None:
         bench = published(critic_mini_batch_size=1)
         bench.run.resume("policy", Checkpoint(None), "launch")
         assert bench.run.shard("critic", 0, None, 0).incarnation == 1

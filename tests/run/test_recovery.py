@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,52 +36,55 @@ from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.run import Run
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.run_store import RunLog
 from tests.run.harness import CONFIG, Bench, InlineTasks, contents, group_rows, key, row, shared_by, table
 from tests.run.test_laws import COMMANDS, SETTINGS, act
+from tests.strategies import Row
 
 
 class Machine:
     """A run in a journal, whose process can die at any moment: nothing is closed then but the directory's lock."""
 
-    def __init__(self, directory, **settings):
+    def __init__(self, directory: Path, **settings: Any) -> None:
         self.directory, self.config = directory, parse_config(CONFIG | settings)
         self.now, self.deaths = 0.0, 0
         self.ledger = JournalRunStore(directory, "never")
         self._begin(self.ledger.create("run", b"{}"))
 
-    def _begin(self, log):
+    def _begin(self, log: RunLog) -> None:
         self.tasks, self.store = InlineTasks(), MemoryShardStore()
         shared = shared_by(self.store, build_batch=build_batch, clock=lambda: self.now, tasks=self.tasks)
         self.run = Run("run", self.config, log, shared)
         self.run.start()
 
-    def die(self):
+    def die(self) -> None:
         self.deaths += 1
         self.ledger.close()
         self.now = 1000.0 * self.deaths  # the clock of another process
         self.ledger = JournalRunStore(self.directory, "never")
         self._begin(self.ledger.open("run"))
 
-    def submit(self, *rows):
+    def submit(self, *rows: Row) -> list[str]:
         return [outcome.name for outcome in self.run.submit(table(*rows))]
 
-    def make_batches(self):
+    def make_batches(self) -> None:
         self.tasks.build()
 
-    def shard(self, position, rank=0):
+    def shard(self, position: Position, rank: int = 0) -> bytes:
         view = self.run.shard("policy", rank, position, 0)
         assert view.state is BatchState.PUBLISHED
+        assert view.address is not None
         return b"".join(self.run.read_shard(position.batch, view.address))
 
-    def train(self, position, rank=0, commit=True):
+    def train(self, position: Position, rank: int = 0, commit: bool = True) -> None:
         self.run.acknowledge("policy", rank, position, 0, commit)
 
 
 @pytest.fixture
-def machine(tmp_path):
-    machines = []
+def machine(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
+    machines: list[Machine] = []
 
-    def start(**settings):
+    def start(**settings: Any) -> Machine:
         machines.append(Machine(tmp_path / str(len(machines)), **settings))
         return machines[-1]
 
@@ -87,7 +93,7 @@ def machine(tmp_path):
         each.ledger.close()
 
 
-def test_what_was_accepted_is_accepted_still(machine):
+def test_what_was_accepted_is_accepted_still(machine: Callable[..., Machine]) -> None:
     one = machine()
     one.submit(*group_rows("a"), row("b"))
     one.die()
@@ -97,7 +103,7 @@ def test_what_was_accepted_is_accepted_still(machine):
     assert one.run.batch(0).state is BatchState.PUBLISHED
 
 
-def test_a_sealed_batch_is_made_again_byte_for_byte(machine):
+def test_a_sealed_batch_is_made_again_byte_for_byte(machine: Callable[..., Machine]) -> None:
     one = machine(train_batch_size=2, policy_mini_batch_size=1, merge="prefix", update_epochs_per_batch=2)
     steps = [row("a", 0, 0, last=False), row("a", 0, 1, prompt_token_ids=[1, 2, 7, 9]), row("a", 1)]
     one.submit(*steps, *group_rows("b"))
@@ -112,7 +118,9 @@ def test_a_sealed_batch_is_made_again_byte_for_byte(machine):
     assert one.run.shard("policy", 0, None, 0).position == Position(0, 0, 1), "what was acknowledged stays so"
 
 
-def test_a_rank_may_acknowledge_what_it_trained_on_while_the_batch_is_made_again(machine):
+def test_a_rank_may_acknowledge_what_it_trained_on_while_the_batch_is_made_again(
+    machine: Callable[..., Machine],
+) -> None:
     one = machine(train_batch_size=1)
     one.submit(*group_rows("a"))
     one.make_batches()
@@ -123,7 +131,7 @@ def test_a_rank_may_acknowledge_what_it_trained_on_while_the_batch_is_made_again
     assert one.store._batches == {}
 
 
-def test_rows_go_with_their_batch_and_the_directory_shrinks(machine):
+def test_rows_go_with_their_batch_and_the_directory_shrinks(machine: Callable[..., Machine]) -> None:
     one = machine(train_batch_size=1)
     for number in range(30):
         one.submit(*group_rows(f"u{number}", response=range(20_000)))
@@ -136,7 +144,7 @@ def test_rows_go_with_their_batch_and_the_directory_shrinks(machine):
     assert (status.batches_freed, status.row_bytes, len(one.run._writer.rows)) == (30, 0, 0)
 
 
-def test_positions_incarnations_and_versions_are_remembered(machine):
+def test_positions_incarnations_and_versions_are_remembered(machine: Callable[..., Machine]) -> None:
     one = machine(train_batch_size=1, dp_size=2, n_samples_per_prompt=2)
     one.submit(*group_rows("a"), *group_rows("b"))
     one.make_batches()
@@ -150,7 +158,7 @@ def test_positions_incarnations_and_versions_are_remembered(machine):
     assert [one.run.shard("policy", rank, None, 2).position for rank in range(2)] == [Position(0), Position(1)]
 
 
-def test_rewards_that_came_later_are_kept_also_per_token(machine):
+def test_rewards_that_came_later_are_kept_also_per_token(machine: Callable[..., Machine]) -> None:
     one = machine(train_batch_size=1)
     one.submit(row("a", 0, reward=None, response=(5, 6)), row("a", 1, reward=[0.25, 0.5], response=(5, 6)))
     one.run.set_rewards([RewardUpdate(key("a"), None, None, np.array([1.0, 2.0]))])
@@ -161,7 +169,7 @@ def test_rewards_that_came_later_are_kept_also_per_token(machine):
     assert contents(steps)["token_rewards"] == [[1.0, 2.0], [0.25, 0.5]]
 
 
-def test_only_time_in_which_workers_could_come_counts_for_stragglers(machine):
+def test_only_time_in_which_workers_could_come_counts_for_stragglers(machine: Callable[..., Machine]) -> None:
     one = machine(train_batch_size=1, group_timeout_s=10)
     one.run.begin_groups(0, ["early"])
     one.now = 8.0
@@ -174,7 +182,9 @@ def test_only_time_in_which_workers_could_come_counts_for_stragglers(machine):
     assert [(view.uid, view.reason) for view in one.run.groups()] == [("early", "timeout"), ("late", "")]
 
 
-def test_rows_that_the_disk_lost_are_dropped_with_a_reason_and_the_others_go_on(machine):
+def test_rows_that_the_disk_lost_are_dropped_with_a_reason_and_the_others_go_on(
+    machine: Callable[..., Machine],
+) -> None:
     one = machine(train_batch_size=1)
     one.submit(*group_rows("a", response=range(2000)))
     one.submit(row("b", response=range(2000)))
@@ -196,17 +206,17 @@ def test_rows_that_the_disk_lost_are_dropped_with_a_reason_and_the_others_go_on(
     }
 
 
-def test_what_follows_from_a_logged_event_happens_after_a_death_in_between(machine):
+def test_what_follows_from_a_logged_event_happens_after_a_death_in_between(machine: Callable[..., Machine]) -> None:
     one = machine(train_batch_size=1)
     append, left = one.run._log.append, [1]  # the groups and the rows in one record; not the seal
 
-    def dying(record, tables=()):
+    def dying(record: bytes, tables: Collection[int] = ()) -> None:
         if not left[0]:
             raise UnavailableError("dead")
         left[0] -= 1
         append(record, tables)
 
-    one.run._log.append = dying
+    one.run._log.append = dying  # type: ignore[method-assign]
     assert one.submit(*group_rows("a")) == ["ACCEPTED"] * 2
     left[0] = 0
     assert one.submit(*group_rows("a")) == ["DUPLICATE"] * 2
@@ -215,7 +225,7 @@ def test_what_follows_from_a_logged_event_happens_after_a_death_in_between(machi
     assert one.run.batch(0).state is BatchState.PUBLISHED
 
 
-def test_a_book_that_refuses_refuses_the_call_whole_and_the_run_goes_on_when_it_takes_again():
+def test_a_book_that_refuses_refuses_the_call_whole_and_the_run_goes_on_when_it_takes_again() -> None:
     bench = Bench(train_batch_size=1)
     bench.log.refuses = 1
     with pytest.raises(UnavailableError):
@@ -236,16 +246,16 @@ def test_a_book_that_refuses_refuses_the_call_whole_and_the_run_goes_on_when_it_
     assert bench.replayed() == bench.state
 
 
-def test_what_becomes_due_while_the_book_refuses_is_done_at_the_next_tick():
+def test_what_becomes_due_while_the_book_refuses_is_done_at_the_next_tick() -> None:
     bench = Bench(train_batch_size=1)
     append, calls = bench.log.append, itertools.count()
 
-    def refuse_the_second(record, tables=()):
+    def refuse_the_second(record: bytes, tables: Collection[int] = ()) -> None:
         if next(calls) == 1:
             raise UnavailableError("the log is full")
         append(record, tables)
 
-    bench.log.append = refuse_the_second
+    bench.log.append = refuse_the_second  # type: ignore[method-assign]
     assert bench.submit(*group_rows("a")) == ["ACCEPTED"] * 2
     assert bench.sealed == []
     bench.run.tick()
@@ -254,7 +264,7 @@ def test_what_becomes_due_while_the_book_refuses_is_done_at_the_next_tick():
 
 
 @given(SETTINGS, st.lists(COMMANDS, max_size=30))
-def test_a_snapshot_is_the_state_and_is_folded_on_from(chosen, commands):
+def test_a_snapshot_is_the_state_and_is_folded_on_from(chosen: dict[str, Any], commands: list[tuple[Any, ...]]) -> None:
     bench = Bench(**chosen)
     half = None
     for index, command in enumerate(commands):
@@ -272,7 +282,7 @@ def test_a_snapshot_is_the_state_and_is_folded_on_from(chosen, commands):
     assert decode_state(encode_state(state)) == state
 
 
-def test_a_newer_log_is_refused():
+def test_a_newer_log_is_refused() -> None:
     state = State.initial(parse_config(CONFIG))
     newer = b"\x92\x02" + encode_state(state)[2:]
     with pytest.raises(InvalidArgumentError, match="has format 2 and this version reads up to 1"):
@@ -280,7 +290,7 @@ def test_a_newer_log_is_refused():
 
 
 class TestExport:
-    def test_a_sealed_batch_laid_out_offline_has_the_same_tensors(self, machine):
+    def test_a_sealed_batch_laid_out_offline_has_the_same_tensors(self, machine: Callable[..., Machine]) -> None:
         settings = {"train_batch_size": 2, "policy_mini_batch_size": 2, "merge": "prefix"}
         one = machine(**settings)
         steps = [row("a", 0, 0, last=False), row("a", 0, 1, prompt_token_ids=[1, 2, 7, 9]), row("a", 1)]
@@ -290,7 +300,9 @@ class TestExport:
         again = build_batch(from_rows(rows), one.config, run="run", batch=0, policy_version=0)
         assert [join(shard.iovec()) for shard in again.shards] == [one.shard(Position(0))]
 
-    def test_a_batch_that_is_freed_while_it_is_exported_is_not_told_as_zeros(self, machine):
+    def test_a_batch_that_is_freed_while_it_is_exported_is_not_told_as_zeros(
+        self, machine: Callable[..., Machine]
+    ) -> None:
         one = machine(train_batch_size=40, policy_mini_batch_size=40)
         for number in range(40):
             one.submit(*group_rows(f"u{number}", response=[9] * 3000))
@@ -301,24 +313,26 @@ class TestExport:
         with pytest.raises(NotFoundError, match="batch 0 is freed"):
             next(tables)
 
-    def test_rows_that_are_not_decided_yet_are_not_exported(self, machine):
+    def test_rows_that_are_not_decided_yet_are_not_exported(self, machine: Callable[..., Machine]) -> None:
         one = machine()
         with pytest.raises(FailedPreconditionError, match="batch 0 is not sealed yet"):
             next(one.run.export(0))
 
 
 class TestOtherRanks:
-    def begin(self, machine, **settings):
+    def begin(self, machine: Callable[..., Machine], **settings: Any) -> Machine:
         one = machine(**({"train_batch_size": 4, "policy_mini_batch_size": 2, "dp_size": 2} | settings))
         one.submit(*(each for uid in "abcdefgh" for each in group_rows(uid)))
         one.make_batches()
         return one
 
-    def rows_of(self, one, position, ranks):
+    def rows_of(self, one: Machine, position: Position, ranks: int) -> list[str]:
         metadata = [_uids(one.shard(position, rank)) for rank in range(ranks)]
         return sorted(uid for uids in metadata for uid in uids)
 
-    def test_unacknowledged_mini_batches_are_cut_again_from_the_same_rows(self, machine):
+    def test_unacknowledged_mini_batches_are_cut_again_from_the_same_rows(
+        self, machine: Callable[..., Machine]
+    ) -> None:
         one = self.begin(machine)
         before = self.rows_of(one, Position(0, 0, 1), 2)
         for rank in range(2):
@@ -337,14 +351,14 @@ class TestOtherRanks:
         status = one.run.status()
         assert (status.batches_freed, status.row_bytes, status.shard_bytes) == (2, 0, 0)
 
-    def test_ranks_of_one_launch_ask_for_the_same_size(self, machine):
+    def test_ranks_of_one_launch_ask_for_the_same_size(self, machine: Callable[..., Machine]) -> None:
         one = self.begin(machine)
         one.run.resume("policy", Checkpoint(None), "bigger", 4)
         one.run.resume("policy", Checkpoint(None), "bigger", 4)
         with pytest.raises(FailedPreconditionError, match="resumed with dp_size 4, and this rank asks for 2"):
             one.run.resume("policy", Checkpoint(None), "bigger", 2)
 
-    def test_the_old_ranks_and_the_other_model_are_refused(self, machine):
+    def test_the_old_ranks_and_the_other_model_are_refused(self, machine: Callable[..., Machine]) -> None:
         one = self.begin(machine, critic_mini_batch_size=2)
         one.run.resume("policy", Checkpoint(None), "bigger", 1)
         for model in ("policy", "critic"):
@@ -353,13 +367,13 @@ class TestOtherRanks:
         one.make_batches()
         assert one.run.resume("critic", Checkpoint(None), "bigger", 1).position == Position(0)
 
-    def test_a_size_that_the_settings_do_not_allow_changes_nothing(self, machine):
+    def test_a_size_that_the_settings_do_not_allow_changes_nothing(self, machine: Callable[..., Machine]) -> None:
         one = self.begin(machine, mini_batch_unit="sequence", micro_batch={"size": 1})
         with pytest.raises(InvalidArgumentError, match="dp_size"):
             one.run.resume("policy", Checkpoint(None), "odd", 3)
         assert one.run.shard("policy", 1, None, 1).state is BatchState.PUBLISHED
 
-    def test_it_is_remembered(self, machine):
+    def test_it_is_remembered(self, machine: Callable[..., Machine]) -> None:
         one = self.begin(machine)
         one.run.resume("policy", Checkpoint(None), "bigger", 4)
         one.die()
@@ -367,7 +381,7 @@ class TestOtherRanks:
         assert one.run.config.dp_size == 4
         assert one.run.shard("policy", 3, None, 0).state is BatchState.PUBLISHED
 
-    def test_a_batch_being_made_meanwhile_is_made_for_the_new_ranks(self):
+    def test_a_batch_being_made_meanwhile_is_made_for_the_new_ranks(self) -> None:
         bench = Bench(train_batch_size=1, dp_size=2)
         bench.build_batch._gate = threading.Event()
         bench.submit(*group_rows("a"))
@@ -385,7 +399,9 @@ class TestOtherRanks:
 
 
 @given(st.data())
-def test_whenever_it_dies_every_row_is_in_one_batch_or_dropped_once(tmp_path_factory, data):
+def test_whenever_it_dies_every_row_is_in_one_batch_or_dropped_once(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     one = Machine(tmp_path_factory.mktemp("journal"), train_batch_size=2, max_buffered_batches=3)
     left = [each for number in range(8) for each in group_rows(f"u{number}")]
     seen: dict[int, list[str]] = {}
@@ -407,6 +423,7 @@ def test_whenever_it_dies_every_row_is_in_one_batch_or_dropped_once(tmp_path_fac
             case "train":
                 view = one.run.shard("policy", 0, None, 0)
                 if view.state is BatchState.PUBLISHED:
+                    assert view.position is not None
                     seen.setdefault(view.position.batch, []).extend(_uids(one.shard(view.position)))
                     one.train(view.position)
                     position += 1

@@ -1,8 +1,12 @@
 """Rewards that come after their rows."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
@@ -10,15 +14,17 @@ from gristmill_service.run.machine.answers import RewardUpdate
 from tests.run.harness import Bench, contents, key, row
 
 
-def scalar(uid, value, sample=0, step=None):
+def scalar(uid: str, value: float | None, sample: int = 0, step: int | None = None) -> RewardUpdate:
     return RewardUpdate(key(uid, sample), step, value)
 
 
-def per_token(uid, values, sample=0, step=None, dtype=np.float64):
+def per_token(
+    uid: str, values: Sequence[float], sample: int = 0, step: int | None = None, dtype: npt.DTypeLike = np.float64
+) -> RewardUpdate:
     return RewardUpdate(key(uid, sample), step, None, np.array(values, dtype))
 
 
-def test_a_group_is_complete_only_with_every_reward_also_of_intermediate_steps():
+def test_a_group_is_complete_only_with_every_reward_also_of_intermediate_steps() -> None:
     bench = Bench(train_batch_size=1, n_samples_per_prompt=1)
     bench.submit(row("a", step=0, last=False, reward=None), row("a", step=1, reward=None))
     assert bench.run.set_rewards([scalar("a", 1.0)]) == 1
@@ -30,7 +36,7 @@ def test_a_group_is_complete_only_with_every_reward_also_of_intermediate_steps()
     assert not found["pending"]
 
 
-def test_the_same_reward_again_changes_nothing_and_another_is_refused():
+def test_the_same_reward_again_changes_nothing_and_another_is_refused() -> None:
     bench = Bench()
     bench.submit(row("a", reward=None), row("b", reward=3.0))
     assert bench.run.set_rewards([scalar("a", 1.0), scalar("a", 1.0)]) == 1
@@ -40,7 +46,7 @@ def test_the_same_reward_again_changes_nothing_and_another_is_refused():
             bench.run.set_rewards([scalar(uid, value)])
 
 
-def test_all_rewards_of_a_request_are_set_or_none_is():
+def test_all_rewards_of_a_request_are_set_or_none_is() -> None:
     bench = Bench()
     bench.submit(row("a", reward=None), row("b", reward=None))
     for bad in (scalar("a", 2.0), scalar("nobody", 1.0), scalar("b", math.nan), RewardUpdate(key("b"))):
@@ -49,7 +55,7 @@ def test_all_rewards_of_a_request_are_set_or_none_is():
     assert bench.run.set_rewards([scalar("a", 7.0)]) == 1
 
 
-def test_a_reward_for_what_was_not_submitted_is_not_found():
+def test_a_reward_for_what_was_not_submitted_is_not_found() -> None:
     bench = Bench()
     bench.submit(row("a", step=0, last=False, reward=None))
     for update, which in (
@@ -61,7 +67,7 @@ def test_a_reward_for_what_was_not_submitted_is_not_found():
             bench.run.set_rewards([update])
 
 
-def test_a_reward_repeated_after_its_group_was_sealed_or_dropped_or_aborted_changes_nothing():
+def test_a_reward_repeated_after_its_group_was_sealed_or_dropped_or_aborted_changes_nothing() -> None:
     bench = Bench(train_batch_size=1)
     bench.submit(row("a", reward=None), row("a", 1))
     assert bench.run.set_rewards([scalar("a", 1.0)]) == 1
@@ -72,7 +78,7 @@ def test_a_reward_repeated_after_its_group_was_sealed_or_dropped_or_aborted_chan
     assert bench.run.set_rewards([scalar("a", 1.0), scalar("b", 1.0), scalar("c", 1.0)]) == 0
 
 
-def test_rewards_per_token_stand_on_their_tokens_whichever_way_they_came():
+def test_rewards_per_token_stand_on_their_tokens_whichever_way_they_came() -> None:
     bench = Bench(train_batch_size=1, n_samples_per_prompt=3)
     bench.submit(row("a", 0, reward=None, response=(1, 2)))
     bench.submit(row("a", 1, reward=[0.5, 0.25], response=(1, 2)), row("a", 2, reward=None, response=(3,)))
@@ -84,7 +90,7 @@ def test_rewards_per_token_stand_on_their_tokens_whichever_way_they_came():
 
 
 @pytest.mark.parametrize("submitted", [None, [1.0, 2.0]])
-def test_the_same_values_per_token_are_the_same_reward_whatever_their_width(submitted):
+def test_the_same_values_per_token_are_the_same_reward_whatever_their_width(submitted: list[float] | None) -> None:
     bench = Bench()
     bench.submit(row("a", reward=submitted, response=(1, 2)))
     assert bench.run.set_rewards([per_token("a", [1.0, 2.0])]) == (submitted is None)
@@ -93,7 +99,7 @@ def test_the_same_values_per_token_are_the_same_reward_whatever_their_width(subm
         bench.run.set_rewards([per_token("a", [2.0, 1.0])])
 
 
-def test_the_first_reward_fixes_the_kind_where_all_rows_wait():
+def test_the_first_reward_fixes_the_kind_where_all_rows_wait() -> None:
     bench = Bench()
     bench.submit(row("a", reward=None), row("b", reward=None))
     with pytest.raises(InvalidArgumentError, match="has one reward a step, and rows of this run have one reward per"):
@@ -103,7 +109,7 @@ def test_the_first_reward_fixes_the_kind_where_all_rows_wait():
         bench.run.set_rewards([per_token("a", [1.0])])
 
 
-def test_a_reward_needs_one_value_a_token_and_is_given_once():
+def test_a_reward_needs_one_value_a_token_and_is_given_once() -> None:
     bench = Bench()
     bench.submit(row("a", reward=None, response=(1, 2)))
     with pytest.raises(InvalidArgumentError, match="reward has 3 values and response_ids has 2"):
@@ -114,7 +120,7 @@ def test_a_reward_needs_one_value_a_token_and_is_given_once():
         bench.run.set_rewards([per_token("a", [math.inf, -math.inf])])
 
 
-def test_a_superseded_row_takes_its_late_reward_with_it():
+def test_a_superseded_row_takes_its_late_reward_with_it() -> None:
     bench = Bench(train_batch_size=1, n_samples_per_prompt=1)
     bench.submit(row("a", step=0, last=False, reward=None), row("a", step=1, reward=None))
     bench.run.set_rewards([per_token("a", [1.0])])

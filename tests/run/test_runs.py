@@ -1,9 +1,14 @@
 """The runs of a service, with its threads."""
 
+from __future__ import annotations
+
 import json
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +22,10 @@ from gristmill.errors import (
 )
 from gristmill_service.pipeline import build_batch as pipeline_build_batch
 from gristmill_service.run.machine.answers import BatchState, Outcome, Position
+from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.shard_store import ShardStore
 from gristmill_service.storage.shared_memory import SharedMemoryShardStore
 from tests.run.harness import CONFIG, BuildBatch, Shelf, group_rows, row, table, wait_until
 
@@ -26,11 +33,11 @@ PATIENCE_S = 30
 
 
 @pytest.fixture
-def serve():
+def serve() -> Iterator[Callable[..., Runs]]:
     """Starts the runs of a service; closed with the test."""
     started = []
 
-    def start(store=None, **more):
+    def start(store: ShardStore | None = None, **more: Any) -> Runs:
         runs = Runs(store or Shelf(), **({"build_batch": BuildBatch()} | more))
         started.append(runs)
         return runs
@@ -40,19 +47,20 @@ def serve():
         runs.close(PATIENCE_S)
 
 
-def await_batch(run, number):
+def await_batch(run: Run, number: int) -> dict[str, Any]:
     wait_until(lambda: run.batch(number).state is not BatchState.PENDING)
-    return json.loads(run.batch(number).plan)
+    plan: dict[str, Any] = json.loads(run.batch(number).plan)
+    return plan
 
 
-def train(run, batch):
+def train(run: Run, batch: int) -> None:
     plan = await_batch(run, batch)
     for index in range(len([part for part in plan["mini_batches"] if part["model"] == "policy"])):
         run.acknowledge("policy", 0, Position(batch, 0, index), 0, commit=True)
 
 
 class TestNames:
-    def test_the_same_name_with_the_same_configuration_is_the_same_run(self, serve):
+    def test_the_same_name_with_the_same_configuration_is_the_same_run(self, serve: Callable[..., Runs]) -> None:
         runs = serve()
         assert runs.create("run", CONFIG) == ([], True)
         run = runs.get("run")
@@ -62,17 +70,17 @@ class TestNames:
             runs.create("run", CONFIG | {"train_batch_size": 4})
 
     @pytest.mark.parametrize("name", ["", "x" * 129, "a\nb", "\ud800"])
-    def test_a_name_that_is_no_name_is_refused(self, serve, name):
+    def test_a_name_that_is_no_name_is_refused(self, serve: Callable[..., Runs], name: str) -> None:
         with pytest.raises(InvalidArgumentError, match="1 to 128 printable characters"):
             serve().create(name, CONFIG)
 
-    def test_a_wrong_configuration_creates_nothing(self, serve):
+    def test_a_wrong_configuration_creates_nothing(self, serve: Callable[..., Runs]) -> None:
         runs = serve()
         with pytest.raises(InvalidArgumentError, match="train_batch_size"):
             runs.create("run", CONFIG | {"train_batch_size": 0})
         assert runs.names() == []
 
-    def test_an_unknown_run_is_named_with_those_that_exist(self, serve):
+    def test_an_unknown_run_is_named_with_those_that_exist(self, serve: Callable[..., Runs]) -> None:
         runs = serve()
         runs.create("b", CONFIG)
         runs.create("a", CONFIG)
@@ -80,7 +88,7 @@ class TestNames:
         with pytest.raises(NotFoundError, match=r"run 'c' does not exist.*a, b"):
             runs.get("c")
 
-    def test_many_who_create_the_same_run_at_once_create_it_once(self, serve):
+    def test_many_who_create_the_same_run_at_once_create_it_once(self, serve: Callable[..., Runs]) -> None:
         runs = serve()
         with ThreadPoolExecutor(8) as pool:
             created = list(pool.map(lambda _: runs.create("run", CONFIG)[1], range(64)))
@@ -88,7 +96,9 @@ class TestNames:
 
 
 @pytest.mark.parametrize("store", ["memory", "shared memory"])
-def test_rollouts_become_shards_with_the_real_pipeline_and_stores(serve, store, tmp_path):
+def test_rollouts_become_shards_with_the_real_pipeline_and_stores(
+    serve: Callable[..., Runs], store: str, tmp_path: Path
+) -> None:
     kept = MemoryShardStore() if store == "memory" else SharedMemoryShardStore(tmp_path)
     runs = serve(kept, build_batch=pipeline_build_batch)
     runs.create("run", CONFIG | {"merge": "prefix", "dp_size": 2})
@@ -100,9 +110,14 @@ def test_rollouts_become_shards_with_the_real_pipeline_and_stores(serve, store, 
     for rank in range(2):
         for mini_batch in range(2):
             view = run.shard("policy", rank, Position(0, 0, mini_batch), 0)
+            assert view.position is not None
+            assert view.address is not None
+            assert view.location is not None
             data = b"".join(run.read_shard(0, view.address))
             assert len(data) == view.location.size
-            assert run.acknowledge("policy", rank, view.position, 0, commit=True).position > view.position
+            following = run.acknowledge("policy", rank, view.position, 0, commit=True).position
+            assert following is not None
+            assert following > view.position
     status = run.status()
     assert (status.batches_freed, status.row_bytes, status.shard_bytes) == (1, 0, 0)
     with pytest.raises(NotFoundError):
@@ -111,13 +126,13 @@ def test_rollouts_become_shards_with_the_real_pipeline_and_stores(serve, store, 
     kept.close()
 
 
-def test_many_workers_and_ranks_at_once_lose_nothing_and_train_nothing_twice(serve):
+def test_many_workers_and_ranks_at_once_lose_nothing_and_train_nothing_twice(serve: Callable[..., Runs]) -> None:
     build_batch = BuildBatch()
     runs = serve(build_batch=build_batch)
     runs.create("run", CONFIG | {"train_batch_size": 4, "policy_mini_batch_size": 2, "dp_size": 3})
     run, groups, workers = runs.get("run"), 200, 8
 
-    def produce(worker):
+    def produce(worker: int) -> None:
         for number in range(worker, groups, workers):
             uid = f"u{number}"
             while run.begin_groups(0, [uid]).admissions[0].name == "NO_ROOM":
@@ -127,11 +142,13 @@ def test_many_workers_and_ranks_at_once_lose_nothing_and_train_nothing_twice(ser
                 assert run.submit(request)[0] is Outcome.ACCEPTED
                 assert run.submit(request)[0] in (Outcome.DUPLICATE, Outcome.SEALED)
 
-    def consume(rank):
-        done = []
+    def consume(rank: int) -> list[Position]:
+        done: list[Position] = []
         while len(done) < groups // 2:
             wait_until(lambda: run.shard("policy", rank, None, 0).state is BatchState.PUBLISHED)
             view = run.shard("policy", rank, None, 0)
+            assert view.position is not None
+            assert view.address is not None
             assert b"".join(run.read_shard(view.position.batch, view.address))
             run.acknowledge("policy", rank, view.position, 0, commit=True)
             done.append(view.position)
@@ -151,7 +168,7 @@ def test_many_workers_and_ranks_at_once_lose_nothing_and_train_nothing_twice(ser
     assert (status.batches_freed, status.row_bytes, status.shard_bytes) == (50, 0, 0)
 
 
-def test_a_run_is_milled_in_the_order_of_its_batches(serve):
+def test_a_run_is_milled_in_the_order_of_its_batches(serve: Callable[..., Runs]) -> None:
     build_batch = BuildBatch()
     runs = serve(build_batch=build_batch)
     runs.create("run", CONFIG | {"train_batch_size": 1, "max_buffered_batches": 8})
@@ -161,7 +178,7 @@ def test_a_run_is_milled_in_the_order_of_its_batches(serve):
     assert list(build_batch.batches) == list(range(8))
 
 
-def test_stragglers_are_closed_by_the_clock(serve):
+def test_stragglers_are_closed_by_the_clock(serve: Callable[..., Runs]) -> None:
     now = [0.0]
     runs = serve(clock=lambda: now[0])
     runs.create("run", CONFIG | {"group_timeout_s": 60.0})
@@ -173,7 +190,7 @@ def test_stragglers_are_closed_by_the_clock(serve):
 
 
 class TestFullStore:
-    def test_a_batch_waits_for_the_room_that_another_will_give_back(self, serve):
+    def test_a_batch_waits_for_the_room_that_another_will_give_back(self, serve: Callable[..., Runs]) -> None:
         shelf = Shelf(places=1)
         runs = serve(shelf)
         runs.create("run", CONFIG | {"train_batch_size": 1})
@@ -186,11 +203,11 @@ class TestFullStore:
         await_batch(run, 1)
         assert run.status().failed_batches == {}
 
-    def test_it_is_not_failed_while_what_was_freed_is_still_being_removed(self, serve):
+    def test_it_is_not_failed_while_what_was_freed_is_still_being_removed(self, serve: Callable[..., Runs]) -> None:
         class SlowShelf(Shelf):
             removing, may_remove = threading.Event(), threading.Event()
 
-            def free(self, run, batch):
+            def free(self, run: str, batch: int) -> None:
                 self.removing.set()
                 assert self.may_remove.wait(PATIENCE_S)
                 super().free(run, batch)
@@ -210,7 +227,7 @@ class TestFullStore:
             training.result(PATIENCE_S)
         await_batch(run, 1)
 
-    def test_a_batch_that_can_never_fit_fails_with_the_reason(self, serve):
+    def test_a_batch_that_can_never_fit_fails_with_the_reason(self, serve: Callable[..., Runs]) -> None:
         runs = serve(Shelf(places=-1))
         runs.create("run", CONFIG | {"train_batch_size": 1})
         run = runs.get("run")
@@ -218,21 +235,21 @@ class TestFullStore:
         with pytest.raises(BatchFailedError, match="batch 0 failed: the shelf is too small"):
             await_batch(run, 0)
 
-    def test_a_batch_waits_also_for_room_that_somebody_else_takes(self, serve):
+    def test_a_batch_waits_also_for_room_that_somebody_else_takes(self, serve: Callable[..., Runs]) -> None:
         shelf = Shelf(places=0)
         runs = serve(shelf)
         runs.create("run", CONFIG | {"train_batch_size": 1})
         run = runs.get("run")
         run.submit(table(*group_rows("a")))
         assert shelf.tried.wait(PATIENCE_S)
-        wait_until(runs.unhealthy_reason)
+        wait_until(lambda: bool(runs.unhealthy_reason()))
         assert run.batch(0).state is BatchState.PENDING
         assert "batch 0 waits: the shelf is full" in runs.unhealthy_reason()
         shelf.places = 1
         await_batch(run, 0)
         wait_until(lambda: not runs.unhealthy_reason())
 
-    def test_who_waits_for_room_is_ended_by_shutting_down(self, serve):
+    def test_who_waits_for_room_is_ended_by_shutting_down(self, serve: Callable[..., Runs]) -> None:
         shelf = Shelf(places=1)
         runs = serve(shelf)
         runs.create("run", CONFIG | {"train_batch_size": 1})
@@ -244,7 +261,7 @@ class TestFullStore:
 
 
 class TestDeleting:
-    def test_a_deleted_run_is_gone_with_all_it_held_and_who_waits_is_told(self, serve):
+    def test_a_deleted_run_is_gone_with_all_it_held_and_who_waits_is_told(self, serve: Callable[..., Runs]) -> None:
         shelf = Shelf()
         runs = serve(shelf)
         runs.create("run", CONFIG)
@@ -264,7 +281,9 @@ class TestDeleting:
         with pytest.raises(NotFoundError):
             runs.delete("run")
 
-    def test_a_batch_that_is_being_made_leaves_nothing_and_does_not_meet_a_new_run_of_the_name(self, serve):
+    def test_a_batch_that_is_being_made_leaves_nothing_and_does_not_meet_a_new_run_of_the_name(
+        self, serve: Callable[..., Runs]
+    ) -> None:
         gate, shelf = threading.Event(), Shelf()
         build_batch = BuildBatch(gate=gate)
         runs = serve(shelf, build_batch=build_batch)
@@ -281,11 +300,11 @@ class TestDeleting:
         assert list(dict.fromkeys(build_batch.batches[0].uids)) == ["new", "newer"]
         assert list(shelf.batches) == [("run", 0)]
 
-    def test_the_name_is_free_only_when_nothing_of_the_run_is_left(self, serve):
+    def test_the_name_is_free_only_when_nothing_of_the_run_is_left(self, serve: Callable[..., Runs]) -> None:
         class SlowShelf(Shelf):
             deleting, may_delete = threading.Event(), threading.Event()
 
-            def delete_run(self, run):
+            def delete_run(self, run: str) -> None:
                 self.deleting.set()
                 assert self.may_delete.wait(PATIENCE_S)
                 super().delete_run(run)
@@ -302,19 +321,21 @@ class TestDeleting:
             deleting.result(PATIENCE_S)
         assert runs.create("run", CONFIG)[1]
 
-    def test_what_it_was_about_to_remove_is_not_removed_from_a_new_run_of_the_name(self, serve):
+    def test_what_it_was_about_to_remove_is_not_removed_from_a_new_run_of_the_name(
+        self, serve: Callable[..., Runs]
+    ) -> None:
         order = []
 
         class SlowShelf(Shelf):
             removing, may_remove = threading.Event(), threading.Event()
 
-            def free(self, run, batch):
+            def free(self, run: str, batch: int) -> None:
                 self.removing.set()
                 assert self.may_remove.wait(PATIENCE_S)
                 super().free(run, batch)
                 order.append("freed")
 
-            def delete_run(self, run):
+            def delete_run(self, run: str) -> None:
                 order.append("deleted")
                 super().delete_run(run)
 
@@ -334,7 +355,7 @@ class TestDeleting:
             deleting.result(PATIENCE_S)
         assert order == ["freed", "deleted"]
 
-    def test_its_bytes_are_given_back_to_the_other_runs(self, serve):
+    def test_its_bytes_are_given_back_to_the_other_runs(self, serve: Callable[..., Runs]) -> None:
         runs = serve(max_row_bytes=100)
         for name in ("one", "other"):
             runs.create(name, CONFIG | {"max_buffered_batches": 9})
@@ -344,11 +365,11 @@ class TestDeleting:
         runs.delete("one")
         assert other.begin_groups(0, ["c"]).admissions[0].name == "ADMITTED"
 
-    def test_creating_and_deleting_at_once_never_breaks(self, serve):
+    def test_creating_and_deleting_at_once_never_breaks(self, serve: Callable[..., Runs]) -> None:
         runs = serve()
         seen = []
 
-        def churn(_):
+        def churn(_: int) -> None:
             try:
                 runs.create("run", CONFIG | {"train_batch_size": 1})
                 runs.get("run").submit(table(*group_rows("a")))
@@ -363,7 +384,7 @@ class TestDeleting:
 
 
 class TestClosing:
-    def test_what_is_being_made_is_finished_and_every_call_is_refused(self, serve):
+    def test_what_is_being_made_is_finished_and_every_call_is_refused(self, serve: Callable[..., Runs]) -> None:
         gate, shelf = threading.Event(), Shelf()
         build_batch = BuildBatch(gate=gate)
         runs = serve(shelf, build_batch=build_batch)
@@ -385,7 +406,7 @@ class TestClosing:
         runs.tick()
         runs.close(PATIENCE_S)
 
-    def test_it_does_not_wait_longer_than_told(self, serve):
+    def test_it_does_not_wait_longer_than_told(self, serve: Callable[..., Runs]) -> None:
         gate = threading.Event()
         build_batch = BuildBatch(gate=gate)
         runs = serve(build_batch=build_batch)

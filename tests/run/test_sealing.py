@@ -1,21 +1,26 @@
 """When groups become batches, and which."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 
 from gristmill.errors import BatchFailedError, FailedPreconditionError
+from gristmill_service.pipeline import BuiltBatch
 from gristmill_service.run.machine.answers import BatchState, Position, RewardUpdate
-from gristmill_service.run.machine.events import BatchSealed
+from gristmill_service.run.machine.events import BatchSealed, GroupKey
 from tests.run.harness import Bench, group_rows, key, row
 
 
-def test_a_batch_is_sealed_with_the_group_that_fills_it_and_is_logged_before_it_is_made():
+def test_a_batch_is_sealed_with_the_group_that_fills_it_and_is_logged_before_it_is_made() -> None:
     bench = Bench()
     bench.submit(*group_rows("a"))
     assert bench.sealed == []
     bench.submit(*group_rows("b"))
     assert bench.sealed == [0]
-    assert bench.log.events[-1] == BatchSealed(0, ((0, "a"), (0, "b")), 0)
+    assert bench.log.events[-1] == BatchSealed(0, (GroupKey(0, "a"), GroupKey(0, "b")), 0)
     assert bench.run.batch(0).state is BatchState.PENDING
     bench.make_batches()
     view = bench.run.batch(0)
@@ -23,7 +28,7 @@ def test_a_batch_is_sealed_with_the_group_that_fills_it_and_is_logged_before_it_
     assert len(bench.rows) == 4, "rows stay until the batch is freed: it may have to be cut again"
 
 
-def test_one_request_may_fill_several_batches():
+def test_one_request_may_fill_several_batches() -> None:
     bench = Bench(train_batch_size=1)
     bench.submit(*group_rows("a"), *group_rows("b"), *group_rows("c"))
     bench.make_batches()
@@ -33,7 +38,7 @@ def test_one_request_may_fill_several_batches():
 @pytest.mark.parametrize(
     ("order", "batches"), [("completion", [["c", "b"], ["d", "a"]]), ("admission", [["a", "b"], ["c", "d"]])]
 )
-def test_groups_are_sealed_in_the_order_asked_for(order, batches):
+def test_groups_are_sealed_in_the_order_asked_for(order: str, batches: list[list[str]]) -> None:
     bench = Bench(seal_order=order)
     bench.begin("a", "b", "c", "d")
     for uid in "cbda":
@@ -42,7 +47,7 @@ def test_groups_are_sealed_in_the_order_asked_for(order, batches):
     assert [bench.uids(0), bench.uids(1)] == batches
 
 
-def test_in_order_of_admission_a_dropped_group_is_not_waited_for():
+def test_in_order_of_admission_a_dropped_group_is_not_waited_for() -> None:
     bench = Bench(seal_order="admission")
     bench.begin("a", "b", "c")
     bench.submit(*group_rows("c"), *group_rows("b"))
@@ -52,7 +57,7 @@ def test_in_order_of_admission_a_dropped_group_is_not_waited_for():
     assert bench.uids(0) == ["b", "c"]
 
 
-def test_sealing_waits_while_as_many_batches_as_allowed_are_held():
+def test_sealing_waits_while_as_many_batches_as_allowed_are_held() -> None:
     bench = Bench(train_batch_size=2, max_buffered_batches=1)
     bench.submit(*group_rows("a"))
     bench.run.seal(None)
@@ -66,7 +71,7 @@ def test_sealing_waits_while_as_many_batches_as_allowed_are_held():
 
 
 class TestExplicitSealing:
-    def test_takes_what_is_complete_and_leaves_the_rest(self):
+    def test_takes_what_is_complete_and_leaves_the_rest(self) -> None:
         bench = Bench()
         bench.submit(*group_rows("a"), row("b"))
         assert bench.run.seal(None).prompts == 1
@@ -74,7 +79,7 @@ class TestExplicitSealing:
         assert bench.uids(0) == ["a"]
         assert bench.submit(row("b", 1)) == ["ACCEPTED"]
 
-    def test_is_idempotent_by_number_also_after_the_batch_is_freed(self):
+    def test_is_idempotent_by_number_also_after_the_batch_is_freed(self) -> None:
         bench = Bench()
         bench.submit(*group_rows("a"))
         first = bench.run.seal(0)
@@ -84,13 +89,13 @@ class TestExplicitSealing:
         with pytest.raises(FailedPreconditionError, match="batch 5 cannot be sealed, the next is 1"):
             bench.run.seal(5)
 
-    def test_refuses_when_nothing_is_complete(self):
+    def test_refuses_when_nothing_is_complete(self) -> None:
         bench = Bench()
         bench.submit(row("a"))
         with pytest.raises(FailedPreconditionError, match=r"no prompt group is complete \(1 are open\)"):
             bench.run.seal(None)
 
-    def test_keeps_the_order_of_admission_and_skips_what_is_incomplete(self):
+    def test_keeps_the_order_of_admission_and_skips_what_is_incomplete(self) -> None:
         bench = Bench(train_batch_size=4, seal_order="admission")
         bench.begin("a", "b", "c")
         bench.submit(*group_rows("c"))
@@ -101,7 +106,7 @@ class TestExplicitSealing:
 
 
 class TestZeroVariance:
-    def test_a_group_of_equal_scores_is_dropped_and_its_room_is_free(self):
+    def test_a_group_of_equal_scores_is_dropped_and_its_room_is_free(self) -> None:
         bench = Bench(zero_variance_filter="replace", train_batch_size=1, max_buffered_batches=1)
         bench.submit(row("a", 0), row("a", 1))
         assert bench.run.status().groups_dropped == {"zero_variance": 1}
@@ -109,52 +114,52 @@ class TestZeroVariance:
         assert bench.sealed == [0]
 
     @pytest.mark.parametrize(("score", "dropped"), [("last_step", True), ("sum", False)])
-    def test_scores_are_those_of_the_pipeline(self, score, dropped):
+    def test_scores_are_those_of_the_pipeline(self, score: str, dropped: bool) -> None:
         bench = Bench(zero_variance_filter="replace", trajectory_score=score)
         bench.submit(row("a", 0), row("a", 1, step=0, last=False, reward=5.0), row("a", 1, step=1))
         assert bool(bench.run.status().groups_dropped) is dropped
 
-    def test_equal_rewards_in_another_order_are_equal_scores(self):
+    def test_equal_rewards_in_another_order_are_equal_scores(self) -> None:
         bench = Bench(zero_variance_filter="replace", trajectory_score="sum")
         for sample, rewards in enumerate([(0.1, 0.2, 0.3), (0.3, 0.2, 0.1)]):
             bench.submit(*(row("a", sample, step=s, last=s == 2, reward=reward) for s, reward in enumerate(rewards)))
         assert bench.run.status().groups_dropped == {"zero_variance": 1}
 
-    def test_equal_rewards_per_token_are_equal_scores_whichever_way_they_came(self):
+    def test_equal_rewards_per_token_are_equal_scores_whichever_way_they_came(self) -> None:
         bench = Bench(zero_variance_filter="replace")
         bench.submit(row("a", 0, reward=[0.1, 0.2, 0.3], response=(1, 2, 3)))
         bench.submit(row("a", 1, reward=None, response=(1, 2, 3)))
         bench.run.set_rewards([RewardUpdate(key("a", 1), None, None, np.array([0.3, 0.2, 0.1]))])
         assert bench.run.status().groups_dropped == {"zero_variance": 1}
 
-    def test_it_is_judged_with_the_reward_that_comes_last(self):
+    def test_it_is_judged_with_the_reward_that_comes_last(self) -> None:
         bench = Bench(zero_variance_filter="replace")
         bench.submit(row("a", 0, reward=0.25), row("a", 1, reward=None))
         assert not bench.run.status().groups_dropped
         bench.run.set_rewards([RewardUpdate(key("a", 1), None, 0.25)])
         assert bench.run.status().groups_dropped == {"zero_variance": 1}
 
-    def test_it_is_judged_again_when_an_abort_takes_the_difference_away(self):
+    def test_it_is_judged_again_when_an_abort_takes_the_difference_away(self) -> None:
         bench = Bench(zero_variance_filter="replace", n_samples_per_prompt=3)
         bench.submit(row("a", 0), row("a", 1), row("a", 2, reward=2.0))
         assert bench.run.status().groups_complete == 1
         bench.run.abort_trajectories([key("a", 2)], "")
         assert bench.run.status().groups_dropped == {"zero_variance": 1}
 
-    def test_a_lone_survivor_has_nothing_to_compare_and_stays(self):
+    def test_a_lone_survivor_has_nothing_to_compare_and_stays(self) -> None:
         bench = Bench(zero_variance_filter="replace")
         bench.submit(row("a", 0))
         bench.run.abort_trajectories([key("a", 1)], "")
         assert bench.run.status().groups_complete == 1
 
-    def test_masking_is_the_pipelines_and_drops_nothing_here(self):
+    def test_masking_is_the_pipelines_and_drops_nothing_here(self) -> None:
         bench = Bench(zero_variance_filter="mask")
         bench.submit(row("a", 0), row("a", 1))
         assert bench.run.status().groups_complete == 1
 
 
 class TestStaleness:
-    def test_a_group_too_far_behind_is_dropped_when_it_completes(self):
+    def test_a_group_too_far_behind_is_dropped_when_it_completes(self) -> None:
         bench = Bench(max_staleness=1, stale="drop")
         bench.run.announce(2)
         bench.submit(*group_rows("a", policy_version=1))
@@ -162,7 +167,7 @@ class TestStaleness:
         assert bench.run.status().groups_dropped == {"stale": 1}
         assert list(bench.state.complete) == [(0, "a")]
 
-    def test_and_when_the_version_moves_on_while_it_waits(self):
+    def test_and_when_the_version_moves_on_while_it_waits(self) -> None:
         bench = Bench(max_staleness=1, stale="drop")
         bench.submit(*group_rows("a", policy_version=0))
         bench.run.announce(1)
@@ -170,27 +175,27 @@ class TestStaleness:
         bench.run.announce(2)
         assert bench.run.status().groups_dropped == {"stale": 1}
 
-    def test_an_unknown_version_is_never_stale(self):
+    def test_an_unknown_version_is_never_stale(self) -> None:
         bench = Bench(max_staleness=0, stale="drop")
         bench.run.announce(9)
         bench.submit(*group_rows("a"))
         assert bench.run.status().groups_complete == 1
 
-    def test_counting_only_drops_nothing(self):
+    def test_counting_only_drops_nothing(self) -> None:
         bench = Bench(max_staleness=0, stale="count", train_batch_size=1)
         bench.run.announce(9)
         bench.submit(*group_rows("a", policy_version=0))
         bench.make_batches()
         assert bench.build_batch.versions == {0: 9}
 
-    def test_a_batch_is_built_with_the_version_it_was_sealed_under(self):
+    def test_a_batch_is_built_with_the_version_it_was_sealed_under(self) -> None:
         bench = Bench(train_batch_size=1, max_staleness=1, stale="drop")
         bench.submit(*group_rows("a", policy_version=0))
         bench.run.announce(7)
         bench.make_batches()
         assert bench.build_batch.versions == {0: 0}, "else replaying the log would give another batch"
 
-    def test_versions_never_go_back(self):
+    def test_versions_never_go_back(self) -> None:
         bench = Bench()
         bench.run.announce(3)
         bench.run.announce(3)
@@ -200,7 +205,7 @@ class TestStaleness:
 
 
 class TestFinishing:
-    def test_open_groups_are_dropped_and_complete_ones_sealed_in_as_many_batches_as_it_takes(self):
+    def test_open_groups_are_dropped_and_complete_ones_sealed_in_as_many_batches_as_it_takes(self) -> None:
         bench = Bench(train_batch_size=2, max_buffered_batches=2)
         bench.submit(*group_rows("a"), *group_rows("b"), *group_rows("c"), row("d"))
         assert bench.run.finish() == 2
@@ -211,7 +216,7 @@ class TestFinishing:
         assert bench.run.batch(2).state is BatchState.END
         assert bench.run.shard("policy", 0, Position(2), 0).state is BatchState.END
 
-    def test_what_waits_for_a_batch_to_be_freed_is_counted_and_sealed_then(self):
+    def test_what_waits_for_a_batch_to_be_freed_is_counted_and_sealed_then(self) -> None:
         bench = Bench(train_batch_size=2, max_buffered_batches=1)
         bench.submit(*group_rows("a"))
         bench.run.seal(None)
@@ -224,7 +229,7 @@ class TestFinishing:
         assert bench.uids(1) == ["b"]
         assert bench.run.batch(2).state is BatchState.END
 
-    def test_the_order_of_admission_holds_to_the_end(self):
+    def test_the_order_of_admission_holds_to_the_end(self) -> None:
         bench = Bench(train_batch_size=2, seal_order="admission")
         bench.begin("a", "b", "c", "d")
         for uid in "dcb":
@@ -233,14 +238,14 @@ class TestFinishing:
         bench.make_batches()
         assert [bench.uids(0), bench.uids(1)] == [["b", "c"], ["d"]]
 
-    def test_an_empty_run_ends_without_a_batch(self):
+    def test_an_empty_run_ends_without_a_batch(self) -> None:
         bench = Bench()
         assert bench.run.finish() == 0
         assert bench.run.shard("policy", 0, None, 0).state is BatchState.END
 
 
 class TestFailing:
-    def test_everyone_who_asks_gets_the_reason_and_later_batches_go_on(self):
+    def test_everyone_who_asks_gets_the_reason_and_later_batches_go_on(self) -> None:
         bench = Bench(train_batch_size=1)
         bench.build_batch._fails = {0}
         bench.submit(*group_rows("a"), *group_rows("b"))
@@ -259,7 +264,7 @@ class TestFailing:
         assert (status.batches_published, status.batches_freed) == (2, 1)
         assert len(bench.rows) == 2, "the failed batch's rows are gone"
 
-    def test_ranks_step_over_it(self):
+    def test_ranks_step_over_it(self) -> None:
         bench = Bench(train_batch_size=1)
         bench.build_batch._fails = {0, 2}
         bench.submit(*group_rows("a"), *group_rows("b"), *group_rows("c"))
@@ -268,8 +273,11 @@ class TestFailing:
         assert bench.run.acknowledge("policy", 0, Position(1), 0, commit=True).position == Position(3)
         assert bench.run.status().batches_freed == 3
 
-    def test_an_unforeseen_error_is_a_reason_too(self):
-        bench = Bench(train_batch_size=1, build_batch=lambda *args, **more: 1 / 0)
+    def test_an_unforeseen_error_is_a_reason_too(self) -> None:
+        def broken(*args: Any, **more: Any) -> BuiltBatch:
+            raise ZeroDivisionError("division by zero")
+
+        bench = Bench(train_batch_size=1, build_batch=broken)
         bench.submit(*group_rows("a"))
         bench.make_batches()
         with pytest.raises(BatchFailedError, match="division by zero"):

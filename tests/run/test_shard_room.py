@@ -6,12 +6,15 @@ import threading
 
 import pytest
 
+from gristmill._wire.steps import Steps
 from gristmill.errors import FailedPreconditionError, NotFoundError, UnavailableError
+from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.run.machine.answers import BatchState, Position
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.runs import Runs
 from gristmill_service.run.shard_room import ShardRoom
-from tests.run.harness import CONFIG, Bench, BuildBatch, Shelf, group_rows, table, wait_until
+from tests.run.harness import CONFIG, Bench, BuildBatch, Built, Shelf, group_rows, table, wait_until
 from tests.run.test_served_bytes import PATIENCE_S, await_batch
 
 
@@ -73,7 +76,16 @@ def test_one_runs_full_store_and_long_build_delay_no_other_run() -> None:
     gate = threading.Event()
 
     class SlowForOne(BuildBatch):
-        def __call__(self, steps, config, *, run, batch, policy_version, timed):  # type: ignore[no-untyped-def]
+        def __call__(
+            self,
+            steps: Steps,
+            config: RunConfig,
+            *,
+            run: str,
+            batch: int,
+            policy_version: int | None,
+            timed: StageTimer,
+        ) -> Built:
             if run == "slow":
                 gate.wait(PATIENCE_S)
             return super().__call__(steps, config, run=run, batch=batch, policy_version=policy_version, timed=timed)
@@ -112,7 +124,7 @@ def test_an_acknowledgement_does_not_fail_for_shards_that_cannot_be_removed_and_
         def free(self, run: str, batch: int) -> None:
             if self.is_stuck:
                 raise error
-            super().free(run, batch)  # type: ignore[no-untyped-call]
+            super().free(run, batch)
 
     shelf = Stuck()
     bench = Bench(train_batch_size=1, store=shelf)

@@ -6,7 +6,9 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -39,9 +41,9 @@ class SlowAppends:
         self._append = bench.log.append
         self.entered, self.go_on = threading.Event(), threading.Event()
         self.error: Exception | None = None
-        bench.log.append = self.append
+        bench.log.append = self.append  # type: ignore[method-assign]
 
-    def append(self, record: bytes, tables: object = ()) -> None:
+    def append(self, record: bytes, tables: Collection[int] = ()) -> None:
         self.entered.set()
         assert self.go_on.wait(PATIENCE_S)
         if self.error is not None:
@@ -49,7 +51,7 @@ class SlowAppends:
         self._append(record, tables)
 
 
-def begun(**settings: object) -> Bench:
+def begun(**settings: Any) -> Bench:
     """A run that has begun its groups and knows what its rows are like."""
     bench = Bench(max_buffered_batches=50, **settings)
     bench.begin("first", *(f"u{number}" for number in range(40)))
@@ -203,6 +205,7 @@ def test_a_deleted_run_leaves_memory_without_the_garbage_collector(is_collected:
     with pytest.raises(GristmillError):
         run.submit(table(row("u9", sample=99)))
     steps = next(iter(run._writer.rows._tables.values())).steps
+    assert steps is not None
     gone = weakref.ref(run if is_collected else steps.tokens.values)
     gc.collect()
     gc.disable()

@@ -45,10 +45,11 @@ def submit(service: ServiceProcess, run: str, rows: list[dict[str, Any]], *metad
     """The id that the answer has."""
     with grpc.insecure_channel(service.grpc_address) as channel:
         request = rollout_pb2.SubmitRowsRequest(run=run, rows=rows_message(rows))
-        _, call = rollout_pb2_grpc.RolloutServiceStub(channel).SubmitRows.with_call(
+        _, call = rollout_pb2_grpc.RolloutServiceStub(channel).SubmitRows.with_call(  # type: ignore[no-untyped-call]
             request, timeout=30, metadata=metadata
         )
-        return dict(call.trailing_metadata())[ID]
+        trailers: dict[str, str] = dict(call.trailing_metadata())
+        return trailers[ID]
 
 
 def test_a_rows_request_leads_to_its_batch(telling: ServiceProcess) -> None:

@@ -46,7 +46,7 @@ def service(collector: Collector, start_service: StartService, tmp_path: Path) -
 def submit(address: str, run: str, rows: list[dict[str, object]], *metadata: tuple[str, str]) -> None:
     with grpc.insecure_channel(address) as channel:
         request = rollout_pb2.SubmitRowsRequest(run=run, rows=rows_message(rows))
-        rollout_pb2_grpc.RolloutServiceStub(channel).SubmitRows(request, timeout=30, metadata=metadata)
+        rollout_pb2_grpc.RolloutServiceStub(channel).SubmitRows(request, timeout=30, metadata=metadata)  # type: ignore[no-untyped-call]
 
 
 def test_a_call_is_a_span_in_its_callers_trace(collector: Collector, service: ServiceProcess) -> None:

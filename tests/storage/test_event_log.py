@@ -1,7 +1,11 @@
 """The log's file: what is left of it when a process or a disk dies."""
 
+from __future__ import annotations
+
 import os
 import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,7 +15,7 @@ from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill_service.storage.journal.event_log import EventLog
 
 
-def new_log(directory):
+def new_log(directory: Path) -> EventLog:
     EventLog.create(directory)
     log = EventLog(directory)
     log.replay()
@@ -20,7 +24,9 @@ def new_log(directory):
 
 class TestTornTail:
     @given(st.lists(st.binary(max_size=40), min_size=1, max_size=5), st.data())
-    def test_whatever_is_cut_off_the_records_before_it_stay(self, tmp_path_factory, records, data):
+    def test_whatever_is_cut_off_the_records_before_it_stay(
+        self, tmp_path_factory: pytest.TempPathFactory, records: list[bytes], data: st.DataObject
+    ) -> None:
         directory = tmp_path_factory.mktemp("log")
         log = new_log(directory)
         ends = []
@@ -44,8 +50,8 @@ class TestTornTail:
 
     @given(st.data())
     def test_a_changed_byte_ends_the_log_before_it_and_is_refused_where_whole_records_follow(
-        self, tmp_path_factory, data
-    ):
+        self, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    ) -> None:
         directory = tmp_path_factory.mktemp("log")
         log = new_log(directory)
         begin = log._end
@@ -67,11 +73,11 @@ class TestTornTail:
         log.close()
         shutil.rmtree(directory)
 
-    def test_what_a_failed_write_left_is_no_record(self, tmp_path, monkeypatch):
+    def test_what_a_failed_write_left_is_no_record(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         log = new_log(tmp_path)
         log.append(b"kept")
 
-        def fail(descriptor, buffers, offset):
+        def fail(descriptor: int, buffers: Sequence[bytes], offset: int) -> None:
             os.pwrite(descriptor, b"".join(map(bytes, buffers))[:-1], offset)
             raise OSError(28, "No space left on device")
 
@@ -87,7 +93,7 @@ class TestTornTail:
         assert not replay.is_short(), "nothing that was appended is missing"
         log.close()
 
-    def test_a_replay_that_cut_a_torn_tail_is_short(self, tmp_path):
+    def test_a_replay_that_cut_a_torn_tail_is_short(self, tmp_path: Path) -> None:
         log = new_log(tmp_path)
         log.append(b"kept")
         log.append(b"torn")
@@ -98,7 +104,7 @@ class TestTornTail:
         assert not log.replay().is_short(), "it was cut"
         log.close()
 
-    def test_a_log_that_is_damaged_at_its_beginning_is_refused_and_stays_as_it_is(self, tmp_path):
+    def test_a_log_that_is_damaged_at_its_beginning_is_refused_and_stays_as_it_is(self, tmp_path: Path) -> None:
         log = new_log(tmp_path)
         log.append(b"kept")
         log.close()
@@ -111,7 +117,7 @@ class TestTornTail:
             assert path.read_bytes() == damaged
             log.close()
 
-    def test_a_compaction_that_did_not_end_leaves_the_log_as_it_was(self, tmp_path):
+    def test_a_compaction_that_did_not_end_leaves_the_log_as_it_was(self, tmp_path: Path) -> None:
         log = new_log(tmp_path)
         log.append(b"one")
         log.close()
@@ -121,11 +127,13 @@ class TestTornTail:
         log.close()
         assert not (tmp_path / "events-000001.draft").exists()
 
-    def test_a_compaction_whose_directory_cannot_be_synced_leaves_the_log_as_it_was(self, tmp_path, monkeypatch):
+    def test_a_compaction_whose_directory_cannot_be_synced_leaves_the_log_as_it_was(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         log = new_log(tmp_path)
         log.append(b"one")
 
-        def fail(directory):
+        def fail(directory: Path) -> None:
             raise OSError(5, "Input/output error")
 
         with monkeypatch.context() as patched:
@@ -139,18 +147,19 @@ class TestTornTail:
         log.close()
 
 
-def test_a_directory_without_a_log_is_refused(tmp_path):
+def test_a_directory_without_a_log_is_refused(tmp_path: Path) -> None:
     (tmp_path / "events-old.log").touch()
     with pytest.raises(InvalidArgumentError, match="has no event log; restore it, or remove the run"):
         EventLog(tmp_path)
 
 
-def test_a_closed_log_takes_nothing_and_may_be_closed_again(tmp_path):
+def test_a_closed_log_takes_nothing_and_may_be_closed_again(tmp_path: Path) -> None:
     log = new_log(tmp_path)
     log.append(b"one")
     log.close()
     other = os.open(tmp_path / "other", os.O_CREAT | os.O_RDWR)
-    for call in (lambda: log.append(b"two"), lambda: log.compact(b"all"), log.sync):
+    calls: list[Callable[[], object]] = [lambda: log.append(b"two"), lambda: log.compact(b"all"), log.sync]
+    for call in calls:
         with pytest.raises(UnavailableError, match="closed meanwhile"):
             call()
     log.close()

@@ -1,12 +1,16 @@
 """Shards written by two threads: all of them or an error, and nobody still at it afterwards."""
 
+from __future__ import annotations
+
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from gristmill_service.pipeline.iovec import Region
+from gristmill_service.pipeline.iovec import Iovec, Region
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.storage import shard_files
 from gristmill_service.storage.shard_files import write_shards
@@ -15,43 +19,47 @@ from gristmill_service.storage.shard_files import write_shards
 class Source:
     """A shard of one byte repeated; `before` is called by the thread that is about to write it."""
 
-    def __init__(self, rank, size=1000, before=lambda: None):
+    def __init__(self, rank: int, size: int = 1000, before: Callable[[], object] = lambda: None) -> None:
         self.address, self.size, self._before = ShardAddress("policy", 0, rank), size, before
         self.region = Region(bytes([rank % 256]) * size)
 
-    def iovec(self):
+    def iovec(self) -> Iovec:
         self._before()
         return self.region.whole()
 
+    def compact(self) -> Iovec:
+        return self.iovec()
 
-def written(directory):
+
+def written(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.glob("policy-000/*")}
 
 
-def test_every_shard_is_written_once_and_told_once(tmp_path):
-    sources, told = [Source(rank, size=rank * 10) for rank in range(100)], []
+def test_every_shard_is_written_once_and_told_once(tmp_path: Path) -> None:
+    sources = [Source(rank, size=rank * 10) for rank in range(100)]
+    told: list[int] = []
     sizes = write_shards(tmp_path, sources, told.append)
     assert sizes == {source.address: source.size for source in sources}
     assert sorted(told) == sorted(sizes.values())
     assert written(tmp_path) == {f"rank-{s.address.rank:03d}.safetensors": s.region.array.tobytes() for s in sources}
 
 
-def test_no_shards_are_no_files(tmp_path):
+def test_no_shards_are_no_files(tmp_path: Path) -> None:
     assert write_shards(tmp_path, []) == {}
 
 
-def test_two_threads_write(tmp_path):
+def test_two_threads_write(tmp_path: Path) -> None:
     both = threading.Barrier(2, timeout=30)
     write_shards(tmp_path, [Source(0, before=both.wait), Source(1, before=both.wait)])
     assert len(written(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("failing", [0, 1, 7])
-def test_an_error_of_either_thread_is_raised_when_nothing_is_written_any_more(tmp_path, failing):
-    def fail():
+def test_an_error_of_either_thread_is_raised_when_nothing_is_written_any_more(tmp_path: Path, failing: int) -> None:
+    def fail() -> None:
         raise OSError("no room")
 
-    def slow():
+    def slow() -> None:
         time.sleep(0.01)
 
     sources = [Source(rank, before=fail if rank == failing else slow) for rank in range(40)]
@@ -63,10 +71,10 @@ def test_an_error_of_either_thread_is_raised_when_nothing_is_written_any_more(tm
     assert written(tmp_path) == left
 
 
-def test_batches_written_at_the_same_time_do_not_wait_for_the_one_helper(tmp_path):
+def test_batches_written_at_the_same_time_do_not_wait_for_the_one_helper(tmp_path: Path) -> None:
     busy, release = threading.Event(), threading.Event()
 
-    def hold():
+    def hold() -> None:
         busy.set()
         release.wait(30)
 

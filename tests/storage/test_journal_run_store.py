@@ -1,8 +1,11 @@
 """Runs in a journal's directory, and what is found there after a process or a disk died."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,19 +18,20 @@ from gristmill.errors import (
     UnavailableError,
 )
 from gristmill_service.storage.journal.disk_room import DiskRoom
+from gristmill_service.storage.journal.run_log import Fsync
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from tests.storage.tables import any_table, same, whole
 
 
 @pytest.fixture
-def store(tmp_path: Path):
+def store(tmp_path: Path) -> Iterator[JournalRunStore]:
     store = JournalRunStore(tmp_path / "journal")
     yield store
     store.close()
 
 
 class TestRunStore:
-    def test_a_run_is_there_again_with_its_configuration_records_and_rows(self, tmp_path):
+    def test_a_run_is_there_again_with_its_configuration_records_and_rows(self, tmp_path: Path) -> None:
         store = JournalRunStore(tmp_path)
         log = store.create("a/run", b'{"dp_size":2}')
         assert (log.replay().snapshot, list(log.replay().records)) == (None, [])
@@ -46,7 +50,7 @@ class TestRunStore:
         assert same(kept, any_table()), "views outlive the log that gave them"
         again.close()
 
-    def test_a_snapshot_stands_for_what_was_before_it(self, store):
+    def test_a_snapshot_stands_for_what_was_before_it(self, store: JournalRunStore) -> None:
         log = store.create("run", b"{}")
         log.replay()
         log.append(b"before")
@@ -56,7 +60,7 @@ class TestRunStore:
         replay = store.open("run").replay()
         assert (replay.snapshot, list(replay.records)) == (b"all before", [b"after"])
 
-    def test_a_log_is_long_once_it_is_much_longer_than_its_snapshot(self, store):
+    def test_a_log_is_long_once_it_is_much_longer_than_its_snapshot(self, store: JournalRunStore) -> None:
         log = store.create("run", b"{}")
         log.replay()
         while not log.is_long:
@@ -68,7 +72,7 @@ class TestRunStore:
             log.append(bytes(1 << 20))
         assert log.is_long
 
-    def test_runs_are_created_once_and_deleted_whole(self, store, tmp_path):
+    def test_runs_are_created_once_and_deleted_whole(self, store: JournalRunStore, tmp_path: Path) -> None:
         log = store.create("run", b"{}")
         with pytest.raises(AlreadyExistsError):
             store.create("run", b"{}")
@@ -81,29 +85,31 @@ class TestRunStore:
         with pytest.raises(NotFoundError):
             store.open("run")
 
-    def test_a_directory_is_one_process_at_a_time(self, store, tmp_path):
+    def test_a_directory_is_one_process_at_a_time(self, store: JournalRunStore, tmp_path: Path) -> None:
         with pytest.raises(FailedPreconditionError, match="in use by another gristmill"):
             JournalRunStore(tmp_path / "journal")
 
-    def test_a_newer_format_is_refused_with_the_remedy(self, store, tmp_path):
+    def test_a_newer_format_is_refused_with_the_remedy(self, store: JournalRunStore, tmp_path: Path) -> None:
         store.create("run", b"{}").close()
         description = tmp_path / "journal" / "run-run" / "run.json"
         description.write_text(description.read_text().replace('"format":1', '"format":2'))
         with pytest.raises(InvalidArgumentError, match="has format 2 and this version reads up to 1; use a newer"):
             store.open("run")
 
-    def test_what_a_dead_process_had_half_created_or_deleted_is_removed(self, tmp_path):
+    def test_what_a_dead_process_had_half_created_or_deleted_is_removed(self, tmp_path: Path) -> None:
         (tmp_path / ".creating-1").mkdir()
         (tmp_path / ".deleted-1").mkdir()
         JournalRunStore(tmp_path).close()
         assert {path.name for path in tmp_path.iterdir()} == {"lock", "reserve"}
 
-    def test_a_full_file_system_refuses_and_goes_on_when_there_is_room(self, tmp_path, monkeypatch):
+    def test_a_full_file_system_refuses_and_goes_on_when_there_is_room(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         store = JournalRunStore(tmp_path)
         log = store.create("run", b"{}")
         log.replay()
 
-        def full(*_):
+        def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patched:
@@ -124,7 +130,7 @@ class TestRunStore:
 
 
 class TestIdentity:
-    def test_a_run_keeps_its_identity_and_another_of_its_name_has_another(self, store):
+    def test_a_run_keeps_its_identity_and_another_of_its_name_has_another(self, store: JournalRunStore) -> None:
         log = store.create("run", b"{}")
         first = log.run_id
         assert len(first) == 32
@@ -133,7 +139,7 @@ class TestIdentity:
         store.delete("run")
         assert store.create("run", b"{}").run_id != first
 
-    def test_a_directory_that_was_copied_is_no_other_run(self, store, tmp_path):
+    def test_a_directory_that_was_copied_is_no_other_run(self, store: JournalRunStore, tmp_path: Path) -> None:
         store.create("run", b"{}").close()
         shutil.copytree(tmp_path / "journal" / "run-run", tmp_path / "journal" / "run-copy")
         with pytest.raises(InvalidArgumentError, match="is of run 'run', not of 'copy'; move it back, or remove"):
@@ -143,7 +149,7 @@ class TestIdentity:
         with pytest.raises(InvalidArgumentError, match="is of run 'run', not of 'hash-0"):
             store.open(f"hash-{64 * '0'}")
 
-    def test_a_name_that_looks_like_a_directory_is_a_name(self, store):
+    def test_a_name_that_looks_like_a_directory_is_a_name(self, store: JournalRunStore) -> None:
         name = f"hash-{64 * '1'}"
         store.create(name, b"{}").close()
         assert store.names() == [name]
@@ -155,7 +161,7 @@ class TestIdentity:
 class Machine:
     """Runs one process after another on a journal; each finds what the one before it left when it was killed."""
 
-    def __init__(self, directory, fsync):
+    def __init__(self, directory: Path, fsync: Fsync) -> None:
         self.directory, self._fsync = directory, fsync
         self.mark = directory / "run-run" / "boot-id"
         self._store = JournalRunStore(directory, fsync)
@@ -163,13 +169,13 @@ class Machine:
         self.log.replay()
         self.log.append(b"one")
 
-    def restart_process(self):
+    def restart_process(self) -> bool:
         self._store.close()
         self._store = JournalRunStore(self.directory, self._fsync)
         self.log = self._store.open("run")
         return self.log.replay().is_short()
 
-    def go_down(self):
+    def go_down(self) -> None:
         """As a log looks to a later boot; what is on the disk stays."""
         if self.mark.exists():
             self.mark.write_text("another boot")
@@ -177,7 +183,7 @@ class Machine:
 
 class TestMachineThatWentDown:
     @pytest.mark.parametrize("fsync", ["interval", "never"])
-    def test_a_log_that_was_open_may_be_short_until_a_record_notes_that(self, tmp_path, fsync):
+    def test_a_log_that_was_open_may_be_short_until_a_record_notes_that(self, tmp_path: Path, fsync: Fsync) -> None:
         machine = Machine(tmp_path, fsync)
         machine.go_down()
         assert machine.restart_process()
@@ -193,25 +199,25 @@ class TestMachineThatWentDown:
         machine.log.close()
         assert not machine.restart_process()
 
-    def test_a_process_that_was_killed_left_all_to_the_machine(self, tmp_path):
+    def test_a_process_that_was_killed_left_all_to_the_machine(self, tmp_path: Path) -> None:
         machine = Machine(tmp_path, "never")
         assert machine.mark.exists()
         assert not machine.restart_process()
 
     @pytest.mark.parametrize("fsync", ["interval", "never"])
-    def test_a_log_that_was_closed_is_safe(self, tmp_path, fsync):
+    def test_a_log_that_was_closed_is_safe(self, tmp_path: Path, fsync: Fsync) -> None:
         machine = Machine(tmp_path, fsync)
         machine.log.close()
         machine.go_down()
         assert not machine.restart_process()
 
-    def test_what_is_synced_before_it_is_answered_is_safe(self, tmp_path):
+    def test_what_is_synced_before_it_is_answered_is_safe(self, tmp_path: Path) -> None:
         machine = Machine(tmp_path, "always")
         machine.log.sync()
         machine.go_down()
         assert not machine.restart_process()
 
-    def test_a_log_that_was_written_under_another_setting_may_be_short(self, tmp_path):
+    def test_a_log_that_was_written_under_another_setting_may_be_short(self, tmp_path: Path) -> None:
         machine = Machine(tmp_path, "always")
         machine.mark.write_text("another boot")
         assert machine.restart_process()
@@ -225,7 +231,9 @@ class TestDamage:
 
     @pytest.mark.parametrize("name", ["a/run", "日本語" * 40])
     @pytest.mark.parametrize("content", ["", "{", '{"format":1}', '{"format":2,"run":7}', "[]", None])
-    def test_a_run_without_its_description_is_listed_refused_and_removed(self, store, tmp_path, name, content):
+    def test_a_run_without_its_description_is_listed_refused_and_removed(
+        self, store: JournalRunStore, tmp_path: Path, name: str, content: str | None
+    ) -> None:
         store.create("good", b"{}").close()
         store.create(name, b"{}").close()
         (path,) = {one.parent for one in (tmp_path / "journal").rglob("run.json")} - {tmp_path / "journal" / "run-good"}
@@ -240,7 +248,7 @@ class TestDamage:
         store.delete(damaged)
         assert store.names() == ["good"]
 
-    def test_a_run_of_a_newer_format_is_listed(self, store, tmp_path):
+    def test_a_run_of_a_newer_format_is_listed(self, store: JournalRunStore, tmp_path: Path) -> None:
         store.create("日本語" * 40, b"{}").close()
         (description,) = (tmp_path / "journal").rglob("run.json")
         description.write_text(description.read_text().replace('"format":1', '"format":2'))
@@ -248,18 +256,18 @@ class TestDamage:
         with pytest.raises(InvalidArgumentError, match="has format 2 and this version reads up to 1"):
             store.open("日本語" * 40)
 
-    def test_a_run_without_its_log_is_refused(self, store, tmp_path):
+    def test_a_run_without_its_log_is_refused(self, store: JournalRunStore, tmp_path: Path) -> None:
         store.create("run", b"{}").close()
         (tmp_path / "journal" / "run-run" / "events-000000.log").unlink()
         with pytest.raises(InvalidArgumentError, match="has no event log; restore it, or remove the run"):
             store.open("run")
 
-    def test_what_is_no_run_is_not_listed(self, store, tmp_path):
+    def test_what_is_no_run_is_not_listed(self, store: JournalRunStore, tmp_path: Path) -> None:
         for name in ("run-a b", "lost+found", "hash-1"):
             (tmp_path / "journal" / name).mkdir()
         assert store.names() == []
 
-    def test_a_long_name_is_listed_after_a_restart(self, store):
+    def test_a_long_name_is_listed_after_a_restart(self, store: JournalRunStore) -> None:
         store.create("日本語" * 40, b"{}").close()
         assert store.names() == ["日本語" * 40]
 
@@ -275,15 +283,19 @@ class TestCreation:
             b"{",
         ],
     )
-    def test_a_configuration_that_could_not_be_read_again_leaves_nothing(self, store, tmp_path, config):
+    def test_a_configuration_that_could_not_be_read_again_leaves_nothing(
+        self, store: JournalRunStore, tmp_path: Path, config: bytes
+    ) -> None:
         before = {*(tmp_path / "journal").iterdir()}
         with pytest.raises(InvalidArgumentError, match="run 'run': its configuration cannot be stored as JSON"):
             store.create("run", config)
         assert {*(tmp_path / "journal").iterdir()} == before
 
     @pytest.mark.parametrize("fails", ["sync_directory", "JournalRunLog"])
-    def test_a_creation_that_fails_after_the_run_has_its_name_leaves_nothing(self, store, tmp_path, monkeypatch, fails):
-        def fail(*_):
+    def test_a_creation_that_fails_after_the_run_has_its_name_leaves_nothing(
+        self, store: JournalRunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+    ) -> None:
+        def fail(*_: object) -> None:
             raise OSError(5, "Input/output error")
 
         before = {*(tmp_path / "journal").iterdir()}
@@ -295,7 +307,7 @@ class TestCreation:
         store.create("run", b"{}").close()
 
     @pytest.mark.parametrize("umask", [0, 0o022, 0o077])
-    def test_files_are_their_owners_alone_whatever_the_umask(self, tmp_path, umask):
+    def test_files_are_their_owners_alone_whatever_the_umask(self, tmp_path: Path, umask: int) -> None:
         before = os.umask(umask)
         try:
             store = JournalRunStore(tmp_path / "new" / "journal", "interval")
@@ -315,7 +327,7 @@ class TestCreation:
 
 
 class TestOpenLogs:
-    def test_a_log_that_is_opened_anew_is_closed(self, store):
+    def test_a_log_that_is_opened_anew_is_closed(self, store: JournalRunStore) -> None:
         before = store.create("run", b"{}")
         before.replay()
         after = store.open("run")
@@ -327,7 +339,7 @@ class TestOpenLogs:
         before.close()
         assert list(store.open("run").replay().records) == [b"one"]
 
-    def test_a_deleted_run_does_nothing_to_another_of_its_name(self, store, tmp_path):
+    def test_a_deleted_run_does_nothing_to_another_of_its_name(self, store: JournalRunStore, tmp_path: Path) -> None:
         """Whoever still has its log may go on to use it."""
         before = store.create("run", b"{}")
         before.replay()
@@ -355,7 +367,7 @@ class TestOpenLogs:
         assert same(after.get(kept), any_table(7))
         after.close()
 
-    def test_the_lock_is_given_back_once(self, tmp_path):
+    def test_the_lock_is_given_back_once(self, tmp_path: Path) -> None:
         store = JournalRunStore(tmp_path)
         store.close()
         other = JournalRunStore(tmp_path)
@@ -376,7 +388,12 @@ def test_what_a_killed_process_left_is_on_the_disk_before_it_is_told(
 
     synced: list[str] = []
     real = os.fdatasync
-    monkeypatch.setattr(os, "fdatasync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), real(file)))
+
+    def noted(file: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{file}"))
+        real(file)
+
+    monkeypatch.setattr(os, "fdatasync", noted)
     store = JournalRunStore(tmp_path, "always")
     log = store.open("run")
     assert list(log.replay().records) == [b"one"]

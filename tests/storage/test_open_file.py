@@ -1,8 +1,11 @@
 """Descriptors whose number is never used after it could be another file's."""
 
+from __future__ import annotations
+
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -10,12 +13,12 @@ from gristmill.errors import UnavailableError
 from gristmill_service.storage.journal.open_file import OpenFile
 
 
-def opened(path):
+def opened(path: Path) -> tuple[OpenFile, int]:
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
     return OpenFile(path, descriptor), descriptor
 
 
-def is_open(descriptor):
+def is_open(descriptor: int) -> bool:
     try:
         os.fstat(descriptor)
     except OSError:
@@ -23,7 +26,7 @@ def is_open(descriptor):
     return True
 
 
-def test_a_file_is_closed_when_its_last_user_leaves(tmp_path):
+def test_a_file_is_closed_when_its_last_user_leaves(tmp_path: Path) -> None:
     file, descriptor = opened(tmp_path / "file")
     with file.use() as one:
         with file.use() as other:
@@ -34,7 +37,7 @@ def test_a_file_is_closed_when_its_last_user_leaves(tmp_path):
     assert not is_open(descriptor)
 
 
-def test_a_closed_file_has_no_more_users_and_says_why(tmp_path):
+def test_a_closed_file_has_no_more_users_and_says_why(tmp_path: Path) -> None:
     file, descriptor = opened(tmp_path / "file")
     with file.use():
         file.close()
@@ -45,7 +48,7 @@ def test_a_closed_file_has_no_more_users_and_says_why(tmp_path):
     assert not is_open(descriptor)
 
 
-def test_closing_again_closes_nothing_of_anybody_else(tmp_path):
+def test_closing_again_closes_nothing_of_anybody_else(tmp_path: Path) -> None:
     file, descriptor = opened(tmp_path / "file")
     file.close()
     _, reused = opened(tmp_path / "another")
@@ -55,7 +58,7 @@ def test_closing_again_closes_nothing_of_anybody_else(tmp_path):
     os.close(reused)
 
 
-def test_a_user_that_fails_has_left(tmp_path):
+def test_a_user_that_fails_has_left(tmp_path: Path) -> None:
     file, descriptor = opened(tmp_path / "file")
     with pytest.raises(ValueError, match="failed"), file.use():
         raise ValueError("failed")
@@ -63,7 +66,7 @@ def test_a_user_that_fails_has_left(tmp_path):
     assert not is_open(descriptor)
 
 
-def write(file, name, begun):
+def write(file: OpenFile, name: bytes, begun: threading.Event) -> None:
     try:
         for _ in range(20):
             with file.use() as descriptor:
@@ -73,12 +76,12 @@ def write(file, name, begun):
         begun.set()
 
 
-def test_files_that_are_closed_while_they_are_written_hold_their_own_bytes_alone(tmp_path):
+def test_files_that_are_closed_while_they_are_written_hold_their_own_bytes_alone(tmp_path: Path) -> None:
     foreign = []
 
-    def live(name):
+    def live(name: bytes) -> None:
         for number in range(200):
-            path, begun = tmp_path / f"{name}-{number}", threading.Event()
+            path, begun = tmp_path / f"{name!r}-{number}", threading.Event()
             file, _ = opened(path)
             writing = threading.Thread(target=write, args=(file, name, begun))
             writing.start()

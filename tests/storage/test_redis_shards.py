@@ -1,7 +1,12 @@
 """Shards in Redis: what is kept, what is left behind, and what goes wrong."""
 
+from __future__ import annotations
+
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -9,6 +14,7 @@ import redis
 from gristmill._wire.compact_shards import restore
 from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError, UnavailableError
 from gristmill_service.pipeline import build_batch
+from gristmill_service.pipeline.iovec import Iovec
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.storage.redis import shard_store
 from gristmill_service.storage.redis.run_store import RedisRunStore
@@ -22,43 +28,45 @@ from tests.storage.test_stores import FIRST, SECOND, Source, sources
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     with RedisServer(tmp_path_factory.mktemp("redis"), appendonly="no") as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
     with RedisCluster(tmp_path_factory.mktemp("cluster")) as started:
         yield started
 
 
-def cluster_client(cluster):
+def cluster_client(cluster: RedisCluster) -> redis.RedisCluster:
     return redis.cluster.RedisCluster(host="127.0.0.1", port=cluster.nodes[0].port, protocol=2)
 
 
 @pytest.fixture
-def client(server):
+def client(server: RedisServer) -> redis.Redis:
     made = server.client()
     made.flushall()
     return made
 
 
 @pytest.fixture
-def store(client):
+def store(client: redis.Redis) -> RedisShardStore:
     return RedisShardStore(client, OpenFence(client))
 
 
 @pytest.fixture
-def small_values(monkeypatch):
+def small_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_store, "VALUE_BYTES", 100)
 
 
-def read_shard(store, address=FIRST, batch=0):
+def read_shard(store: RedisShardStore, address: ShardAddress = FIRST, batch: int = 0) -> bytes:
     return b"".join(store.read("run", batch, address))
 
 
-def test_real_shards_come_back_as_their_files_and_rest_in_a_fraction(store, client):
+def test_real_shards_come_back_as_their_files_and_rest_in_a_fraction(
+    store: RedisShardStore, client: redis.Redis
+) -> None:
     work = workload("short")
     batch = build_batch(work.steps, work.config("prefix"), run="run", batch=0)
     nbytes = store.publish("run", 0, b"{}", batch.shards)
@@ -71,7 +79,9 @@ def test_real_shards_come_back_as_their_files_and_rest_in_a_fraction(store, clie
     assert nbytes == kept - client.strlen(store._keys("run").index(0))
 
 
-def test_a_batch_that_is_published_again_is_replaced_and_the_old_one_leaves_nothing(store, client):
+def test_a_batch_that_is_published_again_is_replaced_and_the_old_one_leaves_nothing(
+    store: RedisShardStore, client: redis.Redis
+) -> None:
     store.publish("run", 0, b"{}", sources(first=b"x" * 50))
     before = len(client.keys())
     store.publish("run", 0, b"new", sources(first=b"another", second=b"one"))
@@ -82,7 +92,7 @@ def test_a_batch_that_is_published_again_is_replaced_and_the_old_one_leaves_noth
 
 
 @pytest.mark.usefixtures("small_values")
-def test_large_shards_stand_in_several_values(store, client):
+def test_large_shards_stand_in_several_values(store: RedisShardStore, client: redis.Redis) -> None:
     data = bytes(range(250)) * 2
     store.publish("run", 0, b"{}", sources(first=data))
     pieces = list(store.read_compact("run", 0, FIRST))
@@ -93,7 +103,7 @@ def test_large_shards_stand_in_several_values(store, client):
 
 @pytest.mark.usefixtures("small_values")
 @pytest.mark.parametrize("run", ["run", "{brace} and\nspace", "a*[b]?"])
-def test_freed_batches_and_deleted_runs_leave_no_key(store, client, run):
+def test_freed_batches_and_deleted_runs_leave_no_key(store: RedisShardStore, client: redis.Redis, run: str) -> None:
     for batch in range(3):
         store.publish(run, batch, b"{}", sources(first=b"x" * 1000))
     store.free(run, 1)
@@ -101,13 +111,14 @@ def test_freed_batches_and_deleted_runs_leave_no_key(store, client, run):
         store.plan(run, 1)
     assert store.plan(run, 2) == b"{}"
     for key in client.keys("*"):
+        assert isinstance(key, bytes)
         bare = key.replace(b"{", b"", 1).replace(b"}", b"", 1) if b":batch:" in key else key
         assert not set(b"{} \n") & set(bare), "only an index has a hash tag"
     store.delete_run(run)
     assert client.keys() == []
 
 
-def test_a_run_that_looks_like_a_pattern_deletes_itself_alone(store):
+def test_a_run_that_looks_like_a_pattern_deletes_itself_alone(store: RedisShardStore) -> None:
     store.publish("run", 0, b"{}", sources())
     for other in ("r*", "ru?", "[r]un", "*"):
         store.publish(other, 0, b"other", sources())
@@ -115,7 +126,7 @@ def test_a_run_that_looks_like_a_pattern_deletes_itself_alone(store):
     assert store.plan("run", 0) == b"{}"
 
 
-def test_stores_with_prefixes_of_their_own_share_a_server(client):
+def test_stores_with_prefixes_of_their_own_share_a_server(client: redis.Redis) -> None:
     one, other = (RedisShardStore(client, OpenFence(client), prefix) for prefix in ("gm*", "gmx"))
     for store in (one, other):
         store.publish("run", 0, store._prefix.encode(), sources())
@@ -123,20 +134,22 @@ def test_stores_with_prefixes_of_their_own_share_a_server(client):
     assert other.plan("run", 0) == b"gmx"
 
 
-def test_a_publication_that_died_half_way_goes_with_its_run(store, client):
+def test_a_publication_that_died_half_way_goes_with_its_run(store: RedisShardStore, client: redis.Redis) -> None:
     client.set("gristmill:run:shard:0123:policy:0:0:0", b"left behind")
     store.publish("run", 0, b"{}", sources())
     store.delete_run("run")
     assert client.keys() == []
 
 
-def test_a_batch_that_fails_half_way_leaves_no_key(store, client):
+def test_a_batch_that_fails_half_way_leaves_no_key(store: RedisShardStore, client: redis.Redis) -> None:
     with pytest.raises(ValueError, match="no rows"):
         store.publish("run", 0, b"{}", [Source(b"good", FIRST), Source(b"bad!", SECOND, fails=ValueError("no rows"))])
     assert client.keys() == []
 
 
-def test_a_full_redis_refuses_the_batch_and_keeps_nothing_of_it_but_the_one_before(store, client):
+def test_a_full_redis_refuses_the_batch_and_keeps_nothing_of_it_but_the_one_before(
+    store: RedisShardStore, client: redis.Redis
+) -> None:
     store.publish("run", 0, b"old", sources())
     before = set(client.keys())
     client.config_set("maxmemory", client.info("memory")["used_memory"] + (1 << 20))
@@ -149,7 +162,9 @@ def test_a_full_redis_refuses_the_batch_and_keeps_nothing_of_it_but_the_one_befo
     assert store.plan("run", 0) == b"old"
 
 
-def test_a_shard_is_whole_or_said_to_be_gone_when_its_batch_is_freed_while_it_is_read(store, small_values):
+def test_a_shard_is_whole_or_said_to_be_gone_when_its_batch_is_freed_while_it_is_read(
+    store: RedisShardStore, small_values: None
+) -> None:
     store.publish("run", 0, b"{}", sources(first=b"x" * 1000))
     pieces = store.read_compact("run", 0, FIRST)
     next(pieces)
@@ -158,7 +173,9 @@ def test_a_shard_is_whole_or_said_to_be_gone_when_its_batch_is_freed_while_it_is
         next(pieces)
 
 
-def test_a_shard_that_is_replaced_while_it_is_read_has_to_be_read_again(store, small_values):
+def test_a_shard_that_is_replaced_while_it_is_read_has_to_be_read_again(
+    store: RedisShardStore, small_values: None
+) -> None:
     store.publish("run", 0, b"{}", sources(first=b"x" * 1000))
     pieces = store.read_compact("run", 0, FIRST)
     next(pieces)
@@ -167,11 +184,11 @@ def test_a_shard_that_is_replaced_while_it_is_read_has_to_be_read_again(store, s
         next(pieces)
 
 
-def test_readers_see_one_publication_or_the_next(store, small_values):
+def test_readers_see_one_publication_or_the_next(store: RedisShardStore, small_values: None) -> None:
     problems = []
     done = threading.Event()
 
-    def keep_reading():
+    def keep_reading() -> None:
         while not done.is_set():
             seen = read_shard(store)
             if len(seen) != 1000 or len(set(seen)) != 1:
@@ -189,7 +206,7 @@ def test_readers_see_one_publication_or_the_next(store, small_values):
     assert problems == []
 
 
-def test_an_evicted_part_is_said_to_be_lost(store, client):
+def test_an_evicted_part_is_said_to_be_lost(store: RedisShardStore, client: redis.Redis) -> None:
     store.publish("run", 0, b"{}", sources())
     (key,) = client.keys("*:policy:0:0:0")
     client.delete(key)
@@ -197,19 +214,19 @@ def test_an_evicted_part_is_said_to_be_lost(store, client):
         read_shard(store)
 
 
-def test_a_batch_of_a_newer_format_is_refused(store, client):
+def test_a_batch_of_a_newer_format_is_refused(store: RedisShardStore, client: redis.Redis) -> None:
     store.publish("run", 0, b"{}", sources())
     client.setrange("{gristmill:run}:batch:0", 0, b"\x02")
     with pytest.raises(FailedPreconditionError, match="format has version 2, and this one reads version 1; upgrade"):
         store.plan("run", 0)
 
 
-def test_nothing_expires(store, client):
+def test_nothing_expires(store: RedisShardStore, client: redis.Redis) -> None:
     store.publish("run", 0, b"{}", sources())
     assert {client.ttl(key) for key in client.keys("*")} == {-1}
 
 
-def test_a_redis_that_is_not_there_is_unavailable(tmp_path):
+def test_a_redis_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "gone", appendonly="no") as server:
         store = RedisShardStore(client := server.client(), OpenFence(client))
         store.publish("run", 0, b"{}", sources())
@@ -224,10 +241,12 @@ def test_a_redis_that_is_not_there_is_unavailable(tmp_path):
             call()
 
 
-def test_a_write_whose_answer_is_lost_leaves_nothing_visible(store, client, monkeypatch):
+def test_a_write_whose_answer_is_lost_leaves_nothing_visible(
+    store: RedisShardStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = client.set
 
-    def set_and_lose(key, value):
+    def set_and_lose(key: str, value: bytes) -> None:
         write(key, value)
         if ":batch:" in key:
             raise redis.ConnectionError("answer lost")
@@ -238,7 +257,9 @@ def test_a_write_whose_answer_is_lost_leaves_nothing_visible(store, client, monk
     assert client.keys() == []
 
 
-def test_whatever_redis_refuses_is_an_error_of_gristmill_with_its_words(store, client):
+def test_whatever_redis_refuses_is_an_error_of_gristmill_with_its_words(
+    store: RedisShardStore, client: redis.Redis
+) -> None:
     client.lpush("{gristmill:run}:batch:0", b"not ours")
     for call in (store.plan, store.free, lambda run, batch: store.publish(run, batch, b"{}", sources())):
         with pytest.raises(FailedPreconditionError, match="WRONGTYPE") as caught:
@@ -246,7 +267,7 @@ def test_whatever_redis_refuses_is_an_error_of_gristmill_with_its_words(store, c
         assert isinstance(caught.value.__cause__, redis.ResponseError)
 
 
-def test_a_cluster_keeps_a_batch_on_all_of_its_nodes(cluster, small_values):
+def test_a_cluster_keeps_a_batch_on_all_of_its_nodes(cluster: RedisCluster, small_values: None) -> None:
     store = RedisShardStore(client := cluster_client(cluster), OpenFence(client))
     data = bytes(range(250)) * 20
     store.publish("run", 0, b"{}", sources(first=data))
@@ -265,11 +286,13 @@ def test_a_cluster_keeps_a_batch_on_all_of_its_nodes(cluster, small_values):
 
 
 class TestLeftovers:
-    def test_keys_that_cannot_be_removed_beside_another_runs_are_not_forgotten(self, store, client, monkeypatch):
+    def test_keys_that_cannot_be_removed_beside_another_runs_are_not_forgotten(
+        self, store: RedisShardStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """One thread waits for Redis in its removal while the other adds keys and fails."""
         is_removing, goes_on, unlink = threading.Event(), threading.Event(), client.unlink
 
-        def held(*keys):
+        def held(*keys: str) -> Any:
             if threading.current_thread() is not first:
                 raise redis.ConnectionError("connection lost")
             is_removing.set()
@@ -288,8 +311,10 @@ class TestLeftovers:
         first.join()
         assert client.keys() == []
 
-    def test_what_could_not_be_removed_is_removed_by_the_next_call(self, store, client, monkeypatch):
-        def fail(*keys):
+    def test_what_could_not_be_removed_is_removed_by_the_next_call(
+        self, store: RedisShardStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*keys: str) -> None:
             raise redis.ConnectionError("connection lost")
 
         for batch in range(2):
@@ -302,10 +327,12 @@ class TestLeftovers:
         store.free("run", 1)
         assert client.keys() == []
 
-    def test_publications_that_fail_beside_others_leave_no_key(self, store, client):
+    def test_publications_that_fail_beside_others_leave_no_key(
+        self, store: RedisShardStore, client: redis.Redis
+    ) -> None:
         done, problems = threading.Event(), []
 
-        def publish_and_free(run):
+        def publish_and_free(run: str) -> None:
             try:
                 batch = 0
                 while not done.is_set():
@@ -329,18 +356,20 @@ class TestLeftovers:
         assert problems == []
         assert client.keys() == []
 
-    def test_pieces_stay_while_an_index_may_name_them(self, store, client, monkeypatch):
+    def test_pieces_stay_while_an_index_may_name_them(
+        self, store: RedisShardStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The index was written, its answer was lost, and Redis cannot be asked."""
         write, read = client.set, client.get
         is_lost = threading.Event()
 
-        def set_and_lose(key, value):
+        def set_and_lose(key: str, value: bytes) -> None:
             write(key, value)
             if ":batch:" in key:
                 is_lost.set()
                 raise redis.ConnectionError("answer lost")
 
-        def get(key):
+        def get(key: str) -> Any:
             if is_lost.is_set():
                 raise redis.ConnectionError("connection lost")
             return read(key)
@@ -361,14 +390,14 @@ class TestLeftovers:
 
 class TestSweep:
     @pytest.fixture
-    def fence(self, client):
+    def fence(self, client: redis.Redis) -> OpenFence:
         return OpenFence(client)
 
     @pytest.fixture
-    def store(self, client, fence):
+    def store(self, client: redis.Redis, fence: OpenFence) -> RedisShardStore:
         return RedisShardStore(client, fence)
 
-    def die_publishing(self, store, batch, run="run"):
+    def die_publishing(self, store: RedisShardStore, batch: int, run: str = "run") -> None:
         """Leaves what a process leaves that is killed before its index is there."""
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(store._fence, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -376,7 +405,9 @@ class TestSweep:
             with pytest.raises(KeyboardInterrupt):
                 store.publish(run, batch, b"{}", sources())
 
-    def test_the_next_owner_removes_what_a_killed_publication_left(self, store, fence, client):
+    def test_the_next_owner_removes_what_a_killed_publication_left(
+        self, store: RedisShardStore, fence: OpenFence, client: redis.Redis
+    ) -> None:
         store.publish("run", 0, b"{}", sources())
         store.publish("run:shard", 0, b"{}", sources())
         whole = set(client.keys())
@@ -387,7 +418,7 @@ class TestSweep:
         assert set(client.keys()) == whole
         assert read_shard(store) == b"first shard"
 
-    def test_claims_are_those_of_the_runs_owners(self, client):
+    def test_claims_are_those_of_the_runs_owners(self, client: redis.Redis) -> None:
         with ExitStack() as running:
             owners = [RedisRunStore(client, "gristmill", 30.0) for _ in range(2)]
             for number, owner in enumerate(owners):
@@ -404,13 +435,17 @@ class TestSweep:
             living.sweep("run")
             assert client.keys("*:shard:*") == []
 
-    def test_who_does_not_own_the_run_writes_nothing(self, store, fence, client):
+    def test_who_does_not_own_the_run_writes_nothing(
+        self, store: RedisShardStore, fence: OpenFence, client: redis.Redis
+    ) -> None:
         fence.claims = 0
         with pytest.raises(UnavailableError, match="run 'run' is not decided by this process any more; ask again"):
             store.publish("run", 0, b"{}", sources())
         assert client.keys() == []
 
-    def test_nobody_removes_what_a_later_owner_writes(self, store, fence, client):
+    def test_nobody_removes_what_a_later_owner_writes(
+        self, store: RedisShardStore, fence: OpenFence, client: redis.Redis
+    ) -> None:
         fence.claims = 3
         self.die_publishing(store, 0)
         for claims in (0, 2, 3):
@@ -418,11 +453,13 @@ class TestSweep:
             store.sweep("run")
             assert len(client.keys()) == 3, "an owner of before may be late, and this process may be at it"
 
-    def test_a_publication_that_is_under_way_here_is_left_alone(self, store, fence, client):
+    def test_a_publication_that_is_under_way_here_is_left_alone(
+        self, store: RedisShardStore, fence: OpenFence, client: redis.Redis
+    ) -> None:
         is_writing, goes_on = threading.Event(), threading.Event()
 
         class Slow(Source):
-            def compact(self):
+            def compact(self) -> Iovec:
                 is_writing.set()
                 assert goes_on.wait(30)
                 return super().compact()
@@ -437,7 +474,9 @@ class TestSweep:
         publishing.join()
         assert read_shard(store) == b"first shard"
 
-    def test_a_run_whose_index_cannot_be_read_is_not_swept(self, store, fence, client):
+    def test_a_run_whose_index_cannot_be_read_is_not_swept(
+        self, store: RedisShardStore, fence: OpenFence, client: redis.Redis
+    ) -> None:
         store.publish("run", 0, b"{}", sources())
         client.setrange("{gristmill:run}:batch:0", 0, b"\x02")
         fence.claims = 2
@@ -446,7 +485,7 @@ class TestSweep:
             store.sweep("run")
         assert set(client.keys()) == before
 
-    def test_a_cluster_is_swept_on_all_of_its_nodes(self, cluster, small_values):
+    def test_a_cluster_is_swept_on_all_of_its_nodes(self, cluster: RedisCluster, small_values: None) -> None:
         client = cluster_client(cluster)
         store = RedisShardStore(client, fence := OpenFence(client))
         client.flushall(target_nodes="primaries")

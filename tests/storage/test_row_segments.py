@@ -1,14 +1,18 @@
 """Rows in mapped files."""
 
+from __future__ import annotations
+
 import os
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from gristmill.errors import NotFoundError, UnavailableError
 from gristmill_service.storage.journal import files, row_segments
+from gristmill_service.storage.journal.files import write_at
 from gristmill_service.storage.journal.row_segments import RowSegments
 from tests.storage.tables import any_table, same, whole
 
@@ -18,7 +22,7 @@ class TestRowSegments:
         """Bytes that the segments really take."""
         return sum(path.stat().st_blocks * 512 for path in directory.glob("rows-*.seg"))
 
-    def test_memory_is_given_back_as_tables_go_and_a_segment_with_its_last(self, tmp_path):
+    def test_memory_is_given_back_as_tables_go_and_a_segment_with_its_last(self, tmp_path: Path) -> None:
         rows = RowSegments(tmp_path, segment_bytes=1 << 20)
         numbers = [rows.put(any_table(index, tokens=5000))[0] for index in range(40)]
         full, segments = self.used(tmp_path), len(list(tmp_path.glob("rows-*.seg")))
@@ -32,7 +36,7 @@ class TestRowSegments:
         assert len(list(tmp_path.glob("rows-*.seg"))) <= 1
         rows.close()
 
-    def test_small_tables_that_share_a_page_give_it_back_together(self, tmp_path):
+    def test_small_tables_that_share_a_page_give_it_back_together(self, tmp_path: Path) -> None:
         rows = RowSegments(tmp_path)
         numbers = [rows.put(any_table(index, rows=1, tokens=2))[0] for index in range(200)]
         assert self.used(tmp_path) > 0
@@ -41,14 +45,14 @@ class TestRowSegments:
         assert self.used(tmp_path) <= files.PAGE_BYTES
         rows.close()
 
-    def test_a_table_larger_than_a_segment_gets_one_of_its_own(self, tmp_path):
+    def test_a_table_larger_than_a_segment_gets_one_of_its_own(self, tmp_path: Path) -> None:
         rows = RowSegments(tmp_path, segment_bytes=4096)
         number, kept = rows.put(any_table(tokens=10000))
         assert same(kept, any_table(tokens=10000))
         assert same(rows.get(number), kept)
         rows.close()
 
-    def test_after_a_restart_only_what_is_wanted_is_kept_and_what_is_not_whole_is_told(self, tmp_path):
+    def test_after_a_restart_only_what_is_wanted_is_kept_and_what_is_not_whole_is_told(self, tmp_path: Path) -> None:
         rows = RowSegments(tmp_path, segment_bytes=1 << 18)
         numbers = [rows.put(any_table(index, tokens=3000))[0] for index in range(20)]
         rows.close()
@@ -66,7 +70,7 @@ class TestRowSegments:
         assert number not in numbers
         again.close()
 
-    def test_the_check_sees_what_is_on_the_disk(self, tmp_path):
+    def test_the_check_sees_what_is_on_the_disk(self, tmp_path: Path) -> None:
         rows = RowSegments(tmp_path)
         number, _ = rows.put(any_table(tokens=500))
         rows.close()
@@ -78,7 +82,7 @@ class TestRowSegments:
         assert again.retain({number}, lambda number, steps: same(steps, any_table(tokens=500))) == {number}
         again.close()
 
-    def test_an_empty_segment_is_lost_rows_and_no_error(self, tmp_path):
+    def test_an_empty_segment_is_lost_rows_and_no_error(self, tmp_path: Path) -> None:
         """As a machine that lost power leaves it."""
         (tmp_path / "rows-000002.seg").touch()
         (tmp_path / "rows-notes.seg").touch()
@@ -89,7 +93,7 @@ class TestRowSegments:
 
 
 class TestClosed:
-    def test_closed_rows_take_and_give_nothing_and_may_be_closed_again(self, tmp_path):
+    def test_closed_rows_take_and_give_nothing_and_may_be_closed_again(self, tmp_path: Path) -> None:
         rows = RowSegments(tmp_path)
         number, kept = rows.put(any_table())
         rows.close()
@@ -103,14 +107,16 @@ class TestClosed:
         os.close(other)
         assert same(kept, any_table()), "views stay valid"
 
-    def test_a_put_that_close_overtakes_is_finished_on_its_own_file(self, tmp_path, monkeypatch):
+    def test_a_put_that_close_overtakes_is_finished_on_its_own_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         for name in "ab":
             (tmp_path / name).mkdir()
         deleted, victim = RowSegments(tmp_path / "a"), RowSegments(tmp_path / "b")
         deleted.put(any_table())
-        is_writing, is_closed, write = threading.Event(), threading.Event(), row_segments.write_at
+        is_writing, is_closed, write = threading.Event(), threading.Event(), write_at
 
-        def held(descriptor, buffers, offset):
+        def held(descriptor: int, buffers: Sequence[bytes], offset: int) -> None:
             if threading.current_thread() is putting:
                 is_writing.set()
                 assert is_closed.wait(30)

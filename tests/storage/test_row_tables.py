@@ -1,5 +1,7 @@
 """Tables of rows as bytes."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,11 +11,11 @@ from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.storage import row_tables
 from tests.storage.tables import any_table, same
-from tests.strategies import rollouts
+from tests.strategies import Row, rollouts
 
 
 @given(rollouts())
-def test_tables_come_back_as_they_were(rows):
+def test_tables_come_back_as_they_were(rows: list[Row]) -> None:
     steps = from_rows(rows, step_wise=True)
     encoded = row_tables.encode(steps)
     data = b"".join(encoded.buffers)
@@ -21,19 +23,19 @@ def test_tables_come_back_as_they_were(rows):
     assert same(row_tables.decode(memoryview(data)), steps)
 
 
-def test_tables_are_views_of_the_bytes_that_they_are_read_from():
+def test_tables_are_views_of_the_bytes_that_they_are_read_from() -> None:
     data = bytearray(b"".join(row_tables.encode(any_table()).buffers))
     read = row_tables.decode(memoryview(data))
     assert np.shares_memory(read.tokens.values, np.frombuffer(data, np.uint8))
 
 
 @given(st.binary(max_size=200))
-def test_what_is_no_table_is_refused(data):
+def test_what_is_no_table_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidArgumentError):
         row_tables.decode(memoryview(data))
 
 
-def test_a_cut_table_is_refused():
+def test_a_cut_table_is_refused() -> None:
     data = b"".join(row_tables.encode(any_table()).buffers)
     for size in range(0, len(data) - 8, 7):
         with pytest.raises(InvalidArgumentError):

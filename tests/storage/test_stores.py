@@ -1,5 +1,7 @@
 """What every store does, the one in shared memory and its in-process twin."""
 
+from __future__ import annotations
+
 import ctypes
 import errno
 import os
@@ -8,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,11 +22,12 @@ from hypothesis import strategies as st
 from gristmill._wire.compact_shards import PART, Form, head
 from gristmill.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 from gristmill_service.pipeline import iovec
-from gristmill_service.pipeline.iovec import Region
+from gristmill_service.pipeline.iovec import Iovec, Region
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.shard_files import write_file
+from gristmill_service.storage.shard_store import ShardStore
 from gristmill_service.storage.shared_memory import SharedMemoryShardStore
 from tests.redis.fence import OpenFence
 from tests.redis.servers import RedisServer
@@ -32,21 +36,21 @@ from tests.redis.servers import RedisServer
 class Source:
     """A shard of given bytes, in groups of buffers as the pipeline gives them."""
 
-    def __init__(self, data, address, fails=None):
+    def __init__(self, data: bytes, address: ShardAddress, fails: Exception | None = None) -> None:
         self.address, self._data, self._fails = address, data, fails
 
     @property
-    def size(self):
+    def size(self) -> int:
         return len(self._data)
 
-    def iovec(self):
+    def iovec(self) -> Iovec:
         if self._fails:
             raise self._fails
         half = len(self._data) // 2
         self._regions = [Region(self._data[:half]), Region(b""), Region(self._data[half:])]
         return np.concatenate([region.whole() for region in self._regions])
 
-    def compact(self):
+    def compact(self) -> Iovec:
         parts = np.array([(Form.VERBATIM, 0, 0, 0, 0, 0, 0, 0, 0, self.size)], PART)
         nobody = np.empty(0, np.int64)
         runs = self.iovec()
@@ -57,17 +61,17 @@ class Source:
 FIRST, SECOND = ShardAddress("policy", 0, 0), ShardAddress("critic", 1, 7)
 
 
-def sources(first=b"first shard", second=b"second"):
+def sources(first: bytes = b"first shard", second: bytes = b"second") -> list[Source]:
     return [Source(first, FIRST), Source(second, SECOND)]
 
 
 @pytest.fixture(scope="module")
-def redis_server(tmp_path_factory):
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     with RedisServer(tmp_path_factory.mktemp("redis"), appendonly="no") as server:
         yield server
 
 
-def in_shared_memory(request):
+def in_shared_memory(request: pytest.FixtureRequest) -> Iterator[ShardStore]:
     directory = request.getfixturevalue("tmp_path")
     store = SharedMemoryShardStore(directory)
     yield store
@@ -75,23 +79,23 @@ def in_shared_memory(request):
     assert list(directory.iterdir()) == []
 
 
-def in_memory(request):
+def in_memory(request: pytest.FixtureRequest) -> Iterator[ShardStore]:
     yield MemoryShardStore()
 
 
-def in_redis(request):
+def in_redis(request: pytest.FixtureRequest) -> Iterator[ShardStore]:
     client = request.getfixturevalue("redis_server").client()
     client.flushall()
     yield RedisShardStore(client, OpenFence(client))
 
 
 @pytest.fixture(params=[in_shared_memory, in_memory, in_redis], ids=["shared_memory", "memory", "redis"])
-def store(request):
+def store(request: pytest.FixtureRequest) -> Iterator[ShardStore]:
     yield from request.param(request)
 
 
 class TestEveryStore:
-    def test_a_published_batch_gives_its_plan_and_every_shard(self, store):
+    def test_a_published_batch_gives_its_plan_and_every_shard(self, store: ShardStore) -> None:
         nbytes = store.publish("run", 0, b"{}", sources())
         forms = [store.read_compact("run", 0, one) or store.read("run", 0, one) for one in (FIRST, SECOND)]
         assert nbytes == len(b"{}") + sum(len(data) for form in forms for data in form)
@@ -100,7 +104,7 @@ class TestEveryStore:
         assert b"".join(store.read("run", 0, SECOND)) == b"second"
         assert store.locate("run", 0, SECOND).size == 6
 
-    def test_a_batch_that_is_published_again_takes_the_place_of_the_one_before(self, store):
+    def test_a_batch_that_is_published_again_takes_the_place_of_the_one_before(self, store: ShardStore) -> None:
         store.publish("run", 0, b"{}", sources())
         store.publish("run", 0, b'{"again":1}', sources()[:1])
         assert store.plan("run", 0) == b'{"again":1}'
@@ -108,17 +112,17 @@ class TestEveryStore:
         with pytest.raises(NotFoundError):
             store.locate("run", 0, sources()[1].address)
 
-    def test_nothing_of_a_batch_is_there_before_it_is_published(self, store):
+    def test_nothing_of_a_batch_is_there_before_it_is_published(self, store: ShardStore) -> None:
         for read in (store.plan, lambda run, batch: store.locate(run, batch, FIRST)):
             with pytest.raises(NotFoundError, match="run 'run': batch 0 is not published"):
                 read("run", 0)
 
-    def test_a_shard_that_the_batch_does_not_have_is_not_found(self, store):
+    def test_a_shard_that_the_batch_does_not_have_is_not_found(self, store: ShardStore) -> None:
         store.publish("run", 0, b"{}", sources())
         with pytest.raises(NotFoundError, match="batch 0 has no shard policy-000/rank-009"):
             store.locate("run", 0, ShardAddress("policy", 0, 9))
 
-    def test_a_batch_that_fails_half_way_leaves_nothing(self, store):
+    def test_a_batch_that_fails_half_way_leaves_nothing(self, store: ShardStore) -> None:
         broken = [Source(b"good", FIRST), Source(b"bad!", SECOND, fails=ValueError("no rows"))]
         with pytest.raises(ValueError, match="no rows"):
             store.publish("run", 0, b"{}", broken)
@@ -126,7 +130,7 @@ class TestEveryStore:
             store.plan("run", 0)
         store.publish("run", 0, b"{}", sources())
 
-    def test_a_freed_batch_is_gone_and_freeing_it_again_is_no_error(self, store):
+    def test_a_freed_batch_is_gone_and_freeing_it_again_is_no_error(self, store: ShardStore) -> None:
         store.publish("run", 0, b"{}", sources())
         store.publish("run", 1, b"{1}", sources())
         store.free("run", 0)
@@ -135,7 +139,7 @@ class TestEveryStore:
             store.locate("run", 0, FIRST)
         assert store.plan("run", 1) == b"{1}"
 
-    def test_a_read_that_has_begun_ends_although_the_batch_is_freed(self, store):
+    def test_a_read_that_has_begun_ends_although_the_batch_is_freed(self, store: ShardStore) -> None:
         data = os.urandom(5 << 20)
         store.publish("run", 0, b"{}", sources(first=data))
         pieces = store.read("run", 0, FIRST)
@@ -143,7 +147,7 @@ class TestEveryStore:
         store.free("run", 0)
         assert begun + b"".join(pieces) == data
 
-    def test_deleting_a_run_leaves_the_others(self, store):
+    def test_deleting_a_run_leaves_the_others(self, store: ShardStore) -> None:
         for run in ("one", "other"):
             store.publish(run, 0, b"{}", sources())
         store.delete_run("one")
@@ -152,7 +156,7 @@ class TestEveryStore:
             store.plan("one", 0)
         assert store.plan("other", 0) == b"{}"
 
-    def test_freeing_batches_while_their_run_is_deleted_is_no_error(self, store):
+    def test_freeing_batches_while_their_run_is_deleted_is_no_error(self, store: ShardStore) -> None:
         for _ in range(20):
             for batch in range(8):
                 store.publish("run", batch, b"{}", sources())
@@ -167,18 +171,18 @@ class TestEveryStore:
     @pytest.mark.parametrize(
         "run", ["..", ".", "a/b", "/etc", "~root", "x" * 128, "日本語" * 40, "a\0b", "%2e%2e", "-"]
     )
-    def test_any_run_name_is_a_name_of_its_own(self, store, run):
+    def test_any_run_name_is_a_name_of_its_own(self, store: ShardStore, run: str) -> None:
         store.publish(run, 0, b"{}", sources())
         store.publish("plain", 0, b"plain", sources())
         assert store.plan(run, 0) == b"{}"
         store.delete_run(run)
         assert store.plan("plain", 0) == b"plain"
 
-    def test_readers_see_all_of_a_batch_or_none_of_it(self, store):
+    def test_readers_see_all_of_a_batch_or_none_of_it(self, store: ShardStore) -> None:
         problems = []
         done = threading.Event()
 
-        def read():
+        def read() -> None:
             while not done.is_set():
                 try:
                     store.plan("run", 0)
@@ -200,7 +204,7 @@ class TestEveryStore:
         assert problems == []
 
 
-def test_files_are_their_owners_alone(tmp_path):
+def test_files_are_their_owners_alone(tmp_path: Path) -> None:
     store = SharedMemoryShardStore(tmp_path)
     store.publish("run", 0, b"{}", sources())
     for path in [store.root, *store.root.rglob("*")]:
@@ -209,16 +213,18 @@ def test_files_are_their_owners_alone(tmp_path):
     store.close()
 
 
-def test_a_location_names_a_file_with_exactly_the_shards_bytes(tmp_path):
+def test_a_location_names_a_file_with_exactly_the_shards_bytes(tmp_path: Path) -> None:
     store = SharedMemoryShardStore(tmp_path)
     store.publish("run", 3, b"{}", sources())
-    path = Path(store.locate("run", 3, FIRST).shared_memory_path)
+    name = store.locate("run", 3, FIRST).shared_memory_path
+    assert name is not None
+    path = Path(name)
     assert path.read_bytes() == b"first shard"
     assert path.parts[-3:] == ("batch-00003", "policy-000", "rank-000.safetensors")
     store.close()
 
 
-def test_a_full_tmpfs_refuses_the_batch_and_keeps_nothing_of_it(tmp_path):
+def test_a_full_tmpfs_refuses_the_batch_and_keeps_nothing_of_it(tmp_path: Path) -> None:
     store = SharedMemoryShardStore(tmp_path)
     full = [Source(b"some", FIRST, fails=OSError(errno.ENOSPC, "no space"))]
     with pytest.raises(ResourceExhaustedError, match=r"batch 0 does not fit .* lower max_buffered_batches"):
@@ -227,11 +233,13 @@ def test_a_full_tmpfs_refuses_the_batch_and_keeps_nothing_of_it(tmp_path):
     store.close()
 
 
-def test_what_the_operating_system_refuses_is_unavailable_and_can_be_tried_again(tmp_path, monkeypatch):
+def test_what_the_operating_system_refuses_is_unavailable_and_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = SharedMemoryShardStore(tmp_path)
     store.publish("run", 0, b"{}", sources())
 
-    def refuse(*_):
+    def refuse(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
@@ -251,11 +259,12 @@ def test_what_the_operating_system_refuses_is_unavailable_and_can_be_tried_again
     store.close()
 
 
-def test_a_batch_whose_files_are_gone_is_freed(tmp_path):
+def test_a_batch_whose_files_are_gone_is_freed(tmp_path: Path) -> None:
     store = SharedMemoryShardStore(tmp_path)
     store.publish("run", 0, b"{}", sources())
     shutil.rmtree(store.root / "run-run")
-    for call in (lambda: store.plan("run", 0), lambda: next(store.read("run", 0, FIRST))):
+    calls: list[Callable[[], bytes]] = [lambda: store.plan("run", 0), lambda: next(store.read("run", 0, FIRST))]
+    for call in calls:
         with pytest.raises(NotFoundError):
             call()
     store.free("run", 0)
@@ -276,13 +285,14 @@ sys.stdin.read()
 """
 
 
-def start(directory, fate):
+def start(directory: Path, fate: str) -> tuple[subprocess.Popen[str], Path]:
     command = [sys.executable, "-c", DIES, str(directory), fate]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
 
 
-def test_leftovers_of_a_dead_process_are_removed_at_start_and_a_living_ones_are_not(tmp_path):
+def test_leftovers_of_a_dead_process_are_removed_at_start_and_a_living_ones_are_not(tmp_path: Path) -> None:
     living, kept = start(tmp_path, "lives")
     dead, left = start(tmp_path, "dies")
     dead.communicate()
@@ -297,11 +307,11 @@ def test_leftovers_of_a_dead_process_are_removed_at_start_and_a_living_ones_are_
         store.close()
 
 
-def test_a_batch_that_is_being_written_while_the_store_closes_is_refused_and_leaves_nothing(tmp_path):
+def test_a_batch_that_is_being_written_while_the_store_closes_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     store = SharedMemoryShardStore(tmp_path)
 
     class ClosesMeanwhile(Source):
-        def iovec(self):
+        def iovec(self) -> Iovec:
             store.close()
             return super().iovec()
 
@@ -310,7 +320,9 @@ def test_a_batch_that_is_being_written_while_the_store_closes_is_refused_and_lea
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_could_not_be_removed_keeps_its_lock_for_the_next_start(tmp_path, monkeypatch):
+def test_a_directory_that_could_not_be_removed_keeps_its_lock_for_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = SharedMemoryShardStore(tmp_path)
     store.publish("run", 0, b"{}", sources())
     with monkeypatch.context() as patch:
@@ -321,7 +333,7 @@ def test_a_directory_that_could_not_be_removed_keeps_its_lock_for_the_next_start
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_planted_lock_does_not_lead_the_clean_up_astray(tmp_path):
+def test_a_planted_lock_does_not_lead_the_clean_up_astray(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "precious").write_text("data")
@@ -336,21 +348,21 @@ def test_a_planted_lock_does_not_lead_the_clean_up_astray(tmp_path):
     assert (victim / "precious").read_text() == "data"
 
 
-def test_a_file_is_written_whole_whatever_the_number_of_runs(tmp_path):
+def test_a_file_is_written_whole_whatever_the_number_of_runs(tmp_path: Path) -> None:
     regions = [Region(bytes([index % 256]) * (index % 7)) for index in range(5000)]
     write_file(tmp_path / "file", np.concatenate([region.whole() for region in regions]))
     assert (tmp_path / "file").read_bytes() == b"".join(region.array.tobytes() for region in regions)
 
 
 @given(st.lists(st.binary(max_size=9), min_size=1, max_size=30), st.lists(st.integers(1, 7), max_size=40))
-def test_short_writes_are_continued_where_they_ended(pieces, limits):
+def test_short_writes_are_continued_where_they_ended(pieces: list[bytes], limits: list[int]) -> None:
     regions = [Region(piece) for piece in pieces]
-    limits = iter(limits)
+    allowed = iter(limits)
 
     class Libc:
-        def writev(self, descriptor, address, count):
+        def writev(self, descriptor: int, address: int, count: int) -> int:
             runs = np.ctypeslib.as_array((ctypes.c_int64 * (2 * count)).from_address(address)).reshape(-1, 2)
-            data = iovec.join(runs)[: next(limits, None)]
+            data = iovec.join(runs)[: next(allowed, None)]
             return os.write(descriptor, data)
 
     reader, writer = os.pipe()
@@ -362,7 +374,7 @@ def test_short_writes_are_continued_where_they_ended(pieces, limits):
         assert file.read() == b"".join(pieces)
 
 
-def test_a_failing_write_says_why(tmp_path):
+def test_a_failing_write_says_why(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path / "file", os.O_CREAT | os.O_RDONLY)
     with pytest.raises(OSError, match="Bad file descriptor"):
         iovec.write(descriptor, Region(b"data").whole())
@@ -370,6 +382,6 @@ def test_a_failing_write_says_why(tmp_path):
 
 
 @pytest.mark.parametrize(("start", "length"), [(-1, 2), (3, 2), (0, 5), (0, -1), (9, 0)])
-def test_no_run_leaves_its_buffer(start, length):
+def test_no_run_leaves_its_buffer(start: int, length: int) -> None:
     with pytest.raises(IndexError, match="outside of its buffer of 4 bytes"):
         Region(b"1234").runs(np.array([start]), np.array([length]))

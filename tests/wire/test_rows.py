@@ -1,6 +1,10 @@
 """Rows become columns: what is accepted, and what is refused with the trajectory's name."""
 
+from __future__ import annotations
+
 from contextlib import suppress
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +16,10 @@ from hypothesis import strategies as st
 from gristmill._wire.columns import Ragged
 from gristmill._wire.row_codec import decode, encode
 from gristmill._wire.rows import from_rows
-from gristmill._wire.steps import concat
+from gristmill._wire.steps import Steps, concat
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rows_pb2
-from tests.strategies import rollouts
+from tests.strategies import Row, rollouts
 
 ROW = {
     "uid": "math/17",
@@ -29,7 +33,7 @@ ROW = {
 }
 
 
-def table(*rows, **kwargs):
+def table(*rows: Row, **kwargs: Any) -> Steps:
     return from_rows([{**ROW, **row} for row in rows], **kwargs)
 
 
@@ -72,57 +76,60 @@ def table(*rows, **kwargs):
         ({"rewards": 1.0}, "unknown field rewards"),
     ],
 )
-def test_a_wrong_row_is_refused_naming_the_trajectory_the_field_and_the_value(change, message):
+def test_a_wrong_row_is_refused_naming_the_trajectory_the_field_and_the_value(
+    change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidArgumentError, match=message) as refusal:
         table(change)
     if change.get("uid", "") != 17:
         assert "'math/17'" in str(refusal.value)
 
 
-def test_a_uid_that_is_no_unicode_is_refused():
+def test_a_uid_that_is_no_unicode_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"uid is .* not valid Unicode"):
         table({"uid": "bad\ud800"})
 
 
-def test_an_empty_uid_is_refused():
+def test_an_empty_uid_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="uid is empty"):
         table({"uid": ""})
 
 
-def test_a_row_that_is_no_mapping_is_refused():
+def test_a_row_that_is_no_mapping_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="row 1: expected a mapping of fields, got list"):
-        from_rows([ROW, [1, 2]])
+        from_rows([ROW, [1, 2]])  # type: ignore[list-item]
 
 
-def test_step_and_is_last_step_may_be_absent_without_step_wise():
+def test_step_and_is_last_step_may_be_absent_without_step_wise() -> None:
     row = {name: value for name, value in ROW.items() if name not in ("step", "is_last_step")}
     steps = from_rows([row], step_wise=False)
     assert (steps.steps[0], steps.is_last_steps[0]) == (0, True)
 
 
 @pytest.mark.parametrize("name", ["rollout_logprobs", "reward"])
-def test_rows_that_mix_having_a_column_and_not_are_refused(name):
+def test_rows_that_mix_having_a_column_and_not_are_refused(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match="all rows of a batch are alike in this"):
         table({"sample": 0, name: [-1.0, -2.0]}, {"sample": 1})
 
 
-def test_a_missing_reward_is_pending():
+def test_a_missing_reward_is_pending() -> None:
     steps = table({"reward": None}, {"sample": 1})
     assert steps.rewards_pending.tolist() == [True, False]
 
 
-def test_a_pending_row_holds_zeros_among_rewards_per_token():
+def test_a_pending_row_holds_zeros_among_rewards_per_token() -> None:
     steps = table({"reward": None}, {"sample": 1, "reward": [0.5, 0.25]})
+    assert steps.token_rewards is not None
     assert [steps.token_rewards[row].tolist() for row in range(2)] == [[0.0, 0.0], [0.5, 0.25]]
     assert steps.rewards.tolist() == [0.0, 0.75]
 
 
-def test_rewards_per_token_keep_float64_precision_for_their_sum():
+def test_rewards_per_token_keep_float64_precision_for_their_sum() -> None:
     steps = table({"reward": [0.1, 0.2]})
     assert steps.rewards[0] == 0.1 + 0.2
 
 
-def test_arrays_of_any_integer_type_are_taken_and_not_modified():
+def test_arrays_of_any_integer_type_are_taken_and_not_modified() -> None:
     tokens = np.array([4, 5], np.uint16)
     steps = table({"response_ids": tokens, "prompt_token_ids": np.array([1], np.int64)})
     assert steps.tokens[0].tolist() == [1, 4, 5]
@@ -130,14 +137,14 @@ def test_arrays_of_any_integer_type_are_taken_and_not_modified():
 
 
 @given(rollouts())
-def test_the_wire_gives_back_what_was_sent(rows):
+def test_the_wire_gives_back_what_was_sent(rows: list[Row]) -> None:
     sent = from_rows(rows)
     received = decode(rows_pb2.Rows.FromString(encode(sent).SerializeToString()))
     assert_same(sent, received)
 
 
 @given(rollouts(), st.randoms())
-def test_taking_rows_and_joining_them_again_changes_no_value(rows, rng):
+def test_taking_rows_and_joining_them_again_changes_no_value(rows: list[Row], rng: Random) -> None:
     whole = from_rows(rows)
     cut = rng.randint(0, len(whole))
     parts = [whole.take(np.arange(cut)), whole.take(np.arange(cut, len(whole)))]
@@ -147,7 +154,7 @@ def test_taking_rows_and_joining_them_again_changes_no_value(rows, rng):
     assert_same(whole.take(order), decode(encode(whole.take(order))))
 
 
-def assert_same(one, other):
+def assert_same(one: Steps, other: Steps) -> None:
     assert list(one.uids) == list(other.uids)
     assert list(one.stop_reasons) == list(other.stop_reasons)
     for name in one.__slots__:
@@ -158,7 +165,7 @@ def assert_same(one, other):
             np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-def test_joining_tables_of_which_one_lacks_logprobs_is_refused():
+def test_joining_tables_of_which_one_lacks_logprobs_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"logprobs: .* has them and .* does not"):
         concat([table({"rollout_logprobs": [-1.0, -1.0]}), table({"sample": 1})])
 
@@ -181,10 +188,10 @@ def test_joining_tables_of_which_one_lacks_logprobs_is_refused():
         ({"steps": [-1]}, "step is -1"),
     ],
 )
-def test_a_message_whose_columns_do_not_fit_is_refused_with_both_sizes(change, message):
+def test_a_message_whose_columns_do_not_fit_is_refused_with_both_sizes(change: dict[str, Any], message: str) -> None:
     good = encode(table({}))
     for name, value in change.items():
-        good.ClearField(name)
+        good.ClearField(name)  # type: ignore[arg-type]
         if isinstance(value, bytes):
             setattr(good, name, value)
         else:
@@ -202,7 +209,7 @@ _KINDS = {
 
 
 @st.composite
-def altered_messages(draw):
+def altered_messages(draw: st.DrawFn) -> rows_pb2.Rows:
     """A good message in which one to three fields hold something else: of another length, or other values."""
     message = encode(from_rows(draw(rollouts(most_prompts=2, max_steps=2))))
     fields = list(rows_pb2.Rows.DESCRIPTOR.fields)
@@ -220,18 +227,18 @@ def altered_messages(draw):
 
 
 @given(altered_messages())
-def test_an_altered_message_is_refused_or_is_rows_like_any_other(message):
+def test_an_altered_message_is_refused_or_is_rows_like_any_other(message: rows_pb2.Rows) -> None:
     with suppress(InvalidArgumentError):
         found = decode(rows_pb2.Rows.FromString(message.SerializeToString()))
         assert_same(found, decode(encode(found)))
 
 
-def test_some_altered_messages_are_refused_and_some_are_not():
+def test_some_altered_messages_are_refused_and_some_are_not() -> None:
     find(altered_messages(), lambda message: not is_refused(message))
     find(altered_messages(), is_refused)
 
 
-def is_refused(message):
+def is_refused(message: rows_pb2.Rows) -> bool:
     try:
         decode(message)
     except InvalidArgumentError:
@@ -240,6 +247,6 @@ def is_refused(message):
 
 
 @given(st.binary(max_size=200))
-def test_foreign_bytes_are_no_message_or_refused(data):
+def test_foreign_bytes_are_no_message_or_refused(data: bytes) -> None:
     with suppress(DecodeError, InvalidArgumentError):
         decode(rows_pb2.Rows.FromString(data))

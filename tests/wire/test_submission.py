@@ -1,5 +1,7 @@
 """SubmitRowsRequest by hand: any protobuf library reads what we write, and we read what any of them writes."""
 
+from __future__ import annotations
+
 import tracemalloc
 
 import numpy as np
@@ -16,15 +18,15 @@ from gristmill._wire.steps import Steps, concat
 from gristmill._wire.submit_codec import Submission, compressed, encode
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rollout_pb2, rows_pb2
-from tests.strategies import rollouts
+from tests.strategies import Row, rollouts
 
 
-def rows_of(table):
+def rows_of(table: Steps) -> list[str]:
     return [repr(row) for row in to_rows(table)]
 
 
 @given(rollouts(), st.data())
-def test_what_is_written_by_hand_is_what_protobuf_reads(batch, data):
+def test_what_is_written_by_hand_is_what_protobuf_reads(batch: list[Row], data: st.DataObject) -> None:
     table = from_rows(batch)
     cut = data.draw(st.integers(0, len(table)))
     parts = [table.take(np.arange(*edges)) for edges in ((0, cut), (cut, len(table))) if edges[0] < edges[1]]
@@ -39,14 +41,14 @@ def test_what_is_written_by_hand_is_what_protobuf_reads(batch, data):
 
 
 @given(rollouts())
-def test_what_protobuf_writes_is_read_by_hand(batch):
+def test_what_protobuf_writes_is_read_by_hand(batch: list[Row]) -> None:
     table = from_rows(batch)
     theirs = rollout_pb2.SubmitRowsRequest(run="r", rows=encode_message(table)).SerializeToString()
     assert rows_of(Submission(theirs).rows().steps) == rows_of(table)
 
 
 @given(rollouts())
-def test_buffers_are_viewed_where_they_are_and_aligned(batch):
+def test_buffers_are_viewed_where_they_are_and_aligned(batch: list[Row]) -> None:
     written = encode("r", [from_rows(batch)])
     steps = Submission(written).rows().steps
     begin = np.frombuffer(written, np.uint8).ctypes.data
@@ -57,7 +59,7 @@ def test_buffers_are_viewed_where_they_are_and_aligned(batch):
 
 
 @given(rollouts())
-def test_messages_that_come_twice_are_merged_as_protobuf_merges_them(batch):
+def test_messages_that_come_twice_are_merged_as_protobuf_merges_them(batch: list[Row]) -> None:
     table = from_rows(batch)
     twice = encode("r", [table]) * 2
     expected = rollout_pb2.SubmitRowsRequest.FromString(twice)
@@ -67,7 +69,7 @@ def test_messages_that_come_twice_are_merged_as_protobuf_merges_them(batch):
 
 
 @given(rollouts(), st.data())
-def test_a_request_that_is_cut_or_damaged_is_refused_or_another_request(batch, data):
+def test_a_request_that_is_cut_or_damaged_is_refused_or_another_request(batch: list[Row], data: st.DataObject) -> None:
     written = encode("r", [from_rows(batch)])
     cut = written[: data.draw(st.integers(0, len(written) - 1))]
     at = data.draw(st.integers(0, len(written) - 1))
@@ -85,7 +87,7 @@ def test_a_request_that_is_cut_or_damaged_is_refused_or_another_request(batch, d
         assert ours.run == rollout_pb2.SubmitRowsRequest.FromString(request).run
 
 
-def test_what_is_left_out_is_not_sent():
+def test_what_is_left_out_is_not_sent() -> None:
     table = from_rows([{"uid": "a", "sample": 0, "step": 1, "is_last_step": True, "reward": 1.0, "loss_mask": [1],
                         "prompt_token_ids": [*range(1000)], "response_ids": [7]}])  # fmt: skip
     prefixes = Prefixes(np.array([990]), np.array([0xFFFFFFFF], np.uint32))
@@ -98,7 +100,7 @@ def test_what_is_left_out_is_not_sent():
 
 
 @pytest.mark.parametrize("length", [-1, 4])
-def test_a_prefix_lies_within_its_prompt(length):
+def test_a_prefix_lies_within_its_prompt(length: int) -> None:
     rows = encode_message(from_rows([{"uid": "a", "sample": 0, "prompt_token_ids": [1, 2, 3], "response_ids": [4],
                                       "loss_mask": [1], "reward": 0.0}], step_wise=False))  # fmt: skip
     rows.prefix_lengths.append(length)
@@ -108,7 +110,7 @@ def test_a_prefix_lies_within_its_prompt(length):
 
 
 @given(rollouts(), st.integers(1, 4), st.integers(1, 400))
-def test_rows_cut_into_tables_are_the_same_rows(batch, most_rows, most_bytes):
+def test_rows_cut_into_tables_are_the_same_rows(batch: list[Row], most_rows: int, most_bytes: int) -> None:
     tables: list[Steps] = list(columns_of(batch, step_wise=True).tables(most_rows, most_bytes))
     assert rows_of(concat(tables)) == rows_of(from_rows(batch))
     assert all(len(table) <= most_rows for table in tables)
@@ -118,7 +120,7 @@ def test_rows_cut_into_tables_are_the_same_rows(batch, most_rows, most_bytes):
 
 
 @given(rollouts())
-def test_a_compressed_request_says_the_same(batch):
+def test_a_compressed_request_says_the_same(batch: list[Row]) -> None:
     table = from_rows(batch)
     request = compressed(encode("a run", [table]))
     ours = Submission(request)
@@ -127,7 +129,7 @@ def test_a_compressed_request_says_the_same(batch):
     assert ours.SerializeToString() is request
 
 
-def test_compression_saves_what_tokens_do_not_use():
+def test_compression_saves_what_tokens_do_not_use() -> None:
     rows = [
         {"uid": "a", "sample": 0, "prompt_token_ids": np.random.default_rng(1).integers(0, 150_000, 50_000),
          "response_ids": [1], "loss_mask": [1], "reward": 0.0}
@@ -136,12 +138,12 @@ def test_compression_saves_what_tokens_do_not_use():
     assert len(compressed(request)) < 0.75 * len(request)
 
 
-def frame_of(size, *, tells=True):
+def frame_of(size: int, *, tells: bool = True) -> bytes:
     compressor = zstandard.ZstdCompressor(write_content_size=tells)
     return rollout_pb2.SubmitRowsRequest(zstd=compressor.compress(bytes(size))).SerializeToString()
 
 
-def test_a_frame_that_would_fill_the_memory_is_refused_before_it_does():
+def test_a_frame_that_would_fill_the_memory_is_refused_before_it_does() -> None:
     bomb = frame_of(100 << 20)
     assert len(bomb) < 20_000
     with pytest.raises(InvalidArgumentError, match=r"104857600 bytes uncompressed and max_message_bytes is 1048576"):
@@ -151,12 +153,12 @@ def test_a_frame_that_would_fill_the_memory_is_refused_before_it_does():
 
 
 @pytest.mark.parametrize("frame", [b"no frame", frame_of(1000)[6:-5]])
-def test_what_is_no_frame_is_refused(frame):
+def test_what_is_no_frame_is_refused(frame: bytes) -> None:
     with pytest.raises(InvalidArgumentError, match="are no frame of zstd"):
         Submission(rollout_pb2.SubmitRowsRequest(zstd=frame).SerializeToString())
 
 
-def test_lengths_that_no_tokens_bear_out_take_no_memory():
+def test_lengths_that_no_tokens_bear_out_take_no_memory() -> None:
     rows = rows_pb2.Rows(uids=["a"], samples=[0], prompt_lengths=[1], response_lengths=[2**31 - 1], rewards=[0.0])
     request = rollout_pb2.SubmitRowsRequest(run="r", rows=rows).SerializeToString()
     tracemalloc.start()
