@@ -73,7 +73,9 @@ def test_the_documentation_imports_from_public_modules_alone() -> None:
 def test_what_type_checkers_see_is_what_there_is() -> None:
     tree = ast.parse(Path(gristmill.__file__).read_text())
     (for_checkers,) = (node for node in tree.body if isinstance(node, ast.If))
-    seen = [alias.name for node in for_checkers.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    imports = [node for node in for_checkers.body if isinstance(node, ast.ImportFrom)]
+    assert len(imports) == len(for_checkers.body)
+    seen = [alias.name for node in imports for alias in node.names]
     assert sorted(seen) == gristmill.__all__
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -100,8 +101,8 @@ def published(replica: Replica, run: str, batch: int) -> bool:
 
 
 def keys(server: RedisServer, run: str) -> list[str]:
-    found = [key.decode() for key in server.client().keys("*") if isinstance(key, bytes)]
-    return [name for name in found if run in name]
+    found: Any = server.client().keys("*")
+    return [key.decode() for key in found if run in key.decode()]
 
 
 def test_a_run_that_cannot_be_read_keeps_no_other_from_being_taken_over(server: RedisServer, join: Join) -> None:

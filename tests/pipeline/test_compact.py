@@ -208,7 +208,7 @@ def test_what_is_wrong_with_a_table_is_said(changes: dict[str, Any], message: st
 def test_a_value_outside_of_its_row_is_refused(before: int) -> None:
     data = table_of(form=4, nbytes=12)[:-12] + struct.pack("<III", 1, before, 7)
     with pytest.raises(InvalidArgumentError, match="a value stands outside of its row"):
-        restore([bytes(data)])
+        restore([data])
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=12), st.integers(1, 20))

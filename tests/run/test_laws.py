@@ -133,7 +133,7 @@ def snapshot(bench: Bench) -> tuple[Any, ...]:
 
 
 class Checked(Protocol):
-    """A bench, or what a run with threads of its own was read as."""
+    """The parts of a run that have to agree: a bench has them, and so has a run that threads drove."""
 
     @property
     def state(self) -> State: ...
