@@ -264,6 +264,8 @@ class Runs:
             if run is not None:
                 if run.is_deleted or not run.is_lost:
                     return run
+                # Its lease may come back, and must not find it deciding beside the new one.
+                run.lose()
                 run.close(UnavailableError(f"run {name!r} is read anew from where it is stored; ask again"))
                 self._close_log(name, run)
             began = self._clock()
