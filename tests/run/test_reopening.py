@@ -121,3 +121,17 @@ def test_a_run_that_is_read_anew_takes_no_workers_result_though_its_lease_comes_
     assert after is not before
     assert found == [True]
     runs.close(1)
+
+
+def test_a_run_that_is_read_anew_while_it_is_deleted_is_deleted(
+    store: FailingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = opened(store)
+    runs.create("run", CONFIG)
+    before = runs.get("run")
+    before.lose()
+    assert runs.get("run") is not before
+    monkeypatch.setattr(runs, "get", lambda name: before)
+    runs.delete("run")
+    assert (runs.names(), store.names()) == ([], [])
+    runs.close(1)

@@ -182,9 +182,11 @@ class Runs:
         if name in self._unreadable:
             self._delete_unreadable(name)
             return
-        run = self.get(name)
+        meant = self.get(name)
         with self._locked(name):
-            if self._runs.get(name) is not run:
+            # The same run may have been read anew meanwhile; another one of its name is not meant.
+            run = self._runs.get(name)
+            if run is None or run.run_id != meant.run_id:
                 raise self._unknown(name)
             run.close(NotFoundError(f"run {name!r} was deleted"))
             # What it was about to write or remove must not meet a new run of the name.
