@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from gristmill.errors import FailedPreconditionError, UnavailableError
 from gristmill_service.run.machine import conditions
@@ -15,6 +18,8 @@ from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_runs import MemoryRunLog, MemoryRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.run.harness import CONFIG, BuildBatch, row, table
+
+PATIENCE_S = 30.0
 
 
 class FailingStore(JournalRunStore):
@@ -134,4 +139,28 @@ def test_a_run_that_is_read_anew_while_it_is_deleted_is_deleted(
     monkeypatch.setattr(runs, "get", lambda name: before)
     runs.delete("run")
     assert (runs.names(), store.names()) == ([], [])
+    runs.close(1)
+
+
+def test_the_clock_of_a_run_that_is_deleted_is_no_error() -> None:
+    class SlowStore(MemoryShardStore):
+        deleting, may_delete = threading.Event(), threading.Event()
+
+        def delete_run(self, run: str) -> None:
+            self.deleting.set()
+            assert self.may_delete.wait(PATIENCE_S)
+            super().delete_run(run)
+
+    store = SlowStore()
+    runs = Runs(store, build_batch=BuildBatch())
+    runs.create("run", CONFIG | {"group_timeout_s": 1000.0})
+    runs.get("run").submit(table(row("a")))
+    with capture_logs() as logged, ThreadPoolExecutor(1) as pool:
+        deleting = pool.submit(runs.delete, "run")
+        assert store.deleting.wait(PATIENCE_S)
+        runs.tick()
+        runs._workers.wait_idle(("tick", "run"))
+        store.may_delete.set()
+        deleting.result(PATIENCE_S)
+    assert [entry for entry in logged if entry["log_level"] == "error"] == []
     runs.close(1)

@@ -394,8 +394,8 @@ class _NameLock:
 
 
 def _quietly(task: Callable[[], object]) -> None:
-    """What stores it may take nothing now, which `unhealthy_reason` tells."""
-    with suppress(UnavailableError):
+    """What stores it may take nothing now, which `unhealthy_reason` tells, and a run may be deleted meanwhile."""
+    with suppress(UnavailableError, NotFoundError):
         task()
 
 
