@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gristmill.errors import FailedPreconditionError
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 from gristmill_service.run.machine.answers import BatchState, Position
 from gristmill_service.run.machine.events import GenerationBegan
 from gristmill_service.run.machine.trainer_commands import Checkpoint
@@ -80,6 +80,11 @@ def test_a_checkpoint_of_another_run_of_the_name_is_refused() -> None:
         bench.run.resume("policy", own._replace(run_id="0" * 32), "launch")
     resumed = bench.run.resume("policy", own, "launch")
     assert (resumed.run_id, resumed.generation) == (bench.run.run_id, 1)
+
+
+def test_a_run_id_that_is_no_text_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="run_id is '\\\\ud800', which is not valid Unicode"):
+        Bench().run.resume("policy", Checkpoint(None, run_id="\ud800"), "launch")
 
 
 def test_a_failed_batch_before_the_position_is_no_reason_to_refuse() -> None:

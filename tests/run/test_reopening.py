@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from gristmill.errors import FailedPreconditionError, UnavailableError
+from gristmill_service.run.machine import conditions
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.journal.run_log import JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore
-from tests.run.harness import CONFIG, BuildBatch, Shelf, row, table
+from gristmill_service.storage.memory_runs import MemoryRunLog, MemoryRunStore
+from gristmill_service.storage.memory_shards import MemoryShardStore
+from tests.run.harness import CONFIG, BuildBatch, row, table
+
+PATIENCE_S = 30.0
 
 
 class FailingStore(JournalRunStore):
@@ -35,7 +43,7 @@ def store(tmp_path: Path) -> Iterator[FailingStore]:
 
 
 def opened(store: FailingStore) -> Runs:
-    return Runs(Shelf(), store, build_batch=BuildBatch())
+    return Runs(MemoryShardStore(), store, build_batch=BuildBatch())
 
 
 def test_a_run_that_cannot_be_opened_anew_at_first_is_there_when_it_can(store: FailingStore) -> None:
@@ -80,4 +88,79 @@ def test_a_damaged_run_is_read_again_when_it_is_asked_for_and_not_every_second(
     with pytest.raises(FailedPreconditionError, match="cannot be read"):
         runs.get("run")
     assert store.opened == before + 1
+    runs.close(1)
+
+
+def test_a_run_that_is_read_anew_takes_no_workers_result_though_its_lease_comes_back() -> None:
+    """Its old self and its new one must not both decide."""
+
+    class Leased(MemoryRunLog):
+        is_lost = False
+
+        def close(self) -> None:
+            self.is_lost = True
+
+    class Leases(MemoryRunStore):
+        def __init__(self) -> None:
+            self.logs: list[Leased] = []
+
+        def create(self, name: str, config: bytes) -> Leased:
+            self.logs.append(Leased(config))
+            return self.logs[-1]
+
+        def open(self, name: str) -> Leased:
+            return self.create(name, self.logs[-1].config)
+
+    store = Leases()
+    runs = Runs(MemoryShardStore(), store, build_batch=BuildBatch())
+    runs.create("run", CONFIG)
+    before, found = runs.get("run"), list[bool]()
+
+    def renew() -> None:
+        store.logs[0].is_lost = False
+        found.append(before.is_lost)
+
+    before.wait(conditions.version_is_reached(7), renew)
+    store.logs[0].is_lost = True
+    after = runs.get("run")
+    assert after is not before
+    assert found == [True]
+    runs.close(1)
+
+
+def test_a_run_that_is_read_anew_while_it_is_deleted_is_deleted(
+    store: FailingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = opened(store)
+    runs.create("run", CONFIG)
+    before = runs.get("run")
+    before.lose()
+    assert runs.get("run") is not before
+    monkeypatch.setattr(runs, "get", lambda name: before)
+    runs.delete("run")
+    assert (runs.names(), store.names()) == ([], [])
+    runs.close(1)
+
+
+def test_the_clock_of_a_run_that_is_deleted_is_no_error() -> None:
+    class SlowStore(MemoryShardStore):
+        deleting, may_delete = threading.Event(), threading.Event()
+
+        def delete_run(self, run: str) -> None:
+            self.deleting.set()
+            assert self.may_delete.wait(PATIENCE_S)
+            super().delete_run(run)
+
+    store = SlowStore()
+    runs = Runs(store, build_batch=BuildBatch())
+    runs.create("run", CONFIG | {"group_timeout_s": 1000.0})
+    runs.get("run").submit(table(row("a")))
+    with capture_logs() as logged, ThreadPoolExecutor(1) as pool:
+        deleting = pool.submit(runs.delete, "run")
+        assert store.deleting.wait(PATIENCE_S)
+        runs.tick()
+        runs._workers.wait_idle(("tick", "run"))
+        store.may_delete.set()
+        deleting.result(PATIENCE_S)
+    assert [entry for entry in logged if entry["log_level"] == "error"] == []
     runs.close(1)

@@ -356,6 +356,10 @@ class Run:
         self._builder.plans.clear()
         self._log.close()
 
+    def lose(self) -> None:
+        """From now on the run is to be opened anew."""
+        self._writer.lose()
+
     @property
     def is_deleted(self) -> bool:
         return isinstance(self._writer.closed, NotFoundError)

@@ -182,9 +182,11 @@ class Runs:
         if name in self._unreadable:
             self._delete_unreadable(name)
             return
-        run = self.get(name)
+        meant = self.get(name)
         with self._locked(name):
-            if self._runs.get(name) is not run:
+            # The same run may have been read anew meanwhile; another one of its name is not meant.
+            run = self._runs.get(name)
+            if run is None or run.run_id != meant.run_id:
                 raise self._unknown(name)
             run.close(NotFoundError(f"run {name!r} was deleted"))
             # What it was about to write or remove must not meet a new run of the name.
@@ -264,6 +266,8 @@ class Runs:
             if run is not None:
                 if run.is_deleted or not run.is_lost:
                     return run
+                # Its lease may come back, and must not find it deciding beside the new one.
+                run.lose()
                 run.close(UnavailableError(f"run {name!r} is read anew from where it is stored; ask again"))
                 self._close_log(name, run)
             began = self._clock()
@@ -390,8 +394,8 @@ class _NameLock:
 
 
 def _quietly(task: Callable[[], object]) -> None:
-    """What stores it may take nothing now, which `unhealthy_reason` tells."""
-    with suppress(UnavailableError):
+    """What stores it may take nothing now, which `unhealthy_reason` tells, and a run may be deleted meanwhile."""
+    with suppress(UnavailableError, NotFoundError):
         task()
 
 

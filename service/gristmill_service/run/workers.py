@@ -41,16 +41,17 @@ class Workers:
                 queue.append(task)
                 return
             self._queues[key] = deque([task])
-        self._pool.submit(self._run_next, key)
+            self._pool.submit(self._run_next, key)
 
     def is_busy(self, key: Hashable) -> bool:
         """Whether a task of this key runs or is to run."""
         return key in self._queues
 
     def wait_idle(self, key: Hashable) -> None:
-        """Returns when no task of this key runs or is to run. New ones must not come meanwhile."""
+        """Returns when no task of this key runs or is to run, or the workers were stopped. New ones must not come
+        meanwhile."""
         with self._changed:
-            self._changed.wait_for(lambda: key not in self._queues)
+            self._changed.wait_for(lambda: self._is_stopped or key not in self._queues)
 
     def stop(self, timeout_s: float) -> bool:
         """Takes no more tasks. Returns when those that were given are done, or after the timeout; whether they are."""
@@ -58,6 +59,7 @@ class Workers:
         with self._changed:
             self._changed.wait_for(lambda: not self._queues, max(0.0, deadline - time.monotonic()))
             self._is_stopped = True
+            self._changed.notify_all()
             is_done = not self._queues
         self._pool.shutdown(wait=is_done, cancel_futures=True)
         return is_done
@@ -71,9 +73,8 @@ class Workers:
         with self._changed:
             queue = self._queues[key]
             queue.popleft()
-            has_more = bool(queue) and not self._is_stopped
-            if not has_more:
+            if queue and not self._is_stopped:
+                self._pool.submit(self._run_next, key)
+            else:
                 del self._queues[key]
                 self._changed.notify_all()
-        if has_more:
-            self._pool.submit(self._run_next, key)

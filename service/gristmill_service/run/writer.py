@@ -175,7 +175,7 @@ class Writer:
         return self._is_lost or self._log.is_lost
 
     def lose(self) -> None:
-        """The log told that it has to be opened anew."""
+        """From now on the log has to be opened anew."""
         self._is_lost = True
 
     def check_open(self, is_internal: bool = False) -> None:

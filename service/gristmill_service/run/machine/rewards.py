@@ -83,8 +83,10 @@ def _value(row: StoredRow, update: RewardUpdate) -> float:
             f"{row.response_length}; they need one each"
         )
     else:
-        # A sum that is not finite tells of a value that is not.
         value = exact_sum(update.token_values)
+        # Values that no tensor holds may cancel out.
+        most = float(np.abs(update.token_values).max(initial=0.0))
+        value = value if most <= FLOAT32_MAX else most
     if not abs(value) <= FLOAT32_MAX:
         raise InvalidArgumentError(
             f"{row.trajectory} step {row.step}: reward is {value}; it must be finite, also as float32"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from gristmill._wire.steps import check_text
 from gristmill.errors import FailedPreconditionError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.run.machine import progress
@@ -80,6 +81,7 @@ class Resume(Command[Resumed]):
 
     def decide(self, view: View) -> Sequence[Event]:
         given = self._checkpoint
+        check_text(given.run_id, "run_id")
         if given.run_id not in ("", self._run_id):
             raise FailedPreconditionError(
                 f"the checkpoint is of another run of this name, run_id {given.run_id}, and this one has "
