@@ -132,7 +132,9 @@ def test_a_superseded_row_takes_its_late_reward_with_it() -> None:
 
 
 @pytest.mark.parametrize("values", [[3e39, -3e39], [np.nan, 1.0], [np.inf, -np.inf]])
-def test_rewards_per_token_that_no_tensor_holds_are_refused_also_where_their_sum_is_small(values):
+def test_rewards_per_token_that_no_tensor_holds_are_refused_also_where_their_sum_is_small(
+    values: list[float],
+) -> None:
     bench = Bench()
     bench.submit(row("a", reward=None, response=(7, 8)))
     with pytest.raises(InvalidArgumentError, match="must be finite, also as float32"):
