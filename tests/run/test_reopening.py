@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,6 +58,31 @@ def test_a_run_that_cannot_be_opened_anew_at_first_is_there_when_it_can(store: F
     assert runs.names() == ["run"]
     assert runs.get("run").status().rows_accepted == 1
     assert runs.unreadable == {}
+    runs.close(1)
+
+
+def test_a_run_is_not_unknown_while_it_is_read_anew(store: FailingStore) -> None:
+    runs = opened(store)
+    runs.create("run", CONFIG)
+    runs.get("run").submit(table(row("a")))
+    open_now, opening, may_open = store.open, threading.Event(), threading.Event()
+
+    def open_slowly(name: str) -> JournalRunLog:
+        opening.set()
+        assert may_open.wait(PATIENCE_S)
+        return open_now(name)
+
+    store.open = open_slowly  # type: ignore[method-assign]
+    runs.get("run").lose()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(runs.get, "run")
+        assert opening.wait(PATIENCE_S)
+        second = pool.submit(runs.get, "run")
+        assert runs.names() == ["run"]
+        time.sleep(0.1)
+        may_open.set()
+        assert second.result(PATIENCE_S) is first.result(PATIENCE_S)
+    assert runs.get("run").status().rows_accepted == 1
     runs.close(1)
 
 

@@ -269,19 +269,23 @@ class Runs:
                 # Its lease may come back, and must not find it deciding beside the new one.
                 run.lose()
                 run.close(UnavailableError(f"run {name!r} is read anew from where it is stored; ask again"))
-                self._close_log(name, run)
+                # It stays named until another takes its place: whoever asks meanwhile comes here, and waits.
+                run.close_log()
             began = self._clock()
             try:
                 run = self._start(name, self._store.open(name))
             except NotFoundError:
+                self._forget(name)
                 raise self._unknown(name) from None
             except UnavailableError as error:
                 if not self._store.is_shared:
                     # Nobody else names it: it would be unknown from now on.
                     self._set_aside(name, error)
+                self._forget(name)
                 raise
             except (GristmillError, OSError) as error:
                 self._set_aside(name, error)
+                self._forget(name)
                 raise FailedPreconditionError(
                     f"run {name!r} cannot be read: {error}; mend what stores it, or delete the run"
                 ) from error
@@ -303,8 +307,11 @@ class Runs:
 
     def _close_log(self, name: str, run: Run) -> None:
         run.close_log()
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
         with self._lock:
-            del self._runs[name]
+            self._runs.pop(name, None)
 
     def _set_aside(self, name: str, error: Exception) -> None:
         with self._lock:
