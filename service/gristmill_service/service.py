@@ -38,9 +38,9 @@ class Service:
         with ExitStack() as undo:
             self._storage = undo.enter_context(open_storage(settings))
             metrics = Metrics()
-            store = TimedShardStore(self._storage.shards, metrics.storing)
-            ledger = TimedRunStore(self._storage.runs, metrics.storing)
-            self.runs = Runs(store, ledger, max_row_bytes=int(settings.max_row_bytes))
+            shards = TimedShardStore(self._storage.shards, metrics.storing)
+            stored_runs = TimedRunStore(self._storage.runs, metrics.storing)
+            self.runs = Runs(shards, stored_runs, max_row_bytes=int(settings.max_row_bytes))
             undo.callback(self.runs.close, 0.0)
             self.long_poll = LongPoll(settings.max_waiters)
             metrics.watch(

@@ -1,4 +1,4 @@
-"""A run as its book tells it: the state that the log makes, and what became of the rows that it speaks of."""
+"""A run as its log tells it: its state, and what became of the rows that it speaks of."""
 
 from __future__ import annotations
 

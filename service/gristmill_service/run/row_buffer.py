@@ -75,7 +75,7 @@ def _small_fields(steps: Steps) -> Iterator[bytes]:
 
 @dataclass(slots=True)
 class _Table:
-    """steps: None where the book alone has them. live: the rows that are needed, by their number in the request: where
+    """steps: None where the log alone has them. live: the rows that are needed, by their number in the request: where
     each is in `steps`."""
 
     steps: Steps | None
@@ -87,7 +87,7 @@ class _Table:
 
 
 class PickedRow(NamedTuple):
-    """A row, the table that it is in, and its place there. steps: None where the book has to be asked."""
+    """A row, the table that it is in, and its place there. steps: None where the log has to be asked."""
 
     table: int
     steps: Steps | None
@@ -140,7 +140,7 @@ class RowBuffer:
         self._sparse.discard(number)
 
     def unload(self, refs: Iterable[RowRef]) -> None:
-        """Leaves the tables of these rows to the book."""
+        """Leaves the tables of these rows to the log."""
         for number in {ref.table for ref in refs}:
             table = self._tables[number]
             table.steps, table.live = None, {row: row for row in table.live}

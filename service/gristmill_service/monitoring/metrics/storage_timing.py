@@ -74,61 +74,61 @@ class TimedShardStore:
 class TimedRunStore:
     """See `gristmill_service.storage.run_store.RunStore`."""
 
-    def __init__(self, ledger: RunStore, measured: StoreMetrics) -> None:
-        self._ledger, self._measured = ledger, measured
-        self.is_shared = ledger.is_shared
-        self.names, self.delete, self.close = ledger.names, ledger.delete, ledger.close
-        self.unhealthy_reason, self.unreachable_reason = ledger.unhealthy_reason, ledger.unreachable_reason
+    def __init__(self, store: RunStore, measured: StoreMetrics) -> None:
+        self._store, self._measured = store, measured
+        self.is_shared = store.is_shared
+        self.names, self.delete, self.close = store.names, store.delete, store.close
+        self.unhealthy_reason, self.unreachable_reason = store.unhealthy_reason, store.unreachable_reason
 
     def create(self, name: str, config: bytes) -> RunLog:
-        return TimedRunLog(self._ledger.create(name, config), self._measured)
+        return TimedRunLog(self._store.create(name, config), self._measured)
 
     def open(self, name: str) -> RunLog:
-        return TimedRunLog(self._ledger.open(name), self._measured)
+        return TimedRunLog(self._store.open(name), self._measured)
 
 
 class TimedRunLog:
     """See `gristmill_service.storage.run_store.RunLog`."""
 
-    def __init__(self, book: RunLog, measured: StoreMetrics) -> None:
-        self._book, self._call = book, measured.call
-        self.config, self.run_id = book.config, book.run_id
-        self.maps_rows, self.reads_rows = book.maps_rows, book.reads_rows
-        self.remove, self.retain, self.close = book.remove, book.retain, book.close
+    def __init__(self, log: RunLog, measured: StoreMetrics) -> None:
+        self._log, self._call = log, measured.call
+        self.config, self.run_id = log.config, log.run_id
+        self.maps_rows, self.reads_rows = log.maps_rows, log.reads_rows
+        self.remove, self.retain, self.close = log.remove, log.retain, log.close
 
     @property
     def is_lost(self) -> bool:
-        return self._book.is_lost
+        return self._log.is_lost
 
     @property
     def is_long(self) -> bool:
-        return self._book.is_long
+        return self._log.is_long
 
     @property
     def log_bytes(self) -> int:
-        return self._book.log_bytes
+        return self._log.log_bytes
 
     @property
     def lease(self) -> float | None:
-        return self._book.lease
+        return self._log.lease
 
     def replay(self) -> Replay:
-        return self._call("replay", self._book.replay)
+        return self._call("replay", self._log.replay)
 
     def append(self, record: bytes, tables: Collection[int] = ()) -> None:
-        self._call("append", lambda: self._book.append(record, tables))
+        self._call("append", lambda: self._log.append(record, tables))
 
     def sync(self) -> None:
-        self._call("sync", self._book.sync)
+        self._call("sync", self._log.sync)
 
     def flush(self) -> None:
-        self._call("flush", self._book.flush)
+        self._call("flush", self._log.flush)
 
     def compact(self, snapshot: bytes) -> None:
-        self._call("compact", lambda: self._book.compact(snapshot))
+        self._call("compact", lambda: self._log.compact(snapshot))
 
     def put(self, table: Steps) -> tuple[int, Steps]:
-        return self._call("put", lambda: self._book.put(table))
+        return self._call("put", lambda: self._log.put(table))
 
     def get(self, number: int) -> Steps:
-        return self._call("get", lambda: self._book.get(number))
+        return self._call("get", lambda: self._log.get(number))

@@ -26,7 +26,7 @@ class GroupKey(NamedTuple):
 
 
 class RowRef(NamedTuple):
-    """Where a row's tokens are: in which table of the run's book, and which row of it."""
+    """Where a row's tokens are: in which table of the run's log, and which row of it."""
 
     table: int
     row: int

@@ -275,7 +275,7 @@ class RedisRunLog:
         self.on_close()
         # It refers to the log: without it, the log goes as soon as nobody has it.
         self.on_close = lambda: None
-        if self._health.silence:
+        if self._health.unreachable_reason:
             # It would only wait: the lease runs out by itself.
             return
         try:

@@ -157,10 +157,10 @@ class RedisRunStore:
             return _allowed(self._scripts.withdraw(self._keys(run), self._token(run), key), run)
 
     def unhealthy_reason(self) -> str:
-        return self._health.trouble
+        return self._health.unhealthy_reason
 
     def unreachable_reason(self) -> str:
-        return self._health.silence
+        return self._health.unreachable_reason
 
     def room(self) -> dict[str, tuple[int, int]]:
         """Bytes used of the fullest server's memory, and its `maxmemory`; nothing where it has none."""

@@ -21,14 +21,15 @@ _SILENT = (redis.ConnectionError, redis.TimeoutError)
 
 
 class Health:
-    """Thread-safe. trouble: why something is refused. silence: why Redis cannot even be asked. Empty when all is well.
+    """Thread-safe. unhealthy_reason: why something is refused. unreachable_reason: why Redis cannot even be asked.
+    Empty when all is well.
 
     memory: bytes used of the fullest server, and its `maxmemory`, 0 where it has none, as they were last seen.
     """
 
     def __init__(self, client: Client, prefix: str, durability: Durability) -> None:
         self._client, self._probe, self._durability = client, f"{prefix}:probe", durability
-        self.trouble = self.silence = self._no_room = self._too_few = ""
+        self.unhealthy_reason = self.unreachable_reason = self._no_room = self._too_few = ""
         self.memory = 0, 0
 
     @contextmanager
@@ -39,7 +40,7 @@ class Health:
         except UnavailableError as error:
             self._report(str(error))
             if isinstance(error.__cause__, _SILENT):
-                self.silence = str(error)
+                self.unreachable_reason = str(error)
             raise
 
     def check_room(self) -> None:
@@ -62,10 +63,10 @@ class Health:
         try:
             with translated(self._client):
                 self._client.ping()
-            self.silence = ""
+            self.unreachable_reason = ""
         except GristmillError as error:
-            self.silence = str(error)
-            self._report(self.silence)
+            self.unreachable_reason = str(error)
+            self._report(self.unreachable_reason)
             return
         try:
             with translated(self._client):
@@ -80,11 +81,11 @@ class Health:
         except GristmillError as error:
             self._report(str(error))
 
-    def _report(self, trouble: str) -> None:
-        before, self.trouble = self.trouble, trouble
-        if trouble and not before:
-            _log.warning("Redis in trouble", reason=trouble)
-        elif before and not trouble:
+    def _report(self, reason: str) -> None:
+        before, self.unhealthy_reason = self.unhealthy_reason, reason
+        if reason and not before:
+            _log.warning("Redis in trouble", reason=reason)
+        elif before and not reason:
             _log.info("Redis well again")
 
 
