@@ -466,3 +466,44 @@ def test_a_compaction_that_fails_is_not_tried_again_with_every_change(
     for number in range(200):
         run.submit(table(*group_rows(f"u{number}")))
     assert 1 <= len(tried) < 20
+
+
+ADDRESS = ShardAddress("policy", 0, 0)
+PULLS: dict[str, Callable[[Replica], object]] = {
+    "plan": lambda replica: replica.runs.get("run").batch(0).plan,
+    "batch:0": lambda replica: replica.runs.get("run").shard("policy", 0, Position(0), 0).location,
+    "policy:0:0:0": lambda replica: b"".join(replica.runs.read_compact_shard("run", 0, ADDRESS) or ()),
+}
+
+
+@pytest.mark.parametrize("lost", PULLS)
+@pytest.mark.parametrize("when", ["while the run is open", "before it is opened"])
+def test_shards_that_redis_lost_are_made_anew_from_their_rows(
+    server: RedisServer, join: Join, lost: str, when: str
+) -> None:
+    first = join(server.url, "first")
+    first.runs.create("run", CREATED)
+    first.runs.get("run").submit(table(*group_rows("a")))
+    wait_until(lambda: published(first, "run", 0), "the batch is published")
+    before = PULLS[lost](first)
+    lose = [key for key in keys(server, "run") if f":{lost}" in key]
+    assert len(lose) == 1, keys(server, "run")
+    replica = first
+    if when == "before it is opened":
+        first.die()
+        server.client().delete(*lose)
+        replica = join(server.url, "second")
+        wait_until(lambda: "run" in replica.runs.names(), "the run is taken over")
+    else:
+        first.runs.get("run")._builder.plans.clear()
+        server.client().delete(*lose)
+
+    def pulled() -> object:
+        try:
+            return PULLS[lost](replica)
+        except UnavailableError:
+            return None
+
+    wait_until(lambda: pulled() == before, "the same bytes can be pulled again")
+    status = replica.runs.get("run").status()
+    assert (status.failed_batches, status.groups_dropped, status.batches_sealed) == ({}, {}, 1)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 import structlog
 
 from gristmill._wire.row_codec import Prefixes
 from gristmill._wire.steps import Steps, TrajectoryKey, check_text
-from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
+from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.run import prefix_expansion, recovery
@@ -50,7 +51,7 @@ from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.workers import TaskQueue
 from gristmill_service.run.writer import Writer
 from gristmill_service.storage.run_store import LogLostError, RunLog
-from gristmill_service.storage.shard_store import ShardStore
+from gristmill_service.storage.shard_store import ShardsLostError, ShardStore
 
 _log = structlog.get_logger(__name__)
 # Asked once a submission: structlog itself would first bind and format what nobody reads.
@@ -195,7 +196,8 @@ class Run:
         plan = self._builder.plans.get(number)
         if plan is None:
             try:
-                plan = self._store.plan(self.name, number)
+                with self._mending(number):
+                    plan = self._store.plan(self.name, number)
             except NotFoundError:
                 self._check_withdrawn(number)
                 return BatchAnswer(BatchState.PENDING)
@@ -224,19 +226,41 @@ class Run:
         return ShardAnswer(found, wanted, address, location, current)
 
     def _check_withdrawn(self, number: int) -> None:
-        """For a batch that was published a moment ago and is not in the store: returns where it was withdrawn, to come
+        """For a batch that was published a moment ago and is not in the store: returns where it is built anew, to come
         again. Raises NotFoundError where it was freed."""
         if self._read(lambda state: progress.batch_state(state, number)) is BatchState.PUBLISHED:
-            raise UnavailableError(f"batch {number} cannot be found at this moment; ask again")
+            self._withdraw(number, "the store does not have it")
+
+    @contextmanager
+    def _mending(self, number: int) -> Iterator[None]:
+        """Has the batch built anew where the store turns out to have lost a part of it; the error is raised on."""
+        try:
+            yield
+        except ShardsLostError as error:
+            self._withdraw(number, str(error))
+            raise
+
+    def _withdraw(self, number: int, reason: str) -> None:
+        # It may be there again: then it is built once more, to the same bytes.
+        if self._execute(trainer_commands.WithdrawBatch(number)):
+            _log.warning("batch is built anew: its shards are lost", run=self.name, batch=number, reason=reason)
 
     def read_shard(self, batch: int, address: ShardAddress) -> Iterator[bytes]:
         self._writer.check_open()
-        return self._store.read(self.name, batch, address)
+        with self._mending(batch):
+            pieces = self._store.read(self.name, batch, address)
+        return self._read_on(batch, pieces)
 
     def read_compact_shard(self, batch: int, address: ShardAddress) -> Iterator[bytes] | None:
         """Its compact form, or None where the store has whole files only."""
         self._writer.check_open()
-        return self._store.read_compact(self.name, batch, address)
+        with self._mending(batch):
+            pieces = self._store.read_compact(self.name, batch, address)
+        return None if pieces is None else self._read_on(batch, pieces)
+
+    def _read_on(self, batch: int, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        with self._mending(batch):
+            yield from pieces
 
     def export(self, number: int) -> Iterator[Steps]:
         """The rows of a sealed batch in their order, some at a time. Raises as `batch` does."""
@@ -397,7 +421,7 @@ class Run:
     def _is_stored(self, number: int) -> bool:
         try:
             self._store.plan(self.name, number)
-        except NotFoundError:
+        except (NotFoundError, ShardsLostError):
             return False
         return True
 

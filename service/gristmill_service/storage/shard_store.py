@@ -9,8 +9,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from gristmill.errors import UnavailableError
 from gristmill_service.pipeline.iovec import Iovec
 from gristmill_service.pipeline.shard_address import ShardAddress
+
+
+class ShardsLostError(UnavailableError):
+    """A part of what was published is not there any more: the batch has to be published again, and may then be read."""
 
 
 class ShardSource(Protocol):
@@ -42,7 +47,7 @@ class ShardStore(Protocol):
 
     Every method may raise UnavailableError where the store cannot be reached or this process has the run no longer,
     and FailedPreconditionError where the store refuses, or holds what this version does not read; no other error but
-    those that a method names. All may be tried again.
+    those that a method names. All may be tried again. What reads may raise ShardsLostError.
     """
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:

@@ -11,7 +11,13 @@ from gristmill_service.config import Model, RunConfig
 from gristmill_service.run.machine import progress
 from gristmill_service.run.machine.answers import Moved, Position, Resumed
 from gristmill_service.run.machine.command import Command, View
-from gristmill_service.run.machine.events import BatchFailed, BatchPublished, Event, PolicyVersionAnnounced
+from gristmill_service.run.machine.events import (
+    BatchFailed,
+    BatchPublished,
+    BatchWithdrawn,
+    Event,
+    PolicyVersionAnnounced,
+)
 from gristmill_service.run.machine.resume import resume
 from gristmill_service.run.machine.state import State
 
@@ -96,6 +102,23 @@ class Resume(Command[Resumed]):
     def answer(self, state: State) -> Resumed:
         own = state.models[self._model]
         return Resumed(own.incarnation, own.resumed_at, self._run_id, state.generation)
+
+
+class WithdrawBatch(Command[bool]):
+    """The store has lost shards of a batch: it is built anew, from its rows. Answers whether it was published."""
+
+    is_internal = True
+
+    def __init__(self, number: int) -> None:
+        self._number, self._was_published = number, False
+
+    def decide(self, view: View) -> Sequence[Event]:
+        batch = view.state.batches.get(self._number)
+        self._was_published = batch is not None and batch.is_published
+        return [BatchWithdrawn(self._number)] if self._was_published else []
+
+    def answer(self, state: State) -> bool:
+        return self._was_published
 
 
 class RecordBatch(Command[bool]):

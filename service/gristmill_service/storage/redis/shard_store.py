@@ -28,7 +28,7 @@ from gristmill_service.storage.redis.publications import Publications, is_left_b
 from gristmill_service.storage.redis.row_values import unlink
 from gristmill_service.storage.redis.shard_index import ShardIndex, StoredShard
 from gristmill_service.storage.redis.shard_keys import ShardKeys
-from gristmill_service.storage.shard_store import ShardLocation, ShardSource
+from gristmill_service.storage.shard_store import ShardLocation, ShardsLostError, ShardSource
 
 _log = structlog.get_logger(__name__)
 
@@ -279,9 +279,10 @@ class RedisShardStore:
             return value
         if self._read_index(run, batch).index.nonce != index.nonce:
             raise _ReplacedError(f"run {run!r}: batch {batch} was published anew while it was read; read it again")
-        raise FailedPreconditionError(
-            f"run {run!r}: Redis has lost a part of batch {batch}, {key}; it must not evict keys: set its "
-            "maxmemory-policy to noeviction"
+        raise ShardsLostError(
+            f"run {run!r}: Redis has lost a part of batch {batch}, {key}, which is made anew from its rows; ask again. "
+            "Redis must not evict keys (maxmemory-policy noeviction), and loses at a failover what its replicas do not "
+            "have yet"
         )
 
 
