@@ -11,7 +11,7 @@ from gristmill.errors import BatchFailedError, FailedPreconditionError
 from gristmill_service.pipeline import BuiltBatch
 from gristmill_service.run.machine.answers import BatchState, Position, RewardUpdate
 from gristmill_service.run.machine.events import BatchSealed, GroupKey
-from tests.run.harness import Bench, group_rows, key, row
+from tests.run.harness import Bench, BuildBatch, group_rows, key, row
 
 
 def test_a_batch_is_sealed_with_the_group_that_fills_it_and_is_logged_before_it_is_made() -> None:
@@ -282,3 +282,22 @@ class TestFailing:
         bench.make_batches()
         with pytest.raises(BatchFailedError, match="division by zero"):
             bench.run.batch(0)
+
+    @pytest.mark.parametrize("shortage", [MemoryError("Unable to allocate 9 GiB"), OSError(24, "Too many open files")])
+    def test_what_the_process_is_short_of_drops_no_rows(self, shortage: Exception) -> None:
+        whole, shortages = BuildBatch(), [shortage]
+
+        def build(*args: Any, **more: Any) -> Any:
+            if shortages:
+                raise shortages.pop()
+            return whole(*args, **more)
+
+        bench = Bench(train_batch_size=1, build_batch=build)
+        bench.submit(*group_rows("a"))
+        bench.make_batches()
+        assert type(shortage).__name__ in bench.run.blocked_reason
+        assert bench.run.batch(0).state is BatchState.PENDING
+        bench.now += 2
+        bench.run.tick()
+        bench.make_batches()
+        assert (bench.run.batch(0).state, bench.run.blocked_reason) == (BatchState.PUBLISHED, "")
