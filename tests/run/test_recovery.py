@@ -182,11 +182,14 @@ def test_only_time_in_which_workers_could_come_counts_for_stragglers(machine: Ca
     assert [(view.uid, view.reason) for view in one.run.groups()] == [("early", "timeout"), ("late", "")]
 
 
+@pytest.mark.parametrize("is_published", [False, True])
 def test_rows_that_the_disk_lost_are_dropped_with_a_reason_and_the_others_go_on(
-    machine: Callable[..., Machine],
+    machine: Callable[..., Machine], is_published: bool
 ) -> None:
     one = machine(train_batch_size=1)
     one.submit(*group_rows("a", response=range(2000)))
+    if is_published:
+        one.make_batches()
     one.submit(row("b", response=range(2000)))
     one.submit(row("c"))
     [path] = one.directory.glob("run-run/rows-*.seg")

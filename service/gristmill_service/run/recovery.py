@@ -43,7 +43,9 @@ def recovered(state: State, rows: RowBuffer, log: RunLog, is_stored: Callable[[i
         whole = log.get(number) if log.maps_rows and number not in lost else None
         rows.add(number, whole, held)
     stored = [number for number, batch in state.batches.items() if batch.is_published and is_stored(number)]
-    return [*losses(state, lost), *withdrawn(state, stored)]
+    lossy = losses(state, lost)
+    failed = [event.batch for event in lossy if isinstance(event, BatchFailed)]
+    return [*lossy, *withdrawn(state, [*stored, *failed])]
 
 
 def rollback(state: State) -> GenerationBegan:
@@ -83,7 +85,8 @@ def losses(state: State, lost: Collection[int]) -> list[Event]:
 
 
 def withdrawn(state: State, kept: Collection[int]) -> list[Event]:
-    """Batches whose shards did not outlast the process that published them. kept: those whose did."""
+    """Batches that are to be built anew, for their shards did not outlast the process that published them. kept: those
+    that are not."""
     return [
         BatchWithdrawn(number) for number, batch in state.batches.items() if batch.is_published and number not in kept
     ]
