@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
 from types import MappingProxyType, TracebackType
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     # Imported at run time, it would ask for torch before `gristmill.torch` can say how to install it.
     from gristmill._client.device_copies import Copies
 
+_log = logging.getLogger("gristmill")
 _WITHDRAWN_PAUSE_S = 0.1
 
 
@@ -176,7 +178,7 @@ class TrainerClient:
         if give_up_reason == "":
             raise InvalidArgumentError("give_up_reason is empty; name the reason under which the groups are counted")
         saved = checkpoint_of(state, self.run, self.model) if state else None
-        self._read_run(self._expected_dp_size)
+        status = self._read_run(self._expected_dp_size)
         self._check_rank()
         request = trainer_pb2.ResumeRequest(
             run=self.run,
@@ -195,10 +197,19 @@ class TrainerClient:
                 f"run {self.run!r} rank {self.rank}: another rank of this launch resumed at {resumed} and this one's "
                 f"state is {saved.position}; load the state of the same checkpoint on all ranks"
             )
-        self._position, self._incarnation = resumed, response.incarnation
+        self._position, self._incarnation = self._past_failed(resumed, status), response.incarnation
         self._run_id, self._generation = response.run_id, response.generation
         # Opened for another incarnation, perhaps cut for another dp_size.
         self.expect(())
+
+    def _past_failed(self, position: Position, status: run_pb2.RunStatus) -> Position:
+        """A batch that failed is told of by an error once. A trainer that ends by it and is started again would get
+        the same error for ever."""
+        while position.batch in status.failed_batches:
+            reason = status.failed_batches[position.batch]
+            _log.warning("run %r: batch %d failed, and is stepped over: %s", self.run, position.batch, reason)
+            position = Position(position.batch + 1)
+        return position
 
     def commit(self, state: Mapping[str, Any] | None = None) -> None:
         """Says that a checkpoint holds all training before its position: batches before it are freed once every rank
@@ -264,7 +275,7 @@ class TrainerClient:
         """Batches from the rank's place on, each waited for as long as it takes, until the run is finished.
 
         Raises BatchFailedError with the reason for a batch that could not be made; iterating again goes on behind it.
-        (One that failed before this trainer started is stepped over.)
+        (One that failed before this trainer started is stepped over; `load_state_dict` logs a warning.)
         Raises FailedPreconditionError when asked for the next batch before all of this one is acknowledged.
         """
         while (batch := self._next_batch()) is not None:
