@@ -39,11 +39,6 @@ class Received:
         lengths = np.diff(self.trajectory_bounds)
         return np.repeat(np.arange(len(lengths)), lengths)
 
-    @property
-    def last_steps(self) -> Int64s:
-        """The index of each trajectory's last step."""
-        return self.trajectory_bounds[1:] - 1
-
 
 def receive(steps: Steps, config: RunConfig) -> Received:
     """Puts the batch in order and checks it.

@@ -67,11 +67,6 @@ class Group:
     def is_complete(self) -> bool:
         return self.done > 0 and self.done + len(self.aborted) == self.samples
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether every trajectory was given up."""
-        return len(self.aborted) == self.samples
-
     def store(self, row: StoredRow) -> list[RowRef]:
         """Takes a row in; returns the rows of lower attempts that it replaces."""
         sample = row.trajectory.sample
