@@ -190,3 +190,30 @@ def test_the_clock_of_a_run_that_is_deleted_is_no_error() -> None:
         deleting.result(PATIENCE_S)
     assert [entry for entry in logged if entry["log_level"] == "error"] == []
     runs.close(1)
+
+
+def test_a_run_that_comes_back_while_it_is_being_deleted_is_deleted_whole(store: FailingStore) -> None:
+    runs = opened(store)
+    runs.create("run", CONFIG)
+    runs.close(1)
+    store.failures = 1
+    runs = opened(store)
+    open_now, opening, may_open = store.open, threading.Event(), threading.Event()
+
+    def open_slowly(name: str) -> JournalRunLog:
+        opening.set()
+        assert may_open.wait(PATIENCE_S)
+        return open_now(name)
+
+    store.open = open_slowly  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as pool:
+        back = pool.submit(runs.get, "run")
+        assert opening.wait(PATIENCE_S)
+        deleted = pool.submit(runs.delete, "run")
+        time.sleep(0.1)
+        may_open.set()
+        run = back.result(PATIENCE_S)
+        deleted.result(PATIENCE_S)
+    assert run.is_deleted
+    assert runs.names() == []
+    runs.close(1)

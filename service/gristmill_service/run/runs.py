@@ -179,8 +179,7 @@ class Runs:
     def delete(self, name: str) -> None:
         """Returns when nothing of the run is left, so that its name can be another run's. A run that cannot be read may
         be deleted, too."""
-        if name in self._unreadable:
-            self._delete_unreadable(name)
+        if self._delete_unreadable(name):
             return
         meant = self.get(name)
         with self._locked(name):
@@ -321,12 +320,17 @@ class Runs:
         if is_new:
             _log.error("run cannot be read", run=name, reason=str(error))
 
-    def _delete_unreadable(self, name: str) -> None:
+    def _delete_unreadable(self, name: str) -> bool:
+        """Whether the run was set aside, and is deleted now."""
         with self._locked(name):
+            # It may have come back, or have been deleted and created anew: then calls are under way in it.
+            if name not in self._unreadable:
+                return False
             self._store.delete(name)
             self._shards.delete_run(name)
             with self._lock:
-                self._unreadable.pop(name, None)
+                del self._unreadable[name]
+            return True
 
     # --- Time
 
