@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.replicas import Join, Replica
 from tests.faults.services import Services
 from tests.redis.proxy import Proxy
 from tests.redis.servers import RedisServer, StartRedis
@@ -49,3 +50,21 @@ def proxy(shared_redis: RedisServer) -> Iterator[Proxy]:
     """A network to it that a test may break."""
     with Proxy(shared_redis.port) as running:
         yield running
+
+
+@pytest.fixture
+def server(shared_redis: RedisServer) -> RedisServer:
+    shared_redis.client().flushall()
+    return shared_redis
+
+
+@pytest.fixture
+def join() -> Iterator[Join]:
+    with ExitStack() as opened:
+
+        def start(url: str, name: str = "one", lease_s: float = 3.0) -> Replica:
+            replica = Replica(url, name, lease_s)
+            opened.callback(replica.close)
+            return replica
+
+        yield start

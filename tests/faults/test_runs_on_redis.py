@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-import redis
 
 from gristmill.errors import (
     FailedPreconditionError,
@@ -25,84 +23,14 @@ from gristmill_service.run.machine.answers import BatchState, Position
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
-from gristmill_service.storage.redis.connection import RedisAddress, connect
 from gristmill_service.storage.redis.run_log import RedisRunLog
-from gristmill_service.storage.redis.run_store import RedisRunStore
-from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
+from tests.faults.replicas import CREATED, Join, keys, published
 from tests.faults.services import uids_of
 from tests.redis.cluster import RedisCluster
 from tests.redis.proxy import Proxy
 from tests.redis.servers import RedisServer, wait_until
-from tests.run.harness import CONFIG, group_rows, table
-
-CREATED = {**CONFIG, "train_batch_size": 1, "max_buffered_batches": 1000, "max_staleness": 100_000}
-PREFIX = "runs"
-
-
-class Replica:
-    """What a service is on Redis, without its doors."""
-
-    def __init__(self, url: str, name: str, lease_s: float) -> None:
-        self.client = connect(RedisAddress(url=url))
-        self.run_store = RedisRunStore(self.client, PREFIX, lease_s)
-        self.store = RedisShardStore(self.client, self.run_store, PREFIX)
-        self.runs = Runs(self.store, self.run_store, build_batch=build_batch)
-        self.run_store.advertise(name, name)
-        self._is_open = True
-
-    def die(self) -> None:
-        """Its threads end, and it says goodbye to nobody: its leases are as if they had run out."""
-        names = list(self.runs._runs)
-        self.run_store._leases.close()
-        self.run_store._scripts.release = lambda *_: None  # type: ignore[method-assign]
-        self.close()
-        with closing(connect(RedisAddress(url=self.url))) as client:
-            for name in names:
-                client.delete(self.run_store._keys(name).owner)
-
-    @property
-    def url(self) -> str:
-        assert isinstance(self.client, redis.Redis)
-        options = self.client.connection_pool.connection_kwargs
-        return f"redis://{options['host']}:{options['port']}"
-
-    def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self.runs.close(5)
-            self.run_store.close()
-            self.client.close()
-
-
-Join = Callable[..., Replica]
-
-
-@pytest.fixture
-def server(shared_redis: RedisServer) -> RedisServer:
-    shared_redis.client().flushall()
-    return shared_redis
-
-
-@pytest.fixture
-def join() -> Iterator[Join]:
-    with ExitStack() as opened:
-
-        def start(url: str, name: str = "one", lease_s: float = 3.0) -> Replica:
-            replica = Replica(url, name, lease_s)
-            opened.callback(replica.close)
-            return replica
-
-        yield start
-
-
-def published(replica: Replica, run: str, batch: int) -> bool:
-    return replica.runs.get(run).batch(batch).state is BatchState.PUBLISHED
-
-
-def keys(server: RedisServer, run: str) -> list[str]:
-    found: Any = server.client().keys("*")
-    return [key.decode() for key in found if run in key.decode()]
+from tests.run.harness import group_rows, table
 
 
 def test_a_run_that_cannot_be_read_keeps_no_other_from_being_taken_over(server: RedisServer, join: Join) -> None:
@@ -466,44 +394,3 @@ def test_a_compaction_that_fails_is_not_tried_again_with_every_change(
     for number in range(200):
         run.submit(table(*group_rows(f"u{number}")))
     assert 1 <= len(tried) < 20
-
-
-ADDRESS = ShardAddress("policy", 0, 0)
-PULLS: dict[str, Callable[[Replica], object]] = {
-    "plan": lambda replica: replica.runs.get("run").batch(0).plan,
-    "batch:0": lambda replica: replica.runs.get("run").shard("policy", 0, Position(0), 0).location,
-    "policy:0:0:0": lambda replica: b"".join(replica.runs.read_compact_shard("run", 0, ADDRESS) or ()),
-}
-
-
-@pytest.mark.parametrize("lost", PULLS)
-@pytest.mark.parametrize("when", ["while the run is open", "before it is opened"])
-def test_shards_that_redis_lost_are_made_anew_from_their_rows(
-    server: RedisServer, join: Join, lost: str, when: str
-) -> None:
-    first = join(server.url, "first")
-    first.runs.create("run", CREATED)
-    first.runs.get("run").submit(table(*group_rows("a")))
-    wait_until(lambda: published(first, "run", 0), "the batch is published")
-    before = PULLS[lost](first)
-    lose = [key for key in keys(server, "run") if f":{lost}" in key]
-    assert len(lose) == 1, keys(server, "run")
-    replica = first
-    if when == "before it is opened":
-        first.die()
-        server.client().delete(*lose)
-        replica = join(server.url, "second")
-        wait_until(lambda: "run" in replica.runs.names(), "the run is taken over")
-    else:
-        first.runs.get("run")._builder.plans.clear()
-        server.client().delete(*lose)
-
-    def pulled() -> object:
-        try:
-            return PULLS[lost](replica)
-        except UnavailableError:
-            return None
-
-    wait_until(lambda: pulled() == before, "the same bytes can be pulled again")
-    status = replica.runs.get("run").status()
-    assert (status.failed_batches, status.groups_dropped, status.batches_sealed) == ({}, {}, 1)

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import copy
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import structlog
 
@@ -35,9 +36,11 @@ from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.workers import Workers
 from gristmill_service.storage.memory_runs import MemoryRunStore
 from gristmill_service.storage.run_store import OwnedElsewhereError, RunLog, RunStore
-from gristmill_service.storage.shard_store import ShardStore
+from gristmill_service.storage.shard_store import ShardsLostError, ShardStore
 
 _log = structlog.get_logger(__name__)
+
+Pieces = TypeVar("Pieces", Iterator[bytes], Iterator[bytes] | None)
 
 _LONGEST_NAME = 128
 _TICK_S = 0.2
@@ -118,16 +121,21 @@ class Runs:
         return self._open(name)
 
     def read_shard(self, name: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
-        """The shard's file in order, which any process that shares the store can read."""
-        if self._is_elsewhere(name):
-            return self._shards.read(name, batch, address)
-        return self.get(name).read_shard(batch, address)
+        """The shard's file in order, which any process that shares the store can read. Raises as `get` where it has to
+        be built anew by the run's owner."""
+        try:
+            run = self.get(name)
+        except OwnedElsewhereError as elsewhere:
+            return _whole_or(elsewhere, lambda: self._shards.read(name, batch, address))
+        return run.read_shard(batch, address)
 
     def read_compact_shard(self, name: str, batch: int, address: ShardAddress) -> Iterator[bytes] | None:
         """Its compact form likewise, or None where the store has whole files only."""
-        if self._is_elsewhere(name):
-            return self._shards.read_compact(name, batch, address)
-        return self.get(name).read_compact_shard(batch, address)
+        try:
+            run = self.get(name)
+        except OwnedElsewhereError as elsewhere:
+            return _whole_or(elsewhere, lambda: self._shards.read_compact(name, batch, address))
+        return run.read_compact_shard(batch, address)
 
     def unhealthy_reason(self) -> str:
         """Why batches or calls have to wait for what stores them; empty when all is well."""
@@ -377,13 +385,6 @@ class Runs:
 
     # --- Checks
 
-    def _is_elsewhere(self, name: str) -> bool:
-        try:
-            self.get(name)
-        except OwnedElsewhereError:
-            return True
-        return False
-
     def _unknown(self, name: str) -> NotFoundError:
         known = ", ".join(self.names()[:10]) or "none"
         return NotFoundError(f"run {name!r} does not exist; create it first (there are: {known})")
@@ -402,6 +403,19 @@ class _NameLock:
 
     def __init__(self) -> None:
         self.lock, self.users = threading.Lock(), 0
+
+
+def _whole_or(elsewhere: OwnedElsewhereError, read: Callable[[], Pieces]) -> Pieces:
+    """The pieces that are read, or the error that names the owner where the first of them is lost: it builds them
+    anew."""
+    try:
+        pieces = read()
+        if pieces is None:
+            return pieces
+        first = next(pieces, b"")
+    except ShardsLostError:
+        raise elsewhere from None
+    return chain([first], pieces)
 
 
 def _quietly(task: Callable[[], object]) -> None:

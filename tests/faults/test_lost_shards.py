@@ -1,0 +1,72 @@
+"""Shards that Redis lost, as a cluster does that fails over: they are built anew from their rows, whoever is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from gristmill.errors import UnavailableError
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.run.machine.answers import Position
+from tests.faults.replicas import CREATED, Join, Replica, keys, published
+from tests.faults.services import CONFIG, Service, Services, group, on_redis, owner, patiently
+from tests.redis.servers import RedisServer, wait_until
+from tests.run.harness import group_rows, table
+
+ADDRESS = ShardAddress("policy", 0, 0)
+PULLS: dict[str, Callable[[Replica], object]] = {
+    "plan": lambda replica: replica.runs.get("run").batch(0).plan,
+    "batch:0": lambda replica: replica.runs.get("run").shard("policy", 0, Position(0), 0).location,
+    "policy:0:0:0": lambda replica: b"".join(replica.runs.read_compact_shard("run", 0, ADDRESS) or ()),
+}
+
+
+@pytest.mark.parametrize("lost", PULLS)
+@pytest.mark.parametrize("when", ["while the run is open", "before it is opened"])
+def test_shards_that_redis_lost_are_made_anew_from_their_rows(
+    server: RedisServer, join: Join, lost: str, when: str
+) -> None:
+    first = join(server.url, "first")
+    first.runs.create("run", CREATED)
+    first.runs.get("run").submit(table(*group_rows("a")))
+    wait_until(lambda: published(first, "run", 0), "the batch is published")
+    before = PULLS[lost](first)
+    lose = [key for key in keys(server, "run") if f":{lost}" in key]
+    assert len(lose) == 1, keys(server, "run")
+    replica = first
+    if when == "before it is opened":
+        first.die()
+        server.client().delete(*lose)
+        replica = join(server.url, "second")
+        wait_until(lambda: "run" in replica.runs.names(), "the run is taken over")
+    else:
+        first.runs.get("run")._builder.plans.clear()
+        server.client().delete(*lose)
+
+    def pulled() -> object:
+        try:
+            return PULLS[lost](replica)
+        except UnavailableError:
+            return None
+
+    wait_until(lambda: pulled() == before, "the same bytes can be pulled again")
+    status = replica.runs.get("run").status()
+    assert (status.failed_batches, status.groups_dropped, status.batches_sealed) == ({}, {}, 1)
+
+
+@pytest.mark.parametrize("kind", ["grpc", "http"])
+def test_they_are_made_anew_also_where_another_replica_is_asked(
+    services: Services, shared_redis: RedisServer, run: str, kind: str
+) -> None:
+    both = services.start(2, *on_redis(shared_redis.url))
+    both[0].grpc.create(run, CONFIG)
+    owned = owner(both, run)
+    other: Service = next(one for one in both if one is not owned)
+    owned.grpc.submit(run, [*group("a"), *group("b")])
+    owned.grpc.batch(run, 0, wait_s=20)
+    door = getattr(other, kind)
+    before = door.read(run, 0, 0, 0)
+    [piece] = [key for key in keys(shared_redis, run) if key.endswith(":policy:0:0:0")]
+    shared_redis.client().delete(piece)
+    assert patiently(lambda: door.read(run, 0, 0, 0)) == before
