@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fai
 from pydantic import ValidationError as PydanticValidationError
 from pydantic_core import PydanticCustomError
 
+from gristmill._wire.column_spec import ColumnSpec, specs_of
 from gristmill.errors import InvalidArgumentError, UnsupportedError
 from gristmill_service.validation_messages import place, problems, shown
 
@@ -91,6 +92,16 @@ def _filter_mode(value: object) -> object:
     return {True: "mask", False: None}[value] if isinstance(value, bool) else value
 
 
+def _columns(given: object) -> tuple[ColumnSpec, ...]:
+    """Raises InvalidArgumentError, which pydantic lets through."""
+    if not isinstance(given, list | tuple):
+        raise InvalidArgumentError(f"columns: expected a list of columns, got {type(given).__name__}")
+    return specs_of(given)
+
+
+Columns = Annotated[tuple[ColumnSpec, ...], BeforeValidator(_columns)]
+
+
 class RunConfig(BaseModel):
     """The settings of a run. Field names, defaults and rules are those of the specification."""
 
@@ -130,7 +141,7 @@ class RunConfig(BaseModel):
     pad_to_multiple_of: Size = 1
     pad_token_id: Annotated[int, Field(ge=0, lt=2**31)] = 0
     max_seq_len: Tokens | None = None
-    columns: Annotated[tuple[dict[str, Any], ...], FailFast()] = Field(default=(), strict=False)
+    columns: Columns = ()
 
     @property
     def align_to(self) -> int:
@@ -147,6 +158,11 @@ class RunConfig(BaseModel):
     def padding_row_tokens(self) -> int:
         """The length of a padding row: one prompt and one response token, or what `pad_to_multiple_of` asks for."""
         return max(2, self.pad_to_multiple_of)
+
+    @property
+    def shared_columns(self) -> frozenset[str]:
+        """The names of the columns whose values a row may lack where the step before has them."""
+        return frozenset(column.name for column in self.columns if column.is_shared)
 
     @property
     def models(self) -> tuple[Model, ...]:

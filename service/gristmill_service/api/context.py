@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gristmill._wire.row_codec import Sent
-from gristmill._wire.steps import check
 from gristmill.errors import InvalidArgumentError, ResourceExhaustedError
 from gristmill_service.api.long_poll import LongPoll
 from gristmill_service.monitoring.metrics import Metrics
@@ -30,16 +29,14 @@ class ApiContext:
 
     def submit(self, run: Run, sent: Sent) -> list[Outcome]:
         """Submits rows as they came over the wire, which may lack what the service has already."""
-        if sent.prefixes is None:
-            return run.submit(check(sent.steps))
         # As if they had come whole: what a few bytes ask for must not be more than a request may be.
-        size = 4 * int(sent.steps.tokens.total + sent.prefixes.lengths.sum())
+        size = 0 if sent.prefixes is None else 4 * int(sent.steps.tokens.total + sent.prefixes.lengths.sum())
         if size > self.max_message_bytes:
             raise InvalidArgumentError(
                 f"the rows' tokens are {size} bytes with their prefixes and max_message_bytes is "
                 f"{self.max_message_bytes}; send fewer rows a request, or raise the setting"
             )
-        return run.submit(check(run.expand_prefixes(sent.steps, sent.prefixes)))
+        return run.submit(run.checked(sent))
 
     def refuse_too_large(self, size: int) -> None:
         """Raises ResourceExhaustedError for a request of so many bytes, when that is beyond the limit."""

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import orjson
 import typer
 import yaml
 
 from gristmill._client.transport import Transport
+from gristmill._wire.column_spec import ColumnSpec, specs_of
 from gristmill._wire.row_codec import decode
-from gristmill._wire.rows import to_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import run_pb2, trainer_pb2
 from gristmill_service.cli.refusal_exit import refusals
+from gristmill_service.rollout_lines import json_lines
 
 
 def register(app: typer.Typer) -> None:
@@ -41,22 +42,26 @@ def export(
     What gristmill batch makes of these two files has the tensors of the service's own shards.
     """
     with refusals(), closing(Transport(address, 10.0, "gristmill export")) as transport:
+        settings = _settings(transport, run)
         if config is not None:
-            config.write_text(_settings(transport, run), encoding="utf-8")
-        _write(transport, trainer_pb2.ExportBatchRequest(run=run, batch=batch), out)
+            config.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+        columns = specs_of(settings.get("columns", ()))
+        _write(transport, trainer_pb2.ExportBatchRequest(run=run, batch=batch), columns, out)
 
 
-def _settings(transport: Transport, run: str) -> str:
-    """Returns the run's configuration as YAML, such that the offline commands lay the batch out as the service did."""
+def _settings(transport: Transport, run: str) -> dict[str, Any]:
+    """Returns the run's configuration, such that the offline commands lay the batch out as the service did."""
     status = transport.call(transport.runs.GetRun, run_pb2.GetRunRequest(run=run)).status
-    settings = json.loads(status.config_json)
+    settings: dict[str, Any] = json.loads(status.config_json)
     if settings.get("zero_variance_filter") == "replace":
         # The service has done so before it sealed the batch, and the offline commands cannot.
         del settings["zero_variance_filter"]
-    return yaml.safe_dump(settings, sort_keys=False)
+    return settings
 
 
-def _write(transport: Transport, request: trainer_pb2.ExportBatchRequest, out: Path) -> None:
+def _write(
+    transport: Transport, request: trainer_pb2.ExportBatchRequest, columns: Sequence[ColumnSpec], out: Path
+) -> None:
     """Writes the file whole or not at all."""
     if out.suffix not in (".jsonl", ".gz"):
         raise InvalidArgumentError(f"--out is {out}; it ends in .jsonl or .jsonl.gz")
@@ -65,7 +70,7 @@ def _write(transport: Transport, request: trainer_pb2.ExportBatchRequest, out: P
         pages = transport.call(
             lambda request, timeout: list(transport.trainers.ExportBatch(request, timeout=timeout)), request
         )
-        lines = b"".join(orjson.dumps(row) + b"\n" for page in pages for row in to_rows(decode(page.rows)))
+        lines = b"".join(line for page in pages for line in json_lines(decode(page.rows), columns))
         draft.write_bytes(gzip.compress(lines) if out.suffix == ".gz" else lines)
         draft.rename(out)
     finally:

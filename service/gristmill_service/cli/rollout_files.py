@@ -17,6 +17,7 @@ import numpy as np
 import orjson
 
 from gristmill._wire.columns import Ragged
+from gristmill._wire.extras import check_extras
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
@@ -41,16 +42,16 @@ def read_batches(path: Path, config: RunConfig, progress: Progress) -> tuple[lis
         if first is _NO_ROW:
             raise InvalidArgumentError("holds no rows")
         is_lengths = isinstance(first, Mapping) and not first.keys().isdisjoint(_LENGTH_FIELDS)
-        table = (
-            _lengths_table(_chain(first, rows), config)
-            if is_lengths
-            else from_rows(_chain(first, rows), step_wise=config.step_wise)
-        )
+        table = _lengths_table(_chain(first, rows), config) if is_lengths else _rows_table(_chain(first, rows), config)
         return _split(table, config), is_lengths
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{path}: {error}") from None
     except (OSError, EOFError, zlib.error) as error:
         raise InvalidArgumentError(f"{path}: cannot be read to its end: {error}") from None
+
+
+def _rows_table(rows: Iterator[Any], config: RunConfig) -> Steps:
+    return check_extras(from_rows(rows, step_wise=config.step_wise, columns=config.columns), config.columns)
 
 
 def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
@@ -97,13 +98,17 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
 def _column_values(column: Any, pa: Any) -> Callable[[int], Any]:
     """Returns a function of a row's index: NumPy views of list columns, Python values of others."""
     chunk = column.chunk(0) if column.num_chunks else pa.array([], column.type)
-    if not (pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)):
+    if not _is_list(chunk.type, pa) or _is_list(chunk.type.value_type, pa):
         values: list[Any] = chunk.to_pylist()
         return values.__getitem__
     flat = chunk.values.to_numpy(zero_copy_only=False)
     edges: list[int] = chunk.offsets.to_pylist()
     valid: list[bool] = chunk.is_valid().to_pylist()
     return lambda row: flat[edges[row] : edges[row + 1]] if valid[row] else None
+
+
+def _is_list(kind: Any, pa: Any) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def _lengths_table(rows: Iterator[Any], config: RunConfig) -> Steps:

@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import structlog
 
+from gristmill._wire.extras import made_whole
 from gristmill._wire.steps import Steps
 from gristmill.errors import (
     FailedPreconditionError,
@@ -40,6 +42,7 @@ _log = structlog.get_logger(__name__)
 # A batch that could not be stored is tried again after this.
 RETRY_S = 1.0
 _EXPORTED_ROWS = 64
+_EXPORTED_BYTES = 16 << 20
 
 
 class BuiltBatch(Protocol):
@@ -145,12 +148,13 @@ class BatchBuilder:
             return _pick(rows, state.batches[number]), bool(state.schema.token_rewards)
 
         picked, token_rewards = self._writer.read(pick)
-        for start in range(0, len(picked), _EXPORTED_ROWS):
-            part = gather(picked[start : start + _EXPORTED_ROWS], token_rewards, self._log.get)
+        columns = self._writer.config.columns
+        for some in _whole_trajectories(picked):
+            part = made_whole(gather(some, token_rewards, self._log.get), columns)
             # Rows that were freed while they were read may be zeros.
             self._writer.check_open()
             self._writer.read(lambda state, rows: progress.batch_state(state, number))
-            yield part
+            yield from _slices(part)
 
     def _next_job(self) -> _Job | None:
         def find(state: State, rows: RowBuffer) -> _Job | None:
@@ -249,6 +253,25 @@ class BatchBuilder:
 def _log_publication(run: str, job: _Job, event: BatchPublished, seconds: float) -> None:
     rows, nbytes = len(job.rows), event.nbytes
     _log.info("batch published", run=run, batch=job.number, rows=rows, bytes=nbytes, seconds=round(seconds, 3))
+
+
+def _whole_trajectories(picked: Sequence[PickedRow]) -> Iterator[list[PickedRow]]:
+    """The rows in their order, some trajectories at a time."""
+    some: list[PickedRow] = []
+    for one in picked:
+        if len(some) >= _EXPORTED_ROWS and one.row.trajectory != some[-1].row.trajectory:
+            yield some
+            some = []
+        some.append(one)
+    yield some
+
+
+def _slices(part: Steps) -> Iterator[Steps]:
+    """The rows in their order, as many at a time as make a message of moderate size."""
+    sizes = 4 * part.tokens.lengths + sum(extra.row_bytes for extra in part.extras.values())
+    numbers = np.cumsum(sizes) // _EXPORTED_BYTES
+    for number in np.unique(numbers):
+        yield part.take(np.flatnonzero(numbers == number))
 
 
 def _withdrawn(state: State, rows: RowBuffer) -> list[int]:

@@ -34,10 +34,12 @@ def replayed(log: RunLog, config: RunConfig) -> tuple[State, bool]:
     return state, is_short()
 
 
-def recovered(state: State, rows: RowBuffer, log: RunLog, is_stored: Callable[[int], bool]) -> list[Event]:
+def recovered(
+    state: State, rows: RowBuffer, log: RunLog, is_stored: Callable[[int], bool], shared: Collection[str] = ()
+) -> list[Event]:
     """Fills the buffer with the rows that the state needs, and returns what follows from those that are lost, and from
-    batches whose shards are not stored any more."""
-    needed = Needed(state)
+    batches whose shards are not stored any more. shared: as `row_digests` has it."""
+    needed = Needed(state, shared)
     lost = log.retain(needed.tables, needed.is_whole)
     for number, held in needed.tables.items():
         whole = log.get(number) if log.maps_rows and number not in lost else None
@@ -57,7 +59,8 @@ def rollback(state: State) -> GenerationBegan:
 class Needed:
     """The rows that a state speaks of, by the table that they are in."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, shared: Collection[str]) -> None:
+        self._shared = shared
         self.tables: dict[int, dict[int, bytes]] = {}
         for row in _rows(state):
             self.tables.setdefault(row.ref.table, {})[row.ref.row] = row.digest
@@ -67,7 +70,7 @@ class Needed:
         rows = self.tables[number]
         if len(steps) <= max(rows):
             return False
-        digests = row_digests(steps)
+        digests = row_digests(steps, self._shared)
         return all(digests[row] == digest for row, digest in rows.items())
 
 

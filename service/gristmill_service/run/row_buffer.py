@@ -5,7 +5,7 @@ Guarded by the run's lock, but for the functions, which read what cannot change:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from struct import Struct
 from typing import Any, NamedTuple
@@ -14,27 +14,40 @@ import numpy as np
 from xxhash import xxh3_128
 
 from gristmill._wire.columns import Array, Ragged, bytes_of
-from gristmill._wire.steps import Steps, concat
+from gristmill._wire.steps import Extra, Steps, concat
 from gristmill_service.run.machine.events import RowRef, StoredRow
 
 _SMALL = Struct("<qqi??dd16s")
 
 
-def row_digests(steps: Steps) -> list[bytes]:
+def row_digests(steps: Steps, shared: Collection[str] = ()) -> list[bytes]:
     """Of each row, all that the client sent but its key: tells a repeated row from another one, and whole ones from
     damaged ones.
 
-    What stands in place of a pending reward is not sent, and so does not count.
+    What stands in place of a pending reward is not sent, and so does not count. shared: columns whose values a row may
+    lack where the step before has them (`ColumnSpec.is_shared`); a later step's values of prompt tokens do not count.
     """
     columns = [steps.tokens, steps.loss_mask, steps.logprobs, steps.token_advantages]
     arrays = [column.arrays() for column in columns if column is not None]
+    extras = [_extra_values(steps, name, name in shared) for name in sorted(steps.extras)]
     found = []
-    for small, *values in zip(_small_fields(steps), *arrays, strict=True):
+    for small, *values in zip(_small_fields(steps), *arrays, *extras, strict=True):
         digest = xxh3_128(small)
         for array in values:
             digest.update(array)
         found.append(digest.digest())
     return found
+
+
+def _extra_values(steps: Steps, name: str, is_shared: bool) -> list[Array | bytes]:
+    extra = steps.extras[name]
+    values: list[Array] = extra.values.arrays()
+    if is_shared:
+        counts = np.where(steps.steps > 0, steps.response_lengths, extra.values.lengths).tolist()
+        values = [one[max(0, len(one) - count) :] for one, count in zip(values, counts, strict=True)]
+    # A column that is given with nothing in it is not one that is not given.
+    label = name.encode()
+    return [label + bytes_of(one) if given else b"" for one, given in zip(values, extra.given.tolist(), strict=True)]
 
 
 def reward_digests(steps: Steps) -> list[bytes]:
@@ -181,11 +194,16 @@ def compacted(steps: Steps, live: dict[int, int]) -> tuple[Steps, dict[int, int]
     """A copy of these rows of the table alone, and where each of them is in it."""
     table = steps.take(np.fromiter(live.values(), np.int64, len(live)))
     copies: dict[str, Any] = {
-        field.name: Ragged.from_arrays(column.arrays(), column.values.dtype)
+        field.name: _copied(column)
         for field in fields(table)
         if isinstance(column := getattr(table, field.name), Ragged)
     }
+    copies["extras"] = {name: Extra(_copied(extra.values), extra.given) for name, extra in table.extras.items()}
     return replace(table, **copies), {row: index for index, row in enumerate(live)}
+
+
+def _copied(column: Ragged) -> Ragged:
+    return Ragged.from_arrays(column.arrays(), column.values.dtype)
 
 
 def gather(picked: Sequence[PickedRow], token_rewards: bool, load: Callable[[int], Steps]) -> Steps:

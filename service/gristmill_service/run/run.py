@@ -13,9 +13,10 @@ from typing import NamedTuple, TypeVar
 
 import structlog
 
-from gristmill._wire.row_codec import Prefixes
-from gristmill._wire.steps import Steps, TrajectoryKey, check_text
-from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError
+from gristmill._wire.extras import check_extras
+from gristmill._wire.row_codec import Prefixes, Sent
+from gristmill._wire.steps import Steps, TrajectoryKey, check, check_text
+from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.run import prefix_expansion, recovery
@@ -111,7 +112,7 @@ class Run:
         Raises UnavailableError where the log cannot be written; the run is of no use then.
         """
         state, rows = self._writer.state, self._writer.rows
-        found = recovery.recovered(state, rows, self._log, self._is_stored)
+        found = recovery.recovered(state, rows, self._log, self._is_stored, self.config.shared_columns)
         if self._is_rolled_back:
             found.append(recovery.rollback(state))
             _log.error("run rolled back: its log is shorter than promised", run=self.name, run_id=self.run_id)
@@ -134,17 +135,25 @@ class Run:
         self.monitor.asked_for_groups(Admission.NO_ROOM not in begun.admissions)
         return begun
 
-    def expand_prefixes(self, steps: Steps, prefixes: Prefixes) -> Steps:
-        """Rows that came without the tokens that the steps before them begin with, with those.
+    def checked(self, sent: Sent) -> Steps:
+        """Rows as they came, if each obeys the rules that concern it alone; with the tokens that the steps before them
+        begin with, where they came without.
 
-        Raises PrefixUnknownError where such a step is not at hand.
+        Raises InvalidArgumentError, and PrefixUnknownError where such a step is not at hand.
         """
+        columns = self.config.columns
+        if sent.prefixes is None:
+            return check_extras(check(sent.steps), columns)
+        return check_extras(check(self._expanded(sent.steps, sent.prefixes)), columns, sent.prefixes.lengths)
+
+    def _expanded(self, steps: Steps, prefixes: Prefixes) -> Steps:
         self._writer.check_open()
 
         def pick(state: State, rows: RowBuffer) -> list[PickedRow]:
             return rows.pick(prefix_expansion.rows_before(state, steps, prefixes))
 
-        return prefix_expansion.made_whole(steps, prefixes, self._writer.read(pick))
+        before = self._writer.read(pick)
+        return prefix_expansion.made_whole(steps, prefixes, before, self.config.shared_columns)
 
     def submit(self, steps: Steps) -> list[Outcome]:
         if not len(steps):
@@ -153,7 +162,9 @@ class Run:
         number, steps = self._log.put(steps)
         self._writer.staged[number] = steps
         try:
-            outcomes = self._execute(rollout_commands.TakeRows(steps, describe_rows(steps, number)))
+            outcomes = self._execute(
+                rollout_commands.TakeRows(steps, describe_rows(steps, number, self.config.shared_columns))
+            )
         finally:
             # Where the log is lost, the rows may have been accepted.
             if self._writer.staged.pop(number, None) is not None and not self.is_lost:
@@ -240,6 +251,17 @@ class Run:
             self._withdraw(number, str(error))
             raise
 
+    @contextmanager
+    def _reading(self, number: int) -> Iterator[None]:
+        """As `_mending`; and where the shards are not there because they are built anew, that is what is said."""
+        try:
+            with self._mending(number):
+                yield
+        except NotFoundError:
+            if self._read(lambda state: progress.batch_state(state, number)) is BatchState.PENDING:
+                raise UnavailableError(f"run {self.name!r}: batch {number} is not published yet; ask again") from None
+            raise
+
     def _withdraw(self, number: int, reason: str) -> None:
         # It may be there again: then it is built once more, to the same bytes.
         if self._execute(trainer_commands.WithdrawBatch(number)):
@@ -247,19 +269,19 @@ class Run:
 
     def read_shard(self, batch: int, address: ShardAddress) -> Iterator[bytes]:
         self._writer.check_open()
-        with self._mending(batch):
+        with self._reading(batch):
             pieces = self._store.read(self.name, batch, address)
         return self._read_on(batch, pieces)
 
     def read_compact_shard(self, batch: int, address: ShardAddress) -> Iterator[bytes] | None:
         """Its compact form, or None where the store has whole files only."""
         self._writer.check_open()
-        with self._mending(batch):
+        with self._reading(batch):
             pieces = self._store.read_compact(self.name, batch, address)
         return None if pieces is None else self._read_on(batch, pieces)
 
     def _read_on(self, batch: int, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        with self._mending(batch):
+        with self._reading(batch):
             yield from pieces
 
     def export(self, number: int) -> Iterator[Steps]:

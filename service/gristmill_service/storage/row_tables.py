@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from math import prod
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from gristmill._wire.columns import Array, Ragged, bytes_of
-from gristmill._wire.steps import Steps
+from gristmill._wire.steps import Extra, Steps
 from gristmill.errors import InvalidArgumentError
 
 _ALIGNMENT = 8
@@ -30,7 +31,7 @@ class TableBytes(NamedTuple):
 class _Array(msgspec.Struct, array_like=True):
     dtype: str
     offset: int
-    length: int
+    shape: list[int]
 
 
 class _Header(msgspec.Struct, array_like=True):
@@ -42,6 +43,8 @@ class _Header(msgspec.Struct, array_like=True):
 
 
 _PARTS = ("values", "starts", "lengths")
+# Before the name of a declared column, so that it is never that of a field.
+_EXTRA = "extras."
 _decoder = msgspec.msgpack.Decoder(_Header)
 
 
@@ -54,7 +57,7 @@ def encode(table: Steps) -> TableBytes:
         if not isinstance(values, np.ndarray):
             strings[name] = list(values)
             continue
-        arrays[name] = _Array(values.dtype.str, offset, len(values))
+        arrays[name] = _Array(values.dtype.str, offset, list(values.shape))
         fill = -values.nbytes % _ALIGNMENT
         buffers += [bytes_of(values), bytes(fill)]
         offset += values.nbytes + fill
@@ -86,18 +89,31 @@ def _columns(table: Steps) -> list[tuple[str, Any]]:
     for field in fields(table):
         column = getattr(table, field.name)
         if isinstance(column, Ragged):
-            # Rows may share values (a mask that is all ones); values of no row are left out.
-            column = column if len(column.values) <= column.total else column.compact()
-            found += [(f"{field.name}.{part}", getattr(column, part)) for part in _PARTS]
+            found += _ragged_parts(field.name, column)
+        elif isinstance(column, dict):
+            for name, extra in column.items():
+                found += [*_ragged_parts(_EXTRA + name, extra.values), (f"{_EXTRA}{name}.given", extra.given)]
         elif column is not None:
             found.append((field.name, column))
     return found
 
 
+def _ragged_parts(name: str, column: Ragged) -> list[tuple[str, Array]]:
+    # Rows may share values (a mask that is all ones); values of no row are left out.
+    column = column if len(column.values) <= column.total else column.compact()
+    return [(f"{name}.{part}", getattr(column, part)) for part in _PARTS]
+
+
 def _table(header: _Header, data: memoryview) -> Steps:
     def array(name: str) -> Array:
         part = header.arrays[name]
-        return np.frombuffer(data, part.dtype, part.length, part.offset) if part.length else np.empty(0, part.dtype)
+        count = prod(part.shape)
+        if not count:
+            return np.empty(part.shape, part.dtype)
+        return np.frombuffer(data, part.dtype, count, part.offset).reshape(part.shape)
+
+    def ragged(name: str) -> Ragged:
+        return Ragged(*(array(f"{name}.{part}") for part in _PARTS))
 
     def column(name: str) -> Any:
         if name in header.strings:
@@ -105,7 +121,10 @@ def _table(header: _Header, data: memoryview) -> Steps:
         if name in header.arrays:
             return array(name)
         if f"{name}.values" in header.arrays:
-            return Ragged(*(array(f"{name}.{part}") for part in _PARTS))
+            return ragged(name)
         return None
 
-    return Steps(**{field.name: column(field.name) for field in fields(Steps)})
+    extras = [name[: -len(".given")] for name in header.arrays if name.startswith(_EXTRA) and name.endswith(".given")]
+    found = {name[len(_EXTRA) :]: Extra(ragged(name), array(f"{name}.given")) for name in extras}
+    named = {field.name: column(field.name) for field in fields(Steps) if field.name != "extras"}
+    return Steps(**named, extras=found)

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,12 +59,20 @@ class Delivery:
     failures: dict[TrajectoryKey, GristmillError] = field(default_factory=dict)
 
 
+class Prefix(NamedTuple):
+    """How many of a row's first tokens are not sent, their CRC-32, and the columns whose values of these are not."""
+
+    length: int = 0
+    checksum: int = 0
+    columns: frozenset[str] = frozenset()
+
+
 @dataclass(slots=True, eq=False)
 class PendingRow:
     """One row on its way.
 
-    expires: when it is given up, from its first attempt on. prefix: how many of its first tokens are not sent, and
-    their checksum; None before that is found out.
+    expires: when it is given up, from its first attempt on. prefix: what is not sent of it; None before that is found
+    out.
     """
 
     table: Steps
@@ -76,7 +85,7 @@ class PendingRow:
     number: int
     added: float
     expires: float = inf
-    prefix: tuple[int, int] | None = None
+    prefix: Prefix | None = None
 
     @property
     def group(self) -> Group:
@@ -115,6 +124,8 @@ def row_sizes(table: Steps) -> Int64s:
     for column in (table.loss_mask, table.logprobs, table.token_rewards, table.token_advantages):
         if column is not None:
             sizes = sizes + column.lengths * column.values.itemsize
+    for extra in table.extras.values():
+        sizes = sizes + extra.row_bytes
     names = ((len(uid) + len(reason)) * 3 for uid, reason in zip(table.uids, table.stop_reasons, strict=True))
     result: Int64s = sizes + np.fromiter(names, np.int64, len(table))
     return result

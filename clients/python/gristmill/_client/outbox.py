@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import inf
 
 from gristmill._client.channels import MESSAGE_BYTES
-from gristmill._client.delivery import Delivery, Group, PendingRow, RowOutcome, error_of, form_of, row_sizes
+from gristmill._client.delivery import Delivery, Group, PendingRow, Prefix, RowOutcome, error_of, form_of, row_sizes
 from gristmill._client.failures import Failure, with_message
 from gristmill._client.retries import Backoff
 from gristmill._wire.columns import Int64s
@@ -27,8 +27,7 @@ from gristmill.errors import (
     ResourceExhaustedError,
 )
 
-# All tokens are sent.
-_WHOLE = (0, 0)
+_WHOLE = Prefix()
 # A message is a little more than its rows' buffers.
 _MESSAGE_RESERVE = 64 << 10
 

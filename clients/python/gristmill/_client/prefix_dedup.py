@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._client.delivery import PendingRow, tables_of
+from gristmill._client.delivery import PendingRow, Prefix, tables_of
 from gristmill._wire import submit_codec
-from gristmill._wire.columns import bytes_of
+from gristmill._wire.column_spec import ColumnSpec
+from gristmill._wire.columns import Int64s, bytes_of
 from gristmill._wire.row_codec import Prefixes
 from gristmill._wire.steps import TrajectoryKey
 
@@ -27,12 +28,13 @@ _MOST_BYTES = 256 << 20
 
 
 class _Step(NamedTuple):
-    """checksum: CRC-32 of all its tokens."""
+    """checksum: CRC-32 of all its tokens. columns: the shared declared columns that it has."""
 
     attempt: int
     step: int
     tokens: NDArray[np.int32]
     checksum: int
+    columns: frozenset[str]
 
 
 class PreviousSteps:
@@ -42,27 +44,30 @@ class PreviousSteps:
         self._lock = threading.Lock()
         self._steps: dict[TrajectoryKey, _Step] = {}
         self._bytes, self._most_bytes = 0, most_bytes
+        self.shared_columns: frozenset[str] = frozenset()
+        """The declared columns whose values are left out with the tokens (`ColumnSpec.is_shared`)."""
 
-    def prefixes(self, entries: Sequence[PendingRow]) -> Prefixes | None:
-        """The tokens of the entries that are left out; None where there are none. An entry's prefix is found once."""
+    def find(self, entries: Sequence[PendingRow]) -> None:
+        """Finds what of the entries is left out, once for each."""
         for entry in entries:
             if entry.prefix is None:
                 entry.prefix = self._prefix(entry)
-        found = np.array([entry.prefix for entry in entries], np.int64)
-        return Prefixes(found[:, 0], found[:, 1].astype(np.uint32)) if found[:, 0].any() else None
 
-    def _prefix(self, entry: PendingRow) -> tuple[int, int]:
+    def _prefix(self, entry: PendingRow) -> Prefix:
         table, row = entry.table, entry.row
         step, is_last = int(table.steps[row]), bool(table.is_last_steps[row])
         if is_last and not step:
-            return 0, 0
+            return Prefix()
         attempt, tokens = int(table.attempts[row]), table.tokens[row]
+        columns = frozenset(name for name in self.shared_columns & table.extras.keys() if table.extras[name].given[row])
         before = self._take(entry.key)
         length = checksum = 0
+        shared: frozenset[str] = frozenset()
         if before is not None and (before.attempt, before.step) == (attempt, step - 1):
             length = _common(before.tokens, tokens[: int(table.prompt_lengths[row])])
             if length == len(before.tokens):
-                checksum = before.checksum
+                # The two steps will be one row, in which the values of the first are the ones that count.
+                checksum, shared = before.checksum, columns & before.columns
             elif length:
                 checksum = zlib.crc32(bytes_of(tokens[:length]))
         if not is_last:
@@ -70,8 +75,8 @@ class PreviousSteps:
                 # A view would keep all of a large table alive.
                 tokens = tokens.copy()
             rest = zlib.crc32(bytes_of(tokens[length:]), checksum)
-            self._put(entry.key, _Step(attempt, step, tokens, rest))
-        return (length, checksum) if length >= _LEAST_TOKENS else (0, 0)
+            self._put(entry.key, _Step(attempt, step, tokens, rest, columns))
+        return Prefix(length, checksum, shared) if length >= _LEAST_TOKENS else Prefix()
 
     def _take(self, key: TrajectoryKey) -> _Step | None:
         with self._lock:
@@ -88,16 +93,34 @@ class PreviousSteps:
 
 
 class RequestEncoder:
-    """Encodes rows as requests to a run, without the tokens that the service has. Thread-safe as PreviousSteps is."""
+    """Encodes rows as requests to a run, without what the service has. Thread-safe as PreviousSteps is."""
 
     def __init__(self, run: str, compresses: bool) -> None:
         self.run = run
         self._compresses = compresses
         self._previous = PreviousSteps()
 
+    def share(self, columns: Iterable[ColumnSpec]) -> None:
+        """From now on leaves out values of these columns, of a run that merges, where the service has them."""
+        self._previous.shared_columns = frozenset(column.name for column in columns if column.is_shared)
+
     def encode(self, entries: Sequence[PendingRow]) -> bytes:
-        request = submit_codec.encode(self.run, tables_of(entries), self._previous.prefixes(entries))
+        self._previous.find(entries)
+        request = submit_codec.encode(self.run, tables_of(entries), *_left_out(entries))
         return submit_codec.compressed(request) if self._compresses else request
+
+
+def _left_out(entries: Sequence[PendingRow]) -> tuple[Prefixes | None, dict[str, Int64s]]:
+    """The tokens of the entries that are left out, None where there are none; and of each column how many values."""
+    found = [entry.prefix or Prefix() for entry in entries]
+    lengths = np.array([prefix.length for prefix in found], np.int64)
+    if not lengths.any():
+        return None, {}
+    names = frozenset().union(*(prefix.columns for prefix in found))
+    columns = {
+        name: np.where([name in prefix.columns for prefix in found], lengths, 0).astype(np.int64) for name in names
+    }
+    return Prefixes(lengths, np.array([prefix.checksum for prefix in found], np.uint32)), columns
 
 
 def _common(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:

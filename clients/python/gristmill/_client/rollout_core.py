@@ -5,6 +5,7 @@ Owns their order and their waits; the rules of batching are the outbox's. `Rollo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -15,10 +16,11 @@ from gristmill._client.groups import Group, groups_of
 from gristmill._client.outbox import Limits
 from gristmill._client.prefix_dedup import RequestEncoder
 from gristmill._client.sender import Sender
-from gristmill._client.skyrl_output import columns_of_output
+from gristmill._client.skyrl_output import columns_of_output, unknown_keys
 from gristmill._client.trajectory import AsyncTrajectory, StepWriter
 from gristmill._client.transport import Connection
-from gristmill._wire.rows import columns_of
+from gristmill._wire.column_spec import ColumnSpec, specs_of
+from gristmill._wire.rows import columns_of, extra_names
 from gristmill._wire.steps import UNKNOWN, TrajectoryKey
 from gristmill._wire.tables import ValueColumns
 from gristmill.errors import DeadlineExceededError, GristmillError
@@ -31,6 +33,8 @@ class RolloutCore:
         self._limits = limits
         self._token_rewards = token_rewards
         self._connection = connection
+        self._encoder = encoder
+        self._columns: Sequence[ColumnSpec] | None = None
         self.sender = Sender(connection, encoder, limits)
 
     # The run.
@@ -105,20 +109,34 @@ class RolloutCore:
 
     # Trajectories and rows.
 
+    async def _declared_columns(self) -> Sequence[ColumnSpec]:
+        """The columns that the run declares; asked for once."""
+        if self._columns is None:
+            settings = json.loads((await self.status()).config_json)
+            self._columns = specs_of(settings.get("columns", ()))
+            if settings.get("merge", "none") != "none":
+                self._encoder.share(self._columns)
+        return self._columns
+
     def trajectory(
         self, uid: str, sample: int, round: int = 0, attempt: int = 0, policy_version: int = UNKNOWN
     ) -> AsyncTrajectory:
         writer = StepWriter(TrajectoryKey(round, uid, sample), attempt, policy_version, self._token_rewards)
-        return AsyncTrajectory(self.sender, self.abort_trajectory, writer)
+        return AsyncTrajectory(self.sender, self.abort_trajectory, self._declared_columns, writer)
 
     async def submit(
         self, generator_output: Mapping[str, Any], *, round: int = 0, attempt: int = 0, policy_version: int = UNKNOWN
     ) -> list[RowOutcome]:
-        columns = columns_of_output(generator_output, round=round, attempt=attempt, policy_version=policy_version)
+        declared = await self._declared_columns() if unknown_keys(generator_output) else ()
+        columns = columns_of_output(
+            generator_output, round=round, attempt=attempt, policy_version=policy_version, declared=declared
+        )
         return await self._submit(columns)
 
     async def submit_rows(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
-        return await self._submit(columns_of(list(rows), step_wise=False))
+        rows = list(rows)
+        declared = await self._declared_columns() if extra_names(rows) else ()
+        return await self._submit(columns_of(rows, step_wise=False, columns=declared))
 
     async def _submit(self, columns: ValueColumns) -> list[RowOutcome]:
         delivery = await self.sender.submit(requests.tables(columns, self._limits))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gristmill._client.trajectory import plain
+from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.tables import ValueColumns, is_vector
 from gristmill.errors import InvalidArgumentError
 
@@ -31,14 +32,20 @@ _NOT_ROWS = frozenset({"rollout_metrics"})
 
 
 def columns_of_output(
-    output: Mapping[str, Any], *, round: int = 0, attempt: int = 0, policy_version: int = -1
+    output: Mapping[str, Any],
+    *,
+    round: int = 0,
+    attempt: int = 0,
+    policy_version: int = -1,
+    declared: Sequence[ColumnSpec] = (),
 ) -> ValueColumns:
-    """The output's columns, with checked types; `RolloutClient.submit` says which the output has.
+    """The output's columns, with checked types; `RolloutClient.submit` says which the output has. declared: the run's
+    own columns, which the output may have under their names.
 
     Raises InvalidArgumentError naming the field and both sizes, or the trajectory, the field and the value.
     """
     given = {name: values for name, values in output.items() if values is not None and name not in _NOT_ROWS}
-    _check_names(given)
+    _check_names(given, declared)
     count = _length(given, "response_ids")
     for name in given:
         if (length := _length(given, name)) != count:
@@ -65,7 +72,8 @@ def columns_of_output(
             ]
     if "loss_mask" not in columns:
         columns["loss_mask"] = _all_ones([np.size(response) for response in columns["response_ids"]])
-    return ValueColumns(columns, count)
+    columns |= {column.name: list(given[column.name]) for column in declared if column.name in given}
+    return ValueColumns(columns, count, declared)
 
 
 def _length(given: Mapping[str, Any], name: str) -> int:
@@ -97,7 +105,12 @@ def _all_ones(lengths: Sequence[int]) -> list[Any]:
     return [ones[:length] for length in lengths]
 
 
-def _check_names(given: Mapping[str, Any]) -> None:
+def unknown_keys(output: Mapping[str, Any]) -> list[str]:
+    """The keys that are neither fields of rows nor about the output as a whole: a run may declare them as columns."""
+    return sorted(output.keys() - _COLUMNS.keys() - set(_IDENTITY) - _NOT_ROWS)
+
+
+def _check_names(given: Mapping[str, Any], declared: Sequence[ColumnSpec]) -> None:
     for name in ("prompt_token_ids", "response_ids"):
         if name not in given:
             raise InvalidArgumentError(f"generator output: {name} is missing; every row needs it")
@@ -106,10 +119,14 @@ def _check_names(given: Mapping[str, Any]) -> None:
             "generator output: nothing says which trajectories the rows belong to; give trajectory_ids, or uids and "
             "samples"
         )
-    unknown = sorted(given.keys() - _COLUMNS.keys() - set(_IDENTITY))
+    names = {column.name for column in declared}
+    unknown = [name for name in unknown_keys(given) if name not in names]
     if unknown:
-        known = ", ".join(sorted((*_COLUMNS, *_IDENTITY)))
-        raise InvalidArgumentError(f"generator output: unknown key {unknown[0]}; known are {known}; drop it")
+        known = ", ".join(sorted((*_COLUMNS, *_IDENTITY, *names)))
+        raise InvalidArgumentError(
+            f"generator output: unknown key {unknown[0]}; known are {known}; declare it as a column of the run, or "
+            "drop it"
+        )
 
 
 def _keys(given: Mapping[str, Any]) -> list[tuple[str, int]]:

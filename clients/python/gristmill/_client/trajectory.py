@@ -5,7 +5,7 @@ Owns no thread and no connection: those are the client's. `Trajectory` is `Async
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -16,7 +16,9 @@ import numpy as np
 from gristmill._client.delivery import Delivery
 from gristmill._client.drivers import block_on
 from gristmill._client.sender import Sender
+from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Ragged
+from gristmill._wire.extras import check_extras
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError, NotFoundError
@@ -44,11 +46,13 @@ class StepWriter:
         reward: Any,
         is_last_step: bool,
         policy_version: int | None,
+        columns: Mapping[str, Any],
+        declared: Sequence[ColumnSpec],
         **fields: Any,
     ) -> Steps:
         """The next step as a table of one row. The number moves on by `written`, once the row is handed over.
 
-        fields: the others, by their names in a rollouts file.
+        columns: values of the columns that the run declares. fields: the others, by their names in a rollouts file.
         """
         if self.is_ended:
             raise FailedPreconditionError(
@@ -69,7 +73,13 @@ class StepWriter:
             "policy_version": self.policy_version if policy_version is None else policy_version,
             **{name: plain(values, name, where) for name, values in fields.items()},
         }
-        table = from_rows([row])
+        if clash := sorted(columns.keys() & row.keys()):
+            raise InvalidArgumentError(
+                f"{where}: columns has {clash[0]}, which is no declared column; give it by itself"
+            )
+        table = from_rows([{**row, **columns}], columns=declared)
+        if declared:
+            check_extras(table, declared)
         if self._token_rewards and table.token_rewards is None:
             # Pending: the zeros do not count, they say that the run's rewards are one per token.
             zeros = Ragged.from_lengths(np.zeros(length), table.response_lengths)
@@ -96,9 +106,17 @@ class StepWriter:
 class AsyncTrajectory:
     """As Trajectory; made by `AsyncRolloutClient.trajectory`. An asynchronous context manager, for one task."""
 
-    def __init__(self, sender: Sender, abort: Callable[..., Awaitable[bool]], writer: StepWriter) -> None:
+    def __init__(
+        self,
+        sender: Sender,
+        abort: Callable[..., Awaitable[bool]],
+        declared: Callable[[], Awaitable[Sequence[ColumnSpec]]],
+        writer: StepWriter,
+    ) -> None:
+        """declared: gives the columns that the run declares."""
         self._sender = sender
         self._abort = abort
+        self._declared = declared
         self._writer = writer
         self._delivery = Delivery()
 
@@ -122,6 +140,7 @@ class AsyncTrajectory:
         is_last_step: bool = False,
         policy_version: int | None = None,
         advantage: Any = None,
+        columns: Mapping[str, Any] | None = None,
     ) -> bool:
         if error := self._sender.take_error(self._delivery):
             raise error
@@ -137,6 +156,8 @@ class AsyncTrajectory:
             is_last_step=is_last_step,
             policy_version=policy_version,
             advantage=advantage,
+            columns=columns or {},
+            declared=await self._declared() if columns else (),
         )
         await self._sender.put(table, self._delivery)
         self._writer.written(is_last_step)
@@ -202,6 +223,7 @@ class Trajectory:
         is_last_step: bool = False,
         policy_version: int | None = None,
         advantage: Any = None,
+        columns: Mapping[str, Any] | None = None,
     ) -> bool:
         """Hands over the next step and returns `is_kept`: on False, stop working on the trajectory.
 
@@ -210,6 +232,8 @@ class Trajectory:
         reward: one number, or one per response token where the client was made with `token_rewards`. Not given, it is
             0 before the last step; on the last step it is pending until `RolloutClient.set_reward`.
         policy_version: when it differs from the trajectory's.
+        columns: values of the columns that the run declares, by name: of each one a row, response token, or prompt and
+            response token, or items, as declared. The first step that has any asks the service what is declared.
 
         Does not wait for the service: rows are sent by a thread a few milliseconds later, and `flush` waits for them.
         Blocks only while too much is under way, or while the service has no room for the trajectory's group.
@@ -234,6 +258,7 @@ class Trajectory:
                 is_last_step=is_last_step,
                 policy_version=policy_version,
                 advantage=advantage,
+                columns=columns,
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -10,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gristmill._wire.column_spec import BFLOAT16, DTYPES
 from gristmill._wire.columns import FEW_ROWS, Array, Int64s, Ragged, least, starts_of, sum_of
-from gristmill._wire.steps import UNKNOWN, Steps, check
+from gristmill._wire.steps import UNKNOWN, Extra, Steps, check
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rows_pb2
 
@@ -19,7 +21,11 @@ if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("gristmill moves raw little-endian buffers and needs a little-endian machine")
 
 BUFFERS = ("tokens", "rollout_logprobs", "token_rewards", "token_advantages", "loss_mask")
-"""The fields with values of tokens. The others are small."""
+"""The fields with values of tokens. The others are small, but for the values of declared columns."""
+
+COLUMN_VALUES = "column_values"
+
+Buffers = Mapping[str, memoryview]
 
 
 class Prefixes(NamedTuple):
@@ -44,11 +50,33 @@ def encode(table: Steps) -> rows_pb2.Rows:
     message = small_fields([table])
     for name, column in buffers(table).items():
         setattr(message, name, column.compact().values.tobytes())
+    for name, extra in table.extras.items():
+        message.columns.append(described(name, [table], None))
+        message.column_values.append(extra.values.compact().values.tobytes())
     return message
 
 
+def described(name: str, tables: Sequence[Steps], left_out: Int64s | None) -> rows_pb2.Column:
+    """A declared column of the tables' rows, one table after another. left_out: (rows,) values that are not sent."""
+    found = [table.extras.get(name) for table in tables]
+    model = next(extra.values.values for extra in found if extra is not None)
+    nothing = [np.full(len(table), -1) for table in tables]
+    counts = np.concatenate(
+        [
+            none if extra is None else np.where(extra.given, extra.values.lengths, none)
+            for extra, none in zip(found, nothing, strict=True)
+        ]
+    )
+    return rows_pb2.Column(
+        name=name,
+        dtype="bfloat16" if model.dtype == BFLOAT16 else model.dtype.name,
+        shape=model.shape[1:],
+        counts=(counts if left_out is None else counts - left_out).tolist(),
+    )
+
+
 def small_fields(tables: Sequence[Steps], prefixes: Prefixes | None = None) -> rows_pb2.Rows:
-    """The tables' rows, one table after another, but for their buffers."""
+    """The tables' rows, one table after another, but for their buffers and declared columns."""
     first = tables[0]
     rewards = first.token_rewards is None
     return rows_pb2.Rows(
@@ -94,7 +122,7 @@ def decode(message: rows_pb2.Rows) -> Steps:
     return check(sent.steps)
 
 
-def read(message: rows_pb2.Rows, apart: Mapping[str, memoryview]) -> Sent:
+def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryview] = ()) -> Sent:
     """A table over the buffers of the message, and those that were read apart from it. The values are not checked.
 
     Raises InvalidArgumentError naming the field and both sizes where a column does not fit the number of rows or
@@ -145,8 +173,45 @@ def read(message: rows_pb2.Rows, apart: Mapping[str, memoryview]) -> Sent:
             _per_row(message.advantages, "advantages", count, np.float64, None) if message.advantages else None
         ),
         token_advantages=of_responses.ragged(buffer("token_advantages"), "token_advantages", np.float32),
+        extras=_extras(message.columns, [*column_values, *message.column_values], count) if message.columns else {},
     )
     return Sent(steps, prefixes)
+
+
+def _extras(columns: Sequence[rows_pb2.Column], values: Sequence[bytes | memoryview], count: int) -> dict[str, Extra]:
+    if len(columns) != len(values):
+        raise InvalidArgumentError(
+            f"columns has {len(columns)} entries and column_values {len(values)}; each column needs its values"
+        )
+    found = {column.name: _extra(column, buffer, count) for column, buffer in zip(columns, values, strict=True)}
+    if len(found) < len(columns):
+        names = [column.name for column in columns]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidArgumentError(f"columns: {twice!r} is there twice; send each column once")
+    return found
+
+
+def _extra(column: rows_pb2.Column, buffer: bytes | memoryview, count: int) -> Extra:
+    name, shape = column.name, tuple(column.shape)
+    if column.dtype not in DTYPES or any(size < 1 for size in shape):
+        raise InvalidArgumentError(
+            f"column {name!r} has values of dtype {column.dtype!r} and shape {list(shape)}; send what the run declares"
+        )
+    counts = _per_row(column.counts, f"counts of column {name!r}", count, np.int64, None)
+    if least(counts) < -1:
+        raise InvalidArgumentError(f"counts of column {name!r} holds {counts.min()}; each is at least -1")
+    lengths = np.maximum(counts, 0)
+    dtype = BFLOAT16 if column.dtype == "bfloat16" else np.dtype(column.dtype)
+    expected = sum_of(lengths) * dtype.itemsize * math.prod(shape)
+    if len(buffer) != expected:
+        raise InvalidArgumentError(
+            f"column {name!r} has {len(buffer)} bytes and its counts ask for {expected} ({column.dtype} of shape "
+            f"{list(shape)} each)"
+        )
+    if dtype == np.bool_ and len(buffer) and np.frombuffer(buffer, np.uint8).max() > 1:
+        raise InvalidArgumentError(f"column {name!r} holds a byte that is neither 0 nor 1; bool values are those")
+    values = np.frombuffer(buffer, dtype) if len(buffer) else np.empty(0, dtype)
+    return Extra(Ragged.from_lengths(values.reshape(-1, *shape), lengths), counts >= 0)
 
 
 def _column(tables: Sequence[Steps], name: str) -> Array:

@@ -5,10 +5,11 @@ Fields are refused with the trajectory's name here, their values by `gristmill._
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gristmill._wire.steps import Steps
+from gristmill._wire.column_spec import BFLOAT16, ColumnSpec, from_bfloat16
+from gristmill._wire.steps import Extra, Steps
 from gristmill._wire.tables import ARRAYS, SCALARS, ValueColumns, describe
 from gristmill.errors import InvalidArgumentError
 
@@ -16,25 +17,43 @@ _REQUIRED = ("uid", "sample", "prompt_token_ids", "response_ids", "loss_mask")
 _FIELDS = frozenset((*SCALARS, *ARRAYS))
 
 
-def from_rows(rows: Iterable[Mapping[str, Any]], *, step_wise: bool = True) -> Steps:
+def from_rows(
+    rows: Iterable[Mapping[str, Any]], *, step_wise: bool = True, columns: Sequence[ColumnSpec] = ()
+) -> Steps:
     """A checked table from rows with the field names of the specification (lists or arrays).
 
-    Without `step_wise`, `step` and `is_last_step` may be absent (0, true). No `reward` (or None)
-    makes it pending.
+    columns: those that the run declares, which rows may have under their names. Without `step_wise`, `step` and
+    `is_last_step` may be absent (0, true). No `reward` (or None) makes it pending.
     Raises InvalidArgumentError naming the trajectory, the field, the value and the remedy. The rows are not modified.
     """
     rows = list(rows)
-    return columns_of(rows, step_wise=step_wise).table(0, len(rows))
+    return columns_of(rows, step_wise=step_wise, columns=columns).table(0, len(rows))
 
 
-def columns_of(rows: Sequence[Mapping[str, Any]], *, step_wise: bool) -> ValueColumns:
+def columns_of(
+    rows: Sequence[Mapping[str, Any]], *, step_wise: bool, columns: Sequence[ColumnSpec] = ()
+) -> ValueColumns:
     """The rows' columns, with checked types. Raises InvalidArgumentError as `from_rows` does."""
-    names = _names(rows, (*_REQUIRED, "step", "is_last_step") if step_wise else _REQUIRED)
-    return ValueColumns({name: [row.get(name) for row in rows] for name in names}, len(rows))
+    known = _FIELDS.union(column.name for column in columns)
+    names = _names(rows, (*_REQUIRED, "step", "is_last_step") if step_wise else _REQUIRED, known)
+    return ValueColumns({name: [row.get(name) for row in rows] for name in names}, len(rows), columns)
 
 
-def to_rows(table: Steps) -> Iterator[dict[str, Any]]:
-    """The table's rows as `from_rows` takes them, with plain lists and numbers: a rollout file's lines."""
+def extra_names(rows: Iterable[Mapping[str, Any]]) -> set[str]:
+    """The fields of rows that are not built in, and so have to be declared."""
+    found: set[str] = set()
+    for row in rows:
+        if isinstance(row, Mapping):
+            found |= row.keys() - _FIELDS
+    return found
+
+
+def to_rows(table: Steps, columns: Sequence[ColumnSpec] = ()) -> Iterator[dict[str, Any]]:
+    """The table's rows as `from_rows` takes them, with plain lists and numbers: a rollout file's lines.
+
+    columns: those that the run declares.
+    """
+    singles = {column.name for column in columns if column.scope == "row"}
     optional = (
         ("rollout_logprobs", table.logprobs),
         ("reward", table.token_rewards),
@@ -59,21 +78,30 @@ def to_rows(table: Steps) -> Iterator[dict[str, Any]]:
         if table.advantages is not None:
             row["advantage"] = float(table.advantages[index])
         row |= {name: column[index].tolist() for name, column in optional if column is not None}
+        row |= {
+            name: _plain(extra, index, name in singles) for name, extra in table.extras.items() if extra.given[index]
+        }
         yield row
 
 
-def _names(rows: Sequence[Mapping[str, Any]], required: Sequence[str]) -> set[str]:
+def _plain(extra: Extra, row: int, is_single: bool) -> Any:
+    values = extra.values[row]
+    listed: list[Any] = (from_bfloat16(values) if values.dtype == BFLOAT16 else values).tolist()
+    return listed[0] if is_single else listed
+
+
+def _names(rows: Sequence[Mapping[str, Any]], required: Sequence[str], known: Collection[str]) -> set[str]:
     """The fields that rows have. Mostly they are the same as of the row before."""
     names, seen = set[str](), None
     for position, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise InvalidArgumentError(f"row {position}: expected a mapping of fields, got {type(row).__name__}")
         if row.keys() != seen:
-            unknown = row.keys() - _FIELDS
+            unknown = row.keys() - known
             if unknown:
                 raise InvalidArgumentError(
                     f"{describe(row, position)}: unknown field {sorted(unknown)[0]}; known are "
-                    f"{', '.join(sorted(_FIELDS))}"
+                    f"{', '.join(sorted(known))}; declare others as columns of the run"
                 )
             names |= row.keys()
             seen = row.keys()

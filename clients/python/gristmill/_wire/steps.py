@@ -7,8 +7,8 @@ need more than one row (steps 0..T-1, samples in range, mixed batches) belong to
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +38,32 @@ class TrajectoryKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Extra:
+    """The values of one declared column (`gristmill._wire.column_spec`).
+
+    values: ragged, (n, *shape): of each row one a row, response token, token or item; none where the row does not have
+        the column. Of a shared `token` column a row may lack those of its first tokens: they are the step before's.
+    given: bool (rows,), whether the row has the column.
+    """
+
+    values: Ragged
+    given: NDArray[np.bool_]
+
+    def take(self, rows: Any) -> Extra:
+        return Extra(self.values.take(rows), self.given[rows])
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one value."""
+        return self.values.values.itemsize * math.prod(self.values.values.shape[1:])
+
+    @property
+    def row_bytes(self) -> Int64s:
+        """Bytes of each row's values; (rows,)."""
+        return self.values.lengths * self.element_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Steps:
     """Rows as columns, in any order.
 
@@ -52,6 +78,7 @@ class Steps:
     token_rewards: ragged float32 or float64 over the response, or None for scalar rewards.
     rewards_pending: bool (n,), rows whose reward is still to come.
     advantages: float64 (n,) or None; token_advantages: ragged float32 over the response or None.
+    extras: the declared columns that any row has, by name.
     """
 
     uids: Sequence[str]
@@ -71,6 +98,7 @@ class Steps:
     rewards_pending: NDArray[np.bool_]
     advantages: NDArray[np.float64] | None = None
     token_advantages: Ragged | None = None
+    extras: Mapping[str, Extra] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.uids)
@@ -94,6 +122,8 @@ class Steps:
                 return column.take(rows)
             if isinstance(column, np.ndarray):
                 return column[rows]
+            if isinstance(column, dict):
+                return {name: extra.take(rows) for name, extra in column.items()}
             return None if column is None else [column[row] for row in rows.tolist()]
 
         return Steps(**{field.name: pick(getattr(self, field.name)) for field in fields(self)})
@@ -111,6 +141,10 @@ def concat(tables: Sequence[Steps]) -> Steps:
 
 def _concat_column(name: str, tables: Sequence[Steps]) -> Any:
     columns = [getattr(table, name) for table in tables]
+    if name == "extras":
+        return {
+            extra: _concat_extra(extra, tables) for extra in dict.fromkeys(key for column in columns for key in column)
+        }
     if name in ("uids", "stop_reasons"):
         return [value for column in columns for value in column]
     missing = [index for index, column in enumerate(columns) if column is None]
@@ -126,6 +160,22 @@ def _concat_column(name: str, tables: Sequence[Steps]) -> Any:
         dtype = np.result_type(*(column.values.dtype for column in columns))
         return Ragged.from_arrays([view for column in columns for view in column.arrays()], dtype)
     return np.concatenate(columns)
+
+
+def _concat_extra(name: str, tables: Sequence[Steps]) -> Extra:
+    """Rows of tables that do not have the column do not have it either."""
+    model = next(table.extras[name].values.values for table in tables if name in table.extras)
+    parts = [table.extras.get(name) or no_extra(len(table), model[:0]) for table in tables]
+    return Extra(
+        Ragged.from_arrays([view for part in parts for view in part.values.arrays()], model.dtype),
+        np.concatenate([part.given for part in parts]),
+    )
+
+
+def no_extra(rows: int, empty: Array) -> Extra:
+    """The column of rows that do not have it. empty: (0, *shape)."""
+    nothing = np.zeros(rows, np.int64)
+    return Extra(Ragged(empty, nothing, nothing), np.zeros(rows, np.bool_))
 
 
 def check(table: Steps) -> Steps:

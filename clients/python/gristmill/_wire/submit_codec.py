@@ -6,7 +6,7 @@ copy every buffer two or three times on its way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from gristmill._client.channels import MESSAGE_BYTES
 from gristmill._wire import row_codec
-from gristmill._wire.columns import Array, Ragged, bytes_of
+from gristmill._wire.columns import Array, Int64s, Ragged, bytes_of
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rollout_pb2, rows_pb2
@@ -22,7 +22,8 @@ from gristmill.v1 import rollout_pb2, rows_pb2
 Buffer = bytes | memoryview
 
 _ROWS = rollout_pb2.SubmitRowsRequest.DESCRIPTOR.fields_by_name["rows"].number
-_NUMBERS = {name: rows_pb2.Rows.DESCRIPTOR.fields_by_name[name].number for name in (*row_codec.BUFFERS, "padding")}
+_APART = (*row_codec.BUFFERS, row_codec.COLUMN_VALUES, "padding")
+_NUMBERS = {name: rows_pb2.Rows.DESCRIPTOR.fields_by_name[name].number for name in _APART}
 _LENGTH_DELIMITED = 2
 _BY_TAG = {number << 3 | _LENGTH_DELIMITED: name for name, number in _NUMBERS.items()}
 # A length may be written longer than it needs to be, so that it is known where the rows begin before it is known how
@@ -56,36 +57,44 @@ class Submission:
         request = rollout_pb2.SubmitRowsRequest.FromString(parts.rest)
         if parts.small and request.HasField("rows"):
             # Messages that come twice are merged; nobody writes that, and protobuf knows how.
-            parts = _Parts({}, b"", data)
+            parts = _Parts({}, [], b"", data)
             request = rollout_pb2.SubmitRowsRequest.FromString(data)
         self._rows = rows_pb2.Rows.FromString(parts.small) if parts.small else request.rows
-        self._buffers = parts.buffers
+        self._buffers, self._column_values = parts.buffers, parts.column_values
         self._zstd: bytes = request.zstd
         self.run: str = request.run
 
     def rows(self) -> row_codec.Sent:
         """Raises InvalidArgumentError as `gristmill._wire.row_codec.read` does."""
-        return row_codec.read(self._rows, self._buffers)
+        return row_codec.read(self._rows, self._buffers, self._column_values)
 
     def SerializeToString(self) -> bytes:  # noqa: N802  as protobuf's own messages have it
         return self._data
 
 
-def encode(run: str, tables: Sequence[Steps], prefixes: row_codec.Prefixes | None = None) -> bytes:
-    """The request for the tables' rows, one table after another; all have the same columns.
+def encode(
+    run: str,
+    tables: Sequence[Steps],
+    prefixes: row_codec.Prefixes | None = None,
+    left_out: Mapping[str, Int64s] | None = None,
+) -> bytes:
+    """The request for the tables' rows, one table after another; all have the same built-in columns.
 
-    prefixes: what of the rows' tokens is left out. Each buffer stands at a multiple of 8 bytes, so that the service can
-    use it where it is.
+    prefixes: what of the rows' tokens is left out; left_out: of declared columns, how many values of each row are, by
+    name. Each buffer stands at a multiple of 8 bytes, so that the service can use it where it is.
     """
     pieces: list[Buffer] = []
     at = 1 + _LENGTH_BYTES
-    for name, memory in _buffers(tables, prefixes).items():
+    small, extras = row_codec.small_fields(tables, prefixes), _extras(tables, left_out or {})
+    small.columns.extend(column for column, _ in extras)
+    buffers = [*_buffers(tables, prefixes).items(), *((row_codec.COLUMN_VALUES, memory) for _, memory in extras)]
+    for name, memory in buffers:
         head = _head(_NUMBERS[name], sum(map(len, memory)))
         fill = -(at + len(_head(_NUMBERS["padding"], 0)) + len(head)) % _ALIGNMENT
         field = [_head(_NUMBERS["padding"], fill), bytes(fill), head, *memory]
         at += sum(map(len, field))
         pieces += field
-    pieces.append(row_codec.small_fields(tables, prefixes).SerializeToString())
+    pieces.append(small.SerializeToString())
     head = _varint(_ROWS << 3 | _LENGTH_DELIMITED) + _varint(sum(map(len, pieces)), _LENGTH_BYTES)
     return b"".join([head, *pieces, rollout_pb2.SubmitRowsRequest(run=run).SerializeToString()])
 
@@ -144,6 +153,26 @@ def _buffers(tables: Sequence[Steps], prefixes: row_codec.Prefixes | None) -> di
     return memory
 
 
+def _extras(tables: Sequence[Steps], left_out: Mapping[str, Int64s]) -> list[tuple[rows_pb2.Column, list[Buffer]]]:
+    """Each declared column that any of the rows has, and the memory that its values are."""
+    found = []
+    for name in dict.fromkeys(name for table in tables for name in table.extras):
+        columns = [table.extras[name].values for table in tables if name in table.extras]
+        if (counts := left_out.get(name)) is None:
+            memory = _memory(columns)
+        else:
+            # Rows without the column leave out nothing of it.
+            rows = [row for table in tables for row in _rows_of(table, name)]
+            memory = [bytes_of(row[count:]) for row, count in zip(rows, counts.tolist(), strict=True)]
+        found.append((row_codec.described(name, tables, counts), memory))
+    return found
+
+
+def _rows_of(table: Steps, name: str) -> list[Array]:
+    extra = table.extras.get(name)
+    return [np.empty(0, np.uint8)] * len(table) if extra is None else extra.values.arrays()
+
+
 def _memory(columns: Sequence[Ragged]) -> list[Buffer]:
     dtype = np.result_type(*(column.values.dtype for column in columns))
     arrays: list[Array] = []
@@ -153,17 +182,19 @@ def _memory(columns: Sequence[Ragged]) -> list[Buffer]:
 
 
 class _Parts(NamedTuple):
-    """buffers: those that the rows begin with. small: the rest of the rows. rest: the request but for its rows."""
+    """buffers, column_values: those that the rows begin with. small: the rest of the rows. rest: the request but for
+    its rows."""
 
     buffers: dict[str, memoryview]
+    column_values: list[memoryview]
     small: bytes
     rest: bytes
 
 
 def _parts(data: bytes) -> _Parts:
     """Cuts the request. One that is not as `encode` writes it is all rest, for protobuf to read."""
-    whole, buffers = _Parts({}, b"", data), dict[str, memoryview]()
-    view = memoryview(data)
+    whole, buffers = _Parts({}, [], b"", data), dict[str, memoryview]()
+    view, column_values = memoryview(data), list[memoryview]()
     try:
         tag, begin = _read_varint(data, 0)
         size, at = _read_varint(data, begin)
@@ -177,11 +208,14 @@ def _parts(data: bytes) -> _Parts:
             size, begin = _read_varint(data, begin)
             if begin + size > end:
                 return whole
-            buffers[_BY_TAG[tag]] = view[begin : begin + size]
             at = begin + size
+            if (name := _BY_TAG[tag]) == row_codec.COLUMN_VALUES:
+                column_values.append(view[begin:at])
+            else:
+                buffers[name] = view[begin:at]
     except IndexError:
         return whole
-    return _Parts(buffers, data[at:end], data[end:])
+    return _Parts(buffers, column_values, data[at:end], data[end:])
 
 
 def _head(number: int, size: int) -> bytes:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array, Int64s, Ragged, exact_sum
-from gristmill._wire.steps import FLOAT32_MAX, INT32_MAX, UNKNOWN, Steps, check, check_text
+from gristmill._wire.steps import FLOAT32_MAX, INT32_MAX, UNKNOWN, Extra, Steps, check, check_text
 from gristmill.errors import InvalidArgumentError
 
 SCALARS: dict[str, tuple[type, Any]] = {
@@ -42,8 +43,11 @@ class ValueColumns:
     not is looked at again, value by value, and refused by name or converted.
     """
 
-    def __init__(self, columns: Mapping[str, list[Any]], count: int) -> None:
-        """Raises InvalidArgumentError naming the trajectory, the field and the value. The lists are not modified."""
+    def __init__(self, columns: Mapping[str, list[Any]], count: int, declared: Sequence[ColumnSpec] = ()) -> None:
+        """declared: the run's own columns.
+
+        Raises InvalidArgumentError naming the trajectory, the field and the value. The lists are not modified.
+        """
         self._columns, self._count = columns, count
         self._scalars = {name: self._scalar_column(name, *found) for name, found in SCALARS.items()}
         for name in ("prompt_token_ids", "response_ids", "loss_mask"):
@@ -54,6 +58,7 @@ class ValueColumns:
         self._logprobs = self._array_column("rollout_logprobs", np.float32, _float32s)
         self._rewards, self._token_rewards = self._number_column("reward", np.float64)
         self._advantages, self._token_advantages = self._number_column("advantage", np.float32)
+        self._extras = {column: self._extra_column(column) for column in declared if column.name in columns}
 
     def _where(self, row: int) -> str:
         return describe({name: values[row] for name, values in self._columns.items()}, row)
@@ -102,6 +107,10 @@ class ValueColumns:
                 numbers.append(None if value is None else float(_scalar(value, name, float, where)))
         return numbers, nothing
 
+    def _extra_column(self, column: ColumnSpec) -> list[Array | None]:
+        values = self._columns[column.name]
+        return [None if value is None else column.array(value, self._where(row)) for row, value in enumerate(values)]
+
     def tables(self, most_rows: int, most_bytes: int) -> Iterator[Steps]:
         """The rows as tables of at most so much, unless one row has more; no table is made before it is asked for."""
         begin, room = 0, most_bytes
@@ -115,7 +124,14 @@ class ValueColumns:
 
     def _sizes(self) -> Int64s:
         """Bytes of each row's arrays, about; int64 (rows,)."""
-        columns = (self._prompts, self._responses, self._masks, self._logprobs, self._token_rewards)
+        columns = (
+            self._prompts,
+            self._responses,
+            self._masks,
+            self._logprobs,
+            self._token_rewards,
+            *self._extras.values(),
+        )
         sizes = np.zeros(self._count, np.int64)
         for column in columns:
             sizes += np.fromiter((0 if array is None else array.nbytes for array in column), np.int64, len(sizes))
@@ -142,6 +158,11 @@ class ValueColumns:
             rewards=np.array([value or 0.0 for value in rewards], np.float64),
             token_rewards=None,
             rewards_pending=np.fromiter((value is None for value in rewards), np.bool_, len(rewards)),
+            extras={
+                column.name: _extra(column, arrays[begin:end])
+                for column, arrays in self._extras.items()
+                if any(array is not None for array in arrays[begin:end])
+            },
         )
         return check(
             replace(
@@ -185,6 +206,12 @@ def _tokens_of(prompts: Sequence[Any], responses: Sequence[Any]) -> Ragged:
     lengths += np.fromiter(map(len, responses), np.int64, len(responses))
     arrays = [array for pair in zip(prompts, responses, strict=True) for array in pair]
     return Ragged.from_lengths(np.concatenate(arrays) if arrays else np.empty(0, np.int32), lengths)
+
+
+def _extra(column: ColumnSpec, arrays: Sequence[Array | None]) -> Extra:
+    given = np.fromiter((array is not None for array in arrays), np.bool_, len(arrays))
+    values = [column.empty() if array is None else array for array in arrays]
+    return Extra(Ragged.from_arrays(values, column.storage), given)
 
 
 def _token_rewards(arrays: Sequence[Array | None], table: Steps) -> Ragged | None:

@@ -84,6 +84,8 @@ class Rows(google.protobuf.message.Message):
     PREFIX_LENGTHS_FIELD_NUMBER: builtins.int
     PREFIX_CHECKSUMS_FIELD_NUMBER: builtins.int
     PADDING_FIELD_NUMBER: builtins.int
+    COLUMNS_FIELD_NUMBER: builtins.int
+    COLUMN_VALUES_FIELD_NUMBER: builtins.int
     tokens: builtins.bytes
     """int32: of each row its prompt_token_ids, then its response_ids, without what prefix_lengths leaves out."""
     loss_mask: builtins.bytes
@@ -162,6 +164,14 @@ class Rows(google.protobuf.message.Message):
     def prefix_checksums(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """With prefix_lengths: CRC-32 of the bytes left out, one a row."""
 
+    @property
+    def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Column]:
+        """The columns that the run declares and that any of the rows has."""
+
+    @property
+    def column_values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Of each of `columns`, in their order, the values of all rows: a raw little-endian buffer without gaps."""
+
     def __init__(
         self,
         *,
@@ -186,7 +196,46 @@ class Rows(google.protobuf.message.Message):
         prefix_lengths: collections.abc.Iterable[builtins.int] | None = ...,
         prefix_checksums: collections.abc.Iterable[builtins.int] | None = ...,
         padding: builtins.bytes = ...,
+        columns: collections.abc.Iterable[global___Column] | None = ...,
+        column_values: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "attempts", b"attempts", "is_last_steps", b"is_last_steps", "loss_mask", b"loss_mask", "padding", b"padding", "policy_versions", b"policy_versions", "prefix_checksums", b"prefix_checksums", "prefix_lengths", b"prefix_lengths", "prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "rewards", b"rewards", "rewards_pending", b"rewards_pending", "rollout_logprobs", b"rollout_logprobs", "rounds", b"rounds", "samples", b"samples", "steps", b"steps", "stop_reasons", b"stop_reasons", "token_advantages", b"token_advantages", "token_rewards", b"token_rewards", "tokens", b"tokens", "uids", b"uids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "attempts", b"attempts", "column_values", b"column_values", "columns", b"columns", "is_last_steps", b"is_last_steps", "loss_mask", b"loss_mask", "padding", b"padding", "policy_versions", b"policy_versions", "prefix_checksums", b"prefix_checksums", "prefix_lengths", b"prefix_lengths", "prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "rewards", b"rewards", "rewards_pending", b"rewards_pending", "rollout_logprobs", b"rollout_logprobs", "rounds", b"rounds", "samples", b"samples", "steps", b"steps", "stop_reasons", b"stop_reasons", "token_advantages", b"token_advantages", "token_rewards", b"token_rewards", "tokens", b"tokens", "uids", b"uids"]) -> None: ...
 
 global___Rows = Rows
+
+@typing.final
+class Column(google.protobuf.message.Message):
+    """A declared column of the rows of a table."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    SHAPE_FIELD_NUMBER: builtins.int
+    COUNTS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    dtype: builtins.str
+    """As it is declared: "int16", "bfloat16", ..."""
+    @property
+    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of one value, as it is declared."""
+
+    @property
+    def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """How many values each row has: 1 for a column of scope row, one a response token, one a prompt and response token,
+        or its number of items. -1: the row does not have the column.
+        With prefix_lengths a row may leave out the values of a `token` column with `merge: first` for the tokens that it
+        leaves out: they are those of the step before.
+        """
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        dtype: builtins.str = ...,
+        shape: collections.abc.Iterable[builtins.int] | None = ...,
+        counts: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counts", b"counts", "dtype", b"dtype", "name", b"name", "shape", b"shape"]) -> None: ...
+
+global___Column = Column

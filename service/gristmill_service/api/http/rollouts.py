@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from starlette.concurrency import run_in_threadpool
 
 from gristmill._wire import row_codec
+from gristmill._wire.extras import check_extras
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import InvalidArgumentError
@@ -99,21 +100,22 @@ def _submit(context: ApiContext, run: Run, decode: Callable[[Run, bytes], Steps]
     return models.RowsSubmitted.model_construct(outcomes=[outcome.name.lower() for outcome in outcomes])
 
 
-def _from_protobuf(_: Run, body: bytes) -> Steps:
+def _from_protobuf(run: Run, body: bytes) -> Steps:
     try:
         message = rows_pb2.Rows.FromString(body)
     except DecodeError:
         raise InvalidArgumentError(
             f"the body of {len(body)} bytes is not a gristmill.v1.Rows message, or ends early; send one as {PROTOBUF}"
         ) from None
-    return row_codec.decode(message)
+    return check_extras(row_codec.decode(message), run.config.columns)
 
 
 def _from_json(run: Run, body: bytes) -> Steps:
     document = _parse(body)
     if not isinstance(document, dict) or document.keys() != {"rows"} or not isinstance(document["rows"], list):
         raise InvalidArgumentError('the body must be an object with the one field rows, a list: {"rows": [...]}')
-    return from_rows(document["rows"], step_wise=run.config.step_wise)
+    columns = run.config.columns
+    return check_extras(from_rows(document["rows"], step_wise=run.config.step_wise, columns=columns), columns)
 
 
 def _parse(body: bytes) -> Any:

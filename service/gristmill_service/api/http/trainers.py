@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Annotated
 
-import orjson
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from gristmill._wire.rows import to_rows
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.api.http import models
@@ -18,6 +16,7 @@ from gristmill_service.api.http.dependencies import ContextDep, RunDep, gone
 from gristmill_service.api.questions import ask_batch, ask_shard
 from gristmill_service.config import Model
 from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.rollout_lines import json_lines
 from gristmill_service.run.machine.answers import Position, ShardAnswer
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 
@@ -83,7 +82,8 @@ def export_batch(run: RunDep, batch: models.Int64) -> StreamingResponse:
     """The rows of a sealed batch as a rollout file, JSON lines, to lay it out again with `gristmill batch`."""
     tables = run.export(batch)
     first: Iterator[Steps] = iter([next(tables)])
-    lines = (orjson.dumps(row) + b"\n" for steps in chain(first, tables) for row in to_rows(steps))
+    columns = run.config.columns
+    lines = (line for steps in chain(first, tables) for line in json_lines(steps, columns))
     return StreamingResponse(lines, media_type="application/x-ndjson")
 
 

@@ -5,7 +5,7 @@ A request is taken whole or refused whole, so rows are judged against the state 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from gristmill._wire.steps import Steps, TrajectoryKey
@@ -28,19 +28,23 @@ from gristmill_service.run.machine.state import State
 from gristmill_service.run.row_buffer import reward_digests, row_digests
 
 
-def describe_rows(steps: Steps, table: int) -> list[StoredRow]:
-    """The rows of a request as the state knows them, should they be stored as this table.
+def describe_rows(steps: Steps, table: int, shared: Collection[str] = ()) -> list[StoredRow]:
+    """The rows of a request as the state knows them, should they be stored as this table. shared: as `row_digests` has
+    it.
 
     All work per token is here, and none of it needs the state.
     """
-    digests, rewards_given = row_digests(steps), reward_digests(steps)
+    digests, rewards_given = row_digests(steps, shared), reward_digests(steps)
     itemsize = sum(
         column.values.itemsize
         for column in (steps.loss_mask, steps.logprobs, steps.token_rewards, steps.token_advantages)
         if column is not None
     )
     responses = steps.response_lengths
-    nbytes = (4 * steps.tokens.lengths + itemsize * responses).tolist()
+    sizes = 4 * steps.tokens.lengths + itemsize * responses
+    for extra in steps.extras.values():
+        sizes += extra.row_bytes
+    nbytes = sizes.tolist()
     pending, rewards = steps.rewards_pending.tolist(), steps.rewards.tolist()
     advantages = [None] * len(steps) if steps.advantages is None else steps.advantages.tolist()
     columns = zip(

@@ -1,0 +1,120 @@
+"""Rows' values of declared columns: the rules that each row obeys by itself, and values that an earlier step has.
+
+A row may come without the values of a shared `token` column (`ColumnSpec.is_shared`) for the tokens with which the step
+before begins: they are that step's, and are held once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from gristmill._wire.column_spec import BFLOAT16, ColumnSpec, by_name, is_finite
+from gristmill._wire.columns import Array, Int64s, Ragged
+from gristmill._wire.steps import Extra, Steps
+from gristmill.errors import InvalidArgumentError
+
+
+def check_extras(table: Steps, columns: Sequence[ColumnSpec], prefix_lengths: Int64s | None = None) -> Steps:
+    """The table itself, if its rows have the columns that are declared, each as it is declared.
+
+    prefix_lengths: (rows,) tokens of each row that came from the step before, as `tokens` of the table has them again.
+    Raises InvalidArgumentError naming the first offending trajectory, the column, both sizes or types, and the remedy.
+    """
+    declared = by_name(columns)
+    for name, extra in table.extras.items():
+        if name not in declared and extra.given.any():
+            known = ", ".join(declared) or "none"
+            raise InvalidArgumentError(
+                f"{table.name(_first(extra.given))}: column {name!r} is not declared by the run, which has {known}; "
+                "declare it in columns, or leave it out"
+            )
+    for column in columns:
+        if column.source == "trainer":
+            _check_absent(table, column)
+        elif (given := table.extras.get(column.name)) is not None:
+            _check_extra(table, column, given, prefix_lengths)
+        elif column.required and len(table):
+            raise _missing(table, 0, column)
+    return table
+
+
+def left_out(table: Steps, column: ColumnSpec) -> Int64s:
+    """How many of each row's first tokens have their values with the step before; int64 (rows,)."""
+    extra = table.extras[column.name]
+    if not column.is_shared:
+        return np.zeros(len(table), np.int64)
+    return np.where(extra.given, table.tokens.lengths - extra.values.lengths, 0)
+
+
+def made_whole(table: Steps, columns: Iterable[ColumnSpec]) -> Steps:
+    """The rows with all their values. Whole trajectories stand in it, each in step order."""
+    changed = {}
+    for column in columns:
+        if column.name in table.extras and (missing := left_out(table, column)).any():
+            extra, whole = table.extras[column.name], list[Array]()
+            for values, count in zip(extra.values.arrays(), missing.tolist(), strict=True):
+                whole.append(np.concatenate([whole[-1][:count], values]) if count else values)
+            changed[column.name] = Extra(Ragged.from_arrays(whole, column.storage), extra.given)
+    return replace(table, extras={**table.extras, **changed}) if changed else table
+
+
+def _check_absent(table: Steps, column: ColumnSpec) -> None:
+    extra = table.extras.get(column.name)
+    if extra is not None and extra.given.any():
+        raise InvalidArgumentError(
+            f"{table.name(_first(extra.given))}: {column.name} is given, and the trainer writes it (source: trainer); "
+            "leave it out, or declare source: rollout"
+        )
+
+
+def _check_extra(table: Steps, column: ColumnSpec, extra: Extra, prefix_lengths: Int64s | None) -> None:
+    values = extra.values.values
+    if values.dtype != column.storage or values.shape[1:] != column.shape:
+        dtype = "bfloat16" if values.dtype == BFLOAT16 else values.dtype.name
+        raise InvalidArgumentError(
+            f"{table.name(0)}: {column.name} has {dtype} values of shape {list(values.shape[1:])} and its column "
+            f"declares {column.dtype} of shape {list(column.shape)}; send those"
+        )
+    if column.required and not extra.given.all():
+        raise _missing(table, _first(~extra.given), column)
+    _check_counts(table, column, extra, prefix_lengths)
+    if not column.allow_nonfinite and not is_finite(values):
+        row = next(row for row, one in enumerate(extra.values.arrays()) if not is_finite(one))
+        at = next(at for at, one in enumerate(extra.values[row]) if not is_finite(np.atleast_1d(one)))
+        raise InvalidArgumentError(
+            f"{table.name(row)}: {column.name}[{at}] is not finite; give a finite value, or declare allow_nonfinite: "
+            "true"
+        )
+
+
+def _check_counts(table: Steps, column: ColumnSpec, extra: Extra, prefix_lengths: Int64s | None) -> None:
+    if column.scope == "items":
+        return
+    expected = {
+        "row": np.ones(len(table), np.int64),
+        "response": table.response_lengths,
+        "token": table.tokens.lengths,
+    }[column.scope]
+    wrong = extra.given & (extra.values.lengths != expected)
+    if column.is_shared and prefix_lengths is not None:
+        wrong &= extra.values.lengths != expected - prefix_lengths
+    if wrong.any():
+        row = _first(wrong)
+        what = {"row": "one a row", "response": "one a response token", "token": "one a prompt and response token"}
+        raise InvalidArgumentError(
+            f"{table.name(row)}: {column.name} has {extra.values.lengths[row]} values and {expected[row]} are needed, "
+            f"{what[column.scope]}"
+        )
+
+
+def _missing(table: Steps, row: int, column: ColumnSpec) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{table.name(row)}: column {column.name!r} is missing; every row needs it (required: true)"
+    )
+
+
+def _first(found: Array) -> int:
+    return int(found.argmax())

@@ -1,0 +1,25 @@
+"""Rows as the lines of a rollout file (specification, section 10)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import orjson
+
+from gristmill._wire.column_spec import ColumnSpec
+from gristmill._wire.rows import to_rows
+from gristmill._wire.steps import Steps
+
+
+def json_lines(steps: Steps, columns: Sequence[ColumnSpec]) -> Iterator[bytes]:
+    """Each row as one line. columns: those that the run declares."""
+    # JSON has no NaN; Python's writer, which is slower, writes it as readers of these files take it.
+    write: Callable[[Any], bytes] = _with_nonfinite if any(one.allow_nonfinite for one in columns) else orjson.dumps
+    for row in to_rows(steps, columns):
+        yield write(row) + b"\n"
+
+
+def _with_nonfinite(row: Any) -> bytes:
+    return json.dumps(row).encode()
