@@ -29,25 +29,25 @@ CONSTANTS = 256
 
 
 class Geometry:
-    """Knows where rows and their steps stand. Arrays of rows have the padding row at -1; it covers a step of its own,
-    at -1 of the arrays of steps, so that it needs no case of its own. All int64.
+    """Knows where rows stand, and the steps on their paths. Arrays of rows have the padding row at -1; it makes a visit
+    of its own, at -1 of the arrays of visits, so that it needs no case of its own. All int64.
 
     lengths, responses: (rows + 1,) tokens of the row and of its response.
-    first, last: (rows + 1,) the steps that it covers.
-    gaps, step_lengths: (steps + 1,) observation tokens before the step within its row's response, and its own tokens.
+    last: (rows + 1,) the step whose tokens are the row's; the padding row's is none.
+    begins, counts: (rows + 1,) the row's first visit, and how many it makes, one after another.
+    advances: (visits + 1,) response tokens from the end of the row's visit before, or from where its response begins,
+        to the end of this one: its observation, and what of its step is kept.
     """
 
-    def __init__(self, rows: Rows, step_prompts: Int64s, step_responses: Int64s, padding_tokens: int) -> None:
-        steps = len(step_prompts)
+    def __init__(self, rows: Rows, padding_tokens: int) -> None:
         self.lengths = np.append(rows.lengths, padding_tokens)
         self.responses = np.append(rows.response_lengths, 1)
-        self.first, self.last = np.append(rows.first, steps), np.append(rows.last, steps)
-        starts = step_prompts - np.repeat(rows.prompt_lengths, rows.last - rows.first + 1)
-        gaps = starts.copy()
-        gaps[1:] -= (starts + step_responses)[:-1]
-        gaps[rows.first] = 0
-        self.gaps = np.append(gaps, 0)
-        self.step_lengths = np.append(step_responses, 1)
+        self.last = np.append(rows.last, -1)
+        self.begins = rows.edges
+        self.counts = np.append(np.diff(rows.edges), 1)
+        ends = np.append(rows.ends, 1)
+        self.advances = np.diff(ends, prepend=0)
+        self.advances[self.begins] = ends[self.begins]
 
     def of(self, scope: Scope) -> Int64s:
         return self.lengths if scope == "sequence" else self.responses
@@ -87,21 +87,21 @@ class Placement:
         return {scope: self.geometry.of(scope)[self.rows] for scope in SCOPES}
 
     @cached_property
-    def step_counts(self) -> Int64s:
-        """The number of steps that each row covers."""
-        counts: Int64s = self.geometry.last[self.rows] - self.geometry.first[self.rows] + 1
-        return counts
+    def visit_counts(self) -> Int64s:
+        """The number of steps on each row's path, (n,)."""
+        return self.geometry.counts[self.rows]
 
     @cached_property
-    def step_edges(self) -> Int64s:
-        return np.append(0, np.cumsum(self.step_counts))
+    def visit_edges(self) -> Int64s:
+        """Where each row's visits begin among `visits`, and where the last one's end, (n + 1,)."""
+        return np.append(0, np.cumsum(self.visit_counts))
 
     @cached_property
-    def steps(self) -> Int64s:
-        """The steps of all rows in order."""
-        starts = self.geometry.first[self.rows] - self.step_edges[:-1]
-        steps: Int64s = np.arange(self.step_edges[-1]) + np.repeat(starts, self.step_counts)
-        return steps
+    def visits(self) -> Int64s:
+        """The visits of all rows in order."""
+        starts = self.geometry.begins[self.rows] - self.visit_edges[:-1]
+        visits: Int64s = np.arange(self.visit_edges[-1]) + np.repeat(starts, self.visit_counts)
+        return visits
 
 
 class Column(ABC):
@@ -169,7 +169,9 @@ class Presence(Column):
 class StepTokens(Column):
     """A value per response token of each step, 0 on observations between steps and in padding rows.
 
-    present: bool (steps,), whether a step's values count; others are 0 (how filters mask).
+    values: (visits,), `Rows.standing` or `Rows.trained` of the steps' own: each visit's end where what it keeps of its
+        step ends, and 0 stands before them.
+    present: bool (visits,), whether a visit's values count; others are 0 (how filters mask).
     """
 
     scope = "response"
@@ -180,55 +182,65 @@ class StepTokens(Column):
         self.name, self.dtype = name, values.values.dtype
         self._item = item = values.values.dtype.itemsize
         self._values, self._zeros = Region(values.values), zeros
-        # Of every step the zeros before it within its row, and its values.
-        self._of_step = _pairs(len(values) + 1)
-        self._of_step[:, 0] = zeros.runs(0, item * geometry.gaps)
-        self._of_step[:-1, 1] = self._values.runs(item * values.starts, item * values.lengths)
+        # Of every visit the zeros before its values, and these.
+        lengths = np.append(values.lengths, 1)
+        self._of_visit = _pairs(len(lengths))
+        self._of_visit[:, 0] = zeros.runs(0, item * (geometry.advances - lengths))
+        self._of_visit[:-1, 1] = self._values.runs(item * values.starts, item * values.lengths)
         absent = np.append(np.zeros(len(values), np.bool_) if present is None else ~present, True)
-        self._of_step[absent, 1] = zeros.runs(0, item * geometry.step_lengths[absent])
+        self._of_visit[absent, 1] = zeros.runs(0, item * lengths[absent])
 
     def runs(self, placement: Placement) -> Runs:
-        iovec = self._of_step.take(placement.steps, axis=0)
-        iovec[placement.step_edges[:-1], 0, 1] = self._item * placement.leads["response"]
-        return _two_a_row(iovec, self._values, self._zeros, edges=placement.step_edges)
+        iovec = self._of_visit.take(placement.visits, axis=0)
+        iovec[placement.visit_edges[:-1], 0, 1] += self._item * placement.leads["response"]
+        return _two_a_row(iovec, self._values, self._zeros, edges=placement.visit_edges)
 
 
 class StepScalars(Column):
-    """A number per step on its last response token, 0 elsewhere: rewards given one a step."""
+    """A number per step on the last of its response tokens that are kept, 0 elsewhere: rewards given one a step.
+
+    values: (visits,) each visit's step's. present: bool (visits,), whether it stands there (`Rows.owns_reward`); true
+    of a row's last.
+    """
 
     dtype, scope, form = np.float32, "response", Form.SPARSE
 
-    def __init__(self, name: str, values: NDArray[np.float64], geometry: Geometry, zeros: Region) -> None:
+    def __init__(
+        self, name: str, values: NDArray[np.float64], geometry: Geometry, zeros: Region, present: NDArray[np.bool_]
+    ) -> None:
         self.name = name
         self._values, self._zeros = Region(np.append(values, 0).astype(np.float32)), zeros
-        self._advances = geometry.gaps + geometry.step_lengths
+        self._advances, self._present = geometry.advances, np.append(present, True)
         # By their bits: -0.0 is a value.
-        self._is_set = self._values.array.view(np.int32) != 0
+        self._is_set = (self._values.array.view(np.int32) != 0) & self._present
 
     def runs(self, placement: Placement) -> Runs:
-        steps, edges = placement.steps, placement.step_edges
-        # Where steps end among the elements of all rows. Those without a value are fill, but a row's last ends it.
+        visits, edges = placement.visits, placement.visit_edges
+        # Where visits end among the elements of all rows. Those without a value are fill, but a row's last ends it.
         leads = np.cumsum(placement.leads["response"])
-        ends = np.cumsum(self._advances[steps]) + np.repeat(leads, placement.step_counts)
-        kept = self._is_set[steps]
-        kept[edges[1:] - 1] = True
-        chosen = np.flatnonzero(kept)
+        ends = np.cumsum(self._advances[visits]) + np.repeat(leads, placement.visit_counts)
+        is_set = self._is_set[visits]
+        is_set[edges[1:] - 1] = True
+        chosen = np.flatnonzero(is_set)
         iovec = _pairs(len(chosen))
         iovec[:, 0] = self._zeros.runs(0, 4 * (np.diff(ends[chosen], prepend=0) - 1))
-        iovec[:, 1] = self._of(steps[chosen])
+        iovec[:, 1] = self._of(visits[chosen])
         return _two_a_row(iovec, self._values, self._zeros, edges=np.searchsorted(chosen, edges))
 
     def compact(self, placement: Placement) -> tuple[Runs, ...]:
-        steps, edges, counts = placement.steps, placement.step_edges, placement.step_counts
-        ends = np.append(0, np.cumsum(self._advances[steps]))
-        # A row ends where its last step does.
-        before = np.repeat(ends[edges[1:]], counts) - ends[1:] + 1
+        visits = placement.visits
+        ends = np.append(0, np.cumsum(self._advances[visits]))
+        chosen = np.flatnonzero(self._present[visits])
+        edges = np.searchsorted(chosen, placement.visit_edges)
+        counts = np.diff(edges)
+        # A row ends where its last visit does.
+        before = np.repeat(ends[placement.visit_edges[1:]], counts) - ends[1:][chosen] + 1
         numbers = _lines(counts.astype(np.uint32))
         places = _lines(before.astype(np.uint32), edges)
-        return numbers, places, Runs(self._of(steps), edges, (self._values,))
+        return numbers, places, Runs(self._of(visits[chosen]), edges, (self._values,))
 
-    def _of(self, steps: Int64s) -> Iovec:
-        return self._values.runs(4 * steps, np.full(len(steps), 4))
+    def _of(self, visits: Int64s) -> Iovec:
+        return self._values.runs(4 * visits, np.full(len(visits), 4))
 
 
 class RowScalars(Column):

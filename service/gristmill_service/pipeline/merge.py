@@ -1,6 +1,6 @@
 """The second stage makes one row of the steps of a trajectory that extend each other.
 
-A step's full tokens are a prefix of the next step's prompt exactly when the two can be one sequence. The merged row
+A step's full tokens are a prefix of a later step's prompt exactly when the two can be one sequence. The merged row
 is then the last step's own tokens, read again from the first step's response on: nothing is concatenated, the stage
 yields indices. Source: SkyRL #1479.
 """
@@ -8,6 +8,7 @@ yields indices. Source: SkyRL #1479.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,26 +22,75 @@ REPORTED_MISMATCHES = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Training rows as ranges of steps: row r covers the steps `first[r]..last[r]`, of one trajectory.
+    """Training rows as paths of steps: row r visits `steps[edges[r]:edges[r + 1]]`, all of one trajectory, in order.
 
-    Its tokens are those of step `last[r]`; the first `prompt_lengths[r]` of them are its prompt. The response of step k
-    stands at `prompt_lengths[k] - prompt_lengths[first]` of the row's response; what lies between is observation.
-    All int64 (rows,) but policy_versions, int32.
+    Its tokens are those of the last step on its path; the first `prompt_lengths[r]` of them are its prompt, and the
+    rest its response. What each visit v adds to the response: from `starts[v]` of it on stand the first `kept[v]`
+    tokens of the response of step `steps[v]`; what stands before, from where the visit before ends, is observation. Of
+    those tokens an earlier row trains the first `shared[v]`: here they have loss_mask 0.
+
+    Where several rows may share steps, each token is trained once: `shared` is the most that any earlier row kept, but
+    no more than `kept`. Of a path's last step all is kept, and nothing shared, so that it ends the row.
+
+    edges: int64 (rows + 1,).
+    steps: int64 (visits,), indices of the batch's steps as received; each is on a path, some on several.
+    starts, kept, shared: int64 (visits,), in tokens. starts is 0 where a path begins, and nowhere less than where the
+        visit before ends.
+    trajectories, prompt_lengths, lengths: int64 (rows,). policy_versions: int32 (rows,), of its oldest step.
     """
 
-    first: Int64s
-    last: Int64s
+    edges: Int64s
+    steps: Int64s
+    starts: Int64s
+    kept: Int64s
+    shared: Int64s
     trajectories: Int64s
     prompt_lengths: Int64s
     lengths: Int64s
     policy_versions: NDArray[np.int32]
 
     def __len__(self) -> int:
-        return len(self.first)
+        return len(self.edges) - 1
+
+    @property
+    def first(self) -> Int64s:
+        """The first step on each row's path; int64 (rows,)."""
+        return self.steps[self.edges[:-1]]
+
+    @property
+    def last(self) -> Int64s:
+        """The last step on each row's path, whose tokens are the row's; int64 (rows,)."""
+        return self.steps[self.edges[1:] - 1]
 
     @property
     def response_lengths(self) -> Int64s:
         return self.lengths - self.prompt_lengths
+
+    @property
+    def ends(self) -> Int64s:
+        """Where each visit ends in its row's response; int64 (visits,)."""
+        return self.starts + self.kept
+
+    @property
+    def owns_reward(self) -> NDArray[np.bool_]:
+        """Tells of each visit whether its step's reward stands there, so that it stands once; bool (visits,)."""
+        owned: NDArray[np.bool_] = (self.shared == 0) & (self.kept > 0)
+        return owned
+
+    def per_visit(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Returns of each visit its row's value. values: (rows,); the result: (visits,)."""
+        return np.repeat(values, np.diff(self.edges))
+
+    def standing(self, values: Ragged) -> Ragged:
+        """Returns of each visit the values of the tokens that stand in its row, also those that are not trained there.
+
+        values: (steps,), one a response token. The result: (visits,), `kept` of each; it shares the values.
+        """
+        return Ragged(values.values, values.starts[self.steps], self.kept)
+
+    def trained(self, values: Ragged) -> Ragged:
+        """Returns what `standing` does without the tokens that an earlier row trains: `kept - shared` of each visit."""
+        return Ragged(values.values, values.starts[self.steps] + self.shared, self.kept - self.shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +110,29 @@ def merge(received: Received, mode: str) -> tuple[Rows, list[Mismatch]]:
     mismatches: list[Mismatch] = []
     if mode == "prefix":
         joins, mismatches = _joins(received)
-    first = np.flatnonzero(~joins)
-    last = np.append(first[1:], count) - 1 if count else first
-    steps = received.steps
-    rows = Rows(
-        first=first,
-        last=last,
+    edges = np.append(np.flatnonzero(~joins), count)
+    kept, shared = received.steps.response_lengths, np.zeros(count, np.int64)
+    return rows_of_paths(received, edges, np.arange(count), kept, shared), mismatches
+
+
+def rows_of_paths(received: Received, edges: Int64s, path: Int64s, kept: Int64s, shared: Int64s) -> Rows:
+    """Returns the rows of these paths; all is as `Rows` has it, `path` its `steps`.
+
+    No prompt on a path may be shorter than the one before it: a visit starts where its step's prompt ends.
+    """
+    steps, first, last = received.steps, path[edges[:-1]], path[edges[1:] - 1]
+    prompt_lengths = steps.prompt_lengths[first]
+    return Rows(
+        edges=edges,
+        steps=path,
+        starts=steps.prompt_lengths[path] - np.repeat(prompt_lengths, np.diff(edges)),
+        kept=kept,
+        shared=shared,
         trajectories=received.trajectory_of_step[first],
-        prompt_lengths=steps.prompt_lengths[first],
+        prompt_lengths=prompt_lengths,
         lengths=steps.tokens.lengths[last],
-        policy_versions=_oldest(steps.policy_versions, first),
+        policy_versions=_oldest(steps.policy_versions[path], edges[:-1]),
     )
-    return rows, mismatches
 
 
 def _joins(received: Received) -> tuple[NDArray[np.bool_], list[Mismatch]]:
@@ -133,21 +194,35 @@ def _first_difference(before: NDArray[np.int32], prompt: NDArray[np.int32]) -> i
     return int(differs.argmax()) if differs.any() else len(prompt)
 
 
-def _oldest(versions: NDArray[np.int32], first: Int64s) -> NDArray[np.int32]:
-    """Returns the lowest known policy version of each row's steps; unknown where none is known."""
-    if not len(first):
+def _oldest(versions: NDArray[np.int32], begins: Int64s) -> NDArray[np.int32]:
+    """Returns the lowest known policy version of each row's visits; unknown where none is known. begins: (rows,)."""
+    if not len(begins):
         return versions[:0]
     newest = np.iinfo(np.int32).max
-    oldest = np.minimum.reduceat(np.where(versions == UNKNOWN, newest, versions), first)
+    oldest = np.minimum.reduceat(np.where(versions == UNKNOWN, newest, versions), begins)
     return np.where(oldest == newest, UNKNOWN, oldest).astype(np.int32)
 
 
-def step_loss_tokens(loss_mask: Ragged, trained: NDArray[np.bool_]) -> Int64s:
-    """Counts each step's response tokens with loss_mask 1; 0 for steps that a filter masked."""
-    if not loss_mask.values.size or loss_mask.values.min() == 1:
+def row_loss_tokens(rows: Rows, loss_mask: Ragged, unfiltered: NDArray[np.bool_]) -> Int64s:
+    """Counts each row's tokens with loss_mask 1, of those that it trains; int64 (rows,).
+
+    loss_mask: uint8 (steps,) over the response; a lengths file has none, and all its tokens count.
+    unfiltered: bool (steps,), False for steps that a filter masked.
+    """
+    if not len(rows):
+        return np.zeros(0, np.int64)
+    per_visit = _ones(rows.trained(loss_mask)) * unfiltered[rows.steps]
+    counts: Int64s = np.add.reduceat(per_visit, rows.edges[:-1])
+    return counts
+
+
+def _ones(masks: Ragged) -> Int64s:
+    """Counts the ones of each; 0 of an empty one. masks: uint8 of 0 and 1."""
+    if not masks.values.size or masks.values.min() == 1:
         # Most batches: what the policy did not sample stands in prompts.
-        return loss_mask.lengths * trained
-    compact = loss_mask.compact()
+        return masks.lengths
+    compact = masks.compact()
+    counts, some = np.zeros(len(masks), np.int64), masks.lengths > 0
     # Sums of uint32 are several times faster than those of int64, and a step has fewer tokens than that holds.
-    counts: Int64s = np.add.reduceat(compact.values, compact.starts, dtype=np.uint32).astype(np.int64)
-    return counts * trained
+    counts[some] = np.add.reduceat(compact.values, compact.starts[some], dtype=np.uint32)
+    return counts

@@ -12,7 +12,7 @@ from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline import advantage, filters
 from gristmill_service.pipeline.advantage import Float64s
-from gristmill_service.pipeline.merge import Mismatch, Rows, merge, step_loss_tokens
+from gristmill_service.pipeline.merge import Mismatch, Rows, merge, row_loss_tokens
 from gristmill_service.pipeline.stage_timer import StageTimer, no_timer
 from gristmill_service.pipeline.validate import Received, receive
 
@@ -59,7 +59,6 @@ def score_batch(
         score = config.trajectory_score
         scores = advantage.trajectory_scores(received.steps.rewards, received.trajectory_bounds, score)
         trained, masked = filters.trained_steps(received, scores, config)
-        per_step = _loss_tokens(received.steps, trained)
         groups = received.trajectory_groups[rows.trajectories]
         return ScoredBatch(
             received=received,
@@ -68,7 +67,7 @@ def score_batch(
             trained=trained,
             scores=scores,
             advantages=advantage.advantages(received, scores, config),
-            loss_tokens=np.add.reduceat(per_step, rows.first) if len(rows) else per_step,
+            loss_tokens=row_loss_tokens(rows, received.steps.loss_mask, trained),
             row_group_bounds=np.searchsorted(groups, np.arange(len(received.groups) + 1)),
             rows_received=len(steps),
             staleness=filters.staleness(received, policy_version),
@@ -89,13 +88,6 @@ def _drop_stale(
     keep = ~stale[received.trajectory_groups][received.trajectory_of_step]
     dropped = [received.groups[group] for group in np.flatnonzero(stale).tolist()]
     return receive(received.steps.take(np.flatnonzero(keep)), config), dropped, counts
-
-
-def _loss_tokens(steps: Steps, trained: NDArray[np.bool_]) -> Int64s:
-    if steps.tokens.values.size:
-        return step_loss_tokens(steps.loss_mask, trained)
-    # A lengths file has no masks: every response token counts.
-    return steps.response_lengths * trained
 
 
 def _group_counts(received: Received, scores: Float64s, config: RunConfig) -> dict[str, int]:

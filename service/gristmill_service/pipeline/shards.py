@@ -44,8 +44,7 @@ class _ShardBuilder:
 
     def __init__(self, scored: ScoredBatch, config: RunConfig, run: str, batch: int) -> None:
         self._scored, self._config, self._run, self._batch = scored, config, run, batch
-        steps = scored.received.steps
-        self._geometry = Geometry(scored.rows, steps.prompt_lengths, steps.response_lengths, config.padding_row_tokens)
+        self._geometry = Geometry(scored.rows, config.padding_row_tokens)
         # Widths are rounded up; a row never needs a longer run of fill than the widest padded row.
         self._longest = int(self._geometry.lengths.max()) + config.pad_to_multiple_of
         self._zeros = Region(np.zeros(4 * self._longest, np.uint8))
@@ -68,20 +67,22 @@ class _ShardBuilder:
 
     def _shared_columns(self) -> list[Column]:
         """Returns the columns that every mini-batch cuts from in the same way: all but the advantages."""
-        steps, geometry, longest, zeros = self._scored.received.steps, self._geometry, self._longest, self._zeros
+        steps, rows = self._scored.received.steps, self._scored.rows
+        geometry, longest, zeros = self._geometry, self._longest, self._zeros
         columns: list[Column] = [Tokens(steps.tokens, longest, self._config.pad_token_id)]
         if self._config.layout == "packed":
             columns.append(Positions(longest))
         else:
             columns.append(Presence("attention_mask", "sequence", longest))
         columns.append(Presence("response_mask", "response", longest))
-        columns.append(StepTokens("loss_mask", steps.loss_mask, geometry, zeros, self._scored.trained))
+        unfiltered = self._scored.trained[rows.steps]
+        columns.append(StepTokens("loss_mask", rows.trained(steps.loss_mask), geometry, zeros, unfiltered))
         if steps.token_rewards is None:
-            columns.append(StepScalars("rewards", steps.rewards, geometry, zeros))
+            columns.append(StepScalars("rewards", steps.rewards[rows.steps], geometry, zeros, rows.owns_reward))
         else:
-            columns.append(StepTokens("rewards", _float32(steps.token_rewards), geometry, zeros))
+            columns.append(StepTokens("rewards", rows.trained(_float32(steps.token_rewards)), geometry, zeros))
         if steps.logprobs is not None:
-            columns.append(StepTokens("rollout_logprobs", steps.logprobs, geometry, zeros))
+            columns.append(StepTokens("rollout_logprobs", rows.standing(steps.logprobs), geometry, zeros))
         return columns
 
     def _advantages(
@@ -97,7 +98,8 @@ class _ShardBuilder:
             values: Float64s = self._scored.advantages[self._scored.rows.trajectories] * scale
             self._check_fits(values)
             return RowScalars("advantages", values, self._zeros)
-        return StepTokens("advantages", self._scaled(tokens, scale), self._geometry, self._zeros)
+        scaled = self._scaled(self._scored.rows.standing(tokens), scale)
+        return StepTokens("advantages", scaled, self._geometry, self._zeros)
 
     def _check_fits(self, advantages: Float64s) -> None:
         """Refuses an advantage that float32 does not hold: finite scores may be so far apart."""
@@ -110,12 +112,14 @@ class _ShardBuilder:
             )
 
     def _scaled(self, tokens: Ragged, scale: Float64s) -> Ragged:
-        """Returns the column times its rows' scale, in float64, as float32; itself where there is nothing to scale."""
+        """Returns the column times its rows' scale, in float64, as float32; itself where there is nothing to scale.
+
+        tokens: (visits,). scale: (rows,).
+        """
         if (scale == 1).all():
             return tokens
-        rows, compact = self._scored.rows, tokens.compact()
-        per_step = np.repeat(scale, rows.last - rows.first + 1)
-        values = compact.values * np.repeat(per_step, compact.lengths)
+        compact = tokens.compact()
+        values = compact.values * np.repeat(self._scored.rows.per_visit(scale), compact.lengths)
         return Ragged(values.astype(np.float32), compact.starts, compact.lengths)
 
     def _denominators(self, mini_batch: MiniBatchPlan) -> Denominators:
