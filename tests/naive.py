@@ -10,7 +10,8 @@ import math
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load
+import torch
+from safetensors.torch import load
 
 from gristmill_service.pipeline.iovec import join
 
@@ -94,7 +95,13 @@ def read_shard(shard: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     data = shard_bytes(shard)
     assert len(data) == shard.size
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return load(data), {name: json.loads(value) for name, value in header["__metadata__"].items()}
+    tensors = {name: _array(tensor) for name, tensor in load(data).items()}
+    return tensors, {name: json.loads(value) for name, value in header["__metadata__"].items()}
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """NumPy has no bfloat16: its bits, as uint16."""
+    return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def shard_rows(shard: Any) -> list[dict[str, Any]]:

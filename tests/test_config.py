@@ -255,7 +255,10 @@ def test_an_accepted_configuration_survives_whatever_stores_and_sends_it(change:
     ("change", "message"),
     [
         ({"merge": "tree", "step_wise": True}, "merge: tree is not built yet"),
-        ({"columns": [{"name": "routes"}]}, "extra columns are not built yet"),
+        (
+            {"columns": [{"name": "x", "dtype": "int8", "scope": "row", "source": "trainer"}]},
+            "source: trainer is not built yet",
+        ),
         ({"advantage_estimator": "gae"}, "gae is refused: it needs per-token credit"),
         ({"advantage_estimator": "gae", "step_wise": True}, "cannot be broadcast over the steps"),
         ({"advantage_estimator": "reinforce++", "step_wise": True}, "cannot be broadcast over the steps"),
@@ -323,3 +326,40 @@ def test_a_file_that_is_no_configuration_is_refused_with_its_name(tmp_path: Path
 def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"absent\.yaml: cannot read"):
         read_config(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (7, "each is a mapping with name, dtype and scope, got 7"),
+        ({"name": "x"}, "dtype and scope must be given"),
+        ({"name": "x", "dtype": "int16", "scope": "token", "size": 3}, "unknown setting 'size'; known are name, dtype"),
+        ({"name": "Routes", "dtype": "int16", "scope": "token"}, "a name has 1 to 63 of a-z"),
+        ({"name": "loss_mask", "dtype": "int16", "scope": "token"}, "is the name of a built-in column"),
+        ({"name": "x", "dtype": "int4", "scope": "token"}, "dtype is 'int4'; it is one of bool, uint8"),
+        ({"name": "x", "dtype": "int16", "scope": "step"}, "scope is 'step'; it is one of row, response"),
+        ({"name": "x", "dtype": "int16", "scope": "row", "merge": "concat"}, "merge is 'concat'; it is one of last"),
+        ({"name": "x", "dtype": "int16", "scope": "row", "shape": [0]}, "each size is an integer, at least 1"),
+        ({"name": "x", "dtype": "int16", "scope": "row", "shape": 3}, "it is a list of sizes, as"),
+        ({"name": "x", "dtype": "int64", "scope": "row", "shape": [1 << 23]}, "at most 16777216"),
+        ({"name": "x", "dtype": "int8", "scope": "row", "fill": 128}, "fill is 128, which int8 does not hold"),
+        ({"name": "x", "dtype": "int8", "scope": "row", "fill": float("nan")}, "set allow_nonfinite: true"),
+        ({"name": "x", "dtype": "int8", "scope": "row", "required": 1}, "required is 1; it is true or false"),
+        ({"name": "x", "dtype": "bool", "scope": "row", "merge": "sum"}, "merge: sum adds numbers"),
+        ({"name": "x", "dtype": "int8", "scope": "items", "source": "trainer"}, "set scope: row or response"),
+    ],
+)
+def test_a_column_that_cannot_be_is_refused_with_the_remedy(column: object, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        parse_config(GOOD | {"columns": [column]})
+
+
+def test_columns_whose_tensors_would_have_one_name_are_refused() -> None:
+    columns = [
+        {"name": "pixels", "dtype": "uint8", "scope": "items"},
+        {"name": "pixels_offsets", "dtype": "int64", "scope": "row"},
+    ]
+    with pytest.raises(InvalidArgumentError, match="two of them would have a tensor pixels_offsets; rename one"):
+        parse_config(GOOD | {"columns": columns})
+    with pytest.raises(InvalidArgumentError, match="expected a list of columns, got dict"):
+        parse_config(GOOD | {"columns": {}})

@@ -92,16 +92,6 @@ def _filter_mode(value: object) -> object:
     return {True: "mask", False: None}[value] if isinstance(value, bool) else value
 
 
-def _columns(given: object) -> tuple[ColumnSpec, ...]:
-    """Raises InvalidArgumentError, which pydantic lets through."""
-    if not isinstance(given, list | tuple):
-        raise InvalidArgumentError(f"columns: expected a list of columns, got {type(given).__name__}")
-    return specs_of(given)
-
-
-Columns = Annotated[tuple[ColumnSpec, ...], BeforeValidator(_columns)]
-
-
 class RunConfig(BaseModel):
     """The settings of a run. Field names, defaults and rules are those of the specification."""
 
@@ -141,7 +131,7 @@ class RunConfig(BaseModel):
     pad_to_multiple_of: Size = 1
     pad_token_id: Annotated[int, Field(ge=0, lt=2**31)] = 0
     max_seq_len: Tokens | None = None
-    columns: Columns = ()
+    columns: tuple[ColumnSpec, ...] = ()
 
     @property
     def align_to(self) -> int:
@@ -209,6 +199,8 @@ def parse_config(mapping: object, source: str = "configuration") -> RunConfig:
         for section, model in _SECTIONS.items():
             if isinstance(given := mapping.get(section), dict):
                 _refuse_unknown(given, model.model_fields, f"{section}.")
+        if "columns" in mapping:
+            mapping = mapping | {"columns": _columns(mapping["columns"])}
         config = RunConfig.model_validate(mapping)
         _refuse_unsupported(config)
         _refuse_wrong_combinations(config)
@@ -230,6 +222,12 @@ def read_config(path: Path) -> RunConfig:
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise InvalidArgumentError(f"{path}: neither valid YAML nor JSON: {error}") from None
     return parse_config(mapping, str(path))
+
+
+def _columns(given: object) -> tuple[ColumnSpec, ...]:
+    if not isinstance(given, list | tuple):
+        raise InvalidArgumentError(f"columns: expected a list of columns, got {type(given).__name__}")
+    return specs_of(given)
 
 
 def _refuse_unknown(mapping: dict[Any, Any], known: Collection[str], section: str = "") -> None:
@@ -254,8 +252,8 @@ def _explain(error: PydanticValidationError) -> Iterator[str]:
 def _refuse_unsupported(config: RunConfig) -> None:
     if config.merge == "tree":
         raise UnsupportedError("merge: tree is not built yet; use prefix or none")
-    if config.columns:
-        raise UnsupportedError("columns: extra columns are not built yet; leave the setting out")
+    if any(column.source == "trainer" for column in config.columns):
+        raise UnsupportedError("columns: source: trainer is not built yet; use rollout")
     if config.advantage_estimator in ("gae", "reinforce++"):
         why = (
             "its per-token credit cannot be broadcast over the steps of a trajectory"

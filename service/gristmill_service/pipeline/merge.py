@@ -7,14 +7,16 @@ yields indices. Source: SkyRL #1479.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Int64s, Ragged, bytes_of
-from gristmill._wire.steps import UNKNOWN
+from gristmill._wire.steps import UNKNOWN, Steps
 from gristmill_service.pipeline.validate import Received
 
 REPORTED_MISMATCHES = 3
@@ -96,20 +98,22 @@ class Rows:
 @dataclass(frozen=True, slots=True)
 class Mismatch:
     """A step that did not join the one before: `index` in its prompt is the first token that differs, or the prompt's
-    length when it merely ends too early."""
+    length when it merely ends too early. column: the declared column in which the two differ, where no token does."""
 
     trajectory: int
     step: int
     index: int
+    column: str = ""
 
 
-def merge(received: Received, mode: str) -> tuple[Rows, list[Mismatch]]:
-    """Returns the batch's rows under `merge: none` or `prefix`, and the first mismatches of each trajectory."""
+def merge(received: Received, mode: str, columns: Sequence[ColumnSpec] = ()) -> tuple[Rows, list[Mismatch]]:
+    """Returns the batch's rows under `merge: none` or `prefix`, and the first mismatches of each trajectory. columns:
+    those that the run declares."""
     count = len(received.steps)
     joins = np.zeros(count, np.bool_)
     mismatches: list[Mismatch] = []
     if mode == "prefix":
-        joins, mismatches = _joins(received)
+        joins, mismatches = _joins(received, columns)
     edges = np.append(np.flatnonzero(~joins), count)
     kept, shared = received.steps.response_lengths, np.zeros(count, np.int64)
     return rows_of_paths(received, edges, np.arange(count), kept, shared), mismatches
@@ -135,15 +139,35 @@ def rows_of_paths(received: Received, edges: Int64s, path: Int64s, kept: Int64s,
     )
 
 
-def _joins(received: Received) -> tuple[NDArray[np.bool_], list[Mismatch]]:
-    """Finds the steps that extend the one before them."""
+def _joins(received: Received, columns: Sequence[ColumnSpec]) -> tuple[NDArray[np.bool_], list[Mismatch]]:
+    """Finds the steps that extend the one before them, and do not differ from it in a column that keeps them apart."""
     steps = received.steps
     trajectories = received.trajectory_of_step
     follows = np.append(False, trajectories[1:] == trajectories[:-1])[: len(steps)]
     fits = follows.copy()
     fits[1:] &= steps.tokens.lengths[:-1] <= steps.prompt_lengths[1:]
     joins = extends(steps.tokens, fits)
-    return joins, [_mismatch(received, trajectories, step) for step in _reported(trajectories, follows & ~joins)]
+    apart: dict[int, str] = {}
+    if any(column.merge == "equal" for column in columns):
+        pairs = ((step, differing(columns, steps, step - 1, step)) for step in np.flatnonzero(joins).tolist())
+        apart = {step: column for step, column in pairs if column}
+        joins[list(apart)] = False
+    reported = _reported(trajectories, follows & ~joins)
+    return joins, [_mismatch(received, trajectories, step, apart.get(step, "")) for step in reported]
+
+
+def differing(columns: Sequence[ColumnSpec], steps: Steps, before: int, step: int) -> str:
+    """The first column with `merge: equal` in which a step differs from an earlier one that it extends, where they
+    overlap; empty where there is none.
+
+    The values of a row are compared; those of the tokens that both have; items, with which the later one's begin.
+    """
+    for column in columns:
+        if column.merge == "equal" and column.scope != "response" and (extra := steps.extras.get(column.name)):
+            one, other = extra.values[before], extra.values[step]
+            if extra.given[before] != extra.given[step] or not np.array_equal(one, other[: len(one)]):
+                return column.name
+    return ""
 
 
 def extends(tokens: Ragged, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -182,10 +206,10 @@ def _reported(trajectories: Int64s, refused: NDArray[np.bool_]) -> list[int]:
     return reported
 
 
-def _mismatch(received: Received, trajectories: Int64s, step: int) -> Mismatch:
+def _mismatch(received: Received, trajectories: Int64s, step: int, column: str) -> Mismatch:
     steps = received.steps
     index = _first_difference(steps.tokens[step - 1], steps.tokens[step][: steps.prompt_lengths[step]])
-    return Mismatch(int(trajectories[step]), int(steps.steps[step]), index)
+    return Mismatch(int(trajectories[step]), int(steps.steps[step]), index, column)
 
 
 def _first_difference(before: NDArray[np.int32], prompt: NDArray[np.int32]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -16,6 +16,7 @@ from gristmill._client.requests import check_run
 from gristmill._client.trainer_batch import Batch
 from gristmill._client.transport import TIMEOUT_S, Transport
 from gristmill._wire.addresses import MODELS, Position, ShardAddress
+from gristmill._wire.column_spec import ColumnSpec, specs_of, tensor_names
 from gristmill.errors import (
     BatchFailedError,
     DeadlineExceededError,
@@ -66,6 +67,8 @@ class TrainerClient:
     prefetch: how many shards are opened in the background while one is trained, so that the next is there when it is
         asked for, also the next batch's first where that is published already. Each is held in memory, unless it is
         mapped. 0 opens each when it is asked for.
+    columns: which of the columns that the run declares are wanted; None: all. No byte of the others is streamed, copied
+        or converted.
     timeout_s: for how long a call is tried while the service is away. Waiting for a batch is not bounded.
 
     Worked example:
@@ -107,6 +110,7 @@ class TrainerClient:
         auto_commit: bool = True,
         acknowledges: bool = True,
         prefetch: int = 1,
+        columns: Sequence[str] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         if model not in MODELS:
@@ -116,6 +120,8 @@ class TrainerClient:
         self.run, self.rank, self.model = check_run(run), rank, model
         self._expected_dp_size = dp_size
         self._convert = Conversion(device, dtypes)
+        self._columns = None if columns is None else tuple(columns)
+        self._unwanted: frozenset[str] = frozenset()
         self._auto_commit = auto_commit
         self._acknowledges = acknowledges
         self._transport = Transport(address, timeout_s, "TrainerClient")
@@ -261,7 +267,19 @@ class TrainerClient:
         )
         config = json.loads(answer.status.config_json)
         self._epochs, self._dp_size = config.get("update_epochs_per_batch", 1), dp_size or config.get("dp_size", 1)
+        self._unwanted = self._tensors_unwanted(specs_of(config.get("columns", ())))
         return answer.status
+
+    def _tensors_unwanted(self, declared: Sequence[ColumnSpec]) -> frozenset[str]:
+        if self._columns is None:
+            return frozenset()
+        names = [column.name for column in declared]
+        if unknown := [name for name in self._columns if name not in names]:
+            raise InvalidArgumentError(
+                f"run {self.run!r}: columns names {unknown[0]!r}, and the run declares {', '.join(names) or 'none'}"
+            )
+        others = (column for column in declared if column.name not in self._columns)
+        return frozenset(name for column in others for name in tensor_names(column))
 
     def _check_rank(self) -> None:
         if not 0 <= self.rank < self._dp_size:
@@ -364,11 +382,12 @@ class TrainerClient:
             address = ShardAddress(self.run, self.model, self.rank, position.batch, position.mini_batch)
             mapped = map_published(address, found.shared_memory_path, found.size_bytes)
             try:
-                tensors, metadata = mapped or stream(self._transport, address, found.size_bytes)
+                tensors, metadata = mapped or stream(self._transport, address, found.size_bytes, self._columns)
             except NotFoundError:
                 # Withdrawn since it was found, or freed: the next answer says which.
                 self._transport.pause(_WITHDRAWN_PAUSE_S)
                 continue
+            tensors = {name: raw for name, raw in tensors.items() if name.rpartition("/")[2] not in self._unwanted}
             return _Opened(tensors, metadata, is_mapped=mapped is not None)
 
     def _find_shard(self, position: Position, is_wanted: Callable[[], bool]) -> trainer_pb2.GetShardResponse:
