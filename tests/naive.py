@@ -68,17 +68,18 @@ def advantages(rows: list[Row], config: dict[str, Any]) -> dict[tuple[str, int],
 
 def _advantage(score: float, group: list[float], config: dict[str, Any]) -> float:
     estimator, lone = config["advantage_estimator"], config["n_samples_per_prompt"] == 1
+    epsilon = config.get("grpo_epsilon", 1e-6)
     if len(group) == 1:
         if not lone or estimator == "rloo":
             return 0.0
-        return score / (1 + 1e-6) if estimator == "grpo" and config["grpo_norm_by_std"] else score
+        return score / (1 + epsilon) if estimator == "grpo" and config["grpo_norm_by_std"] else score
     if len(set(group)) == 1:
         return 0.0
     mean = sum(group) / len(group)
     match estimator:
         case "grpo":
             std = (sum((value - mean) ** 2 for value in group) / (len(group) - 1)) ** 0.5
-            return (score - mean) / (std + 1e-6) if config["grpo_norm_by_std"] else score - mean
+            return (score - mean) / (std + epsilon) if config["grpo_norm_by_std"] else score - mean
         case "rloo":
             return score - (sum(group) - score) / (len(group) - 1)
         case _:
