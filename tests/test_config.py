@@ -316,13 +316,7 @@ def test_an_accepted_configuration_survives_whatever_stores_and_sends_it(change:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"merge": "tree", "step_wise": True}, "merge: tree is not built yet"),
-        (
-            {"columns": [{"name": "x", "dtype": "int8", "scope": "row", "source": "trainer"}]},
-            "source: trainer is not built yet",
-        ),
-    ],
+    [({"merge": "tree", "step_wise": True}, "merge: tree is not built yet")],
 )
 def test_what_is_not_built_is_refused_as_such(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):

@@ -176,6 +176,25 @@ class RunConfig(BaseModel):
         return frozenset(column.name for column in self.columns if column.is_shared)
 
     @property
+    def written_columns(self) -> tuple[ColumnSpec, ...]:
+        """The columns that trainers write back: a batch waits for them."""
+        return tuple(column for column in self.columns if column.source == "trainer")
+
+    @property
+    def credit_columns(self) -> frozenset[str]:
+        """The names of the columns that advantages are computed of."""
+        kl = self.kl_in_reward
+        of_rows = () if kl is None or kl.column is None else (kl.column,)
+        values = ("values",) if self.advantage_estimator == "gae" else ()
+        return self.reward_columns.union(values, of_rows)
+
+    @property
+    def reward_columns(self) -> frozenset[str]:
+        """The names of the columns that the `rewards` of shards are computed of."""
+        kl = self.kl_in_reward
+        return frozenset() if kl is None or kl.estimator is None else frozenset([self.kl_from, "ref_logprobs"])
+
+    @property
     def models(self) -> tuple[Model, ...]:
         return ("policy",) if self.critic_mini_batch_size is None else ("policy", "critic")
 
@@ -229,6 +248,7 @@ def parse_config(mapping: object, source: str = "configuration") -> RunConfig:
             mapping = mapping | {"columns": _columns(mapping["columns"])}
         config = RunConfig.model_validate(mapping)
         _check_kl(config)
+        _check_written(config)
         _refuse_unsupported(config)
         _refuse_wrong_combinations(config)
     except PydanticValidationError as error:
@@ -279,8 +299,6 @@ def _explain(error: PydanticValidationError) -> Iterator[str]:
 def _refuse_unsupported(config: RunConfig) -> None:
     if config.merge == "tree":
         raise UnsupportedError("merge: tree is not built yet; use prefix or none")
-    if any(column.source == "trainer" for column in config.columns):
-        raise UnsupportedError("columns: source: trainer is not built yet; use rollout")
 
 
 def _refuse_wrong_combinations(config: RunConfig) -> None:
@@ -380,6 +398,17 @@ def _check_kl(config: RunConfig) -> None:
     needed = ["ref_logprobs"] if config.kl_from == "rollout_logprobs" else ["ref_logprobs", config.kl_from]
     for name in needed:
         _check_declared(config, name, "response", f"kl_in_reward: {kl.estimator} is computed of it")
+
+
+def _check_written(config: RunConfig) -> None:
+    """Groups that alignment drops have no shard that could be written for."""
+    if config.on_misaligned == "drop_trailing" and config.whiten == "batch":
+        for name in sorted(config.credit_columns & {column.name for column in config.written_columns}):
+            raise InvalidArgumentError(
+                f"columns: {name} has source: trainer, and with on_misaligned: drop_trailing it is not written for "
+                "groups that are dropped, over whose tokens whiten: batch goes too; use whiten: mini_batch, or "
+                "on_misaligned: pad"
+            )
 
 
 def _check_summed(config: RunConfig, name: str) -> None:

@@ -105,6 +105,14 @@ def test_replacing_groups_is_refused_as_a_file_has_no_next_group(
     assert not out.exists()
 
 
+def test_columns_that_a_trainer_writes_are_planned_and_not_laid_out(config: Path, file: Path, tmp_path: Path) -> None:
+    columns = [{"name": "values", "dtype": "float32", "scope": "response", "source": "trainer"}]
+    config.write_text(json.dumps({**CONFIG, "advantage_estimator": "gae", "columns": columns}))
+    assert run("plan", file, "--config", config).stdout
+    said = run("batch", file, "--config", config, "--out", tmp_path / "out", expect=1).stderr
+    assert "values has source: trainer" in " ".join(said.split())
+
+
 def test_plan_prints_one_document_a_batch_on_standard_output_and_nothing_else(config: Path, file: Path) -> None:
     done = run("plan", file, "--config", config)
     plans = [json.loads(line) for line in done.stdout.splitlines()]

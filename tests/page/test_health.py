@@ -6,12 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
+from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import RunConfig
 from gristmill_service.monitoring.health import health, timeline
 from gristmill_service.monitoring.health_models import Overview, RunHealth
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
@@ -388,3 +392,24 @@ def test_the_api_page_has_the_schema_of_each_answer(client: httpx.Client) -> Non
     health = schema["components"]["schemas"]["RunHealth"]
     assert health["properties"]["state"]["enum"] == ["failed", "stuck", "training", "collecting", "idle", "finished"]
     assert health["properties"]["findings"]["items"]["$ref"].endswith("/Finding")
+
+
+def test_a_batch_that_waits_for_columns_says_which_shards_lack_them_and_since_when_none_came(watched: Make) -> None:
+    columns = (ColumnSpec.of({"name": "values", "dtype": "float32", "scope": "response", "source": "trainer"}),)
+    one = watched(columns=columns, advantage_estimator="gae")
+    one.fill("a", "b")
+    stage.until(lambda: one.run.batch(0).state is BatchState.FORWARD)
+    form = one.run._builder.forms[0][ShardAddress("policy", 0, 0)]
+    assert (one.health().state, one.health().batches[0].state) == ("training", "waiting for columns")
+    one.after(539)
+    assert one.worst() == []
+    one.run.write(0, 0, 0, 1, {"values": np.zeros(form.blocks[0].shape, np.float32)})
+    one.after(540)
+    words = (
+        "batch 0 waits for values, which trainers write, of 3 of 4 policy shards: mini-batch 0 rank 1, mini-batch 1 "
+        "rank 0, mini-batch 1 rank 1"
+    )
+    assert one.worst() == [("slow", words, 540.0)]
+    assert one.health().summary == words
+    one.after(1260)
+    assert one.health().state == "stuck"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocu
 from gristmill_service.pipeline.schedule import MisalignedError
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.pipeline.stage_timer import StageTimer
+from gristmill_service.pipeline.written import ShardForm, Written
 from gristmill_service.run.batch_builder import BuildBatch as Pipeline
 from gristmill_service.run.machine.admission import RowBudget
 from gristmill_service.run.machine.codec import decode_events
@@ -164,6 +165,8 @@ class Shelf:
 class Built:
     plan: PlanDocument
     shards: list[Shard]
+    awaits: frozenset[str] = frozenset()
+    forms: Mapping[ShardAddress, ShardForm] = field(default_factory=dict)
 
     def stats(self) -> Any:
         """Nothing is counted of a batch that the pipeline did not make."""
@@ -188,7 +191,15 @@ class BuildBatch:
         self._gate, self.entered = gate, threading.Event()
 
     def __call__(
-        self, steps: Steps, config: RunConfig, *, run: str, batch: int, policy_version: int | None, timed: StageTimer
+        self,
+        steps: Steps,
+        config: RunConfig,
+        *,
+        run: str,
+        batch: int,
+        policy_version: int | None,
+        timed: StageTimer,
+        written: Written | None = None,
     ) -> Built:
         self.entered.set()
         if self._gate is not None:

@@ -10,6 +10,7 @@ from gristmill._wire.steps import Steps
 from gristmill.errors import FailedPreconditionError, NotFoundError, UnavailableError
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.stage_timer import StageTimer
+from gristmill_service.pipeline.written import Written
 from gristmill_service.run.machine.answers import BatchState, Position
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.runs import Runs
@@ -85,6 +86,7 @@ def test_one_runs_full_store_and_long_build_delay_no_other_run() -> None:
             batch: int,
             policy_version: int | None,
             timed: StageTimer,
+            written: Written | None = None,
         ) -> Built:
             if run == "slow":
                 gate.wait(PATIENCE_S)

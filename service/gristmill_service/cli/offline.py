@@ -76,6 +76,7 @@ def batch(
     """
     with refusals():
         settings = _read_settings(config)
+        _refuse_written(config, settings)
         batches, is_lengths = _read(file, settings)
         if is_lengths:
             raise InvalidArgumentError(f"{file} is a lengths file: it has no tokens to lay out; use gristmill plan")
@@ -112,6 +113,14 @@ def _read_settings(path: Path) -> RunConfig:
             "file has no next group; use zero_variance_filter: mask, or leave it out"
         )
     return config
+
+
+def _refuse_written(path: Path, config: RunConfig) -> None:
+    for column in config.written_columns:
+        raise InvalidArgumentError(
+            f"{path}: columns: {column.name} has source: trainer, and no trainer writes it for a file; put it into the "
+            "file, with source: rollout, or use gristmill plan"
+        )
 
 
 def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:

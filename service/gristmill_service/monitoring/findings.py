@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gristmill_service.monitoring.health_models import LEVELS, Finding, HealthState, Level
-from gristmill_service.monitoring.run_facts import SHOWN_GROUPS, ModelFacts, RunFacts, seconds
+from gristmill_service.monitoring.run_facts import SHOWN_GROUPS, AwaitingBatch, ModelFacts, RunFacts, seconds
 from gristmill_service.monitoring.run_history import BatchTimes
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.state import GIVEN_UP
@@ -20,6 +20,7 @@ _SLOW_STEPS, _STUCK_STEPS, _FIRST_STEP_S = 3, 10, 180.0
 _SLOW_RANKS_S, _STUCK_RANKS_S = 60.0, 600.0
 _BLOCKED_S = 60.0
 _LONG_BUILD_S = 30.0
+_SLOW_COLUMNS_S, _STUCK_COLUMNS_S = 540.0, 1800.0
 _LONG_GROUP_S, _NO_ROWS_S = 300.0, 1800.0
 
 _LONGEST_TEXT, _LONGEST_REASON = 500, 300
@@ -35,7 +36,7 @@ _DROPPED = (
 
 def findings_of(facts: RunFacts) -> list[Finding]:
     """Worst first."""
-    rules = (_failed_batches, _unhealthy, _ranks, _build, _room, _stragglers, _rollbacks)
+    rules = (_failed_batches, _unhealthy, _ranks, _columns, _build, _room, _stragglers, _rollbacks)
     found = [finding for rule in rules for finding in rule(facts)]
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
@@ -44,7 +45,7 @@ def state_of(facts: RunFacts, findings: Sequence[Finding]) -> HealthState:
     worst = findings[0].level if findings else "note"
     if worst in ("failed", "stuck"):
         return worst
-    if facts.ranks_have_work or facts.building is not None:
+    if facts.ranks_have_work or facts.building is not None or facts.awaiting is not None:
         return "training"
     if facts.has_groups:
         return "collecting"
@@ -89,6 +90,8 @@ def _training(facts: RunFacts) -> str:
     if not facts.ranks_have_work:
         if facts.building is not None:
             return f"batch {facts.building} is being built"
+        if facts.awaiting is not None:
+            return _awaited(facts.awaiting)
         return f"{_count(facts.held, 'batch')} trained and not committed"
     least, model, rank = min(
         (position, model.model, rank) for model in facts.models for rank, position in enumerate(model.next)
@@ -131,7 +134,7 @@ def _ranks(facts: RunFacts) -> Iterator[Finding]:
         ready = [rank for rank, position in enumerate(model.next) if position.batch in facts.published]
         if ready:
             yield from _working_ranks(facts, model, ready)
-        elif not facts.counts.finished or facts.has_groups or facts.building is not None:
+        elif facts.awaiting is None and (not facts.counts.finished or facts.has_groups or facts.building is not None):
             yield _waiting_ranks(facts, model)
 
 
@@ -167,18 +170,39 @@ def _waiting_ranks(facts: RunFacts, model: ModelFacts) -> Finding:
     return _finding("note", f"{model.model} ranks wait for batch {number}: {have} of {need} groups are complete", since)
 
 
+def _columns(facts: RunFacts) -> Iterator[Finding]:
+    """Whoever computes columns is at work while some come."""
+    if facts.awaiting is None:
+        return
+    since = facts.history.batches.get(facts.awaiting.number, BatchTimes()).columns
+    waited = 0.0 if since is None else facts.history.now - since
+    level: Level = "stuck" if waited >= _STUCK_COLUMNS_S else "slow" if waited >= _SLOW_COLUMNS_S else "note"
+    yield _finding(level, _awaited(facts.awaiting), since)
+
+
+def _awaited(batch: AwaitingBatch) -> str:
+    shown = ", ".join(f"mini-batch {mini_batch} rank {rank}" for mini_batch, rank in batch.missing)
+    more = " and more" if batch.lacking > len(batch.missing) else ""
+    return (
+        f"batch {batch.number} waits for {', '.join(batch.columns)}, which trainers write, of {batch.lacking} of "
+        f"{batch.shards} policy shards: {shown}{more}"
+    )
+
+
 def _build(facts: RunFacts) -> Iterator[Finding]:
     if facts.building is not None:
-        sealed = facts.history.batches.get(facts.building, BatchTimes()).sealed
-        if sealed is not None and facts.history.now - sealed >= _LONG_BUILD_S:
-            yield _finding("slow", f"batch {facts.building} is sealed and not published", sealed)
+        times = facts.history.batches.get(facts.building, BatchTimes())
+        since = times.columns or times.sealed
+        if since is not None and facts.history.now - since >= _LONG_BUILD_S:
+            yield _finding("slow", f"batch {facts.building} is sealed and not published", since)
 
 
 def _room(facts: RunFacts) -> Iterator[Finding]:
     if facts.room.groups or facts.counts.finished:
         return
     since, reason = facts.history.full_since, facts.room.reason
-    if facts.ranks_have_work or facts.building is not None or facts.counts.groups_open:
+    has_work = facts.ranks_have_work or facts.building is not None or facts.awaiting is not None
+    if has_work or facts.counts.groups_open:
         yield _finding("note", f"workers wait for room: {reason}", since)
         return
     # Nobody can go on: what is held is trained, and nothing of the next batch may begin.

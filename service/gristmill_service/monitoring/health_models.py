@@ -18,7 +18,7 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 """Worst first."""
 
 
-Stage = Literal["published", "being built", "failed"]
+Stage = Literal["published", "waiting for columns", "being built", "failed"]
 """Of a batch that is held. failed: its rows are kept, for another dp_size."""
 
 

@@ -93,7 +93,7 @@ class RankMetrics:
 def _waits(state: State, position: Position) -> bool:
     batch = state.batches.get(position.batch)
     if batch is not None:
-        return not batch.is_published
+        return not batch.is_published or bool(batch.awaits)
     return not state.finished or bool(state.complete)
 
 

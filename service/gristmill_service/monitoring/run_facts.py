@@ -19,6 +19,7 @@ from gristmill_service.run.run import Run
 SHOWN_GROUPS = 20
 SHOWN_BATCHES = 32
 SHOWN_FAILURES = 3
+SHOWN_SHARDS = 8
 _SHOWN_REASONS = 20
 _LONGEST_UID = 80
 _UNBOUNDED = 1 << 31
@@ -35,12 +36,24 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitingBatch:
+    """A batch that waits for columns that trainers write. missing: the first shards that lack some, by (mini-batch,
+    rank). lacking, shards: how many lack some, and how many there are."""
+
+    number: int
+    columns: tuple[str, ...]
+    missing: list[tuple[int, int]]
+    lacking: int
+    shards: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunFacts:
     """
     failed: the last batches that could not be built, with the reason. kept: those whose rows are kept, for another
         dp_size.
-    published: the batches that are published and not freed. building: the oldest that is to be built. held: how many
-        are sealed and not freed.
+    published: the batches that are published, to be trained, and not freed. building: the oldest that is to be built.
+        awaiting: the oldest that waits for columns. held: how many are sealed and not freed.
     open_groups: the oldest that are not complete. batches: the oldest that are held.
     """
 
@@ -54,6 +67,7 @@ class RunFacts:
     kept: frozenset[int]
     published: frozenset[int]
     building: int | None
+    awaiting: AwaitingBatch | None
     held: int
     open_groups: list[OpenGroup]
     batches: list[HeldBatch]
@@ -83,8 +97,11 @@ def facts_of(run: Run, state: State, room: Room) -> RunFacts:
         unhealthy_reason=run.blocked_reason,
         failed=dict(list(state.failed.items())[-SHOWN_FAILURES:]),
         kept=frozenset(state.batches_kept),
-        published=frozenset(number for number, batch in state.batches.items() if batch.is_published),
+        published=frozenset(
+            number for number, batch in state.batches.items() if batch.is_published and not batch.awaits
+        ),
         building=next(iter(state.batches_to_build), None),
+        awaiting=_awaiting(state),
         held=len(state.batches),
         open_groups=_open_groups(state, history),
         batches=_batches(state, history),
@@ -129,6 +146,16 @@ def _counts(state: State, room: Room) -> RunCounts:
     )
 
 
+def _awaiting(state: State) -> AwaitingBatch | None:
+    for number in state.batches_awaiting:
+        missing = state.missing(number)
+        shards = list(dict.fromkeys((place.mini_batch, place.rank) for place in missing))
+        columns = tuple(dict.fromkeys(place.column for place in missing))
+        in_all = len({(place.mini_batch, place.rank) for place in state.batches[number].places(state.dp_size)})
+        return AwaitingBatch(number, columns, shards[:SHOWN_SHARDS], len(shards), in_all)
+    return None
+
+
 def _open_groups(state: State, history: HistorySnapshot) -> list[OpenGroup]:
     incomplete = (group for key, group in state.open.items() if key not in state.complete)
     return [_open_group(group, history) for group in islice(incomplete, SHOWN_GROUPS)]
@@ -159,4 +186,9 @@ def _stage(state: State, number: int, times: BatchTimes) -> tuple[Stage, float |
     """How far a held batch is, and since when."""
     if number in state.failed:
         return "failed", times.ended
-    return ("published", times.published) if state.batches[number].is_published else ("being built", times.sealed)
+    batch = state.batches[number]
+    if not batch.is_published:
+        return "being built", times.sealed
+    if not batch.awaits:
+        return "published", times.published
+    return ("being built" if state.is_written(number) else "waiting for columns"), times.columns

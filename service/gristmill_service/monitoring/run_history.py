@@ -25,6 +25,8 @@ from gristmill_service.run.machine.events import (
     BatchPublished,
     BatchSealed,
     BatchWithdrawn,
+    ColumnsDropped,
+    ColumnsWritten,
     Event,
     ModelResumed,
     RowsStored,
@@ -48,12 +50,14 @@ class RankTimes:
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
     """The times at which a batch was sealed, published, and freed or failed; None where it is not, or not known.
-    was_published: it was published before the history began, which is `published` then."""
+    columns: when its forward shards were published, or a column was last written for it. was_published: it was
+    published before the history began, which is `published` then."""
 
     sealed: float | None = None
     published: float | None = None
     ended: float | None = None
     was_published: bool = False
+    columns: float | None = None
 
 
 class Passed(NamedTuple):
@@ -130,7 +134,14 @@ class RunHistory:
                 case ModelResumed(model):
                     self._begin(state, model, now)
                 case (
-                    BatchSealed() | BatchPublished() | BatchWithdrawn() | BatchFailed() | BatchGivenUp() | BatchFreed()
+                    BatchSealed()
+                    | BatchPublished()
+                    | BatchWithdrawn()
+                    | BatchFailed()
+                    | BatchGivenUp()
+                    | BatchFreed()
+                    | ColumnsWritten()
+                    | ColumnsDropped()
                 ):
                     self._note_batch(event, now)
 
@@ -178,8 +189,9 @@ class RunHistory:
         now = self.now()
         if not self._ranks:
             for number, batch in state.batches.items():
-                published = self.began if batch.is_published else None
-                self._batches[number] = BatchTimes(published=published, was_published=batch.is_published)
+                is_published = batch.is_published and not batch.awaits
+                published = self.began if is_published else None
+                self._batches[number] = BatchTimes(published=published, was_published=is_published)
         for model, own in state.models.items():
             if len(own.next) != len(self._ranks.get(model, ())):
                 self._begin(state, model, now)
@@ -204,13 +216,22 @@ class RunHistory:
 
     def _note_batch(
         self,
-        event: BatchSealed | BatchPublished | BatchWithdrawn | BatchFailed | BatchGivenUp | BatchFreed,
+        event: BatchSealed
+        | BatchPublished
+        | BatchWithdrawn
+        | BatchFailed
+        | BatchGivenUp
+        | BatchFreed
+        | ColumnsWritten
+        | ColumnsDropped,
         now: float,
     ) -> None:
         before = self._batches.get(event.batch, BatchTimes())
         match event:
             case BatchSealed():
                 after = BatchTimes(sealed=now)
+            case BatchPublished(awaits=(_, *_)) | ColumnsWritten() | ColumnsDropped():
+                after = replace(before, columns=now)
             case BatchPublished():
                 after = replace(before, published=now, was_published=False)
             case BatchWithdrawn():

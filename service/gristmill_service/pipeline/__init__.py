@@ -8,8 +8,8 @@ same bytes. Each stage is a module, in the order in which data flows:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
@@ -18,21 +18,29 @@ from gristmill_service.pipeline.layout import Shard
 from gristmill_service.pipeline.plan import MiniBatchPlan
 from gristmill_service.pipeline.plan_document import PlanDocument, plan_document
 from gristmill_service.pipeline.schedule import schedule
-from gristmill_service.pipeline.scored_batch import ScoredBatch, score_batch
+from gristmill_service.pipeline.scored_batch import ScoredBatch, score_batch, with_columns
+from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.pipeline.shards import shards
 from gristmill_service.pipeline.stage_timer import StageTimer, no_timer
+from gristmill_service.pipeline.written import ShardForm, Written, form_of, values_of_steps
 
 __all__ = ["BuiltBatch", "build_batch", "plan_batch"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BuiltBatch:
-    """A batch's plan and its shards, which are laid out as they are read."""
+    """A batch's plan and its shards, which are laid out as they are read.
+
+    awaits: names of the columns that trainers have to write before it can be trained: it has forward shards.
+    forms: how what is written for each of the policy's shards has to stand; none where nothing is awaited.
+    """
 
     plan: PlanDocument
     shards: Sequence[Shard]
     stats: Callable[[], BatchStats]
     """Counts when it is called: few call it."""
+    awaits: frozenset[str] = frozenset()
+    forms: Mapping[ShardAddress, ShardForm] = field(default_factory=dict)
 
 
 def build_batch(
@@ -43,9 +51,12 @@ def build_batch(
     batch: int,
     policy_version: int | None = None,
     timed: StageTimer = no_timer,
+    written: Written | None = None,
 ) -> BuiltBatch:
     """Returns the plan and the shards of one batch.
 
+    written: what trainers wrote, all of it; None while some of it lacks, which gives forward shards: all but what
+        depends on the columns that lack.
     policy_version: the current one, for staleness; None (offline) takes the largest in the batch.
     timed: given a stage's name, returns the context that the stage runs within.
     Raises InvalidArgumentError when the rows break a rule or cannot be aligned.
@@ -53,12 +64,21 @@ def build_batch(
     scored = score_batch(steps, config, policy_version, timed)
     with timed("schedule"):
         mini_batches = _schedule(scored, config)
+    if written is not None:
+        with timed("advantage"):
+            scored = with_columns(
+                scored, values_of_steps(written, scored.rows, scored.received, mini_batches, config), config
+            )
     with timed("layout"):
         laid_out = shards(scored, mini_batches, config, run=run, batch=batch)
     with timed("plan"):
         document = plan_document(scored, mini_batches, config, batch, laid_out)
     return BuiltBatch(
-        document, laid_out, lambda: collect_stats(scored, mini_batches, laid_out, config, steps.tokens.total)
+        document,
+        laid_out,
+        lambda: collect_stats(scored, mini_batches, laid_out, config, steps.tokens.total),
+        scored.awaits,
+        {shard.address: form_of(shard) for shard in laid_out if scored.awaits and shard.address.model == "policy"},
     )
 
 

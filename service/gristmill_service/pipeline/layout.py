@@ -54,8 +54,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """The tensors of a model's shards: as they stand in files, by the size of their numbers, and as they travel."""
+    """The tensors of a model's shards: as they stand in files, by the size of their numbers, and as they travel.
+    placement: where their rows stand."""
 
+    placement: Placement
     parts: Sequence[Part]
     compaction: Compaction
 
@@ -119,7 +121,7 @@ class Layout:
 
         parts = [part(itemsize) for itemsize in ITEMSIZES]
         used = [one for one in parts if one.itemsize == 4 or one.per_row.names or one.columns or one.tensors]
-        return Placed(used, Compaction(self.placement, columns))
+        return Placed(self.placement, used, Compaction(self.placement, columns))
 
     def shard(self, index: int, address: ShardAddress, placed: Placed, metadata: dict[str, str]) -> Shard:
         """Returns the shard number `index` in plan order. placed: what `place` gave. metadata: JSON by name."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s
-from gristmill._wire.steps import Steps
+from gristmill._wire.steps import Extra, Steps
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline import advantage, filters
 from gristmill_service.pipeline.advantage import Float64s
@@ -23,10 +24,12 @@ class ScoredBatch:
     """A batch that is ready to be scheduled, for any number of ranks.
 
     rows_received counts steps, also those of dropped groups. trained: bool (steps,), False where a filter masks.
-    scores: float64 (trajectories,), without the KL. credit: the advantages. loss_tokens: int64 (rows,).
+    scores: float64 (trajectories,), without the KL. credit: the advantages; None while columns lack that they are
+    computed of. loss_tokens: int64 (rows,).
     row_group_bounds: (groups + 1,) into rows.
     staleness: (trajectories with a known policy version,) versions behind the current one, of each one's oldest step.
     stale: (round, uid) of groups dropped as stale. counts: what each rule met, by name.
+    awaits: names of the columns that trainers have to write yet.
     """
 
     received: Received
@@ -34,13 +37,14 @@ class ScoredBatch:
     mismatches: list[Mismatch]
     trained: NDArray[np.bool_]
     scores: Float64s
-    credit: Credit
+    credit: Credit | None
     loss_tokens: Int64s
     row_group_bounds: Int64s
     rows_received: int
     staleness: Int64s
     stale: list[tuple[int, str]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
+    awaits: frozenset[str] = frozenset()
 
     @property
     def row_groups(self) -> Int64s:
@@ -51,7 +55,9 @@ class ScoredBatch:
 def score_batch(
     steps: Steps, config: RunConfig, policy_version: int | None, timed: StageTimer = no_timer
 ) -> ScoredBatch:
-    """Returns all of a batch that does not depend on ranks. timed: as `build_batch` takes it."""
+    """Returns all of a batch that depends neither on ranks nor on what trainers write. timed: as `build_batch` takes
+    it."""
+    awaits = frozenset(column.name for column in config.written_columns)
     with timed("validate"):
         received = receive(steps, config)
         received, stale, counts = _drop_stale(received, config, policy_version)
@@ -63,33 +69,42 @@ def score_batch(
         trained, masked = filters.trained_steps(received, scores, config)
         groups = received.trajectory_groups[rows.trajectories]
         loss_tokens = row_loss_tokens(rows, received.steps.loss_mask, trained)
-        credited = _credit(received, rows, scores, trained, loss_tokens, config)
-        return ScoredBatch(
+        scored = ScoredBatch(
             received=received,
             rows=rows,
             mismatches=mismatches,
             trained=trained,
             scores=scores,
-            credit=credited,
+            credit=None,
             loss_tokens=loss_tokens,
             row_group_bounds=np.searchsorted(groups, np.arange(len(received.groups) + 1)),
             rows_received=len(steps),
             staleness=filters.staleness(received, policy_version),
             stale=stale,
-            counts=counts | masked | _group_counts(received, scores, config) | _credit_counts(credited),
+            counts=counts | masked | _group_counts(received, scores, config),
+            awaits=awaits,
         )
+        return scored if awaits & config.credit_columns else _credited(scored, config)
 
 
-def _credit(
-    received: Received, rows: Rows, scores: Float64s, trained: NDArray[np.bool_], loss_tokens: Int64s, config: RunConfig
-) -> Credit:
+def with_columns(scored: ScoredBatch, extras: Mapping[str, Extra], config: RunConfig) -> ScoredBatch:
+    """Returns the batch with what trainers wrote, as values of its steps: nothing lacks any more."""
+    steps = scored.received.steps
+    received = replace(scored.received, steps=replace(steps, extras={**steps.extras, **extras}))
+    whole = replace(scored, received=received, awaits=frozenset())
+    return whole if scored.credit is not None else _credited(whole, config)
+
+
+def _credited(scored: ScoredBatch, config: RunConfig) -> ScoredBatch:
+    received, scores = scored.received, scored.scores
     # A lengths file has nothing that advantages could be computed of, and nothing to lay out.
     is_planned_only = len(received.steps) > 0 and not received.steps.tokens.values.size
-    return (
+    found = (
         Credit(np.zeros(len(scores)))
         if is_planned_only
-        else credit(received, rows, scores, trained, loss_tokens, config)
+        else credit(received, scored.rows, scores, scored.trained, scored.loss_tokens, config)
     )
+    return replace(scored, credit=found, counts=scored.counts | _credit_counts(found))
 
 
 def _credit_counts(credited: Credit) -> dict[str, int]:

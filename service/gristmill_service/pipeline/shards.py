@@ -53,8 +53,9 @@ class _ShardBuilder:
         self._zeros = Region(np.zeros(4 * self._longest, np.uint8))
         self._shared = self._shared_columns()
         steps, rows = scored.received.steps, scored.rows
-        self._extras = token_columns(config.columns, steps, rows, self._geometry, self._longest)
-        self._tensors = shard_tensors(config.columns, steps, rows)
+        present = [column for column in config.columns if column.name not in scored.awaits]
+        self._extras = token_columns(present, steps, rows, self._geometry, self._longest)
+        self._tensors = shard_tensors(present, steps, rows)
         self._per_row = self._per_row_tensors()
         self._labels = row_labels(scored)
 
@@ -84,29 +85,39 @@ class _ShardBuilder:
         columns.append(Presence("response_mask", "response", longest))
         unfiltered = self._scored.trained[rows.steps]
         columns.append(StepTokens("loss_mask", rows.trained(steps.loss_mask), geometry, zeros, unfiltered))
-        token_rewards = self._scored.credit.token_rewards or steps.token_rewards
-        if token_rewards is None:
-            columns.append(StepScalars("rewards", steps.rewards[rows.steps], geometry, zeros, rows.owns_reward))
-        else:
-            columns.append(StepTokens("rewards", rows.trained(_float32(token_rewards)), geometry, zeros))
+        columns += self._rewards()
         if steps.logprobs is not None:
             columns.append(StepTokens("rollout_logprobs", rows.standing(steps.logprobs), geometry, zeros))
         return columns
+
+    def _rewards(self) -> list[Column]:
+        """Returns the rewards; with a KL in them they come with the advantages."""
+        scored, geometry, zeros = self._scored, self._geometry, self._zeros
+        if scored.credit is None and self._config.reward_columns:
+            return []
+        steps, rows = scored.received.steps, scored.rows
+        changed = None if scored.credit is None else scored.credit.token_rewards
+        token_rewards = changed or steps.token_rewards
+        if token_rewards is None:
+            return [StepScalars("rewards", steps.rewards[rows.steps], geometry, zeros, rows.owns_reward)]
+        return [StepTokens("rewards", rows.trained(_float32(token_rewards)), geometry, zeros)]
 
     def _advantages(
         self, model: Model, mini_batches: Sequence[MiniBatchPlan], denominators: Sequence[Denominators]
     ) -> list[Column]:
         """Returns advantages scaled by the loss reduction for the policy, and raw for the critic; returns beside them
-        where they are of tokens."""
+        where they are of tokens; nothing while columns lack that they are computed of."""
+        if (credit := self._scored.credit) is None:
+            return []
         scale = np.ones(len(self._scored.rows))
         if model == "policy":
             for mini_batch, divisors in zip(mini_batches, denominators, strict=True):
                 scale[mini_batch.start : mini_batch.kept_end] = divisors.scale(self._config)
-        if (of_tokens := self._scored.credit.of_tokens) is not None:
-            return self._of_tokens(of_tokens, mini_batches, scale)
+        if credit.of_tokens is not None:
+            return self._of_tokens(credit.of_tokens, mini_batches, scale)
         tokens = self._scored.received.steps.token_advantages
         if tokens is None:
-            values: Float64s = self._scored.credit.advantages[self._scored.rows.trajectories] * scale
+            values: Float64s = credit.advantages[self._scored.rows.trajectories] * scale
             self._check_fits(values)
             return [RowScalars("advantages", values, self._zeros)]
         scaled = self._scaled(self._scored.rows.standing(tokens), scale)

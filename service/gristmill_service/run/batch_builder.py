@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import structlog
 
+from gristmill._wire.columns import Array
 from gristmill._wire.extras import made_whole
 from gristmill._wire.steps import Steps
 from gristmill.errors import (
@@ -25,16 +26,21 @@ from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.batch_stats import BatchStats
 from gristmill_service.pipeline.plan_document import PlanDocument, encode_plan
 from gristmill_service.pipeline.schedule import MisalignedError
+from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.pipeline.stage_timer import StageTimer
+from gristmill_service.pipeline.written import ShardForm, Written
 from gristmill_service.run.effects import Effects
 from gristmill_service.run.machine import progress
-from gristmill_service.run.machine.events import BatchFailed, BatchPublished
+from gristmill_service.run.machine.answers import ColumnPlace
+from gristmill_service.run.machine.command import Command
+from gristmill_service.run.machine.events import BatchFailed, BatchPublished, WrittenColumn
 from gristmill_service.run.machine.state import Batch, State
-from gristmill_service.run.machine.trainer_commands import RecordBatch
+from gristmill_service.run.machine.trainer_commands import RecordBatch, WithdrawBatch
 from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.row_buffer import PickedRow, RowBuffer, gather
 from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.writer import Writer
+from gristmill_service.run.written_columns import values_of
 from gristmill_service.storage.run_store import LogLostError, RunLog
 from gristmill_service.storage.shard_store import ShardSource, ShardStore
 
@@ -47,7 +53,7 @@ _EXPORTED_BYTES = 16 << 20
 
 
 class BuiltBatch(Protocol):
-    """What the pipeline makes of a batch."""
+    """What the pipeline makes of a batch. awaits, forms: as `gristmill_service.pipeline.BuiltBatch` has them."""
 
     @property
     def plan(self) -> PlanDocument: ...
@@ -58,17 +64,35 @@ class BuiltBatch(Protocol):
     @property
     def stats(self) -> Callable[[], BatchStats]: ...
 
+    @property
+    def awaits(self) -> frozenset[str]: ...
+
+    @property
+    def forms(self) -> Mapping[ShardAddress, ShardForm]: ...
+
 
 class BuildBatch(Protocol):
     """The pipeline, `gristmill_service.pipeline.build_batch`."""
 
     def __call__(
-        self, steps: Steps, config: RunConfig, *, run: str, batch: int, policy_version: int | None, timed: StageTimer
+        self,
+        steps: Steps,
+        config: RunConfig,
+        *,
+        run: str,
+        batch: int,
+        policy_version: int | None,
+        timed: StageTimer,
+        written: Written | None = None,
     ) -> BuiltBatch: ...
 
 
 class _Job(NamedTuple):
-    """A batch to build, as it was when it was begun."""
+    """A batch to build, as it was when it was begun.
+
+    written: what trainers wrote, all that it awaits; None while some of it lacks, and where it awaits nothing. tables:
+    those of it that are held.
+    """
 
     number: int
     batch: Batch
@@ -76,13 +100,15 @@ class _Job(NamedTuple):
     rows: list[PickedRow]
     token_rewards: bool
     is_first: bool
+    written: dict[ColumnPlace, WrittenColumn] | None
+    tables: dict[int, Steps | None]
 
 
 class BatchBuilder:
     """One run's. `build` is called by one thread at a time.
 
     blocked_reason: why a sealed batch cannot be published now; empty while none is blocked. plans: of the batches that
-    this process published, encoded.
+    this process published, encoded. forms: of those of them that wait for columns, how these have to stand.
     """
 
     def __init__(
@@ -99,6 +125,7 @@ class BatchBuilder:
         self.blocked_reason = ""
         self.retry_at = 0.0
         self.plans: dict[int, bytes] = {}
+        self.forms: dict[int, Mapping[ShardAddress, ShardForm]] = {}
         # Held while shards are written: what is deleted must not be written to.
         self._publishing = threading.Lock()
         self._name, self._writer, self._log, self._store, self._room = name, writer, log, store, room
@@ -163,7 +190,9 @@ class BatchBuilder:
                 batch = state.batches[number]
                 config, is_first = self._writer.config, batch.mini_batches is None
                 token_rewards = bool(state.schema.token_rewards)
-                return _Job(number, batch, config, _pick(rows, batch), token_rewards, is_first)
+                written = dict(batch.written) if config.written_columns and _is_written(batch, config) else None
+                tables = {column.table: rows.table(column.table) for column in (written or {}).values()}
+                return _Job(number, batch, config, _pick(rows, batch), token_rewards, is_first, written, tables)
             return None
 
         try:
@@ -186,6 +215,7 @@ class BatchBuilder:
                 batch=job.number,
                 policy_version=job.batch.policy_version,
                 timed=self._monitor.timed,
+                written=self._written(job),
             )
             mini_batches: dict[Model, int] = dict.fromkeys(job.config.models, 0)
             for part in built.plan.mini_batches:
@@ -206,24 +236,34 @@ class BatchBuilder:
             return BatchFailed(job.number, reason, keeps_rows=isinstance(error, MisalignedError))
         if job.is_first:
             self._monitor.built(job.number, built.stats)
-        self._keep_plan(job.number, plan)
-        return BatchPublished(job.number, mini_batches, nbytes)
+        self._keep(job.number, plan, built.forms)
+        return BatchPublished(job.number, mini_batches, nbytes, tuple(sorted(built.awaits)))
 
-    def _keep_plan(self, number: int, plan: bytes) -> None:
-        held = self._writer.read(lambda state, rows: set(state.batches))
+    def _written(self, job: _Job) -> Written | None:
+        if job.written is None:
+            return None
+        found: dict[ShardAddress, dict[str, Array]] = {}
+        for place, column in job.written.items():
+            table = job.tables[column.table]
+            values = values_of(self._log.get(column.table) if table is None else table, place.column)
+            found.setdefault(ShardAddress("policy", place.mini_batch, place.rank), {})[place.column] = values
+        return found
+
+    def _keep(self, number: int, plan: bytes, forms: Mapping[ShardAddress, ShardForm]) -> None:
+        held = self._writer.read(lambda state, rows: set(state.batches)) - {number}
         self.plans = {other: encoded for other, encoded in self.plans.items() if other in held} | {number: plan}
+        self.forms = {other: kept for other, kept in self.forms.items() if other in held}
+        if forms:
+            self.forms[number] = forms
 
     def _record(
         self, job: _Job, event: BatchPublished | BatchFailed, started: float, perform: Callable[[Effects], None]
     ) -> None:
         """Records what became of the batch. Where nobody wants it any more, or not so, its shards are removed: it was
-        given up, the run was deleted, or the trainer came back with other ranks."""
+        given up, the run was deleted, or the trainer came back, with other ranks or to write columns anew."""
         may_be_recorded = False
         try:
-            ticket, effects = self._writer.execute(RecordBatch(event, job.config))
-            if effects is not None:
-                perform(effects)
-            may_be_recorded = ticket.result()
+            may_be_recorded = self._execute(RecordBatch(event, job.config, job.written), perform)
         except LogLostError:
             # Whoever opens the run next finds the shards, or publishes the batch again in their place.
             may_be_recorded = True
@@ -236,6 +276,15 @@ class BatchBuilder:
                 self.plans.pop(event.batch, None)
                 if isinstance(event, BatchPublished):
                     self._discard(event.batch)
+        if not may_be_recorded:
+            # Its forward shards, which count again, were replaced.
+            self._execute(WithdrawBatch(event.batch), perform)
+
+    def _execute(self, command: Command[bool], perform: Callable[[Effects], None]) -> bool:
+        ticket, effects = self._writer.execute(command)
+        if effects is not None:
+            perform(effects)
+        return ticket.result()
 
     def _discard(self, number: int) -> None:
         try:
@@ -276,8 +325,15 @@ def _slices(part: Steps) -> Iterator[Steps]:
         yield part.take(np.flatnonzero(numbers == number))
 
 
+def _is_written(batch: Batch, config: RunConfig) -> bool:
+    """Whether trainers wrote all columns for all shards of the policy."""
+    if batch.mini_batches is None:
+        return False
+    return len(batch.written) == batch.mini_batches["policy"] * config.dp_size * len(config.written_columns)
+
+
 def _withdrawn(state: State, rows: RowBuffer) -> list[int]:
-    """Batches whose shards are not what ranks need any more."""
+    """Batches whose shards are not what ranks need any more, forward shards too when all is written."""
     return [number for number in state.batches_to_build if state.batches[number].mini_batches is not None]
 
 

@@ -8,8 +8,10 @@ from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.codec import decode_events, decode_state
 from gristmill_service.run.machine.events import (
+    COLUMNS,
     BatchFailed,
     BatchWithdrawn,
+    ColumnsDropped,
     Event,
     GenerationBegan,
     GroupDropped,
@@ -44,7 +46,12 @@ def recovered(
     for number, held in needed.tables.items():
         whole = log.get(number) if log.maps_rows and number not in lost else None
         rows.add(number, whole, held)
-    stored = [number for number, batch in state.batches.items() if batch.is_published and is_stored(number)]
+    # How forward shards stand is known to the process alone that built them.
+    stored = [
+        number
+        for number, batch in state.batches.items()
+        if batch.is_published and not batch.awaits and is_stored(number)
+    ]
     lossy = losses(state, lost)
     failed = [event.batch for event in lossy if isinstance(event, BatchFailed)]
     return [*lossy, *withdrawn(state, [*stored, *failed])]
@@ -64,6 +71,8 @@ class Needed:
         self.tables: dict[int, dict[int, bytes]] = {}
         for row in _rows(state):
             self.tables.setdefault(row.ref.table, {})[row.ref.row] = row.digest
+        for batch in state.batches.values():
+            self.tables |= {column.table: {COLUMNS: column.check} for column in batch.written.values()}
 
     def is_whole(self, number: int, steps: Steps) -> bool:
         """Whether the table's rows are those that were accepted."""
@@ -84,7 +93,12 @@ def losses(state: State, lost: Collection[int]) -> list[Event]:
         for number, batch in state.batches.items()
         if any(_touches(group, lost) for group in batch.groups)
     ]
-    return dropped + failed
+    unwritten: list[Event] = [
+        ColumnsDropped(number)
+        for number, batch in state.batches.items()
+        if any(column.table in lost for column in batch.written.values())
+    ]
+    return dropped + unwritten + failed
 
 
 def withdrawn(state: State, kept: Collection[int]) -> list[Event]:

@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 
 from gristmill._wire.columns import Array, Ragged, bytes_of
 from gristmill._wire.steps import Extra, Steps, concat
-from gristmill_service.run.machine.events import RowRef, StoredRow
+from gristmill_service.run.machine.events import COLUMNS, RowRef, StoredRow
 
 _SMALL = Struct("<qqi??dd16s")
 
@@ -142,6 +142,8 @@ class RowBuffer:
         """Of these rows, as far as their tables are held here."""
         total = 0
         for ref in refs:
+            if ref.row == COLUMNS:
+                continue
             table = self._tables[ref.table]
             if table.steps is not None:
                 total += int(table.steps.tokens.lengths[table.live[ref.row]])
@@ -166,6 +168,10 @@ class RowBuffer:
             table = self._tables[row.ref.table]
             found.append(PickedRow(row.ref.table, table.steps, table.live[row.ref.row], row))
         return found
+
+    def table(self, number: int) -> Steps | None:
+        """A table that is held; None where the log has to be asked."""
+        return self._tables[number].steps
 
     def take_empty(self) -> list[int]:
         """Tables that are needed no more since this was last asked."""

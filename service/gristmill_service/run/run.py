@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import structlog
 
+from gristmill._wire.columns import Array
 from gristmill._wire.extras import check_extras
 from gristmill._wire.row_codec import Prefixes, Sent
 from gristmill._wire.steps import Steps, TrajectoryKey, check, check_text
@@ -22,13 +23,14 @@ from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.run import prefix_expansion, recovery
 from gristmill_service.run.batch_builder import BatchBuilder, BuildBatch
 from gristmill_service.run.housekeeping import Housekeeping
-from gristmill_service.run.machine import progress, rollout_commands, trainer_commands
+from gristmill_service.run.machine import columns, progress, rollout_commands, trainer_commands
 from gristmill_service.run.machine.admission import Room, RowBudget
 from gristmill_service.run.machine.answers import (
     Admission,
     Admissions,
     BatchAnswer,
     BatchState,
+    ColumnPlace,
     GroupAnswer,
     Moved,
     Outcome,
@@ -51,12 +53,16 @@ from gristmill_service.run.row_buffer import PickedRow, RowBuffer, values_digest
 from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.workers import TaskQueue
 from gristmill_service.run.writer import Writer
+from gristmill_service.run.written_columns import SentColumns
 from gristmill_service.storage.run_store import LogLostError, RunLog
 from gristmill_service.storage.shard_store import ShardsLostError, ShardStore
 
 _log = structlog.get_logger(__name__)
 # Asked once a submission: structlog itself would first bind and format what nobody reads.
 _logs = logging.getLogger(__name__).isEnabledFor
+
+# The states of a batch that has shards in the store.
+_THERE = (BatchState.PUBLISHED, BatchState.FORWARD)
 
 T = TypeVar("T")
 MakeMonitor = Callable[[Callable[[], float], Callable[[], float]], RunMonitor]
@@ -141,10 +147,10 @@ class Run:
 
         Raises InvalidArgumentError, and PrefixUnknownError where such a step is not at hand.
         """
-        columns = self.config.columns
+        declared = self.config.columns
         if sent.prefixes is None:
-            return check_extras(check(sent.steps), columns)
-        return check_extras(check(self._expanded(sent.steps, sent.prefixes)), columns, sent.prefixes.lengths)
+            return check_extras(check(sent.steps), declared)
+        return check_extras(check(self._expanded(sent.steps, sent.prefixes)), declared, sent.prefixes.lengths)
 
     def _expanded(self, steps: Steps, prefixes: Prefixes) -> Steps:
         self._writer.check_open()
@@ -159,16 +165,13 @@ class Run:
         if not len(steps):
             return []
         self._writer.check_open()
-        number, steps = self._log.put(steps)
-        self._writer.staged[number] = steps
+        number, steps = self._writer.stage(steps)
         try:
             outcomes = self._execute(
                 rollout_commands.TakeRows(steps, describe_rows(steps, number, self.config.shared_columns))
             )
         finally:
-            # Where the log is lost, the rows may have been accepted.
-            if self._writer.staged.pop(number, None) is not None and not self.is_lost:
-                self._log.remove([number])
+            self._writer.unstage([number])
         self._duplicates += outcomes.count(Outcome.DUPLICATE)
         self.monitor.received(outcomes, steps)
         if _logs(logging.DEBUG):
@@ -201,8 +204,12 @@ class Run:
         self._execute(trainer_commands.AnnounceVersion(version))
 
     def batch(self, number: int) -> BatchAnswer:
-        found = self._read(lambda state: progress.batch_state(state, number))
-        if found is not BatchState.PUBLISHED:
+        def find(state: State) -> tuple[BatchState, list[ColumnPlace]]:
+            found = progress.batch_state(state, number)
+            return found, state.missing(number) if found is BatchState.FORWARD else []
+
+        found, awaits = self._read(find)
+        if found not in _THERE:
             return BatchAnswer(found)
         plan = self._builder.plans.get(number)
         if plan is None:
@@ -212,20 +219,24 @@ class Run:
             except NotFoundError:
                 self._check_withdrawn(number)
                 return BatchAnswer(BatchState.PENDING)
-        return BatchAnswer(found, plan)
+        return BatchAnswer(found, plan, awaits)
 
-    def shard(self, model: Model, rank: int, position: Position | None, incarnation: int) -> ShardAnswer:
+    def shard(
+        self, model: Model, rank: int, position: Position | None, incarnation: int, *, is_forward: bool = False
+    ) -> ShardAnswer:
+        """is_forward: whether the forward shard is wanted, too, while the batch waits for columns."""
+
         def find(state: State) -> tuple[BatchState, Position, int]:
             progress.check_caller(state, model, rank, incarnation)
             self.monitor.asked_for_shard(state, model, rank)
             wanted = progress.next_of(state, model, rank) if position is None else position
-            found = progress.batch_state(state, wanted.batch)
-            if found is BatchState.PUBLISHED:
+            found = progress.shard_state(state, wanted.batch, is_forward=is_forward)
+            if found in _THERE:
                 progress.check_mini_batch(state, model, wanted)
             return found, wanted, state.models[model].incarnation
 
         found, wanted, current = self._read(find)
-        if found is not BatchState.PUBLISHED:
+        if found not in _THERE:
             return ShardAnswer(found, wanted, incarnation=current)
         address = ShardAddress(model, wanted.mini_batch, rank)
         try:
@@ -239,7 +250,7 @@ class Run:
     def _check_withdrawn(self, number: int) -> None:
         """For a batch that was published a moment ago and is not in the store: returns where it is built anew, to come
         again. Raises NotFoundError where it was freed."""
-        if self._read(lambda state: progress.batch_state(state, number)) is BatchState.PUBLISHED:
+        if self._read(lambda state: progress.batch_state(state, number)) in _THERE:
             self._withdraw(number, "the store does not have it")
 
     @contextmanager
@@ -288,6 +299,19 @@ class Run:
         """The rows of a sealed batch in their order, some at a time. Raises as `batch` does."""
         self._writer.check_open()
         return self._builder.export(number)
+
+    def write(
+        self, batch: int, mini_batch: int, rank: int, incarnation: int, tensors: Mapping[str, Array]
+    ) -> list[ColumnPlace]:
+        """Takes columns that a trainer writes for one of the policy's shards. Answers what the batch waits for then.
+
+        tensors: by the names that the shard's would have, and in their shape.
+        """
+        self._writer.check_open()
+        sent = SentColumns(self.name, batch, ShardAddress("policy", mini_batch, rank), tensors, self.config)
+        new = self._read(lambda state: columns.unwritten(state, batch, incarnation, sent.digests))
+        with sent.staged(new, self._builder.forms.get(batch, {}), self._writer) as stored:
+            return self._execute(trainer_commands.WriteColumns(batch, incarnation, stored))
 
     def acknowledge(self, model: Model, rank: int, position: Position, incarnation: int, commit: bool) -> Moved:
         return self._execute(trainer_commands.Acknowledge(model, rank, position, incarnation, commit))
@@ -402,6 +426,7 @@ class Run:
         """After `close`, when no batch is being built any more: gives the log and all memory back. Idempotent."""
         self._writer.let_go()
         self._builder.plans.clear()
+        self._builder.forms.clear()
         self._log.close()
 
     def lose(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from copy import copy
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from gristmill_service.run.machine.codec import encode_events, encode_state
 from gristmill_service.run.machine.command import Command
 from gristmill_service.run.machine.conditions import Condition, Topic, topics_of
 from gristmill_service.run.machine.events import (
+    COLUMNS,
     Acknowledged,
     BatchFailed,
     BatchFreed,
@@ -36,6 +37,7 @@ from gristmill_service.run.machine.events import (
     BatchPublished,
     BatchSealed,
     BatchWithdrawn,
+    ColumnsWritten,
     Event,
     Resized,
     RewardsSet,
@@ -104,6 +106,19 @@ class Writer:
         if is_writer or ticket.signal.get():
             return ticket, self._write(ticket)
         return ticket, None
+
+    def stage(self, table: Steps) -> tuple[int, Steps]:
+        """Puts a table into the log, for an event that refers to it. Returns its number, and the table as it is
+        stored."""
+        number, table = self._log.put(table)
+        self.staged[number] = table
+        return number, table
+
+    def unstage(self, numbers: Iterable[int]) -> None:
+        """Removes those of these tables that no event refers to. Where the log is lost, one may."""
+        unused = [number for number in numbers if self.staged.pop(number, None) is not None]
+        if unused and not self.is_lost:
+            self._log.remove(unused)
 
     def read(self, function: Callable[[State, RowBuffer], T]) -> T:
         """Reads the state and the rows for a moment."""
@@ -300,7 +315,7 @@ class Writer:
         """Logs and applies all of the events, or none: raises UnavailableError, or InvalidArgumentError, then."""
         if not events:
             return
-        tables = [event.rows[0].ref.table for event in events if type(event) is RowsStored]
+        tables = [number for event in events for number, _ in _tables(event)]
         try:
             self._log.append(encode_events(events), tables)
         except LogLostError:
@@ -317,11 +332,11 @@ class Writer:
             self._compact()
 
     def _apply(self, event: Event) -> None:
-        if type(event) is RowsStored:
-            number = event.rows[0].ref.table
-            self.rows.add(number, self.staged.pop(number), [row.ref.row for row in event.rows])
+        for number, rows in _tables(event):
+            self.rows.add(number, self.staged.pop(number), rows)
         released = apply(self.state, event)
-        self._monitor.applied(event, self.state, len(released), lambda: self.rows.tokens(released))
+        count = sum(ref.row != COLUMNS for ref in released)
+        self._monitor.applied(event, self.state, count, lambda: self.rows.tokens(released))
         if released:
             self.rows.release(released)
         effects = self._effects
@@ -329,9 +344,10 @@ class Writer:
             case BatchSealed():
                 effects.sealed.append(event)
                 effects.builds = True
-            case BatchPublished(batch) if self._log.reads_rows and not self._log.maps_rows:
-                refs = (row.ref for group in self.state.batches[batch].groups for row in group.ordered_rows())
-                self.rows.unload(refs)
+            case BatchPublished(batch, awaits=()) if self._log.reads_rows and not self._log.maps_rows:
+                self.rows.unload(self.state.batches[batch].refs())
+            case ColumnsWritten(batch):
+                effects.builds = effects.builds or self.state.is_written(batch)
             case BatchFreed(batch) | BatchGivenUp(batch):
                 effects.freed.append(batch)
             case BatchFailed():
@@ -362,6 +378,16 @@ class Writer:
             # The log stays as it is, only longer. Writing the whole state takes a while.
             self._compact_after = self._clock() + _COMPACT_AGAIN_S
             _log.warning("log not compacted", run=self._name, reason=str(error))
+
+
+def _tables(event: Event) -> list[tuple[int, list[int]]]:
+    """The tables that the event is the first to refer to, and what of each."""
+    match event:
+        case RowsStored(rows):
+            return [(rows[0].ref.table, [row.ref.row for row in rows])]
+        case ColumnsWritten(_, columns):
+            return [(column.table, [COLUMNS]) for column in columns.values()]
+    return []
 
 
 def _refuse(tickets: Sequence[Ticket[Any]], error: Exception) -> None:

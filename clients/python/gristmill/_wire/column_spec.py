@@ -178,9 +178,23 @@ class ColumnSpec:
         self._check_fill(where)
         if self.merge == "sum" and self.dtype == "bool":
             raise InvalidArgumentError(f"{where}: merge: sum adds numbers, and its dtype is bool; use another")
-        if self.source == "trainer" and self.scope not in ("row", "response"):
+        if self.source == "trainer":
+            self._check_written(where)
+
+    def _check_written(self, where: str) -> None:
+        if self.scope not in ("row", "response"):
             raise InvalidArgumentError(
                 f"{where}: source: trainer writes a value a row or a response token; set scope: row or response"
+            )
+        if self.merge not in ("", _MERGES[self.scope][0]):
+            raise InvalidArgumentError(
+                f"{where}: merge is {self.merge}, and with source: trainer rows are merged before it is written; leave "
+                "merge out"
+            )
+        if not self.required:
+            raise InvalidArgumentError(
+                f"{where}: required is false, and a batch waits for what trainers write (source: trainer); leave "
+                "required out"
             )
 
     def _check_fill(self, where: str) -> None:

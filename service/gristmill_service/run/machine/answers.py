@@ -14,6 +14,14 @@ from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.storage.shard_store import ShardLocation
 
 
+class ColumnPlace(NamedTuple):
+    """Where a column is written: for a shard of the policy."""
+
+    mini_batch: int
+    rank: int
+    column: str
+
+
 class Admission(Enum):
     """What became of one uid of `begin_groups`; values are those of the proto enum."""
 
@@ -39,6 +47,7 @@ class BatchState(Enum):
     PENDING = 1
     PUBLISHED = 2
     END = 3
+    FORWARD = 4
 
 
 class Position(NamedTuple):
@@ -74,8 +83,11 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class BatchAnswer:
+    """awaits: what trainers have to write yet, where it is FORWARD."""
+
     state: BatchState
     plan: bytes = b""
+    awaits: Sequence[ColumnPlace] = ()
 
 
 @dataclass(frozen=True, slots=True)

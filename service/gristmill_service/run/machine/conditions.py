@@ -80,13 +80,15 @@ def batch_is_settled(number: int) -> Condition:
     return Condition(Topic.BATCHES, number, lambda state: _is_settled(lambda: progress.batch_state(state, number)))
 
 
-def shard_is_settled(model: Model, rank: int, position: Position | None, incarnation: int) -> Condition:
+def shard_is_settled(
+    model: Model, rank: int, position: Position | None, incarnation: int, *, is_forward: bool = False
+) -> Condition:
     def find(state: State) -> BatchState:
         progress.check_caller(state, model, rank, incarnation)
         wanted = progress.next_of(state, model, rank) if position is None else position
-        return progress.batch_state(state, wanted.batch)
+        return progress.shard_state(state, wanted.batch, is_forward=is_forward)
 
-    key = (model, rank, position, incarnation)
+    key = (model, rank, position, incarnation, is_forward)
     return Condition(Topic.BATCHES, key, lambda state: _is_settled(lambda: find(state)))
 
 

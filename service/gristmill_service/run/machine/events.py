@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from gristmill._wire.steps import TrajectoryKey
 from gristmill_service.config import Model
-from gristmill_service.run.machine.answers import Position
+from gristmill_service.run.machine.answers import ColumnPlace, Position
 
 
 class GroupKey(NamedTuple):
@@ -30,6 +30,10 @@ class RowRef(NamedTuple):
 
     table: int
     row: int
+
+
+COLUMNS = -1
+"""In place of a row's number in a RowRef: the table has no tokens, but a column that a trainer wrote."""
 
 
 class StoredRow(NamedTuple):
@@ -134,9 +138,40 @@ class BatchSealed(Event):
 
 @dataclass(frozen=True, slots=True)
 class BatchPublished(Event):
+    """awaits: the columns that trainers have to write before it can be trained: these are its forward shards."""
+
     batch: int
     mini_batches: Mapping[Model, int]
     nbytes: int
+    awaits: tuple[str, ...] = ()
+
+
+class WrittenColumn(NamedTuple):
+    """What the state knows of a column that a trainer wrote for a shard.
+
+    digest: of the bytes that came, to tell a repeated write from another one. table: where the rows' values are; check:
+    of these.
+    """
+
+    digest: bytes
+    table: int
+    check: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnsWritten(Event):
+    """A trainer wrote columns for a shard of a batch that waits for them."""
+
+    batch: int
+    columns: Mapping[ColumnPlace, WrittenColumn]
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnsDropped(Event):
+    """What was written for the batch counts no more: its trainer was started again, or what was written is lost."""
+
+    batch: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,12 +67,21 @@ def batch_state(state: State, number: int) -> BatchState:
     if number < 0:
         raise InvalidArgumentError(f"batch is {number}; batches are numbered from 0")
     _check_made(state, number)
-    if number in state.batches:
-        return BatchState.PUBLISHED if state.batches[number].is_published else BatchState.PENDING
+    batch = state.batches.get(number)
+    if batch is not None:
+        if not batch.is_published or (batch.awaits and state.is_written(number)):
+            return BatchState.PENDING
+        return BatchState.FORWARD if batch.awaits else BatchState.PUBLISHED
     if number < state.batches_sealed:
         raise NotFoundError(f"batch {number} is freed: every model has committed it; ask for {state.freed} or later")
     _check_not_rolled_back(state, number)
     return BatchState.END if state.finished and not state.complete else BatchState.PENDING
+
+
+def shard_state(state: State, number: int, *, is_forward: bool) -> BatchState:
+    """The same for a caller of the batch's shards. is_forward: whether forward shards are wanted, too."""
+    found = batch_state(state, number)
+    return BatchState.PENDING if found is BatchState.FORWARD and not is_forward else found
 
 
 def check_mini_batch(state: State, model: Model, position: Position) -> None:
@@ -127,10 +136,11 @@ def acknowledge(state: State, model: Model, rank: int, position: Position) -> li
         return [Acknowledged(model, rank, _behind(state, model, position.batch))] if is_step else []
     _check_made(state, position.batch)
     batch = state.batches.get(position.batch)
-    if position != expected or batch is None or batch.mini_batches is None:
+    if position != expected or batch is None or batch.mini_batches is None or batch.awaits:
+        awaits = f", and waits for {', '.join(batch.awaits)}" if batch is not None and batch.awaits else ""
         raise FailedPreconditionError(
             f"{model} rank {rank}: {text_of(position)} cannot be acknowledged, the next is {text_of(expected)}"
-            + ("" if position != expected else ", which is not published yet")
+            + ("" if position != expected else f", which is not published yet{awaits}")
             + "; acknowledge in order"
         )
     following = standing(state, model, position._replace(mini_batch=position.mini_batch + 1))

@@ -12,7 +12,14 @@ from gristmill.errors import FailedPreconditionError, InvalidArgumentError, Stal
 from gristmill_service.config import Model
 from gristmill_service.run.machine.aborts import checked_reason
 from gristmill_service.run.machine.answers import Position
-from gristmill_service.run.machine.events import BatchGivenUp, BatchWithdrawn, Event, ModelResumed, Resized
+from gristmill_service.run.machine.events import (
+    BatchGivenUp,
+    BatchWithdrawn,
+    ColumnsDropped,
+    Event,
+    ModelResumed,
+    Resized,
+)
 from gristmill_service.run.machine.progress import check_exists, model_state, settle, text_of, went_past
 from gristmill_service.run.machine.state import START, State
 
@@ -64,8 +71,21 @@ def resume(
         )
     skipped = _skipped(state, model, target, generation, give_up_reason)
     resumed = ModelResumed(model, target, current.incarnation + 1, launch)
-    resized = [] if dp_size == state.dp_size else _resized(state, dp_size, resumed, {event.batch for event in skipped})
-    return [*skipped, *resized, resumed]
+    given_up = {event.batch for event in skipped}
+    resized = [] if dp_size == state.dp_size else _resized(state, dp_size, resumed, given_up)
+    return [*skipped, *_dropped(state, model, bool(resized), given_up), *resized, resumed]
+
+
+def _dropped(state: State, model: Model, is_resized: bool, given_up: set[int]) -> list[Event]:
+    """What was written under the incarnation before is written anew, so that one trainer's values make a batch: of
+    batches that wait for columns; for another number of ranks of all, for they are cut anew."""
+    if model != "policy" and not is_resized:
+        return []
+    return [
+        ColumnsDropped(number)
+        for number, batch in state.batches.items()
+        if batch.written and (batch.awaits or is_resized) and number not in given_up
+    ]
 
 
 def _resized(state: State, dp_size: int, resumed: ModelResumed, given_up: set[int]) -> list[Event]:

@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from gristmill_service.config import Model, RunConfig
-from gristmill_service.run.machine.answers import Position
+from gristmill_service.run.machine.answers import ColumnPlace, Position
 from gristmill_service.run.machine.events import (
+    COLUMNS,
     Acknowledged,
     BatchFailed,
     BatchFreed,
@@ -19,6 +20,8 @@ from gristmill_service.run.machine.events import (
     BatchPublished,
     BatchSealed,
     BatchWithdrawn,
+    ColumnsDropped,
+    ColumnsWritten,
     Event,
     GenerationBegan,
     GroupClosed,
@@ -36,6 +39,7 @@ from gristmill_service.run.machine.events import (
     RunFinished,
     SchemaFixed,
     TrajectoryAborted,
+    WrittenColumn,
 )
 from gristmill_service.run.machine.groups import Group
 
@@ -49,7 +53,12 @@ BATCH_FAILED = "batch_failed"
 @dataclass(slots=True)
 class Batch:
     """A sealed batch that is not freed. `groups` is its rows; `mini_batches` is known from its first publication on,
-    also while it is withdrawn or failed."""
+    also while it is withdrawn or failed.
+
+    awaits: the columns that trainers have to write for each of the policy's shards before it can be trained: what is
+        published of it are forward shards while there are any. written: what they wrote; it is kept, like rows, for
+        shards that have to be built anew.
+    """
 
     policy_version: int
     prompts: int
@@ -57,6 +66,27 @@ class Batch:
     mini_batches: dict[Model, int] | None = None
     is_published: bool = False
     nbytes: int = 0
+    awaits: tuple[str, ...] = ()
+    written: dict[ColumnPlace, WrittenColumn] = field(default_factory=dict)
+
+    def places(self, dp_size: int) -> Iterator[ColumnPlace]:
+        """Where it awaits columns, written or not."""
+        for mini_batch in range((self.mini_batches or {}).get("policy", 0)):
+            for rank in range(dp_size):
+                for column in self.awaits:
+                    yield ColumnPlace(mini_batch, rank, column)
+
+    def refs(self) -> list[RowRef]:
+        """All that is kept for it: rows, and what was written."""
+        return [ref for group in self.groups for ref in group.refs()] + self.written_refs()
+
+    def written_refs(self) -> list[RowRef]:
+        return [RowRef(column.table, COLUMNS) for column in self.written.values()]
+
+    @property
+    def row_bytes(self) -> int:
+        rows = sum(group.nbytes for group in self.groups)
+        return rows + sum(column.nbytes for column in self.written.values())
 
 
 @dataclass(slots=True)
@@ -129,17 +159,42 @@ class State:
 
     @property
     def batches_made(self) -> int:
-        """Batches before this number were published or failed."""
-        return min(
-            (number for number in self.batches_to_build if not self.batches[number].mini_batches),
-            default=len(self.prompts),
+        """Batches before this number were published, to be trained, or failed."""
+        unmade = (
+            number
+            for number, batch in self.batches.items()
+            if number not in self.failed and (not batch.mini_batches or batch.awaits)
         )
+        return min(unmade, default=len(self.prompts))
 
     @property
     def batches_to_build(self) -> list[int]:
+        """Batches without shards, and those whose columns are all written."""
         return [
-            number for number, batch in self.batches.items() if not batch.is_published and number not in self.failed
+            number
+            for number, batch in self.batches.items()
+            if number not in self.failed and (not batch.is_published or (batch.awaits and self.is_written(number)))
         ]
+
+    @property
+    def batches_awaiting(self) -> list[int]:
+        """Batches whose forward shards are out, and that wait for columns."""
+        return [
+            number
+            for number, batch in self.batches.items()
+            if batch.is_published and batch.awaits and not self.is_written(number)
+        ]
+
+    def is_written(self, number: int) -> bool:
+        """Whether all columns are written that the batch awaits."""
+        batch = self.batches[number]
+        shards = (batch.mini_batches or {}).get("policy", 0) * self.dp_size
+        return len(batch.written) == shards * len(batch.awaits)
+
+    def missing(self, number: int) -> list[ColumnPlace]:
+        """What trainers have to write yet for the batch."""
+        batch = self.batches[number]
+        return [place for place in batch.places(self.dp_size) if place not in batch.written]
 
     @property
     def batches_kept(self) -> list[int]:
@@ -182,6 +237,11 @@ def apply(state: State, event: Event) -> list[RowRef]:
                 model.next = [min(model.next)] * dp_size
         case BatchSealed() | BatchPublished() | BatchWithdrawn() | BatchFailed() | BatchFreed():
             return _apply_batch(state, event)
+        case ColumnsWritten(number, columns):
+            state.batches[number].written.update(columns)
+            state.row_bytes += sum(column.nbytes for column in columns.values())
+        case ColumnsDropped(number):
+            return _drop_columns(state, number)
         case BatchGivenUp():
             return _give_up_batch(state, event)
         case GenerationBegan(generation, reached):
@@ -252,10 +312,12 @@ def _apply_batch(
             state.prompts.append(len(keys))
             state.groups_sealed += len(keys)
             return []
-        case BatchPublished(number, mini_batches, nbytes):
+        case BatchPublished(number, mini_batches, nbytes, awaits):
             batch = state.batches[number]
+            # Forward shards stay until others take their place.
+            state.shard_bytes += nbytes - batch.nbytes
             batch.mini_batches, batch.nbytes, batch.is_published = dict(mini_batches), nbytes, True
-            state.shard_bytes += nbytes
+            batch.awaits = awaits
             return []
         case BatchWithdrawn(number):
             _withdraw_shards(state, number)
@@ -273,6 +335,14 @@ def _withdraw_shards(state: State, number: int) -> None:
     batch = state.batches[number]
     state.shard_bytes -= batch.nbytes
     batch.nbytes, batch.is_published = 0, False
+
+
+def _drop_columns(state: State, number: int) -> list[RowRef]:
+    batch = state.batches[number]
+    released = batch.written_refs()
+    state.row_bytes -= sum(column.nbytes for column in batch.written.values())
+    batch.written = {}
+    return released
 
 
 def _drop_failed_batch(state: State, number: int) -> list[RowRef]:
@@ -294,9 +364,9 @@ def _give_up_batch(state: State, event: BatchGivenUp) -> list[RowRef]:
 def _remove_batch(state: State, number: int) -> list[RowRef]:
     batch = state.batches.pop(number)
     state.shard_bytes -= batch.nbytes
-    state.row_bytes -= sum(group.nbytes for group in batch.groups)
+    state.row_bytes -= batch.row_bytes
     state.freed = min(state.batches, default=len(state.prompts))
-    return [ref for group in batch.groups for ref in group.refs()]
+    return batch.refs()
 
 
 def _apply_progress(state: State, event: Acknowledged | PositionCommitted | ModelResumed) -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gristmill._wire.steps import check_text
 from gristmill.errors import FailedPreconditionError
 from gristmill_service.config import Model, RunConfig
+from gristmill_service.run.machine import columns as written_columns
 from gristmill_service.run.machine import progress
-from gristmill_service.run.machine.answers import Moved, Position, Resumed
+from gristmill_service.run.machine.answers import ColumnPlace, Moved, Position, Resumed
 from gristmill_service.run.machine.command import Command, View
 from gristmill_service.run.machine.events import (
     BatchFailed,
     BatchPublished,
     BatchWithdrawn,
+    ColumnsWritten,
     Event,
     PolicyVersionAnnounced,
+    WrittenColumn,
 )
 from gristmill_service.run.machine.resume import resume
 from gristmill_service.run.machine.state import State
@@ -104,6 +107,21 @@ class Resume(Command[Resumed]):
         return Resumed(own.incarnation, own.resumed_at, self._run_id, state.generation)
 
 
+class WriteColumns(Command[list[ColumnPlace]]):
+    """A trainer wrote columns for one of the policy's shards. Answers what the batch waits for then."""
+
+    def __init__(self, batch: int, incarnation: int, columns: Mapping[ColumnPlace, WrittenColumn]) -> None:
+        self._batch, self._incarnation, self._columns = batch, incarnation, columns
+
+    def decide(self, view: View) -> Sequence[Event]:
+        digests = {place: column.digest for place, column in self._columns.items()}
+        new = written_columns.unwritten(view.state, self._batch, self._incarnation, digests)
+        return [ColumnsWritten(self._batch, {place: self._columns[place] for place in new})] if new else []
+
+    def answer(self, state: State) -> list[ColumnPlace]:
+        return state.missing(self._batch) if self._batch in state.batches else []
+
+
 class WithdrawBatch(Command[bool]):
     """The store has lost shards of a batch: it is built anew, from its rows. Answers whether it was published."""
 
@@ -122,17 +140,24 @@ class WithdrawBatch(Command[bool]):
 
 
 class RecordBatch(Command[bool]):
-    """What became of a batch that was built for this configuration. Answers whether it is recorded: it is not where the
-    batch is gone, or is to be built for another number of ranks."""
+    """What became of a batch that was built for this configuration, of what was written for it (None: of its rows
+    alone). Answers whether it is recorded: it is not where the batch is gone, or is to be built for another number of
+    ranks, or of what is written anew."""
 
     is_internal = True
 
-    def __init__(self, event: BatchPublished | BatchFailed, built_with: RunConfig) -> None:
-        self._event, self._built_with, self._is_wanted = event, built_with, False
+    def __init__(
+        self,
+        event: BatchPublished | BatchFailed,
+        built_with: RunConfig,
+        written: Mapping[ColumnPlace, WrittenColumn] | None = None,
+    ) -> None:
+        self._event, self._built_with, self._written, self._is_wanted = event, built_with, written, False
 
     def decide(self, view: View) -> Sequence[Event]:
-        is_held = self._event.batch in view.state.batches
-        self._is_wanted = is_held and view.state.dp_size == self._built_with.dp_size
+        batch = view.state.batches.get(self._event.batch)
+        is_same = batch is not None and self._written in (None, batch.written)
+        self._is_wanted = is_same and view.state.dp_size == self._built_with.dp_size
         return [self._event] if self._is_wanted else []
 
     def answer(self, state: State) -> bool:

@@ -1,0 +1,46 @@
+"""What trainers may write for a batch that waits for columns. Reads the state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gristmill.errors import AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, UnavailableError
+from gristmill_service.run.machine import progress
+from gristmill_service.run.machine.answers import ColumnPlace
+from gristmill_service.run.machine.state import State
+
+
+def unwritten(state: State, number: int, incarnation: int, digests: Mapping[ColumnPlace, bytes]) -> list[ColumnPlace]:
+    """Those of the columns that are not there yet; of the others the same bytes are. digests: of what comes.
+
+    Raises AlreadyExistsError where other bytes are there, UnavailableError where the shards are being built, and
+    FailedPreconditionError where the batch waits for nothing.
+    """
+    if not incarnation:
+        raise InvalidArgumentError(
+            "incarnation is 0; what is written is bound to the trainer's: give that which came with the shard"
+        )
+    progress.check_incarnation(state, "policy", incarnation)
+    progress.batch_state(state, number)
+    batch = state.batches.get(number)
+    if batch is None or batch.mini_batches is None:
+        raise UnavailableError(f"batch {number} is not published yet; read its forward shards first")
+    for place in digests:
+        progress.check_rank(state, "policy", place.rank)
+        count = batch.mini_batches.get("policy", 0)
+        if not 0 <= place.mini_batch < count:
+            raise InvalidArgumentError(
+                f"batch {number} has {count} policy mini-batches; there is no mini-batch {place.mini_batch}"
+            )
+    new = [place for place in digests if place not in batch.written]
+    for place in digests.keys() - set(new):
+        if batch.written[place].digest != digests[place]:
+            raise AlreadyExistsError(
+                f"batch {number} mini-batch {place.mini_batch} rank {place.rank}: {place.column} is written already, "
+                "with other values; a trainer that is started again resumes first, and then writes anew"
+            )
+    if new and not batch.is_published:
+        raise UnavailableError(f"batch {number} is being published again; write once its forward shards are there")
+    if new and not batch.awaits:
+        raise FailedPreconditionError(f"batch {number} waits for no column: it has all of them, train it")
+    return new

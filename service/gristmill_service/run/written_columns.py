@@ -1,0 +1,134 @@
+"""What trainers write, as bytes and as tables of the run's log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+from xxhash import xxh3_128
+
+from gristmill._wire.column_spec import ColumnSpec, by_name
+from gristmill._wire.columns import Array, Ragged, bytes_of
+from gristmill._wire.steps import UNKNOWN, Extra, Steps
+from gristmill.errors import InvalidArgumentError, UnavailableError
+from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.columns import safetensors_name
+from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.written import ShardForm
+from gristmill_service.run.machine.answers import ColumnPlace
+from gristmill_service.run.machine.events import WrittenColumn
+from gristmill_service.run.row_buffer import row_digests
+from gristmill_service.run.writer import Writer
+
+
+class _Sent(NamedTuple):
+    """A column as it came. tensors: by the names that a shard's have. digest: of all their bytes."""
+
+    spec: ColumnSpec
+    tensors: Mapping[str, Array]
+    digest: bytes
+
+
+class SentColumns:
+    """The columns that a trainer wrote for one shard, as they came.
+
+    tensors: by the names that the shard's would have. Raises InvalidArgumentError for one that trainers of the run do
+    not write.
+    """
+
+    def __init__(
+        self, run: str, batch: int, address: ShardAddress, tensors: Mapping[str, Array], config: RunConfig
+    ) -> None:
+        self._where = f"run {run!r}: batch {batch} mini-batch {address.mini_batch} rank {address.rank}"
+        self._address = address
+        found = _by_column(tensors, config.written_columns, self._where)
+        self._columns = {ColumnPlace(address.mini_batch, address.rank, sent.spec.name): sent for sent in found}
+
+    @property
+    def digests(self) -> dict[ColumnPlace, bytes]:
+        return {place: sent.digest for place, sent in self._columns.items()}
+
+    @contextmanager
+    def staged(
+        self, new: Sequence[ColumnPlace], forms: Mapping[ShardAddress, ShardForm], writer: Writer
+    ) -> Iterator[dict[ColumnPlace, WrittenColumn]]:
+        """Within it, those of the columns that are new are put into the run's log; afterwards they are gone where no
+        event refers to them. forms: of the batch's shards.
+
+        Raises InvalidArgumentError for values that are not as the shard is.
+        """
+        form = forms.get(self._address)
+        if new and form is None:
+            raise UnavailableError(f"{self._where}: is being published again; write once its forward shards are there")
+        values = {place: _own_values(self._columns[place], form, self._where) for place in new if form is not None}
+        stored: dict[ColumnPlace, WrittenColumn] = {}
+        try:
+            for place, own in values.items():
+                number, table = writer.stage(table_of(place.column, own))
+                stored[place] = WrittenColumn(self._columns[place].digest, number, row_digests(table)[0], own.nbytes)
+            yield stored
+        finally:
+            writer.unstage(column.table for column in stored.values())
+
+
+def table_of(name: str, values: Array) -> Steps:
+    """A table that holds these values: one row without tokens, and the column."""
+    none, nothing = np.zeros(1, np.int32), np.zeros(1, np.int64)
+    return Steps(
+        uids=[""],
+        rounds=none,
+        samples=none,
+        steps=none,
+        attempts=none,
+        is_last_steps=np.zeros(1, np.bool_),
+        stop_reasons=[""],
+        policy_versions=np.full(1, UNKNOWN, np.int32),
+        tokens=Ragged(np.empty(0, np.int32), nothing, nothing),
+        prompt_lengths=nothing,
+        loss_mask=Ragged(np.empty(0, np.uint8), nothing, nothing),
+        logprobs=None,
+        rewards=np.zeros(1),
+        token_rewards=None,
+        rewards_pending=np.zeros(1, np.bool_),
+        extras={name: Extra(Ragged.from_lengths(values, np.array([len(values)])), np.ones(1, np.bool_))},
+    )
+
+
+def values_of(table: Steps, name: str) -> Array:
+    """The values that such a table holds."""
+    return table.extras[name].values[0]
+
+
+def _by_column(tensors: Mapping[str, Array], columns: Sequence[ColumnSpec], where: str) -> list[_Sent]:
+    written = by_name(columns)
+    found: dict[str, dict[str, Array]] = {}
+    for name in sorted(tensors):
+        column = name.rpartition("/")[2]
+        if column not in written:
+            known = ", ".join(written) or "none"
+            raise InvalidArgumentError(
+                f"{where}: {name[:200]!r} is of no column that trainers of this run write, which are {known}; declare "
+                "it with source: trainer"
+            )
+        found.setdefault(column, {})[name] = tensors[name]
+    if not found:
+        raise InvalidArgumentError(f"{where}: no tensor came; write at least one column")
+    return [_Sent(written[name], own, _digest(own)) for name, own in found.items()]
+
+
+def _own_values(sent: _Sent, form: ShardForm, where: str) -> Array:
+    names = form.names(sent.spec)
+    for name in sent.tensors:
+        if name not in names:
+            raise InvalidArgumentError(f"{where}: {name[:200]!r} is no tensor of this shard; it has {', '.join(names)}")
+    return form.own_values(sent.spec, sent.tensors, where)
+
+
+def _digest(tensors: Mapping[str, Array]) -> bytes:
+    digest = xxh3_128()
+    for name, values in tensors.items():
+        digest.update(f"{name} {safetensors_name(values.dtype)} {values.shape} ".encode())
+        digest.update(bytes_of(values))
+    return digest.digest()

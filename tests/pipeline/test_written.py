@@ -1,0 +1,150 @@
+"""Columns that trainers write back: forward shards, and a batch that is completed of what is written for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load
+
+from gristmill._wire.column_spec import ColumnSpec
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline.shard_address import ShardAddress
+from tests.pipeline.test_laws import SLOW
+from tests.pipeline.written import batches, built, column, computed, files, of_rollouts
+from tests.strategies import Row
+
+FIRST = ShardAddress("policy", 0, 0)
+
+
+@SLOW
+@given(batches())
+def test_columns_written_back_give_the_shards_that_the_same_columns_sent_with_rows_give(
+    drawn: tuple[list[Row], dict[str, Any]],
+) -> None:
+    rows, config = drawn
+    sent = built(rows, of_rollouts(config))
+    completed = built(rows, config, computed(sent))
+    assert files(completed) == files(sent)
+    assert completed.plan == sent.plan
+    assert not completed.awaits
+
+
+@SLOW
+@given(batches(), st.data())
+def test_another_cut_of_the_same_values_gives_each_token_the_same_value(
+    drawn: tuple[list[Row], dict[str, Any]], data: st.DataObject
+) -> None:
+    rows, config = drawn
+    other = config | {
+        "dp_size": data.draw(st.integers(1, 4)),
+        "layout": data.draw(st.sampled_from(["packed", "left_padded"])),
+    }
+    completed = built(rows, other, computed(built(rows, of_rollouts(other))))
+    assert _per_token(files(completed)) == _per_token(files(built(rows, of_rollouts(config))))
+
+
+def _per_token(shards: dict[ShardAddress, bytes]) -> dict[Any, list[float]]:
+    """Of each row of the policy what was written for its response tokens, and its number."""
+    found: dict[Any, list[float]] = {}
+    for address, data in shards.items():
+        tensors = load(data)
+        if address.model != "policy":
+            continue
+        for name in ("values", "ref_logprobs", "old_logprobs"):
+            blocks = sorted(tensor for tensor in tensors if tensor.rpartition("/")[2] == name)
+            values = [tensors[block][tensors[block.replace(name, "response_mask")] == 1] for block in blocks]
+            flat = np.concatenate(values).tolist()
+            # Rows stand one after another, whatever the layout; how long each is, its metadata does not say.
+            found.setdefault(name, []).extend(flat)
+        for row, verdict in zip(tensors["row"].tolist(), tensors["verdict"].tolist(), strict=True):
+            if row >= 0:
+                found["verdict", row] = [verdict]
+    return {key: sorted(values) for key, values in found.items()}
+
+
+@SLOW
+@given(batches())
+def test_forward_shards_are_the_train_shards_without_what_depends_on_the_columns_that_lack(
+    drawn: tuple[list[Row], dict[str, Any]],
+) -> None:
+    rows, config = drawn
+    checked = parse_config(config)
+    lacking = {given.name for given in checked.written_columns}
+    absent = set(lacking)
+    if lacking & checked.credit_columns:
+        absent |= {"advantages", "returns"}
+        absent |= {"rewards"} if checked.reward_columns else set()
+    forward, train = built(rows, config), built(rows, of_rollouts(config))
+    assert forward.awaits == lacking
+    assert set(forward.forms) == {address for address in files(forward) if address.model == "policy"}
+    for address, data in files(train).items():
+        left = {name: value for name, value in load(data).items() if name.rpartition("/")[2] not in absent}
+        found = load(files(forward)[address])
+        assert found.keys() == left.keys()
+        for name, value in left.items():
+            np.testing.assert_array_equal(found[name], value)
+
+
+ROWS: list[Row] = [
+    {
+        "uid": f"p{prompt}",
+        "sample": sample,
+        "prompt_token_ids": [1] * (1 + sample),
+        "response_ids": [2] * (1 + 2 * sample),
+        "loss_mask": [1] * (1 + 2 * sample),
+        "reward": float(sample),
+    }
+    for prompt in range(2)
+    for sample in range(2)
+]
+CONFIG = {
+    "train_batch_size": 2,
+    "n_samples_per_prompt": 2,
+    "policy_mini_batch_size": 2,
+    "micro_batch": {"size": 2},
+    "advantage_estimator": "gae",
+    "columns": [column("values")],
+}
+SPEC = ColumnSpec.of(column("values"))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (np.zeros((4, 2), np.float32), r"values is F32 \[4, 2\] and has to be F32 \[4, 3\]"),
+        (np.zeros((4, 3), np.float64), r"values is F64 \[4, 3\] and has to be F32 \[4, 3\]"),
+        (np.full((4, 3), np.nan, np.float32), "values is not finite"),
+        (None, "values is missing"),
+    ],
+)
+def test_what_is_not_in_the_shards_shape_is_refused(values: Any, message: str) -> None:
+    form = built(ROWS, CONFIG).forms[FIRST]
+    with pytest.raises(InvalidArgumentError, match=message):
+        form.own_values(SPEC, {} if values is None else {"values": values}, "shard")
+
+
+def test_what_is_not_finite_on_padding_does_not_matter() -> None:
+    form = built(ROWS, CONFIG).forms[FIRST]
+    values = np.full((4, 3), np.nan, np.float32)
+    values[0, 2], values[1], values[2, 2], values[3] = 1, [2, 3, 4], 5, [6, 7, 8]
+    assert form.own_values(SPEC, {"values": values}, "shard").tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"columns": [column("values", scope="token")]}, "writes a value a row or a response token"),
+        ({"columns": [column("values", merge="equal")]}, "leave merge out"),
+        ({"columns": [column("values"), column("score", scope="row", merge="sum")]}, "leave merge out"),
+        ({"columns": [column("values"), column("score", required=False)]}, "leave required out"),
+        ({"on_misaligned": "drop_trailing", "whiten": "batch"}, "not written for groups that are dropped"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_with_the_configuration(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        parse_config(CONFIG | settings)
