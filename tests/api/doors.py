@@ -18,7 +18,7 @@ from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, rows_pb2, run_pb2, run_p
 Json = dict[str, Any]
 
 TIMEOUT_S = 30.0
-STATES = ("", "pending", "published", "end")
+STATES = ("", "pending", "published", "end", "forward")
 OUTCOMES = ("", "accepted", "duplicate", "sealed", "dropped", "superseded")
 ADMISSIONS = ("", "admitted", "no_room", "sealed", "dropped")
 
@@ -103,6 +103,7 @@ class Door(Protocol):
     def batch(self, run: str, batch: int, wait_s: float = 0.0) -> Json: ...
     def shard(self, run: str, rank: int, *, wait_s: float = 0.0, **fields: Any) -> Json: ...
     def read(self, run: str, batch: int, mini_batch: int, rank: int, model: str = "policy") -> bytes: ...
+    def write(self, run: str, place: tuple[int, int, int], incarnation: int, tensors: bytes) -> list[Json]: ...
     def acknowledge(self, run: str, rank: int, position: Json, *, commit: bool = False, **fields: Any) -> Json: ...
     def commit(self, run: str, position: Json, incarnation: int = 0) -> Json: ...
     def resume(self, run: str, launch: str, position: Json | None = None) -> Json: ...
@@ -197,7 +198,8 @@ class GrpcDoor:
         request = trainer_pb2.GetBatchRequest(run=run, batch=batch, wait_s=wait_s)
         answer = self._call(self.trainers.GetBatch, request)
         plan = {"plan": json.loads(answer.plan_json)} if answer.plan_json else {}
-        return {"state": STATES[answer.state], **plan}
+        awaits = {"awaits": [_awaited(one) for one in answer.awaits]} if answer.awaits else {}
+        return {"state": STATES[answer.state], **plan, **awaits}
 
     def shard(self, run: str, rank: int, *, wait_s: float = 0.0, **fields: Any) -> Json:
         place = {name: fields.pop(name) for name in ("batch", "epoch", "mini_batch") if name in fields}
@@ -226,6 +228,13 @@ class GrpcDoor:
             return b"".join(piece.data for piece in self.trainers.ReadShard(request, timeout=TIMEOUT_S))
         except grpc.RpcError as error:
             raise refused(error) from None
+
+    def write(self, run: str, place: tuple[int, int, int], incarnation: int, tensors: bytes) -> list[Json]:
+        batch, mini_batch, rank = place
+        request = trainer_pb2.WriteColumnsRequest(
+            run=run, batch=batch, mini_batch=mini_batch, rank=rank, incarnation=incarnation, tensors=tensors
+        )
+        return [_awaited(one) for one in self._call(self.trainers.WriteColumns, request).awaits]
 
     def acknowledge(self, run: str, rank: int, position: Json, *, commit: bool = False, **fields: Any) -> Json:
         request = trainer_pb2.AcknowledgeRequest(
@@ -259,7 +268,7 @@ class HttpDoor:
 
     def call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
         # Not httpx's own JSON: it refuses NaN, which the service must do.
-        content = None if body is None else json.dumps(body).encode()
+        content = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         answer = self.client.request(
             method, f"/v1{path}", content=content, params=query, headers={"Content-Type": "application/json"}
         )
@@ -334,6 +343,11 @@ class HttpDoor:
         found: bytes = self.call("GET", f"/runs/{run}/batches/{batch}/{model}/{mini_batch}/{rank}").content
         return found
 
+    def write(self, run: str, place: tuple[int, int, int], incarnation: int, tensors: bytes) -> list[Json]:
+        path = f"/runs/{run}/batches/{place[0]}/policy/{place[1]}/{place[2]}"
+        found: list[Json] = self.call("PUT", path, tensors, incarnation=incarnation).json()["awaits"]
+        return found
+
     def acknowledge(self, run: str, rank: int, position: Json, *, commit: bool = False, **fields: Any) -> Json:
         body = {"rank": rank, "position": position, "commit": commit, **fields}
         found: Json = self.call("POST", f"/runs/{run}/ack", body).json()["next"]
@@ -374,6 +388,10 @@ def _key(one: Json) -> rollout_pb2.TrajectoryKey:
 
 def _model(name: str) -> Any:
     return run_pb2.MODEL_CRITIC if name == "critic" else run_pb2.MODEL_POLICY
+
+
+def _awaited(one: trainer_pb2.AwaitedColumn) -> Json:
+    return {"mini_batch": one.mini_batch, "rank": one.rank, "column": one.column}
 
 
 def _place(position: run_pb2.Position) -> Json:

@@ -199,7 +199,8 @@ class MicroBatch(Rows):
 class Shard(Rows):
     """One rank's rows of one mini-batch; made by `Batch`.
 
-    position: which mini-batch, in training order. is_mapped: whether it is shared memory, not a copy.
+    position: which mini-batch, in training order. is_mapped: whether it is shared memory, not a copy. is_forward:
+    whether it lacks columns that trainers have to write, and what depends on them.
     """
 
     def __init__(
@@ -212,10 +213,11 @@ class Shard(Rows):
         is_mapped: bool,
         acknowledge: Callable[[], None] | None = None,
         copies: Copies | None = None,
+        is_forward: bool = False,
     ) -> None:
         super().__init__(tensors, metadata, convert, copies)
         self.position = position
-        self.is_mapped = is_mapped
+        self.is_mapped, self.is_forward = is_mapped, is_forward
         self._acknowledge = acknowledge
 
     @property

@@ -17,6 +17,7 @@ from gristmill_service.monitoring.health import Assessment
 from gristmill_service.run.machine.answers import (
     Admissions,
     BatchAnswer,
+    ColumnPlace,
     GroupAnswer,
     GroupState,
     Outcome,
@@ -113,7 +114,15 @@ def admissions_to(view: Admissions) -> rollout_pb2.BeginGroupsResponse:
 
 
 def batch_to(view: BatchAnswer) -> trainer_pb2.GetBatchResponse:
-    return trainer_pb2.GetBatchResponse(state=view.state.value, plan_json=view.plan.decode())  # type: ignore[arg-type]
+    return trainer_pb2.GetBatchResponse(
+        state=view.state.value,  # type: ignore[arg-type]
+        plan_json=view.plan.decode(),
+        awaits=awaits_to(view.awaits),
+    )
+
+
+def awaits_to(places: Iterable[ColumnPlace]) -> list[trainer_pb2.AwaitedColumn]:
+    return [trainer_pb2.AwaitedColumn(**place._asdict()) for place in places]
 
 
 def shard_to(view: ShardAnswer) -> trainer_pb2.GetShardResponse:

@@ -20,11 +20,13 @@ def ask_batch(run: Run, batch: int) -> Question[BatchAnswer]:
     )
 
 
-def ask_shard(run: Run, model: Model, rank: int, position: Position | None, incarnation: int) -> Question[ShardAnswer]:
+def ask_shard(
+    run: Run, model: Model, rank: int, position: Position | None, incarnation: int, *, is_forward: bool = False
+) -> Question[ShardAnswer]:
     return Question(
         run,
-        conditions.shard_is_settled(model, rank, position, incarnation),
-        lambda: run.shard(model, rank, position, incarnation),
+        conditions.shard_is_settled(model, rank, position, incarnation, is_forward=is_forward),
+        lambda: run.shard(model, rank, position, incarnation, is_forward=is_forward),
         lambda answer: answer.state is not BatchState.PENDING,
     )
 

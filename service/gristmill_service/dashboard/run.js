@@ -36,7 +36,7 @@ export class RunView {
       make("span", { class: "quiet" }, "policy version ", count(body.policy_version)), ...summary(body));
     this.tiles.replaceChildren(...tiles(body));
     this.showFindings(body);
-    const held = body.batches.filter(batch => batch.state === "published").map(batch => batch.batch);
+    const held = body.batches.filter(batch => ["published", "waiting for columns"].includes(batch.state)).map(batch => batch.batch);
     if (this.wanted == null && held.length) this.show(held.at(-1));
     this.batch.offer(held);
     this.timeline.update(body);

@@ -158,7 +158,7 @@ class BatchViewCache:
 def _read(run: Run, batch: int) -> tuple[_Key, BatchView]:
     config = run.config
     answer = run.batch(batch)
-    if answer.state is not BatchState.PUBLISHED:
+    if answer.state not in (BatchState.PUBLISHED, BatchState.FORWARD):
         raise NotFoundError(f"batch {batch} is not published yet, so that there is nothing to show; ask again later")
     plan = decode_plan(answer.plan)
     if plan.dp_size != config.dp_size:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from gristmill._wire import tensor_file
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.compact_shards import Form
 from gristmill_service.pipeline.iovec import Iovec, Region
@@ -105,18 +106,9 @@ class Placement:
         return visits
 
 
-_SAFETENSORS = {
-    np.dtype(name): code
-    for name, code in (
-        *(("bool", "BOOL"), ("uint8", "U8"), ("int8", "I8"), ("int16", "I16"), ("int32", "I32"), ("int64", "I64")),
-        *(("float16", "F16"), ("uint16", "BF16"), ("float32", "F32"), ("float64", "F64")),
-    )
-}
-
-
 def safetensors_name(dtype: np.dtype[Any]) -> str:
     """The type's name in a shard's header. uint16 holds the bits of bfloat16."""
-    return _SAFETENSORS[dtype]
+    return tensor_file.NAMES[dtype]
 
 
 class Column(ABC):

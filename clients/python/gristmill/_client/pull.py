@@ -3,6 +3,7 @@ their padding where the service has them so."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._client.transport import Transport
-from gristmill._wire.addresses import ShardAddress, is_mappable
+from gristmill._wire.addresses import ShardAddress, is_mappable, read_header
 from gristmill._wire.compact_shards import restore
 from gristmill._wire.shard_frames import unframe
 from gristmill.errors import InvalidArgumentError, UnavailableError
@@ -21,6 +22,10 @@ from gristmill.v1 import trainer_pb2
 # A stream that brings less than this is given up and made again.
 _SLOWEST_BYTES_PER_S = 5e6
 _READ_SHARD = "/gristmill.v1.TrainerService/ReadShard"
+
+
+class ReplacedError(UnavailableError):
+    """The shard that came is another than the one that was found: its batch was published anew in between."""
 
 
 def map_published(address: ShardAddress, path: str, size: int) -> tuple[Tensors, dict[str, Any]] | None:
@@ -69,9 +74,21 @@ def _read(transport: Transport, address: ShardAddress, size: int, request: Any, 
         came += len(piece)
     if compact:
         return restore(compact)
-    if request.chooses_columns:
+    if request.chooses_columns and came <= size:
         # What was left out is not known before it has come.
         return data[:came]
+    if came != size and came == _file_size(data[:came]):
+        raise ReplacedError(f"{address}: {came} bytes came where the service said {size}: it was published anew")
     if came != size:
         raise UnavailableError(f"{address}: {came} bytes came where the service said {size}; read it again")
     return data
+
+
+def _file_size(data: NDArray[np.uint8]) -> int:
+    """The bytes that a shard's file has by its header; 0 for what is none."""
+    try:
+        head = data[: 8 + int.from_bytes(data[:8].tobytes(), "little")]
+        _, entries, begin = read_header(io.BytesIO(head.tobytes()), len(head) + 1, "shard")
+    except (InvalidArgumentError, OverflowError):
+        return 0
+    return begin + max((entry["data_offsets"][1] for entry in entries.values()), default=0)

@@ -16,22 +16,35 @@ class Source(Protocol):
     @property
     def position(self) -> Position: ...
 
-    def open_shard(self, position: Position, acknowledge: Callable[[], None] | None = None) -> Shard: ...
+    def open_shard(
+        self, position: Position, acknowledge: Callable[[], None] | None = None, *, forward: bool = False
+    ) -> Shard: ...
 
-    def expect(self, positions: Iterable[Position]) -> None: ...
+    def expect(self, positions: Iterable[Position], *, forward: bool = False) -> None: ...
 
     def acknowledge(self, position: Position, following: Position) -> None: ...
 
 
 class Batch:
-    """A published batch; made by iterating a TrainerClient.
+    """A published batch, or one that waits for columns; made by iterating a TrainerClient.
 
     number: from 0. plan: which rows train when and where, as `gristmill plan` prints it.
+    awaits: names of the columns that trainers had to write yet when it was given: their values for each shard of
+        `forward()`, with `TrainerClient.write`. `mini_batches()` waits until they are there.
     """
 
-    def __init__(self, source: Source, number: int, plan: dict[str, Any], model: str, epochs: int) -> None:
+    def __init__(
+        self,
+        source: Source,
+        number: int,
+        plan: dict[str, Any],
+        model: str,
+        epochs: int,
+        awaits: frozenset[str] = frozenset(),
+    ) -> None:
         self.number = number
         self.plan = plan
+        self.awaits = awaits
         self._source = source
         self._count: int = sum(mini_batch["model"] == model for mini_batch in plan["mini_batches"])
         self._epochs = epochs
@@ -46,13 +59,17 @@ class Batch:
 
             old = {shard.position.mini_batch: [old_log_probs(micro) for micro in shard.micro_batches()]
                    for shard in batch.forward()}
+
+        While the batch waits for columns they are its forward shards: without these, and without advantages, returns
+        and rewards that depend on them.
         """
         order = [Position(self.number, 0, index) for index in range(self._count)]
         with self._ahead():
             for index, position in enumerate(order):
-                shard = self._source.open_shard(position)
-                # After the forward pass comes the training.
-                self._source.expect([*order[index + 1 :], self._source.position])
+                shard = self._source.open_shard(position, forward=bool(self.awaits))
+                # After the forward pass comes the training, of other shards where columns have to be written before.
+                training = [] if self.awaits else [self._source.position]
+                self._source.expect([*order[index + 1 :], *training], forward=bool(self.awaits))
                 yield shard
                 del shard
 

@@ -10,13 +10,14 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gristmill._client.checkpoint import Checkpoint, checkpoint_of
+from gristmill._client.chosen_columns import ChosenColumns
 from gristmill._client.prefetch import Prefetch
-from gristmill._client.pull import map_published, stream
+from gristmill._client.pull import ReplacedError, map_published, stream
 from gristmill._client.requests import check_run
 from gristmill._client.trainer_batch import Batch
 from gristmill._client.transport import TIMEOUT_S, Transport
 from gristmill._wire.addresses import MODELS, Position, ShardAddress
-from gristmill._wire.column_spec import ColumnSpec, specs_of, tensor_names
+from gristmill._wire.column_spec import specs_of
 from gristmill.errors import (
     BatchFailedError,
     DeadlineExceededError,
@@ -46,7 +47,15 @@ class _Opened(NamedTuple):
     tensors: Tensors
     metadata: dict[str, Any]
     is_mapped: bool
+    is_forward: bool = False
     copies: Copies = MappingProxyType({})
+
+
+class _Wanted(NamedTuple):
+    """A shard, or its forward shard while its batch waits for columns."""
+
+    position: Position
+    forward: bool
 
 
 class TrainerClient:
@@ -120,12 +129,11 @@ class TrainerClient:
         self.run, self.rank, self.model = check_run(run), rank, model
         self._expected_dp_size = dp_size
         self._convert = Conversion(device, dtypes)
-        self._columns = None if columns is None else tuple(columns)
-        self._unwanted: frozenset[str] = frozenset()
+        self._columns = ChosenColumns(run, columns)
         self._auto_commit = auto_commit
         self._acknowledges = acknowledges
         self._transport = Transport(address, timeout_s, "TrainerClient")
-        self._prefetch: Prefetch[Position, _Opened] = Prefetch(self._open_ahead, prefetch)
+        self._prefetch: Prefetch[_Wanted, _Opened] = Prefetch(self._open_ahead, prefetch)
         self._dp_size = 0
         self._epochs = 1
         self._position: Position | None = None
@@ -277,19 +285,8 @@ class TrainerClient:
         )
         config = json.loads(answer.status.config_json)
         self._epochs, self._dp_size = config.get("update_epochs_per_batch", 1), dp_size or config.get("dp_size", 1)
-        self._unwanted = self._tensors_unwanted(specs_of(config.get("columns", ())))
+        self._columns.declare(specs_of(config.get("columns", ())))
         return answer.status
-
-    def _tensors_unwanted(self, declared: Sequence[ColumnSpec]) -> frozenset[str]:
-        if self._columns is None:
-            return frozenset()
-        names = [column.name for column in declared]
-        if unknown := [name for name in self._columns if name not in names]:
-            raise InvalidArgumentError(
-                f"run {self.run!r}: columns names {unknown[0]!r}, and the run declares {', '.join(names) or 'none'}"
-            )
-        others = (column for column in declared if column.name not in self._columns)
-        return frozenset(name for column in others for name in tensor_names(column))
 
     def _check_rank(self) -> None:
         if not 0 <= self.rank < self._dp_size:
@@ -337,7 +334,8 @@ class TrainerClient:
             raise
         if answer.state == trainer_pb2.BATCH_STATE_END:
             return None
-        return Batch(self, number, json.loads(answer.plan_json), self.model, self._epochs)
+        awaits = frozenset(awaited.column for awaited in answer.awaits)
+        return Batch(self, number, json.loads(answer.plan_json), self.model, self._epochs, awaits)
 
     def _ask_batch(self, number: int, wait_s: float) -> trainer_pb2.GetBatchResponse:
         request = trainer_pb2.GetBatchRequest(run=self.run, batch=number, wait_s=wait_s)
@@ -348,17 +346,21 @@ class TrainerClient:
 
     # Shards.
 
-    def open_shard(self, position: Position, acknowledge: Callable[[], None] | None = None) -> Shard:
+    def open_shard(
+        self, position: Position, acknowledge: Callable[[], None] | None = None, *, forward: bool = False
+    ) -> Shard:
         """One shard of this rank, wherever it stands in the training order: mapped where the service's shared memory is
         this machine's, else streamed. May be repeated until its batch is freed.
 
-        A batch up to the rank's own is waited for, as iteration does: a service that comes back makes what it had
-        published again. acknowledge: what the shard's `ack` does; None where there is nothing to acknowledge.
-        Raises NotFoundError for a batch that is freed, BatchFailedError for one that could not be made, and
-        FailedPreconditionError for one that lies ahead and is not published yet.
+        A batch up to the rank's own is waited for: a service that comes back makes what it had published again.
+        acknowledge: what the shard's `ack` does, if anything. forward: whether the forward shard is wanted, too, while
+        the batch waits for columns. Raises NotFoundError for a batch that is freed, BatchFailedError for one that could
+        not be made, and FailedPreconditionError for one ahead that is not published yet.
         """
         self._transport.check_usable()
-        opened = self._prefetch.take(position._replace(epoch=0)) or self._open(position)
+        opened = self._prefetch.take(_Wanted(position._replace(epoch=0), forward)) or self._open(
+            _Wanted(position, forward)
+        )
         return Shard(
             opened.tensors,
             opened.metadata,
@@ -367,9 +369,10 @@ class TrainerClient:
             is_mapped=opened.is_mapped,
             acknowledge=acknowledge,
             copies=opened.copies,
+            is_forward=opened.is_forward,
         )
 
-    def expect(self, positions: Iterable[Position]) -> None:
+    def expect(self, positions: Iterable[Position], *, forward: bool = False) -> None:
         """Names the shards that will be opened next, in this order: as many as `prefetch` says are opened in the
         background meanwhile, and those that were and are not among them are thrown away. Iterating a batch calls it.
 
@@ -377,12 +380,12 @@ class TrainerClient:
         """
         if self._transport.fork_guard.is_here():
             # A mini-batch has the same shard in every epoch.
-            self._prefetch.expect(position._replace(epoch=0) for position in positions)
+            self._prefetch.expect(_Wanted(position._replace(epoch=0), forward) for position in positions)
 
-    def _open_ahead(self, position: Position, is_wanted: Callable[[], bool]) -> _Opened | None:
-        is_next_batch = position.batch > self.position.batch
+    def _open_ahead(self, wanted: _Wanted, is_wanted: Callable[[], bool]) -> _Opened | None:
+        is_next_batch = wanted.position.batch > self.position.batch
         try:
-            opened = self._open(position, is_wanted)
+            opened = self._open(wanted, is_wanted)
         except (UnavailableError, DeadlineExceededError, ResourceExhaustedError):
             # The service has until the shard is needed to come back.
             return None
@@ -393,43 +396,66 @@ class TrainerClient:
             raise
         return opened._replace(copies=self._convert.begin(opened.tensors))
 
-    def _open(self, position: Position, is_wanted: Callable[[], bool] = lambda: True) -> _Opened:
+    def _open(self, wanted: _Wanted, is_wanted: Callable[[], bool] = lambda: True) -> _Opened:
+        position = wanted.position
         while True:
-            found = self._find_shard(position, is_wanted)
+            found = self._find_shard(wanted, is_wanted)
+            is_forward = found.state == trainer_pb2.BATCH_STATE_FORWARD
             address = ShardAddress(self.run, self.model, self.rank, position.batch, position.mini_batch)
             mapped = map_published(address, found.shared_memory_path, found.size_bytes)
             try:
-                tensors, metadata = mapped or stream(self._transport, address, found.size_bytes, self._columns)
-            except NotFoundError:
+                columns = self._columns.of(is_forward)
+                tensors, metadata = mapped or stream(self._transport, address, found.size_bytes, columns)
+            except (NotFoundError, ReplacedError):
                 # Withdrawn since it was found, or freed: the next answer says which.
                 self._transport.pause(_WITHDRAWN_PAUSE_S)
                 continue
-            tensors = {name: raw for name, raw in tensors.items() if name.rpartition("/")[2] not in self._unwanted}
-            return _Opened(tensors, metadata, is_mapped=mapped is not None)
+            return _Opened(self._columns.among(tensors), metadata, is_mapped=mapped is not None, is_forward=is_forward)
 
-    def _find_shard(self, position: Position, is_wanted: Callable[[], bool]) -> trainer_pb2.GetShardResponse:
+    def _find_shard(self, wanted: _Wanted, is_wanted: Callable[[], bool]) -> trainer_pb2.GetShardResponse:
+        position = wanted.position
         found: trainer_pb2.GetShardResponse = self._transport.wait(
-            lambda wait_s: self._ask_shard(position, wait_s),
+            lambda wait_s: self._ask_shard(wanted, wait_s),
             lambda answer: bool(answer.state != trainer_pb2.BATCH_STATE_PENDING) or not is_wanted(),
             inf if position.batch <= self.position.batch else 0.0,
         )
-        if found.state != trainer_pb2.BATCH_STATE_PUBLISHED:
+        if found.state not in (trainer_pb2.BATCH_STATE_PUBLISHED, trainer_pb2.BATCH_STATE_FORWARD):
             raise FailedPreconditionError(f"run {self.run!r}: {position} is not published; iterate the trainer to wait")
         return found
 
-    def _ask_shard(self, position: Position, wait_s: float) -> trainer_pb2.GetShardResponse:
+    def _ask_shard(self, wanted: _Wanted, wait_s: float) -> trainer_pb2.GetShardResponse:
         request = trainer_pb2.GetShardRequest(
             run=self.run,
             model=MODELS[self.model],
             rank=self.rank,
-            position=position.message(),
+            position=wanted.position.message(),
             wait_s=wait_s,
             incarnation=self._incarnation,
+            forward=wanted.forward,
         )
         response: trainer_pb2.GetShardResponse = self._transport.call(
             self._transport.trainers.GetShard, request, wait_s=wait_s
         )
         return response
+
+    def write(self, shard: Shard, columns: Mapping[str, Any]) -> None:
+        """Writes columns of `source: trainer` for a shard of `batch.forward()`. Once every shard of every rank has
+        every column, the batch is completed, and its `mini_batches()` are there.
+
+        columns: by name a tensor in the shape of the shard's `response_mask` (scope `row`: a value a row), or a list
+            with one for each micro-batch. What stands on padding, prompts and padding rows is ignored.
+
+            for shard in batch.forward():
+                trainer.write(shard, {"values": [critic(micro) for micro in shard.micro_batches()]})
+
+        Idempotent; a shard that is no forward shard has its columns. Raises AlreadyExistsError for other values than
+        this incarnation wrote before (after `load_state_dict` all is written anew), and StaleIncarnationError.
+        """
+        from gristmill._client.written_columns import requests
+
+        self._transport.check_usable()
+        for request in requests(shard, columns, self._columns.written, self.run, self._incarnation):
+            self._transport.call(self._transport.trainers.WriteColumns, request)
 
     def acknowledge(self, position: Position, following: Position) -> None:
         """Called by a shard's `ack`. `following` is the position after it."""

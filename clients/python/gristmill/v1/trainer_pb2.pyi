@@ -33,6 +33,8 @@ class _BatchStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     BATCH_STATE_PUBLISHED: _BatchState.ValueType  # 2
     BATCH_STATE_END: _BatchState.ValueType  # 3
     """The run is finished and has no batch of this number."""
+    BATCH_STATE_FORWARD: _BatchState.ValueType  # 4
+    """Its forward shards are there, without what depends on columns that trainers have to write yet."""
 
 class BatchState(_BatchState, metaclass=_BatchStateEnumTypeWrapper): ...
 
@@ -42,6 +44,8 @@ BATCH_STATE_PENDING: BatchState.ValueType  # 1
 BATCH_STATE_PUBLISHED: BatchState.ValueType  # 2
 BATCH_STATE_END: BatchState.ValueType  # 3
 """The run is finished and has no batch of this number."""
+BATCH_STATE_FORWARD: BatchState.ValueType  # 4
+"""Its forward shards are there, without what depends on columns that trainers have to write yet."""
 global___BatchState = BatchState
 
 @typing.final
@@ -72,18 +76,47 @@ class GetBatchResponse(google.protobuf.message.Message):
 
     STATE_FIELD_NUMBER: builtins.int
     PLAN_JSON_FIELD_NUMBER: builtins.int
+    AWAITS_FIELD_NUMBER: builtins.int
     state: global___BatchState.ValueType
     plan_json: builtins.str
-    """When published: the plan, a JSON object as `gristmill plan` prints it."""
+    """When published, or forward: the plan, a JSON object as `gristmill plan` prints it."""
+    @property
+    def awaits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AwaitedColumn]:
+        """When forward: the columns that lack yet."""
+
     def __init__(
         self,
         *,
         state: global___BatchState.ValueType = ...,
         plan_json: builtins.str = ...,
+        awaits: collections.abc.Iterable[global___AwaitedColumn] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["plan_json", b"plan_json", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["awaits", b"awaits", "plan_json", b"plan_json", "state", b"state"]) -> None: ...
 
 global___GetBatchResponse = GetBatchResponse
+
+@typing.final
+class AwaitedColumn(google.protobuf.message.Message):
+    """A column that trainers have to write for one of the policy's shards."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MINI_BATCH_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    COLUMN_FIELD_NUMBER: builtins.int
+    mini_batch: builtins.int
+    rank: builtins.int
+    column: builtins.str
+    def __init__(
+        self,
+        *,
+        mini_batch: builtins.int = ...,
+        rank: builtins.int = ...,
+        column: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["column", b"column", "mini_batch", b"mini_batch", "rank", b"rank"]) -> None: ...
+
+global___AwaitedColumn = AwaitedColumn
 
 @typing.final
 class GetShardRequest(google.protobuf.message.Message):
@@ -95,6 +128,7 @@ class GetShardRequest(google.protobuf.message.Message):
     POSITION_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
+    FORWARD_FIELD_NUMBER: builtins.int
     run: builtins.str
     model: gristmill.v1.run_pb2.Model.ValueType
     rank: builtins.int
@@ -102,6 +136,8 @@ class GetShardRequest(google.protobuf.message.Message):
     """Seconds to wait at most; 0 answers at once. The server may answer earlier, with BATCH_STATE_PENDING."""
     incarnation: builtins.int
     """The caller's incarnation; 0: not checked."""
+    forward: builtins.bool
+    """Whether the forward shard is wanted, too, while the batch waits for columns."""
     @property
     def position(self) -> gristmill.v1.run_pb2.Position:
         """Which; unset: the rank's next."""
@@ -115,9 +151,10 @@ class GetShardRequest(google.protobuf.message.Message):
         position: gristmill.v1.run_pb2.Position | None = ...,
         wait_s: builtins.float = ...,
         incarnation: builtins.int = ...,
+        forward: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["position", b"position"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "model", b"model", "position", b"position", "rank", b"rank", "run", b"run", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["forward", b"forward", "incarnation", b"incarnation", "model", b"model", "position", b"position", "rank", b"rank", "run", b"run", "wait_s", b"wait_s"]) -> None: ...
 
 global___GetShardRequest = GetShardRequest
 
@@ -139,7 +176,7 @@ class GetShardResponse(google.protobuf.message.Message):
     incarnation: builtins.int
     @property
     def position(self) -> gristmill.v1.run_pb2.Position:
-        """When published: where the shard stands in the training order."""
+        """When published, or forward: where the shard stands in the training order."""
 
     def __init__(
         self,
@@ -214,6 +251,56 @@ class ReadShardResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["data", b"data", "is_compact", b"is_compact"]) -> None: ...
 
 global___ReadShardResponse = ReadShardResponse
+
+@typing.final
+class WriteColumnsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    BATCH_FIELD_NUMBER: builtins.int
+    MINI_BATCH_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    batch: builtins.int
+    mini_batch: builtins.int
+    rank: builtins.int
+    incarnation: builtins.int
+    """The trainer's, as it came with the shard."""
+    tensors: builtins.bytes
+    """A safetensors file whose tensors have the names, shapes and dtypes that the shard's would have: whole columns."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        batch: builtins.int = ...,
+        mini_batch: builtins.int = ...,
+        rank: builtins.int = ...,
+        incarnation: builtins.int = ...,
+        tensors: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch", b"batch", "incarnation", b"incarnation", "mini_batch", b"mini_batch", "rank", b"rank", "run", b"run", "tensors", b"tensors"]) -> None: ...
+
+global___WriteColumnsRequest = WriteColumnsRequest
+
+@typing.final
+class WriteColumnsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AWAITS_FIELD_NUMBER: builtins.int
+    @property
+    def awaits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AwaitedColumn]:
+        """What the batch waits for yet."""
+
+    def __init__(
+        self,
+        *,
+        awaits: collections.abc.Iterable[global___AwaitedColumn] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["awaits", b"awaits"]) -> None: ...
+
+global___WriteColumnsResponse = WriteColumnsResponse
 
 @typing.final
 class ExportBatchRequest(google.protobuf.message.Message):

@@ -55,6 +55,11 @@ class TrainerServiceStub(object):
                 request_serializer=gristmill_dot_v1_dot_trainer__pb2.ReadShardRequest.SerializeToString,
                 response_deserializer=gristmill_dot_v1_dot_trainer__pb2.ReadShardResponse.FromString,
                 _registered_method=True)
+        self.WriteColumns = channel.unary_unary(
+                '/gristmill.v1.TrainerService/WriteColumns',
+                request_serializer=gristmill_dot_v1_dot_trainer__pb2.WriteColumnsRequest.SerializeToString,
+                response_deserializer=gristmill_dot_v1_dot_trainer__pb2.WriteColumnsResponse.FromString,
+                _registered_method=True)
         self.ExportBatch = channel.unary_stream(
                 '/gristmill.v1.TrainerService/ExportBatch',
                 request_serializer=gristmill_dot_v1_dot_trainer__pb2.ExportBatchRequest.SerializeToString,
@@ -87,14 +92,16 @@ class TrainerServiceServicer(object):
     """
 
     def GetBatch(self, request, context):
-        """A batch's plan, waiting until it is published. Reads only.
+        """A batch's plan, waiting until it is published, or, where it waits for columns of `source: trainer`, until its forward
+        shards are. Reads only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetShard(self, request, context):
-        """Where a shard is: by its address, or the next one that the rank has to acknowledge; waits until it is published.
+        """Where a shard is: by its address, or the next one that the rank has to acknowledge; waits until it is published, or,
+        with `forward`, until its forward shard is.
         Reads only: asking twice gives the same shard.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -104,6 +111,20 @@ class TrainerServiceServicer(object):
     def ReadShard(self, request, context):
         """The bytes of a shard's safetensors file, in order, or of its compact form where the caller takes that and the
         service has it. Reads only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteColumns(self, request, context):
+        """Columns of `source: trainer`, written for one of the policy's shards, by whoever computes them. What is written is
+        kept as rows are, and once every shard of the batch has every column, its train shards are published in place of the
+        forward shards.
+
+        The same bytes again change nothing. Other bytes are ALREADY_EXISTS until the trainer resumes: of a batch that waits
+        for columns, what was written before counts no more then, and with another `dp_size` of any batch. Values that are
+        not of the shard's shape or the column's dtype, or not finite for a row's own tokens, are INVALID_ARGUMENT; a batch
+        that waits for nothing is FAILED_PRECONDITION, one whose forward shards are not there yet UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -170,6 +191,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ReadShard,
                     request_deserializer=gristmill_dot_v1_dot_trainer__pb2.ReadShardRequest.FromString,
                     response_serializer=gristmill_dot_v1_dot_trainer__pb2.ReadShardResponse.SerializeToString,
+            ),
+            'WriteColumns': grpc.unary_unary_rpc_method_handler(
+                    servicer.WriteColumns,
+                    request_deserializer=gristmill_dot_v1_dot_trainer__pb2.WriteColumnsRequest.FromString,
+                    response_serializer=gristmill_dot_v1_dot_trainer__pb2.WriteColumnsResponse.SerializeToString,
             ),
             'ExportBatch': grpc.unary_stream_rpc_method_handler(
                     servicer.ExportBatch,
@@ -279,6 +305,33 @@ class TrainerService(object):
             '/gristmill.v1.TrainerService/ReadShard',
             gristmill_dot_v1_dot_trainer__pb2.ReadShardRequest.SerializeToString,
             gristmill_dot_v1_dot_trainer__pb2.ReadShardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteColumns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gristmill.v1.TrainerService/WriteColumns',
+            gristmill_dot_v1_dot_trainer__pb2.WriteColumnsRequest.SerializeToString,
+            gristmill_dot_v1_dot_trainer__pb2.WriteColumnsResponse.FromString,
             options,
             channel_credentials,
             insecure,

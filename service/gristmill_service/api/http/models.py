@@ -158,13 +158,30 @@ class Place(Body):
         return Position(self.batch, self.epoch, self.mini_batch)
 
 
+class AwaitedColumn(BaseModel):
+    """A column that trainers have to write for one of the policy's shards."""
+
+    mini_batch: int
+    rank: int
+    column: str
+
+
+class ColumnsWritten(BaseModel):
+    awaits: list[AwaitedColumn] = Field(description="What the batch waits for yet.")
+
+
 class Batch(BaseModel):
-    state: Literal["pending", "published", "end"]
-    plan: PlanDocument | None = Field(None, description="When published: the plan, as `gristmill plan` prints it.")
+    state: Literal["pending", "forward", "published", "end"] = Field(
+        description="forward: its forward shards are there, without what depends on columns that trainers write."
+    )
+    plan: PlanDocument | None = Field(
+        None, description="When published, or forward: the plan, as `gristmill plan` prints it."
+    )
+    awaits: list[AwaitedColumn] = Field([], description="When forward: the columns that lack yet.")
 
 
 class Shard(BaseModel):
-    state: Literal["pending", "published", "end"]
+    state: Literal["pending", "forward", "published", "end"]
     position: Place | None = None
     size_bytes: int = 0
     shared_memory_path: str | None = Field(None, description="A file that processes on the same machine may map.")

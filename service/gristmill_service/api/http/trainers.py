@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Annotated
 
+import orjson
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.concurrency import run_in_threadpool
 
+from gristmill._wire import tensor_file
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.api.http import models
@@ -18,11 +21,18 @@ from gristmill_service.api.shard_columns import file_with
 from gristmill_service.config import Model
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.rollout_lines import json_lines
-from gristmill_service.run.machine.answers import Position, ShardAnswer
+from gristmill_service.run.machine.answers import ColumnPlace, Position, ShardAnswer
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["trainers"])
 
+_TENSORS_BODY = {
+    "requestBody": {
+        "required": True,
+        "description": "A safetensors file: tensors of the names, shapes and dtypes that the shard's would have.",
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
 _Wait = Annotated[float, Query(description="Seconds to wait; the service may answer earlier, with state pending.")]
 
 
@@ -30,11 +40,12 @@ _Wait = Annotated[float, Query(description="Seconds to wait; the service may ans
 async def get_batch(
     request: Request, run: RunDep, context: ContextDep, batch: models.Int64, wait_s: _Wait = 0.0
 ) -> Response:
-    """A batch's plan, waiting until it is published."""
+    """A batch's plan, waiting until it is published, or until it waits for columns that trainers write."""
     view = await context.long_poll.ask_async(ask_batch(run, batch), wait_s, gone(request))
     # The plan is JSON already, and may be large.
     plan = b',"plan":' + view.plan if view.plan else b""
-    body = b'{"state":"' + view.state.name.lower().encode() + b'"' + plan + b"}"
+    awaits = b',"awaits":' + orjson.dumps([place._asdict() for place in view.awaits]) if view.awaits else b""
+    body = b'{"state":"' + view.state.name.lower().encode() + b'"' + plan + awaits + b"}"
     return Response(body, media_type="application/json")
 
 
@@ -49,13 +60,15 @@ async def get_shard(
     epoch: models.Int32 | None = None,
     mini_batch: models.Int32 | None = None,
     incarnation: Annotated[models.Int64, Query(description="The caller's; 0: not checked.")] = 0,
+    forward: Annotated[bool, Query(description="Whether the forward shard is wanted, too.")] = False,
     wait_s: _Wait = 0.0,
 ) -> models.Shard:
-    """Where a shard is, by its address or the next that the rank has to acknowledge; waits until it is published."""
+    """Where a shard is, by its address or the next that the rank has to acknowledge; waits until it is published, or,
+    with `forward`, until its forward shard is."""
     if batch is None and (epoch is not None or mini_batch is not None):
         raise InvalidArgumentError("epoch and mini_batch name a place within a batch; give batch too, or none of them")
     position = None if batch is None else Position(batch, epoch or 0, mini_batch or 0)
-    question = ask_shard(run, model, rank, position, incarnation)
+    question = ask_shard(run, model, rank, position, incarnation, is_forward=forward)
     return _shard(run.name, await context.long_poll.ask_async(question, wait_s, gone(request)))
 
 
@@ -83,6 +96,25 @@ def read_shard(
     # The first piece before the status line: what is refused is refused with its status.
     first = iter([next(pieces, b"")])
     return StreamingResponse(chain(first, pieces), media_type="application/octet-stream")
+
+
+@router.put("/batches/{batch}/policy/{mini_batch}/{rank}", openapi_extra=_TENSORS_BODY)
+async def write_columns(
+    request: Request,
+    run: RunDep,
+    batch: models.Int64,
+    mini_batch: models.Int32,
+    rank: models.Int32,
+    incarnation: Annotated[models.Int64, Query(description="The trainer's, as it came with the shard.")],
+) -> models.ColumnsWritten:
+    """Columns of `source: trainer` for a shard, whole and in its shape. The same bytes again change nothing."""
+    body = await request.body()
+
+    def write() -> list[ColumnPlace]:
+        return run.write(batch, mini_batch, rank, incarnation, tensor_file.decode(body))
+
+    awaits = await run_in_threadpool(write)
+    return models.ColumnsWritten(awaits=[models.AwaitedColumn(**place._asdict()) for place in awaits])
 
 
 @router.get(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import grpc
 
-from gristmill._wire import row_codec
+from gristmill._wire import row_codec, tensor_file
 from gristmill._wire.shard_frames import frame
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
 from gristmill_service.api import messages
@@ -15,7 +15,7 @@ from gristmill_service.api.questions import ask_batch, ask_shard
 from gristmill_service.api.rpc.streams import Streams
 from gristmill_service.api.shard_columns import compact_with, file_with
 from gristmill_service.pipeline.shard_address import ShardAddress
-from gristmill_service.run.machine.answers import BatchAnswer
+from gristmill_service.run.machine.answers import BatchAnswer, BatchState
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 
 # Large enough to be fast, small enough for clients that keep gRPC's limit of 4 MiB a message.
@@ -38,7 +38,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def _encode(self, answer: BatchAnswer) -> bytes:
         """Serialized once for all ranks that are told of a batch: a plan is large, and they are answered at once."""
-        if not answer.plan:
+        if answer.state is not BatchState.PUBLISHED:
             return messages.batch_to(answer).SerializeToString()
         encoded = self._encoded
         if encoded is None or encoded[0] is not answer.plan:
@@ -49,7 +49,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.GetShardRequest, context: grpc.ServicerContext
     ) -> trainer_pb2.GetShardResponse:
         run, model = self._context.runs.get(request.run), messages.model_of(request.model)
-        question = ask_shard(run, model, request.rank, messages.optional_position(request), request.incarnation)
+        position = messages.optional_position(request)
+        question = ask_shard(run, model, request.rank, position, request.incarnation, is_forward=request.forward)
         return messages.shard_to(self._context.long_poll.ask(question, request.wait_s, context))
 
     def ReadShard(  # noqa: N802
@@ -80,6 +81,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         with self._streams.place():
             for steps in run.export(request.batch):
                 yield trainer_pb2.ExportBatchResponse(rows=row_codec.encode(steps))
+
+    def WriteColumns(  # noqa: N802
+        self, request: trainer_pb2.WriteColumnsRequest, context: grpc.ServicerContext
+    ) -> trainer_pb2.WriteColumnsResponse:
+        run, tensors = self._context.runs.get(request.run), tensor_file.decode(request.tensors)
+        awaits = run.write(request.batch, request.mini_batch, request.rank, request.incarnation, tensors)
+        return trainer_pb2.WriteColumnsResponse(awaits=messages.awaits_to(awaits))
 
     def Acknowledge(  # noqa: N802
         self, request: trainer_pb2.AcknowledgeRequest, context: grpc.ServicerContext

@@ -1,0 +1,96 @@
+"""What a trainer computed for a shard, as the tensors that it writes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gristmill._wire import tensor_file
+from gristmill._wire.column_spec import ColumnSpec
+from gristmill._wire.columns import Array
+from gristmill.errors import InvalidArgumentError
+from gristmill.torch import Shard
+from gristmill.v1 import trainer_pb2
+
+
+def requests(
+    shard: Shard, values: Mapping[str, Any], written: Mapping[str, ColumnSpec], run: str, incarnation: int
+) -> Iterator[trainer_pb2.WriteColumnsRequest]:
+    """The calls that write these columns for a shard, one a column; none where it has its columns.
+
+    written: the columns that trainers of the run write. Raises InvalidArgumentError naming the column.
+    """
+    metadata = shard.metadata
+    if (metadata["run"], metadata["model"]) != (run, "policy"):
+        raise InvalidArgumentError(
+            f"run {run!r}: the shard is of the {metadata['model']} of run {metadata['run']!r}; columns are written for "
+            "the policy's shards, by whoever computes them: read these with a TrainerClient of its own, "
+            "acknowledges=False"
+        )
+    for name in values:
+        if name not in written:
+            known = ", ".join(written) or "none"
+            raise InvalidArgumentError(
+                f"run {run!r}: {name!r} is not a column that trainers write, which are {known}; declare it with "
+                "source: trainer"
+            )
+    for name, own in values.items() if shard.is_forward else ():
+        yield trainer_pb2.WriteColumnsRequest(
+            run=run,
+            batch=metadata["batch"],
+            mini_batch=metadata["mini_batch"],
+            rank=metadata["rank"],
+            incarnation=incarnation,
+            tensors=tensor_file.encode(_tensors(shard, written[name], own)),
+        )
+
+
+def _tensors(shard: Shard, column: ColumnSpec, values: Any) -> dict[str, Array]:
+    """The column's tensors by the names that the shard's would have.
+
+    values: a tensor or array of the whole shard, or a sequence with one for each micro-batch.
+    Raises InvalidArgumentError for what cannot be that; the service checks shapes.
+    """
+    count = len(shard.metadata["micro_batches"])
+    pieces = list(values) if isinstance(values, Sequence) else [values]
+    arrays = [_array(column, piece) for piece in pieces]
+    if isinstance(values, Sequence) and len(pieces) != count:
+        raise InvalidArgumentError(
+            f"{shard.position}: {column.name} is a sequence of {len(pieces)} and the shard has {count} micro-batches; "
+            "give a tensor for each, or one for the whole shard"
+        )
+    if column.scope == "response" and shard.is_per_micro_batch:
+        if len(arrays) != count:
+            raise InvalidArgumentError(
+                f"{shard.position}: {column.name} is one tensor, and each of the shard's {count} micro-batches has "
+                "tensors of its own; give a list with one for each"
+            )
+        return {f"micro_batch_{index:03d}/{column.name}": array for index, array in enumerate(arrays)}
+    try:
+        return {column.name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays)}
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"{shard.position}: {column.name} cannot be joined from its micro-batches: {error}"
+        ) from None
+
+
+def _array(column: ColumnSpec, values: Any) -> Array:
+    """One tensor or array as the column is stored."""
+    try:
+        tensor = torch.as_tensor(values).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgumentError(f"{column.name} is no tensor or array: {error}") from None
+    wanted: torch.dtype = getattr(torch, column.dtype)
+    if tensor.dtype != wanted:
+        if not (column.is_float and tensor.is_floating_point()) and not torch.can_cast(tensor.dtype, wanted):
+            raise InvalidArgumentError(
+                f"{column.name} holds {tensor.dtype} values and its column declares {column.dtype}"
+            )
+        tensor = tensor.to(wanted)
+    tensor = tensor.cpu().contiguous()
+    if wanted is torch.bfloat16:
+        return np.asarray(tensor.view(torch.int16)).view(np.uint16)
+    return np.asarray(tensor)

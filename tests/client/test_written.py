@@ -1,0 +1,237 @@
+"""Columns that trainers write back, by the Python client: PPO with values and log-probabilities of trainers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gristmill import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    RolloutClient,
+    StaleIncarnationError,
+    TrainerClient,
+)
+from gristmill.torch import MicroBatch, Shard
+from gristmill_service.service import Service
+from tests.api.doors import group
+from tests.serving import StartService
+
+COLUMNS: list[dict[str, Any]] = [
+    {"name": "values", "dtype": "float32", "scope": "response", "source": "trainer"},
+    {"name": "ref_logprobs", "dtype": "float64", "scope": "response", "source": "trainer"},
+    {"name": "teacher", "dtype": "bfloat16", "scope": "response", "shape": [2], "source": "trainer"},
+    {"name": "verdict", "dtype": "int16", "scope": "row", "source": "trainer"},
+]
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 2,
+    "n_samples_per_prompt": 2,
+    "policy_mini_batch_size": 1,
+    "micro_batch": {"size": 1},
+    "step_wise": True,
+    "merge": "prefix",
+    "dp_size": 2,
+    "critic_mini_batch_size": 2,
+    "advantage_estimator": "gae",
+    "kl_in_reward": {"coef": 0.5, "estimator": "k1"},
+    "kl_from": "rollout_logprobs",
+    "columns": COLUMNS,
+}
+Trainers = Callable[..., TrainerClient]
+
+
+@pytest.fixture(params=["memory", "shared memory"])
+def address(request: pytest.FixtureRequest, start_service: StartService, service: Service, tmp_path: Path) -> str:
+    if request.param == "memory":
+        return service.grpc_address
+    return start_service("--shared-memory-dir", str(tmp_path)).grpc_address
+
+
+@pytest.fixture
+def trainers(service: Service, run_name: str) -> Iterator[Trainers]:
+    """Makes clients of a run with one batch."""
+    made: list[TrainerClient] = []
+
+    def make(rank: int, address: str = service.grpc_address, **more: Any) -> TrainerClient:
+        made.append(TrainerClient(address, run_name, rank, timeout_s=20, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def roll_out(address: str, run: str, *uids: str, **settings: Any) -> None:
+    with RolloutClient(address, run) as client:
+        client.create_run(CONFIG | settings)
+        for uid in uids or ("a", "b"):
+            rows = [{**row, "rollout_logprobs": [-0.5] * len(row["response_ids"])} for row in group(uid)]
+            client.submit_rows(rows)
+
+
+def of_tokens(micro: MicroBatch) -> torch.Tensor:
+    """A number of each token, with noise on padding; as `response_mask`, float32."""
+    sequences = micro["sequences"]
+    own = sequences if micro.is_packed else sequences[:, -micro["response_mask"].shape[1] :]
+    return torch.where(micro["response_mask"] == 1, own / 8, torch.tensor(99.0))
+
+
+def computed(shard: Shard) -> dict[str, Any]:
+    """What trainers compute of a shard, as they have it: a tensor a micro-batch, also of other types, or an array."""
+    micros = list(shard.micro_batches())
+    numbers = [of_tokens(micro) for micro in micros]
+    return {
+        "values": [one.requires_grad_() for one in numbers],
+        "ref_logprobs": [np.asarray(one.detach(), np.float64) - 1 for one in numbers],
+        "teacher": [torch.stack([one, -one], dim=-1) for one in numbers],
+        "verdict": shard["row"].to(torch.int16) + 1,
+    }
+
+
+def check(shard: Shard) -> None:
+    """Each value stands on its own token, and nothing beside."""
+    assert not shard.is_forward
+    assert shard["verdict"].tolist() == [0 if row < 0 else row + 1 for row in shard["row"].tolist()]
+    for micro in shard.micro_batches():
+        # Observations are no step's own tokens.
+        own = micro["rollout_logprobs"] != 0
+        numbers = of_tokens(micro)[own]
+        assert len(numbers) or micro["is_padding"].all()
+        assert torch.equal(micro["values"][own], numbers)
+        assert torch.equal(micro["ref_logprobs"][own], numbers.double() - 1)
+        assert torch.equal(micro["teacher"][own], torch.stack([numbers, -numbers], dim=-1).bfloat16())
+        for name in ("values", "ref_logprobs", "teacher"):
+            assert not micro[name][~own].any()
+        assert {"advantages", "returns", "rewards"} <= micro.tensors.keys()
+
+
+@pytest.mark.parametrize("layout", [{}, {"layout": "packed"}, {"pad_width": "micro_batch"}, {"balance": "tokens"}])
+def test_a_batch_is_read_forward_written_and_then_trained(
+    address: str, layout: dict[str, Any], run_name: str, trainers: Trainers
+) -> None:
+    roll_out(address, run_name, **layout)
+    found: list[list[int]] = [[], []]
+    errors: list[BaseException] = []
+
+    def train(rank: int) -> None:
+        try:
+            trainer = trainers(rank, address)
+            batch = next(iter(trainer))
+            assert batch.awaits == {"values", "ref_logprobs", "teacher", "verdict"}
+            for shard in batch.forward():
+                assert shard.is_forward
+                assert not {"values", "advantages"} & set(next(shard.micro_batches()).tensors)
+                with pytest.raises(FailedPreconditionError):
+                    shard.ack()
+                trainer.write(shard, computed(shard))
+            for shard in batch.mini_batches():
+                check(shard)
+                trainer.write(shard, {"values": "it has its columns"})
+                found[rank].append(shard.position.mini_batch)
+                shard.ack()
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors, errors
+    assert found == [[0, 1], [0, 1]]
+    critic = trainers(0, address, model="critic")
+    [shard] = next(iter(critic)).mini_batches()
+    check(shard)
+
+
+def test_a_critic_in_a_process_of_its_own_reads_the_policys_shards_and_writes_its_values(
+    service: Service, run_name: str, trainers: Trainers
+) -> None:
+    roll_out(service.grpc_address, run_name, dp_size=1)
+    policy, critic, reader = trainers(0), trainers(0, model="critic"), trainers(0, acknowledges=False)
+    for shard in next(iter(reader)).forward():
+        reader.write(shard, {name: computed(shard)[name] for name in ("values", "teacher")})
+    batch = next(iter(policy))
+    for shard in batch.forward():
+        policy.write(shard, {name: computed(shard)[name] for name in ("ref_logprobs", "verdict")})
+    for shard in batch.mini_batches():
+        check(shard)
+        shard.ack()
+    batch = next(iter(critic))
+    assert not batch.awaits
+    with pytest.raises(InvalidArgumentError, match="columns are written for the policy's shards"):
+        critic.write(next(batch.forward()), {"values": []})
+    for shard in batch.mini_batches():
+        check(shard)
+        shard.ack()
+    assert service.runs.get(run_name).status().row_bytes == 0
+
+
+def test_a_trainer_that_is_started_again_writes_anew(service: Service, run_name: str, trainers: Trainers) -> None:
+    roll_out(service.grpc_address, run_name)
+    first = trainers(0)
+    shard = next(next(iter(first)).forward())
+    first.write(shard, computed(shard))
+    first.write(shard, computed(shard))
+    with pytest.raises(AlreadyExistsError, match="written already"):
+        first.write(shard, computed(shard) | {"verdict": shard["row"]})
+    second = trainers(0, dp_size=1)
+    second.load_state_dict({}, launch="second")
+    with pytest.raises(StaleIncarnationError):
+        first.write(shard, computed(shard))
+    batch = next(iter(second))
+    assert len(batch.awaits) == 4
+    for shard in batch.forward():
+        assert shard.metadata["dp_size"] == 1
+        second.write(shard, computed(shard))
+    for shard in batch.mini_batches():
+        check(shard)
+
+
+def test_a_rank_that_wants_some_columns_reads_forward_shards_without_those_that_lack(
+    service: Service, run_name: str, trainers: Trainers
+) -> None:
+    roll_out(service.grpc_address, run_name, dp_size=1)
+    trainer = trainers(0, columns=["values"])
+    batch = next(iter(trainer))
+    for shard in batch.forward():
+        trainer.write(shard, computed(shard))
+    for shard in batch.mini_batches():
+        assert "values" in shard
+        assert "teacher" not in shard
+
+
+@pytest.mark.parametrize(
+    ("settings", "columns", "message"),
+    [
+        ({}, {"advantages": torch.zeros(1)}, "'advantages' is not a column that trainers write"),
+        ({}, {"verdict": torch.zeros(2)}, "verdict holds torch.float32 values and its column declares int16"),
+        ({}, {"values": "words"}, "values is no tensor or array"),
+        ({}, {"values": [torch.zeros(1, 4)] * 3}, "a sequence of 3 and the shard has 2 micro-batches"),
+        ({}, {"values": torch.zeros(2, 9)}, r"values is F32 \[2, 9\] and has to be F32 \[2, 4\]"),
+        ({}, {"values": torch.full((2, 4), torch.nan)}, "values is not finite"),
+        ({}, {"values": [torch.zeros(1, 4), torch.zeros(1, 6)]}, "cannot be joined"),
+        ({"layout": "packed"}, {"values": torch.zeros(2, 4)}, "give a list with one for each"),
+    ],
+)
+def test_what_cannot_be_a_shards_column_is_refused(
+    settings: dict[str, Any],
+    columns: dict[str, Any],
+    message: str,
+    service: Service,
+    run_name: str,
+    trainers: Trainers,
+) -> None:
+    roll_out(service.grpc_address, run_name, dp_size=1, **settings)
+    trainer = trainers(0)
+    shard = next(next(iter(trainer)).forward())
+    with pytest.raises(InvalidArgumentError, match=message):
+        trainer.write(shard, columns)
+    assert len(service.runs.get(run_name).batch(0).awaits) == 8
