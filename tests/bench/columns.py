@@ -124,7 +124,7 @@ def _skipped(address: str, run: str) -> float:
     with grpc.insecure_channel(address, OPTIONS) as channel:
         trainers = trainer_pb2_grpc.TrainerServiceStub(channel)  # type: ignore[no-untyped-call]
         trainers.GetBatch(trainer_pb2.GetBatchRequest(run=run, batch=0, wait_s=60))
-        request = trainer_pb2.ReadShardRequest(run=run, model=trainer_pb2.MODEL_POLICY, chooses_columns=True)
+        request = trainer_pb2.ReadShardRequest(run=run, model=run_pb2.MODEL_POLICY, chooses_columns=True)
         data = b"".join(message.data for message in trainers.ReadShard(request))
     size = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:size])
