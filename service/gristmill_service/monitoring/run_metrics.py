@@ -72,8 +72,9 @@ class _Build:
 class MetricsSnapshot:
     """Everything that was counted of a run, at one moment.
 
-    closed: groups that went on with fewer samples, by reason. padding: the last published batch's shares. throttled:
-    seconds during which workers waited for room.
+    closed: groups that went on with fewer samples, by reason. column_bytes: of declared columns, by name and
+    kind (rows, shards). padding: the last published batch's shares. throttled: seconds during which workers waited for
+    room.
     """
 
     rows: Counter[Outcome]
@@ -84,6 +85,7 @@ class MetricsSnapshot:
     batch_rows: Counter[str]
     batch_tokens: Counter[str]
     mismatches: Counter[str]
+    column_bytes: Counter[tuple[str, str]]
     padding: dict[str, float]
     staleness: BucketCounts
     stages: dict[str, BucketCounts]
@@ -114,6 +116,7 @@ class RunMetrics:
         self._batch_rows: Counter[str] = Counter()
         self._batch_tokens: Counter[str] = Counter()
         self._mismatches: Counter[str] = Counter()
+        self._column_bytes: Counter[tuple[str, str]] = Counter()
         self._padding: dict[str, float] = {}
         self._staleness = BucketCounts(VERSIONS)
         self._stages = {stage: BucketCounts(SECONDS) for stage in STAGES}
@@ -136,6 +139,7 @@ class RunMetrics:
                 batch_rows=self._batch_rows.copy(),
                 batch_tokens=self._batch_tokens.copy(),
                 mismatches=self._mismatches.copy(),
+                column_bytes=self._column_bytes.copy(),
                 padding=self._padding,
                 staleness=self._staleness.copy(),
                 stages={stage: counts.copy() for stage, counts in self._stages.items()},
@@ -149,6 +153,9 @@ class RunMetrics:
         """Counts a request's rows, by what became of them."""
         if not outcomes:
             return
+        with self._lock:
+            for name, extra in steps.extras.items():
+                self._column_bytes[name, "rows"] += int(extra.row_bytes.sum())
         first = outcomes[0]
         # Nearly always all rows of a request have one outcome.
         if outcomes.count(first) == len(outcomes):
@@ -263,5 +270,6 @@ class RunMetrics:
         self._dropped_rows.update(stats.dropped_rows)
         self._dropped_tokens.update(stats.dropped_tokens)
         self._mismatches.update(stats.mismatches)
+        self._column_bytes.update({(name, "shards"): nbytes for name, nbytes in stats.column_bytes.items()})
         self._padding = stats.padding
         self._staleness.add_all(stats.staleness.tolist())

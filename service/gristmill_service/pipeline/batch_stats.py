@@ -29,6 +29,7 @@ class BatchStats:
         on, `loss` its tokens with loss_mask 1, `padding` what fills up.
     dropped_rows, dropped_tokens: by reason, stale or misaligned; what alignment drops is counted as merged rows.
     mismatches: by cause; see `_causes`.
+    column_bytes: of the shards of all models, by declared column.
     padding: the share of elements that is padding, as it is laid out, and as each `pad_width` would have it.
     staleness: of each trajectory with a known policy version, how many versions it is behind.
     """
@@ -38,6 +39,7 @@ class BatchStats:
     dropped_rows: dict[str, int]
     dropped_tokens: dict[str, int]
     mismatches: dict[str, int]
+    column_bytes: dict[str, int]
     padding: dict[str, float]
     staleness: Int64s
 
@@ -73,6 +75,7 @@ def collect_stats(
         dropped_rows={"stale": scored.rows_received - len(steps), "misaligned": len(rows) - trained_rows},
         dropped_tokens={"stale": tokens_submitted - fresh, "misaligned": merged - trained},
         mismatches=_causes(scored, config),
+        column_bytes=dict(sum((Counter(shard.column_bytes) for shard in laid_out), Counter())),
         padding=_padding(scored, policy, config, trained, elements),
         staleness=scored.staleness,
     )

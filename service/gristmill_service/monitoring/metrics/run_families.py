@@ -110,6 +110,8 @@ _SERIES: Sequence[_Series] = (
             lambda found: [((level,), share) for level, share in found.counted.padding.items() if level in LEVELS]),
     _Series("gristmill_prefix_mismatches_total", "Steps that did not extend the one before.", ("cause",),
             _by(CAUSES, lambda found: found.counted.mismatches)),
+    _Series("gristmill_column_bytes_total", "Bytes of declared columns: as rows brought them, as shards have them.",
+            ("column", "kind"), lambda found: list(found.counted.column_bytes.items())),
     _Series("gristmill_groups", "Prompt groups: open, complete, room.", ("state",), _groups),
     _Series("gristmill_groups_dropped_total", "Groups dropped, by reason.", ("reason",), _groups_dropped),
     _Series("gristmill_groups_shortened_total", "Groups that went on with fewer samples.", ("reason",),
