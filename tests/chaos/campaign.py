@@ -26,7 +26,7 @@ from tests.chaos.heartbeat import Heartbeats
 from tests.chaos.neighbours import Neighbours
 from tests.chaos.services import Mode
 from tests.chaos.trainer import DP_SIZES, Trainer
-from tests.chaos.verify import Rollback, Verdict, verify
+from tests.chaos.verify import Failures, Rollback, Verdict, verify
 from tests.chaos.worker import WorkerLog
 
 RUN = "chaos"
@@ -82,6 +82,8 @@ class Report:
             "rollbacks": len(self.rollbacks),
             "rollbacks_reported": sum(rollback.is_reported for rollback in self.rollbacks),
             "rolled_back_and_reported": len(verdict.rolled_back),
+            "batches_failed": verdict.batches_failed,
+            "rows_lost_and_reported": verdict.rows_reported_lost,
             "left": len(self.left),
             "longest_outage_s": round(self.longest_outage_s, 2),
             "rows_trained": verdict.rows_trained,
@@ -242,7 +244,9 @@ class Campaign:
             groups, status = client.groups(), client.status()
         logs = [WorkerLog.read(self._directory / f"worker-{number}.log") for number in range(WORKERS)]
         launches = [launch.effects() for launch in trainer.training]
-        verdict = verify(Contents(self._seed), EPOCHS, logs, groups, launches, self._report.rollbacks)
+        stepped_over = [batch for launch in trainer.training for batch in launch.stepped_over()]
+        failures = Failures(dict(status.failed_batches), stepped_over, mode.may_fail_batches)
+        verdict = verify(Contents(self._seed), EPOCHS, logs, groups, launches, self._report.rollbacks, failures)
         verdict.skipped += trainer.findings
         verdict.wrong += self._neighbours.findings
         self._report.verdict = verdict
