@@ -85,8 +85,9 @@ class RedisRunLog:
         self.on_close: Callable[[], None] = lambda: None
         self._client, self._scripts, self._keys, self._tables = client, scripts, keys, tables
         self._health, self._before = health, before
+        self._reported: Acknowledged | None = None
         self._owned_until = 0.0
-        self._is_lost = self._is_closed = self._is_short = False
+        self._is_lost = self._is_closed = False
         self._last = 0
         self._digest: int | None = None
         self._length = 0
@@ -108,8 +109,10 @@ class RedisRunLog:
 
     @property
     def acknowledged(self) -> Acknowledged | None:
-        """Until the log goes on, one that was found too short is as it was before."""
-        return self._before if self._is_short or not self._last else Acknowledged(self.run_id, self._last, self._digest)
+        """Until the log is read and, where it was found too short, goes on, it is as it was before. One that a former
+        owner's report refutes is as that says."""
+        own = Acknowledged(self.run_id, self._last, self._digest) if self._last else None
+        return self._reported or self._before or own
 
     def renewed(self, until: float) -> None:
         self._owned_until = until
@@ -127,7 +130,8 @@ class RedisRunLog:
                 return
             found = msgspec.json.decode(reported, type=Acknowledged)
             if found.run_id == self.run_id and not self._has(found):
-                self._before, self._is_short, self._is_lost = found, True, True
+                # An append that is under way does not go on from it.
+                self._reported, self._is_lost = found, True
 
     def _has(self, found: Acknowledged) -> bool:
         if found.number > self._last:
@@ -143,7 +147,7 @@ class RedisRunLog:
             if self._snapshot is not None:
                 self._last = self._snapshot.number
             records = list(self._records())
-        is_short = self._is_short
+        is_short = self._before is not None
         return Replay(snapshot, records, lambda: is_short)
 
     def _read_snapshot(self) -> bytes | None:
@@ -163,7 +167,8 @@ class RedisRunLog:
         return b"".join(cast(list[bytes], pieces))
 
     def _records(self) -> Iterator[bytes]:
-        """The records after number `_last`, which moves with them."""
+        """The records after number `_last`, which moves with them; once all are read, `_before` stays only where they
+        are too few."""
         before, is_other = self._before, False
         while True:
             entries = cast(
@@ -179,8 +184,11 @@ class RedisRunLog:
                 yield record
             if len(entries) < _ENTRIES_AT_ONCE:
                 break
-        if before is not None and (is_other or self._last < before.number):
-            self._is_short = True
+        if before is None:
+            return
+        if not is_other and self._last >= before.number:
+            self._before = None
+        else:
             lost = max(1, before.number - self._last)
             _log.error(
                 "log rolled back",
@@ -203,7 +211,7 @@ class RedisRunLog:
                 else f"Redis has forgotten a part of {self._keys.log}; the run is read anew from what it has"
             )
         self._last += 1
-        self._digest, self._is_short = crc32(record), False
+        self._digest, self._before = crc32(record), None
         self._length += len(record)
         if tables:
             self._tables.appended(tables)
