@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,6 +101,8 @@ class Campaign:
         self._report = Report(mode)
         self._draw = random.Random(f"{seed} {mode}")
         self._workers: list[subprocess.Popen[bytes]] = []
+        # Since when, until when, and the run's generation before.
+        self._rolled_back: list[tuple[float, float, int]] = []
 
     def run(self, directory: Path) -> Report:
         """Raises RuntimeError where a process ends that should not, or nothing answers for too long."""
@@ -146,8 +148,7 @@ class Campaign:
             trainer.may_roll_back = True
         self._await_success(trainer, kind)
         if mode.rolled_back_since is not None:
-            is_reported = self._generation() > before
-            self._report.rollbacks.append(Rollback(mode.rolled_back_since, time.time(), is_reported))
+            self._rolled_back.append((mode.rolled_back_since, time.time(), before))
 
     def _generation(self) -> int:
         with RolloutClient(self._address, RUN) as client:
@@ -242,6 +243,7 @@ class Campaign:
             self._until(trainer.is_over, trainer, "trainer finishes")
             trainer.close()
             groups, status = client.groups(), client.status()
+        self._report.rollbacks = rollbacks_of(self._rolled_back, int(status.generation))
         logs = [WorkerLog.read(self._directory / f"worker-{number}.log") for number in range(WORKERS)]
         launches = [launch.effects() for launch in trainer.training]
         stepped_over = [batch for launch in trainer.training for batch in launch.stepped_over()]
@@ -263,6 +265,16 @@ class Campaign:
         while not condition():
             self._check(trainer, doing)
             time.sleep(0.02)
+
+
+def rollbacks_of(found: Sequence[tuple[float, float, int]], generation: int) -> list[Rollback]:
+    """found: since when, until when, and the run's generation before, of each in turn. generation: at the end. One is
+    reported where the generation has grown before the next: an owner may learn of it a second later than it serves."""
+    later = [*(before for *_, before in found[1:]), generation]
+    return [
+        Rollback(since, until, is_reported=after > before)
+        for (since, until, before), after in zip(found, later, strict=False)
+    ]
 
 
 def run_campaign(

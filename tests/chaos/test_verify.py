@@ -12,7 +12,7 @@ import pytest
 from gristmill._client.groups import Group
 from gristmill._wire.addresses import Position
 from tests.chaos.__main__ import share
-from tests.chaos.campaign import Report
+from tests.chaos.campaign import Report, rollbacks_of
 from tests.chaos.contents import SAMPLES, Contents
 from tests.chaos.neighbours import wrong_rows
 from tests.chaos.rank_log import Effect, RankLog, Trained
@@ -251,6 +251,13 @@ def test_after_a_rollback_an_earlier_attempt_may_be_the_last_that_is_left() -> N
 def test_a_group_that_is_sealed_and_that_nobody_trains_is_skipped_though_its_rows_may_be_excused() -> None:
     verdict = judged(**rolled_back() | {"groups": groups()})
     assert [f"{UIDS[0]}: sealed into batch 0, and skipped in epoch {epoch}" for epoch in range(2)] == verdict.skipped
+
+
+def test_a_rollback_is_reported_where_the_generation_grows_before_the_next() -> None:
+    found = rollbacks_of([(1.0, 2.0, 1), (3.0, 4.0, 2), (5.0, 6.0, 2)], generation=3)
+    assert [rollback.is_reported for rollback in found] == [True, False, True]
+    assert [(rollback.since, rollback.until) for rollback in found] == [(1.0, 2.0), (3.0, 4.0), (5.0, 6.0)]
+    assert rollbacks_of([], generation=1) == []
 
 
 # Batches that fail because the store lost a part of what it held.
