@@ -65,6 +65,9 @@ class Rank:
         self._checkpoint = 0
 
     def train(self) -> None:
+        if self._rank == 0:
+            # The commit of the checkpoint that it goes on from may be lost, and what it would free fills the buffer.
+            self._commit()
         while (plan := self._batch()) is not None:
             count = sum(part["model"] == "policy" for part in plan["mini_batches"])
             number = self._next.batch
@@ -115,10 +118,11 @@ class Rank:
             while not all((self._directory / f"saved-{self._checkpoint}-{r}").exists() for r in range(self._dp_size)):
                 time.sleep(0.005)
                 self._heartbeats.beat(self._slot)
-            request = trainer_pb2.CommitRequest(
-                run=self._run, position=self._next.message(), incarnation=self._incarnation
-            )
-            self._call("Commit", request)
+            self._commit()
+
+    def _commit(self) -> None:
+        request = trainer_pb2.CommitRequest(run=self._run, position=self._next.message(), incarnation=self._incarnation)
+        self._call("Commit", request)
 
     def _pull(self, position: Position) -> bytes:
         """The shard's file: mapped where it can be, else streamed, also without its padding."""
