@@ -268,13 +268,19 @@ class Campaign:
 
 
 def rollbacks_of(found: Sequence[tuple[float, float, int]], generation: int) -> list[Rollback]:
-    """found: since when, until when, and the run's generation before, of each in turn. generation: at the end. One is
-    reported where the generation has grown before the next: an owner may learn of it a second later than it serves."""
-    later = [*(before for *_, before in found[1:]), generation]
-    return [
-        Rollback(since, until, is_reported=after > before)
-        for (since, until, before), after in zip(found, later, strict=False)
-    ]
+    """found: since when, until when, and the run's generation before, of each in turn. generation: at the end.
+
+    Each that is reported has a growth of its own, at the latest before the next but one: an owner may learn of it after
+    it serves again, and the next may come before that.
+    """
+    rollbacks: list[Rollback] = []
+    latest = [*(before for *_, before in found[2:]), generation, generation]
+    for (since, until, before), reached in reversed(list(zip(found, latest, strict=False))):
+        generation = min(generation, reached)
+        is_reported = generation > before
+        generation -= is_reported
+        rollbacks.insert(0, Rollback(since, until, is_reported))
+    return rollbacks
 
 
 def run_campaign(

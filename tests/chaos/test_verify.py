@@ -253,10 +253,15 @@ def test_a_group_that_is_sealed_and_that_nobody_trains_is_skipped_though_its_row
     assert [f"{UIDS[0]}: sealed into batch 0, and skipped in epoch {epoch}" for epoch in range(2)] == verdict.skipped
 
 
-def test_a_rollback_is_reported_where_the_generation_grows_before_the_next() -> None:
+def test_a_rollback_is_reported_where_the_generation_grows_for_it_alone() -> None:
     found = rollbacks_of([(1.0, 2.0, 1), (3.0, 4.0, 2), (5.0, 6.0, 2)], generation=3)
     assert [rollback.is_reported for rollback in found] == [True, False, True]
     assert [(rollback.since, rollback.until) for rollback in found] == [(1.0, 2.0), (3.0, 4.0), (5.0, 6.0)]
+    late = [(1.0, 2.0, 1), (3.0, 4.0, 1)]
+    assert [rollback.is_reported for rollback in rollbacks_of(late, generation=3)] == [True, True]
+    assert [rollback.is_reported for rollback in rollbacks_of(late, generation=2)] == [False, True]
+    never = [(1.0, 2.0, 1), (3.0, 4.0, 1), (5.0, 6.0, 1)]
+    assert [rollback.is_reported for rollback in rollbacks_of(never, generation=4)] == [False, True, True]
     assert rollbacks_of([], generation=1) == []
 
 
