@@ -308,6 +308,42 @@ class TestRollback:
         taken.close()
         assert other.open("run").replay().is_short()
 
+    def test_it_learns_it_also_where_redis_loses_the_first_report(
+        self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
+    ) -> None:
+        self.forget(redis_server, 2)
+        expire(store)
+        other = join(redis_server.url, lease_s=60.0)
+        taken = other.open("run")
+        started(taken)
+        log.close()
+        report = store._keys("run").acknowledged
+        with pytest.raises(OwnedElsewhereError):
+            store.open("run")
+        assert store._client.delete(report), "it is reported"
+        wait_until(lambda: reported_again(store), "it is reported again", 5)
+        taken.check_reported()
+        assert taken.is_lost
+
+    def test_a_report_that_is_repeated_is_told_once(
+        self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
+    ) -> None:
+        self.forget(redis_server, 2)
+        expire(store)
+        other = join(redis_server.url, lease_s=60.0)
+        taken = other.open("run")
+        started(taken)
+        log.close()
+        wait_until(lambda: reported_again(store), "it is reported", 5)
+        taken.check_reported()
+        taken.close()
+        again = other.open("run")
+        assert again.replay().is_short()
+        again.append(b"goes on")
+        wait_until(lambda: reported_again(store), "it is reported again", 5)
+        again.check_reported()
+        assert not again.is_lost
+
     def test_an_append_that_is_under_way_meanwhile_does_not_hide_it(
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
     ) -> None:
@@ -403,6 +439,13 @@ def started_short(log: RedisRunLog) -> bool:
     replay = log.replay()
     list(replay.records)
     return replay.is_short()
+
+
+def reported_again(store: RedisRunStore) -> bool:
+    """Whether a former owner that asks for the run reports."""
+    with pytest.raises(OwnedElsewhereError):
+        store.open("run")
+    return bool(store._client.exists(store._keys("run").acknowledged))
 
 
 def failing(_: RedisRunLog) -> Any:

@@ -61,7 +61,8 @@ class Acknowledged(NamedTuple):
 class RedisRunLog:
     """See `gristmill_service.storage.run_store.RunLog`.
 
-    before: what this process had acknowledged of the run when it had it last.
+    before: what this process had acknowledged of the run when it had it last. compared: reports of former owners that
+    this process has compared with the log, now or when it had the run before; those to come are added.
     """
 
     maps_rows = False
@@ -79,12 +80,14 @@ class RedisRunLog:
         run_id: str,
         token: str,
         before: Acknowledged | None,
+        compared: set[Acknowledged],
     ) -> None:
         self.config, self.run_id, self.token = config, run_id, token
         self.get, self.remove, self.retain, self.claim = tables.get, tables.remove, tables.retain, tables.claim
         self.on_close: Callable[[], None] = lambda: None
         self._client, self._scripts, self._keys, self._tables = client, scripts, keys, tables
         self._health, self._before = health, before
+        self._compared = compared
         self._reported: Acknowledged | None = None
         self._owned_until = 0.0
         self._is_lost = self._is_closed = False
@@ -129,9 +132,12 @@ class RedisRunLog:
             if reported is None:
                 return
             found = msgspec.json.decode(reported, type=Acknowledged)
-            if found.run_id == self.run_id and not self._has(found):
+            if found.run_id != self.run_id or found in self._compared:
+                return
+            if not self._has(found):
                 # An append that is under way does not go on from it.
                 self._reported, self._is_lost = found, True
+            self._compared.add(found)
 
     def _has(self, found: Acknowledged) -> bool:
         if found.number > self._last:
