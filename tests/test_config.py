@@ -74,8 +74,23 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
     [
         ({"train_batchsize": 8}, "unknown setting train_batchsize; known are train_batch_size"),
         ({"micro_batch": {"size": 2, "tokens": 3}}, "unknown setting micro_batch.tokens; known are size, max_tokens"),
-        ({"micro_batch": {}}, "give exactly one of size"),
+        ({"micro_batch": {}}, "give exactly one of size .* got none"),
         ({"micro_batch": {"size": 1, "max_tokens": 5}}, "give exactly one of size"),
+        ({"micro_batch": {"size": 1, "count": 5}}, "give exactly one of size .* got size and count"),
+        (
+            {"micro_batch": {"count": 3}, "vpp_size": 2, "microbatch_group_size": 2},
+            "micro_batch.count: 3 is not a multiple of microbatch_group_size: 2, which vpp_size: 2 asks for; change",
+        ),
+        (
+            {"micro_batch": {"count": 3}, "on_misaligned": "error"},
+            "micro_batch.count: 3 is always reached, .* on_misaligned: error has nothing to decide; use .* pad",
+        ),
+        ({"micro_batch": {"count": 16384}, "dp_size": 512}, "makes 8388608 micro-batches .* lower the count"),
+        (
+            {"micro_batch": {"count": 3}, "mini_batch_unit": "sequence"},
+            "mini_batch_unit: sequence works with micro_batch: {size: ...}",
+        ),
+        ({"micro_batch": {"count": 10**9}}, "micro_batch.count: input should be less than or equal to 16384"),
         ({"micro_batch": {"size": 0}}, "micro_batch.size: input should be greater than 0, got 0"),
         ({"train_batch_size": 7}, "train_batch_size: 7 is not a multiple of policy_mini_batch_size: 2"),
         ({"critic_mini_batch_size": 3}, "train_batch_size: 8 is not a multiple of critic_mini_batch_size: 3"),
@@ -353,6 +368,9 @@ def test_warnings_name_settings_that_do_not_go_together() -> None:
     assert "scale of the loss depends on how many steps merge" in parse_config(merged).warnings()[0]
     dropping = GOOD | {"on_misaligned": "drop_trailing"}
     assert "drops the groups that finished last" in parse_config(dropping).warnings()[0]
+    crowded = GOOD | {"micro_batch": {"count": 3}, "dp_size": 3}
+    assert "makes 9 micro-batches, and a mini-batch has 8 rows at most" in parse_config(crowded).warnings()[0]
+    assert parse_config(crowded | {"dp_size": 2}).warnings() == []
     assert parse_config(GOOD).warnings() == []
 
 

@@ -29,6 +29,8 @@ KlEstimator = Literal["k1", "k2", "k3"]
 # Far beyond what anyone runs, and small enough that a slip of the keyboard is refused before memory is.
 Size = Annotated[int, Field(gt=0, le=1 << 14)]
 Count = Annotated[int, Field(gt=0, le=1 << 24)]
+# Of a mini-batch, where `micro_batch.count` asks for them: each has a row, if only a padding row.
+MOST_MICRO_BATCHES = 1 << 20
 # Where a setting has no other limit it is that of 64 bits: nothing that stores or sends a configuration holds more.
 INT64_MAX = 2**63 - 1
 FLOAT64_MAX = sys.float_info.max
@@ -42,12 +44,14 @@ _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=Fal
 
 
 class MicroBatch(BaseModel):
-    """The size of a micro-batch: exactly one of `size` (rows) and `max_tokens` (tokens per rank, times `cp_size`)."""
+    """What bounds micro-batches: exactly one of `size` (rows of each), `max_tokens` (tokens of each per rank, times
+    `cp_size`) and `count` (how many a rank has of a mini-batch)."""
 
     model_config = _STRICT
 
     size: Count | None = None
     max_tokens: Tokens | None = None
+    count: Size | None = None
 
 
 def _number(value: object) -> object:
@@ -161,7 +165,7 @@ class RunConfig(BaseModel):
 
     @property
     def token_cap(self) -> int | None:
-        """The tokens (prompt and response) that a micro-batch may hold; None when micro-batches are counted in rows."""
+        """The tokens (prompt and response) that a micro-batch may hold; None without `micro_batch.max_tokens`."""
         tokens = self.micro_batch.max_tokens
         return None if tokens is None else min(tokens * self.cp_size, INT64_MAX)
 
@@ -206,6 +210,13 @@ class RunConfig(BaseModel):
                 "are the slowest and longest; use seal_order: admission or on_misaligned: pad to keep them"
             )
         found += _without_effect(self)
+        micro_batches, rows = self.dp_size * (self.micro_batch.count or 0), _most_rows(self)
+        if rows is not None and micro_batches > rows:
+            found.append(
+                f"micro_batch.count: {self.micro_batch.count} on dp_size: {self.dp_size} ranks makes {micro_batches} "
+                f"micro-batches, and a mini-batch has {rows} rows at most, so that the others are padding alone; lower "
+                "the count or enlarge the mini-batches"
+            )
         return found
 
 
@@ -303,10 +314,40 @@ def _refuse_wrong_combinations(config: RunConfig) -> None:
         raise InvalidArgumentError("stale: drop needs a bound; set max_staleness")
 
 
+def _most_rows(config: RunConfig) -> int | None:
+    """The most rows that a mini-batch can have; None where trajectories have steps."""
+    if config.step_wise:
+        return None
+    return max(map(config.mini_batch_size, config.models)) * config.n_samples_per_prompt
+
+
 def _check_micro_batch(config: RunConfig) -> None:
-    size, max_tokens = config.micro_batch.size, config.micro_batch.max_tokens
-    if (size is None) == (max_tokens is None):
-        raise InvalidArgumentError("micro_batch: give exactly one of size (rows) and max_tokens")
+    given = config.micro_batch.model_dump(exclude_none=True)
+    if len(given) != 1:
+        raise InvalidArgumentError(
+            f"micro_batch: give exactly one of size (rows), max_tokens and count (of each rank), got "
+            f"{' and '.join(given) or 'none'}"
+        )
+    if config.micro_batch.count is not None:
+        _check_micro_batch_count(config, config.micro_batch.count)
+
+
+def _check_micro_batch_count(config: RunConfig, count: int) -> None:
+    if count * config.dp_size > MOST_MICRO_BATCHES:
+        raise InvalidArgumentError(
+            f"micro_batch.count: {count} on dp_size: {config.dp_size} ranks makes {count * config.dp_size} "
+            f"micro-batches of every mini-batch, and {MOST_MICRO_BATCHES} are the most; lower the count"
+        )
+    if config.vpp_size > 1 and count % config.microbatch_group_size:
+        raise InvalidArgumentError(
+            f"micro_batch.count: {count} is not a multiple of microbatch_group_size: {config.microbatch_group_size}, "
+            f"which vpp_size: {config.vpp_size} asks for; change one of them"
+        )
+    if config.on_misaligned != "pad":
+        raise InvalidArgumentError(
+            f"micro_batch.count: {count} is always reached, with padding rows where there are too few, so that "
+            f"on_misaligned: {config.on_misaligned} has nothing to decide; use on_misaligned: pad"
+        )
 
 
 def _check_mini_batches(config: RunConfig) -> None:
