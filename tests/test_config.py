@@ -106,6 +106,8 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"merge": "prefix"}, "merge: prefix joins the steps .* set step_wise: true or merge: none"),
         ({"loss_reduction": "seq_mean_token_sum_norm"}, "set max_seq_len"),
         ({"min_samples": 5}, "min_samples: 5 exceeds n_samples_per_prompt: 4"),
+        ({"max_samples_per_prompt": 3}, "max_samples_per_prompt: 3 is less than n_samples_per_prompt: 4"),
+        ({"surplus": -1}, "surplus: input should be greater than or equal to 0, got -1"),
         ({"stale": "drop"}, "stale: drop needs a bound; set max_staleness"),
         ({"group_timeout_s": 0.0}, "group_timeout_s"),
         ({"group_timeout_s": float("inf")}, "group_timeout_s"),
@@ -371,6 +373,9 @@ def test_warnings_name_settings_that_do_not_go_together() -> None:
     crowded = GOOD | {"micro_batch": {"count": 3}, "dp_size": 3}
     assert "makes 9 micro-batches, and a mini-batch has 8 rows at most" in parse_config(crowded).warnings()[0]
     assert parse_config(crowded | {"dp_size": 2}).warnings() == []
+    lone = GOOD | {"n_samples_per_prompt": 1, "max_samples_per_prompt": 2}
+    assert "max_samples_per_prompt: 2 with n_samples_per_prompt: 1: a group of one" in parse_config(lone).warnings()[0]
+    assert parse_config(lone | {"advantage_estimator": "none"}).warnings() == []
     assert parse_config(GOOD).warnings() == []
 
 

@@ -149,6 +149,8 @@ class RunConfig(BaseModel):
     seal_order: Literal["completion", "admission"] = "completion"
     group_timeout_s: Seconds | None = None
     min_samples: Size = 1
+    max_samples_per_prompt: Size | None = None
+    surplus: Annotated[int, Field(ge=0, le=1 << 14)] = 0
     max_buffered_batches: Count = 4
     max_buffered_bytes: Bytes = 4 << 30
     layout: Literal["left_padded", "packed"] = "left_padded"
@@ -183,6 +185,11 @@ class RunConfig(BaseModel):
     def models(self) -> tuple[Model, ...]:
         return ("policy",) if self.critic_mini_batch_size is None else ("policy", "critic")
 
+    @property
+    def most_samples(self) -> int:
+        """The samples that a prompt group may be made of."""
+        return self.max_samples_per_prompt or self.n_samples_per_prompt
+
     def mini_batch_size(self, model: Model) -> int:
         """Returns the prompt groups, or rows with `mini_batch_unit: sequence`, of one optimizer step of `model`."""
         if model == "policy" or self.critic_mini_batch_size is None:
@@ -216,6 +223,13 @@ class RunConfig(BaseModel):
                 f"micro_batch.count: {self.micro_batch.count} on dp_size: {self.dp_size} ranks makes {micro_batches} "
                 f"micro-batches, and a mini-batch has {rows} rows at most, so that the others are padding alone; lower "
                 "the count or enlarge the mini-batches"
+            )
+        several = self.most_samples > 1 and self.n_samples_per_prompt == 1
+        if several and self.advantage_estimator in ("grpo", "rloo", "maxrl"):
+            found.append(
+                f"max_samples_per_prompt: {self.max_samples_per_prompt} with n_samples_per_prompt: 1: a group of one "
+                "is scored without a baseline, also one that is left of several, and the others relative to their "
+                "group; use n_samples_per_prompt: 2 or more, or advantage_estimator: none"
             )
         return found
 
@@ -310,6 +324,11 @@ def _refuse_wrong_combinations(config: RunConfig) -> None:
         raise InvalidArgumentError(
             f"min_samples: {config.min_samples} exceeds n_samples_per_prompt: {config.n_samples_per_prompt}; lower it"
         )
+    if config.most_samples < config.n_samples_per_prompt:
+        raise InvalidArgumentError(
+            f"max_samples_per_prompt: {config.max_samples_per_prompt} is less than n_samples_per_prompt: "
+            f"{config.n_samples_per_prompt}, which groups have unless they say otherwise; raise it or leave it out"
+        )
     if config.stale == "drop" and config.max_staleness is None:
         raise InvalidArgumentError("stale: drop needs a bound; set max_staleness")
 
@@ -318,7 +337,7 @@ def _most_rows(config: RunConfig) -> int | None:
     """The most rows that a mini-batch can have; None where trajectories have steps."""
     if config.step_wise:
         return None
-    return max(map(config.mini_batch_size, config.models)) * config.n_samples_per_prompt
+    return max(map(config.mini_batch_size, config.models)) * config.most_samples
 
 
 def _check_micro_batch(config: RunConfig) -> None:
@@ -376,11 +395,12 @@ def _check_alignment(config: RunConfig) -> None:
             "on_misaligned: drop_trailing is refused with a critic: policy and critic mini-batches would drop "
             "different groups; use pad, or leave critic_mini_batch_size out"
         )
-    rows = config.policy_mini_batch_size * config.n_samples_per_prompt
+    rows = config.policy_mini_batch_size * config.most_samples
+    samples = "n_samples_per_prompt" if config.max_samples_per_prompt is None else "max_samples_per_prompt"
     if not config.step_wise and config.on_misaligned != "pad" and rows < config.align_to:
         raise InvalidArgumentError(
             f"on_misaligned: {config.on_misaligned} can never align: a mini-batch has policy_mini_batch_size × "
-            f"n_samples_per_prompt = {rows} rows, and micro-batches come in multiples of {config.align_to} "
+            f"{samples} = {rows} rows, and micro-batches come in multiples of {config.align_to} "
             "(dp_size × microbatch_group_size under VPP); use on_misaligned: pad or larger mini-batches"
         )
 

@@ -229,3 +229,19 @@ def test_what_one_door_submits_the_other_sees(grpc_door: GrpcDoor, http_door: Ht
     http_door.submit(run_name, group("a"))
     assert grpc_door.submit(run_name, group("a")) == ["duplicate"] * 4
     assert grpc_door.get(run_name) == http_door.get(run_name)
+
+
+def test_groups_may_have_a_size_of_their_own(door: Door, run_name: str) -> None:
+    door.create(run_name, CONFIG | {"max_samples_per_prompt": 3})
+    assert door.begin(run_name, ["a", "b"], n_samples=[3, 0]) == ["admitted", "admitted"]
+    assert door.submit(run_name, [row("a", 2)]) == ["accepted"]
+    for uids, sizes, problem in (
+        (["a"], [2], "uid 'a': n_samples is 2, and the group was begun with 3"),
+        (["c"], [4], "uid 'c': n_samples is 4, and max_samples_per_prompt: 3 allows 1..3"),
+        (["c", "d"], [2], "n_samples has 1 entries for 2 uids"),
+    ):
+        with pytest.raises(Refused) as refused:
+            door.begin(run_name, uids, n_samples=sizes)
+        assert refused.value.code == "INVALID_ARGUMENT"
+        assert problem in refused.value.message
+    assert door.get(run_name)["groups_open"] == 2

@@ -37,7 +37,7 @@ from tests.run.harness import Bench, BuildBatch, contents, key, row
 from tests.strategies import Row
 
 UIDS = st.sampled_from("abcd")
-SAMPLES = st.integers(0, 1)
+SAMPLES = st.sampled_from([0, 0, 1, 1, 2])
 
 
 @st.composite
@@ -71,6 +71,12 @@ COMMANDS = st.one_of(
     st.tuples(st.just("submit"), st.lists(rows(), min_size=1, max_size=6)),
     st.tuples(st.just("submit"), whole_groups()),
     st.tuples(st.just("begin_groups"), st.integers(0, 1), st.lists(UIDS, max_size=4)),
+    st.tuples(
+        st.just("begin_groups"),
+        st.integers(0, 1),
+        st.lists(UIDS, min_size=2, max_size=2),
+        st.lists(st.integers(0, 3), min_size=2, max_size=2),
+    ),
     st.tuples(
         st.just("set_rewards"),
         st.lists(
@@ -106,6 +112,8 @@ SETTINGS = st.fixed_dictionaries(
         "max_buffered_batches": st.integers(1, 3),
         "max_buffered_bytes": st.sampled_from([60, 1 << 30]),
         "group_timeout_s": st.sampled_from([None, 7.0]),
+        "max_samples_per_prompt": st.sampled_from([None, 3]),
+        "surplus": st.sampled_from([0, 0, 1]),
     },
     optional={"max_staleness": st.integers(0, 1)},
 ).map(lambda drawn: drawn | ({"stale": "drop"} if drawn.get("max_staleness") == 1 else {}))

@@ -38,7 +38,7 @@ def ask_policy_version(run: Run, at_least: int) -> Question[int]:
     )
 
 
-def ask_groups(run: Run, round_: int, uids: Sequence[str]) -> Question[Admissions]:
+def ask_groups(run: Run, round_: int, uids: Sequence[str], n_samples: Sequence[int] = ()) -> Question[Admissions]:
     """Admits what has room; settled once the first uid that had none at the first reading is answered."""
     waits_for: list[int] = []
 
@@ -47,4 +47,4 @@ def ask_groups(run: Run, round_: int, uids: Sequence[str]) -> Question[Admission
             waits_for.extend(index for index, found in enumerate(answer.admissions) if found is Admission.NO_ROOM)
         return not waits_for or answer.admissions[waits_for[0]] is not Admission.NO_ROOM
 
-    return Question(run, conditions.there_is_room(), lambda: run.begin_groups(round_, uids), is_settled)
+    return Question(run, conditions.there_is_room(), lambda: run.begin_groups(round_, uids, n_samples), is_settled)

@@ -43,7 +43,8 @@ from gristmill_service.run.machine.state import BATCH_FAILED, State
 _log = structlog.get_logger(__name__)
 
 REASONS = (
-    "aborted", "batch_failed", "finished", "misaligned", "rows_lost", "stale", "superseded", "timeout", "zero_variance"
+    "aborted", "batch_failed", "finished", "misaligned", "rows_lost", "stale", "superseded", "surplus",
+    "timeout", "zero_variance"
 )  # fmt: skip
 STAGES = ("queue", "gather", "validate", "merge", "advantage", "schedule", "layout", "plan", "publish")
 # A worker that was told that there is no room asks again within this, or has gone away.

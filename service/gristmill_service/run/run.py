@@ -41,7 +41,7 @@ from gristmill_service.run.machine.answers import (
 )
 from gristmill_service.run.machine.command import Barrier, Command
 from gristmill_service.run.machine.conditions import Condition
-from gristmill_service.run.machine.events import GroupKey
+from gristmill_service.run.machine.events import GroupKey, NewGroup
 from gristmill_service.run.machine.ingest import describe_rows
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.machine.status import status
@@ -124,14 +124,23 @@ class Run:
 
     # --- Rollout workers
 
-    def begin_groups(self, round_: int, uids: Sequence[str]) -> Admissions:
+    def begin_groups(self, round_: int, uids: Sequence[str], n_samples: Sequence[int] = ()) -> Admissions:
+        """n_samples: of how many samples each is made, 0 for as many as the run says; nothing for all of them."""
         if round_ < 0 or "" in uids:
             raise InvalidArgumentError(
                 f"round is {round_} and uids are {list(uids)!r}; round is at least 0, no uid is empty"
             )
         for uid in uids:
             check_text(uid, "uid")
-        begun = self._execute(rollout_commands.BeginGroups([GroupKey(round_, uid) for uid in uids]))
+        if len(n_samples) not in (0, len(uids)):
+            raise InvalidArgumentError(
+                f"n_samples has {len(n_samples)} entries for {len(uids)} uids; give one each, or none"
+            )
+        wanted = [
+            NewGroup(GroupKey(round_, uid), samples)
+            for uid, samples in zip(uids, n_samples or [0] * len(uids), strict=True)
+        ]
+        begun = self._execute(rollout_commands.BeginGroups(wanted))
         self.monitor.asked_for_groups(Admission.NO_ROOM not in begun.admissions)
         return begun
 

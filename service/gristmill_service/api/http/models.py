@@ -65,6 +65,14 @@ class BeginGroups(Body):
     uids: Many[str] = Field(examples=[["prompt-17", "prompt-18"]])
     round: Int32 = Field(0, description="Which time the uids are sampled in the run, such as the dataset epoch.")
     wait_s: float = Field(0.0, description="Seconds to wait for room; the service may answer earlier.")
+    n_samples: Int32 | Many[Int32] = Field(
+        default=[], description="How many samples make each group, or all of them; 0 or nothing: as many as the run's."
+    )
+
+
+def one_each(given: _Item | list[_Item], uids: list[str]) -> list[_Item]:
+    """What a request gives once for all groups, or one a group."""
+    return given if isinstance(given, list) else [given] * len(uids)
 
 
 class GroupsBegun(BaseModel):

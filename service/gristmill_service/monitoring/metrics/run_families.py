@@ -15,8 +15,8 @@ from gristmill_service.monitoring.run_stats import RunStats
 from gristmill_service.pipeline.batch_stats import CAUSES, LEVELS, ROW_KINDS, TOKEN_KINDS
 from gristmill_service.run.machine.answers import Outcome
 
-# A trajectory's rows are superseded, and a plan's misaligned, never a whole group here.
-_GROUP_REASONS = tuple(reason for reason in REASONS if reason not in ("misaligned", "superseded"))
+# A trajectory's rows are superseded or surplus, and a plan's misaligned, never a whole group here.
+_GROUP_REASONS = tuple(reason for reason in REASONS if reason not in ("misaligned", "superseded", "surplus"))
 
 _Values = Iterable[tuple[tuple[str, ...], float]]
 

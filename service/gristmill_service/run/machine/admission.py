@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import Admission
-from gristmill_service.run.machine.events import GroupKey
+from gristmill_service.run.machine.events import GroupKey, NewGroup
 from gristmill_service.run.machine.state import State
 
 RETRY_AFTER_S = 0.5
@@ -65,18 +65,20 @@ def room(state: State, config: RunConfig, service_bytes: int) -> Room:
     return Room(max(0, least.groups), least.reason)
 
 
-def begin(state: State, keys: Sequence[GroupKey], groups: int) -> tuple[list[Admission], dict[GroupKey, None]]:
+def begin(
+    state: State, wanted: Sequence[NewGroup], config: RunConfig, groups: int
+) -> tuple[list[Admission], dict[GroupKey, NewGroup]]:
     """What becomes of each group where so many more may be admitted, and which are admitted by this."""
     found: list[Admission] = []
-    admitted: dict[GroupKey, None] = {}
-    for key in keys:
+    admitted: dict[GroupKey, NewGroup] = {}
+    for key, samples in wanted:
         closed = state.closed.get(key)
         if closed is not None:
             found.append(Admission.SEALED if isinstance(closed, int) else Admission.DROPPED)
         elif key in state.open or key in admitted:
             found.append(Admission.ADMITTED)
         elif len(admitted) < groups:
-            admitted[key] = None
+            admitted[key] = NewGroup(key, samples or config.n_samples_per_prompt)
             found.append(Admission.ADMITTED)
         else:
             found.append(Admission.NO_ROOM)

@@ -25,6 +25,13 @@ class GroupKey(NamedTuple):
         return f"uid {self.uid!r} round {self.round}" if self.round else f"uid {self.uid!r}"
 
 
+class NewGroup(NamedTuple):
+    """A group that begins: of how many samples it is made."""
+
+    key: GroupKey
+    samples: int
+
+
 class RowRef(NamedTuple):
     """Where a row's tokens are: in which table of the run's log, and which row of it."""
 
@@ -84,7 +91,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class GroupsAdmitted(Event):
-    groups: tuple[GroupKey, ...]
+    groups: tuple[NewGroup, ...]
     at: float
 
 

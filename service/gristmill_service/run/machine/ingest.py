@@ -17,13 +17,15 @@ from gristmill_service.run.machine.events import (
     Event,
     GroupKey,
     GroupsAdmitted,
+    NewGroup,
     RowRef,
     RowSchema,
     RowsStored,
     SchemaFixed,
     StoredRow,
 )
-from gristmill_service.run.machine.groups import Trajectory
+from gristmill_service.run.machine.group_sizes import check_first_sample, check_sample
+from gristmill_service.run.machine.groups import Group, Trajectory
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.row_buffer import reward_digests, row_digests
 
@@ -145,17 +147,17 @@ def take_rows(
     views: dict[TrajectoryKey, _View] = {}
     outcomes: list[Outcome] = []
     stored: list[StoredRow] = []
-    admitted: dict[GroupKey, None] = {}
+    admitted: dict[GroupKey, NewGroup] = {}
     for row in rows:
         key = row.group
         closed = state.closed.get(key)
         if closed is not None:
             outcomes.append(_closed_outcome(state, row, closed))
             continue
-        _check_row(row, config)
         group = state.open.get(key)
+        _check_row(row, group, config)
         if group is None:
-            admitted[key] = None
+            admitted[key] = NewGroup(key, config.n_samples_per_prompt)
         elif row.trajectory.sample in group.aborted:
             outcomes.append(Outcome.DROPPED)
             continue
@@ -172,7 +174,7 @@ def take_rows(
     events: list[Event] = []
     if admitted:
         _check_room(admitted, room(), config)
-        events.append(GroupsAdmitted(tuple(admitted), now()))
+        events.append(GroupsAdmitted(tuple(admitted.values()), now()))
     if stored:
         if schema != state.schema:
             events.append(SchemaFixed(schema))
@@ -191,12 +193,12 @@ def _closed_outcome(state: State, row: StoredRow, closed: int | str) -> Outcome:
     return Outcome.DUPLICATE if known is not None and known.digest == row.digest else Outcome.SEALED
 
 
-def _check_row(row: StoredRow, config: RunConfig) -> None:
-    if row.trajectory.sample >= config.n_samples_per_prompt:
-        raise InvalidArgumentError(
-            f"{row.trajectory} step {row.step}: sample is {row.trajectory.sample}, and n_samples_per_prompt: "
-            f"{config.n_samples_per_prompt} allows 0..{config.n_samples_per_prompt - 1}"
-        )
+def _check_row(row: StoredRow, group: Group | None, config: RunConfig) -> None:
+    name, sample = f"{row.trajectory} step {row.step}", row.trajectory.sample
+    if group is None:
+        check_first_sample(name, sample, config)
+    else:
+        check_sample(name, sample, group, config)
     if not config.step_wise and (row.step or not row.is_last):
         raise InvalidArgumentError(
             f"{row.trajectory} step {row.step}: step_wise: false allows one step a trajectory, number 0 and the last; "
@@ -208,7 +210,7 @@ def finished() -> FailedPreconditionError:
     return FailedPreconditionError("the run is finished and takes no more rollouts; create another run")
 
 
-def _check_room(admitted: dict[GroupKey, None], found: Room, config: RunConfig) -> None:
+def _check_room(admitted: dict[GroupKey, NewGroup], found: Room, config: RunConfig) -> None:
     if len(admitted) <= found.groups:
         return
     most = config.max_buffered_batches * config.train_batch_size

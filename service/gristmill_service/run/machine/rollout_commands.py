@@ -6,29 +6,40 @@ from collections.abc import Sequence
 
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import FailedPreconditionError
-from gristmill_service.run.machine import aborts, admission, ingest, sealing
+from gristmill_service.run.machine import aborts, admission, group_sizes, ingest, sealing
 from gristmill_service.run.machine.answers import Admission, Admissions, Outcome, RewardUpdate, Sealed
 from gristmill_service.run.machine.command import Command, View
-from gristmill_service.run.machine.events import Event, GroupDropped, GroupKey, GroupsAdmitted, RunFinished, StoredRow
+from gristmill_service.run.machine.events import (
+    Event,
+    GroupDropped,
+    GroupKey,
+    GroupsAdmitted,
+    NewGroup,
+    RunFinished,
+    StoredRow,
+)
 from gristmill_service.run.machine.rewards import take_rewards
 from gristmill_service.run.machine.row_schema import check_schema
 from gristmill_service.run.machine.state import State
 
 
 class BeginGroups(Command[Admissions]):
-    def __init__(self, groups: Sequence[GroupKey]) -> None:
+    """groups: with a size of their own, or 0 for the run's."""
+
+    def __init__(self, groups: Sequence[NewGroup]) -> None:
         self._groups = groups
         self._found: list[Admission] = []
         self._full_reason = ""
 
     def decide(self, view: View) -> Sequence[Event]:
+        group_sizes.check_sizes(view.state, self._groups, view.config)
         room, is_finished = view.room(), view.state.finished
         self._full_reason = room.reason
         count = len(self._groups) if is_finished else room.groups
-        self._found, admitted = admission.begin(view.state, self._groups, count)
+        self._found, admitted = admission.begin(view.state, self._groups, view.config, count)
         if admitted and is_finished:
             raise ingest.finished()
-        return [GroupsAdmitted(tuple(admitted), view.now())] if admitted else []
+        return [GroupsAdmitted(tuple(admitted.values()), view.now())] if admitted else []
 
     def answer(self, state: State) -> Admissions:
         if Admission.NO_ROOM in self._found:
@@ -73,7 +84,7 @@ class AbortTrajectories(Command[int]):
         self._trajectories, self._reason, self._count = trajectories, reason, 0
 
     def decide(self, view: View) -> Sequence[Event]:
-        aborted, dropped = aborts.abort_trajectories(view.state, self._trajectories, self._reason)
+        aborted, dropped = aborts.abort_trajectories(view.state, view.config, self._trajectories, self._reason)
         self._count = len(aborted)
         return [*aborted, *dropped]
 

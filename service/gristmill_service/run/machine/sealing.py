@@ -7,6 +7,7 @@ from itertools import islice, takewhile
 
 import numpy as np
 
+from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import FailedPreconditionError
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.advantage import all_equal, trajectory_scores
@@ -31,6 +32,8 @@ def due(state: State, config: RunConfig, happened: Sequence[Event] | None) -> li
 
     Groups are judged when they complete and when the policy version moves, not at every call: a run holds thousands.
     """
+    if config.surplus and (surplus := _surplus(state, happened)):
+        return [*surplus]
     dropped = [
         GroupDropped(key, reason)
         for key in (list(state.complete) if happened is None else _touched(state, happened))
@@ -80,8 +83,27 @@ def _complete_groups(state: State, config: RunConfig) -> Iterator[GroupKey]:
     return (key for key in state.open if key in state.complete)
 
 
+def _surplus(state: State, happened: Sequence[Event] | None) -> list[TrajectoryAborted]:
+    """The trajectories that groups do without, because enough of the others are complete."""
+    keys = list(state.open) if happened is None else _named(happened)
+    groups = [state.open[key] for key in keys if key in state.open]
+    return [
+        TrajectoryAborted(TrajectoryKey(*group.key, sample), "surplus")
+        for group in groups
+        for sample in group.left_out()
+    ]
+
+
 def _touched(state: State, happened: Sequence[Event]) -> list[GroupKey]:
     """The complete groups that these events may have made unfit for training, in a fixed order."""
+    keys = _named(happened)
+    if any(isinstance(event, PolicyVersionAnnounced) for event in happened):
+        keys.update(state.complete)
+    return [key for key in keys if key in state.complete]
+
+
+def _named(happened: Sequence[Event]) -> dict[GroupKey, None]:
+    """The groups that these events changed, in a fixed order."""
     keys: dict[GroupKey, None] = {}
     for event in happened:
         match event:
@@ -93,9 +115,7 @@ def _touched(state: State, happened: Sequence[Event]) -> list[GroupKey]:
                 keys[GroupKey(*trajectory[:2])] = None
             case GroupClosed(key, _):
                 keys[key] = None
-            case PolicyVersionAnnounced():
-                keys.update(state.complete)
-    return [key for key in keys if key in state.complete]
+    return keys
 
 
 def _unfit(group: Group, state: State, config: RunConfig) -> str | None:

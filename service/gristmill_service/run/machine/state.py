@@ -79,6 +79,7 @@ class State:
     """
     open: admitted groups that are not sealed, in order of admission; complete: those of them that are complete, in
         order of completion.
+    surplus: how many samples of each group may be left out.
     closed: what became of every other group that was ever admitted: the batch it was sealed into, or why it was
         dropped.
     batches: those whose rows are held: sealed and not freed. prompts: of every batch ever sealed, how many groups it
@@ -94,7 +95,7 @@ class State:
     """
 
     dp_size: int
-    samples: int
+    surplus: int
     epochs: int
     models: dict[Model, ModelState]
     open: dict[GroupKey, Group] = field(default_factory=dict)
@@ -121,7 +122,7 @@ class State:
     @classmethod
     def initial(cls, config: RunConfig) -> State:
         models = {model: ModelState([START] * config.dp_size) for model in config.models}
-        return cls(config.dp_size, config.n_samples_per_prompt, config.update_epochs_per_batch, models)
+        return cls(config.dp_size, config.surplus, config.update_epochs_per_batch, models)
 
     @property
     def batches_sealed(self) -> int:
@@ -158,7 +159,7 @@ def apply(state: State, event: Event) -> list[RowRef]:
         case RowsStored():
             return _store_rows(state, event)
         case GroupsAdmitted(groups, at):
-            state.open.update({key: Group(key, state.samples, at) for key in groups})
+            state.open.update({new.key: Group(new.key, new.samples, at, state.surplus) for new in groups})
             state.now = at
         case SchemaFixed(schema):
             state.schema = schema
