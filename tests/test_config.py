@@ -108,6 +108,15 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"min_samples": 5}, "min_samples: 5 exceeds n_samples_per_prompt: 4"),
         ({"max_samples_per_prompt": 3}, "max_samples_per_prompt: 3 is less than n_samples_per_prompt: 4"),
         ({"surplus": -1}, "surplus: input should be greater than or equal to 0, got -1"),
+        ({"tag_timeout_s": 5.0}, "tag_timeout_s: 5 says how long a batch waits for tag_shares, and there are none"),
+        ({"tag_shares": {"a": {"min": 0.6}, "b": {"min": 0.5}}}, "shares of 'a', 'b' are 1.1 together, more than all"),
+        ({"tag_shares": {"a": {"min": 0.51}, "b": {"min": 0.49}}}, "5 of 'a' [+] 4 of 'b' whole groups are more than"),
+        ({"tag_shares": {"a": {"max": 0.5}}}, "unknown setting tag_shares.'a'.max; known are min"),
+        ({"tag_shares": {"a": {"min": 0}}}, "tag_shares.a.min: input should be greater than 0, got 0"),
+        ({"tag_shares": {"a": {"min": 1.5}}}, "tag_shares.a.min: input should be less than or equal to 1"),
+        ({"tag_shares": {"a": 0.5}}, "tag_shares.a"),
+        ({"tag_shares": {"": {"min": 0.5}}}, "tag_shares"),
+        ({"tag_shares": {f"t{n}": {"min": 0.01} for n in range(65)}}, "tag_shares names 65 tags, and a run has 64"),
         ({"stale": "drop"}, "stale: drop needs a bound; set max_staleness"),
         ({"group_timeout_s": 0.0}, "group_timeout_s"),
         ({"group_timeout_s": float("inf")}, "group_timeout_s"),
@@ -375,6 +384,9 @@ def test_warnings_name_settings_that_do_not_go_together() -> None:
     assert parse_config(crowded | {"dp_size": 2}).warnings() == []
     lone = GOOD | {"n_samples_per_prompt": 1, "max_samples_per_prompt": 2}
     assert "max_samples_per_prompt: 2 with n_samples_per_prompt: 1: a group of one" in parse_config(lone).warnings()[0]
+    waits = GOOD | {"tag_shares": {"math": {"min": 0.5}}}
+    assert "where a tag stops coming no batch is sealed" in parse_config(waits).warnings()[0]
+    assert parse_config(waits | {"tag_timeout_s": 60.0}).warnings() == []
     assert parse_config(lone | {"advantage_estimator": "none"}).warnings() == []
     assert parse_config(GOOD).warnings() == []
 
@@ -477,3 +489,9 @@ def test_numbers_that_yaml_takes_for_text_are_read(tmp_path: Path) -> None:
     path.write_text(json.dumps(GOOD)[:-1] + ", grpo_epsilon: 1e-4, lambda: 95e-2}")
     config = read_config(path)
     assert (config.grpo_epsilon, config.lambda_) == (1e-4, 0.95)
+
+
+def test_shares_of_groups_are_counted_in_decimals() -> None:
+    shares = {"a": {"min": 0.7}, "b": {"min": 0.2}, "c": {"min": 0.1}}
+    config = parse_config(GOOD | {"train_batch_size": 10, "tag_shares": shares})
+    assert config.tag_groups(10) == {"a": 7, "b": 2, "c": 1}

@@ -8,6 +8,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Collection, Iterator
+from fractions import Fraction
+from functools import lru_cache
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +20,7 @@ from pydantic import ValidationError as PydanticValidationError
 from pydantic_core import PydanticCustomError
 
 from gristmill._wire.column_spec import ColumnScope, ColumnSpec, specs_of
+from gristmill._wire.steps import LONGEST_TAG
 from gristmill.errors import InvalidArgumentError, UnsupportedError
 from gristmill_service.validation_messages import place, problems, shown
 
@@ -31,6 +35,8 @@ Size = Annotated[int, Field(gt=0, le=1 << 14)]
 Count = Annotated[int, Field(gt=0, le=1 << 24)]
 # Of a mini-batch, where `micro_batch.count` asks for them: each has a row, if only a padding row.
 MOST_MICRO_BATCHES = 1 << 20
+# Tags are labels of metrics.
+MOST_TAGS = 64
 # Where a setting has no other limit it is that of 64 bits: nothing that stores or sends a configuration holds more.
 INT64_MAX = 2**63 - 1
 FLOAT64_MAX = sys.float_info.max
@@ -71,6 +77,7 @@ def _encodable(text: str) -> str:
     return text
 
 
+Tag = Annotated[str, AfterValidator(_encodable), Field(min_length=1, max_length=LONGEST_TAG)]
 StopReason = Annotated[str, AfterValidator(_encodable), Field(max_length=1000)]
 Coefficient = Annotated[NonNegativeFloat, BeforeValidator(_number)]
 Epsilon = Annotated[float, BeforeValidator(_number), Field(gt=0)]
@@ -90,6 +97,23 @@ class Flops(BaseModel):
 
     linear: Coefficient = 1.0
     quadratic: Coefficient = 0.0
+
+
+class TagShare(BaseModel):
+    """The part of each batch, of its groups, that has a tag: at least `min`."""
+
+    model_config = _STRICT
+
+    min: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
+
+    def groups(self, size: int) -> int:
+        """The groups that a batch of so many has at least. Decimal: 0.7 of 10 is 7."""
+        return _share_of(self.min, size)
+
+
+@lru_cache
+def _share_of(share: float, size: int) -> int:
+    return ceil(Fraction(repr(share)) * size)
 
 
 class KlInReward(BaseModel):
@@ -153,6 +177,8 @@ class RunConfig(BaseModel):
     surplus: Annotated[int, Field(ge=0, le=1 << 14)] = 0
     max_buffered_batches: Count = 4
     max_buffered_bytes: Bytes = 4 << 30
+    tag_shares: dict[Tag, TagShare] = Field(default_factory=dict)
+    tag_timeout_s: Seconds | None = None
     layout: Literal["left_padded", "packed"] = "left_padded"
     pad_width: Literal["batch", "mini_batch", "shard", "micro_batch"] = "shard"
     pad_to_multiple_of: Size = 1
@@ -190,6 +216,10 @@ class RunConfig(BaseModel):
         """The samples that a prompt group may be made of."""
         return self.max_samples_per_prompt or self.n_samples_per_prompt
 
+    def tag_groups(self, size: int) -> dict[str, int]:
+        """The groups of each tag that a batch of so many groups has at least."""
+        return {tag: share.groups(size) for tag, share in self.tag_shares.items()}
+
     def mini_batch_size(self, model: Model) -> int:
         """Returns the prompt groups, or rows with `mini_batch_unit: sequence`, of one optimizer step of `model`."""
         if model == "policy" or self.critic_mini_batch_size is None:
@@ -224,6 +254,11 @@ class RunConfig(BaseModel):
                 f"micro-batches, and a mini-batch has {rows} rows at most, so that the others are padding alone; lower "
                 "the count or enlarge the mini-batches"
             )
+        if self.tag_shares and self.tag_timeout_s is None:
+            found.append(
+                "tag_shares without tag_timeout_s: where a tag stops coming no batch is sealed any more until the run "
+                "is finished; set tag_timeout_s"
+            )
         several = self.most_samples > 1 and self.n_samples_per_prompt == 1
         if several and self.advantage_estimator in ("grpo", "rloo", "maxrl"):
             found.append(
@@ -250,6 +285,10 @@ def parse_config(mapping: object, source: str = "configuration") -> RunConfig:
         for section, model in _SECTIONS.items():
             if isinstance(given := mapping.get(section), dict):
                 _refuse_unknown(given, model.model_fields, f"{section}.")
+        if isinstance(shares := mapping.get("tag_shares"), dict):
+            for tag, share in shares.items():
+                if isinstance(share, dict):
+                    _refuse_unknown(share, TagShare.model_fields, f"tag_shares.{shown(tag)}.")
         if "columns" in mapping:
             mapping = mapping | {"columns": _columns(mapping["columns"])}
         config = RunConfig.model_validate(mapping)
@@ -313,6 +352,7 @@ def _refuse_wrong_combinations(config: RunConfig) -> None:
     _check_mini_batches(config)
     _check_alignment(config)
     _check_balance(config)
+    _check_tags(config)
     if config.merge != "none" and not config.step_wise:
         raise InvalidArgumentError(
             f"merge: {config.merge} joins the steps of a trajectory, but step_wise is false (one step each); "
@@ -402,6 +442,30 @@ def _check_alignment(config: RunConfig) -> None:
             f"on_misaligned: {config.on_misaligned} can never align: a mini-batch has policy_mini_batch_size × "
             f"{samples} = {rows} rows, and micro-batches come in multiples of {config.align_to} "
             "(dp_size × microbatch_group_size under VPP); use on_misaligned: pad or larger mini-batches"
+        )
+
+
+def _check_tags(config: RunConfig) -> None:
+    if config.tag_timeout_s is not None and not config.tag_shares:
+        raise InvalidArgumentError(
+            f"tag_timeout_s: {config.tag_timeout_s:g} says how long a batch waits for tag_shares, and there are none; "
+            "set tag_shares or leave it out"
+        )
+    if len(config.tag_shares) > MOST_TAGS:
+        raise InvalidArgumentError(
+            f"tag_shares names {len(config.tag_shares)} tags, and a run has {MOST_TAGS} at most; name fewer"
+        )
+    total = sum((Fraction(repr(share.min)) for share in config.tag_shares.values()), Fraction(0))
+    if total > 1:
+        raise InvalidArgumentError(
+            f"tag_shares: the shares of {', '.join(map(shown, config.tag_shares))} are {float(total):g} together, more "
+            "than all of a batch; lower them"
+        )
+    groups = config.tag_groups(config.train_batch_size)
+    if sum(groups.values()) > config.train_batch_size:
+        raise InvalidArgumentError(
+            f"tag_shares: {' + '.join(f'{count} of {shown(tag)}' for tag, count in groups.items())} whole groups are "
+            f"more than train_batch_size: {config.train_batch_size}; lower the shares or enlarge the batch"
         )
 
 

@@ -81,6 +81,7 @@ def rows_message(rows: Sequence[Mapping[str, Any]]) -> rows_pb2.Rows:
         rewards_pending=pending if any(pending) else (),
         stop_reasons=[one.get("stop_reason", "") for one in rows],
         policy_versions=[one.get("policy_version", -1) for one in rows],
+        tags=[one.get("tag", "") for one in rows],
     )
 
 

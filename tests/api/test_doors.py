@@ -245,3 +245,18 @@ def test_groups_may_have_a_size_of_their_own(door: Door, run_name: str) -> None:
         assert refused.value.code == "INVALID_ARGUMENT"
         assert problem in refused.value.message
     assert door.get(run_name)["groups_open"] == 2
+
+
+def test_groups_may_name_their_task(door: Door, run_name: str) -> None:
+    door.create(run_name, CONFIG)
+    tag: Json = {"tags" if isinstance(door, GrpcDoor) else "tag": ["math"]}
+    assert door.begin(run_name, ["a"], **tag) == ["admitted"]
+    with pytest.raises(Refused) as refused:
+        door.submit(run_name, [row("a", 0, tag="code")])
+    assert (refused.value.code, refused.value.kind) == ("INVALID_ARGUMENT", "InvalidArgumentError")
+    assert "uid 'a' sample 0 step 0: tag is 'code', and the group has 'math'" in refused.value.message
+    door.submit(run_name, group("a"))
+    door.submit(run_name, [one | {"tag": "code"} for one in group("b")])
+    plan = door.batch(run_name, 0, wait_s=WAIT_S)["plan"]
+    assert plan["tags"] == ["math", "code"]
+    assert plan["tag_metrics"]["code"]["trajectories"] == 2

@@ -47,6 +47,9 @@ CONFIG = {
 }
 
 
+ROW = {"prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1], "reward": 1.0}
+
+
 @pytest.fixture
 def client(service: Service, run_name: str) -> Iterator[RolloutClient]:
     with RolloutClient(service.grpc_address, run_name, timeout_s=20) as client:
@@ -504,6 +507,21 @@ def test_groups_of_their_own_size_go_on_without_what_comes_late(service: Service
     with TrainerClient(service.grpc_address, run_name, 0, timeout_s=20) as trainer:
         trained = [shard.tensors["sample"].tolist() for shard in next(iter(trainer)).mini_batches()]
     assert trained == [[1, 2, 3], [0, 1]]
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_batch_has_its_share_of_each_task(service: Service, run_name: str, face: str) -> None:
+    with connecting(face) as connect, connect(service.grpc_address, run_name, timeout_s=20) as client:
+        client.create_run(CONFIG | {"tag_shares": {"math": {"min": 0.5}}, "tag_timeout_s": 60})
+        with pytest.raises(InvalidArgumentError, match="uid 'a': tag is 7; name the environment or task with a string"):
+            client.begin_groups(["a"], tag=7)
+        assert client.begin_groups(["a", "b", "c"], tag={"a": "code", "b": "code"}) == ["a", "b", "c"]
+        for uid in "ab":
+            client.submit_rows({**ROW, "uid": uid, "sample": sample} for sample in range(2))
+        assert client.status().batches_sealed == 0
+        client.submit_rows({**ROW, "uid": "c", "sample": sample, "tag": "math"} for sample in range(2))
+    with TrainerClient(service.grpc_address, run_name, 0, timeout_s=20) as trainer:
+        assert next(iter(trainer)).plan["tags"] == ["code", "math"]
 
 
 def test_a_long_wait_for_room_tells_why(

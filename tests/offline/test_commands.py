@@ -320,3 +320,23 @@ def test_groups_of_a_file_are_as_large_as_their_rows_tell(config: Path, tmp_path
     file.write_text(lines([*rows, {**one, "uid": "b", "sample": 4, "reward": 1}]))
     refused = run("plan", file, "--config", config, expect=1).stderr
     assert "uid 'b' sample 4 step 0: sample is 4, and max_samples_per_prompt: 3 with surplus: 1 allows 0..3" in refused
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_of_a_file_may_name_their_task(config: Path, tmp_path: Path, kind: str) -> None:
+    rows = [row | {"tag": "math" if row["uid"] in ("p0", "p3") else ""} for row in rollouts()]
+    file = tmp_path / f"rollouts.{kind}"
+    if kind == "jsonl":
+        file.write_text(lines(rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    plans = [json.loads(line) for line in run("plan", file, "--config", config).stdout.splitlines()]
+    assert [plan["tags"] for plan in plans] == [["math", ""], ["", "math"]]
+    assert plans[0]["tag_metrics"]["math"]["trajectories"] == 2
+
+
+def test_a_file_with_a_tag_a_prompt_is_refused(config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text(lines(row | {"tag": row["uid"]} for row in rollouts(66)))
+    refused = run("plan", file, "--config", config, expect=1).stderr
+    assert "has 66 tags, and a run has 64 at most" in refused

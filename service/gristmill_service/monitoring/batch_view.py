@@ -109,6 +109,7 @@ class BatchView:
         return GroupScores(
             uid=_short(uid),
             round=round_,
+            tag=received.tags[group] if received.tags else "",
             samples=received.steps.samples[received.trajectory_bounds[:-1][own]].tolist(),
             scores=self._rows.scores[own].tolist(),
             advantages=None if advantages is None else advantages[own].tolist(),

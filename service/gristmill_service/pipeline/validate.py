@@ -26,6 +26,7 @@ class Received:
     trajectory_bounds: (trajectories + 1,), trajectory t is the steps `bounds[t]:bounds[t + 1]`.
     trajectory_groups: (trajectories,), the group of each.
     group_bounds: (groups + 1,), group g is the trajectories `bounds[g]:bounds[g + 1]`.
+    tags: the environment or task of each group, "" where no row says; empty where none does.
     """
 
     steps: Steps
@@ -33,6 +34,7 @@ class Received:
     trajectory_bounds: Int64s
     trajectory_groups: Int64s
     group_bounds: Int64s
+    tags: list[str]
 
     @property
     def trajectory_of_step(self) -> Int64s:
@@ -61,7 +63,23 @@ def receive(steps: Steps, config: RunConfig) -> Received:
         trajectory_bounds=bounds,
         trajectory_groups=trajectory_groups,
         group_bounds=group_bounds,
+        tags=_group_tags(steps, group_of_step, len(groups)),
     )
+
+
+def _group_tags(steps: Steps, group_of_step: Int64s, groups: int) -> list[str]:
+    """Returns each group's tag, as far as any row says. Refuses rows that disagree."""
+    if steps.tags is None:
+        return []
+    found = [""] * groups
+    for row, (group, tag) in enumerate(zip(group_of_step.tolist(), steps.tags, strict=True)):
+        known = found[group]
+        if tag and known and tag != known:
+            raise InvalidArgumentError(
+                f"{steps.name(row)}: tag is {tag!r}, and the group has {known!r}; give all rows of a group one tag"
+            )
+        found[group] = known or tag
+    return found
 
 
 def _ordered(steps: Steps) -> tuple[Steps, list[tuple[int, str]], Int64s]:

@@ -100,12 +100,14 @@ class _Table:
 
 
 class PickedRow(NamedTuple):
-    """A row, the table that it is in, and its place there. steps: None where the log has to be asked."""
+    """A row, the table that it is in, and its place there. steps: None where the log has to be asked. tag: of its
+    group."""
 
     table: int
     steps: Steps | None
     at: int
     row: StoredRow
+    tag: str = ""
 
 
 class RowBuffer:
@@ -207,7 +209,8 @@ def _copied(column: Ragged) -> Ragged:
 
 
 def gather(picked: Sequence[PickedRow], token_rewards: bool, load: Callable[[int], Steps]) -> Steps:
-    """The rows as one table, in this order, with the rewards that came later. Token data is copied once.
+    """The rows as one table, in this order, with the rewards that came later and their groups' tags. Token data is
+    copied once.
 
     load: gives a table, by its number, that nobody holds.
     """
@@ -221,7 +224,8 @@ def gather(picked: Sequence[PickedRow], token_rewards: bool, load: Callable[[int
         parts.append(_with_rewards(part, [picked[at].row for at in positions], token_rewards))
     order = np.empty(len(picked), np.int64)
     order[[position for positions in places.values() for position in positions]] = np.arange(len(picked))
-    return concat(parts).take(order)
+    tags = [one.tag for one in picked]
+    return replace(concat(parts).take(order), tags=tags if any(tags) else None)
 
 
 def _with_rewards(part: Steps, rows: Sequence[StoredRow], token_rewards: bool) -> Steps:

@@ -16,7 +16,7 @@ from gristmill._client.outbox import Limits
 from gristmill._client.prefix_dedup import RequestEncoder
 from gristmill._client.trajectory import plain
 from gristmill._wire import submit_codec
-from gristmill._wire.steps import INT32_MAX, Steps, TrajectoryKey
+from gristmill._wire.steps import INT32_MAX, Steps, TrajectoryKey, check_tag
 from gristmill._wire.tables import ValueColumns
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rollout_pb2, run_pb2
@@ -67,7 +67,11 @@ def create_run(run: str, config: Mapping[str, Any]) -> run_pb2.CreateRunRequest:
 
 
 def begin_groups(
-    run: str, uids: Sequence[str], round_: int, n_samples: int | Mapping[str, int] | None
+    run: str,
+    uids: Sequence[str],
+    round_: int,
+    n_samples: int | Mapping[str, int] | None,
+    tag: str | Mapping[str, str] | None,
 ) -> rollout_pb2.BeginGroupsRequest:
     if isinstance(uids, str):
         raise InvalidArgumentError(f"uids is the string {uids!r}; give a list of uids")
@@ -75,7 +79,12 @@ def begin_groups(
     for uid, size in zip(uids, sizes, strict=False):
         if isinstance(size, bool) or not hasattr(size, "__index__") or not 0 <= size <= INT32_MAX:
             raise InvalidArgumentError(f"uid {uid!r}: n_samples is {size!r}; give how many samples make the group")
-    return rollout_pb2.BeginGroupsRequest(run=run, round=round_, uids=uids, n_samples=sizes)
+    tags = _one_each(uids, tag, "")
+    for uid, name in zip(uids, tags, strict=False):
+        if not isinstance(name, str):
+            raise InvalidArgumentError(f"uid {uid!r}: tag is {name!r}; name the environment or task with a string")
+        check_tag(name, f"uid {uid!r}")
+    return rollout_pb2.BeginGroupsRequest(run=run, round=round_, uids=uids, n_samples=sizes, tags=tags)
 
 
 def _one_each(uids: Sequence[str], given: _T | Mapping[str, _T] | None, default: _T) -> list[_T]:

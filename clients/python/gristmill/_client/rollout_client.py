@@ -111,6 +111,7 @@ class RolloutClient:
         wait_s: float | None = None,
         *,
         n_samples: int | Mapping[str, int] | None = None,
+        tag: str | Mapping[str, str] | None = None,
     ) -> list[str]:
         """Asks for room for prompt groups, and returns those admitted: roll them out, and ask again for the rest.
 
@@ -122,8 +123,10 @@ class RolloutClient:
 
         n_samples: of how many samples these groups are made, one number or by uid; others as the run's
             `n_samples_per_prompt`. With `surplus: k` sample k more: those that are complete first make the group.
+        tag: the environment or task of these groups, one name or by uid, by which metrics are told and `tag_shares`
+            composes batches; at most 64 different ones a run.
         """
-        return block_on(self._core.begin_groups(uids, round, wait_s, n_samples=n_samples))
+        return block_on(self._core.begin_groups(uids, round, wait_s, n_samples=n_samples, tag=tag))
 
     def groups(self) -> list[Group]:
         """Every prompt group that was ever admitted, and what became of it: a data loader that starts again leaves out

@@ -81,8 +81,9 @@ class RolloutCore:
         wait_s: float | None = None,
         *,
         n_samples: int | Mapping[str, int] | None = None,
+        tag: str | Mapping[str, str] | None = None,
     ) -> list[str]:
-        request, wait_s = requests.begin_groups(self.run, uids, round, n_samples), requests.wait_of(wait_s)
+        request, wait_s = requests.begin_groups(self.run, uids, round, n_samples, tag), requests.wait_of(wait_s)
         answer = await self._ask_groups(request, 0.0)
         if requests.waits_for_room(answer) and wait_s:
             answer = await self._connection.ask_until(

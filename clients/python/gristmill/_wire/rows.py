@@ -77,6 +77,8 @@ def to_rows(table: Steps, columns: Sequence[ColumnSpec] = ()) -> Iterator[dict[s
         }
         if table.advantages is not None:
             row["advantage"] = float(table.advantages[index])
+        if table.tags is not None and table.tags[index]:
+            row["tag"] = table.tags[index]
         row |= {name: column[index].tolist() for name, column in optional if column is not None}
         row |= {
             name: _plain(extra, index, name in singles) for name, extra in table.extras.items() if extra.given[index]

@@ -18,6 +18,7 @@ from gristmill._wire.columns import FEW_ROWS, Array, Int64s, Ragged, least
 from gristmill.errors import InvalidArgumentError
 
 UNKNOWN = -1
+LONGEST_TAG = 100
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 # Changing how NumPy treats errors costs as much as reading so many values.
@@ -79,6 +80,7 @@ class Steps:
     rewards_pending: bool (n,), rows whose reward is still to come.
     advantages: float64 (n,) or None; token_advantages: ragged float32 over the response or None.
     extras: the declared columns that any row has, by name.
+    tags: (n,) the environment or task of each row's group, "" where the row does not say, or None where none says.
     """
 
     uids: Sequence[str]
@@ -99,6 +101,7 @@ class Steps:
     advantages: NDArray[np.float64] | None = None
     token_advantages: Ragged | None = None
     extras: Mapping[str, Extra] = field(default_factory=dict)
+    tags: Sequence[str] | None = None
 
     def __len__(self) -> int:
         return len(self.uids)
@@ -147,6 +150,8 @@ def _concat_column(name: str, tables: Sequence[Steps]) -> Any:
         }
     if name in ("uids", "stop_reasons"):
         return [value for column in columns for value in column]
+    if name == "tags":
+        return tags_of(tables)
     missing = [index for index, column in enumerate(columns) if column is None]
     if len(missing) == len(columns):
         return None
@@ -176,6 +181,22 @@ def no_extra(rows: int, empty: Array) -> Extra:
     """The column of rows that do not have it. empty: (0, *shape)."""
     nothing = np.zeros(rows, np.int64)
     return Extra(Ragged(empty, nothing, nothing), np.zeros(rows, np.bool_))
+
+
+def tags_of(tables: Sequence[Steps]) -> list[str] | None:
+    """The rows' tags, one table after another; None where no row has one."""
+    if all(table.tags is None for table in tables):
+        return None
+    return [tag for table in tables for tag in ([""] * len(table) if table.tags is None else table.tags)]
+
+
+def check_tag(tag: str, what: str) -> None:
+    """Refuses a tag that is no name."""
+    if len(tag) > LONGEST_TAG:
+        raise InvalidArgumentError(
+            f"{what}: tag has {len(tag)} characters, and {LONGEST_TAG} are the most; name the environment or task"
+        )
+    check_text(tag, f"{what}: tag")
 
 
 def check(table: Steps) -> Steps:
@@ -208,6 +229,8 @@ def _check_identity(table: Steps) -> None:
         raise InvalidArgumentError(
             f"row {list(table.uids).index('')}: uid is empty; name the prompt that it belongs to"
         )
+    for tag in set(table.tags or ()):
+        check_tag(tag, table.name(list(table.tags or ()).index(tag)))
 
 
 def _check_lengths(table: Steps) -> None:

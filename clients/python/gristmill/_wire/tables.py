@@ -27,6 +27,7 @@ SCALARS: dict[str, tuple[type, Any]] = {
     "is_last_step": (bool, True),
     "stop_reason": (str, ""),
     "policy_version": (int, UNKNOWN),
+    "tag": (str, ""),
 }
 """Fields with one value a row: of which type, and what an absent one is."""
 
@@ -163,6 +164,7 @@ class ValueColumns:
                 for column, arrays in self._extras.items()
                 if any(array is not None for array in arrays[begin:end])
             },
+            tags=scalars["tag"] if any(scalars["tag"]) else None,
         )
         return check(
             replace(

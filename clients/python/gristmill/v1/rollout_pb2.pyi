@@ -59,6 +59,7 @@ class BeginGroupsRequest(google.protobuf.message.Message):
     UIDS_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     N_SAMPLES_FIELD_NUMBER: builtins.int
+    TAGS_FIELD_NUMBER: builtins.int
     run: builtins.str
     round: builtins.int
     wait_s: builtins.float
@@ -71,6 +72,10 @@ class BeginGroupsRequest(google.protobuf.message.Message):
         A group that is open already keeps its size: another one is INVALID_ARGUMENT.
         """
 
+    @property
+    def tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The environment or task of each group, one a uid, as in Rows; empty strings, or empty: none yet."""
+
     def __init__(
         self,
         *,
@@ -79,8 +84,9 @@ class BeginGroupsRequest(google.protobuf.message.Message):
         uids: collections.abc.Iterable[builtins.str] | None = ...,
         wait_s: builtins.float = ...,
         n_samples: collections.abc.Iterable[builtins.int] | None = ...,
+        tags: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["n_samples", b"n_samples", "round", b"round", "run", b"run", "uids", b"uids", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["n_samples", b"n_samples", "round", b"round", "run", b"run", "tags", b"tags", "uids", b"uids", "wait_s", b"wait_s"]) -> None: ...
 
 global___BeginGroupsRequest = BeginGroupsRequest
 

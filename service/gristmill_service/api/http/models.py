@@ -68,6 +68,7 @@ class BeginGroups(Body):
     n_samples: Int32 | Many[Int32] = Field(
         default=[], description="How many samples make each group, or all of them; 0 or nothing: as many as the run's."
     )
+    tag: str | Many[str] = Field(default=[], description="The environment or task of each group, or of all of them.")
 
 
 def one_each(given: _Item | list[_Item], uids: list[str]) -> list[_Item]:
@@ -100,6 +101,7 @@ class Row(BaseModel):
     stop_reason: str = Field("", examples=["stop"])
     policy_version: int = Field(-1, description="The policy version that sampled the step; -1 unknown.")
     advantage: float | list[float] | None = Field(None, description="With advantage_estimator: none.")
+    tag: str = Field("", description="The environment or task of the row's group; those of a group agree.")
 
 
 class RowsSubmitted(BaseModel):

@@ -31,7 +31,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.BeginGroupsRequest, context: grpc.ServicerContext
     ) -> rollout_pb2.BeginGroupsResponse:
         run = self._context.runs.get(request.run)
-        question = ask_groups(run, request.round, list(request.uids), list(request.n_samples))
+        question = ask_groups(run, request.round, list(request.uids), list(request.n_samples), list(request.tags))
         return messages.admissions_to(self._context.long_poll.ask(question, request.wait_s, context))
 
     def SubmitRows(  # noqa: N802

@@ -15,7 +15,7 @@ from gristmill_service.run.machine.state import State
 def check_sizes(state: State, wanted: Sequence[NewGroup], config: RunConfig) -> None:
     """Refuses a size that no group may have, and one that differs from the size that the group has already."""
     sizes: dict[GroupKey, int] = {}
-    for key, samples in wanted:
+    for key, samples, _ in wanted:
         if not 0 <= samples <= config.most_samples:
             raise InvalidArgumentError(
                 f"{key}: n_samples is {samples}, and {_most(config)} allows 1..{config.most_samples}; give fewer, 0 "

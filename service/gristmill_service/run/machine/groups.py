@@ -54,13 +54,15 @@ class Group:
     """One admitted prompt group.
 
     samples: how many trajectories it is made of. surplus: how many more are sampled. finished: those that are complete,
-    in the order in which they became so. aborted: those given up, and why.
+    in the order in which they became so. aborted: those given up, and why. tag: its environment or task, "" where
+    nobody said.
     """
 
     key: GroupKey
     samples: int
     admitted_at: float
     surplus: int = 0
+    tag: str = ""
     trajectories: dict[int, Trajectory] = field(default_factory=dict)
     aborted: dict[int, str] = field(default_factory=dict)
     finished: dict[int, None] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
@@ -27,6 +28,7 @@ from gristmill_service.run.machine.events import (
 from gristmill_service.run.machine.group_sizes import check_first_sample, check_sample
 from gristmill_service.run.machine.groups import Group, Trajectory
 from gristmill_service.run.machine.state import State
+from gristmill_service.run.machine.tags import NamedTags
 from gristmill_service.run.row_buffer import reward_digests, row_digests
 
 
@@ -139,16 +141,21 @@ def take_rows(
     state: State,
     config: RunConfig,
     rows: Sequence[StoredRow],
+    tags: Sequence[str] | None,
     schema: RowSchema,
     room: Callable[[], Room],
     now: Callable[[], float],
 ) -> tuple[list[Outcome], list[Event]]:
-    """Outcome of each row, and what happened. Raises with nothing decided when any row is refused."""
+    """Outcome of each row, and what happened. Raises with nothing decided when any row is refused.
+
+    tags: of each row, as it names its group's; None where none does.
+    """
+    named = NamedTags(state)
     views: dict[TrajectoryKey, _View] = {}
     outcomes: list[Outcome] = []
     stored: list[StoredRow] = []
     admitted: dict[GroupKey, NewGroup] = {}
-    for row in rows:
+    for row, tag in zip(rows, repeat("") if tags is None else tags, strict=False):
         key = row.group
         closed = state.closed.get(key)
         if closed is not None:
@@ -156,6 +163,8 @@ def take_rows(
             continue
         group = state.open.get(key)
         _check_row(row, group, config)
+        if tag:
+            named.name(key, tag, f"{row.trajectory} step {row.step}")
         if group is None:
             admitted[key] = NewGroup(key, config.n_samples_per_prompt)
         elif row.trajectory.sample in group.aborted:
@@ -173,8 +182,10 @@ def take_rows(
         raise finished()
     events: list[Event] = []
     if admitted:
+        admitted = {key: new._replace(tag=named.of(key)) for key, new in admitted.items()}
         _check_room(admitted, room(), config)
         events.append(GroupsAdmitted(tuple(admitted.values()), now()))
+    events += named.events(admitted.values())
     if stored:
         if schema != state.schema:
             events.append(SchemaFixed(schema))
@@ -211,7 +222,12 @@ def finished() -> FailedPreconditionError:
 
 
 def _check_room(admitted: dict[GroupKey, NewGroup], found: Room, config: RunConfig) -> None:
-    if len(admitted) <= found.groups:
+    left = found
+    for refused in admitted.values():
+        if not left.groups_of(refused.tag):
+            break
+        left = left.less(refused.tag)
+    else:
         return
     most = config.max_buffered_batches * config.train_batch_size
     if len(admitted) > most:
@@ -220,7 +236,7 @@ def _check_room(admitted: dict[GroupKey, NewGroup], found: Room, config: RunConf
             f"max_buffered_batches allows {most}; send fewer a request"
         )
     raise ResourceExhaustedError(
-        f"{next(iter(admitted))}: no room for {len(admitted)} more prompt groups, {found.groups} may be admitted: "
-        f"{found.reason}",
+        f"{next(iter(admitted))}: no room for {len(admitted)} more prompt groups, {found.groups_of(refused.tag)} may "
+        f"be admitted: {found.reason_for(refused.tag)}",
         RETRY_AFTER_S,
     )
