@@ -118,6 +118,7 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"tag_shares": {"": {"min": 0.5}}}, "tag_shares"),
         ({"tag_shares": {f"t{n}": {"min": 0.01} for n in range(65)}}, "tag_shares names 65 tags, and a run has 64"),
         ({"stale": "drop"}, "stale: drop needs a bound; set max_staleness"),
+        ({"stale": "mask"}, "stale: mask needs a bound; set max_staleness"),
         ({"group_timeout_s": 0.0}, "group_timeout_s"),
         ({"group_timeout_s": float("inf")}, "group_timeout_s"),
         (

@@ -161,7 +161,7 @@ class RunConfig(BaseModel):
     zero_variance_filter: Annotated[Literal["mask", "replace"] | None, BeforeValidator(_filter_mode)] = None
     overlong_filter: Annotated[tuple[StopReason, ...], FailFast()] = Field(default=(), strict=False, max_length=1000)
     max_staleness: Versions | None = None
-    stale: Literal["drop", "count"] = "count"
+    stale: Literal["drop", "count", "mask"] = "count"
     dp_size: Size = 1
     cp_size: Size = 1
     vpp_size: Size = 1
@@ -369,8 +369,8 @@ def _refuse_wrong_combinations(config: RunConfig) -> None:
             f"max_samples_per_prompt: {config.max_samples_per_prompt} is less than n_samples_per_prompt: "
             f"{config.n_samples_per_prompt}, which groups have unless they say otherwise; raise it or leave it out"
         )
-    if config.stale == "drop" and config.max_staleness is None:
-        raise InvalidArgumentError("stale: drop needs a bound; set max_staleness")
+    if config.stale != "count" and config.max_staleness is None:
+        raise InvalidArgumentError(f"stale: {config.stale} needs a bound; set max_staleness")
 
 
 def _most_rows(config: RunConfig) -> int | None:

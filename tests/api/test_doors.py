@@ -260,3 +260,22 @@ def test_groups_may_name_their_task(door: Door, run_name: str) -> None:
     plan = door.batch(run_name, 0, wait_s=WAIT_S)["plan"]
     assert plan["tags"] == ["math", "code"]
     assert plan["tag_metrics"]["code"]["trajectories"] == 2
+
+
+def test_tokens_may_have_a_version_each(door: Door, run_name: str) -> None:
+    door.create(run_name, CONFIG | {"stale": "mask", "max_staleness": 1, "train_batch_size": 1})
+    with pytest.raises(Refused) as refused:
+        door.submit(run_name, [row("a", 0, policy_versions=[1])])
+    assert refused.value.code == "INVALID_ARGUMENT"
+    assert ("policy_versions" in refused.value.message) or ("token_policy_versions" in refused.value.message)
+    door.announce(run_name, 3)
+    door.submit(run_name, [row("a", sample, policy_versions=[1, 3]) for sample in range(2)])
+    plan = door.batch(run_name, 0, wait_s=WAIT_S)["plan"]
+    assert plan["counts"]["stale_tokens"] == 2
+    assert plan["mini_batches"][0]["loss_tokens"] == 2
+    assert "token_policy_version" in _header(door.read(run_name, 0, 0, 0))
+
+
+def _header(shard: bytes) -> Json:
+    found: Json = json.loads(shard[8 : 8 + struct.unpack("<Q", shard[:8])[0]])
+    return found

@@ -325,6 +325,8 @@ def test_groups_of_a_file_are_as_large_as_their_rows_tell(config: Path, tmp_path
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_rows_of_a_file_may_name_their_task(config: Path, tmp_path: Path, kind: str) -> None:
     rows = [row | {"tag": "math" if row["uid"] in ("p0", "p3") else ""} for row in rollouts()]
+    rows = [row | {"policy_versions": [row["step"]] * len(row["response_ids"])} for row in rows]
+    config.write_text(json.dumps(CONFIG | {"stale": "mask", "max_staleness": 0}))
     file = tmp_path / f"rollouts.{kind}"
     if kind == "jsonl":
         file.write_text(lines(rows))
@@ -333,6 +335,7 @@ def test_rows_of_a_file_may_name_their_task(config: Path, tmp_path: Path, kind: 
     plans = [json.loads(line) for line in run("plan", file, "--config", config).stdout.splitlines()]
     assert [plan["tags"] for plan in plans] == [["math", ""], ["", "math"]]
     assert plans[0]["tag_metrics"]["math"]["trajectories"] == 2
+    assert [plan["counts"]["stale_tokens"] for plan in plans] == [8, 8]
 
 
 def test_a_file_with_a_tag_a_prompt_is_refused(config: Path, tmp_path: Path) -> None:

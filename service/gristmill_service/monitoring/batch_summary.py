@@ -168,4 +168,5 @@ def _without_tokens(table: Steps) -> Steps:
         token_rewards=None,
         token_advantages=advantages,
         extras={},
+        token_versions=None,
     )

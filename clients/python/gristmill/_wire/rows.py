@@ -58,6 +58,7 @@ def to_rows(table: Steps, columns: Sequence[ColumnSpec] = ()) -> Iterator[dict[s
         ("rollout_logprobs", table.logprobs),
         ("reward", table.token_rewards),
         ("advantage", table.token_advantages),
+        ("policy_versions", table.token_versions),
     )
     for index in range(len(table)):
         tokens, split = table.tokens[index], int(table.prompt_lengths[index])

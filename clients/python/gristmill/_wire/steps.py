@@ -80,6 +80,8 @@ class Steps:
     rewards_pending: bool (n,), rows whose reward is still to come.
     advantages: float64 (n,) or None; token_advantages: ragged float32 over the response or None.
     extras: the declared columns that any row has, by name.
+    token_versions: ragged int32 over the response, the policy version that sampled each token, -1 unknown, or None
+        where no row says; `policy_versions` are the oldest of them.
     tags: (n,) the environment or task of each row's group, "" where the row does not say, or None where none says.
     """
 
@@ -101,6 +103,7 @@ class Steps:
     advantages: NDArray[np.float64] | None = None
     token_advantages: Ragged | None = None
     extras: Mapping[str, Extra] = field(default_factory=dict)
+    token_versions: Ragged | None = None
     tags: Sequence[str] | None = None
 
     def __len__(self) -> int:
@@ -152,6 +155,8 @@ def _concat_column(name: str, tables: Sequence[Steps]) -> Any:
         return [value for column in columns for value in column]
     if name == "tags":
         return tags_of(tables)
+    if name == "token_versions" and any(column is not None for column in columns):
+        columns = [versions_of_tokens(table) for table in tables]
     missing = [index for index, column in enumerate(columns) if column is None]
     if len(missing) == len(columns):
         return None
@@ -183,6 +188,20 @@ def no_extra(rows: int, empty: Array) -> Extra:
     return Extra(Ragged(empty, nothing, nothing), np.zeros(rows, np.bool_))
 
 
+def versions_of_tokens(table: Steps) -> Ragged:
+    """The policy version of each response token; a row that does not say per token has one for all of them."""
+    if table.token_versions is not None:
+        return table.token_versions
+    lengths = table.response_lengths
+    return Ragged.from_lengths(np.repeat(table.policy_versions, lengths), lengths)
+
+
+def oldest_versions(token_versions: Ragged) -> NDArray[np.int32]:
+    """The lowest known version of each row, -1 where none is known."""
+    known = (array[array > UNKNOWN] for array in token_versions.arrays())
+    return np.array([array.min(initial=INT32_MAX) if array.size else UNKNOWN for array in known], np.int32)
+
+
 def tags_of(tables: Sequence[Steps]) -> list[str] | None:
     """The rows' tags, one table after another; None where no row has one."""
     if all(table.tags is None for table in tables):
@@ -207,6 +226,8 @@ def check(table: Steps) -> Steps:
     _check_identity(table)
     _check_lengths(table)
     _check_tokens(table)
+    if table.token_versions is not None:
+        _check_versions(table, table.token_versions)
     _check_numbers(table)
     return table
 
@@ -270,6 +291,20 @@ def _check_tokens(table: Steps) -> None:
         _refuse_value(table, "loss_mask", table.loss_mask, lambda values: values > 1, "each is 0 or 1")
 
 
+def _check_versions(table: Steps, versions: Ragged) -> None:
+    if versions.values.size and versions.values.min() < UNKNOWN:
+        _refuse_value(
+            table, "policy_versions", versions, lambda values: values < UNKNOWN, "each is at least -1, unknown"
+        )
+    oldest = oldest_versions(versions)
+    row = _first(oldest != table.policy_versions)
+    if row is not None:
+        raise InvalidArgumentError(
+            f"{table.name(row)}: policy_version is {table.policy_versions[row]}, and the oldest of its policy_versions "
+            f"is {oldest[row]}; leave policy_version out"
+        )
+
+
 def _check_numbers(table: Steps) -> None:
     if len(table) > FEW_ROWS or not all(abs(reward) <= FLOAT32_MAX for reward in table.rewards.tolist()):
         row = _first(_not_finite(table.rewards) & ~table.rewards_pending)
@@ -313,6 +348,7 @@ def _response_columns(table: Steps) -> list[tuple[str, Ragged]]:
         ("rollout_logprobs", table.logprobs),
         ("reward", table.token_rewards),
         ("advantage", table.token_advantages),
+        ("policy_versions", table.token_versions),
     )
     return [(name, column) for name, column in columns if column is not None]
 

@@ -100,6 +100,9 @@ class Row(BaseModel):
     rollout_logprobs: list[float] | None = Field(None, examples=[[-0.1, -0.7]])
     stop_reason: str = Field("", examples=["stop"])
     policy_version: int = Field(-1, description="The policy version that sampled the step; -1 unknown.")
+    policy_versions: list[int] | None = Field(
+        None, description="The same for each response token, where it changed meanwhile; the row's is the oldest."
+    )
     advantage: float | list[float] | None = Field(None, description="With advantage_estimator: none.")
     tag: str = Field("", description="The environment or task of the row's group; those of a group agree.")
 

@@ -41,7 +41,13 @@ def describe_rows(steps: Steps, table: int, shared: Collection[str] = ()) -> lis
     digests, rewards_given = row_digests(steps, shared), reward_digests(steps)
     itemsize = sum(
         column.values.itemsize
-        for column in (steps.loss_mask, steps.logprobs, steps.token_rewards, steps.token_advantages)
+        for column in (
+            steps.loss_mask,
+            steps.logprobs,
+            steps.token_rewards,
+            steps.token_advantages,
+            steps.token_versions,
+        )
         if column is not None
     )
     responses = steps.response_lengths
