@@ -22,6 +22,7 @@ from pydantic_core import PydanticCustomError
 from gristmill._wire.column_spec import ColumnScope, ColumnSpec, specs_of
 from gristmill._wire.steps import LONGEST_TAG
 from gristmill.errors import InvalidArgumentError, UnsupportedError
+from gristmill_service import group_rules
 from gristmill_service.validation_messages import place, problems, shown
 
 LossReduction = Literal[
@@ -33,10 +34,6 @@ KlEstimator = Literal["k1", "k2", "k3"]
 # Far beyond what anyone runs, and small enough that a slip of the keyboard is refused before memory is.
 Size = Annotated[int, Field(gt=0, le=1 << 14)]
 Count = Annotated[int, Field(gt=0, le=1 << 24)]
-# Of a mini-batch, where `micro_batch.count` asks for them: each has a row, if only a padding row.
-MOST_MICRO_BATCHES = 1 << 20
-# Tags are labels of metrics.
-MOST_TAGS = 64
 # Where a setting has no other limit it is that of 64 bits: nothing that stores or sends a configuration holds more.
 INT64_MAX = 2**63 - 1
 FLOAT64_MAX = sys.float_info.max
@@ -177,7 +174,7 @@ class RunConfig(BaseModel):
     surplus: Annotated[int, Field(ge=0, le=1 << 14)] = 0
     max_buffered_batches: Count = 4
     max_buffered_bytes: Bytes = 4 << 30
-    tag_shares: dict[Tag, TagShare] = Field(default_factory=dict)
+    tag_shares: dict[Tag, TagShare] = Field(default={})
     tag_timeout_s: Seconds | None = None
     layout: Literal["left_padded", "packed"] = "left_padded"
     pad_width: Literal["batch", "mini_batch", "shard", "micro_batch"] = "shard"
@@ -247,25 +244,7 @@ class RunConfig(BaseModel):
                 "are the slowest and longest; use seal_order: admission or on_misaligned: pad to keep them"
             )
         found += _without_effect(self)
-        micro_batches, rows = self.dp_size * (self.micro_batch.count or 0), _most_rows(self)
-        if rows is not None and micro_batches > rows:
-            found.append(
-                f"micro_batch.count: {self.micro_batch.count} on dp_size: {self.dp_size} ranks makes {micro_batches} "
-                f"micro-batches, and a mini-batch has {rows} rows at most, so that the others are padding alone; lower "
-                "the count or enlarge the mini-batches"
-            )
-        if self.tag_shares and self.tag_timeout_s is None:
-            found.append(
-                "tag_shares without tag_timeout_s: where a tag stops coming no batch is sealed any more until the run "
-                "is finished; set tag_timeout_s"
-            )
-        several = self.most_samples > 1 and self.n_samples_per_prompt == 1
-        if several and self.advantage_estimator in ("grpo", "rloo", "maxrl"):
-            found.append(
-                f"max_samples_per_prompt: {self.max_samples_per_prompt} with n_samples_per_prompt: 1: a group of one "
-                "is scored without a baseline, also one that is left of several, and the others relative to their "
-                "group; use n_samples_per_prompt: 2 or more, or advantage_estimator: none"
-            )
+        found += group_rules.warnings(self)
         return found
 
 
@@ -352,7 +331,8 @@ def _refuse_wrong_combinations(config: RunConfig) -> None:
     _check_mini_batches(config)
     _check_alignment(config)
     _check_balance(config)
-    _check_tags(config)
+    group_rules.check_sizes(config)
+    group_rules.check_tags(config)
     if config.merge != "none" and not config.step_wise:
         raise InvalidArgumentError(
             f"merge: {config.merge} joins the steps of a trajectory, but step_wise is false (one step each); "
@@ -364,20 +344,8 @@ def _refuse_wrong_combinations(config: RunConfig) -> None:
         raise InvalidArgumentError(
             f"min_samples: {config.min_samples} exceeds n_samples_per_prompt: {config.n_samples_per_prompt}; lower it"
         )
-    if config.most_samples < config.n_samples_per_prompt:
-        raise InvalidArgumentError(
-            f"max_samples_per_prompt: {config.max_samples_per_prompt} is less than n_samples_per_prompt: "
-            f"{config.n_samples_per_prompt}, which groups have unless they say otherwise; raise it or leave it out"
-        )
     if config.stale != "count" and config.max_staleness is None:
         raise InvalidArgumentError(f"stale: {config.stale} needs a bound; set max_staleness")
-
-
-def _most_rows(config: RunConfig) -> int | None:
-    """The most rows that a mini-batch can have; None where trajectories have steps."""
-    if config.step_wise:
-        return None
-    return max(map(config.mini_batch_size, config.models)) * config.most_samples
 
 
 def _check_micro_batch(config: RunConfig) -> None:
@@ -388,25 +356,7 @@ def _check_micro_batch(config: RunConfig) -> None:
             f"{' and '.join(given) or 'none'}"
         )
     if config.micro_batch.count is not None:
-        _check_micro_batch_count(config, config.micro_batch.count)
-
-
-def _check_micro_batch_count(config: RunConfig, count: int) -> None:
-    if count * config.dp_size > MOST_MICRO_BATCHES:
-        raise InvalidArgumentError(
-            f"micro_batch.count: {count} on dp_size: {config.dp_size} ranks makes {count * config.dp_size} "
-            f"micro-batches of every mini-batch, and {MOST_MICRO_BATCHES} are the most; lower the count"
-        )
-    if config.vpp_size > 1 and count % config.microbatch_group_size:
-        raise InvalidArgumentError(
-            f"micro_batch.count: {count} is not a multiple of microbatch_group_size: {config.microbatch_group_size}, "
-            f"which vpp_size: {config.vpp_size} asks for; change one of them"
-        )
-    if config.on_misaligned != "pad":
-        raise InvalidArgumentError(
-            f"micro_batch.count: {count} is always reached, with padding rows where there are too few, so that "
-            f"on_misaligned: {config.on_misaligned} has nothing to decide; use on_misaligned: pad"
-        )
+        group_rules.check_micro_batch_count(config, config.micro_batch.count)
 
 
 def _check_mini_batches(config: RunConfig) -> None:
@@ -442,30 +392,6 @@ def _check_alignment(config: RunConfig) -> None:
             f"on_misaligned: {config.on_misaligned} can never align: a mini-batch has policy_mini_batch_size × "
             f"{samples} = {rows} rows, and micro-batches come in multiples of {config.align_to} "
             "(dp_size × microbatch_group_size under VPP); use on_misaligned: pad or larger mini-batches"
-        )
-
-
-def _check_tags(config: RunConfig) -> None:
-    if config.tag_timeout_s is not None and not config.tag_shares:
-        raise InvalidArgumentError(
-            f"tag_timeout_s: {config.tag_timeout_s:g} says how long a batch waits for tag_shares, and there are none; "
-            "set tag_shares or leave it out"
-        )
-    if len(config.tag_shares) > MOST_TAGS:
-        raise InvalidArgumentError(
-            f"tag_shares names {len(config.tag_shares)} tags, and a run has {MOST_TAGS} at most; name fewer"
-        )
-    total = sum((Fraction(repr(share.min)) for share in config.tag_shares.values()), Fraction(0))
-    if total > 1:
-        raise InvalidArgumentError(
-            f"tag_shares: the shares of {', '.join(map(shown, config.tag_shares))} are {float(total):g} together, more "
-            "than all of a batch; lower them"
-        )
-    groups = config.tag_groups(config.train_batch_size)
-    if sum(groups.values()) > config.train_batch_size:
-        raise InvalidArgumentError(
-            f"tag_shares: {' + '.join(f'{count} of {shown(tag)}' for tag, count in groups.items())} whole groups are "
-            f"more than train_batch_size: {config.train_batch_size}; lower the shares or enlarge the batch"
         )
 
 

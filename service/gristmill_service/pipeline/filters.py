@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s, Ragged
-from gristmill._wire.steps import UNKNOWN, versions_of_tokens
+from gristmill._wire.steps import UNKNOWN, Steps, versions_of_tokens
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.advantage import Float64s, by_size, flat
 from gristmill_service.pipeline.validate import Received
@@ -73,14 +73,21 @@ def mask_stale_tokens(
     """Returns the batch with loss_mask 0 on tokens more than `max_staleness` versions behind, under `stale: mask`, and
     how many trained tokens those were. policy_version: as `stale_groups` has it. Nothing is modified."""
     steps = received.steps
-    if config.stale != "mask" or config.max_staleness is None or not len(steps):
+    if config.stale != "mask" or not len(steps):
         return received, {}
-    versions, mask = versions_of_tokens(steps).compact(), steps.loss_mask.compact()
-    current = current_version(received, policy_version)
-    behind = (versions.values != UNKNOWN) & (current - versions.values.astype(np.int64) > config.max_staleness)
-    counts = {"stale_tokens": int(mask.values[behind].sum(dtype=np.int64))}
-    fresh = Ragged(mask.values * ~behind, mask.starts, mask.lengths)
+    fresh = fresh_loss_mask(steps, config, current_version(received, policy_version))
+    before = steps.loss_mask.compact().values.sum(dtype=np.int64)
+    counts = {"stale_tokens": int(before - fresh.values.sum(dtype=np.int64))}
     return replace(received, steps=replace(steps, loss_mask=fresh)), counts
+
+
+def fresh_loss_mask(steps: Steps, config: RunConfig, current: int) -> Ragged:
+    """Returns the rows' loss_mask, with 0 on tokens that are too far behind under `stale: mask`."""
+    if config.stale != "mask" or config.max_staleness is None:
+        return steps.loss_mask
+    versions, mask = versions_of_tokens(steps).compact(), steps.loss_mask.compact()
+    behind = (versions.values != UNKNOWN) & (current - versions.values.astype(np.int64) > config.max_staleness)
+    return Ragged(mask.values * ~behind, mask.starts, mask.lengths)
 
 
 def staleness(received: Received, policy_version: int | None) -> Int64s:

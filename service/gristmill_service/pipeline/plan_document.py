@@ -6,7 +6,7 @@ The document is a public contract: `gristmill plan` prints it, stores keep it as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -80,8 +80,8 @@ class PlanDocument:
     counts: dict[str, int]
     metrics: dict[str, int | float]
     merge_mismatches: list[MismatchDocument]
-    tags: list[str] = field(default_factory=list)
-    tag_metrics: dict[str, dict[str, int | float]] = field(default_factory=dict)
+    tags: list[str]
+    tag_metrics: dict[str, dict[str, int | float]]
 
 
 def encode_plan(plan: PlanDocument) -> bytes:
