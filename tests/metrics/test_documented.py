@@ -25,11 +25,17 @@ def busy() -> Metrics:
     """With a series of every metric."""
     columns = [{"name": "level", "dtype": "int8", "scope": "row"}]
     bench = Bench(
-        build_batch=build_batch, store=MemoryShardStore(), name='a "run" \\ of\nmine', merge="prefix", columns=columns
+        build_batch=build_batch,
+        store=MemoryShardStore(),
+        name='a "run" \\ of\nmine',
+        merge="prefix",
+        columns=columns,
+        tag_shares={"math": {"min": 1.0}},
     )
     bench.begin("a", "b", "c")
-    rows = [row | {"level": 3} for uid in "ab" for row in group_rows(uid)]
+    rows = [row | {"level": 3, "tag": tag} for uid, tag in (("a", "math"), ("b", "")) for row in group_rows(uid)]
     bench.run.submit(from_rows(rows, columns=bench.run.config.columns))
+    bench.run.seal(0)
     bench.make_batches()
     bench.run.shard("policy", 0, None, 0)
     bench.run.abort_groups(0, ["c"], "bad")

@@ -71,9 +71,9 @@ class BatchSummary:
     breaks: StepBreaks
 
 
-def summarize(tables: Iterable[Steps], config: RunConfig) -> BatchSummary:
-    """tables: the batch's rows in their order, some at a time."""
-    reader = _Reader(config.merge != "none")
+def summarize(tables: Iterable[Steps], config: RunConfig, policy_version: int) -> BatchSummary:
+    """tables: the batch's rows in their order, some at a time. policy_version: that it was sealed under."""
+    reader = _Reader(config, policy_version)
     for table in tables:
         reader.read(table)
     received = receive(concat(reader.bare), config)
@@ -105,8 +105,8 @@ def summarize(tables: Iterable[Steps], config: RunConfig) -> BatchSummary:
 class _Reader:
     """Reads rows one table after another, and holds no more of their tokens than the last row's."""
 
-    def __init__(self, merges: bool) -> None:
-        self._merges = merges
+    def __init__(self, config: RunConfig, policy_version: int) -> None:
+        self._merges, self._config, self._version = config.merge != "none", config, policy_version
         self._key: TrajectoryKey | None = None
         self._tokens: NDArray[np.int32] = _EMPTY.values
         self.bare: list[Steps] = []
@@ -120,7 +120,8 @@ class _Reader:
     def read(self, table: Steps) -> None:
         self.joins.append(self._joined(table) if self._merges else np.zeros(len(table), np.bool_))
         self.lengths.append(table.tokens.lengths)
-        self.trained.append(np.array([mask.sum(dtype=np.int64) for mask in table.loss_mask.arrays()], np.int64))
+        masks = filters.fresh_loss_mask(table, self._config, self._version).arrays()
+        self.trained.append(np.array([mask.sum(dtype=np.int64) for mask in masks], np.int64))
         self.bare.append(_without_tokens(table))
         # A copy: the view would keep the whole table.
         self._key, self._tokens = table.key(len(table) - 1), table.tokens[len(table) - 1].copy()
@@ -168,4 +169,5 @@ def _without_tokens(table: Steps) -> Steps:
         token_rewards=None,
         token_advantages=advantages,
         extras={},
+        token_versions=None,
     )
