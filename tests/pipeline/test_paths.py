@@ -29,7 +29,7 @@ KEPT = [2, 1, 2, 2, 1, 2, 2, 1]
 SHARED = [0, 0, 0, 2, 0, 2, 1, 0]
 
 
-def _by_hand(received: Received, mode: str) -> tuple[Rows, list[Mismatch]]:
+def _by_hand(received: Received, mode: str, columns: object) -> tuple[Rows, list[Mismatch]]:
     steps = [step for path in PATHS for step in path]
     edges = np.cumsum([0, *map(len, PATHS)])
     return rows_of_paths(received, edges, *(np.array(values, np.int64) for values in (steps, KEPT, SHARED))), []
