@@ -295,5 +295,40 @@ def test_a_generator_output_has_columns_as_further_lists(service: Service, run_n
             "routed_experts": [experts(0, 2), experts(0, 3).tolist()],
         }
         assert client.submit(output) == [RowOutcome.ACCEPTED] * 2
-        with pytest.raises(InvalidArgumentError, match=r"unknown key values; .* declare it as a column"):
+        with pytest.raises(InvalidArgumentError, match="unknown key values; declare it as a column"):
             client.submit(output | {"values": [1, 2]})
+
+
+def test_skyrls_output_is_taken_with_the_experts_and_images_that_the_run_declares(
+    service: Service, run_name: str
+) -> None:
+    columns = [
+        {"name": "rollout_expert_indices", "dtype": "int16", "scope": "token", "shape": [2, 1]},
+        {"name": "pixel_values", "dtype": "float32", "scope": "items", "shape": [2], "required": False},
+        {"name": "image_grid_thw", "dtype": "int64", "scope": "items", "shape": [3], "required": False},
+    ]
+    output = {
+        "prompt_token_ids": [[1, 2], [3]],
+        "response_ids": [[4], [5, 6]],
+        "rewards": [1.0, 0.0],
+        "loss_masks": [[1], [1, 1]],
+        "stop_reasons": ["stop", "length"],
+        "rollout_logprobs": [[-0.1], [-0.2, -0.3]],
+        "rollout_metrics": {"generate/mean": 1.0},
+        "env_metrics": [{"a": 1}, {"a": 2}],
+        "trajectory_generation_times": [0.5, 0.7],
+        "trajectory_time_splits": [{"llm": 0.5}, {"llm": 0.7}],
+        "rollout_expert_indices": [[[[1], [2]]] * 3, [[[3], [4]]] * 3],
+        "pixel_values": [torch.ones(4, 2), None],
+        "image_grid_thw": [torch.tensor([[1, 2, 2]]), None],
+    }
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG | {"columns": columns, "step_wise": False, "merge": "none"})
+        assert client.submit(output, trajectory_ids=[("a", 0), ("b", 0)]) == [RowOutcome.ACCEPTED] * 2
+    [shard] = next(iter(TrainerClient(service.grpc_address, run_name, 0))).mini_batches()
+    first, second = shard.micro_batches()
+    assert first["rollout_expert_indices"].tolist() == [[[[1], [2]]] * 3]
+    assert first["pixel_values"].tolist() == [[1.0, 1.0]] * 4
+    assert first["image_grid_thw"].tolist() == [[1, 2, 2]]
+    assert second["rollout_expert_indices"].tolist() == [[[[3], [4]]] * 3]
+    assert (second["pixel_values_given"].tolist(), second["pixel_values_offsets"].tolist()) == ([0], [0, 0])
