@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -48,7 +49,7 @@ class MiniBatchDocument:
 
 @dataclass(frozen=True, slots=True)
 class MismatchDocument:
-    """A step that did not join the one before. index: of the first token of its prompt that differs."""
+    """A step that joined none. index: of the first token of its prompt that differs."""
 
     uid: str
     round: int
@@ -62,7 +63,8 @@ class PlanDocument:
     """The plan of a batch: which row trains when and where. Row indices are those after merging.
 
     dropped_uids: of groups dropped as stale or by alignment. counts: what each rule met, by name. metrics: of the
-    policy. merge_mismatches: the first few of each trajectory, with `merge: prefix`.
+    policy. merge_mismatches: the first few of each trajectory. steps: with `merge: tree` the steps that each row is
+    made of, by their own numbers; the plans of others are without.
     """
 
     batch: int
@@ -76,11 +78,13 @@ class PlanDocument:
     counts: dict[str, int]
     metrics: dict[str, int | float]
     merge_mismatches: list[MismatchDocument]
+    steps: list[list[int]] | None = None
 
 
 def encode_plan(plan: PlanDocument) -> bytes:
     """Returns the plan as JSON, in UTF-8 and on one line."""
-    return msgspec.json.encode(plan)
+    text = msgspec.json.encode(plan)
+    return text if plan.steps is not None else text.removesuffix(b',"steps":null}') + b"}"
 
 
 def decode_plan(text: bytes) -> PlanDocument:
@@ -111,6 +115,7 @@ def plan_document(
         counts=_counts(scored, len(dropped), config),
         metrics=_accuracy(scored) | _performance(scored, policy, config, laid_out),
         merge_mismatches=_mismatches(scored),
+        steps=_paths(scored) if config.merge == "tree" else None,
     )
 
 
@@ -185,3 +190,9 @@ def _mismatches(scored: ScoredBatch) -> list[MismatchDocument]:
         MismatchDocument(key.uid, key.round, key.sample, mismatch.step, mismatch.index)
         for key, mismatch in zip(keys, scored.mismatches, strict=True)
     ]
+
+
+def _paths(scored: ScoredBatch) -> list[list[int]]:
+    rows = scored.rows
+    numbers = scored.received.steps.steps[rows.steps].tolist()
+    return [numbers[begin:end] for begin, end in pairwise(rows.edges.tolist())]
