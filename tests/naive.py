@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load
+import torch
+from safetensors.torch import load
 
 from gristmill_service.pipeline.iovec import join
 
@@ -23,12 +24,15 @@ Row = dict[str, Any]
 class Merged:
     """A training row. steps: those on its path, in order. sources: of each response token the step and the index of
     its response that it stands for, None for an observation. trained: whether it is trained in this row. rewarded: the
-    response tokens on which a step's scalar reward stands, and which step's."""
+    response tokens on which a step's scalar reward stands, and which step's. holders: of each token, also the prompt's,
+    the first step that has it. first_here: of each step, whether no earlier row is made of it."""
 
     steps: list[Row]
     sources: list[tuple[int, int] | None]
     trained: list[bool]
     rewarded: dict[int, int]
+    holders: list[int]
+    first_here: list[bool]
 
     def standing(self, values: Callable[[Row], list[Any]], only_trained: bool = False) -> list[Any]:
         """A response-level column: each step's values where its tokens stand, 0 elsewhere."""
@@ -60,12 +64,15 @@ def _merged_trajectory(steps: list[Row], merge: str, tail: int) -> list[Merged]:
     path_to: dict[int, list[int]] = {}
     # What each token of the sequence of a step is, on the path to it.
     sources: dict[int, list[tuple[int, int] | None]] = {}
+    holders: dict[int, list[int]] = {}
     for number, step in enumerate(steps):
         prompt, own = step["prompt_token_ids"], [(number, index) for index in range(len(step["response_ids"]))]
         parent, common = joined(steps, number, path_to, merge, tail)
         path_to[number] = [*([] if parent is None else path_to[parent]), number]
         observed = [None] * (len(prompt) - common)
         sources[number] = [*([] if parent is None else sources[parent][:common]), *observed, *own]
+        kept_holders = [] if parent is None else holders[parent][:common]
+        holders[number] = kept_holders + [number] * (len(sources[number]) - common)
         grown = [index for index, path in enumerate(paths) if path[-1] == parent]
         if grown:
             paths[grown[0]] = path_to[number]
@@ -74,6 +81,7 @@ def _merged_trajectory(steps: list[Row], merge: str, tail: int) -> list[Merged]:
     found: list[Merged] = []
     trained: set[tuple[int, int] | None] = set()
     rewarded: set[int] = set()
+    visited: set[int] = set()
     for path in paths:
         prompt = steps[path[0]]["prompt_token_ids"]
         own_sources = sources[path[-1]][len(prompt) :]
@@ -84,10 +92,13 @@ def _merged_trajectory(steps: list[Row], merge: str, tail: int) -> list[Merged]:
                 sources=own_sources,
                 trained=[source is not None and source not in trained for source in own_sources],
                 rewarded={at: number for number, at in last.items() if number not in rewarded},
+                holders=holders[path[-1]],
+                first_here=[number not in visited for number in path],
             )
         )
         trained |= set(own_sources)
         rewarded |= set(last)
+        visited |= set(path)
     return found
 
 
@@ -127,17 +138,18 @@ def advantages(rows: list[Row], config: dict[str, Any]) -> dict[tuple[str, int],
 
 def _advantage(score: float, group: list[float], config: dict[str, Any]) -> float:
     estimator, lone = config["advantage_estimator"], config["n_samples_per_prompt"] == 1
+    epsilon = config.get("grpo_epsilon", 1e-6)
     if len(group) == 1:
         if not lone or estimator == "rloo":
             return 0.0
-        return score / (1 + 1e-6) if estimator == "grpo" and config["grpo_norm_by_std"] else score
+        return score / (1 + epsilon) if estimator == "grpo" and config["grpo_norm_by_std"] else score
     if len(set(group)) == 1:
         return 0.0
     mean = sum(group) / len(group)
     match estimator:
         case "grpo":
             std = (sum((value - mean) ** 2 for value in group) / (len(group) - 1)) ** 0.5
-            return (score - mean) / (std + 1e-6) if config["grpo_norm_by_std"] else score - mean
+            return (score - mean) / (std + epsilon) if config["grpo_norm_by_std"] else score - mean
         case "rloo":
             return score - (sum(group) - score) / (len(group) - 1)
         case _:
@@ -154,7 +166,13 @@ def read_shard(shard: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     data = shard_bytes(shard)
     assert len(data) == shard.size
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return load(data), {name: json.loads(value) for name, value in header["__metadata__"].items()}
+    tensors = {name: _array(tensor) for name, tensor in load(data).items()}
+    return tensors, {name: json.loads(value) for name, value in header["__metadata__"].items()}
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """NumPy has no bfloat16: its bits, as uint16."""
+    return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def shard_rows(shard: Any) -> list[dict[str, Any]]:

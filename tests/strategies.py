@@ -96,6 +96,7 @@ def settings_for(draw: st.DrawFn, /, rows: list[Row], *, samples: int = 3, **fix
         "trajectory_score": draw(st.sampled_from(["last_step", "sum"])),
         "advantage_estimator": draw(st.sampled_from(["grpo", "rloo", "maxrl"])),
         "grpo_norm_by_std": draw(st.booleans()),
+        "grpo_epsilon": draw(st.sampled_from([1e-6, 1e-4, 0.5])),
         "loss_reduction": draw(
             st.sampled_from(
                 [

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill.errors import GristmillError, InvalidArgumentError, UnsupportedError
-from gristmill_service.config import Flops, MicroBatch, RunConfig, parse_config, read_config
+from gristmill_service.config import SETTINGS, Flops, KlInReward, MicroBatch, RunConfig, parse_config, read_config
 
 GOOD: dict[str, Any] = {
     "train_batch_size": 8,
@@ -22,6 +22,12 @@ GOOD: dict[str, Any] = {
     "policy_mini_batch_size": 2,
     "micro_batch": {"size": 2},
 }
+
+
+def kl_of_column(**more: Any) -> dict[str, Any]:
+    """A KL in rewards that a column of row sums gives."""
+    column = {"name": "kl", "scope": "row", "dtype": "float32", **more}
+    return {"kl_in_reward": {"coef": 0.1, "column": "kl"}, "columns": [column]}
 
 
 def test_defaults_are_those_of_the_specification() -> None:
@@ -36,6 +42,11 @@ def test_defaults_are_those_of_the_specification() -> None:
         trajectory_score="last_step",
         advantage_estimator="grpo",
         grpo_norm_by_std=True,
+        grpo_epsilon=1e-6,
+        gamma=1.0,
+        whiten="none",
+        kl_in_reward=None,
+        kl_from="old_logprobs",
         loss_reduction="none",
         dp_size=1,
         cp_size=1,
@@ -50,7 +61,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         pad_token_id=0,
     )
     assert (config.zero_variance_filter, config.overlong_filter, config.max_staleness) == (None, (), None)
-    assert (config.max_seq_len, config.critic_mini_batch_size) == (None, None)
+    assert (config.max_seq_len, config.critic_mini_batch_size, config.lambda_) == (None, None, 1.0)
 
 
 @pytest.mark.parametrize("name", sorted(GOOD))
@@ -116,6 +127,51 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"flops": {"quadratic": float("inf")}}, "flops.quadratic: input should be a finite number, got inf"),
         ({"flops": {"linear": "much"}}, "flops.linear: input should be a valid number, got 'much'"),
         ({"flops": {"cubic": 1.0}}, "unknown setting flops.cubic; known are linear, quadratic"),
+        ({"gamma": 1.5}, "gamma: input should be less than or equal to 1, got 1.5"),
+        ({"gamma": -0.1}, "gamma: input should be greater than or equal to 0, got -0.1"),
+        ({"lambda": 2}, "lambda: input should be less than or equal to 1, got 2"),
+        ({"lambda_": 1}, "unknown setting lambda_; known are .* gamma, lambda, whiten"),
+        ({"whiten": "group"}, "whiten: input should be 'batch', 'mini_batch' or 'none', got 'group'"),
+        ({"grpo_epsilon": 0}, "grpo_epsilon: input should be greater than 0, got 0"),
+        ({"kl_from": "logprobs"}, "kl_from: input should be 'old_logprobs' or 'rollout_logprobs', got 'logprobs'"),
+        ({"kl_in_reward": {"estimator": "k1"}}, "kl_in_reward.coef is required"),
+        ({"kl_in_reward": {"coef": -1, "estimator": "k1"}}, "kl_in_reward.coef: .* greater than or equal to 0"),
+        ({"kl_in_reward": {"coef": 0.1, "estimator": "k4"}}, "kl_in_reward.estimator: .* got 'k4'"),
+        ({"kl_in_reward": {"coef": 0.1, "column": "KL"}}, "kl_in_reward.column: .* got 'KL'"),
+        ({"kl_in_reward": {"coef": 0.1, "kind": "k1"}}, "unknown setting kl_in_reward.kind; known are coef, estimator"),
+        ({"kl_in_reward": {"coef": 0.1}}, "kl_in_reward: give exactly one of estimator"),
+        ({"kl_in_reward": {"coef": 0.1, "estimator": "k1", "column": "kl"}}, "kl_in_reward: give exactly one of"),
+        (
+            {"kl_in_reward": {"coef": 0.1, "estimator": "k1"}, "advantage_estimator": "none"},
+            "kl_in_reward changes the rewards .* leave kl_in_reward out",
+        ),
+        (
+            {"kl_in_reward": {"coef": 0.1, "column": "kl"}, "advantage_estimator": "gae"},
+            "kl_in_reward: column holds a sum a row, and advantage_estimator: gae needs the KL of each token",
+        ),
+        ({"kl_in_reward": {"coef": 0.1, "column": "kl"}}, "columns: kl is missing, .* declare it with scope: row"),
+        (
+            kl_of_column(scope="response"),
+            "columns: kl has scope: response, .* make it scope: row, dtype: float32 or float64, one number each, and",
+        ),
+        (kl_of_column(dtype="bfloat16"), "columns: kl has scope: row, dtype: bfloat16, "),
+        (kl_of_column(shape=[2]), r"columns: kl has scope: row, dtype: float32, shape: \[2\], "),
+        (kl_of_column(required=False), "columns: kl has .* required: false, .* and required"),
+        (
+            {**kl_of_column(), "merge": "prefix", "step_wise": True},
+            "columns: kl has merge: last, so with merge: prefix .* set merge: sum for it",
+        ),
+        (
+            {"kl_in_reward": {"coef": 0.1, "estimator": "k3"}},
+            "columns: ref_logprobs is missing, and kl_in_reward: k3 is computed of it; declare it with scope: response",
+        ),
+        (
+            {
+                "kl_in_reward": {"coef": 0.1, "estimator": "k3"},
+                "columns": [{"name": "ref_logprobs", "scope": "response", "dtype": "float32"}],
+            },
+            "columns: old_logprobs is missing",
+        ),
     ],
 )
 def test_a_wrong_configuration_is_refused_naming_the_setting_and_the_remedy(
@@ -133,9 +189,10 @@ def has(annotation: Any, kind: type) -> bool:
 
 NUMBERS = {
     kind: [
-        *(name for name, field in RunConfig.model_fields.items() if has(field.annotation, kind)),
+        *(name for name, field in SETTINGS.items() if has(field.annotation, kind)),
         *(f"micro_batch.{name}" for name, field in MicroBatch.model_fields.items() if has(field.annotation, kind)),
         *(f"flops.{name}" for name, field in Flops.model_fields.items() if has(field.annotation, kind)),
+        *(f"kl_in_reward.{name}" for name, field in KlInReward.model_fields.items() if has(field.annotation, kind)),
     ]
     for kind in (int, float)
 }
@@ -224,8 +281,9 @@ def values_of(name: str, annotation: Any) -> st.SearchStrategy[Any]:
 
 
 def section(model: Any) -> st.SearchStrategy[Any]:
+    fields = {field.alias or name: field for name, field in model.model_fields.items()}
     return st.fixed_dictionaries(
-        {}, optional={name: values_of(name, field.annotation) for name, field in model.model_fields.items()}
+        {}, optional={name: values_of(name, field.annotation) for name, field in fields.items()}
     )
 
 
@@ -234,9 +292,13 @@ CHANGES = section(RunConfig).flatmap(
         {
             name: st.just(value)
             for name, value in list(change.items())[:3]
-            if name not in ("micro_batch", "flops", "columns")
+            if name not in ("micro_batch", "flops", "columns", "kl_in_reward")
         },
-        optional={"micro_batch": section(MicroBatch), "flops": section(Flops) | SCALARS},
+        optional={
+            "micro_batch": section(MicroBatch),
+            "flops": section(Flops) | SCALARS,
+            "kl_in_reward": section(KlInReward),
+        },
     )
 )
 
@@ -258,7 +320,10 @@ def test_an_accepted_configuration_survives_whatever_stores_and_sends_it(change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"columns": [{"name": "routes"}]}, "extra columns are not built yet"),
+        (
+            {"columns": [{"name": "x", "dtype": "int8", "scope": "row", "source": "trainer"}]},
+            "source: trainer is not built yet",
+        ),
         ({"advantage_estimator": "gae"}, "gae is refused: it needs per-token credit"),
         ({"advantage_estimator": "gae", "step_wise": True}, "cannot be broadcast over the steps"),
         ({"advantage_estimator": "reinforce++", "step_wise": True}, "cannot be broadcast over the steps"),
@@ -327,3 +392,71 @@ def test_a_file_that_is_no_configuration_is_refused_with_its_name(tmp_path: Path
 def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"absent\.yaml: cannot read"):
         read_config(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (7, "each is a mapping with name, dtype and scope, got 7"),
+        ({"name": "x"}, "dtype and scope must be given"),
+        ({"name": "x", "dtype": "int16", "scope": "token", "size": 3}, "unknown setting 'size'; known are name, dtype"),
+        ({"name": "Routes", "dtype": "int16", "scope": "token"}, "a name has 1 to 63 of a-z"),
+        ({"name": "loss_mask", "dtype": "int16", "scope": "token"}, "is the name of a built-in column"),
+        ({"name": "x", "dtype": "int4", "scope": "token"}, "dtype is 'int4'; it is one of bool, uint8"),
+        ({"name": "x", "dtype": "int16", "scope": "step"}, "scope is 'step'; it is one of row, response"),
+        ({"name": "x", "dtype": "int16", "scope": "row", "merge": "concat"}, "merge is 'concat'; it is one of last"),
+        ({"name": "x", "dtype": "int16", "scope": "row", "shape": [0]}, "each size is an integer, at least 1"),
+        ({"name": "x", "dtype": "int16", "scope": "row", "shape": 3}, "it is a list of sizes, as"),
+        ({"name": "x", "dtype": "int64", "scope": "row", "shape": [1 << 23]}, "at most 16777216"),
+        ({"name": "x", "dtype": "int8", "scope": "row", "fill": 128}, "fill is 128, which int8 does not hold"),
+        ({"name": "x", "dtype": "int8", "scope": "row", "fill": float("nan")}, "set allow_nonfinite: true"),
+        ({"name": "x", "dtype": "int8", "scope": "row", "required": 1}, "required is 1; it is true or false"),
+        ({"name": "x", "dtype": "bool", "scope": "row", "merge": "sum"}, "merge: sum adds numbers"),
+        ({"name": "x", "dtype": "int8", "scope": "items", "source": "trainer"}, "set scope: row or response"),
+    ],
+)
+def test_a_column_that_cannot_be_is_refused_with_the_remedy(column: object, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        parse_config(GOOD | {"columns": [column]})
+
+
+def test_columns_whose_tensors_would_have_one_name_are_refused() -> None:
+    columns = [
+        {"name": "pixels", "dtype": "uint8", "scope": "items"},
+        {"name": "pixels_offsets", "dtype": "int64", "scope": "row"},
+    ]
+    with pytest.raises(InvalidArgumentError, match="two of them would have a tensor pixels_offsets; rename one"):
+        parse_config(GOOD | {"columns": columns})
+    with pytest.raises(InvalidArgumentError, match="expected a list of columns, got dict"):
+        parse_config(GOOD | {"columns": {}})
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, []),
+        ({"grpo_epsilon": 1e-4}, []),
+        ({"gamma": 0.9}, ["gamma: 0.9 has no effect: it is read with advantage_estimator: gae or reinforce++ alone"]),
+        ({"lambda": 0.9}, ["lambda: 0.9 has no effect: it is read with advantage_estimator: gae alone"]),
+        ({"whiten": "batch"}, ["whiten: batch has no effect: it is read with advantage_estimator: gae or reinforce++"]),
+        ({"grpo_epsilon": 1e-4, "advantage_estimator": "rloo"}, ["grpo_epsilon: 0.0001 has no effect"]),
+        ({"kl_from": "rollout_logprobs"}, ["kl_from: rollout_logprobs has no effect: it is read with kl_in_reward"]),
+    ],
+)
+def test_a_setting_that_the_estimator_does_not_read_is_told(change: dict[str, Any], told: list[str]) -> None:
+    found = parse_config(GOOD | change).warnings()
+    assert len(found) == len(told)
+    assert all(warning.startswith(expected) for warning, expected in zip(found, told, strict=True))
+
+
+def test_lambda_has_its_own_name_wherever_a_configuration_is_stored_or_sent() -> None:
+    config = parse_config(GOOD | {"lambda": 0.95})
+    assert config.lambda_ == config.model_dump()["lambda"] == json.loads(config.model_dump_json())["lambda"] == 0.95
+    assert config.with_dp_size(2).lambda_ == 0.95
+
+
+def test_numbers_that_yaml_takes_for_text_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(GOOD)[:-1] + ", grpo_epsilon: 1e-4, lambda: 95e-2}")
+    config = read_config(path)
+    assert (config.grpo_epsilon, config.lambda_) == (1e-4, 0.95)

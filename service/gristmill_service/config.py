@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fai
 from pydantic import ValidationError as PydanticValidationError
 from pydantic_core import PydanticCustomError
 
-from gristmill._wire.column_spec import ColumnSpec, specs_of
+from gristmill._wire.column_spec import ColumnScope, ColumnSpec, specs_of
 from gristmill.errors import InvalidArgumentError, UnsupportedError
 from gristmill_service.validation_messages import place, problems, shown
 
@@ -24,6 +24,7 @@ LossReduction = Literal[
     "none", "token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean", "trajectory_mean"
 ]
 Model = Literal["policy", "critic"]
+KlEstimator = Literal["k1", "k2", "k3"]
 
 # Far beyond what anyone runs, and small enough that a slip of the keyboard is refused before memory is.
 Size = Annotated[int, Field(gt=0, le=1 << 14)]
@@ -37,7 +38,7 @@ Versions = Annotated[int, Field(ge=0, le=INT64_MAX)]
 # Thirty years: what timers take.
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 
-_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, serialize_by_alias=True)
 
 
 class MicroBatch(BaseModel):
@@ -68,6 +69,9 @@ def _encodable(text: str) -> str:
 
 StopReason = Annotated[str, AfterValidator(_encodable), Field(max_length=1000)]
 Coefficient = Annotated[NonNegativeFloat, BeforeValidator(_number)]
+Epsilon = Annotated[float, BeforeValidator(_number), Field(gt=0)]
+Discount = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
+ColumnName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$", max_length=63)]
 
 
 class Flops(BaseModel):
@@ -84,22 +88,23 @@ class Flops(BaseModel):
     quadratic: Coefficient = 0.0
 
 
-_SECTIONS: dict[str, type[BaseModel]] = {"micro_batch": MicroBatch, "flops": Flops}
+class KlInReward(BaseModel):
+    """What is subtracted from rewards: `coef` times the KL against a reference, exactly one of `estimator` (of each
+    trained token's log-probabilities) and `column` (a row column that holds a row's sum)."""
+
+    model_config = _STRICT
+
+    coef: Coefficient
+    estimator: KlEstimator | None = None
+    column: ColumnName | None = None
+
+
+_SECTIONS: dict[str, type[BaseModel]] = {"micro_batch": MicroBatch, "flops": Flops, "kl_in_reward": KlInReward}
 
 
 def _filter_mode(value: object) -> object:
     """Reads YAML's `true` as `mask` and `false` as off."""
     return {True: "mask", False: None}[value] if isinstance(value, bool) else value
-
-
-def _columns(given: object) -> tuple[ColumnSpec, ...]:
-    """Raises InvalidArgumentError, which pydantic lets through."""
-    if not isinstance(given, list | tuple):
-        raise InvalidArgumentError(f"columns: expected a list of columns, got {type(given).__name__}")
-    return specs_of(given)
-
-
-Columns = Annotated[tuple[ColumnSpec, ...], BeforeValidator(_columns)]
 
 
 class RunConfig(BaseModel):
@@ -119,6 +124,12 @@ class RunConfig(BaseModel):
     trajectory_score: Literal["last_step", "sum"] = "last_step"
     advantage_estimator: Literal["grpo", "rloo", "maxrl", "none", "gae", "reinforce++"] = "grpo"
     grpo_norm_by_std: bool = True
+    grpo_epsilon: Epsilon = 1e-6
+    gamma: Discount = 1.0
+    lambda_: Discount = Field(default=1.0, alias="lambda")
+    whiten: Literal["batch", "mini_batch", "none"] = "none"
+    kl_in_reward: KlInReward | None = None
+    kl_from: Literal["old_logprobs", "rollout_logprobs"] = "old_logprobs"
     loss_reduction: LossReduction = "none"
     zero_variance_filter: Annotated[Literal["mask", "replace"] | None, BeforeValidator(_filter_mode)] = None
     overlong_filter: Annotated[tuple[StopReason, ...], FailFast()] = Field(default=(), strict=False, max_length=1000)
@@ -142,7 +153,7 @@ class RunConfig(BaseModel):
     pad_to_multiple_of: Size = 1
     pad_token_id: Annotated[int, Field(ge=0, lt=2**31)] = 0
     max_seq_len: Tokens | None = None
-    columns: Columns = ()
+    columns: tuple[ColumnSpec, ...] = ()
 
     @property
     def align_to(self) -> int:
@@ -195,7 +206,12 @@ class RunConfig(BaseModel):
                 "on_misaligned: drop_trailing with seal_order: completion drops the groups that finished last, which "
                 "are the slowest and longest; use seal_order: admission or on_misaligned: pad to keep them"
             )
+        found += _without_effect(self)
         return found
+
+
+# By the names that a configuration has: `lambda` is a word of Python's.
+SETTINGS = {field.alias or name: field for name, field in RunConfig.model_fields.items()}
 
 
 def parse_config(mapping: object, source: str = "configuration") -> RunConfig:
@@ -206,11 +222,14 @@ def parse_config(mapping: object, source: str = "configuration") -> RunConfig:
     if not isinstance(mapping, dict):
         raise InvalidArgumentError(f"{source}: expected a mapping of settings, got {type(mapping).__name__}")
     try:
-        _refuse_unknown(mapping, RunConfig.model_fields)
+        _refuse_unknown(mapping, SETTINGS)
         for section, model in _SECTIONS.items():
             if isinstance(given := mapping.get(section), dict):
                 _refuse_unknown(given, model.model_fields, f"{section}.")
+        if "columns" in mapping:
+            mapping = mapping | {"columns": _columns(mapping["columns"])}
         config = RunConfig.model_validate(mapping)
+        _check_kl(config)
         _refuse_unsupported(config)
         _refuse_wrong_combinations(config)
     except PydanticValidationError as error:
@@ -233,6 +252,12 @@ def read_config(path: Path) -> RunConfig:
     return parse_config(mapping, str(path))
 
 
+def _columns(given: object) -> tuple[ColumnSpec, ...]:
+    if not isinstance(given, list | tuple):
+        raise InvalidArgumentError(f"columns: expected a list of columns, got {type(given).__name__}")
+    return specs_of(given)
+
+
 def _refuse_unknown(mapping: dict[Any, Any], known: Collection[str], section: str = "") -> None:
     """Refuses settings that there are not, before pydantic makes an error of each."""
     unknown = [name for name in mapping if name not in known]
@@ -253,8 +278,8 @@ def _explain(error: PydanticValidationError) -> Iterator[str]:
 
 
 def _refuse_unsupported(config: RunConfig) -> None:
-    if config.columns:
-        raise UnsupportedError("columns: extra columns are not built yet; leave the setting out")
+    if any(column.source == "trainer" for column in config.columns):
+        raise UnsupportedError("columns: source: trainer is not built yet; use rollout")
     if config.advantage_estimator in ("gae", "reinforce++"):
         why = (
             "its per-token credit cannot be broadcast over the steps of a trajectory"
@@ -342,3 +367,70 @@ def _check_balance(config: RunConfig) -> None:
         )
     if config.flops is not None and config.flops.linear == 0 and config.flops.quadratic == 0:
         raise InvalidArgumentError("flops: linear and quadratic are both 0, so every row would cost nothing; set one")
+
+
+def _check_kl(config: RunConfig) -> None:
+    kl = config.kl_in_reward
+    if kl is None:
+        return
+    if (kl.estimator is None) == (kl.column is None):
+        raise InvalidArgumentError("kl_in_reward: give exactly one of estimator (k1, k2 or k3) and column")
+    if config.advantage_estimator == "none":
+        raise InvalidArgumentError(
+            "kl_in_reward changes the rewards that advantages are computed of, and with advantage_estimator: none you "
+            "send them; leave kl_in_reward out, or use another estimator"
+        )
+    if kl.column is not None:
+        if config.advantage_estimator in ("gae", "reinforce++"):
+            raise InvalidArgumentError(
+                f"kl_in_reward: column holds a sum a row, and advantage_estimator: {config.advantage_estimator} needs "
+                "the KL of each token, whatever rows the steps became; give estimator: k1, k2 or k3"
+            )
+        _check_declared(config, kl.column, "row", "kl_in_reward takes a row's KL from it")
+        _check_summed(config, kl.column)
+        return
+    needed = ["ref_logprobs"] if config.kl_from == "rollout_logprobs" else ["ref_logprobs", config.kl_from]
+    for name in needed:
+        _check_declared(config, name, "response", f"kl_in_reward: {kl.estimator} is computed of it")
+
+
+def _check_summed(config: RunConfig, name: str) -> None:
+    """Refuses sums of steps of which a row that several became would have one alone."""
+    (column,) = (column for column in config.columns if column.name == name)
+    if config.merge != "none" and column.source == "rollout" and column.merge != "sum":
+        raise InvalidArgumentError(
+            f"columns: {name} has merge: {column.merge}, so with merge: {config.merge} a row would have the KL of "
+            "one of its steps; set merge: sum for it"
+        )
+
+
+def _check_declared(config: RunConfig, name: str, scope: ColumnScope, why: str) -> None:
+    """Refuses a setting that needs a column which the run does not declare, or declares otherwise."""
+    declared = [column for column in config.columns if column.name == name]
+    if not declared:
+        raise InvalidArgumentError(
+            f"columns: {name} is missing, and {why}; declare it with scope: {scope} and dtype: float32"
+        )
+    (column,) = declared
+    if column.scope != scope or column.dtype not in ("float32", "float64") or column.shape or not column.required:
+        raise InvalidArgumentError(
+            f"columns: {name} has scope: {column.scope}, dtype: {column.dtype}, shape: {list(column.shape)}, required: "
+            f"{str(column.required).lower()}, and {why}; make it scope: {scope}, dtype: float32 or float64, one number "
+            "each, and required"
+        )
+
+
+def _without_effect(config: RunConfig) -> Iterator[str]:
+    """Yields a sentence for each setting of estimators that the run's own does not read."""
+    estimator, kl = config.advantage_estimator, config.kl_in_reward
+    per_token = estimator in ("gae", "reinforce++")
+    checks = (
+        ("gamma", config.gamma, per_token, "advantage_estimator: gae or reinforce++"),
+        ("lambda", config.lambda_, estimator == "gae", "advantage_estimator: gae"),
+        ("whiten", config.whiten, per_token, "advantage_estimator: gae or reinforce++"),
+        ("grpo_epsilon", config.grpo_epsilon, estimator == "grpo", "advantage_estimator: grpo"),
+        ("kl_from", config.kl_from, kl is not None and kl.estimator is not None, "kl_in_reward: {estimator: ...}"),
+    )
+    for name, value, is_read, by in checks:
+        if value != SETTINGS[name].default and not is_read:
+            yield f"{name}: {value} has no effect: it is read with {by} alone"

@@ -57,6 +57,13 @@ def test_a_failed_batch_is_not_published() -> None:
     assert sentence(between(status(batches_sealed=2), after)[0]) == "batch 0 failed: no"
 
 
+def test_a_batch_that_fails_again_for_other_ranks_is_told_of_again() -> None:
+    before, after = (
+        status(batches_sealed=1, batches_published=1, failed_batches={0: reason}) for reason in ("two", "three")
+    )
+    assert between(before, after) == [{"event": "failed", "batch": 0, "reason": "three"}]
+
+
 def test_a_trainer_that_comes_back_resumes_and_acknowledges_nothing() -> None:
     [resumed] = between(status(ranks=(2, 2)), status(ranks=(1, 1), incarnation=2))
     assert (resumed["event"], resumed["incarnation"], resumed["position"]["batch"]) == ("resumed", 2, 1)

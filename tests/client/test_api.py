@@ -15,7 +15,7 @@ import gristmill
 from gristmill import errors
 
 ROOT = Path(__file__).parents[2]
-PUBLIC = {"gristmill.aio", "gristmill.errors", "gristmill.torch"}
+PUBLIC = {"gristmill.aio", "gristmill.converters", "gristmill.errors", "gristmill.torch"}
 
 
 def test_all_is_the_public_surface() -> None:
@@ -55,7 +55,7 @@ def test_every_error_of_the_tree_is_public() -> None:
     assert tree - set(gristmill.__all__) == {"PrefixUnknownError"}
 
 
-def test_the_public_modules_are_four() -> None:
+def test_the_public_modules_are_five() -> None:
     """`gristmill.v1` is generated from the contract."""
     found = {module.name for module in pkgutil.walk_packages(gristmill.__path__, "gristmill.")}
     public = {name for name in found if "._" not in name and not name.startswith("gristmill.v1")}
@@ -91,6 +91,11 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 def test_the_rollout_clients_import_no_torch() -> None:
     code = "import sys, gristmill; gristmill.RolloutClient, gristmill.AsyncRolloutClient; print('torch' in sys.modules)"
     assert run_python(code).stdout == "False\n"
+
+
+def test_the_converters_import_no_framework() -> None:
+    code = "import sys, gristmill.converters; print({'torch', 'verl', 'trl', 'skyrl'} & sys.modules.keys())"
+    assert run_python(code).stdout == "set()\n"
 
 
 def test_without_torch_the_trainer_client_says_what_to_install() -> None:

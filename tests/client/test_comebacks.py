@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Position, ShardAnswer
 from gristmill_service.run.run import Run
 from gristmill_service.service import Service
+from tests.run.harness import wait_until
 from tests.serving import StartService
 
 CONFIG = {
@@ -192,3 +194,88 @@ def test_a_trainer_that_a_failed_batch_ended_goes_on_behind_it_and_is_warned(
         batch = next(iter(trainer))
         assert batch.number == 1
     assert f"run {run_name!r}: batch 0 failed, and is stepped over: " in caplog.text
+
+
+MISALIGNED = {
+    "train_batch_size": 1,
+    "n_samples_per_prompt": 2,
+    "policy_mini_batch_size": 1,
+    "micro_batch": {"max_tokens": 8},
+    "dp_size": 4,
+    "on_misaligned": "error",
+    "step_wise": True,
+    "max_buffered_batches": 1,
+}
+
+
+def submit_misaligned(client: RolloutClient, *uids: str) -> None:
+    """Groups of two rows, which make no four micro-batches."""
+    for uid in uids:
+        for sample in range(2):
+            with client.trajectory(uid, sample) as trajectory:
+                trajectory.step([1, 2], [3, 4], reward=float(sample), is_last_step=True)
+
+
+def test_a_batch_that_failed_for_its_ranks_is_trained_by_others_also_after_the_service_was_killed(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    flags = ("--journal-dir", str(tmp_path / "journal"), "--shared-memory-dir", str(tmp_path))
+    before = start_service(*flags)
+    with RolloutClient(before.grpc_address, "run") as client:
+        client.create_run(MISALIGNED)
+    with TrainerClient(before.grpc_address, "run", 0) as trainer, RolloutClient(before.grpc_address, "run") as client:
+        assert trainer.position.batch == 0
+        submit_misaligned(client, "a")
+        with pytest.raises(BatchFailedError, match=r"dp_size = 4"):
+            next(iter(trainer))
+        checkpoint = trainer.state_dict()
+    before.process.send_signal(signal.SIGKILL)
+    before.process.wait()
+
+    after = start_service(*flags, "--grpc-address", before.grpc_address)
+    ranks = [TrainerClient(after.grpc_address, "run", rank, dp_size=2) for rank in range(2)]
+    trained = []
+    for rank in ranks:
+        rank.load_state_dict(checkpoint, launch="two")
+    for rank in ranks:
+        batch = next(iter(rank))
+        assert batch.number == 0
+        for shard in batch.mini_batches():
+            trained += uids_of(shard)
+            shard.ack()
+        rank.close()
+    assert trained == ["a", "a"]
+    with RolloutClient(after.grpc_address, "run") as client:
+        status = client.status()
+        assert (status.batches_freed, status.row_bytes, dict(status.groups_dropped)) == (1, 0, {})
+
+
+@pytest.mark.parametrize("starts_late", [True, False])
+def test_a_trainer_that_goes_on_makes_room_for_the_next_batch(
+    service: Service, run_name: str, starts_late: bool
+) -> None:
+    def go_on(rank: TrainerClient) -> tuple[list[int], int]:
+        told: list[int] = []
+        while True:
+            try:
+                return told, next(iter(rank)).number
+            except BatchFailedError as error:
+                told.append(error.batch)
+
+    with RolloutClient(service.grpc_address, run_name) as client, ThreadPoolExecutor(4) as pool:
+        client.create_run(MISALIGNED)
+        ranks = [TrainerClient(service.grpc_address, run_name, rank, auto_commit=False) for rank in range(4)]
+        if not starts_late:
+            assert [rank.position.batch for rank in ranks] == [0] * 4
+        submit_misaligned(client, "a")
+        wait_until(lambda: bool(client.status().failed_batches))
+        ends = [pool.submit(go_on, rank) for rank in ranks]
+        submit_misaligned(client, "b")
+        for sample in range(2):
+            with client.trajectory("c", sample) as trajectory:
+                for step in range(2):
+                    trajectory.step([1, step], [3], reward=float(sample), is_last_step=step == 1)
+        assert {str(end.result(30)) for end in ends} == {str(([1] if starts_late else [0, 1], 2))}
+        assert dict(client.status().groups_dropped) == {"batch_failed": 2}
+        for rank in ranks:
+            rank.close()

@@ -339,7 +339,9 @@ def test_a_batch_that_failed_is_told_of_with_its_reason_and_the_next_goes_on(
     with pytest.raises(BatchFailedError, match=r"batch 0 failed: .*align") as caught:
         next(iter(trainer))
     assert caught.value.batch == 0
+    assert client.status().batches_freed == 0, "its rows are kept for a trainer that comes back with other ranks"
     assert next(iter(trainer)).number == 1
+    assert client.status().batches_freed == 1
 
 
 def test_a_critic_has_an_order_of_its_own(service: Service, client: RolloutClient) -> None:

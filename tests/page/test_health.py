@@ -224,8 +224,11 @@ def test_a_run_whose_batch_cannot_be_built_is_failed_until_a_later_one_is_traine
     level, text, seconds = one.findings()[0]
     assert (level, seconds) == ("failed", 1000.0)
     assert text.startswith("batch 0 could not be built: ")
-    assert text.endswith("correct what is wrong and sample them again in another round")
+    assert "its rows are kept until the trainer goes on without it: resume with a dp_size that aligns it" in text
     assert (one.health().state, one.health().summary) == ("failed", text)
+    [held] = one.health().batches
+    assert (held.batch, held.state) == (0, "failed")
+    assert held.since is not None
     one.run.begin_groups(0, ["b"])
     rows = [stage.turn("b", 0, step, [1], [2], is_last_step=step == 1, reward=0.0) for step in range(2)]
     one.run.submit(from_rows(rows, step_wise=True))
@@ -235,6 +238,28 @@ def test_a_run_whose_batch_cannot_be_built_is_failed_until_a_later_one_is_traine
         stage.acknowledge(one.run, rank, 0, batch=1, commit=True)
     assert (one.health().state, one.worst()) == ("idle", [])
     assert one.findings()[0][1].startswith("batch 0 could not be built and is left out: ")
+    assert one.health().batches == []
+
+
+def test_a_run_whose_failed_batch_other_ranks_align_is_well(watched: Make) -> None:
+    one = watched(**FAILS, n_samples_per_prompt=1, train_batch_size=1)
+    one.run.begin_groups(0, ["a"])
+    one.run.submit(from_rows([stage.turn("a", 0, 0, [1], [2])], step_wise=True))
+    stage.until(lambda: bool(one.run.status().failed_batches))
+    one.after(10)
+    one.run.resume("policy", Checkpoint(None), "alone", 1)
+    stage.until(lambda: one.run.status().batches_published == 1)
+    assert (one.health().state, one.worst()) == ("training", [])
+    assert [(held.batch, held.state) for held in one.health().batches] == [(0, "published")]
+
+
+def test_a_batch_that_is_lost_for_good_is_told_so(watched: Make) -> None:
+    one = watched(store=Shelf(places=-1))
+    one.fill("a", "b")
+    stage.until(lambda: bool(one.run.status().failed_batches))
+    [(level, text, _)] = one.worst()
+    assert level == "failed"
+    assert text.endswith("correct what is wrong and sample them again in another round")
 
 
 def test_a_batch_that_finds_no_room_is_stuck_with_the_reason(watched: Make) -> None:

@@ -52,6 +52,12 @@ def test_grpo_divides_by_the_sample_standard_deviation() -> None:
     np.testing.assert_allclose(found, (np.array([0, 0, 0, 1]) - 0.25) / (0.5 + 1e-6))
 
 
+@pytest.mark.parametrize(("scores", "expected"), [([0.0, 0.0, 0.0, 1.0], 0.75 / (0.5 + 0.25)), ([1.0], 1 / 1.25)])
+def test_grpo_epsilon_is_what_is_added_to_the_standard_deviation(scores: list[float], expected: float) -> None:
+    found = group_advantages(np.array(scores), config("grpo", len(scores), grpo_epsilon=0.25))
+    assert found[-1] == pytest.approx(expected)
+
+
 def test_grpo_without_norm_is_the_difference_from_the_mean() -> None:
     found = group_advantages(np.array([0.0, 0.0, 0.0, 1.0]), config("grpo", grpo_norm_by_std=False))
     np.testing.assert_array_equal(found, [-0.25, -0.25, -0.25, 0.75])

@@ -174,7 +174,8 @@ def test_a_table_that_lies_is_refused_or_gives_a_file_of_its_size(layout: str, a
 
 def table_of(**changes: Any) -> bytes:
     """The compact form of a tensor of 1 row of 4 tokens, 2 of them response, in a row of 6 elements."""
-    part = {"form": 1, "scope": 0, "itemsize": 4, "fill": 9, "begin": 0, "end": 1, "width": 6, "nbytes": 16} | changes
+    part = {"form": 1, "scope": 0, "itemsize": 4, "fill": 9, "begin": 0, "end": 1, "width": 6, "inner": 1, "nbytes": 16}
+    part |= changes
     parts = np.zeros(1, PART)
     for name, value in part.items():
         parts[name] = value
@@ -186,8 +187,10 @@ def table_of(**changes: Any) -> bytes:
     ("changes", "message"),
     [
         ({"form": 9}, "unknown form 9"),
-        ({"scope": 2}, "scope 2, elements of 4 bytes"),
-        ({"itemsize": 3}, "elements of 3 bytes"),
+        ({"scope": 2}, "scope 2, elements of 1 numbers of 4 bytes"),
+        ({"itemsize": 3}, "elements of 1 numbers of 3 bytes"),
+        ({"inner": 0}, "elements of 0 numbers"),
+        ({"itemsize": 1, "fill": 256}, "filled with 256, in 1 bytes"),
         ({"width": -2}, "width -2"),
         ({"width": 3}, "row 0 has 4 tokens where its tensor has room for 3"),
         ({"width": 7}, "its parts make 28 bytes, and its file has 24"),

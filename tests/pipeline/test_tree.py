@@ -190,7 +190,7 @@ def test_rows_are_those_of_the_rules_token_by_token(random: Random, merge: str, 
         | {"step_wise": True, "merge": merge, "retokenised_tail": tail}
     )
     received = receive(from_rows(given_rows), config)
-    rows = merge_rows(received, merge, tail)
+    rows = merge_rows(received, config)
     expected = naive.merged(given_rows, merge, tail)
     assert len(rows) == len(expected)
     for row, own in enumerate(expected):

@@ -24,6 +24,7 @@ from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.pipeline.iovec import Iovec, Region, join
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocument
+from gristmill_service.pipeline.schedule import MisalignedError
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.run.batch_builder import BuildBatch as Pipeline
@@ -171,13 +172,19 @@ class Built:
 class BuildBatch:
     """Stands for the pipeline: keeps what it was given. One policy mini-batch a prompt group (and critic's, if any).
 
-    fails: batches that cannot be made. When `gate` is given, it waits there, having set `entered`.
+    fails: batches that cannot be made. misaligned: those that cannot be aligned, each with a dp_size for which that is
+    so. When `gate` is given, it waits there, having set `entered`.
     """
 
-    def __init__(self, fails: Collection[int] = (), gate: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        fails: Collection[int] = (),
+        gate: threading.Event | None = None,
+        misaligned: Collection[tuple[int, int]] = (),
+    ) -> None:
         self.batches: dict[int, Steps] = {}
         self.versions: dict[int, int | None] = {}
-        self._fails = fails
+        self._fails, self._misaligned = fails, misaligned
         self._gate, self.entered = gate, threading.Event()
 
     def __call__(
@@ -188,6 +195,8 @@ class BuildBatch:
             self._gate.wait(30)
         if batch in self._fails:
             raise InvalidArgumentError("cannot be aligned")
+        if (batch, config.dp_size) in self._misaligned:
+            raise MisalignedError(f"cannot be aligned for dp_size = {config.dp_size}")
         self.batches[batch], self.versions[batch] = steps, policy_version
         prompts = len(dict.fromkeys(zip(steps.rounds.tolist(), steps.uids, strict=True)))
         parts = [

@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import GristmillError
 from gristmill_service.config import RunConfig
-from gristmill_service.run.machine.answers import Position, RewardUpdate
+from gristmill_service.run.machine.answers import BatchState, Position, RewardUpdate
 from gristmill_service.run.machine.events import (
+    BatchFailed,
+    BatchFreed,
     BatchGivenUp,
     BatchSealed,
+    BatchWithdrawn,
     Event,
     GroupClosed,
     GroupDropped,
@@ -30,7 +33,7 @@ from gristmill_service.run.machine.events import (
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.row_buffer import RowBuffer
-from tests.run.harness import Bench, contents, key, row
+from tests.run.harness import Bench, BuildBatch, contents, key, row
 from tests.strategies import Row
 
 UIDS = st.sampled_from("abcd")
@@ -82,7 +85,13 @@ COMMANDS = st.one_of(
     st.tuples(st.just("announce"), st.integers(0, 3)),
     st.tuples(st.just("acknowledge"), st.just("policy"), st.integers(0, 1), POSITIONS, st.just(0), st.booleans()),
     st.tuples(st.just("commit"), st.just("policy"), POSITIONS, st.integers(0, 2)),
-    st.tuples(st.just("resume"), st.just("policy"), CHECKPOINTS, st.sampled_from(["one", "two", "three"])),
+    st.tuples(
+        st.just("resume"),
+        st.just("policy"),
+        CHECKPOINTS,
+        st.sampled_from(["one", "two", "three", "four"]),
+        st.sampled_from([0, 0, 1, 2]),
+    ),
     st.tuples(st.just("make_batches")),
     st.tuples(st.just("wait"), st.sampled_from([1.0, 5.0])),
     st.tuples(st.just("finish")),
@@ -101,6 +110,9 @@ SETTINGS = st.fixed_dictionaries(
     optional={"max_staleness": st.integers(0, 1)},
 ).map(lambda drawn: drawn | ({"stale": "drop"} if drawn.get("max_staleness") == 1 else {}))
 
+
+# Batches that cannot be aligned, each with a dp_size for which that is so.
+MISALIGNED = st.sets(st.tuples(st.integers(0, 2), st.integers(1, 2)))
 
 # A step of a trajectory, and the same with its attempt.
 StepName = tuple[TrajectoryKey, int]
@@ -158,31 +170,49 @@ def check_invariants(bench: Checked) -> None:
     if config.seal_order == "completion" and len(state.batches) < config.max_buffered_batches:
         assert len(state.complete) < config.train_batch_size, "what can be sealed is sealed"
     assert set(state.batches) == {
-        number for number in range(state.batches_sealed) if number >= state.freed and number not in state.failed
+        number
+        for number in range(state.freed, state.batches_sealed)
+        if number not in state.failed or number in state.batches_kept
     }
+    for number in state.batches_kept:
+        assert not state.batches[number].is_published
+        assert any(own.committed.batch <= number >= min(own.next).batch for own in state.models.values()), "let go"
 
 
 @settings(max_examples=400, deadline=None)
-@given(SETTINGS, st.lists(COMMANDS, max_size=30))
+@given(SETTINGS, MISALIGNED, st.lists(COMMANDS, max_size=30))
 def test_replaying_the_log_gives_the_same_state_and_what_is_refused_changes_nothing(
-    chosen: dict[str, Any], commands: list[tuple[Any, ...]]
+    chosen: dict[str, Any], misaligned: set[tuple[int, int]], commands: list[tuple[Any, ...]]
 ) -> None:
-    bench = Bench(**chosen)
+    bench = Bench(build_batch=BuildBatch(misaligned=misaligned), **chosen)
     for command in commands:
         act(bench, *command)
         check_invariants(bench)
+        assert set(bench.state.batches_kept) == kept(bench.log.events)
     replayed = bench.replayed()
     assert replayed == bench.state
     assert list(replayed.open) == list(bench.state.open)
     assert list(replayed.complete) == list(bench.state.complete)
 
 
+def kept(events: list[Event]) -> set[int]:
+    """The failed batches whose rows are kept: an independent reading of the log."""
+    found: set[int] = set()
+    for event in events:
+        match event:
+            case BatchFailed(number, _, keeps_rows=True):
+                found.add(number)
+            case BatchFailed(number) | BatchWithdrawn(number) | BatchFreed(number) | BatchGivenUp(number):
+                found.discard(number)
+    return found
+
+
 @settings(max_examples=300, deadline=None)
-@given(SETTINGS, st.lists(COMMANDS, max_size=30))
+@given(SETTINGS, MISALIGNED, st.lists(COMMANDS, max_size=30))
 def test_an_accepted_row_ends_in_exactly_one_batch_or_is_dropped_exactly_once(
-    chosen: dict[str, Any], commands: list[tuple[Any, ...]]
+    chosen: dict[str, Any], misaligned: set[tuple[int, int]], commands: list[tuple[Any, ...]]
 ) -> None:
-    bench = Bench(**chosen)
+    bench = Bench(build_batch=BuildBatch(misaligned=misaligned), **chosen)
     for command in commands:
         act(bench, *command)
     try:
@@ -191,11 +221,11 @@ def test_an_accepted_row_ends_in_exactly_one_batch_or_is_dropped_exactly_once(
         pytest.fail("a run can always be finished")
     drain(bench)
     accepted, ends = follow(bench.log.events)
-    given_up = {event.batch for event in bench.log.events if isinstance(event, BatchGivenUp)}
+    left_out = set(bench.state.failed)
     trained = [
         (steps.key(index), int(steps.steps[index]), int(steps.attempts[index]))
         for number, steps in bench.build_batch.batches.items()
-        if number not in given_up
+        if number not in left_out
         for index in range(len(steps))
     ]
     assert sorted(trained) == sorted(name for name, end in ends if end == "sealed")
@@ -204,17 +234,20 @@ def test_an_accepted_row_ends_in_exactly_one_batch_or_is_dropped_exactly_once(
 
 
 def drain(bench: Bench) -> None:
-    """Trains on everything."""
+    """Trains on everything that can be built, and goes on without the rest."""
     bench.run.resume("policy", Checkpoint(None), "drain")
     bench.make_batches()
     for _ in range(200):
         position = bench.run.shard("policy", 0, None, 0).position
         assert position is not None
+        # Past what failed.
+        bench.run.commit("policy", position, 0)
+        bench.make_batches()
         if position.batch == bench.state.batches_sealed:
             break
-        for rank in range(2):
-            bench.run.acknowledge("policy", rank, position, 0, commit=True)
-        bench.make_batches()
+        if bench.run.batch(position.batch).state is BatchState.PUBLISHED:
+            for rank in range(bench.state.dp_size):
+                bench.run.acknowledge("policy", rank, position, 0, commit=True)
     assert not bench.state.complete
     assert bench.state.freed == bench.state.batches_sealed
 
@@ -224,7 +257,7 @@ def follow(events: list[Event]) -> tuple[list[Accepted], list[tuple[Accepted, st
     accepted: list[Accepted] = []
     ends: list[tuple[Accepted, str]] = []
     held: dict[StepName, int] = {}
-    given_up = {event.batch for event in events if isinstance(event, BatchGivenUp)}
+    left_out = {event.batch for event in events if isinstance(event, BatchGivenUp)} | _dropped(events)
 
     def end(names: Iterable[StepName], how: str) -> None:
         for name in list(names):
@@ -256,9 +289,21 @@ def follow(events: list[Event]) -> tuple[list[Accepted], list[tuple[Accepted, st
                 end(of_group(group), "dropped")
             case BatchSealed(number, groups, _):
                 for group in groups:
-                    end(of_group(group), "given up" if number in given_up else "sealed")
+                    end(of_group(group), "left out" if number in left_out else "sealed")
     assert not held
     return accepted, ends
+
+
+def _dropped(events: list[Event]) -> set[int]:
+    """Failed batches that were not built anew before they were let go."""
+    found: set[int] = set()
+    for event in events:
+        match event:
+            case BatchFailed(number):
+                found.add(number)
+            case BatchWithdrawn(number):
+                found.discard(number)
+    return found
 
 
 def _incomplete(

@@ -37,8 +37,8 @@ from gristmill_service.run.run import Run
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.run_store import RunLog
-from tests.run.harness import CONFIG, Bench, InlineTasks, contents, group_rows, key, row, shared_by, table
-from tests.run.test_laws import COMMANDS, SETTINGS, act
+from tests.run.harness import CONFIG, Bench, BuildBatch, InlineTasks, contents, group_rows, key, row, shared_by, table
+from tests.run.test_laws import COMMANDS, MISALIGNED, SETTINGS, act
 from tests.strategies import Row
 
 
@@ -266,9 +266,11 @@ def test_what_becomes_due_while_the_book_refuses_is_done_at_the_next_tick() -> N
     assert bench.replayed() == bench.state
 
 
-@given(SETTINGS, st.lists(COMMANDS, max_size=30))
-def test_a_snapshot_is_the_state_and_is_folded_on_from(chosen: dict[str, Any], commands: list[tuple[Any, ...]]) -> None:
-    bench = Bench(**chosen)
+@given(SETTINGS, MISALIGNED, st.lists(COMMANDS, max_size=30))
+def test_a_snapshot_is_the_state_and_is_folded_on_from(
+    chosen: dict[str, Any], misaligned: set[tuple[int, int]], commands: list[tuple[Any, ...]]
+) -> None:
+    bench = Bench(build_batch=BuildBatch(misaligned=misaligned), **chosen)
     half = None
     for index, command in enumerate(commands):
         act(bench, *command)

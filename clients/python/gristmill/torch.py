@@ -36,7 +36,18 @@ _KINDS = {
     "masks": ("attention_mask", "response_mask", "loss_mask"),
     "floats": ("rewards", "advantages", "rollout_logprobs"),
 }
-_NUMPY_DTYPES: dict[str, Any] = {"I32": np.int32, "F32": np.float32, "U8": np.uint8}
+_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
 # Metadata with one value a row, also within loss_denominators.
 _OF_ROWS = ("uids", "rounds", "stop_reasons", "row_tokens", "prompt_tokens", "trajectory_tokens")
 
@@ -220,9 +231,23 @@ class Shard(Rows):
             prefix = f"micro_batch_{index:03d}/"
             own = {name.removeprefix(prefix): raw for name, raw in self._raw.items() if name.startswith(prefix)}
             cut = {name: raw[begin:end] for name, raw in self._raw.items() if "/" not in name}
-            copies = {name: copy.rows(begin, end) for name, copy in self._copies.items() if name in cut}
+            items = self._items(begin, end)
+            cut |= items
+            copies = {
+                name: copy.rows(begin, end) for name, copy in self._copies.items() if name in cut.keys() - items.keys()
+            }
             copies |= {name: self._copies[prefix + name] for name in own if prefix + name in self._copies}
             yield MicroBatch(cut | own, _metadata_of(self.metadata, begin, end), self._convert, copies)
+
+    def _items(self, begin: int, end: int) -> Tensors:
+        """The columns with any number of items a row, of these rows."""
+        found: Tensors = {}
+        for name, items in self._raw.items():
+            if (of_rows := self._raw.get(f"{name}_offsets")) is not None and of_rows.dtype == torch.int64:
+                offsets = of_rows[begin : end + 1]
+                found[name] = items[int(offsets[0]) : int(offsets[-1])]
+                found[f"{name}_offsets"] = offsets - offsets[0]
+        return found
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._raw and self.is_per_micro_batch and f"micro_batch_000/{name}" in self._raw:
@@ -288,7 +313,7 @@ def _view(body: NDArray[np.uint8], dtype: str, shape: list[int], data_offsets: l
     begin, end = data_offsets
     if not 0 <= begin <= end <= len(body):
         raise ValueError(f"a tensor stands at {begin}:{end} of {len(body)} bytes")
-    return torch.from_numpy(body[begin:end].view(_NUMPY_DTYPES[dtype]).reshape(shape))
+    return torch.from_numpy(body[begin:end]).view(_DTYPES[dtype]).reshape(shape)
 
 
 def open_shard(

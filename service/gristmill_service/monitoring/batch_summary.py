@@ -151,7 +151,7 @@ class _Reader:
         if not len(table):
             return
         config, received = self._config, receive(table, self._config)
-        rows = merge_rows(received, config.merge, config.retokenised_tail)
+        rows = merge_rows(received, config)
         self.visited.append(rows.steps + self._rows_read)
         self.trained.append(visit_loss_tokens(rows, table.loss_mask))
         self.counts.append(np.diff(rows.edges))
@@ -163,7 +163,7 @@ class _Reader:
                 self._note(received, step)
 
     def _note(self, received: Received, step: int) -> None:
-        steps, found = received.steps, mismatch(received, step, self._config.merge)
+        steps, found = received.steps, mismatch(received, step, self._config)
         was = steps.tokens[int(received.trajectory_bounds[found.trajectory]) + found.before]
         now, at = steps.tokens[step][: int(steps.prompt_lengths[step])], found.index
         self._in_all += 1

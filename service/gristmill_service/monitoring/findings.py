@@ -23,6 +23,14 @@ _LONG_BUILD_S = 30.0
 _LONG_GROUP_S, _NO_ROWS_S = 300.0, 1800.0
 
 _LONGEST_TEXT, _LONGEST_REASON = 500, 300
+_KEPT = (
+    "its rows are kept until the trainer goes on without it: resume with a dp_size that aligns it, or go on and sample "
+    "its groups again in another round"
+)
+_DROPPED = (
+    "its groups are dropped (batch_failed) and not trained: correct what is wrong and sample them again in another "
+    "round"
+)
 
 
 def findings_of(facts: RunFacts) -> list[Finding]:
@@ -99,12 +107,8 @@ def _failed_batches(facts: RunFacts) -> Iterator[Finding]:
         elif committed > Position(number + 1):
             yield _finding("note", f"batch {number} could not be built and is left out: {reason}", since)
         else:
-            yield _finding(
-                "failed",
-                f"batch {number} could not be built: {reason[:_LONGEST_REASON]}; its groups are dropped (batch_failed) "
-                "and not trained: correct what is wrong and sample them again in another round",
-                since,
-            )
+            remedy = _KEPT if number in facts.kept else _DROPPED
+            yield _finding("failed", f"batch {number} could not be built: {reason[:_LONGEST_REASON]}; {remedy}", since)
 
 
 def _rollbacks(facts: RunFacts) -> Iterator[Finding]:

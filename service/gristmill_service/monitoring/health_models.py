@@ -18,6 +18,10 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 """Worst first."""
 
 
+Stage = Literal["published", "being built", "failed"]
+"""Of a batch that is held. failed: its rows are kept, for another dp_size."""
+
+
 class Document(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,7 +59,7 @@ class OpenGroup(Document):
 
 class HeldBatch(Document):
     batch: int
-    state: Literal["published", "being built"]
+    state: Stage
     prompts: int
     since: float | None = Field(description="Since when it is in this state; null: not known.")
 

@@ -111,7 +111,7 @@ def _between(state: State, model: Model, one: Position, other: Position) -> int:
     sizes = {
         number: (batch.mini_batches or {}).get(model, 0)
         for number, batch in state.batches.items()
-        if one.batch <= number <= other.batch
+        if one.batch <= number <= other.batch and number not in state.failed
     }
     whole = sum(size * state.epochs for number, size in sizes.items() if number < other.batch)
     return whole + _within(sizes, other) - _within(sizes, one)

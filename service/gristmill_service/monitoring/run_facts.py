@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from gristmill_service.config import Model
-from gristmill_service.monitoring.health_models import HeldBatch, OpenGroup, RunCounts
-from gristmill_service.monitoring.run_history import HistorySnapshot
+from gristmill_service.monitoring.health_models import HeldBatch, OpenGroup, RunCounts, Stage
+from gristmill_service.monitoring.run_history import BatchTimes, HistorySnapshot
 from gristmill_service.monitoring.run_monitor import monitor_of
 from gristmill_service.run.machine import progress
 from gristmill_service.run.machine.admission import Room
@@ -37,8 +37,10 @@ class ModelFacts:
 @dataclass(frozen=True, slots=True)
 class RunFacts:
     """
-    failed: the last batches that could not be built, with the reason.
-    published: the batches that are published and not freed. building: the oldest that is sealed and not published.
+    failed: the last batches that could not be built, with the reason. kept: those whose rows are kept, for another
+        dp_size.
+    published: the batches that are published and not freed. building: the oldest that is to be built. held: how many
+        are sealed and not freed.
     open_groups: the oldest that are not complete. batches: the oldest that are held.
     """
 
@@ -49,8 +51,10 @@ class RunFacts:
     room: Room
     unhealthy_reason: str
     failed: dict[int, str]
+    kept: frozenset[int]
     published: frozenset[int]
     building: int | None
+    held: int
     open_groups: list[OpenGroup]
     batches: list[HeldBatch]
     models: list[ModelFacts]
@@ -66,16 +70,10 @@ class RunFacts:
         """Some group is open, or complete and not sealed."""
         return self.counts.groups_open + self.counts.groups_complete > 0
 
-    @property
-    def held(self) -> int:
-        """Batches that are sealed and not freed."""
-        return len(self.published) + (0 if self.building is None else self.counts.batches_sealed - self.building)
-
 
 def facts_of(run: Run, state: State, room: Room) -> RunFacts:
     """state: the run's, locked."""
     history = monitor_of(run).history.snapshot(state)
-    unpublished = (number for number, batch in state.batches.items() if not batch.is_published)
     return RunFacts(
         run=run.name,
         counts=_counts(state, room),
@@ -84,8 +82,10 @@ def facts_of(run: Run, state: State, room: Room) -> RunFacts:
         room=room,
         unhealthy_reason=run.blocked_reason,
         failed=dict(list(state.failed.items())[-SHOWN_FAILURES:]),
+        kept=frozenset(state.batches_kept),
         published=frozenset(number for number, batch in state.batches.items() if batch.is_published),
-        building=next(unpublished, None),
+        building=next(iter(state.batches_to_build), None),
+        held=len(state.batches),
         open_groups=_open_groups(state, history),
         batches=_batches(state, history),
         models=[
@@ -149,14 +149,14 @@ def _open_group(group: Group, history: HistorySnapshot) -> OpenGroup:
 def _batches(state: State, history: HistorySnapshot) -> list[HeldBatch]:
     found = []
     for number, batch in islice(state.batches.items(), SHOWN_BATCHES):
-        times = history.batches.get(number)
-        since = None if times is None else times.published if batch.is_published else times.sealed
-        found.append(
-            HeldBatch(
-                batch=number,
-                state="published" if batch.is_published else "being built",
-                prompts=batch.prompts,
-                since=None if since is None else seconds(since),
-            )
-        )
+        stage, since = _stage(state, number, history.batches.get(number, BatchTimes()))
+        at = None if since is None else seconds(since)
+        found.append(HeldBatch(batch=number, state=stage, prompts=batch.prompts, since=at))
     return found
+
+
+def _stage(state: State, number: int, times: BatchTimes) -> tuple[Stage, float | None]:
+    """How far a held batch is, and since when."""
+    if number in state.failed:
+        return "failed", times.ended
+    return ("published", times.published) if state.batches[number].is_published else ("being built", times.sealed)

@@ -214,7 +214,7 @@ class RunHistory:
             case BatchPublished():
                 after = replace(before, published=now, was_published=False)
             case BatchWithdrawn():
-                after = replace(before, published=None, was_published=False)
+                after = replace(before, published=None, was_published=False, ended=None)
             case BatchFailed() | BatchGivenUp() | BatchFreed():
                 after = replace(before, ended=now)
         self._batches[event.batch] = after

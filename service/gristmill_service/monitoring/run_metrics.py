@@ -38,7 +38,7 @@ from gristmill_service.run.machine.events import (
     RunFinished,
     TrajectoryAborted,
 )
-from gristmill_service.run.machine.state import State
+from gristmill_service.run.machine.state import BATCH_FAILED, State
 
 _log = structlog.get_logger(__name__)
 
@@ -224,9 +224,9 @@ class RunMetrics:
             case GroupClosed(_, reason):
                 self._closed[bounded_reason(reason)] += 1
                 self._drop(bounded_reason(reason), released, tokens())
-            case BatchFailed(batch, _):
+            case BatchFailed(batch):
                 self._builds.pop(batch, None)
-                self._drop("batch_failed", released, tokens())
+                self._drop(BATCH_FAILED, released, tokens())
             case BatchGivenUp(batch, reason):
                 self._builds.pop(batch, None)
                 self._drop(bounded_reason(reason), released, tokens())
@@ -240,6 +240,8 @@ class RunMetrics:
                 self._builds[batch] = _Build(self._clock())
             case BatchFreed(batch):
                 self._builds.pop(batch, None)
+                if batch in state.failed:
+                    self._drop(BATCH_FAILED, released, tokens())
 
     def _throttled_until_now(self) -> float:
         waits = 0.0 if self._full_at is None else min(self._clock() - self._full_at, _ASKS_AGAIN_S)

@@ -17,7 +17,7 @@ from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.plan import MiniBatchPlan
 from gristmill_service.pipeline.validate import Received
 
-EPSILON = 1e-6
+MAXRL_EPSILON = 1e-6
 
 Float64s = NDArray[np.float64]
 
@@ -83,7 +83,7 @@ def _grpo(scores: Float64s, config: RunConfig) -> Float64s:
     if not config.grpo_norm_by_std:
         return centered
     std = np.sqrt((centered * centered).sum(axis=-1, keepdims=True) / (scores.shape[-1] - 1))
-    normed: Float64s = centered / (std + EPSILON)
+    normed: Float64s = centered / (std + config.grpo_epsilon)
     return normed
 
 
@@ -94,12 +94,12 @@ def _rloo(scores: Float64s, config: RunConfig) -> Float64s:
 
 def _maxrl(scores: Float64s, config: RunConfig) -> Float64s:
     mean = scores.mean(axis=-1, keepdims=True)
-    relative: Float64s = (scores - mean) / (mean + EPSILON)
+    relative: Float64s = (scores - mean) / (mean + MAXRL_EPSILON)
     return relative
 
 
 def _grpo_of_one(scores: Float64s, config: RunConfig) -> Float64s:
-    return scores / (1.0 + EPSILON) if config.grpo_norm_by_std else scores.copy()
+    return scores / (1.0 + config.grpo_epsilon) if config.grpo_norm_by_std else scores.copy()
 
 
 _Estimator = Callable[[Float64s, RunConfig], Float64s]

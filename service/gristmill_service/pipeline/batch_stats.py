@@ -17,7 +17,7 @@ from gristmill_service.pipeline.scored_batch import ScoredBatch
 
 ROW_KINDS = ("submitted", "merged", "trained", "padding")
 TOKEN_KINDS = (*ROW_KINDS, "loss", "realigned")
-CAUSES = ("prompt", "response", "truncated", "further")
+CAUSES = ("prompt", "response", "truncated", "column", "further")
 LEVELS = ("laid_out", "packed", "micro_batch", "shard", "mini_batch", "batch")
 
 
@@ -92,6 +92,8 @@ def _causes(scored: ScoredBatch, config: RunConfig) -> dict[str, int]:
 
 
 def _cause(scored: ScoredBatch, mismatch: Mismatch) -> str:
+    if mismatch.column:
+        return "column"
     first = int(scored.received.trajectory_bounds[mismatch.trajectory])
     prompts = scored.received.steps.prompt_lengths
     if mismatch.index >= prompts[first + mismatch.step]:

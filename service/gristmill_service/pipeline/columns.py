@@ -7,6 +7,7 @@ names.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,13 +105,30 @@ class Placement:
         return visits
 
 
+_SAFETENSORS = {
+    np.dtype(name): code
+    for name, code in (
+        *(("bool", "BOOL"), ("uint8", "U8"), ("int8", "I8"), ("int16", "I16"), ("int32", "I32"), ("int64", "I64")),
+        *(("float16", "F16"), ("uint16", "BF16"), ("float32", "F32"), ("float64", "F64")),
+    )
+}
+
+
+def safetensors_name(dtype: np.dtype[Any]) -> str:
+    """The type's name in a shard's header. uint16 holds the bits of bfloat16."""
+    return _SAFETENSORS[dtype]
+
+
 class Column(ABC):
-    """One tensor of a shard. name, dtype: as in the shard. scope: over the whole sequence, or the response only.
-    form, fill: how it travels without its padding, and what that is (`gristmill._wire.compact_shards`)."""
+    """One tensor of a shard. name, dtype: as in the shard, the dtype as safetensors names it. scope: over the whole
+    sequence, or the response only. shape: of one element. itemsize: bytes of one number.
+    form, fill: how it travels without its padding, and the bits of that (`gristmill._wire.compact_shards`)."""
 
     name: str
-    dtype: Any
+    dtype: str
+    itemsize: int
     scope: Scope
+    shape: tuple[int, ...] = ()
     form: Form = Form.VALUES
     fill: int = 0
 
@@ -126,7 +144,7 @@ class Column(ABC):
 class Tokens(Column):
     """`sequences`: prompt and response, filled with `pad_token_id`."""
 
-    name, dtype, scope = "sequences", np.int32, "sequence"
+    name, dtype, itemsize, scope = "sequences", "I32", 4, "sequence"
 
     def __init__(self, tokens: Ragged, longest: int, pad_token_id: int) -> None:
         self.fill = pad_token_id
@@ -147,7 +165,7 @@ class Tokens(Column):
 class Presence(Column):
     """`attention_mask` and `response_mask`: 1 where the row has a token; a padding row has a sequence, no response."""
 
-    dtype, form = np.uint8, Form.CONSTANTS
+    dtype, itemsize, form = "U8", 1, Form.CONSTANTS
 
     def __init__(self, name: str, scope: Scope, longest: int) -> None:
         self.name, self.scope = name, scope
@@ -167,11 +185,12 @@ class Presence(Column):
 
 
 class StepTokens(Column):
-    """A value per response token of each step, 0 on observations between steps and in padding rows.
+    """An element per response token of each step, fill on observations between steps and in padding rows.
 
     values: (visits,), `Rows.standing` or `Rows.trained` of the steps' own: each visit's end where what it keeps of its
-        step ends, and 0 stands before them.
-    present: bool (visits,), whether a visit's values count; others are 0 (how filters mask).
+        step ends, and fill stands before them.
+    zeros: memory of the fill.
+    present: bool (visits,), whether a visit's values count; others are fill (how filters mask).
     """
 
     scope = "response"
@@ -179,15 +198,17 @@ class StepTokens(Column):
     def __init__(
         self, name: str, values: Ragged, geometry: Geometry, zeros: Region, present: NDArray[np.bool_] | None = None
     ) -> None:
-        self.name, self.dtype = name, values.values.dtype
-        self._item = item = values.values.dtype.itemsize
+        self.name, self.dtype = name, safetensors_name(values.values.dtype)
+        self.itemsize, self.shape = values.values.itemsize, values.values.shape[1:]
+        self._item = item = self.itemsize * math.prod(self.shape)
         self._values, self._zeros = Region(values.values), zeros
         # Of every visit the zeros before its values, and these.
         lengths = np.append(values.lengths, 1)
         self._of_visit = _pairs(len(lengths))
         self._of_visit[:, 0] = zeros.runs(0, item * (geometry.advances - lengths))
-        self._of_visit[:-1, 1] = self._values.runs(item * values.starts, item * values.lengths)
         absent = np.append(np.zeros(len(values), np.bool_) if present is None else ~present, True)
+        some = values if present is None else values.take(present)
+        self._of_visit[~absent, 1] = self._values.runs(item * some.starts, item * some.lengths)
         self._of_visit[absent, 1] = zeros.runs(0, item * lengths[absent])
 
     def runs(self, placement: Placement) -> Runs:
@@ -203,7 +224,7 @@ class StepScalars(Column):
     of a row's last.
     """
 
-    dtype, scope, form = np.float32, "response", Form.SPARSE
+    dtype, itemsize, scope, form = "F32", 4, "response", Form.SPARSE
 
     def __init__(
         self, name: str, values: NDArray[np.float64], geometry: Geometry, zeros: Region, present: NDArray[np.bool_]
@@ -246,7 +267,7 @@ class StepScalars(Column):
 class RowScalars(Column):
     """A number per row on each of its response positions: advantages of trajectories."""
 
-    dtype, scope, form = np.float32, "response", Form.CONSTANTS
+    dtype, itemsize, scope, form = "F32", 4, "response", Form.CONSTANTS
 
     def __init__(self, name: str, values: NDArray[np.float64], zeros: Region) -> None:
         self.name = name
@@ -272,7 +293,7 @@ class RowScalars(Column):
 class Positions(Column):
     """`position_ids` of the packed layout: 0, 1, ... in every row."""
 
-    name, dtype, scope, form = "position_ids", np.int32, "sequence", Form.POSITIONS
+    name, dtype, itemsize, scope, form = "position_ids", "I32", 4, "sequence", Form.POSITIONS
 
     def __init__(self, longest: int) -> None:
         self._positions = Region(np.arange(longest, dtype=np.int32))

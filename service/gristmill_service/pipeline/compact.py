@@ -5,6 +5,7 @@ The format is `gristmill._wire.compact_shards`'s. Made only for who asks: a stor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,7 @@ import numpy as np
 from gristmill._wire import compact_shards
 from gristmill._wire.compact_shards import PACKED, PART, Form
 from gristmill_service.pipeline.columns import Column, Placement, Runs, Scope
+from gristmill_service.pipeline.extra_columns import Cut
 from gristmill_service.pipeline.iovec import Iovec, Region, coalesced
 
 
@@ -45,11 +47,20 @@ class Compaction:
 
 
 class CompactShard:
-    """One shard's compact form. own: the bytes that are its own, before the tensors of 4-byte and of 1-byte elements;
-    size: of its file."""
+    """One shard's compact form. itemsizes: of the numbers of each part. own, cuts: of each part, the bytes before its
+    tensors per token, and the tensors after these. size: of the shard's file."""
 
-    def __init__(self, compaction: Compaction, blocks: Sequence[Block], own: tuple[Region, Region], size: int) -> None:
-        self._compaction, self._blocks, self._own, self._size = compaction, blocks, own, size
+    def __init__(
+        self,
+        compaction: Compaction,
+        itemsizes: Sequence[int],
+        blocks: Sequence[Block],
+        own: Sequence[Region],
+        cuts: Sequence[Sequence[Cut]],
+        size: int,
+    ) -> None:
+        self._compaction, self._itemsizes, self._blocks = compaction, itemsizes, blocks
+        self._own, self._cuts, self._size = own, cuts, size
 
     @cached_property
     def iovec(self) -> Iovec:
@@ -64,16 +75,21 @@ class CompactShard:
     def _parts(self) -> Iterator[tuple[tuple[Any, ...], Iovec]]:
         """Yields the parts in the file's order: each as the table has it, but for its size, and its bytes."""
         first = self._blocks[0].begin
-        for itemsize, own in zip((4, 1), self._own, strict=True):
-            yield (Form.VERBATIM, 0, 0, 0, 0, 0, 0, 0, 0, 0), own.whole()
+        for itemsize, own, cuts in zip(self._itemsizes, self._own, self._cuts, strict=True):
+            yield _VERBATIM, own.whole()
             for block in self._blocks:
                 rows = block.begin - first, block.end - first
                 for column, runs in zip(self._compaction.columns, self._compaction.runs, strict=True):
-                    if np.dtype(column.dtype).itemsize == itemsize:
+                    if column.itemsize == itemsize:
                         width = PACKED if block.widths is None else block.widths[column.scope]
-                        scope = compact_shards.SCOPES.index(column.scope)
-                        part = (column.form, scope, itemsize, 0, column.fill, *rows, width, 0, 0)
+                        scope, inner = compact_shards.SCOPES.index(column.scope), math.prod(column.shape)
+                        part = (column.form, scope, itemsize, 0, *rows, width, inner, 0, column.fill, 0)
                         yield part, _joined([one.of(block.begin, block.end) for one in runs])
+            if cuts:
+                yield _VERBATIM, _joined([cut.iovec for cut in cuts])
+
+
+_VERBATIM = (Form.VERBATIM, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def _joined(parts: Sequence[Iovec]) -> Iovec:

@@ -6,12 +6,16 @@ step, among the earlier ones of its trajectory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Int64s, Ragged, bytes_of
+from gristmill._wire.steps import Steps
+from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.validate import Received
 
 NONE = -1
@@ -35,24 +39,27 @@ class Joins:
 class Mismatch:
     """A step that joined none. before: the step that it is held against, by its number: the one before it, or, with
     `merge: tree`, the one that has most in common with it. index: in its prompt, of the first token that differs, or
-    the prompt's length when it merely ends too early."""
+    the prompt's length when it merely ends too early. column: the declared column in which the two differ, where no
+    token keeps them apart."""
 
     trajectory: int
     step: int
     before: int
     index: int
+    column: str = ""
 
 
-def find_joins(received: Received, mode: str, tail: int) -> Joins:
-    """Returns whom each step joins under `merge: prefix` or `tree`. tail: `retokenised_tail`.
+def find_joins(received: Received, config: RunConfig) -> Joins:
+    """Returns whom each step joins under `merge: prefix` or `tree`.
 
     With `prefix` that is the step before or none. With `tree` it is the earlier step with which its prompt has most in
-    common: of several the shortest, of which least is cut, and of these the latest. All of a sequence but `tail` tokens
-    has to be there, and all of the prompt with which that path begins: it is the row's prompt.
+    common: of several the shortest, of which least is cut, and of these the latest. All of a sequence but its
+    last `retokenised_tail` tokens has to be there, and all of the prompt with which that path begins: it is the row's.
+    No column that keeps steps apart (`merge: equal`) may differ.
     """
     steps, count = received.steps, len(received.steps)
-    settled = extends_before(received)
-    if mode == "tree":
+    settled = joins_before(received, config.columns)
+    if config.merge == "tree":
         settled &= ~_behind_longer(received)
     parents = np.where(settled, np.arange(count) - 1, NONE)
     commons = np.where(settled, np.roll(steps.tokens.lengths, 1), 0)
@@ -61,20 +68,41 @@ def find_joins(received: Received, mode: str, tail: int) -> Joins:
     is_open[bounds[:-1]] = False
     for trajectory in np.unique(received.trajectory_of_step[is_open]).tolist():
         own = slice(int(bounds[trajectory]), int(bounds[trajectory + 1]))
-        search = _Search(steps.tokens.take(own), steps.prompt_lengths[own], tail)
-        found = search.joins(parents[own] - own.start, commons[own], is_open[own], mode)
+        search = _Search(steps, own, config)
+        found = search.joins(parents[own] - own.start, commons[own], is_open[own])
         parents[own] = np.where(found.parents < 0, NONE, found.parents + own.start)
         commons[own] = found.commons
     return Joins(parents, commons)
 
 
-def extends_before(received: Received) -> NDArray[np.bool_]:
-    """Finds the steps whose prompt begins with all of the step before them; bool (steps,)."""
+def joins_before(received: Received, columns: Sequence[ColumnSpec]) -> NDArray[np.bool_]:
+    """Finds the steps whose prompt begins with all of the step before them, and that no column keeps apart from it;
+    bool (steps,)."""
     steps = received.steps
     fits = np.zeros(len(steps), np.bool_)
     fits[1:] = steps.tokens.lengths[:-1] <= steps.prompt_lengths[1:]
     fits[received.trajectory_bounds[:-1]] = False
-    return extends(steps.tokens, fits)
+    joins = extends(steps.tokens, fits)
+    if any(column.merge == "equal" for column in columns):
+        for step in np.flatnonzero(joins).tolist():
+            joins[step] = not differing(columns, steps, step - 1, step, int(steps.tokens.lengths[step - 1]))
+    return joins
+
+
+def differing(columns: Sequence[ColumnSpec], steps: Steps, before: int, step: int, common: int) -> str:
+    """Returns the first column with `merge: equal` in which a step differs from an earlier one that it would join,
+    where they overlap; empty where there is none.
+
+    The values of a row are compared; those of the tokens that both have, `common` of them; items, with which the later
+    one's begin.
+    """
+    for column in columns:
+        if column.merge == "equal" and column.scope != "response" and (extra := steps.extras.get(column.name)):
+            one, other = extra.values[before], extra.values[step]
+            one = one[:common] if column.scope == "token" else one
+            if extra.given[before] != extra.given[step] or not np.array_equal(one, other[: len(one)]):
+                return column.name
+    return ""
 
 
 def extends(tokens: Ragged, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -119,19 +147,23 @@ def _behind_longer(received: Received) -> NDArray[np.bool_]:
 
 
 class _Search:
-    """Holds the steps of one trajectory against each other. Steps are numbered within it, and all are (steps,)."""
+    """Holds the steps of one trajectory against each other. Steps are numbered within it, and all are (steps,).
 
-    def __init__(self, tokens: Ragged, prompt_lengths: Int64s, tail: int) -> None:
-        self._tokens, self._prompts, self._tail = tokens, prompt_lengths, tail
+    steps: of the batch. own: which of them are the trajectory's.
+    """
+
+    def __init__(self, steps: Steps, own: slice, config: RunConfig) -> None:
+        self._steps, self._first, self._config = steps, own.start, config
+        self._tokens, self._prompts = steps.tokens.take(own), steps.prompt_lengths[own]
         # Of each step the prompt with which its path begins: its own, until it joins another.
-        self._roots = prompt_lengths.copy()
+        self._roots = self._prompts.copy()
 
-    def joins(self, parents: Int64s, commons: Int64s, is_open: NDArray[np.bool_], mode: str) -> Joins:
+    def joins(self, parents: Int64s, commons: Int64s, is_open: NDArray[np.bool_]) -> Joins:
         """Settles the open steps. parents, commons: of those that are settled; they are not changed."""
         parents, commons = parents.copy(), commons.copy()
         for step in range(1, len(parents)):
             if is_open[step]:
-                parents[step], commons[step] = self._join(step, 0 if mode == "tree" else step - 1)
+                parents[step], commons[step] = self._join(step, 0 if self._config.merge == "tree" else step - 1)
             if parents[step] >= 0:
                 self._roots[step] = self._roots[parents[step]]
         return Joins(parents, commons)
@@ -144,15 +176,18 @@ class _Search:
             if length < best_common:
                 break
             common = common_prefix(self._tokens[other], prompt)
-            if common >= needed:
+            if common >= needed and not self._keeps_apart(other, step, common):
                 best_common, best_length, best = max((best_common, best_length, best), (common, -length, other))
         return best, best_common
+
+    def _keeps_apart(self, other: int, step: int, common: int) -> bool:
+        return differing(self._config.columns, self._steps, self._first + other, self._first + step, common) != ""
 
     def _candidates(self, step: int, earliest: int) -> list[tuple[int, int, int]]:
         """Returns the steps that this one may join, the longest first: each one's length, and how many of its tokens
         are needed. The last of these is the same in the prompt."""
         starts, lengths = self._tokens.starts[earliest:step], self._tokens.lengths[earliest:step]
-        needed = np.maximum(lengths - self._tail, self._roots[earliest:step])
+        needed = np.maximum(lengths - self._config.retokenised_tail, self._roots[earliest:step])
         fits = np.flatnonzero(needed <= self._prompts[step])
         ends, values = needed[fits] - 1, self._tokens.values
         fits = fits[values[starts[fits] + ends] == values[self._tokens.starts[step] + ends]]
@@ -174,14 +209,16 @@ def breaks(received: Received, begins: Int64s) -> Int64s:
     return np.flatnonzero(found)
 
 
-def mismatch(received: Received, step: int, mode: str) -> Mismatch:
+def mismatch(received: Received, step: int, config: RunConfig) -> Mismatch:
     """Returns how a step that joined none differs. step: among all of the batch."""
     steps, trajectory = received.steps, int(np.searchsorted(received.trajectory_bounds, step, "right")) - 1
     first = int(received.trajectory_bounds[trajectory])
     prompt = steps.tokens[step][: steps.prompt_lengths[step]]
-    earlier = range(first if mode == "tree" else step - 1, step)
+    earlier = range(first if config.merge == "tree" else step - 1, step)
     index, before = max((common_prefix(steps.tokens[other], prompt), other) for other in earlier)
-    return Mismatch(trajectory, step - first, before - first, index)
+    is_enough = index >= steps.tokens.lengths[before] - config.retokenised_tail
+    column = differing(config.columns, steps, before, step, index) if is_enough else ""
+    return Mismatch(trajectory, step - first, before - first, len(prompt) if column else index, column)
 
 
 def common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:

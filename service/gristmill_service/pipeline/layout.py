@@ -6,7 +6,7 @@ same input gives the same bytes. Layouts: `left_padded` (SkyRL #1285) and `packe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, repeat
 from math import prod
@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.columns import SCOPES, Column, Geometry, Placement, Runs, Scope
+from gristmill_service.pipeline.columns import SCOPES, Column, Geometry, Placement, Runs, Scope, safetensors_name
 from gristmill_service.pipeline.compact import Block, Compaction, CompactShard
+from gristmill_service.pipeline.extra_columns import Cut, ShardTensor
 from gristmill_service.pipeline.iovec import Iovec, Region
 from gristmill_service.pipeline.plan import MiniBatchPlan
 from gristmill_service.pipeline.shard_address import ShardAddress
 
-
-def _safetensors_name(dtype: Any) -> str:
-    return {np.dtype(np.int32): "I32", np.dtype(np.float32): "F32", np.dtype(np.uint8): "U8"}[np.dtype(dtype)]
+ITEMSIZES = (8, 4, 2, 1)
+"""The order of tensors in a file, by the bytes of their numbers, so that each is aligned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,34 +39,37 @@ class PerRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """The elements of one size in files, for all rows of all shards of a model, in their order.
+    """The numbers of one size in files, for all rows of all shards of a model, in their order.
 
-    dtype, per_row: of the values per row, (names, n). columns: name, dtype, scope. runs: of each of these.
+    dtype, per_row: of the values per row, (names, n). columns, runs: with an element a token. tensors: one a shard.
     """
 
     itemsize: int
     dtype: str
     per_row: PerRow
-    columns: Sequence[tuple[str, str, Scope]]
+    columns: Sequence[Column]
     runs: Sequence[Runs]
+    tensors: Sequence[ShardTensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """The tensors of a model's shards: as they stand in files, of 4-byte elements and then of 1-byte ones, so that each
-    is aligned, and as they travel."""
+    """The tensors of a model's shards: as they stand in files, by the size of their numbers, and as they travel."""
 
-    parts: tuple[Part, Part]
+    parts: Sequence[Part]
     compaction: Compaction
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """One shard's file: the bytes that are its own (header, per-row tensors), and its blocks of what is placed."""
+    """One shard's file: the bytes that are its own (header, per-row tensors), and its blocks of what is placed.
+
+    own, cuts: of each part, the bytes before its tensors per token, and the tensors after these.
+    """
 
     address: ShardAddress
-    own: tuple[Region, Region]
-    """The bytes before the wide tensors of 4-byte elements, and those before the ones of 1-byte elements."""
+    own: Sequence[Region]
+    cuts: Sequence[Sequence[Cut]]
     blocks: Sequence[Block]
     placed: Placed
     size: int
@@ -76,9 +79,10 @@ class Shard:
 
     def iovec(self) -> Iovec:
         runs = []
-        for own, part in zip(self.own, self.placed.parts, strict=True):
+        for own, cuts, part in zip(self.own, self.cuts, self.placed.parts, strict=True):
             runs.append(own.whole())
             runs += [columns.of(block.begin, block.end) for block in self.blocks for columns in part.runs]
+            runs += [cut.iovec for cut in cuts]
         return np.concatenate(runs)
 
     def compact(self) -> Iovec:
@@ -99,41 +103,48 @@ class Layout:
         self.begins = [blocks[0].begin for blocks in self._blocks]
         self._token_ends = np.append(0, np.cumsum(self.placement.lengths["sequence"]))
 
-    def place(self, columns: Sequence[Column], per_row: tuple[PerRow, PerRow]) -> Placed:
+    def place(self, columns: Sequence[Column], per_row: Mapping[int, PerRow], tensors: Sequence[ShardTensor]) -> Placed:
         """Places each tensor for all rows of all shards at once: what a shard takes of them is a slice.
 
-        per_row: those of 4-byte elements, then those of 1-byte ones.
+        per_row: by the size of its numbers.
         """
 
-        def part(itemsize: int, small: PerRow) -> Part:
-            mine = [column for column in columns if np.dtype(column.dtype).itemsize == itemsize]
+        def part(itemsize: int) -> Part:
+            mine = [column for column in columns if column.itemsize == itemsize]
+            small = per_row.get(itemsize, _NO_VALUES)
             gathered = PerRow(small.names, small.values.take(self.placement.rows, axis=1))
-            named = [(column.name, _safetensors_name(column.dtype), column.scope) for column in mine]
-            runs = [column.runs(self.placement) for column in mine]
-            return Part(itemsize, _safetensors_name(small.values.dtype), gathered, named, runs)
+            dtype = safetensors_name(small.values.dtype)
+            own = [tensor for tensor in tensors if tensor.itemsize == itemsize]
+            return Part(itemsize, dtype, gathered, mine, [column.runs(self.placement) for column in mine], own)
 
-        words, bytes_ = per_row
-        return Placed((part(4, words), part(1, bytes_)), Compaction(self.placement, columns))
+        parts = [part(itemsize) for itemsize in ITEMSIZES]
+        used = [one for one in parts if one.itemsize == 4 or one.per_row.names or one.columns or one.tensors]
+        return Placed(used, Compaction(self.placement, columns))
 
     def shard(self, index: int, address: ShardAddress, placed: Placed, metadata: dict[str, str]) -> Shard:
         """Returns the shard number `index` in plan order. placed: what `place` gave. metadata: JSON by name."""
         blocks = self._blocks[index]
         begin, end = blocks[0].begin, blocks[-1].end
         cu_seqlens = self._cu_seqlens(blocks)
-        header, size = self._header(blocks, placed, cu_seqlens, metadata)
-        words, bytes_ = (part.per_row.values[:, begin:end].tobytes() for part in placed.parts)
-        own = (
-            Region(b"".join([header, words, *(lengths.tobytes() for lengths in cu_seqlens)])),
-            Region(bytes_),
-        )
+        cuts = [[tensor.cut(self.placement.rows[begin:end]) for tensor in part.tensors] for part in placed.parts]
+        header, size = self._header(blocks, placed, cuts, cu_seqlens, metadata)
+        own: list[bytes] = []
+        for part in placed.parts:
+            small = [part.per_row.values[:, begin:end].tobytes()]
+            small += [lengths.tobytes() for lengths in cu_seqlens] if part.itemsize == 4 else []
+            own.append(b"".join(small if own else [header, *small]))
+        regions = [Region(small) for small in own]
         return Shard(
             address=address,
-            own=own,
+            own=regions,
+            cuts=cuts,
             blocks=blocks,
             placed=placed,
             size=size,
             sequence_elements=sum(self._elements(block, "sequence") for block in blocks),
-            without_padding=CompactShard(placed.compaction, blocks, own, size),
+            without_padding=CompactShard(
+                placed.compaction, [part.itemsize for part in placed.parts], blocks, regions, cuts, size
+            ),
         )
 
     def _cu_seqlens(self, blocks: Sequence[Block]) -> list[NDArray[np.int32]]:
@@ -152,6 +163,7 @@ class Layout:
         self,
         blocks: Sequence[Block],
         placed: Placed,
+        cuts: Sequence[Sequence[Cut]],
         cu_seqlens: Sequence[NDArray[np.int32]],
         metadata: dict[str, str],
     ) -> tuple[bytes, int]:
@@ -166,15 +178,17 @@ class Layout:
             entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
             offset = end
 
-        for part in placed.parts:
+        for part, own in zip(placed.parts, cuts, strict=True):
             for name in part.per_row.names:
                 add(name, part.dtype, [rows], part.itemsize)
             if part.itemsize == 4:
                 for block, lengths in zip(blocks, cu_seqlens, strict=False):
                     add(f"{block.prefix}cu_seqlens", "I32", [len(lengths)], 4)
             for block, shape in zip(blocks, shapes, strict=True):
-                for name, dtype, scope in part.columns:
-                    add(block.prefix + name, dtype, shape[scope], part.itemsize)
+                for column in part.columns:
+                    add(block.prefix + column.name, column.dtype, [*shape[column.scope], *column.shape], part.itemsize)
+            for tensor, cut in zip(part.tensors, own, strict=True):
+                add(tensor.name, tensor.dtype, cut.shape, tensor.itemsize)
         text = orjson.dumps(entries)
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text, 8 + len(text) + offset
@@ -183,6 +197,9 @@ class Layout:
         if block.widths is None:
             return {scope: [self._elements(block, scope)] for scope in SCOPES}
         return {scope: [block.end - block.begin, block.widths[scope]] for scope in SCOPES}
+
+
+_NO_VALUES = PerRow((), np.empty((0, 1), np.uint8))
 
 
 def _blocks(

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.steps import UNKNOWN
-from gristmill_service.pipeline.joins import Joins, Mismatch, breaks, extends_before, find_joins, mismatch
+from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.joins import Joins, Mismatch, breaks, find_joins, joins_before, mismatch
 from gristmill_service.pipeline.validate import Received
 
 REPORTED_MISMATCHES = 3
@@ -79,6 +80,15 @@ class Rows:
         owned: NDArray[np.bool_] = (self.shared == 0) & (self.kept > 0)
         return owned
 
+    @property
+    def is_first(self) -> NDArray[np.bool_]:
+        """Tells of each visit whether no earlier row visits its step; bool (visits,)."""
+        found = np.ones(len(self.steps), np.bool_)
+        if len(self.steps) > self.steps.max(initial=-1) + 1:
+            found[:] = False
+            found[np.unique(self.steps, return_index=True)[1]] = True
+        return found
+
     def per_visit(self, values: NDArray[Any]) -> NDArray[Any]:
         """Returns of each visit its row's value. values: (rows,); the result: (visits,)."""
         return np.repeat(values, np.diff(self.edges))
@@ -95,19 +105,19 @@ class Rows:
         return Ragged(values.values, values.starts[self.steps] + self.shared, self.kept - self.shared)
 
 
-def merge(received: Received, mode: str, tail: int = 0) -> tuple[Rows, list[Mismatch]]:
-    """Returns what `merge_rows` does, and the first mismatches of each trajectory."""
-    rows = merge_rows(received, mode, tail)
-    broken = breaks(received, rows.first) if mode != "none" else rows.first[:0]
-    return rows, [mismatch(received, step, mode) for step in _reported(received, broken)]
+def merge(received: Received, config: RunConfig) -> tuple[Rows, list[Mismatch]]:
+    """Returns the batch's rows, and the first mismatches of each trajectory."""
+    rows = merge_rows(received, config)
+    broken = breaks(received, rows.first) if config.merge != "none" else rows.first[:0]
+    return rows, [mismatch(received, step, config) for step in _reported(received, broken)]
 
 
-def merge_rows(received: Received, mode: str, tail: int = 0) -> Rows:
-    """Returns the batch's rows. mode, tail: `merge` and `retokenised_tail` of the configuration."""
-    if mode == "tree" or tail:
-        return _rows_of_joins(received, find_joins(received, mode, tail))
+def merge_rows(received: Received, config: RunConfig) -> Rows:
+    """Returns the batch's rows alone."""
+    if config.merge == "tree" or config.retokenised_tail:
+        return _rows_of_joins(received, find_joins(received, config))
     count = len(received.steps)
-    joins = extends_before(received) if mode == "prefix" else np.zeros(count, np.bool_)
+    joins = joins_before(received, config.columns) if config.merge == "prefix" else np.zeros(count, np.bool_)
     edges = np.append(np.flatnonzero(~joins), count)
     kept, shared = received.steps.response_lengths, np.zeros(count, np.int64)
     return rows_of_paths(received, edges, np.arange(count), kept, shared)
@@ -238,11 +248,17 @@ def visit_loss_tokens(rows: Rows, loss_mask: Ragged) -> Int64s:
     return _ones(rows.trained(loss_mask))
 
 
+def most_kept(rows: Rows, steps: int) -> Int64s:
+    """Returns how many tokens of each step's response some row keeps, from the first on; int64 (steps,)."""
+    most = np.zeros(steps, np.int64)
+    np.maximum.at(most, rows.steps, rows.kept)
+    return most
+
+
 def realigned_tokens(rows: Rows, loss_mask: Ragged) -> tuple[int, int]:
     """Counts the tokens that were sampled and stand in no row, since a prompt has others in their place, and those of
     them with loss_mask 1. loss_mask: uint8 (steps,) over the response."""
-    most = np.zeros(len(loss_mask), np.int64)
-    np.maximum.at(most, rows.steps, rows.kept)
+    most = most_kept(rows, len(loss_mask))
     lost = Ragged(loss_mask.values, loss_mask.starts + most, loss_mask.lengths - most)
     return lost.total, int(_ones(lost).sum())
 

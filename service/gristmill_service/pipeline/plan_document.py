@@ -49,13 +49,15 @@ class MiniBatchDocument:
 
 @dataclass(frozen=True, slots=True)
 class MismatchDocument:
-    """A step that joined none. index: of the first token of its prompt that differs."""
+    """A step that joined none. index: of the first token of its prompt that differs. column: with `merge: equal`, in
+    which it differs from the step that it would have joined, though no token does; else empty."""
 
     uid: str
     round: int
     sample: int
     step: int
     index: int
+    column: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,7 @@ def _mismatches(scored: ScoredBatch) -> list[MismatchDocument]:
     steps, bounds = scored.received.steps, scored.received.trajectory_bounds
     keys = [steps.key(int(bounds[mismatch.trajectory])) for mismatch in scored.mismatches]
     return [
-        MismatchDocument(key.uid, key.round, key.sample, mismatch.step, mismatch.index)
+        MismatchDocument(key.uid, key.round, key.sample, mismatch.step, mismatch.index, mismatch.column)
         for key, mismatch in zip(keys, scored.mismatches, strict=True)
     ]
 

@@ -31,13 +31,17 @@ from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan, RankPlan
 Count = TypeVar("Count", int, Int64s)
 
 
+class MisalignedError(InvalidArgumentError):
+    """A mini-batch cannot be aligned for this `dp_size`; for another it may."""
+
+
 def schedule(lengths: Int64s, group_bounds: Int64s, config: RunConfig) -> list[MiniBatchPlan]:
     """Returns the mini-batches of one batch: the policy's, then the critic's.
 
     lengths: (rows,) tokens, prompt and response, of each row in batch order; every one is positive.
     group_bounds: (groups + 1,) row bounds of the prompt groups, from 0 to the number of rows; no group is empty.
 
-    Raises InvalidArgumentError when a mini-batch cannot be aligned and `on_misaligned` forbids padding.
+    Raises MisalignedError when a mini-batch cannot be aligned and `on_misaligned` forbids padding.
     """
     divide = _divide_groups if config.mini_batch_unit == "prompt" else _divide_rows
     parts = chain.from_iterable(divide(group_bounds, model, config) for model in config.models)
@@ -181,7 +185,7 @@ def _kept_groups(part: _Part, aligned: NDArray[np.bool_], config: RunConfig) -> 
         candidates = np.flatnonzero(aligned & (part.ends >= config.align_to))
         if len(candidates):
             return int(candidates[-1]) + 1
-    raise InvalidArgumentError(_misaligned(part, config))
+    raise MisalignedError(_misaligned(part, config))
 
 
 def _misaligned(part: _Part, config: RunConfig) -> str:

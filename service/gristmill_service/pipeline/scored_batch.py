@@ -55,7 +55,7 @@ def score_batch(
         received = receive(steps, config)
         received, stale, counts = _drop_stale(received, config, policy_version)
     with timed("merge"):
-        rows, mismatches = merge(received, config.merge, config.retokenised_tail)
+        rows, mismatches = merge(received, config)
     with timed("advantage"):
         score = config.trajectory_score
         scores = advantage.trajectory_scores(received.steps.rewards, received.trajectory_bounds, score)

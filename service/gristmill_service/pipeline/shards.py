@@ -23,6 +23,7 @@ from gristmill_service.pipeline.columns import (
     StepTokens,
     Tokens,
 )
+from gristmill_service.pipeline.extra_columns import shard_tensors, token_columns
 from gristmill_service.pipeline.iovec import Region
 from gristmill_service.pipeline.layout import Layout, PerRow, Shard
 from gristmill_service.pipeline.metadata import Metadata, row_labels
@@ -49,6 +50,9 @@ class _ShardBuilder:
         self._longest = int(self._geometry.lengths.max()) + config.pad_to_multiple_of
         self._zeros = Region(np.zeros(4 * self._longest, np.uint8))
         self._shared = self._shared_columns()
+        steps, rows = scored.received.steps, scored.rows
+        self._extras = token_columns(config.columns, steps, rows, self._geometry, self._longest)
+        self._tensors = shard_tensors(config.columns, steps, rows)
         self._per_row = self._per_row_tensors()
         self._labels = row_labels(scored)
 
@@ -58,7 +62,8 @@ class _ShardBuilder:
             return []
         layout = Layout(own, self._geometry, self._config)
         denominators = [self._denominators(mini_batch) for mini_batch in own]
-        placed = layout.place([*self._shared, self._advantages(model, own, denominators)], self._per_row)
+        columns = [*self._shared, self._advantages(model, own, denominators), *self._extras]
+        placed = layout.place(columns, self._per_row, self._tensors)
         metadata = Metadata(self._labels, denominators, layout.placement.rows, self._config, self._run, self._batch)
         return [
             layout.shard(index, address, placed, metadata.of(address, rank, layout.begins[index], divisors))
@@ -126,7 +131,7 @@ class _ShardBuilder:
         scored = self._scored
         return Denominators(mini_batch, scored.loss_tokens, scored.row_groups, scored.rows.trajectories)
 
-    def _per_row_tensors(self) -> tuple[PerRow, PerRow]:
+    def _per_row_tensors(self) -> dict[int, PerRow]:
         """Returns every row's integers and flags, the padding row's at -1."""
         rows, steps = self._scored.rows, self._scored.received.steps
         integers: dict[str, NDArray[Any]] = {
@@ -140,7 +145,7 @@ class _ShardBuilder:
             "is_last_step": steps.is_last_steps[rows.last],
             "is_padding": np.zeros(len(rows)),
         }
-        return _stacked(integers, np.int32, PADDING), _stacked(flags, np.uint8, 1)
+        return {4: _stacked(integers, np.int32, PADDING), 1: _stacked(flags, np.uint8, 1)}
 
 
 def _addressed(

@@ -24,6 +24,7 @@ from gristmill_service import tracing
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.batch_stats import BatchStats
 from gristmill_service.pipeline.plan_document import PlanDocument, encode_plan
+from gristmill_service.pipeline.schedule import MisalignedError
 from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.run.effects import Effects
 from gristmill_service.run.machine import progress
@@ -158,11 +159,11 @@ class BatchBuilder:
 
     def _next_job(self) -> _Job | None:
         def find(state: State, rows: RowBuffer) -> _Job | None:
-            for number, batch in state.batches.items():
-                if not batch.is_published:
-                    config, is_first = self._writer.config, batch.mini_batches is None
-                    token_rewards = bool(state.schema.token_rewards)
-                    return _Job(number, batch, config, _pick(rows, batch), token_rewards, is_first)
+            for number in state.batches_to_build:
+                batch = state.batches[number]
+                config, is_first = self._writer.config, batch.mini_batches is None
+                token_rewards = bool(state.schema.token_rewards)
+                return _Job(number, batch, config, _pick(rows, batch), token_rewards, is_first)
             return None
 
         try:
@@ -201,7 +202,8 @@ class BatchBuilder:
         except Exception as error:  # noqa: BLE001 - whatever went wrong is the batch's reason, not the thread's end
             if not isinstance(error, GristmillError):
                 _log.exception("batch failed", run=self._name, batch=job.number)
-            return BatchFailed(job.number, str(error) or type(error).__name__)
+            reason = str(error) or type(error).__name__
+            return BatchFailed(job.number, reason, keeps_rows=isinstance(error, MisalignedError))
         if job.is_first:
             self._monitor.built(job.number, built.stats)
         self._keep_plan(job.number, plan)
@@ -276,9 +278,7 @@ def _slices(part: Steps) -> Iterator[Steps]:
 
 def _withdrawn(state: State, rows: RowBuffer) -> list[int]:
     """Batches whose shards are not what ranks need any more."""
-    return [
-        number for number, batch in state.batches.items() if not batch.is_published and batch.mini_batches is not None
-    ]
+    return [number for number in state.batches_to_build if state.batches[number].mini_batches is not None]
 
 
 def _pick(rows: RowBuffer, batch: Batch) -> list[PickedRow]:

@@ -56,7 +56,8 @@ class Housekeeping:
             groups = [str(key) for key in sealed.groups]
             _log.info("batch sealed", run=self._name, batch=sealed.batch, groups=groups)
         for failed in effects.failed:
-            _log.error("batch failed", run=self._name, batch=failed.batch, reason=failed.reason)
+            kept = failed.keeps_rows
+            _log.error("batch failed", run=self._name, batch=failed.batch, rows_kept=kept, reason=failed.reason)
         if effects.builds:
             self._start_building()
         if effects.freed:

@@ -324,7 +324,9 @@ class Run:
 
         def find(state: State) -> tuple[list[tuple[GroupKey, int | str]], dict[int, str], list[GroupAnswer]]:
             waiting = [GroupAnswer(*key, "complete" if key in state.complete else "open") for key in state.open]
-            return list(state.closed.items()), dict(state.failed), waiting
+            # One that is kept may be built yet.
+            failed = {number: reason for number, reason in state.failed.items() if number not in state.batches}
+            return list(state.closed.items()), failed, waiting
 
         closed, failed, waiting = self._read(find)
         return [_decided(key, found, failed) for key, found in closed] + waiting

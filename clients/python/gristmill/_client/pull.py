@@ -3,6 +3,7 @@ their padding where the service has them so."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -34,14 +35,19 @@ def map_published(address: ShardAddress, path: str, size: int) -> tuple[Tensors,
     return (tensors, metadata) if address.is_of(metadata) else None
 
 
-def stream(transport: Transport, address: ShardAddress, size: int) -> tuple[Tensors, dict[str, Any]]:
+def stream(
+    transport: Transport, address: ShardAddress, size: int, columns: Sequence[str] | None = None
+) -> tuple[Tensors, dict[str, Any]]:
     """A copy, over the connection; blocks until the file's `size` bytes are here. A stream that breaks is made
-    again, from its start, by another replica where there is one.
+    again, from its start, by another replica where there is one. columns: the declared ones that are wanted; None: all.
 
     Raises what the call ends with, NotFoundError for instance when the batch is freed.
     """
     request: trainer_pb2.ReadShardRequest = address.request()
     request.accepts_compact = True
+    if columns is not None:
+        request.chooses_columns = True
+        request.columns.extend(columns)
     data = transport.call(partial(_read, transport, address, size), request, wait_s=size / _SLOWEST_BYTES_PER_S)
     return parse_shard(data, str(address))
 
@@ -63,6 +69,9 @@ def _read(transport: Transport, address: ShardAddress, size: int, request: Any, 
         came += len(piece)
     if compact:
         return restore(compact)
+    if request.chooses_columns:
+        # What was left out is not known before it has come.
+        return data[:came]
     if came != size:
         raise UnavailableError(f"{address}: {came} bytes came where the service said {size}; read it again")
     return data

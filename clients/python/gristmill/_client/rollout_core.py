@@ -125,11 +125,22 @@ class RolloutCore:
         return AsyncTrajectory(self.sender, self.abort_trajectory, self._declared_columns, writer)
 
     async def submit(
-        self, generator_output: Mapping[str, Any], *, round: int = 0, attempt: int = 0, policy_version: int = UNKNOWN
+        self,
+        generator_output: Mapping[str, Any],
+        *,
+        trajectory_ids: Sequence[Any] | None = None,
+        round: int = 0,
+        attempt: int = 0,
+        policy_version: int = UNKNOWN,
     ) -> list[RowOutcome]:
         declared = await self._declared_columns() if unknown_keys(generator_output) else ()
         columns = columns_of_output(
-            generator_output, round=round, attempt=attempt, policy_version=policy_version, declared=declared
+            generator_output,
+            trajectory_ids=trajectory_ids,
+            round=round,
+            attempt=attempt,
+            policy_version=policy_version,
+            declared=declared,
         )
         return await self._submit(columns)
 

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from gristmill._client.trajectory import plain
+from gristmill._converters.keys import Choice, Keys
+from gristmill._converters.values import routes
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.tables import ValueColumns, is_vector
 from gristmill.errors import InvalidArgumentError
@@ -25,15 +27,30 @@ _COLUMNS = {
     "stop_reasons": "stop_reason",
 }
 _IDENTITY = ("trajectory_ids", "uids", "samples", "is_last_step", "rewards")
+# Each key of SkyRL's `GeneratorOutput` (skyrl/train/generators/base.py) that is no field: what becomes of it.
+_KEYS = Keys(
+    "generator output",
+    frozenset((*_COLUMNS, *_IDENTITY)),
+    ignored={
+        "rollout_metrics": "numbers of the whole output, which SkyRL logs itself",
+        "env_metrics": "what environments tell of a row, for dumps of evaluations; summed up in rollout_metrics",
+        "trajectory_generation_times": "seconds a trajectory; summed up in rollout_metrics",
+        "trajectory_time_splits": "those seconds by engine and environment; summed up in rollout_metrics",
+    },
+    needed={
+        "rollout_expert_indices": "the routed experts of every token",
+        "pixel_values": "the images of every row",
+        "image_grid_thw": "the sizes of every row's images",
+    },
+)
 # These need no conversion by NumPy's array protocol.
 _PLAIN = frozenset([list, np.ndarray, str])
-# Keys that describe the output as a whole, not its rows.
-_NOT_ROWS = frozenset({"rollout_metrics"})
 
 
 def columns_of_output(
     output: Mapping[str, Any],
     *,
+    trajectory_ids: Any = None,
     round: int = 0,
     attempt: int = 0,
     policy_version: int = -1,
@@ -44,16 +61,47 @@ def columns_of_output(
 
     Raises InvalidArgumentError naming the field and both sizes, or the trajectory, the field and the value.
     """
-    given = {name: values for name, values in output.items() if values is not None and name not in _NOT_ROWS}
-    _check_names(given, declared)
+    found = set(unknown_keys(output))
+    columns = fields_of_output(
+        output,
+        trajectory_ids=trajectory_ids,
+        round=round,
+        attempt=attempt,
+        policy_version=policy_version,
+        choice=Choice(tuple(column.name for column in declared if column.name in found)),
+        remedy="declare it as a column of the run, or drop it",
+    )
+    return ValueColumns(columns, len(columns["uid"]), declared)
+
+
+def unknown_keys(output: Mapping[str, Any]) -> list[str]:
+    """The keys that are neither fields of rows nor known to be no part of them: a run may declare them as columns."""
+    given = {name for name, values in output.items() if values is not None}
+    return sorted(given - _KEYS.fields - _KEYS.ignored.keys())
+
+
+def fields_of_output(
+    output: Mapping[str, Any],
+    *,
+    trajectory_ids: Any = None,
+    round: int = 0,
+    attempt: int = 0,
+    policy_version: int = -1,
+    choice: Choice,
+    remedy: str | None = None,
+) -> dict[str, list[Any]]:
+    """The fields of a row, and the columns chosen, with one value a row each."""
+    _check_names(output, trajectory_ids)
+    _KEYS.check((name for name, values in output.items() if values is not None), choice, remedy)
+    given = _given(output, trajectory_ids, choice)
     count = _length(given, "response_ids")
     for name in given:
         if (length := _length(given, name)) != count:
             raise InvalidArgumentError(
                 f"generator output: {name} has {length} entries and response_ids has {count}; they need one each"
             )
-    keys = _keys(given)
     lasts = [bool(last) for last in given.get("is_last_step", [True] * count)]
+    keys = _keys(given, lasts)
     columns: dict[str, list[Any]] = {
         "uid": [uid for uid, _ in keys],
         "sample": [sample for _, sample in keys],
@@ -72,8 +120,28 @@ def columns_of_output(
             ]
     if "loss_mask" not in columns:
         columns["loss_mask"] = _all_ones([np.size(response) for response in columns["response_ids"]])
-    columns |= {column.name: list(given[column.name]) for column in declared if column.name in given}
-    return ValueColumns(columns, count, declared)
+    return columns | {name: _chosen(name, given[name], columns) for name in choice.columns}
+
+
+def _given(output: Mapping[str, Any], trajectory_ids: Any, choice: Choice) -> dict[str, Any]:
+    """What rows are made of. The ids of the input stand in for an output's own."""
+    names = _KEYS.fields | set(choice.columns)
+    given = {name: values for name, values in output.items() if values is not None and name in names}
+    if trajectory_ids is not None and not {"trajectory_ids", "uids"} & given.keys():
+        given["trajectory_ids"] = trajectory_ids
+    return given
+
+
+def _chosen(name: str, values: Sequence[Any], columns: Mapping[str, list[Any]]) -> list[Any]:
+    if name != "rollout_expert_indices":
+        return [plain(value, name, _where(columns, row)) for row, value in enumerate(values)]
+    lengths = [
+        sum(map(np.size, pair)) for pair in zip(columns["prompt_token_ids"], columns["response_ids"], strict=True)
+    ]
+    return [
+        routes(value, name, length, _where(columns, row))
+        for row, (value, length) in enumerate(zip(values, lengths, strict=True))
+    ]
 
 
 def _length(given: Mapping[str, Any], name: str) -> int:
@@ -105,35 +173,39 @@ def _all_ones(lengths: Sequence[int]) -> list[Any]:
     return [ones[:length] for length in lengths]
 
 
-def unknown_keys(output: Mapping[str, Any]) -> list[str]:
-    """The keys that are neither fields of rows nor about the output as a whole: a run may declare them as columns."""
-    return sorted(output.keys() - _COLUMNS.keys() - set(_IDENTITY) - _NOT_ROWS)
-
-
-def _check_names(given: Mapping[str, Any], declared: Sequence[ColumnSpec]) -> None:
+def _check_names(output: Mapping[str, Any], trajectory_ids: Any) -> None:
+    given = {name for name, values in output.items() if values is not None}
     for name in ("prompt_token_ids", "response_ids"):
         if name not in given:
             raise InvalidArgumentError(f"generator output: {name} is missing; every row needs it")
-    if "trajectory_ids" not in given and not {"uids", "samples"} <= given.keys():
+    if trajectory_ids is None and not {"trajectory_ids", "uids"} & given:
         raise InvalidArgumentError(
-            "generator output: nothing says which trajectories the rows belong to; give trajectory_ids, or uids and "
-            "samples"
-        )
-    names = {column.name for column in declared}
-    unknown = [name for name in unknown_keys(given) if name not in names]
-    if unknown:
-        known = ", ".join(sorted((*_COLUMNS, *_IDENTITY, *names)))
-        raise InvalidArgumentError(
-            f"generator output: unknown key {unknown[0]}; known are {known}; declare it as a column of the run, or "
-            "drop it"
+            "generator output: nothing says which trajectories the rows belong to; give trajectory_ids, those of the "
+            "generator's input, or uids, and samples with them"
         )
 
 
-def _keys(given: Mapping[str, Any]) -> list[tuple[str, int]]:
+def _keys(given: Mapping[str, Any], lasts: Sequence[bool]) -> list[tuple[str, int]]:
     if "trajectory_ids" in given:
         return [_key(entry, index) for index, entry in enumerate(given["trajectory_ids"])]
-    pairs = zip(given["uids"], given["samples"], strict=True)
+    samples = given["samples"] if "samples" in given else _samples(given["uids"], lasts)
+    pairs = zip(given["uids"], samples, strict=True)
     return [_key(pair, index) for index, pair in enumerate(pairs)]
+
+
+def _samples(uids: Sequence[Any], lasts: Sequence[bool]) -> list[int]:
+    """Trajectories, each up to its last step, are numbered among those of their prompt as they come."""
+    ended: dict[Any, int] = {}
+    samples = []
+    for row, (uid, last) in enumerate(zip(uids, lasts, strict=True)):
+        if row and not lasts[row - 1] and uids[row - 1] != uid:
+            raise InvalidArgumentError(
+                f"generator output: row {row} is of uid {uid!r} while the trajectory of uid {uids[row - 1]!r} has not "
+                "had its last step; give samples, or trajectory_ids"
+            )
+        samples.append(ended.get(uid, 0))
+        ended[uid] = samples[-1] + last
+    return samples
 
 
 def _key(entry: Any, index: int) -> tuple[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -16,6 +16,7 @@ from gristmill._client.requests import check_run
 from gristmill._client.trainer_batch import Batch
 from gristmill._client.transport import TIMEOUT_S, Transport
 from gristmill._wire.addresses import MODELS, Position, ShardAddress
+from gristmill._wire.column_spec import ColumnSpec, specs_of, tensor_names
 from gristmill.errors import (
     BatchFailedError,
     DeadlineExceededError,
@@ -66,6 +67,8 @@ class TrainerClient:
     prefetch: how many shards are opened in the background while one is trained, so that the next is there when it is
         asked for, also the next batch's first where that is published already. Each is held in memory, unless it is
         mapped. 0 opens each when it is asked for.
+    columns: which of the columns that the run declares are wanted; None: all. No byte of the others is streamed, copied
+        or converted.
     timeout_s: for how long a call is tried while the service is away. Waiting for a batch is not bounded.
 
     Worked example:
@@ -107,6 +110,7 @@ class TrainerClient:
         auto_commit: bool = True,
         acknowledges: bool = True,
         prefetch: int = 1,
+        columns: Sequence[str] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         if model not in MODELS:
@@ -116,6 +120,8 @@ class TrainerClient:
         self.run, self.rank, self.model = check_run(run), rank, model
         self._expected_dp_size = dp_size
         self._convert = Conversion(device, dtypes)
+        self._columns = None if columns is None else tuple(columns)
+        self._unwanted: frozenset[str] = frozenset()
         self._auto_commit = auto_commit
         self._acknowledges = acknowledges
         self._transport = Transport(address, timeout_s, "TrainerClient")
@@ -123,6 +129,10 @@ class TrainerClient:
         self._dp_size = 0
         self._epochs = 1
         self._position: Position | None = None
+        # The batch whose failure the caller was told of last.
+        self._failed: int | None = None
+        # A place in the last failed batch that the rank went past, until the service is told.
+        self._went_past: Position | None = None
         self._incarnation = 0
         self._run_id, self._generation = "", 0
 
@@ -178,7 +188,7 @@ class TrainerClient:
         if give_up_reason == "":
             raise InvalidArgumentError("give_up_reason is empty; name the reason under which the groups are counted")
         saved = checkpoint_of(state, self.run, self.model) if state else None
-        status = self._read_run(self._expected_dp_size)
+        self._read_run(self._expected_dp_size)
         self._check_rank()
         request = trainer_pb2.ResumeRequest(
             run=self.run,
@@ -197,19 +207,22 @@ class TrainerClient:
                 f"run {self.run!r} rank {self.rank}: another rank of this launch resumed at {resumed} and this one's "
                 f"state is {saved.position}; load the state of the same checkpoint on all ranks"
             )
-        self._position, self._incarnation = self._past_failed(resumed, status), response.incarnation
+        self._position, self._incarnation = resumed, response.incarnation
+        self._failed = self._went_past = None
         self._run_id, self._generation = response.run_id, response.generation
+        self._go_past_all(self._read_run(self._expected_dp_size).failed_batches)
         # Opened for another incarnation, perhaps cut for another dp_size.
         self.expect(())
 
-    def _past_failed(self, position: Position, status: run_pb2.RunStatus) -> Position:
+    def _go_past_all(self, failed: Mapping[int, str]) -> None:
         """A batch that failed is told of by an error once. A trainer that ends by it and is started again would get
-        the same error for ever."""
-        while position.batch in status.failed_batches:
-            reason = status.failed_batches[position.batch]
-            _log.warning("run %r: batch %d failed, and is stepped over: %s", self.run, position.batch, reason)
-            position = Position(position.batch + 1)
-        return position
+        the same error for ever. One that failed for another dp_size is not among these any more: it is built anew."""
+        while (number := self.position.batch) in failed:
+            _log.warning("run %r: batch %d failed, and is stepped over: %s", self.run, number, failed[number])
+            self._go_past(number)
+
+    def _go_past(self, batch: int) -> None:
+        self._went_past, self._position = self.position, Position(batch + 1)
 
     def commit(self, state: Mapping[str, Any] | None = None) -> None:
         """Says that a checkpoint holds all training before its position: batches before it are freed once every rank
@@ -249,7 +262,10 @@ class TrainerClient:
                 self._incarnation = progress.incarnation
         for place in status.ranks:
             if (place.model, place.rank) == (number, self.rank):
-                return Position.of(place.next)
+                found = Position.of(place.next)
+                if found.batch - 1 in status.failed_batches:
+                    self._went_past = Position(found.batch - 1, self._epochs)
+                return found
         raise InvalidArgumentError(
             f"run {self.run!r}: it has no {self.model}; give critic_mini_batch_size when it is created"
         )
@@ -261,7 +277,19 @@ class TrainerClient:
         )
         config = json.loads(answer.status.config_json)
         self._epochs, self._dp_size = config.get("update_epochs_per_batch", 1), dp_size or config.get("dp_size", 1)
+        self._unwanted = self._tensors_unwanted(specs_of(config.get("columns", ())))
         return answer.status
+
+    def _tensors_unwanted(self, declared: Sequence[ColumnSpec]) -> frozenset[str]:
+        if self._columns is None:
+            return frozenset()
+        names = [column.name for column in declared]
+        if unknown := [name for name in self._columns if name not in names]:
+            raise InvalidArgumentError(
+                f"run {self.run!r}: columns names {unknown[0]!r}, and the run declares {', '.join(names) or 'none'}"
+            )
+        others = (column for column in declared if column.name not in self._columns)
+        return frozenset(name for column in others for name in tensor_names(column))
 
     def _check_rank(self) -> None:
         if not 0 <= self.rank < self._dp_size:
@@ -274,7 +302,8 @@ class TrainerClient:
     def __iter__(self) -> Iterator[Batch]:
         """Batches from the rank's place on, each waited for as long as it takes, until the run is finished.
 
-        Raises BatchFailedError with the reason for a batch that could not be made; iterating again goes on behind it.
+        Raises BatchFailedError with the reason for a batch that could not be made; iterating again goes on behind it,
+        and lets its rows go. One that could not be aligned may be for another `dp_size`: its rows are kept until then.
         (One that failed before this trainer started is stepped over; `load_state_dict` logs a warning.)
         Raises FailedPreconditionError when asked for the next batch before all of this one is acknowledged.
         """
@@ -290,6 +319,12 @@ class TrainerClient:
                 )
 
     def _next_batch(self) -> Batch | None:
+        if self._failed == self.position.batch:
+            self._go_past(self._failed)
+        if self._went_past is not None:
+            # The service keeps the rows of failed batches until all ranks go on without them.
+            self._send_acknowledgement(self._went_past)
+            self._went_past = None
         number = self.position.batch
         try:
             answer: trainer_pb2.GetBatchResponse = self._transport.wait(
@@ -298,7 +333,7 @@ class TrainerClient:
                 inf,
             )
         except BatchFailedError:
-            self._position = Position(number + 1)
+            self._failed = number
             raise
         if answer.state == trainer_pb2.BATCH_STATE_END:
             return None
@@ -364,11 +399,12 @@ class TrainerClient:
             address = ShardAddress(self.run, self.model, self.rank, position.batch, position.mini_batch)
             mapped = map_published(address, found.shared_memory_path, found.size_bytes)
             try:
-                tensors, metadata = mapped or stream(self._transport, address, found.size_bytes)
+                tensors, metadata = mapped or stream(self._transport, address, found.size_bytes, self._columns)
             except NotFoundError:
                 # Withdrawn since it was found, or freed: the next answer says which.
                 self._transport.pause(_WITHDRAWN_PAUSE_S)
                 continue
+            tensors = {name: raw for name, raw in tensors.items() if name.rpartition("/")[2] not in self._unwanted}
             return _Opened(tensors, metadata, is_mapped=mapped is not None)
 
     def _find_shard(self, position: Position, is_wanted: Callable[[], bool]) -> trainer_pb2.GetShardResponse:
@@ -399,23 +435,27 @@ class TrainerClient:
         """Called by a shard's `ack`. `following` is the position after it."""
         if position < self.position:
             return
-        if self._acknowledges:
-            request = trainer_pb2.AcknowledgeRequest(
-                run=self.run,
-                model=MODELS[self.model],
-                rank=self.rank,
-                position=position.message(),
-                incarnation=self._incarnation,
-                commit=self._auto_commit,
-            )
-            self._follow(self._transport.call(self._transport.trainers.Acknowledge, request).generation)
-        elif position > self.position:
+        if not self._acknowledges and position > self.position:
             raise FailedPreconditionError(
                 f"run {self.run!r} rank {self.rank}: {position} cannot be acknowledged, the next is {self.position}; "
                 "acknowledge in order"
             )
+        self._send_acknowledgement(position)
         # Not the next that the service answers, which steps over failed batches: iterating raises their errors.
         self._position = following
+
+    def _send_acknowledgement(self, position: Position) -> None:
+        if not self._acknowledges:
+            return
+        request = trainer_pb2.AcknowledgeRequest(
+            run=self.run,
+            model=MODELS[self.model],
+            rank=self.rank,
+            position=position.message(),
+            incarnation=self._incarnation,
+            commit=self._auto_commit,
+        )
+        self._follow(self._transport.call(self._transport.trainers.Acknowledge, request).generation)
 
     # The end.
 

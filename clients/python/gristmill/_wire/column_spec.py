@@ -66,7 +66,7 @@ class ColumnSpec:
     dtype: ColumnDtype
     scope: ColumnScope
     shape: tuple[int, ...] = ()
-    fill: float = 0
+    fill: int | float = 0
     merge: ColumnMerge | Literal[""] = ""
     source: ColumnSource = "rollout"
     required: bool = True
@@ -92,7 +92,8 @@ class ColumnSpec:
             raise InvalidArgumentError(f"{where}: shape is {shape!r:.80}; it is a list of sizes, as [48, 8]")
         column = cls(**{**given, "shape": tuple(shape)})
         column._check()
-        return column if column.merge else cls(**{**column.settings, "merge": _MERGES[column.scope][0]})
+        fill = column.fill if column.is_float else int(column.fill)
+        return cls(**column.settings | {"fill": fill, "merge": column.merge or _MERGES[column.scope][0]})
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -188,7 +189,9 @@ class ColumnSpec:
         if not self.allow_nonfinite and not math.isfinite(self.fill):
             raise InvalidArgumentError(f"{where}: fill is {self.fill}; set allow_nonfinite: true for that")
         try:
-            _check_kind(np.array([self.fill]), self, where)
+            # JSON and YAML write 1 and 1.0 for the same number.
+            is_whole = not self.is_float and float(self.fill).is_integer()
+            _check_kind(np.array([int(self.fill) if is_whole else self.fill]), self, where)
         except (InvalidArgumentError, OverflowError):
             raise InvalidArgumentError(f"{where}: fill is {self.fill}, which {self.dtype} does not hold") from None
 
@@ -217,9 +220,14 @@ def specs_of(given: Iterable[object]) -> tuple[ColumnSpec, ...]:
 
 def tensor_names(column: ColumnSpec) -> list[str]:
     """The tensors that shards have of it."""
-    names = [column.name]
-    names += [f"{column.name}_offsets"] if column.scope == "items" else []
-    return names if column.required else [*names, f"{column.name}_given"]
+    offsets, given = of_column(column.name)
+    names = [column.name, offsets] if column.scope == "items" else [column.name]
+    return names if column.required else [*names, given]
+
+
+def of_column(name: str) -> tuple[str, str]:
+    """The tensors beside a column's own: where a row's items begin, and which rows have it."""
+    return f"{name}_offsets", f"{name}_given"
 
 
 def by_name(columns: Iterable[ColumnSpec]) -> dict[str, ColumnSpec]:

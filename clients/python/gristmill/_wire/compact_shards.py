@@ -33,20 +33,23 @@ PART = np.dtype(
         ("scope", "u1"),
         ("itemsize", "u1"),
         ("reserved", "u1"),
-        ("fill", "<u4"),
         ("begin", "<u4"),
         ("end", "<u4"),
         ("width", "<i4"),
+        ("inner", "<u4"),
         ("reserved_too", "<u4"),
+        ("fill", "<u8"),
         ("nbytes", "<u8"),
     ]
 )
-"""A part's entry in the table. scope: an index of `SCOPES`. fill: the bits of what stands before a row's own values.
-begin, end: which rows. width: elements of a row, or `PACKED`. nbytes: its own bytes in the compact form."""
+"""A part's entry in the table. scope: an index of `SCOPES`. begin, end: which rows. width: elements of a row, or
+`PACKED`. inner: numbers of an element, each of `itemsize` bytes. fill: the bits of the numbers before a row's own
+elements. nbytes: its own bytes in the compact form."""
 
 _MAGIC = b"GMSHARD"
 _HEAD = struct.Struct("<7sBIIIIQ")
-_UNSIGNED: dict[int, Any] = {1: np.dtype("<u1"), 4: np.dtype("<u4")}
+FIRST_BYTES = _HEAD.size
+_UNSIGNED: dict[int, Any] = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
 
 # Rows shorter than this on average are placed by a mask over the whole tensor, longer ones slice by slice.
 _SHORT = 512
@@ -86,25 +89,31 @@ def restore(pieces: Sequence[bytes | memoryview]) -> NDArray[np.uint8]:
     are cut short, damaged, or of a newer version.
     """
     source = _Pieces(pieces)
-    found, size = _read_parts(source)
-    data = np.zeros(size, np.uint8)
-    for part, rows, begin, end in found:
+    found = _read_parts(source)
+    data = np.zeros(found.size, np.uint8)
+    for part, rows, begin, end in found.parts:
         if begin < end:
             _WRITERS[part.form](source, part, rows, data[begin:end])
     return data
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
+    """As `PART` has it. at: the place of its bytes."""
+
     form: int
     scope: int
     itemsize: int
-    fill: int
     begin: int
     end: int
     width: int
+    inner: int
+    fill: int
     nbytes: int
     at: int
-    """The place of its bytes."""
+
+    @property
+    def element_bytes(self) -> int:
+        return self.itemsize * self.inner
 
 
 class _Rows:
@@ -184,14 +193,41 @@ class _Pieces:
                 into[at : at + there - here] = view[here:there]
 
 
-def _read_parts(source: _Pieces) -> tuple[list[tuple[_Part, _Rows, int, int]], int]:
-    """Each part with its rows and which bytes of the file it makes, all checked; and the file's size."""
+class Description(NamedTuple):
+    """What the head says. parts: each with its rows and which bytes of the file it makes. lengths: uint32 (2, rows),
+    tokens of each row and of its response. size: of the file; compact_size: of its compact form."""
+
+    parts: list[tuple[Part, _Rows, int, int]]
+    lengths: NDArray[np.uint32]
+    size: int
+    compact_size: int
+
+
+def head_size(first: bytes) -> int:
+    """Bytes of the head. first: its first `FIRST_BYTES`."""
+    _, _, parts, rows, *_ = _HEAD.unpack(first)
+    return _HEAD.size + int(parts) * PART.itemsize + 2 * 4 * int(rows)
+
+
+def describe(head: bytes) -> Description:
+    """What a head says, all of it checked. Raises InvalidArgumentError as `restore`."""
+    return _describe(_Pieces([head]))
+
+
+def _read_parts(source: _Pieces) -> Description:
+    found = _describe(source)
+    if found.compact_size != source.size:
+        raise _wrong(f"it has {source.size} bytes and describes {found.compact_size}")
+    return found
+
+
+def _describe(source: _Pieces) -> Description:
     table, lengths, size = _read_head(source)
     known: dict[tuple[int, int, int, int], _Rows] = {}
     found = []
     at, begin = _HEAD.size + table.nbytes + lengths.nbytes, 0
-    for form, scope, itemsize, _, fill, first, last, width, _, nbytes in table.tolist():
-        part = _Part(form, scope, itemsize, fill, first, last, width, nbytes, at)
+    for form, scope, itemsize, _, first, last, width, inner, _, fill, nbytes in table.tolist():
+        part = Part(form, scope, itemsize, first, last, width, inner, fill, nbytes, at)
         rows, count = _NO_ROWS, nbytes
         if form != Form.VERBATIM:
             _check_part(part, lengths.shape[1])
@@ -200,14 +236,12 @@ def _read_parts(source: _Pieces) -> tuple[list[tuple[_Part, _Rows, int, int]], i
                 known[key] = _rows_of(part, lengths)
             rows = known[key]
             _check_bytes(part, rows)
-            count = rows.elements * itemsize
+            count = rows.elements * part.element_bytes
         found.append((part, rows, begin, begin + count))
         at, begin = at + nbytes, begin + count
-    if at != source.size:
-        raise _wrong(f"it has {source.size} bytes and describes {at}")
     if begin != size:
         raise _wrong(f"its parts make {begin} bytes, and its file has {size}")
-    return found, size
+    return Description(found, lengths, size, at)
 
 
 def _read_head(source: _Pieces) -> tuple[NDArray[Any], NDArray[np.uint32], int]:
@@ -231,18 +265,24 @@ def _read_head(source: _Pieces) -> tuple[NDArray[Any], NDArray[np.uint32], int]:
     return table, np.frombuffer(described, "<u4", offset=table.nbytes).reshape(2, rows), size
 
 
-def _check_part(part: _Part, rows: int) -> None:
+def _check_part(part: Part, rows: int) -> None:
     if part.form not in _WRITERS:
         raise _wrong(f"a part has the unknown form {part.form}")
-    if part.itemsize not in _UNSIGNED or part.scope >= len(SCOPES) or part.width < PACKED:
-        raise _wrong(f"a part has scope {part.scope}, elements of {part.itemsize} bytes and width {part.width}")
+    is_known = part.itemsize in _UNSIGNED and part.scope < len(SCOPES)
+    if not is_known or part.width < PACKED or not part.inner:
+        raise _wrong(
+            f"a part has scope {part.scope}, elements of {part.inner} numbers of {part.itemsize} bytes and width "
+            f"{part.width}"
+        )
     if not part.begin <= part.end <= rows:
         raise _wrong(f"a part has the rows {part.begin} to {part.end} of {rows}")
-    if part.itemsize != 4 and (part.fill or part.form == Form.POSITIONS):
-        raise _wrong(f"a part of form {part.form} has elements of {part.itemsize} bytes")
+    if part.form == Form.POSITIONS and part.element_bytes != 4:
+        raise _wrong(f"a part of form {part.form} has elements of {part.element_bytes} bytes")
+    if part.fill >= 1 << (8 * part.itemsize):
+        raise _wrong(f"a part is filled with {part.fill}, in {part.itemsize} bytes each")
 
 
-def _rows_of(part: _Part, lengths: NDArray[np.uint32]) -> _Rows:
+def _rows_of(part: Part, lengths: NDArray[np.uint32]) -> _Rows:
     here = lengths[:, part.begin : part.end].astype(np.int64)
     own = here[part.scope]
     extents = here[0] if part.width == PACKED else np.full(len(own), part.width, np.int64)
@@ -252,8 +292,8 @@ def _rows_of(part: _Part, lengths: NDArray[np.uint32]) -> _Rows:
     return _Rows(own, extents, part.width)
 
 
-def _check_bytes(part: _Part, rows: _Rows) -> None:
-    count, item = len(rows.own), part.itemsize
+def _check_bytes(part: Part, rows: _Rows) -> None:
+    count, item = len(rows.own), part.element_bytes
     if part.form == Form.SPARSE:
         is_right = part.nbytes >= 4 * count and (part.nbytes - 4 * count) % (4 + item) == 0
     else:
@@ -263,38 +303,38 @@ def _check_bytes(part: _Part, rows: _Rows) -> None:
         raise _wrong(f"a part of form {part.form} with {count} rows of {rows.total} tokens has {part.nbytes} bytes")
 
 
-def _write_verbatim(source: _Pieces, part: _Part, rows: _Rows, target: NDArray[np.uint8]) -> None:
+def _write_verbatim(source: _Pieces, part: Part, rows: _Rows, target: NDArray[np.uint8]) -> None:
     source.copy(part.at, target)
 
 
-def _write_values(source: _Pieces, part: _Part, rows: _Rows, target: NDArray[np.uint8]) -> None:
+def _write_values(source: _Pieces, part: Part, rows: _Rows, target: NDArray[np.uint8]) -> None:
+    tensor = _elements(part, target)
     if rows.is_dense:
         source.copy(part.at, target)
     elif rows.are_short:
-        tensor = _elements(part, target)
         if part.fill:
             tensor.fill(part.fill)
-        tensor[rows.mask] = source.array(part.at, rows.total, tensor.dtype)
+        tensor[rows.mask] = _array(source, part, part.at, rows.total)
     else:
         if part.fill:
-            tensor = _elements(part, target)
             for start, end in zip((rows.starts - rows.leads).tolist(), rows.starts.tolist(), strict=True):
                 tensor[start:end] = part.fill
-        source.copy_rows(part.at, part.itemsize * rows.own, target, part.itemsize * rows.starts)
+        item = part.element_bytes
+        source.copy_rows(part.at, item * rows.own, target, item * rows.starts)
 
 
-def _write_constants(source: _Pieces, part: _Part, rows: _Rows, target: NDArray[np.uint8]) -> None:
+def _write_constants(source: _Pieces, part: Part, rows: _Rows, target: NDArray[np.uint8]) -> None:
     tensor = _elements(part, target)
-    values = source.array(part.at, len(rows.own), tensor.dtype)
+    values = _array(source, part, part.at, len(rows.own))
     if rows.are_short:
-        tensor[rows.mask] = np.repeat(values, rows.own)
+        tensor[rows.mask] = np.repeat(values, rows.own, axis=0)
     else:
-        for start, end, value in zip(rows.starts.tolist(), rows.ends.tolist(), values.tolist(), strict=True):
+        for start, end, value in zip(rows.starts.tolist(), rows.ends.tolist(), values, strict=True):
             tensor[start:end] = value
 
 
-def _write_positions(source: _Pieces, part: _Part, rows: _Rows, target: NDArray[np.uint8]) -> None:
-    tensor = _elements(part, target)
+def _write_positions(source: _Pieces, part: Part, rows: _Rows, target: NDArray[np.uint8]) -> None:
+    tensor = _elements(part, target)[:, 0]
     if rows.are_short:
         own = np.arange(rows.total) - np.repeat(np.cumsum(rows.own) - rows.own, rows.own)
         tensor[rows.mask] = own
@@ -304,10 +344,9 @@ def _write_positions(source: _Pieces, part: _Part, rows: _Rows, target: NDArray[
             tensor[start : start + count] = counting[:count]
 
 
-def _write_sparse(source: _Pieces, part: _Part, rows: _Rows, target: NDArray[np.uint8]) -> None:
-    tensor = _elements(part, target)
+def _write_sparse(source: _Pieces, part: Part, rows: _Rows, target: NDArray[np.uint8]) -> None:
     count = len(rows.own)
-    values = (part.nbytes - 4 * count) // (4 + part.itemsize)
+    values = (part.nbytes - 4 * count) // (4 + part.element_bytes)
     counts = source.array(part.at, count, _UNSIGNED[4]).astype(np.int64)
     before = source.array(part.at + 4 * count, values, _UNSIGNED[4])
     if int(counts.sum()) != values:
@@ -315,14 +354,23 @@ def _write_sparse(source: _Pieces, part: _Part, rows: _Rows, target: NDArray[np.
     if not ((before > 0) & (before <= np.repeat(rows.own, counts))).all():
         raise _wrong("a value stands outside of its row")
     at = part.at + 4 * (count + values)
-    tensor[np.repeat(rows.ends, counts) - before] = source.array(at, values, tensor.dtype)
+    _elements(part, target)[np.repeat(rows.ends, counts) - before] = _array(source, part, at, values)
 
 
-def _elements(part: _Part, target: NDArray[np.uint8]) -> NDArray[Any]:
-    return target.view(_UNSIGNED[part.itemsize])
+def _elements(part: Part, target: NDArray[np.uint8]) -> NDArray[Any]:
+    """The tensor as (elements, inner)."""
+    found: NDArray[Any] = target.view(_UNSIGNED[part.itemsize]).reshape(-1, part.inner)
+    return found
 
 
-_WRITERS: dict[int, Callable[[_Pieces, _Part, _Rows, NDArray[np.uint8]], None]] = {
+def _array(source: _Pieces, part: Part, at: int, count: int) -> NDArray[Any]:
+    """So many elements from `at` on; (count, inner)."""
+    numbers = source.array(at, count * part.inner, _UNSIGNED[part.itemsize])
+    found: NDArray[Any] = numbers.reshape(-1, part.inner)
+    return found
+
+
+_WRITERS: dict[int, Callable[[_Pieces, Part, _Rows, NDArray[np.uint8]], None]] = {
     Form.VERBATIM: _write_verbatim,
     Form.VALUES: _write_values,
     Form.CONSTANTS: _write_constants,

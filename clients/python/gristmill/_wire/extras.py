@@ -43,7 +43,10 @@ def check_extras(table: Steps, columns: Sequence[ColumnSpec], prefix_lengths: In
 
 def left_out(table: Steps, column: ColumnSpec) -> Int64s:
     """How many of each row's first tokens have their values with the step before; int64 (rows,)."""
-    extra = table.extras[column.name]
+    return left_out_of(column, table.extras[column.name], table)
+
+
+def left_out_of(column: ColumnSpec, extra: Extra, table: Steps) -> Int64s:
     if not column.is_shared:
         return np.zeros(len(table), np.int64)
     return np.where(extra.given, table.tokens.lengths - extra.values.lengths, 0)

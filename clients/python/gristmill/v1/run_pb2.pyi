@@ -312,7 +312,9 @@ class RunStatus(google.protobuf.message.Message):
     def models(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ModelProgress]: ...
     @property
     def failed_batches(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.str]:
-        """Batches that could not be made, by number, with the reason."""
+        """Batches that could not be made, by number, with the reason. One that is built for another `dp_size` is among them no
+        more.
+        """
 
     @property
     def health(self) -> global___RunHealth:
@@ -491,7 +493,7 @@ class GroupStatus(google.protobuf.message.Message):
     batch: builtins.int
     """Of a sealed group."""
     reason: builtins.str
-    """Of a dropped group; `batch_failed` where it was sealed into a batch that could not be made."""
+    """Of a dropped group; `batch_failed` where it was sealed into a batch that could not be made, once its rows are gone."""
     def __init__(
         self,
         *,

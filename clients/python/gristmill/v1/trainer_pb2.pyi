@@ -4,7 +4,9 @@ isort:skip_file
 """
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import gristmill.v1.rows_pb2
@@ -163,6 +165,8 @@ class ReadShardRequest(google.protobuf.message.Message):
     BATCH_FIELD_NUMBER: builtins.int
     MINI_BATCH_FIELD_NUMBER: builtins.int
     ACCEPTS_COMPACT_FIELD_NUMBER: builtins.int
+    CHOOSES_COLUMNS_FIELD_NUMBER: builtins.int
+    COLUMNS_FIELD_NUMBER: builtins.int
     run: builtins.str
     model: gristmill.v1.run_pb2.Model.ValueType
     rank: builtins.int
@@ -170,6 +174,12 @@ class ReadShardRequest(google.protobuf.message.Message):
     mini_batch: builtins.int
     accepts_compact: builtins.bool
     """Whether the caller restores shards that come without their padding (docs/compact-shards.md)."""
+    chooses_columns: builtins.bool
+    """Whether the caller wants of the declared columns those of `columns` alone; else it gets all of them. The shard's file
+    is then one without the others, and its size is not that of GetShardResponse.
+    """
+    @property
+    def columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
@@ -179,8 +189,10 @@ class ReadShardRequest(google.protobuf.message.Message):
         batch: builtins.int = ...,
         mini_batch: builtins.int = ...,
         accepts_compact: builtins.bool = ...,
+        chooses_columns: builtins.bool = ...,
+        columns: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepts_compact", b"accepts_compact", "batch", b"batch", "mini_batch", b"mini_batch", "model", b"model", "rank", b"rank", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepts_compact", b"accepts_compact", "batch", b"batch", "chooses_columns", b"chooses_columns", "columns", b"columns", "mini_batch", b"mini_batch", "model", b"model", "rank", b"rank", "run", b"run"]) -> None: ...
 
 global___ReadShardRequest = ReadShardRequest
 

@@ -120,6 +120,10 @@ class TrainerServiceServicer(object):
     def Acknowledge(self, request, context):
         """A rank has trained on the mini-batch at `position` and moves past it. Positions are acknowledged in order: one that
         is already passed changes nothing, one ahead of the rank's next is FAILED_PRECONDITION.
+
+        A batch that failed has nothing to train, and ranks are given what is behind it. Where it could not be aligned for the
+        run's `dp_size`, its rows are kept and take room until every rank acknowledges a position of it, or one behind it, or
+        one behind it is committed or resumed at.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,7 +143,8 @@ class TrainerServiceServicer(object):
         late rank of a launch that a newer one took over from is refused, like its calls.
 
         With another `dp_size` than the run's, unacknowledged mini-batches are planned and cut again for it, from the same
-        rows; what all ranks have acknowledged stays done. The run's other model has to resume, too.
+        rows; what all ranks have acknowledged stays done. Batches from the position on that failed because they could not be
+        aligned are planned anew. The run's other model has to resume, too.
         FAILED_PRECONDITION for a position before the committed one (its data is gone), past what is sealed, of another run
         (`run_id`), or past what was acknowledged: accepted rows would be skipped. The message says what would be lost and
         which position fits. With `give_up_reason`, the groups that the position steps over are given up for that reason.

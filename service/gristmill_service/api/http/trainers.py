@@ -14,6 +14,7 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.api.http import models
 from gristmill_service.api.http.dependencies import ContextDep, RunDep, gone
 from gristmill_service.api.questions import ask_batch, ask_shard
+from gristmill_service.api.shard_columns import file_with
 from gristmill_service.config import Model
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.rollout_lines import json_lines
@@ -64,12 +65,23 @@ async def get_shard(
     responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
 )
 def read_shard(
-    run: str, context: ContextDep, batch: models.Int64, model: Model, mini_batch: models.Int32, rank: models.Int32
+    run: str,
+    context: ContextDep,
+    batch: models.Int64,
+    model: Model,
+    mini_batch: models.Int32,
+    rank: models.Int32,
+    columns: Annotated[
+        str | None, Query(description="Of the declared columns those wanted, with commas between; all unless given.")
+    ] = None,
 ) -> StreamingResponse:
     """The shard's safetensors file."""
-    pieces = iter(context.runs.read_shard(run, batch, ShardAddress(model, mini_batch, rank)))
+    pieces: Iterator[bytes | memoryview]
+    pieces = whole = iter(context.runs.read_shard(run, batch, ShardAddress(model, mini_batch, rank)))
+    if columns is not None:
+        pieces = file_with([name for name in columns.split(",") if name], whole)
     # The first piece before the status line: what is refused is refused with its status.
-    first: Iterator[bytes] = iter([next(pieces, b"")])
+    first = iter([next(pieces, b"")])
     return StreamingResponse(chain(first, pieces), media_type="application/octet-stream")
 
 

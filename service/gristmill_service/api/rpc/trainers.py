@@ -13,6 +13,7 @@ from gristmill_service.api import messages
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.questions import ask_batch, ask_shard
 from gristmill_service.api.rpc.streams import Streams
+from gristmill_service.api.shard_columns import compact_with, file_with
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchAnswer
 from gristmill_service.run.machine.trainer_commands import Checkpoint
@@ -62,7 +63,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         runs, name, batch = self._context.runs, request.run, request.batch
         with self._streams.place():
             compact = runs.read_compact_shard(name, batch, address) if request.accepts_compact else None
-            pieces = runs.read_shard(name, batch, address) if compact is None else compact
+            pieces: Iterator[bytes | memoryview]
+            pieces = whole = runs.read_shard(name, batch, address) if compact is None else compact
+            if request.chooses_columns:
+                choose = file_with if compact is None else compact_with
+                pieces = choose(list(request.columns), whole)
             for data in pieces:
                 view = memoryview(data)
                 for start in range(0, len(view), _PIECE_BYTES):

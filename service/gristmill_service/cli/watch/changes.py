@@ -65,8 +65,10 @@ def _batches(before: run_pb2.RunStatus, after: run_pb2.RunStatus) -> Iterator[Ch
     for number in range(max(after.batches_published, after.batches_freed), before.batches_published):
         # A service that starts again makes them again, byte for byte.
         yield {"event": "made again", "batch": number}
-    for number in sorted(after.failed_batches.keys() - before.failed_batches.keys()):
-        yield {"event": "failed", "batch": number, "reason": after.failed_batches[number]}
+    for number, reason in sorted(after.failed_batches.items()):
+        # It may have failed before, for other ranks.
+        if before.failed_batches.get(number) != reason:
+            yield {"event": "failed", "batch": number, "reason": reason}
     for number in range(before.batches_published, after.batches_published):
         if number not in after.failed_batches:
             yield {"event": "published", "batch": number}

@@ -141,15 +141,20 @@ class BatchPublished(Event):
 
 @dataclass(frozen=True, slots=True)
 class BatchWithdrawn(Event):
-    """Its shards are gone, or no longer what ranks need; it will be published again, made of the same rows."""
+    """Its shards are gone, or no longer what ranks need, or it failed for ranks that are no more; it will be built
+    again from the same rows."""
 
     batch: int
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFailed(Event):
+    """It cannot be built. keeps_rows: for another number of ranks it may be, so that its rows stay until every model is
+    past it."""
+
     batch: int
     reason: str
+    keeps_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +176,7 @@ class GenerationBegan(Event):
 
 @dataclass(frozen=True, slots=True)
 class BatchFreed(Event):
-    """Every model is past the batch and it is in a checkpoint: what is kept of it may go."""
+    """Every model is past the batch, and it is in a checkpoint or failed: what is kept of it may go."""
 
     batch: int
 

@@ -1,7 +1,8 @@
 """Ranks on their way through the batches: the order of positions, and what acknowledging and committing do.
 
 Reads the state, returns events. A batch that failed, or that has nothing for a model, has no positions: it is stepped
-over.
+over. A failed batch whose rows are kept is stepped over, too, where a rank asks for its next position; but where a rank
+*stands*, as the state has it, is before it, until the rank acknowledges it or something behind it.
 """
 
 from __future__ import annotations
@@ -86,14 +87,22 @@ def check_mini_batch(state: State, model: Model, position: Position) -> None:
 
 def settle(state: State, model: Model, position: Position) -> Position:
     """The position itself, or the next that exists where its batch has none or it is past the batch's last."""
+    position = standing(state, model, position)
+    while position.batch in state.failed:
+        position = standing(state, model, Position(position.batch + 1))
+    return position
+
+
+def standing(state: State, model: Model, position: Position) -> Position:
+    """As `settle`, but not past a failed batch whose rows are kept."""
     # A committed position may stand at the end of a batch that is freed since.
     position = max(position, Position(state.freed))
     while True:
         batch = state.batches.get(position.batch)
-        if position.batch in state.failed:
+        if batch is None and position.batch in state.failed:
             position = Position(position.batch + 1)
             continue
-        if batch is None or batch.mini_batches is None:
+        if batch is None or batch.mini_batches is None or position.batch in state.failed:
             return position
         count = batch.mini_batches.get(model, 0)
         if not count or position.epoch >= state.epochs:
@@ -109,10 +118,13 @@ def next_of(state: State, model: Model, rank: int) -> Position:
 
 
 def acknowledge(state: State, model: Model, rank: int, position: Position) -> list[Event]:
-    """Moves the rank past the position, its next; nothing for one it is past already."""
+    """Moves the rank past the position, its next; nothing for one it is past already. To acknowledge a failed batch is
+    to go on without it."""
     expected = next_of(state, model, rank)
     if position < expected:
-        return []
+        stands = standing(state, model, model_state(state, model).next[rank])
+        is_step = stands <= position and position.batch in state.failed
+        return [Acknowledged(model, rank, _behind(state, model, position.batch))] if is_step else []
     _check_made(state, position.batch)
     batch = state.batches.get(position.batch)
     if position != expected or batch is None or batch.mini_batches is None:
@@ -121,8 +133,12 @@ def acknowledge(state: State, model: Model, rank: int, position: Position) -> li
             + ("" if position != expected else ", which is not published yet")
             + "; acknowledge in order"
         )
-    following = settle(state, model, position._replace(mini_batch=position.mini_batch + 1))
+    following = standing(state, model, position._replace(mini_batch=position.mini_batch + 1))
     return [Acknowledged(model, rank, following)]
+
+
+def _behind(state: State, model: Model, batch: int) -> Position:
+    return standing(state, model, Position(batch + 1))
 
 
 def commit(state: State, model: Model, position: Position) -> list[Event]:
@@ -135,18 +151,39 @@ def commit(state: State, model: Model, position: Position) -> list[Event]:
 
 def commit_acknowledged(state: State, model: Model) -> list[Event]:
     """Commits up to where every rank is: what a trainer without checkpoints asks for."""
-    return commit(state, model, min(settle(state, model, position) for position in state.models[model].next))
+    return commit(state, model, min(standing(state, model, position) for position in state.models[model].next))
 
 
 def freed(state: State) -> list[Event]:
-    """Batches that every model has both committed and acknowledged past."""
+    """Batches that every model has both committed and acknowledged past, and failed ones that every model went past."""
+    return [*_freed_failures(state), *_freed_trained(state)]
+
+
+def _freed_trained(state: State) -> list[Event]:
     # Commits come with checkpoints, seldom: without one the ranks, of which there may be hundreds, need no look.
     for bound in (_committed, _reached):
         safe = min((settle(state, model, bound(own)).batch for model, own in state.models.items()))
-        found = [BatchFreed(number) for number, batch in state.batches.items() if number < safe and batch.mini_batches]
+        found = [
+            BatchFreed(number)
+            for number, batch in state.batches.items()
+            if number < safe and batch.mini_batches and number not in state.failed
+        ]
         if not found:
             return []
     return [*found]
+
+
+def _freed_failures(state: State) -> list[Event]:
+    if not (kept := state.batches_kept):
+        return []
+    past = min(went_past(own) for own in state.models.values())
+    return [BatchFreed(number) for number in kept if number < past.batch]
+
+
+def went_past(model: ModelState) -> Position:
+    """Failed batches before this are of no use to the model any more: its trainer went on without them, or says that a
+    checkpoint did."""
+    return max(model.committed, min(model.next))
 
 
 def _committed(model: ModelState) -> Position:

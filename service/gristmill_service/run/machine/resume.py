@@ -13,7 +13,7 @@ from gristmill_service.config import Model
 from gristmill_service.run.machine.aborts import checked_reason
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.events import BatchGivenUp, BatchWithdrawn, Event, ModelResumed, Resized
-from gristmill_service.run.machine.progress import check_exists, model_state, settle, text_of
+from gristmill_service.run.machine.progress import check_exists, model_state, settle, text_of, went_past
 from gristmill_service.run.machine.state import START, State
 
 
@@ -28,7 +28,8 @@ def resume(
 ) -> list[Event]:
     """Puts all ranks to the position under a new incarnation; nothing where this launch did so already.
 
-    With another `dp_size`, batches that are published are withdrawn, and a run's other model has to resume, too.
+    With another `dp_size`, batches that are published are withdrawn, failed ones that lie ahead and whose rows are kept
+    are tried again, and a run's other model has to resume, too.
     generation: the one that the checkpoint is of, 0 where that is not known. A position ahead of what was acknowledged
     is refused, unless a reason is given for which the batches in between are given up.
     """
@@ -63,21 +64,20 @@ def resume(
         )
     skipped = _skipped(state, model, target, generation, give_up_reason)
     resumed = ModelResumed(model, target, current.incarnation + 1, launch)
-    resized = [] if dp_size == state.dp_size else _resized(state, dp_size, model, {event.batch for event in skipped})
+    resized = [] if dp_size == state.dp_size else _resized(state, dp_size, resumed, {event.batch for event in skipped})
     return [*skipped, *resized, resumed]
 
 
-def _resized(state: State, dp_size: int, asked: Model, given_up: set[int]) -> list[Event]:
+def _resized(state: State, dp_size: int, resumed: ModelResumed, given_up: set[int]) -> list[Event]:
     """Ranks of the other model, which there may not be as many of any more, are refused from now on."""
-    others = [
-        ModelResumed(model, min(own.next), own.incarnation + 1, "")
-        for model, own in state.models.items()
-        if model != asked
-    ]
+    other_models = {model: own for model, own in state.models.items() if model != resumed.model}
+    others = [ModelResumed(model, min(own.next), own.incarnation + 1, "") for model, own in other_models.items()]
+    first = min([resumed.position, *map(went_past, other_models.values())]).batch
+    again = [number for number in state.batches_kept if number >= first]
     withdrawn = [
         BatchWithdrawn(number)
         for number, batch in state.batches.items()
-        if batch.is_published and number not in given_up
+        if (batch.is_published or number in again) and number not in given_up
     ]
     return [Resized(dp_size), *others, *withdrawn]
 

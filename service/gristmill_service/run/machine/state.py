@@ -42,12 +42,14 @@ from gristmill_service.run.machine.groups import Group
 START = Position(0)
 GIVEN_UP = "given up: "
 """Before the reason of a batch that was not built wrong, but given up."""
+BATCH_FAILED = "batch_failed"
+"""The reason under which the groups of a failed batch are counted, once they are dropped."""
 
 
 @dataclass(slots=True)
 class Batch:
     """A sealed batch that is not freed. `groups` is its rows; `mini_batches` is known from its first publication on,
-    also while it is withdrawn."""
+    also while it is withdrawn or failed."""
 
     policy_version: int
     prompts: int
@@ -79,9 +81,12 @@ class State:
         order of completion.
     closed: what became of every other group that was ever admitted: the batch it was sealed into, or why it was
         dropped.
-    batches: sealed and neither failed nor freed. prompts: of every batch ever sealed, how many groups it has.
-    freed: batches before this number are freed or failed.
-    groups_sealed: groups in all sealed batches but failed ones.
+    batches: those whose rows are held: sealed and not freed. prompts: of every batch ever sealed, how many groups it
+        has.
+    failed: why batches could not be built. One that is in `batches`, too, is kept: for another number of ranks it may
+        be built.
+    freed: batches before this number are freed, or failed and not kept.
+    groups_sealed: groups in all sealed batches but those that failed and are not kept.
     completions, completed_bytes: how often a group became complete, and the bytes of all those together.
     now: the run's own time when it was last told, in seconds.
     generation: how often the log was found shorter than promised, plus 1. rollbacks: for each such time, how far each
@@ -126,8 +131,20 @@ class State:
     def batches_made(self) -> int:
         """Batches before this number were published or failed."""
         return min(
-            (number for number, batch in self.batches.items() if not batch.mini_batches), default=len(self.prompts)
+            (number for number in self.batches_to_build if not self.batches[number].mini_batches),
+            default=len(self.prompts),
         )
+
+    @property
+    def batches_to_build(self) -> list[int]:
+        return [
+            number for number, batch in self.batches.items() if not batch.is_published and number not in self.failed
+        ]
+
+    @property
+    def batches_kept(self) -> list[int]:
+        """Batches that failed for this number of ranks, and may be built for another."""
+        return [number for number in self.batches if number in self.failed]
 
     @property
     def groups_buffered(self) -> int:
@@ -241,41 +258,45 @@ def _apply_batch(
             state.shard_bytes += nbytes
             return []
         case BatchWithdrawn(number):
-            batch = state.batches[number]
-            state.shard_bytes -= batch.nbytes
-            batch.nbytes, batch.is_published = 0, False
+            _withdraw_shards(state, number)
+            state.failed.pop(number, None)
             return []
-        case BatchFailed(number, reason):
-            batch = state.batches.pop(number)
-            state.shard_bytes -= batch.nbytes
+        case BatchFailed(number, reason, keeps_rows):
+            _withdraw_shards(state, number)
             state.failed[number] = reason
-            state.groups_sealed -= batch.prompts
-            state.groups_dropped["batch_failed"] = state.groups_dropped.get("batch_failed", 0) + batch.prompts
-            state.freed = min(state.batches, default=len(state.prompts))
-            return _release_rows(state, batch)
+            return [] if keeps_rows else _drop_failed_batch(state, number)
         case BatchFreed(number):
-            batch = state.batches.pop(number)
-            state.shard_bytes -= batch.nbytes
-            state.freed = min(state.batches, default=len(state.prompts))
-            return _release_rows(state, batch)
+            return _drop_failed_batch(state, number) if number in state.failed else _remove_batch(state, number)
+
+
+def _withdraw_shards(state: State, number: int) -> None:
+    batch = state.batches[number]
+    state.shard_bytes -= batch.nbytes
+    batch.nbytes, batch.is_published = 0, False
+
+
+def _drop_failed_batch(state: State, number: int) -> list[RowRef]:
+    prompts = state.batches[number].prompts
+    state.groups_sealed -= prompts
+    state.groups_dropped[BATCH_FAILED] = state.groups_dropped.get(BATCH_FAILED, 0) + prompts
+    return _remove_batch(state, number)
 
 
 def _give_up_batch(state: State, event: BatchGivenUp) -> list[RowRef]:
-    batch = state.batches.pop(event.batch)
+    batch = state.batches[event.batch]
     for group in batch.groups:
         state.closed[group.key] = event.reason
-    state.shard_bytes -= batch.nbytes
     state.failed[event.batch] = GIVEN_UP + event.reason
     state.groups_dropped[event.reason] = state.groups_dropped.get(event.reason, 0) + batch.prompts
-    state.freed = min(state.batches, default=len(state.prompts))
-    return _release_rows(state, batch)
+    return _remove_batch(state, event.batch)
 
 
-def _release_rows(state: State, batch: Batch) -> list[RowRef]:
-    released = [ref for group in batch.groups for ref in group.refs()]
+def _remove_batch(state: State, number: int) -> list[RowRef]:
+    batch = state.batches.pop(number)
+    state.shard_bytes -= batch.nbytes
     state.row_bytes -= sum(group.nbytes for group in batch.groups)
-    batch.groups = []
-    return released
+    state.freed = min(state.batches, default=len(state.prompts))
+    return [ref for group in batch.groups for ref in group.refs()]
 
 
 def _apply_progress(state: State, event: Acknowledged | PositionCommitted | ModelResumed) -> None:

@@ -1,0 +1,82 @@
+"""Where each row's tokens stand in a batch's tensors: padded ones, or one a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gristmill._wire.columns import Array
+from gristmill.errors import InvalidArgumentError
+
+
+class Padded:
+    """Prompts are padded on the left, responses on the right: a row's tokens are one block around the seam."""
+
+    def __init__(self, prompt_mask: Array, response_mask: Array, name: str, where: str) -> None:
+        """The masks, called `name`, are not 0 on tokens: (rows, prompt width) and (rows, response width).
+
+        Raises InvalidArgumentError naming the row whose tokens are not one block.
+        """
+        prompt_on, response_on = prompt_mask != 0, response_mask != 0
+        self.rows, self._prompt_width = prompt_on.shape
+        self._response_width = response_on.shape[1]
+        first, end = self._prompt_width - prompt_on.sum(1), response_on.sum(1)
+        gaps = (prompt_on != (np.arange(self._prompt_width) >= first[:, None])).any(1)
+        gaps |= (response_on != (np.arange(self._response_width) < end[:, None])).any(1)
+        if gaps.any():
+            raise InvalidArgumentError(
+                f"{where}: row {int(gaps.argmax())}: {name} is not one block around the seam of prompt and response; "
+                "prompts are padded on the left and responses on the right"
+            )
+        self._first, self._end = first.tolist(), end.tolist()
+
+    def prompt(self, values: Array, row: int) -> Array:
+        found: Array = values[row][self._first[row] :]
+        return found
+
+    def response(self, values: Array, row: int) -> Array:
+        found: Array = values[row][: self._end[row]]
+        return found
+
+    def outside(self, values: Array, row: int) -> Array:
+        """What a response's tensor has on padding."""
+        found: Array = values[row][self._end[row] :]
+        return found
+
+    def column(self, values: Array, row: int) -> Array:
+        """A tensor's values of one row: of its tokens or its response where it is as wide as those, else as it is."""
+        width = self._prompt_width + self._response_width
+        if values.ndim == 3 and values.shape[2] == width != values.shape[1]:
+            values = np.moveaxis(values, 2, 1)
+        if values.ndim > 1 and values.shape[1] == width:
+            return values[row][self._first[row] : self._prompt_width + self._end[row]]  # type: ignore[no-any-return]
+        if values.ndim > 1 and values.shape[1] == self._response_width:
+            return self.response(values, row)
+        return np.asarray(values[row])
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Without padding: a value a row."""
+
+    rows: int
+
+    def prompt(self, values: Sequence[Any], row: int) -> Any:
+        return values[row]
+
+    def response(self, values: Sequence[Any], row: int) -> Any:
+        return values[row]
+
+    def outside(self, values: Sequence[Any], row: int) -> Any:
+        return ()
+
+    def column(self, values: Sequence[Any], row: int) -> Any:
+        return values[row]
+
+
+def check_shape(name: str, values: Array, shape: tuple[int, int], where: str) -> None:
+    if values.shape != shape:
+        raise InvalidArgumentError(f"{where}: {name} has the shape {values.shape}; expected {shape}")

@@ -1,0 +1,165 @@
+"""prime-rl's training samples as rows (`TrainingSample` of src/prime_rl/transports/rollouts/types.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gristmill._converters.keys import Choice, Keys, Row, remedy_of
+from gristmill._converters.rows import as_steps, response_start, samples_as_they_come
+from gristmill._converters.values import aligned, array_of, attribute, attributes, routes, uid_of, unpacked
+from gristmill._wire.columns import Array
+from gristmill.errors import InvalidArgumentError
+
+_WHAT = "prime-rl samples"
+_IMAGES = "mm_kwargs"
+_ROUTES = "routed_experts"
+_WEIGHTS = ("rl_weights", "ce_weights", "ref_kl_weights")
+_OF_RESPONSE = (*_WEIGHTS, "ref_logprobs", "temperatures")
+_KEYS = Keys(
+    _WHAT,
+    frozenset({"token_ids", "mask", "logprobs", "advantages"}),
+    ignored={
+        "temperatures": "a setting of the trainer; refused where they differ",
+        "env_name": "a tag of the group, not of its rows",
+    },
+    needed={
+        "ref_logprobs": "the reference's logprobs",
+        "rl_weights": "the policy loss's weight of every token",
+        "ce_weights": "the cross entropy's weight of every token",
+        "ref_kl_weights": "the reference loss's weight of every token",
+        _ROUTES: "the routed experts of every token",
+        "mm_token_type_ids": "which tokens are images",
+    },
+)
+
+
+def from_prime_rl(
+    traces: Iterable[Any],
+    *,
+    uids: Sequence[str | int],
+    rewards: Sequence[float],
+    advantages: bool = False,
+    round: int = 0,
+    attempt: int = 0,
+    policy_version: int = -1,
+    columns: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+) -> list[Row]:
+    """Rows of prime-rl's `TrainingSample`s: for each trace one, or a list of them as `trace_to_samples` returns it.
+
+    A trace is a trajectory, its branches are the steps. The response begins with the first token that `mask` trains (or
+    that a weight in `columns` counts); all before it is the prompt.
+
+    uids, rewards: of each trace, which its samples do not know: the episode's group or example, and `trace.reward`.
+    advantages: whether rows get prime-rl's too, for a run with `advantage_estimator: none`.
+    columns: such as `routed_experts` (scope `token`), `ref_logprobs`, `ce_weights` (`response`); of `mm_kwargs` the
+        names within it (`items`).
+
+        traces = [trace_to_samples(trace) for trace in survivors]
+        rows = from_prime_rl(traces, uids=group_ids, rewards=[trace.reward for trace in survivors])
+    """
+    choice = Choice.of(columns, ignore)
+    grouped = [list(trace) if isinstance(trace, (list, tuple)) else [trace] for trace in traces]
+    names = [uid_of(uid, f"{_WHAT}: uids[{position}]") for position, uid in enumerate(uids)]
+    aligned("uids", names, len(grouped), _WHAT)
+    scores = aligned("rewards", rewards, len(grouped), _WHAT)
+    _check([sample for trace in grouped for sample in trace], choice)
+    rows = []
+    for position, (trace, uid, number) in enumerate(zip(grouped, names, samples_as_they_come(names), strict=True)):
+        for branch, sample in enumerate(trace):
+            where = f"{_WHAT}: trace {position} (uid {uid!r} sample {number}) branch {branch}"
+            rows.append(
+                {
+                    "uid": uid,
+                    "round": round,
+                    "sample": number,
+                    "attempt": attempt,
+                    "policy_version": policy_version,
+                    "reward": _reward(scores[position], where),
+                    **_fields(sample, advantages, choice, where),
+                }
+            )
+    return as_steps(rows)
+
+
+def _check(samples: list[Any], choice: Choice) -> None:
+    given = [_given(sample, choice) for sample in samples]
+    _KEYS.check({name for values in given for name in values}, choice)
+    temperatures = {value for values in given for value in values.get("temperatures", ())}
+    if len(temperatures) > 1 and "temperatures" not in (*choice.columns, *choice.ignore):
+        raise InvalidArgumentError(
+            f"{_WHAT}: temperatures are {min(temperatures)} to {max(temperatures)}, and the trainer's loss needs each "
+            f"token's own; {remedy_of('temperatures')}"
+        )
+
+
+def _given(sample: Any, choice: Choice) -> dict[str, Any]:
+    """What the sample has, its images by their own names; None is nothing."""
+    given = {name: value for name, value in attributes(sample).items() if value is not None}
+    return given if _IMAGES in choice.ignore else unpacked(given, _IMAGES)
+
+
+def _reward(reward: Any, where: str) -> float:
+    found = float(reward)
+    if math.isnan(found):
+        raise InvalidArgumentError(f"{where}: its reward is nan; leave its group out")
+    return found
+
+
+def _fields(sample: Any, advantages: bool, choice: Choice, where: str) -> Row:
+    tokens = array_of(attribute(sample, "token_ids"), "token_ids", where)
+    given = _given(sample, choice)
+    for name in ("mask", "logprobs"):
+        if name not in given:
+            raise InvalidArgumentError(f"{where}: {name} is missing; every row needs it")
+    streams = {
+        name: _stream(given[name], name, tokens.size, where)
+        for name in ("mask", "logprobs", "advantages", *_OF_RESPONSE)
+        if name in given and (name in _KEYS.fields or name in choice.columns)
+    }
+    counted = [streams[name] != 0 for name in ("mask", *_WEIGHTS) if name in streams]
+    start = response_start(np.logical_or.reduce(counted), where)
+    fields: Row = {
+        "prompt_token_ids": tokens[:start],
+        "response_ids": tokens[start:],
+        "loss_mask": streams["mask"][start:],
+        "rollout_logprobs": streams["logprobs"][start:],
+    }
+    if advantages:
+        if "advantages" not in streams:
+            raise InvalidArgumentError(f"{where}: advantages is missing; ask for none")
+        fields["advantage"] = streams["advantages"][start:]
+    for name in choice.columns:
+        if name in streams:
+            fields[name] = streams[name][start:]
+        elif name in given:
+            fields[name] = _column(given[name], name, tokens.size, where)
+    return fields
+
+
+def _stream(values: Any, name: str, tokens: int, where: str) -> Array:
+    found = array_of(values, name, where)
+    if found.shape != (tokens,):
+        raise InvalidArgumentError(f"{where}: {name} has {found.size} values for {tokens} tokens; it needs one each")
+    return found
+
+
+def _column(values: Any, name: str, tokens: int, where: str) -> Array:
+    found = _decoded(values, name, where) if hasattr(values, "data") and hasattr(values, "shape") else values
+    return routes(found, name, tokens, where) if name == _ROUTES else array_of(found, name, where)
+
+
+def _decoded(encoded: Any, name: str, where: str) -> Any:
+    """prime-rl's `EncodedTensor` or `RoutedExperts`: an array's bytes, dtype and shape."""
+    if not isinstance(encoded.data, (bytes, bytearray)):
+        return encoded
+    try:
+        return np.frombuffer(encoded.data, np.dtype(encoded.dtype)).reshape(list(encoded.shape))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"{where}: {name} is no array of {encoded.dtype} and shape {list(encoded.shape)}: {error}; give float32"
+        ) from None

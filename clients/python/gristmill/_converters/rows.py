@@ -1,0 +1,59 @@
+"""What every framework's rows have in common: samples and steps that are numbered, and where the response begins."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from gristmill._converters.keys import Row
+from gristmill._wire.columns import Array
+from gristmill.errors import InvalidArgumentError
+
+
+def samples_as_they_come(uids: Iterable[str]) -> list[int]:
+    """For rows that are a trajectory each: which of its prompt's samples each is."""
+    seen = Counter[str]()
+    samples = []
+    for uid in uids:
+        samples.append(seen[uid])
+        seen[uid] += 1
+    return samples
+
+
+def as_steps(rows: list[Row]) -> list[Row]:
+    """Rows of one trajectory become its steps, in their order.
+
+    Each brings the trajectory's reward: it stays with the last one, so that it counts once however steps are scored.
+    Raises InvalidArgumentError where they do not agree. The rows are completed in place.
+    """
+    trajectories: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    for row in rows:
+        trajectories[row["uid"], row["sample"]].append(row)
+    for (uid, sample), steps in trajectories.items():
+        if len(steps) > 1 and len(rewards := {_total(row["reward"]) for row in steps}) > 1:
+            raise InvalidArgumentError(
+                f"uid {uid!r} sample {sample}: its {len(steps)} rows have the rewards {', '.join(map(str, rewards))}; "
+                "give each of them the trajectory's own"
+            )
+        for step, row in enumerate(steps):
+            row |= {"step": step, "is_last_step": step == len(steps) - 1}
+        for row in steps[:-1]:
+            row["reward"] = np.zeros_like(row["reward"]) if np.ndim(row["reward"]) else 0.0
+    return rows
+
+
+def _total(reward: Any) -> float | None:
+    return None if reward is None else float(np.sum(reward))
+
+
+def response_start(mask: Array, where: str) -> int:
+    """Where a row without a split into prompt and response begins to be trained: all before is its prompt."""
+    if not mask.any():
+        raise InvalidArgumentError(f"{where}: its mask trains no token; leave the row out")
+    start = int(mask.argmax())
+    if not start:
+        raise InvalidArgumentError(f"{where}: its mask trains the first token, so that there is no prompt; add one")
+    return start

@@ -1,0 +1,187 @@
+"""slime's samples as rows (`Sample` of slime/utils/types.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from gristmill._converters.keys import Choice, Keys, Row
+from gristmill._converters.rows import as_steps
+from gristmill._converters.values import array_of, attribute, attributes, routes, uid_of, unpacked, version_of
+from gristmill.errors import InvalidArgumentError
+
+_WHAT = "slime samples"
+_IMAGES = "multimodal_train_inputs"
+_ROUTES = "rollout_routed_experts"
+# `status` by its value, and what SGLang calls the reason; a sample that is "pending" was not sampled yet.
+_STOP_REASONS = {"completed": "stop", "truncated": "length", "aborted": "abort", "failed": "failed"}
+_KEYS = Keys(
+    _WHAT,
+    frozenset(
+        {
+            *("group_index", "index", "rollout_id", "tokens", "response_length", "loss_mask", "remove_sample"),
+            *("reward", "rollout_log_probs", "status", "weight_versions"),
+        }
+    ),
+    ignored={
+        "prompt": "text; its tokens are there",
+        "response": "text; its tokens are there",
+        "label": "what the reward model was given",
+        "metadata": "the data set's own",
+        "multimodal_inputs": "images as they were before the processor",
+        "multimodal_train_input_id": "where images are kept while they wait",
+        "apply_chat_template_kwargs": "how the prompt was made",
+        "generate_function_path": "how it was sampled",
+        "custom_rm_path": "how it was scored",
+        "session_id": "which engine sampled it",
+        "non_generation_time": "a metric",
+        "spec_info": "a metric",
+        "prefix_cache_info": "a metric",
+    },
+    needed={
+        "teacher_log_probs": "the teacher's logprobs",
+        _ROUTES: "the routed experts of every token",
+        "rollout_top_p_token_ids": "the tokens that top-p kept",
+        "rollout_top_p_token_offsets": "where each token's begin",
+        "train_metadata": "what the loss is told of the sample",
+    },
+)
+
+
+def from_slime(
+    samples: Iterable[Any],
+    *,
+    reward_key: str | None = None,
+    round: int = 0,
+    attempt: int = 0,
+    policy_version: int | None = None,
+    columns: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+) -> list[Row]:
+    """Rows of slime's `Sample`s: a list of them, or nested lists, as `generate_rollout` returns them.
+
+    A group is what has one `group_index`. Its samples are numbered in the order of `rollout_id`, or `index` where that
+    is None; samples of one rollout are its steps, in the order given, and bring the same reward. `tokens` are cut at
+    `response_length`. Without a `loss_mask` every token of the response is trained, with `remove_sample` none is. A
+    reward that is None is pending. The stop reason is `status`: stop, length, abort or failed. The policy version is
+    the oldest of `weight_versions` unless that is given.
+
+    reward_key: which one, where rewards are mappings (slime's `--reward-key`).
+    columns: such as `teacher_log_probs`; of `multimodal_train_inputs` the names within it.
+
+        output = generate_rollout(args, rollout_id, data_source)
+        client.submit_rows(from_slime(output.samples))
+    """
+    choice = Choice.of(columns, ignore)
+    flat = list(_flat(samples))
+    numbers = _sample_numbers(flat)
+    given = [_given(sample, choice) for sample in flat]
+    _KEYS.check({name for values in given for name in values}, choice)
+    rows = []
+    for position, sample in enumerate(flat):
+        uid = uid_of(attribute(sample, "group_index"), f"{_WHAT}: sample {position}")
+        where = f"{_WHAT}: sample {position} (uid {uid!r} index {attribute(sample, 'index')})"
+        rows.append(
+            {
+                "uid": uid,
+                "round": round,
+                "sample": numbers[position],
+                "attempt": attempt,
+                "policy_version": _version(sample) if policy_version is None else policy_version,
+                **_fields(sample, reward_key, where),
+                **_columns(given[position], choice, where),
+            }
+        )
+    return as_steps(rows)
+
+
+def _flat(samples: Iterable[Any]) -> Iterator[Any]:
+    for sample in samples:
+        if isinstance(sample, (list, tuple)):
+            yield from _flat(sample)
+        else:
+            yield sample
+
+
+def _sample_numbers(samples: list[Any]) -> list[int]:
+    """Which of its group's rollouts each sample is of."""
+    rollouts: dict[Any, set[int]] = {}
+    keys = []
+    for position, sample in enumerate(samples):
+        group, rollout = attribute(sample, "group_index"), _rollout(sample)
+        if group is None or rollout is None:
+            lacks = "group_index" if group is None else "index"
+            raise InvalidArgumentError(
+                f"{_WHAT}: sample {position} has no {lacks}, so that nothing says which of which group it is; set it"
+            )
+        rollouts.setdefault(group, set()).add(rollout)
+        keys.append((group, rollout))
+    order = {
+        group: {rollout: number for number, rollout in enumerate(sorted(found))} for group, found in rollouts.items()
+    }
+    return [order[group][rollout] for group, rollout in keys]
+
+
+def _rollout(sample: Any) -> Any:
+    rollout = attribute(sample, "rollout_id")
+    return attribute(sample, "index") if rollout is None else rollout
+
+
+def _fields(sample: Any, reward_key: str | None, where: str) -> Row:
+    tokens = array_of(attribute(sample, "tokens"), "tokens", where)
+    length = int(attribute(sample, "response_length", 0))
+    if not 0 < length < len(tokens):
+        raise InvalidArgumentError(
+            f"{where}: response_length is {length} of {len(tokens)} tokens; a row has a prompt and a response"
+        )
+    mask = attribute(sample, "loss_mask")
+    fields = {
+        "prompt_token_ids": tokens[:-length],
+        "response_ids": tokens[-length:],
+        "loss_mask": np.ones(length, np.uint8) if mask is None else array_of(mask, "loss_mask", where),
+        "reward": _reward(attribute(sample, "reward"), reward_key, where),
+        "stop_reason": _stop_reason(sample, where),
+    }
+    if attribute(sample, "remove_sample"):
+        fields["loss_mask"] = np.zeros(length, np.uint8)
+    logprobs = attribute(sample, "rollout_log_probs")
+    return fields if logprobs is None else fields | {"rollout_logprobs": array_of(logprobs, "rollout_log_probs", where)}
+
+
+def _reward(reward: Any, key: str | None, where: str) -> Any:
+    if not isinstance(reward, Mapping):
+        return reward
+    if key is None or key not in reward:
+        known = ", ".join(map(repr, reward))
+        raise InvalidArgumentError(f"{where}: reward has {known}; reward_key is {key!r}: give the one that counts")
+    return reward[key]
+
+
+def _stop_reason(sample: Any, where: str) -> str:
+    status = attribute(sample, "status")
+    value = getattr(status, "value", status)
+    if value not in _STOP_REASONS:
+        known = ", ".join(_STOP_REASONS)
+        raise InvalidArgumentError(f"{where}: status is {value!r}; expected {known}: leave out what was not sampled")
+    return _STOP_REASONS[value]
+
+
+def _version(sample: Any) -> int:
+    return min(map(version_of, attribute(sample, "weight_versions") or ()), default=-1)
+
+
+def _given(sample: Any, choice: Choice) -> dict[str, Any]:
+    """What the sample has, its images by their own names; None is nothing."""
+    given = {name: value for name, value in attributes(sample).items() if value is not None}
+    return given if _IMAGES in choice.ignore else unpacked(given, _IMAGES)
+
+
+def _columns(given: Mapping[str, Any], choice: Choice, where: str) -> Row:
+    """What a sample does not have, such as images, is left out of its row."""
+    values = {name: given[name] for name in choice.columns if name in given}
+    return {
+        name: routes(value, name, len(given["tokens"]), where) if name == _ROUTES else array_of(value, name, where)
+        for name, value in values.items()
+    }

@@ -1,0 +1,186 @@
+"""What TRL's `GRPOTrainer` generated as rows (`_generate_and_score_completions` of trl/trainer/grpo_trainer.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gristmill._converters.keys import Choice, Keys, Row
+from gristmill._converters.padding import Padded, check_shape
+from gristmill._converters.rows import samples_as_they_come
+from gristmill._converters.values import aligned, array_of, uid_of
+from gristmill._wire.columns import Array
+from gristmill.errors import InvalidArgumentError
+
+_WHAT = "TRL output"
+_KEYS = Keys(
+    _WHAT,
+    frozenset(
+        {
+            *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"),
+            *("sampling_per_token_logps", "advantages"),
+        }
+    ),
+    ignored={
+        "num_items_in_batch": "the trained tokens of the batch, which are counted anew",
+        "old_per_token_logps": "the trainer's, computed before the loss",
+        "ref_per_token_logps": "the trainer's, computed before the loss",
+        "importance_sampling_ratio": "computed from logprobs",
+        "num_images": "how many images each row has; read where a column is of images",
+        "num_tiles": "how many tiles each row's images have; read where a column is of images",
+    },
+    needed={
+        "pixel_values": "the images of all rows",
+        "image_grid_thw": "the sizes of all images",
+        "pixel_attention_mask": "what of the images is padding",
+        "spatial_shapes": "the sizes of all images",
+        "image_sizes": "the sizes of all images",
+        "image_position_ids": "the positions of all images",
+        "token_type_ids": "which tokens are images",
+        "mm_token_type_ids": "which tokens are images",
+    },
+)
+_OF_IMAGES = _KEYS.needed.keys() - {"token_type_ids", "mm_token_type_ids"}
+
+
+def from_trl(
+    output: Mapping[str, Any],
+    *,
+    uids: Sequence[str | int],
+    rewards: Any,
+    num_generations: int | None = None,
+    advantages: bool = False,
+    round: int = 0,
+    attempt: int = 0,
+    policy_version: int = -1,
+    columns: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+) -> list[Row]:
+    """Rows of the mapping that `GRPOTrainer._generate_and_score_completions` returns.
+
+    Prompts lose their padding on the left and completions that on the right. The loss mask is `tool_mask`, or all 1.
+    `sampling_per_token_logps` are the logprobs.
+
+    uids: each row's prompt; with `num_generations` each group's, whose rows stand together, as TRL's sampler has them.
+    rewards: one number a row, of which the output has none: what `_calculate_rewards` returns, weighed and summed.
+    advantages: whether rows get TRL's too, for a run with `advantage_estimator: none`.
+    columns: tensors as wide as the completion or as prompt and completion lose their padding too; those of images are
+        cut by `num_images`.
+
+        output = trainer._generate_and_score_completions(inputs)
+        rows = from_trl(output, uids=["math/17", "math/18"], num_generations=8, rewards=rewards)
+    """
+    choice = Choice.of(columns, ignore)
+    given = {name: value for name, value in output.items() if value is not None}
+    _KEYS.check(given, choice)
+    tensors = {name: array_of(given[name], name, _WHAT) for name in given if name in {*_KEYS.fields, *choice.columns}}
+    padding = _padding(tensors)
+    names = _uids(uids, num_generations, padding.rows)
+    scores = _rewards(rewards, padding.rows)
+    images = {name: _by_row(name, tensors[name], given, padding.rows) for name in choice.columns if name in _OF_IMAGES}
+    rows = []
+    for row, (uid, sample) in enumerate(zip(names, samples_as_they_come(names), strict=True)):
+        fields: Row = {
+            "uid": uid,
+            "round": round,
+            "sample": sample,
+            "step": 0,
+            "attempt": attempt,
+            "is_last_step": True,
+            "policy_version": policy_version,
+            "prompt_token_ids": padding.prompt(tensors["prompt_ids"], row),
+            "response_ids": padding.response(tensors["completion_ids"], row),
+            "loss_mask": padding.response(tensors.get("tool_mask", tensors["completion_mask"]), row),
+            "reward": scores[row],
+        }
+        if "sampling_per_token_logps" in tensors:
+            fields["rollout_logprobs"] = padding.response(tensors["sampling_per_token_logps"], row)
+        if advantages:
+            fields["advantage"] = _advantage(tensors, padding, row)
+        for name in choice.columns:
+            fields[name] = images[name][row] if name in images else padding.column(tensors[name], row)
+        rows.append(fields)
+    return rows
+
+
+def _padding(tensors: Mapping[str, Array]) -> Padded:
+    for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"):
+        if name not in tensors:
+            raise InvalidArgumentError(f"{_WHAT}: {name} is missing; every row needs it")
+        if tensors[name].ndim != 2:
+            raise InvalidArgumentError(f"{_WHAT}: {name} has the shape {tensors[name].shape}; expected rows and tokens")
+    prompts, completions = tensors["prompt_mask"], tensors["completion_mask"]
+    check_shape("prompt_ids", tensors["prompt_ids"], prompts.shape, _WHAT)
+    for name in ("completion_ids", "tool_mask", "sampling_per_token_logps"):
+        if name in tensors:
+            check_shape(name, tensors[name], (len(prompts), *completions.shape[1:]), _WHAT)
+    empty = ~(completions != 0).any(1)
+    if empty.any():
+        raise InvalidArgumentError(
+            f"{_WHAT}: row {int(empty.argmax())}: completion_mask is 0 on every token, so that nothing says where the "
+            "completion ends; turn mask_truncated_completions off: the run's overlong_filter masks them"
+        )
+    return Padded(prompts, completions, "prompt_mask and completion_mask", _WHAT)
+
+
+def _uids(uids: Sequence[str | int], num_generations: int | None, count: int) -> list[str]:
+    """One a row."""
+    names = [uid_of(uid, f"{_WHAT}: uids[{position}]") for position, uid in enumerate(uids)]
+    if num_generations is None:
+        return list(aligned("uids", names, count, _WHAT))
+    if num_generations < 1 or count != len(names) * num_generations:
+        raise InvalidArgumentError(
+            f"{_WHAT}: {len(names)} uids of {num_generations} generations each for {count} rows; give a uid a group, "
+            "and whole groups"
+        )
+    if len(set(names)) < len(names):
+        twice = next(name for position, name in enumerate(names) if name in names[:position])
+        raise InvalidArgumentError(
+            f"{_WHAT}: uid {twice!r} names two groups; a prompt that comes twice is another round"
+        )
+    return [name for name in names for _ in range(num_generations)]
+
+
+def _rewards(rewards: Any, count: int) -> list[float]:
+    found = array_of(rewards, "rewards", _WHAT)
+    if found.shape != (count,):
+        raise InvalidArgumentError(
+            f"{_WHAT}: rewards has the shape {found.shape}; expected one number for each of {count} rows: weigh and "
+            "sum the reward functions'"
+        )
+    if np.isnan(found).any():
+        row = int(np.isnan(found).argmax())
+        raise InvalidArgumentError(
+            f"{_WHAT}: row {row}: its reward is nan: no function scored it; give a reward, such as 0"
+        )
+    return [float(reward) for reward in found]
+
+
+def _advantage(tensors: Mapping[str, Array], padding: Padded, row: int) -> Any:
+    if "advantages" not in tensors:
+        raise InvalidArgumentError(f"{_WHAT}: advantages is missing; ask for none")
+    found = tensors["advantages"]
+    return float(found[row]) if found.ndim == 1 else padding.response(found, row)
+
+
+def _by_row(name: str, values: Array, given: Mapping[str, Any], count: int) -> list[Array]:
+    """Cuts a tensor of all images at the rows: an image, a tile or a patch of one is an entry of it."""
+    if "num_images" not in given:
+        raise InvalidArgumentError(f"{_WHAT}: num_images is missing, which says how many of {name} each row has")
+    images = array_of(aligned("num_images", given["num_images"], count, _WHAT), "num_images", _WHAT).astype(np.int64)
+    ways = [images]
+    if "num_tiles" in given:
+        ways.append(array_of(given["num_tiles"], "num_tiles", _WHAT).astype(np.int64))
+    if "image_grid_thw" in given:
+        patches = array_of(given["image_grid_thw"], "image_grid_thw", _WHAT).prod(1)
+        ends = np.concatenate([[0], np.cumsum(patches)])[np.concatenate([[0], np.cumsum(images)])]
+        ways.append(np.diff(ends))
+    fitting = [counts for counts in ways if counts.sum() == len(values)]
+    if not fitting:
+        raise InvalidArgumentError(
+            f"{_WHAT}: {name} has {len(values)} entries for {int(images.sum())} images, neither one each nor as many "
+            "as their patches; cut it by row yourself, and put it into the rows"
+        )
+    return np.split(values, np.cumsum(fitting[0])[:-1])

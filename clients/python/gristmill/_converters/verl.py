@@ -1,0 +1,266 @@
+"""verl's rollouts as rows: its agent loops' padded `DataProto`, and the nested `TensorDict` of its v1 trainers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gristmill._converters.keys import Choice, Keys, Row, remedy_of
+from gristmill._converters.padding import Padded, Ragged, check_shape
+from gristmill._converters.rows import as_steps, samples_as_they_come
+from gristmill._converters.values import aligned, array_of, entries_of, uid_of, version_of
+from gristmill._wire.columns import Array
+from gristmill.errors import InvalidArgumentError
+
+_WHAT = "verl batch"
+_IMAGES = "multi_modal_inputs"
+# Tensors (verl/experimental/agent_loop/agent_loop.py, verl/trainer/ppo). Of what is no tensor only _IMAGES is looked
+# at: the rest is the data set's and the agent loops' own.
+_KEYS = Keys(
+    _WHAT,
+    frozenset(
+        {
+            *("prompts", "responses", "response_mask", "attention_mask"),
+            *("rollout_log_probs", "rm_scores", "token_level_scores"),
+        }
+    ),
+    ignored={
+        "input_ids": "prompts and responses",
+        "position_ids": "follow from the attention mask, unless they have several axes",
+        "loss_mask": "response_mask",
+        "old_log_probs": "the trainer's, computed before the loss",
+        "ref_log_prob": "the trainer's, computed before the loss",
+        "entropys": "the trainer's",
+        "values": "the critic's",
+        "token_level_rewards": "the scores less a penalty that the trainer computes",
+        "advantages": "computed from the scores",
+        "returns": "computed from the scores",
+        "reward_baselines": "computed from the scores",
+        "rollout_is_weights": "computed from logprobs",
+    },
+    needed={
+        "routed_experts": "the routed experts of every token",
+        "teacher_ids": "the teacher's most likely tokens",
+        "teacher_logprobs": "the teacher's logprobs",
+    },
+)
+
+
+def from_verl(
+    batch: Any,
+    *,
+    uids: Sequence[str | int] | None = None,
+    keys: Sequence[str] | None = None,
+    token_rewards: bool = False,
+    round: int = 0,
+    attempt: int = 0,
+    policy_version: int | None = None,
+    columns: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+) -> list[Row]:
+    """Rows of what verl's agent loops return: a `DataProto`, or a `TensorDict` (or mapping) of the v1 trainers.
+
+    Prompts lose their padding on the left and responses that on the right, as `attention_mask` says; nested tensors
+    have none. `response_mask` is the loss mask: tokens of tools stay in the response, untrained. `rm_scores`, or
+    `token_level_scores`, are the reward: their sum, or with `token_rewards` each token's. Without either the reward is
+    pending. `min_global_steps` is the policy version unless that is given.
+
+    uids: a row's prompt, in place of the batch's `uid`.
+    keys: `KVBatchMeta.keys`, from which uid, sample and step are read (`UID_SESSION_INDEX`); needed where an agent loop
+        returned several outputs, in whatever order they are. Without, samples are `session_id`, or numbered as they
+        come.
+    columns: tensors as wide as the response or as prompt and response lose their padding too; of `multi_modal_inputs`
+        the names within it.
+
+        rollouts = agent_loop_manager.generate_sequences(prompts)
+        client.submit_rows(from_verl(rollouts, columns=["routed_experts"]))
+    """
+    choice = Choice.of(columns, ignore)
+    found = _Batch.of(batch, choice)
+    rows = []
+    for row, (uid, sample) in enumerate(_identities(found, uids, keys)):
+        where = f"{_WHAT}: row {row} (uid {uid!r} sample {sample})"
+        rows.append(
+            {
+                "uid": uid,
+                "round": round,
+                "sample": sample,
+                "attempt": attempt,
+                "policy_version": found.version(row) if policy_version is None else policy_version,
+                **found.fields(row, token_rewards, where),
+                **found.columns(choice.columns, row, where),
+            }
+        )
+    return as_steps(rows if keys is None else [rows[row] for row in _step_order(keys)])
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """tensors: arrays, or lists with one a row; others: what is no tensor, lists with one entry a row."""
+
+    tensors: Mapping[str, Any]
+    others: Mapping[str, Sequence[Any]]
+    layout: Padded | Ragged
+
+    @classmethod
+    def of(cls, batch: Any, choice: Choice) -> _Batch:
+        given, others = _divided(batch)
+        for name in ("prompts", "responses", "response_mask"):
+            if name not in given:
+                raise InvalidArgumentError(f"{_WHAT}: {name} is missing; every row needs it")
+        given |= _images(others.get(_IMAGES, ()), choice)
+        _KEYS.check(given, choice)
+        wanted = (_KEYS.fields | set(choice.columns)) & given.keys()
+        tensors = {name: _read(given[name], name) for name in wanted}
+        _check_positions(given, choice)
+        return cls(tensors, others, _layout(tensors))
+
+    def fields(self, row: int, token_rewards: bool, where: str) -> Row:
+        fields = {
+            "prompt_token_ids": self.layout.prompt(self.tensors["prompts"], row),
+            "response_ids": self.layout.response(self.tensors["responses"], row),
+            "loss_mask": self._response("response_mask", row, where),
+            "reward": self._reward(row, token_rewards, where),
+        }
+        if "rollout_log_probs" in self.tensors:
+            fields["rollout_logprobs"] = self._response("rollout_log_probs", row, where)
+        return fields
+
+    def columns(self, names: Iterable[str], row: int, where: str) -> Row:
+        """What a row does not have, such as images, is left out of it."""
+        values = {name: self.tensors[name] for name in names}
+        return {
+            name: array_of(value[row], name, where) if isinstance(value, list) else self.layout.column(value, row)
+            for name, value in values.items()
+            if value[row] is not None
+        }
+
+    def version(self, row: int) -> int:
+        """Of the weights that the row's first token was sampled with, where the agent loop says so."""
+        if "min_global_steps" in self.others:
+            return version_of(self.others["min_global_steps"][row])
+        extra = self.others.get("extra_fields")
+        return version_of(extra[row].get("min_global_steps")) if extra is not None else -1
+
+    def _response(self, name: str, row: int, where: str) -> Array:
+        values = self.tensors[name]
+        if np.any(self.layout.outside(values, row)):
+            raise InvalidArgumentError(
+                f"{where}: {name} is not 0 on padding; attention_mask says which tokens are there"
+            )
+        return self.layout.response(values, row)
+
+    def _reward(self, row: int, token_rewards: bool, where: str) -> Any:
+        names = [name for name in ("rm_scores", "token_level_scores") if name in self.tensors]
+        if not names:
+            return None
+        found = [self._response(name, row, where) for name in names]
+        if len(found) > 1 and not np.array_equal(found[0], found[1]):
+            raise InvalidArgumentError(f"{where}: {' and '.join(names)} differ; take one of them out of the batch")
+        return found[0] if token_rewards else math.fsum(found[0].tolist())
+
+
+def _divided(batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors, and what is none, by name."""
+    if hasattr(batch, "non_tensor_batch"):
+        tensors = _items(batch.batch) if batch.batch is not None else {}
+        return tensors, {name: entries_of(values, name, _WHAT) for name, values in batch.non_tensor_batch.items()}
+    if not hasattr(batch, "keys"):
+        got = type(batch).__name__
+        raise InvalidArgumentError(f"{_WHAT}: got {got}; expected a DataProto, a TensorDict or a mapping of tensors")
+    given = _items(batch)
+    tensors = {name: value for name, value in given.items() if hasattr(value, "__array__")}
+    return tensors, {name: value for name, value in given.items() if name not in tensors}
+
+
+def _items(tensors: Any) -> dict[str, Any]:
+    """Those of a TensorDict, which is no mapping, or of one."""
+    return {name: tensors[name] for name in list(tensors.keys())}
+
+
+def _images(rows: Sequence[Mapping[str, Any] | None], choice: Choice) -> dict[str, list[Any]]:
+    """What the rows' images are made of, by name: an entry a row, None where it has none."""
+    if _IMAGES in choice.ignore:
+        return {}
+    names = {name: None for row in rows for name in row or ()}
+    return {name: [(row or {}).get(name) for row in rows] for name in names}
+
+
+def _read(tensor: Any, name: str) -> Any:
+    is_listed = isinstance(tensor, list) or getattr(tensor, "is_nested", False)
+    return entries_of(tensor, name, _WHAT) if is_listed else array_of(tensor, name, _WHAT)
+
+
+def _check_positions(given: Mapping[str, Any], choice: Choice) -> None:
+    """Positions of several axes, as images have them, do not follow from a mask."""
+    axes = getattr(given.get("position_ids"), "ndim", 0) - 1
+    if axes > 1 and "position_ids" not in (*choice.columns, *choice.ignore):
+        raise InvalidArgumentError(
+            f"{_WHAT}: position_ids has several axes, which do not follow from a mask; {remedy_of('position_ids')}"
+        )
+
+
+def _layout(tensors: Mapping[str, Any]) -> Padded | Ragged:
+    prompts, responses = tensors["prompts"], tensors["responses"]
+    if isinstance(responses, list):
+        return Ragged(len(responses))
+    if "attention_mask" not in tensors:
+        raise InvalidArgumentError(f"{_WHAT}: attention_mask is missing; without it nothing says what is padding")
+    (rows, width), mask = responses.shape, tensors["attention_mask"]
+    check_shape("attention_mask", mask, (rows, prompts.shape[1] + width), _WHAT)
+    for name in ("response_mask", "rollout_log_probs", "rm_scores", "token_level_scores"):
+        if name in tensors:
+            check_shape(name, tensors[name], (rows, width), _WHAT)
+    return Padded(mask[:, :-width], mask[:, -width:], "attention_mask", _WHAT)
+
+
+def _identities(batch: _Batch, uids: Sequence[Any] | None, keys: Sequence[str] | None) -> list[tuple[str, int]]:
+    """Each row's uid and sample."""
+    count, sessions = batch.layout.rows, batch.others.get("session_id")
+    if keys is not None:
+        aligned("keys", keys, count, _WHAT)
+        return [(uid, session) for uid, session, _ in map(_key, keys)]
+    given = uids if uids is not None else batch.others.get("uid")
+    if given is None:
+        raise InvalidArgumentError(f"{_WHAT}: uid is missing, so that nothing says which rows are one group; give uids")
+    names = [uid_of(uid, f"{_WHAT}: row {row}") for row, uid in enumerate(aligned("uid", given, count, _WHAT))]
+    if sessions is None:
+        return list(zip(names, samples_as_they_come(names), strict=True))
+    found = [
+        (uid, int(session)) for uid, session in zip(names, aligned("session_id", sessions, count, _WHAT), strict=True)
+    ]
+    seen = set[tuple[str, int]]()
+    for row, (uid, session) in enumerate(found):
+        if (uid, session) in seen:
+            raise InvalidArgumentError(
+                f"{_WHAT}: row {row} is of uid {uid!r} session {session}, as one before it, and nothing says which of "
+                "them came first; give keys, those of its KVBatchMeta"
+            )
+        seen.add((uid, session))
+    return found
+
+
+def _key(key: str) -> tuple[str, int, int]:
+    """The uid, session and index that a key of verl's queue is made of."""
+    uid, *numbers = str(key).rsplit("_", 2)
+    if len(numbers) != 2 or not all(map(str.isdecimal, numbers)):
+        raise InvalidArgumentError(f"{_WHAT}: keys has {key!r}; expected UID_SESSION_INDEX, as verl names its rows")
+    return uid, int(numbers[0]), int(numbers[1])
+
+
+def _step_order(keys: Sequence[str]) -> list[int]:
+    """The rows by their index, which counts the outputs of a session from 0. Raises where one is not there."""
+    parsed = list(map(_key, keys))
+    for (uid, session), count in Counter(key[:2] for key in parsed).items():
+        indices = sorted(index for *identity, index in parsed if tuple(identity) == (uid, session))
+        if indices != list(range(count)):
+            raise InvalidArgumentError(
+                f"{_WHAT}: keys has the outputs {indices} of uid {uid!r} session {session}; a trajectory is handed "
+                "over whole, from 0 on"
+            )
+    return sorted(range(len(keys)), key=lambda row: parsed[row][2])

@@ -1,0 +1,299 @@
+"""Declared columns from agents to ranks: through every store, by every door, each value once on its own token."""
+
+from __future__ import annotations
+
+import json
+import signal
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from gristmill import InvalidArgumentError, RolloutClient, RowOutcome, TrainerClient
+from gristmill._wire.row_codec import Sent, encode
+from gristmill._wire.rows import from_rows
+from gristmill._wire.submit_codec import Submission
+from gristmill.torch import MicroBatch
+from gristmill.v1 import rows_pb2
+from gristmill_service.service import Service
+from tests.cli.terminal import gristmill
+from tests.client.faces import Connect
+from tests.redis.servers import RedisServer
+from tests.serving import StartService
+
+COLUMNS: list[dict[str, Any]] = [
+    {"name": "routed_experts", "dtype": "int16", "scope": "token", "shape": [2, 3], "fill": -1},
+    {"name": "teacher_logprobs", "dtype": "bfloat16", "scope": "response", "required": False},
+    {"name": "pixel_values", "dtype": "uint8", "scope": "items", "shape": [4], "required": False, "merge": "concat"},
+    {"name": "difficulty", "dtype": "float64", "scope": "row"},
+]
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 2,
+    "n_samples_per_prompt": 1,
+    "policy_mini_batch_size": 2,
+    "step_wise": True,
+    "merge": "prefix",
+    "micro_batch": {"size": 1},
+    "columns": COLUMNS,
+}
+Address = Callable[[], str]
+
+
+@pytest.fixture(params=["memory", "shared memory", "journal", "redis"])
+def address(
+    request: pytest.FixtureRequest, start_service: StartService, service: Service, tmp_path: Path
+) -> Iterator[str]:
+    if request.param == "memory":
+        yield service.grpc_address
+    elif request.param == "shared memory":
+        yield start_service("--shared-memory-dir", str(tmp_path)).grpc_address
+    elif request.param == "journal":
+        yield start_service(
+            "--shared-memory-dir", str(tmp_path), "--journal-dir", str(tmp_path / "journal")
+        ).grpc_address
+    else:
+        with RedisServer(tmp_path / "redis", appendonly="no") as redis:
+            yield start_service("--store", "redis", "--redis-url", redis.url).grpc_address
+
+
+def experts(begin: int, end: int) -> torch.Tensor:
+    """Of the tokens of a trajectory from `begin` to `end`: each has its place in it."""
+    return torch.arange(begin, end, dtype=torch.int16).reshape(-1, 1, 1).expand(-1, 2, 3)
+
+
+def roll_out(client: Any, uid: str, turns: int = 3) -> None:
+    """Turns of 20 prompt tokens, 5 response tokens and 2 of observation; the first brings an image, the last two."""
+    prompt = list(range(20))
+    with client.trajectory(uid, 0) as trajectory:
+        for turn in range(turns):
+            columns: dict[str, Any] = {"routed_experts": experts(0, len(prompt) + 5), "difficulty": turn / 2}
+            if turn == 1:
+                columns["teacher_logprobs"] = torch.tensor([-1, -2, -3, -4, -5], dtype=torch.bfloat16)
+            if turn != 1:
+                columns["pixel_values"] = np.full((1 + turn // 2, 4), turn, np.uint8)
+            trajectory.step(prompt, [7] * 5, reward=1.0, is_last_step=turn == turns - 1, columns=columns)
+            prompt = [*prompt, *[7] * 5, 8, 9]
+
+
+def check(micro: MicroBatch, turns: int = 3) -> None:
+    length = 20 + 7 * turns - 2
+    assert micro["routed_experts"].dtype is torch.int16
+    assert torch.equal(micro["routed_experts"][0], experts(0, length))
+    teacher = micro["teacher_logprobs"]
+    assert teacher.dtype is torch.bfloat16
+    assert teacher[0].tolist() == [0] * 7 + [-1, -2, -3, -4, -5] + [0] * 7
+    assert micro["teacher_logprobs_given"].tolist() == micro["pixel_values_given"].tolist() == [1]
+    assert micro["pixel_values"].tolist() == [[0] * 4, [2] * 4, [2] * 4]
+    assert micro["pixel_values_offsets"].tolist() == [0, 3]
+    assert micro["difficulty"].tolist() == [1.0]
+
+
+def test_values_arrive_on_their_own_tokens_from_turns_that_repeat_nothing(
+    address: str, run_name: str, connect: Connect
+) -> None:
+    client = connect(address, run_name)
+    client.create_run(CONFIG)
+    with client:
+        for uid in "ab":
+            roll_out(client, uid)
+    [shard] = next(iter(TrainerClient(address, run_name, 0))).mini_batches()
+    micros = list(shard.micro_batches())
+    assert len(micros) == 2
+    for micro in micros:
+        check(micro)
+
+
+def test_a_turn_sends_the_values_of_its_new_tokens_only(
+    service: Service, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Sent] = []
+    read = Submission.rows
+
+    def rows(self: Submission) -> Sent:
+        sent.append(found := read(self))
+        return found
+
+    monkeypatch.setattr(Submission, "rows", rows)
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG)
+        roll_out(client, "a")
+    counts = [count for one in sent for count in one.steps.extras["routed_experts"].values.lengths.tolist()]
+    assert counts == [25, 7, 7]
+
+
+@pytest.mark.parametrize("merge", ["none", "prefix"])
+def test_a_batch_that_is_exported_is_laid_out_again_to_the_same_tensors(
+    service: Service, run_name: str, tmp_path: Path, merge: str
+) -> None:
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG | {"merge": merge})
+        for uid in "ab":
+            roll_out(client, uid)
+    trainer = TrainerClient(service.grpc_address, run_name, 0)
+    [shard] = next(iter(trainer)).mini_batches()
+    rollouts, config = tmp_path / "rollouts.jsonl", tmp_path / "run.yaml"
+    export = ("export", run_name, 0, "--out", rollouts, "--config", config, "--address", service.grpc_address)
+    assert (gristmill(*export).stderr, gristmill(*export).returncode) == ("", 0)
+    made = gristmill("batch", rollouts, "--config", config, "--out", tmp_path / "out")
+    assert made.returncode == 0, made.stderr
+    again = safetensors.torch.load_file(tmp_path / "out/batch-00000/policy-000/rank-000.safetensors")
+    assert again.keys() == shard.tensors.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in shard.tensors.items())
+
+
+def test_a_killed_service_has_the_columns_of_turns_that_left_out_what_it_had(
+    start_service: StartService, run_name: str, tmp_path: Path
+) -> None:
+    flags = ("--shared-memory-dir", str(tmp_path), "--journal-dir", str(tmp_path / "journal"))
+    before = start_service(*flags)
+    with RolloutClient(before.grpc_address, run_name) as client:
+        client.create_run(CONFIG)
+        roll_out(client, "a")
+    before.process.send_signal(signal.SIGKILL)
+    before.process.wait()
+    after = start_service(*flags)
+    with RolloutClient(after.grpc_address, run_name) as client:
+        roll_out(client, "b")
+    [shard] = next(iter(TrainerClient(after.grpc_address, run_name, 0))).mini_batches()
+    for micro in shard.micro_batches():
+        check(micro)
+
+
+@pytest.mark.parametrize("wanted", [[], ["routed_experts"], ["pixel_values", "difficulty"]])
+def test_a_rank_gets_the_columns_that_it_names_and_no_others(address: str, run_name: str, wanted: list[str]) -> None:
+    with RolloutClient(address, run_name) as client:
+        client.create_run(CONFIG)
+        for uid in "ab":
+            roll_out(client, uid)
+    [whole] = next(iter(TrainerClient(address, run_name, 0))).mini_batches()
+    [shard] = next(iter(TrainerClient(address, run_name, 0, columns=wanted, prefetch=0))).mini_batches()
+    others = {column["name"] for column in COLUMNS} - set(wanted)
+    assert {name for name in whole.tensors if not name.startswith(tuple(others))} == shard.tensors.keys()
+    for one, other in zip(whole.micro_batches(), shard.micro_batches(), strict=True):
+        assert all(torch.equal(one[name], tensor) for name, tensor in other.tensors.items())
+
+
+def test_a_column_that_nobody_declared_cannot_be_wanted(service: Service, run_name: str) -> None:
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG)
+    trainer = TrainerClient(service.grpc_address, run_name, 0, columns=["values"])
+    with pytest.raises(InvalidArgumentError, match="columns names 'values', and the run declares routed_experts, "):
+        next(iter(trainer))
+
+
+def http_row(uid: str) -> dict[str, Any]:
+    return {
+        "uid": uid,
+        "sample": 0,
+        "step": 0,
+        "is_last_step": True,
+        "prompt_token_ids": [1, 2],
+        "response_ids": [3],
+        "loss_mask": [1],
+        "reward": 1.0,
+        "routed_experts": experts(0, 3).tolist(),
+        "difficulty": 0.5,
+    }
+
+
+def ask(url: str, body: bytes | None = None, kind: str = "application/json") -> bytes:
+    request = urllib.request.Request(url, body, {"content-type": kind})
+    with urllib.request.urlopen(request) as answer:
+        found: bytes = answer.read()
+        return found
+
+
+def test_http_takes_and_gives_columns_as_grpc_does(service: Service, run_name: str) -> None:
+    runs = f"{service.http_url}/v1/runs"
+    ask(runs, json.dumps({"run": run_name, "config": CONFIG}).encode())
+    ask(f"{runs}/{run_name}/rows", json.dumps({"rows": [http_row("a")]}).encode())
+    specs = service.runs.get(run_name).config.columns
+    rows = encode(from_rows([http_row("b")], columns=specs)).SerializeToString()
+    ask(f"{runs}/{run_name}/rows", rows, "application/x-protobuf")
+    ask(f"{runs}/{run_name}/batches/0?wait_s=20")
+    shard = safetensors.torch.load(ask(f"{runs}/{run_name}/batches/0/policy/0/0"))
+    assert torch.equal(shard["routed_experts"], experts(0, 3).expand(2, -1, -1, -1))
+    assert shard["teacher_logprobs_given"].tolist() == [0, 0]
+    chosen = safetensors.torch.load(ask(f"{runs}/{run_name}/batches/0/policy/0/0?columns=difficulty"))
+    assert chosen.keys() == {name for name in shard if not name.startswith(("routed", "teacher", "pixel"))}
+    assert chosen["difficulty"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"routed_experts": [[[1, 2, 3], [4, 5, 6]]]}, "routed_experts has 1 values and 3 are needed"),
+        ({"routed_experts": None}, "column 'routed_experts' is missing; every row needs it"),
+        ({"difficulty": [1.0]}, r"difficulty has values of shape \[1\] and its column declares \[\]"),
+        ({"colour": 3}, "unknown field colour; known are .* declare others as columns of the run"),
+    ],
+)
+def test_rows_that_are_not_as_declared_are_refused_and_nothing_is_kept(
+    service: Service, run_name: str, change: dict[str, Any], message: str
+) -> None:
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG)
+        with pytest.raises(InvalidArgumentError, match=f"uid 'a' sample 0.*{message}"):
+            client.submit_rows([http_row("a") | change])
+    assert service.runs.get(run_name).status().rows_accepted == 0
+
+
+def test_what_another_client_sends_wrongly_is_refused_by_the_service(service: Service, run_name: str) -> None:
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG)
+    specs = service.runs.get(run_name).config.columns
+    good = encode(from_rows([http_row("a")], columns=specs))
+
+    def refused(change: Callable[[rows_pb2.Rows], object]) -> str:
+        rows = rows_pb2.Rows.FromString(good.SerializeToString())
+        change(rows)
+        with pytest.raises(urllib.request.HTTPError) as error:
+            ask(f"{service.http_url}/v1/runs/{run_name}/rows", rows.SerializeToString(), "application/x-protobuf")
+        message: str = json.loads(error.value.read())["error"]["message"]
+        return message
+
+    def set_dtype(rows: rows_pb2.Rows) -> None:
+        rows.columns[0].dtype = "float16"
+
+    def cut(rows: rows_pb2.Rows) -> None:
+        rows.column_values[0] = rows.column_values[0][:-1]
+
+    def recount(rows: rows_pb2.Rows) -> None:
+        rows.columns[0].counts[0] = 2
+        rows.column_values[0] = rows.column_values[0][:24]
+
+    def rename(rows: rows_pb2.Rows) -> None:
+        rows.columns[0].name = "routes"
+
+    def repeat(rows: rows_pb2.Rows) -> None:
+        rows.columns.append(rows.columns[0])
+        rows.column_values.append(rows.column_values[0])
+
+    assert "has float16 values of shape [2, 3] and its column declares int16" in refused(set_dtype)
+    assert "has 35 bytes and its counts ask for 36" in refused(cut)
+    assert "uid 'a' sample 0 step 0: routed_experts has 2 values and 3 are needed" in refused(recount)
+    assert "column 'routes' is not declared by the run" in refused(rename)
+    assert "columns has 2 entries and column_values 1" in refused(lambda rows: rows.column_values.pop())
+    assert "is there twice" in refused(repeat)
+    assert service.runs.get(run_name).status().rows_accepted == 0
+
+
+def test_a_generator_output_has_columns_as_further_lists(service: Service, run_name: str) -> None:
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG | {"columns": COLUMNS[:1]})
+        output = {
+            "uids": ["a", "b"],
+            "samples": [0, 0],
+            "prompt_token_ids": [[1], [2, 3]],
+            "response_ids": [[4], [5]],
+            "rewards": [1.0, 2.0],
+            "routed_experts": [experts(0, 2), experts(0, 3).tolist()],
+        }
+        assert client.submit(output) == [RowOutcome.ACCEPTED] * 2
+        with pytest.raises(InvalidArgumentError, match=r"unknown key values; .* declare it as a column"):
+            client.submit(output | {"values": [1, 2]})

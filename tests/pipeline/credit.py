@@ -1,0 +1,124 @@
+"""Batches for the tests of credit per token, and its rules written down a second time, token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gristmill._wire.columns import Ragged
+from gristmill._wire.rows import from_rows
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline.advantage import Float64s
+from gristmill_service.pipeline.trained_tokens import TrainedTokens, trained_tokens
+from gristmill_service.pipeline.validate import receive
+
+
+@dataclass(frozen=True)
+class Token:
+    """A response token: what a client and a trainer give for it."""
+
+    mask: int = 1
+    reward: float = 0.0
+    value: float = 0.0
+    logprob: float = 0.0
+    reference: float = 0.0
+
+
+Trajectory = list[list[Token]]
+"""The steps of a trajectory, each of one response token or more."""
+
+NUMBERS = st.integers(-8, 8).map(float) | st.floats(-100, 100, width=32)
+LOGPROBS = st.floats(-20, 0, width=32)
+TOKENS = st.builds(
+    Token, mask=st.integers(0, 1), reward=st.just(0.0) | NUMBERS, value=NUMBERS, logprob=LOGPROBS, reference=LOGPROBS
+)
+TRAJECTORIES = st.lists(st.lists(TOKENS, min_size=1, max_size=6), min_size=1, max_size=4)
+BATCHES = st.lists(TRAJECTORIES, min_size=1, max_size=5)
+DISCOUNTS = st.sampled_from([0.0, 1.0, 0.5, 0.95, 1e-5]) | st.floats(0, 1)
+
+
+def tokens_of(batch: list[Trajectory], *, scalar: bool = False) -> TrainedTokens:
+    """The batch as the pipeline has it. scalar: a step's reward is one number, that of its last token."""
+    rows: list[dict[str, Any]] = [
+        {
+            "uid": f"p{trajectory}",
+            "sample": 0,
+            "step": step,
+            "is_last_step": step == len(steps) - 1,
+            "prompt_token_ids": [1],
+            "response_ids": [2] * len(tokens),
+            "loss_mask": [token.mask for token in tokens],
+            "reward": tokens[-1].reward if scalar else [token.reward for token in tokens],
+        }
+        for trajectory, steps in enumerate(batch)
+        for step, tokens in enumerate(steps)
+    ]
+    config = parse_config(
+        {
+            "train_batch_size": len(batch),
+            "n_samples_per_prompt": 1,
+            "policy_mini_batch_size": len(batch),
+            "micro_batch": {"size": 1},
+            "step_wise": True,
+        }
+    )
+    received = receive(from_rows(rows), config)
+    return trained_tokens(received, np.ones(len(rows), np.bool_))
+
+
+def column(batch: list[Trajectory], name: str) -> Ragged:
+    """A column of the batch's steps, float32, which does not stand in order in memory."""
+    steps = [[getattr(token, name) for token in step] for steps in batch for step in steps]
+    arrays = [np.array(step, np.float32) for step in reversed(steps)]
+    return Ragged.from_arrays(arrays, np.float32).take(np.arange(len(steps))[::-1])
+
+
+def flat(trajectory: Trajectory) -> list[Token]:
+    return [token for step in trajectory for token in step]
+
+
+def rewarded(trajectory: Trajectory) -> tuple[list[Token], list[float]]:
+    """The trained tokens with all rewards that fall to them, and the rewards that fall to none."""
+    trained: list[Token] = []
+    lost: list[float] = []
+    for token in flat(trajectory):
+        if token.mask:
+            trained.append(token)
+        elif trained:
+            trained[-1] = replace(trained[-1], reward=trained[-1].reward + token.reward)
+        elif token.reward:
+            lost.append(token.reward)
+    return trained, lost
+
+
+def naive_gae(trajectory: Trajectory, gamma: float, lambda_: float) -> tuple[list[float], list[float]]:
+    """Advantages and returns of the trained tokens, from the last to the first."""
+    trained, _ = rewarded(trajectory)
+    advantages: list[float] = []
+    advantage = value = 0.0
+    for token in reversed(trained):
+        advantage = token.reward + gamma * value - token.value + gamma * lambda_ * advantage
+        value = token.value
+        advantages.insert(0, advantage)
+    return advantages, [advantage + token.value for advantage, token in zip(advantages, trained, strict=True)]
+
+
+def naive_returns(trajectory: Trajectory, gamma: float) -> list[float]:
+    """The discounted sum of what each trained token and those after it get, term by term."""
+    rewards = [token.reward for token in rewarded(trajectory)[0]]
+    return [sum(gamma**later * reward for later, reward in enumerate(rewards[first:])) for first in range(len(rewards))]
+
+
+def joined(lists: list[list[float]]) -> Float64s:
+    return np.array([number for numbers in lists for number in numbers], np.float64)
+
+
+def padded(batch: list[Trajectory], name: str) -> NDArray[np.float32]:
+    """One row a trajectory, its tokens from the left; (trajectories, longest)."""
+    rows = [[getattr(token, name) for token in flat(steps)] for steps in batch]
+    longest = max(len(row) for row in rows)
+    return np.array([row + [0] * (longest - len(row)) for row in rows], np.float32)

@@ -1,0 +1,332 @@
+"""Declared columns: every value stands on its own token, row or item, whatever merging, layout and ranks are."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill._wire.column_spec import DTYPES, ColumnSpec, from_bfloat16, specs_of
+from gristmill._wire.columns import Ragged
+from gristmill._wire.compact_shards import restore
+from gristmill._wire.extras import check_extras, made_whole
+from gristmill._wire.rows import from_rows, to_rows
+from gristmill._wire.steps import Extra, Steps
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline import BuiltBatch, build_batch
+from gristmill_service.pipeline.iovec import join
+from gristmill_service.storage import row_tables
+from tests import naive
+from tests.pipeline.test_laws import SLOW
+from tests.strategies import Row, rollouts, settings_for
+
+MERGES = {
+    "row": ["last", "first", "sum"],
+    "response": [""],
+    "token": ["first", "last"],
+    "items": ["last", "concat"],
+}
+
+
+@st.composite
+def columns(draw: st.DrawFn) -> list[dict[str, Any]]:
+    found = []
+    for number in range(draw(st.integers(1, 4))):
+        scope = draw(st.sampled_from(list(MERGES)))
+        dtype = draw(st.sampled_from(DTYPES))
+        merge = draw(st.sampled_from(MERGES[scope]))
+        found.append(
+            {
+                "name": f"column_{number}",
+                "dtype": dtype,
+                "scope": scope,
+                "shape": draw(st.sampled_from([[], [2], [2, 3]])),
+                "fill": draw(st.sampled_from([0, 1])),
+                "required": draw(st.booleans()),
+            }
+            | ({"merge": "last"} if merge == "sum" and dtype == "bool" else {"merge": merge} if merge else {})
+        )
+    return found
+
+
+def with_columns(draw: st.DrawFn, rows: list[Row], specs: tuple[ColumnSpec, ...]) -> list[Row]:
+    """The rows with values of the columns, small integers that every type holds."""
+    found = []
+    for row in rows:
+        tokens, response = len(row["prompt_token_ids"]) + len(row["response_ids"]), len(row["response_ids"])
+        row = dict(row)
+        for spec in specs:
+            if not spec.required and draw(st.integers(0, 3)) == 0:
+                continue
+            count = {"row": 1, "response": response, "token": tokens}.get(spec.scope, draw(st.integers(0, 3)))
+            values = draw(st.integers(0, 100)) + np.arange(count * int(np.prod(spec.shape))).reshape(count, *spec.shape)
+            values = values % (2 if spec.dtype == "bool" else 100)
+            row[spec.name] = (values[0] if spec.scope == "row" else values).tolist()
+        found.append(row)
+    return found
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[Row], dict[str, Any]]:
+    declared = draw(columns())
+    rows = with_columns(draw, draw(rollouts(most_prompts=3)), specs_of(declared))
+    return rows, draw(settings_for(rows)) | {"columns": declared}
+
+
+def built(steps: Steps, config: dict[str, Any]) -> BuiltBatch:
+    return build_batch(steps, parse_config(config), run="r", batch=0)
+
+
+def numbers(array: Any) -> Any:
+    array = np.asarray(array)
+    return from_bfloat16(array) if array.dtype == np.uint16 else array
+
+
+def expected(spec: ColumnSpec, row: naive.Merged) -> tuple[list[Any], bool]:
+    """A merged row's values, one a token of its scope, and whether it has any."""
+    steps, fill = row.steps, np.full(spec.shape, spec.fill).tolist()
+    has = [step for step in steps if spec.name in step]
+    if spec.scope == "row":
+        if not has:
+            return [fill], False
+        values = [np.array(step[spec.name], np.float64) for step in has]
+        limits = {"int8": 127.0, "uint8": 255.0}
+        new = [step for step, is_new in zip(steps, row.first_here, strict=True) if is_new and step in has]
+        total = np.minimum(
+            sum((np.array(step[spec.name], np.float64) for step in new), np.zeros(spec.shape)),
+            limits.get(spec.dtype, np.inf),
+        )
+        return [{"first": values[0], "last": values[-1], "sum": total}[spec.merge].tolist()], True
+    if spec.scope == "response":
+        own = {step["step"]: step for step in has}
+        sources = [source if source and source[0] in own else None for source in row.sources]
+        return [own[source[0]][spec.name][source[1]] if source else fill for source in sources], bool(has)
+    if spec.scope == "items":
+        chosen = has if spec.merge == "concat" else has[-1:]
+        return [item for step in chosen for item in step[spec.name]], bool(has)
+    by_number = {step["step"]: step for step in steps}
+    holders = row.holders if spec.merge == "first" else [steps[-1]["step"]] * len(row.holders)
+    return [by_number[number].get(spec.name, [fill] * len(holders))[at] for at, number in enumerate(holders)], bool(has)
+
+
+def own_values(spec: ColumnSpec, shard: Any) -> list[Any]:
+    """Of each row of a shard the column's values, and whether all around them is fill."""
+    tensors, metadata = naive.read_shard(shard)
+    if spec.scope == "row":
+        return [[value] for value in numbers(tensors[spec.name]).tolist()]
+    if spec.scope == "items":
+        edges, items = tensors[f"{spec.name}_offsets"].tolist(), numbers(tensors[spec.name])
+        assert edges[0] == 0
+        assert edges[-1] == len(items)
+        return [items[start:end].tolist() for start, end in itertools.pairwise(edges)]
+    found: list[Any] = []
+    prefixes = sorted({name.rpartition("/")[0] for name in tensors if name.endswith("sequences")})
+    for prefix in (f"{prefix}/" if prefix else "" for prefix in prefixes):
+        values = numbers(tensors[prefix + spec.name])
+        if f"{prefix}cu_seqlens" in tensors:
+            edges = tensors[f"{prefix}cu_seqlens"].tolist()
+            masks = tensors[f"{prefix}response_mask"]
+            pairs = [(values[a:b], masks[a:b]) for a, b in itertools.pairwise(edges)]
+        else:
+            mask = tensors[f"{prefix}{'attention' if spec.scope == 'token' else 'response'}_mask"]
+            pairs = list(zip(values, mask, strict=True))
+        for row, mask in pairs:
+            count = len(row) if spec.scope == "token" and f"{prefix}cu_seqlens" in tensors else int(mask.sum())
+            assert (row[: len(row) - count] == spec.fill).all(), "what is no value is fill"
+            found.append(row[len(row) - count :].tolist())
+    assert len(found) == len(metadata["uids"])
+    return found
+
+
+def check_batch(batch: BuiltBatch, rows: list[Row], config: dict[str, Any]) -> None:
+    groups = naive.merged(rows, config["merge"], config.get("retokenised_tail", 0))
+    for shard in batch.shards:
+        assert restore([join(shard.compact())]).tobytes() == naive.shard_bytes(shard)
+        tensors, _ = naive.read_shard(shard)
+        for spec in specs_of(config["columns"]):
+            for at, (row, values) in enumerate(zip(tensors["row"].tolist(), own_values(spec, shard), strict=True)):
+                if row < 0:
+                    fill = np.full(spec.shape, spec.fill)
+                    assert values in ([], [fill.tolist()]) or (np.array(values) == spec.fill).all()
+                    given = False
+                else:
+                    wanted, given = expected(spec, groups[row])
+                    assert np.array_equal(np.array(values, np.float64), np.array(wanted, np.float64)), (spec, values)
+                if not spec.required:
+                    assert tensors[f"{spec.name}_given"][at] == given
+
+
+@SLOW
+@given(batches())
+def test_every_value_stands_on_its_own_token_row_or_item(drawn: tuple[list[Row], dict[str, Any]]) -> None:
+    rows, config = drawn
+    specs = specs_of(config["columns"])
+    table = check_extras(from_rows(rows, columns=specs), specs)
+    check_batch(built(table, config), rows, config)
+
+
+@SLOW
+@given(batches())
+def test_rows_with_columns_outlast_files_and_stores(drawn: tuple[list[Row], dict[str, Any]]) -> None:
+    rows, config = drawn
+    specs = specs_of(config["columns"])
+    table = from_rows(rows, columns=specs)
+    again = from_rows(list(to_rows(table, specs)), columns=specs)
+    encoded = row_tables.encode(table)
+    stored = row_tables.decode(memoryview(b"".join(encoded.buffers)))
+    assert list(to_rows(again, specs)) == list(to_rows(table, specs)) == list(to_rows(stored, specs))
+
+
+def without_prefixes(table: Steps, specs: tuple[ColumnSpec, ...]) -> Steps:
+    """The rows as they are held when later steps come without what the step before has."""
+    extras = dict(table.extras)
+    for spec in specs:
+        if spec.is_shared and spec.name in extras:
+            extra = extras[spec.name]
+            counts = []
+            for row in range(len(table)):
+                same = row and table.key(row) == table.key(row - 1) and extra.given[row - 1 : row + 1].all()
+                before = table.tokens[row - 1] if same else np.empty(0, np.int32)
+                prompt = table.tokens[row][: table.prompt_lengths[row]]
+                is_whole = len(before) and np.array_equal(prompt[: len(before)], before)
+                counts.append(len(before) if is_whole else 0)
+            arrays = [values[count:] for values, count in zip(extra.values.arrays(), counts, strict=True)]
+            extras[spec.name] = Extra(Ragged.from_arrays(arrays, spec.storage), extra.given)
+    return replace(table, extras=extras)
+
+
+@SLOW
+@given(batches())
+def test_values_that_stand_with_the_step_before_are_laid_out_as_if_each_step_had_them(
+    drawn: tuple[list[Row], dict[str, Any]],
+) -> None:
+    """So far as each token has one value in the whole trajectory."""
+    rows, config = drawn
+    specs = specs_of(config["columns"])
+    for row in rows:
+        length = len(row["prompt_token_ids"]) + len(row["response_ids"])
+        for spec in specs:
+            if spec.is_shared and spec.name in row:
+                values = np.arange(length) % (2 if spec.dtype == "bool" else 100)
+                row[spec.name] = np.broadcast_to(values.reshape(-1, *(1 for _ in spec.shape)), (length, *spec.shape))
+                row[spec.name] = row[spec.name].tolist()
+    whole = from_rows(rows, columns=specs)
+    held = without_prefixes(whole, specs)
+    one, other = built(whole, config), built(held, config)
+    assert [naive.shard_bytes(shard) for shard in one.shards] == [naive.shard_bytes(shard) for shard in other.shards]
+    assert list(to_rows(made_whole(held, specs), specs)) == list(to_rows(whole, specs))
+
+
+TWO_STEPS: list[Row] = [
+    {"step": 0, "is_last_step": False, "prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1], "reward": 0.0},
+    {"step": 1, "is_last_step": True, "prompt_token_ids": [1, 2], "response_ids": [3], "loss_mask": [1], "reward": 1.0},
+]
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 1,
+    "n_samples_per_prompt": 1,
+    "policy_mini_batch_size": 1,
+    "micro_batch": {"size": 1},
+    "step_wise": True,
+    "merge": "prefix",
+}
+
+
+def two_steps(*values: Any) -> list[Row]:
+    return [{"uid": "a", "sample": 0, **row, "x": one} for row, one in zip(TWO_STEPS, values, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("scope", "same", "other"),
+    [
+        ("row", (1, 1), (1, 2)),
+        ("token", ([1, 2], [1, 2, 9]), ([1, 2], [1, 3, 9])),
+        ("items", ([5], [5, 6]), ([5], [6, 5])),
+    ],
+)
+def test_steps_that_differ_in_a_column_of_equal_merge_stay_apart(scope: str, same: Any, other: Any) -> None:
+    config = CONFIG | {"columns": [{"name": "x", "dtype": "int32", "scope": scope, "merge": "equal"}]}
+    specs = specs_of(config["columns"])
+    assert built(from_rows(two_steps(*same), columns=specs), config).plan.rows == 1
+    apart = built(from_rows(two_steps(*other), columns=specs), config).plan
+    assert apart.rows == 2
+    assert [(found.step, found.index, found.column) for found in apart.merge_mismatches] == [(1, 2, "x")]
+
+
+def three_steps(*prompts: list[int]) -> list[Row]:
+    """Steps whose responses are 3, 4 and so on."""
+    return [
+        {"uid": "a", "sample": 0, "step": step, "is_last_step": step == len(prompts) - 1, "prompt_token_ids": prompt}
+        | {"response_ids": [3 + step], "loss_mask": [1], "reward": 0.0}
+        for step, prompt in enumerate(prompts)
+    ]
+
+
+def test_in_a_tree_a_step_joins_the_next_best_that_no_column_keeps_apart() -> None:
+    config = CONFIG | {"merge": "tree", "columns": [{"name": "x", "dtype": "int8", "scope": "row", "merge": "equal"}]}
+    specs = specs_of(config["columns"])
+    rows = three_steps([1], [1, 3], [1, 3, 4])
+    for values, paths in [((7, 7, 7), [[0, 1, 2]]), ((7, 8, 7), [[0, 2], [1]]), ((7, 7, 8), [[0, 1], [2]])]:
+        with_x = [row | {"x": value} for row, value in zip(rows, values, strict=True)]
+        batch = built(from_rows(with_x, columns=specs), config)
+        assert batch.plan.steps == paths
+        assert {found.column for found in batch.plan.merge_mismatches} <= {"x"}
+        mismatches = batch.stats().mismatches
+        assert (mismatches.get("column", 0), mismatches["further"]) == (len(batch.plan.merge_mismatches), 0)
+
+
+def test_of_a_tail_that_was_tokenised_anew_no_value_of_a_column_has_to_be_equal() -> None:
+    config = CONFIG | {"retokenised_tail": 1, "columns": [{"name": "x", "dtype": "int8", "scope": "token"}]}
+    config["columns"][0]["merge"] = "equal"
+    specs = specs_of(config["columns"])
+    rows = three_steps([1], [1, 9])
+    for values, count in [([[5, 6], [5, 7, 8]], 1), ([[5, 6], [4, 6, 8]], 2)]:
+        with_x = [row | {"x": value} for row, value in zip(rows, values, strict=True)]
+        assert built(from_rows(with_x, columns=specs), config).plan.rows == count
+
+
+def test_where_rows_share_a_step_sums_count_it_once() -> None:
+    config = CONFIG | {"merge": "tree", "columns": [{"name": "x", "dtype": "int8", "scope": "row", "merge": "sum"}]}
+    rows = [row | {"x": value} for row, value in zip(three_steps([1], [1, 3], [1, 3, 9]), (1, 2, 4), strict=True)]
+    batch = built(from_rows(rows, columns=specs_of(config["columns"])), config)
+    assert batch.plan.steps == [[0, 1], [0, 2]]
+    assert [value for shard in batch.shards for value in naive.read_shard(shard)[0]["x"].tolist()] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ({"dtype": "int16", "scope": "token"}, [1, 2, 3], r"uid 'a' sample 0 step 0: x has 3 values and 2 are needed"),
+        ({"dtype": "int16", "scope": "response"}, [1, 2], r"x has 2 values and 1 are needed, one a response token"),
+        ({"dtype": "int16", "scope": "token", "shape": [2]}, [1, 2], r"x has values of shape \[\] .* declares \[2\]"),
+        ({"dtype": "int8", "scope": "row"}, 200, r"x\[0\] is 200, and its column's dtype int8 holds -128..127"),
+        ({"dtype": "int8", "scope": "row"}, 0.5, r"x holds float64 values and its column declares int8"),
+        ({"dtype": "bool", "scope": "row"}, 2, r"x holds int64 values and its column declares bool"),
+        ({"dtype": "float16", "scope": "row"}, 1e9, r"x\[0\] is not finite; .* allow_nonfinite: true"),
+        ({"dtype": "bfloat16", "scope": "row"}, float("nan"), r"x\[0\] is not finite"),
+        ({"dtype": "float32", "scope": "items", "shape": [2]}, [[1, 2], [3]], r"x is no array of numbers"),
+        ({"dtype": "float32", "scope": "row"}, "much", r"x is no array of numbers"),
+        ({"dtype": "float32", "scope": "row"}, None, r"column 'x' is missing; every row needs it"),
+    ],
+)
+def test_values_that_are_not_as_declared_are_refused(column: dict[str, Any], values: Any, message: str) -> None:
+    specs = specs_of([{"name": "x", **column}])
+    with pytest.raises(InvalidArgumentError, match=message):
+        check_extras(from_rows(two_steps(values, None)[:1], columns=specs), specs)
+
+
+def test_a_column_that_is_not_declared_is_refused_with_those_that_are() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"unknown field x; known are .* declare others as columns"):
+        from_rows(two_steps(1, 2))
+
+
+def test_sums_stop_at_what_the_type_holds() -> None:
+    config = CONFIG | {"columns": [{"name": "x", "dtype": "int8", "scope": "row", "merge": "sum"}]}
+    table = from_rows(two_steps(100, 100), columns=specs_of(config["columns"]))
+    [shard] = built(table, config).shards
+    assert naive.read_shard(shard)[0]["x"].tolist() == [127]

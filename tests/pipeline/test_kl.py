@@ -1,0 +1,199 @@
+"""The KL against a reference in rewards and scores."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill._wire.rows import from_rows
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.config import KlEstimator, RunConfig, parse_config
+from gristmill_service.pipeline.advantage import Float64s, advantages, trajectory_scores
+from gristmill_service.pipeline.kl import (
+    kl,
+    kl_in_rewards,
+    kl_in_scores,
+    kl_of_rows,
+    kl_of_tokens,
+    kl_of_trajectories,
+)
+from gristmill_service.pipeline.scored_batch import score_batch
+from gristmill_service.pipeline.token_credit import reinforce_plus_plus
+from gristmill_service.pipeline.trained_tokens import (
+    TrainedTokens,
+    credited_rewards,
+    response_rewards,
+    reward_column,
+    trained_tokens,
+)
+from tests.pipeline.credit import BATCHES, LOGPROBS, Token, Trajectory, column, flat, rewarded, tokens_of
+from tests.strategies import rollouts
+
+ESTIMATORS: list[KlEstimator] = ["k1", "k2", "k3"]
+
+
+def definition(logprob: float, reference: float, estimator: str) -> float:
+    d = logprob - reference
+    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
+
+
+def kl_of(batch: list[Trajectory], estimator: KlEstimator) -> tuple[TrainedTokens, Float64s]:
+    tokens = tokens_of(batch)
+    return tokens, kl_of_tokens(tokens, column(batch, "logprob"), column(batch, "reference"), estimator)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@given(BATCHES)
+def test_each_trained_token_has_the_estimate_of_its_two_logprobs(
+    estimator: KlEstimator, batch: list[Trajectory]
+) -> None:
+    _, found = kl_of(batch, estimator)
+    expected = [
+        definition(token.logprob, token.reference, estimator)
+        for trajectory in batch
+        for token in flat(trajectory)
+        if token.mask
+    ]
+    np.testing.assert_allclose(found, np.array(expected, np.float64), rtol=1e-9, atol=1e-12)
+
+
+@given(LOGPROBS, LOGPROBS)
+def test_k1_turns_with_the_order_and_k2_and_k3_are_never_negative(one: float, other: float) -> None:
+    first, second = np.array([one]), np.array([other])
+    assert kl(first, second, "k1").tolist() == (-kl(second, first, "k1")).tolist()
+    assert kl(first, second, "k2")[0] >= 0
+    assert kl(first, second, "k3")[0] >= -1e-30
+    assert all(kl(first, first, estimator).tolist() == [0.0] for estimator in ESTIMATORS)
+
+
+@pytest.mark.parametrize("difference", [1e-3, 1e-5, 1e-7, -1e-3, -1e-5, -1e-7])
+def test_k3_of_a_small_difference_is_not_rounding(difference: float) -> None:
+    found = kl(np.array([difference]), np.array([0.0]), "k3")[0]
+    exact = float(sum(Fraction(-difference) ** n / math.factorial(n) for n in range(2, 12)))
+    assert found == pytest.approx(exact, rel=1e-6 if abs(difference) > 1e-6 else 1e-2)
+
+
+def test_k3_that_overflows_is_refused_with_the_token_and_both_logprobs() -> None:
+    batch = [[[Token()], [Token(mask=0), Token(logprob=-900.0, reference=-1.0)]]]
+    message = "uid 'p0' sample 0 step 1: k3[1] is inf: the log-probability is -900.0 and the reference's -1.0; check"
+    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+        kl_of(batch, "k3")
+    assert kl_of(batch, "k1")[1].tolist() == [0.0, -899.0]
+
+
+# Rewards.
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@given(BATCHES)
+def test_each_trained_tokens_reward_is_less_by_its_kl_and_no_others_changes(
+    estimator: KlEstimator, batch: list[Trajectory]
+) -> None:
+    tokens, estimates = kl_of(batch, estimator)
+    before = response_rewards(tokens.steps)
+    found = kl_in_rewards(tokens, before, estimates, 0.5)
+    assert before.tobytes() == response_rewards(tokens.steps).tobytes()
+    numbers = iter(estimates.tolist())
+    expected = [
+        token.reward - (0.5 * next(numbers) if token.mask else 0) for trajectory in batch for token in flat(trajectory)
+    ]
+    np.testing.assert_array_equal(found, np.array(expected, np.float64))
+
+
+@given(BATCHES)
+def test_returns_to_go_have_the_kl_in_them(batch: list[Trajectory]) -> None:
+    """The first trained token's return, undiscounted, is all reward of its trajectory less all of its KL."""
+    tokens, estimates = kl_of(batch, "k1")
+    rewards = kl_in_rewards(tokens, response_rewards(tokens.steps), estimates, 0.25)
+    returns, _ = reinforce_plus_plus(tokens, credited_rewards(tokens, rewards)[0], 1.0)
+    sums = kl_of_trajectories(tokens, estimates)
+    for index, trajectory in enumerate(batch):
+        trained, _ = rewarded(trajectory)
+        if trained:
+            expected = math.fsum(token.reward for token in trained) - 0.25 * sums[index]
+            assert returns[tokens.bounds[index]] == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("coef", [1e38, 1e308])
+def test_a_reward_that_its_kl_takes_beyond_float32_is_refused(coef: float) -> None:
+    tokens, estimates = kl_of([[[Token(), Token(logprob=-20.0)]]], "k2")
+    rewards = kl_in_rewards(tokens, response_rewards(tokens.steps), estimates, coef)
+    with pytest.raises(InvalidArgumentError, match=r"step 0: reward\[1\] is -.*coefficient of kl_in_reward down"):
+        reward_column(tokens.steps, rewards)
+
+
+# Scores.
+
+
+@given(BATCHES)
+def test_a_trajectorys_kl_is_the_exact_sum_over_its_trained_tokens(batch: list[Trajectory]) -> None:
+    tokens, estimates = kl_of(batch, "k2")
+    expected = [
+        math.fsum(definition(t.logprob, t.reference, "k2") for t in flat(trajectory) if t.mask) for trajectory in batch
+    ]
+    assert kl_of_trajectories(tokens, estimates).tolist() == expected
+
+
+@given(BATCHES)
+def test_how_many_steps_a_trajectory_has_does_not_change_its_kl(batch: list[Trajectory]) -> None:
+    merged = [[[*flat(trajectory), Token(mask=0, logprob=-5.0)]] for trajectory in batch]
+    assert kl_of_trajectories(*kl_of(batch, "k3")).tobytes() == kl_of_trajectories(*kl_of(merged, "k3")).tobytes()
+
+
+@given(st.lists(LOGPROBS, min_size=1, max_size=8), st.data())
+def test_equal_rewards_and_kl_in_another_order_are_equal_scores(logprobs: list[float], data: st.DataObject) -> None:
+    shuffled = data.draw(st.permutations(logprobs))
+    batch = [[[Token(logprob=number, reference=-1.0) for number in numbers]] for numbers in (logprobs, shuffled)]
+    tokens, estimates = kl_of(batch, "k3")
+    found = kl_in_scores(tokens.received, np.array([0.7, 0.7]), kl_of_trajectories(tokens, estimates), 0.1)
+    assert found[0] == found[1]
+
+
+def config(**more: object) -> RunConfig:
+    return parse_config(
+        {
+            "train_batch_size": 1,
+            "n_samples_per_prompt": 3,
+            "policy_mini_batch_size": 1,
+            "micro_batch": {"size": 1},
+            "step_wise": True,
+            **more,
+        }
+    )
+
+
+@given(rollouts(most_prompts=1, samples=3), st.sampled_from(["none", "prefix"]))
+def test_a_column_of_row_sums_gives_the_score_that_the_tokens_give(rows: list[dict[str, object]], merge: str) -> None:
+    """A trainer's sums of merged rows, to float64's rounding, whatever merged."""
+    scored = score_batch(from_rows(rows), config(merge=merge), None)
+    steps = scored.received.steps
+    tokens = trained_tokens(scored.received, scored.trained)
+    estimates = np.arange(len(tokens), dtype=np.float64) % 7 - 0.1
+    edges = tokens.step_bounds[np.append(scored.rows.first, len(steps))]
+    sums = np.array([estimates[edges[row] : edges[row + 1]].sum() for row in range(len(scored.rows))], np.float64)
+    sums[scored.loss_tokens == 0] = 99.0
+    found = kl_of_rows(sums, scored.rows, scored.loss_tokens, len(scored.scores))
+    np.testing.assert_allclose(found, kl_of_trajectories(tokens, estimates), rtol=1e-12)
+
+
+def test_group_estimators_take_the_kl_as_a_change_of_the_score() -> None:
+    batch = [[[Token(reward=1.0, logprob=-1.0, reference=-2.0), Token(mask=0, logprob=-9.0)]] for _ in range(2)]
+    tokens, estimates = kl_of(batch, "k1")
+    steps, bounds = tokens.steps, tokens.received.trajectory_bounds
+    scores = trajectory_scores(steps.rewards, bounds, "last_step")
+    assert kl_in_scores(tokens.received, scores, kl_of_trajectories(tokens, estimates), 0.25).tolist() == [0.75, 0.75]
+    alone = config(n_samples_per_prompt=1, advantage_estimator="maxrl")
+    assert advantages(tokens.received, np.array([0.75, 0.5]), alone).tolist() == [0.75, 0.5]
+
+
+def test_a_score_that_its_kl_takes_beyond_float32_is_refused_with_the_trajectory() -> None:
+    tokens, _ = kl_of([[[Token()]], [[Token()]]], "k1")
+    for coef, sums in ((1e38, [0.0, 9.0]), (1e308, [0.0, -1e9]), (0.0, [0.0, math.nan])):
+        with pytest.raises(InvalidArgumentError, match=r"uid 'p1' sample 0: score is .* lower the coefficient"):
+            kl_in_scores(tokens.received, np.array([1.0, 1.0]), np.array(sums), coef)

@@ -1,0 +1,413 @@
+"""Advantages and returns of single tokens: GAE, REINFORCE++ and whitening."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.pipeline.advantage import Float64s
+from gristmill_service.pipeline.token_credit import (
+    PIECE,
+    discounted_sums,
+    gae,
+    reinforce_plus_plus,
+    whiten,
+    whitened,
+)
+from gristmill_service.pipeline.trained_tokens import (
+    TrainedTokens,
+    credited_rewards,
+    response_rewards,
+    reward_column,
+    trained_tokens,
+)
+from tests.pipeline import credit
+from tests.pipeline.credit import BATCHES, DISCOUNTS, TRAJECTORIES, Token, Trajectory, column, tokens_of
+
+Float32s = NDArray[np.float32]
+
+
+def assert_close(found: Float64s, expected: NDArray[Any]) -> None:
+    """To the rounding of float64."""
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-11)
+
+
+def credited(tokens: TrainedTokens) -> Float64s:
+    return credited_rewards(tokens, response_rewards(tokens.steps))[0]
+
+
+def gae_of(
+    batch: list[Trajectory], gamma: float, lambda_: float, *, scalar: bool = False
+) -> tuple[TrainedTokens, Float64s, Float64s]:
+    tokens = tokens_of(batch, scalar=scalar)
+    return tokens, *gae(tokens, credited(tokens), tokens.take(column(batch, "value")), gamma, lambda_)
+
+
+@given(BATCHES, DISCOUNTS, DISCOUNTS)
+def test_gae_is_what_the_plain_loop_makes_of_each_trajectorys_trained_tokens(
+    batch: list[Trajectory], gamma: float, lambda_: float
+) -> None:
+    _, advantages, returns = gae_of(batch, gamma, lambda_)
+    expected = [credit.naive_gae(trajectory, gamma, lambda_) for trajectory in batch]
+    assert_close(advantages, credit.joined([pair[0] for pair in expected]))
+    assert_close(returns, credit.joined([pair[1] for pair in expected]))
+
+
+@given(BATCHES, DISCOUNTS)
+def test_reinforce_plus_plus_is_the_return_to_go_of_the_rewards(batch: list[Trajectory], gamma: float) -> None:
+    tokens = tokens_of(batch)
+    advantages, returns = reinforce_plus_plus(tokens, credited(tokens), gamma)
+    expected = credit.joined([credit.naive_returns(trajectory, gamma) for trajectory in batch])
+    assert_close(returns, expected)
+    assert advantages.tobytes() == returns.tobytes()
+
+
+@given(BATCHES, DISCOUNTS)
+def test_with_lambda_1_the_return_of_gae_is_the_return_to_go(batch: list[Trajectory], gamma: float) -> None:
+    tokens, _, returns = gae_of(batch, gamma, 1.0)
+    np.testing.assert_allclose(returns, reinforce_plus_plus(tokens, credited(tokens), gamma)[1], rtol=1e-10, atol=1e-10)
+
+
+# Merging.
+
+
+def as_one_step(trajectory: Trajectory, observations: list[int]) -> Trajectory:
+    """The row that a trajectory's steps merge into, as if it had been sent as one: observations between the steps."""
+    merged: list[Token] = []
+    for step, count in zip(trajectory, observations, strict=False):
+        merged += [*step, *[Token(mask=0, value=9.0)] * count]
+    return [merged]
+
+
+@given(BATCHES, DISCOUNTS, DISCOUNTS, st.lists(st.integers(0, 2), min_size=4, max_size=4))
+def test_neither_steps_nor_observations_between_them_change_a_tokens_credit(
+    batch: list[Trajectory], gamma: float, lambda_: float, observations: list[int]
+) -> None:
+    """So merging does not: a merged row has the same tokens in the same order, with observations among them."""
+    merged = [as_one_step(trajectory, observations) for trajectory in batch]
+    _, *apart = gae_of(batch, gamma, lambda_)
+    _, *together = gae_of(merged, gamma, lambda_)
+    assert [numbers.tobytes() for numbers in apart] == [numbers.tobytes() for numbers in together]
+
+
+@given(BATCHES, DISCOUNTS, DISCOUNTS)
+def test_a_trajectorys_bits_do_not_depend_on_the_rest_of_the_batch(
+    batch: list[Trajectory], gamma: float, lambda_: float
+) -> None:
+    tokens, advantages, _ = gae_of(batch, gamma, lambda_)
+    for index, trajectory in enumerate(batch):
+        own = advantages[tokens.bounds[index] : tokens.bounds[index + 1]]
+        assert own.tobytes() == gae_of([trajectory], gamma, lambda_)[1].tobytes()
+
+
+def test_steps_that_a_filter_masks_are_skipped_like_observations() -> None:
+    steps = [[Token(value=1.0)], [Token(value=50.0, reward=2.0)], [Token(value=3.0, reward=4.0)]]
+    received = tokens_of([steps]).received
+    tokens = trained_tokens(received, np.array([True, False, True]))
+    assert tokens.places.tolist() == [0, 2]
+    advantages, returns = gae(tokens, credited(tokens), tokens.take(column([steps], "value")), 1.0, 1.0)
+    assert (advantages.tolist(), returns.tolist()) == ([5.0, 1.0], [6.0, 4.0])
+
+
+def test_sampled_tokens_that_stand_in_no_row_are_skipped_and_their_rewards_count_before() -> None:
+    steps = [[Token(), Token(), Token(reward=1.0)], [Token(reward=2.0)]]
+    received = tokens_of([steps]).received
+    tokens = trained_tokens(received, np.array([True, True]), np.array([2, 1]))
+    assert tokens.places.tolist() == [0, 1, 3]
+    assert credited(tokens).tolist() == [0.0, 1.0, 2.0]
+    assert trained_tokens(received, np.array([False, True]), np.array([2, 1])).places.tolist() == [3]
+
+
+# Rewards.
+
+
+@given(BATCHES, st.booleans())
+def test_no_reward_is_lost_but_those_before_anything_is_trained_and_these_are_counted(
+    batch: list[Trajectory], scalar: bool
+) -> None:
+    if scalar:
+        # The reward of a step is that of its last token.
+        batch = [
+            [[*(replace(token, reward=0.0) for token in step[:-1]), step[-1]] for step in steps] for steps in batch
+        ]
+    tokens = tokens_of(batch, scalar=scalar)
+    rewards, left_out = credited_rewards(tokens, response_rewards(tokens.steps))
+    expected = [credit.rewarded(trajectory) for trajectory in batch]
+    assert_close(rewards, credit.joined([[token.reward for token in trained] for trained, _ in expected]))
+    assert left_out == sum(len(lost) for _, lost in expected)
+
+
+def test_a_scalar_reward_on_an_untrained_last_token_counts_for_the_last_trained_one_before_it() -> None:
+    steps = [[Token(), Token(mask=0, reward=1.0)], [Token(mask=0, reward=2.0)], [Token(), Token(mask=0, reward=4.0)]]
+    rewards, left_out = credited_rewards(tokens := tokens_of([steps], scalar=True), response_rewards(tokens.steps))
+    assert (rewards.tolist(), left_out) == ([3.0, 4.0], 0)
+
+
+def test_a_reward_does_not_pass_to_the_trajectory_before() -> None:
+    batch = [[[Token(reward=1.0)]], [[Token(mask=0, reward=2.0)], [Token(reward=4.0)]], [[Token(mask=0, reward=8.0)]]]
+    rewards, left_out = credited_rewards(tokens := tokens_of(batch), response_rewards(tokens.steps))
+    assert (rewards.tolist(), left_out) == ([1.0, 4.0], 2)
+
+
+@given(TRAJECTORIES)
+def test_a_trajectory_with_nothing_trained_yields_nothing(trajectory: Trajectory) -> None:
+    untrained = [[replace(token, mask=0) for token in step] for step in trajectory]
+    tokens, advantages, returns = gae_of([untrained], 0.9, 0.9)
+    assert len(tokens) == len(advantages) == len(returns) == 0
+    assert not tokens.response(advantages, "advantage").values.any()
+
+
+def test_the_rewards_of_response_tokens_are_a_column_of_the_steps() -> None:
+    steps = tokens_of([[[Token(), Token(reward=2.0)], [Token(reward=3.0)]]], scalar=True).steps
+    rewards = reward_column(steps, response_rewards(steps))
+    assert [row.tolist() for row in rewards.arrays()] == [[0.0, 2.0], [3.0]]
+    assert rewards.values.dtype == np.float32
+
+
+# Columns.
+
+
+@given(BATCHES)
+def test_results_stand_on_their_tokens_and_0_elsewhere(batch: list[Trajectory]) -> None:
+    tokens = tokens_of(batch)
+    found = tokens.response(np.arange(1.0, len(tokens) + 1), "advantage")
+    assert found.values.dtype == np.float32
+    numbers = iter(range(1, len(tokens) + 1))
+    assert [row.tolist() for row in found.arrays()] == [
+        [next(numbers) if token.mask else 0 for token in step] for steps in batch for step in steps
+    ]
+
+
+@given(BATCHES)
+def test_what_columns_hold_where_nothing_is_trained_is_not_read(batch: list[Trajectory]) -> None:
+    poisoned = [
+        [[token if token.mask else replace(token, value=float("nan")) for token in step] for step in steps]
+        for steps in batch
+    ]
+    assert gae_of(batch, 0.9, 0.9)[1].tobytes() == gae_of(poisoned, 0.9, 0.9)[1].tobytes()
+
+
+# Against SkyRL and verl: their recurrences, which go over the columns of a padded float32 batch, written again here.
+# `compute_gae_advantage_return` and `compute_reinforce_plus_plus_outcome_advantage` of volcengine/verl 012be9d,
+# verl/trainer/ppo/core_algos.py, and NovaSky-AI/SkyRL 03d74ca, skyrl/backends/skyrl_train/utils/ppo_utils.py;
+# `masked_whiten` of volcengine/verl 03c8cca, verl/utils/torch_functional.py. SkyRL's GAE takes observations for
+# tokens, and the return to go of both begins anew at them, so these two are compared where there are none.
+
+
+def verl_gae(
+    rewards: Float32s, values: Float32s, mask: Float32s, gamma: float, lambda_: float
+) -> tuple[Float32s, Float32s]:
+    advantages = np.zeros_like(rewards)
+    value = advantage = np.zeros(len(rewards), np.float32)
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        candidate = rewards[:, t] + np.float32(gamma) * value - values[:, t] + np.float32(gamma * lambda_) * advantage
+        value = np.where(mask[:, t] == 1, values[:, t], value)
+        advantage = np.where(mask[:, t] == 1, candidate, advantage)
+        advantages[:, t] = advantage
+    return advantages, advantages + values
+
+
+def skyrl_gae(rewards: Float32s, values: Float32s, gamma: float, lambda_: float) -> Float32s:
+    advantages = np.zeros_like(rewards)
+    value = advantage = np.zeros(len(rewards), np.float32)
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        advantage = rewards[:, t] + np.float32(gamma) * value - values[:, t] + np.float32(gamma * lambda_) * advantage
+        value, advantages[:, t] = values[:, t], advantage
+    return advantages
+
+
+def reference_returns(rewards: Float32s, mask: Float32s, gamma: float) -> Float32s:
+    returns = np.zeros_like(rewards)
+    running = np.zeros(len(rewards), np.float32)
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        returns[:, t] = running = rewards[:, t] + np.float32(gamma) * running
+        running = running * mask[:, t]
+    return returns
+
+
+def masked_whiten(values: Float32s, mask: Float32s) -> Float32s:
+    count = mask.sum()
+    mean = (values * mask).sum() / count
+    variance = ((values - mean) ** 2 * mask).sum() / count * (count / (count - 1))
+    whitened: Float32s = (values - mean) / np.sqrt(variance + np.float32(1e-8))
+    return whitened
+
+
+# Rewards on observations, which verl leaves out, and huge numbers, of which float32 leaves nothing, are not drawn.
+SMALL = st.integers(-8, 8).map(float)
+PLAIN = st.builds(Token, reward=SMALL, value=SMALL)
+OBSERVED = PLAIN | st.builds(Token, mask=st.just(0), value=SMALL)
+
+
+def assert_close_in_float32(found: Float64s, expected: Float32s) -> None:
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def one_row_each(token: st.SearchStrategy[Token]) -> st.SearchStrategy[list[Trajectory]]:
+    row = st.lists(token, min_size=1, max_size=12).map(lambda tokens: [tokens])
+    return st.lists(row, min_size=1, max_size=5)
+
+
+@given(one_row_each(OBSERVED), DISCOUNTS, DISCOUNTS)
+def test_gae_over_observations_is_that_of_verl(batch: list[Trajectory], gamma: float, lambda_: float) -> None:
+    _, advantages, returns = gae_of(batch, gamma, lambda_)
+    rewards, values, mask = (credit.padded(batch, name) for name in ("reward", "value", "mask"))
+    for found, expected in zip((advantages, returns), verl_gae(rewards, values, mask, gamma, lambda_), strict=True):
+        assert_close_in_float32(found, expected[mask == 1])
+
+
+@given(one_row_each(PLAIN), DISCOUNTS, DISCOUNTS)
+def test_gae_and_its_whitening_are_those_of_skyrl(batch: list[Trajectory], gamma: float, lambda_: float) -> None:
+    tokens, advantages, _ = gae_of(batch, gamma, lambda_)
+    rewards, values, mask = (credit.padded(batch, name) for name in ("reward", "value", "mask"))
+    expected = skyrl_gae(rewards, values, gamma, lambda_)
+    assert_close_in_float32(advantages, expected[mask == 1])
+    if len(tokens) > 1 and np.ptp(advantages) > 1e-2:
+        everything = np.array([0, len(tokens)])
+        np.testing.assert_allclose(
+            whiten(advantages, everything), masked_whiten(expected, mask)[mask == 1], rtol=1e-3, atol=1e-3
+        )
+
+
+@given(one_row_each(PLAIN), DISCOUNTS)
+def test_reinforce_plus_plus_is_that_of_skyrl_and_verl(batch: list[Trajectory], gamma: float) -> None:
+    tokens = tokens_of(batch)
+    returns, _ = reinforce_plus_plus(tokens, credited(tokens), gamma)
+    rewards, mask = (credit.padded(batch, name) for name in ("reward", "mask"))
+    assert_close_in_float32(returns, reference_returns(rewards, mask, gamma)[mask == 1])
+
+
+# Whitening.
+
+WHOLE = st.lists(st.integers(-(10**6), 10**6).map(float), min_size=2, max_size=50).map(np.array)
+
+
+@given(WHOLE.filter(lambda numbers: np.ptp(numbers) > 0))
+def test_whitened_advantages_have_mean_0_and_variance_1(advantages: Float64s) -> None:
+    found = whitened(advantages)
+    assert (found.mean(), found.var(ddof=1)) == (pytest.approx(0, abs=1e-8), pytest.approx(1, rel=1e-6))
+
+
+@pytest.mark.parametrize("advantages", [[], [3.0], [-1e38], [0.7] * 7, [1e-300] * 3, [0.0, -0.0]])
+def test_advantages_that_do_not_differ_are_whitened_to_exactly_0(advantages: list[float]) -> None:
+    assert whitened(np.array(advantages)).tolist() == [0.0] * len(advantages)
+
+
+@given(st.lists(st.floats(-3e38, 3e38), max_size=20).map(lambda numbers: np.array(numbers, np.float64)))
+def test_whitening_is_finite_whatever_float32_holds(advantages: Float64s) -> None:
+    assert (np.abs(whitened(advantages)) <= len(advantages)).all()
+
+
+@given(BATCHES, st.data())
+def test_each_mini_batch_is_whitened_by_itself(batch: list[Trajectory], data: st.DataObject) -> None:
+    tokens, advantages, _ = gae_of(batch, 0.9, 0.9)
+    steps = len(tokens.steps)
+    cuts = sorted(data.draw(st.sets(st.integers(1, steps - 1))) if steps > 1 else [])
+    parts = tokens.step_bounds[[0, *cuts, steps]]
+    found = whiten(advantages, parts)
+    for begin, end in pairwise(parts.tolist()):
+        assert found[begin:end].tobytes() == whitened(advantages[begin:end]).tobytes()
+
+
+def test_whitening_mini_batches_does_not_mix_them() -> None:
+    tokens = tokens_of([[[Token(), Token()]], [[Token(), Token(mask=0)], [Token()]]])
+    found = whiten(np.array([1.0, 3.0, 100.0, 300.0]), tokens.step_bounds[[0, 1, 3]])
+    np.testing.assert_allclose(found, np.array([-1, 1, -1, 1]) / np.sqrt(2), rtol=1e-6)
+
+
+# Sums.
+
+
+def plain_sums(numbers: Float64s, bounds: NDArray[np.int64], decay: float) -> Float64s:
+    sums = np.zeros_like(numbers)
+    for begin, end in pairwise(bounds.tolist()):
+        following = 0.0
+        for place in range(end - 1, begin - 1, -1):
+            sums[place] = following = numbers[place] + decay * following
+    return sums
+
+
+LENGTHS = st.lists(
+    st.sampled_from([0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE + 7]) | st.integers(0, 50), max_size=5
+)
+
+
+@given(LENGTHS, DISCOUNTS, st.integers(0, 9))
+def test_sums_of_long_runs_are_those_of_the_plain_loop(lengths: list[int], decay: float, seed: int) -> None:
+    bounds = np.append(0, np.cumsum(lengths, dtype=np.int64))
+    numbers = np.random.default_rng(seed).normal(size=bounds[-1])
+    before = numbers.tobytes()
+    found, expected = discounted_sums(numbers, bounds, decay), plain_sums(numbers, bounds, decay)
+    np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-11)
+    assert numbers.tobytes() == before
+    for begin, end in pairwise(bounds.tolist()):
+        assert (
+            found[begin:end].tobytes()
+            == discounted_sums(numbers[begin:end], np.array([0, end - begin]), decay).tobytes()
+        )
+        if end - begin <= PIECE:
+            assert found[begin:end].tobytes() == expected[begin:end].tobytes()
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.999])
+def test_a_trajectory_of_200_000_tokens_keeps_what_float64_holds(decay: float) -> None:
+    """Whole numbers have exact sums: none of them may be lost among the large ones before and after."""
+    numbers = np.random.default_rng(0).integers(-1000, 1000, 200_000).astype(np.float64)
+    found = discounted_sums(numbers, np.array([0, len(numbers)]), decay)
+    if decay == 1:
+        assert found.tolist() == np.cumsum(numbers[::-1])[::-1].tolist()
+    else:
+        expected = plain_sums(numbers, np.array([0, len(numbers)]), decay)
+        np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-8)
+
+
+# What float32 does not hold.
+
+
+@pytest.mark.parametrize(
+    ("reward", "value", "message"),
+    [
+        (3e38, 0.0, "uid 'p0' sample 0 step 1: advantage[0] is 6e+38, which float32"),
+        (0.0, -3e38, "uid 'p0' sample 0 step 1: advantage[1] is 6.0"),
+    ],
+)
+def test_advantages_that_float32_does_not_hold_are_refused_with_step_and_token(
+    reward: float, value: float, message: str
+) -> None:
+    steps = [[Token(mask=0)], [Token(reward=reward), Token(reward=reward or 3e38, value=value)]]
+    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+        gae_of([steps], 1.0, 1.0)
+
+
+def test_returns_that_float32_does_not_hold_are_refused_with_step_and_token() -> None:
+    tokens = tokens_of([[[Token(mask=0), Token(reward=2e38), Token(reward=2e38)]]])
+    with pytest.raises(InvalidArgumentError, match=r"uid 'p0' sample 0 step 0: return\[1\] is 4e\+38"):
+        reinforce_plus_plus(tokens, credited(tokens), 1.0)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.floats(allow_nan=False, allow_infinity=False))
+def test_whatever_is_given_results_are_finite_float32_or_refused(reward: float, value: float) -> None:
+    tokens = tokens_of([[[Token(), Token(), Token()]]])
+    rewards, values = np.array([reward, -reward, reward]), np.array([value, -value, value])
+    try:
+        advantages, returns = gae(tokens, rewards, values, 1.0, 1.0)
+    except InvalidArgumentError:
+        return
+    for numbers in (advantages, returns):
+        assert np.isfinite(tokens.response(numbers, "advantage").values).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -1e39])
+def test_a_reward_that_float32_does_not_hold_is_refused_with_step_and_token(bad: float) -> None:
+    steps = tokens_of([[[Token()], [Token(), Token()]]]).steps
+    with pytest.raises(InvalidArgumentError, match=r"step 1: reward\[1\] is .* does not hold; scale the rewards or"):
+        reward_column(steps, np.array([0.0, 0.0, bad]))
