@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
+from gristmill._wire.column_spec import specs_of
 from gristmill._wire.columns import Ragged
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
@@ -210,6 +211,20 @@ def test_a_break_of_a_tree_is_shown_beside_the_step_most_like_it(
     found = client.get(f"/v1/runs/{run_name}/batches/0/breaks").json()["breaks"]
     assert [(one["step"], one["against"], one["index"]) for one in found] == [(1, 0, 0), (2, 0, 3)]
     assert (found[1]["before"], found[1]["was"], found[1]["now"]) == ([1, 2, 3], [4], [9])
+
+
+def test_a_column_that_keeps_steps_apart_is_named(service: Service, client: httpx.Client, run_name: str) -> None:
+    rows = [
+        stage.turn("a", 0, 0, [1], [3], is_last_step=False, x=1),
+        stage.turn("a", 0, 1, [1, 3, 9], [5], x=2),
+    ]
+    columns = [{"name": "x", "dtype": "int8", "scope": "row", "merge": "equal"}]
+    config = {**stage.CONFIG, "train_batch_size": 1, "n_samples_per_prompt": 1, "dp_size": 1, "columns": columns}
+    table = from_rows(rows, step_wise=True, columns=specs_of(columns))
+    stage.published(service.runs, run_name, config, [table])
+    told = client.get(f"/v1/runs/{run_name}/batches/0/breaks").json()
+    assert [(one["step"], one["column"]) for one in told["breaks"]] == [(1, "x")]
+    assert (told["in_all"], told["rows"], told["pairs"]) == (1, 2, [])
 
 
 def test_scores_are_those_that_were_sent_and_advantages_those_of_the_shards(

@@ -14,13 +14,15 @@ export function showBreaks(parent, told) {
   parent.replaceChildren(
     make("p", {}, `${count(told.in_all)} of ${count(told.rows_received)} steps (${share(told.in_all / told.rows_received)}) did not ` +
       `extend ${tree ? "an earlier step" : "the step before them"}, and began a row of their own.${rest}`),
-    make("p", { class: "small" }, "Most often: ", told.pairs.slice(0, 5).flatMap((pair, index) => [index ? "; " : "",
+    make("p", { class: "small" }, told.pairs.length ? "Most often: " : "", told.pairs.slice(0, 5).flatMap((pair, index) => [index ? "; " : "",
       make("code", {}, token(pair.was)), " came back as ", make("code", {}, token(pair.now)), ` ${count(pair.count)} ×`])),
     make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Breaks" },
       table(["trajectory", "step", "token", tree ? "in the step most like it" : "in the step before", "in this step's prompt"], told.breaks.map(one => [
         `${one.uid} sample ${one.sample}${one.round ? ` round ${one.round}` : ""}`, one.step, one.index,
-        tree ? make("span", {}, `step ${one.against}: `, context(one, one.was)) : context(one, one.was), context(one, one.now)]), "Where merging broke")));
+        tree ? make("span", {}, `step ${one.against}: `, other(one)) : other(one), one.column ? "" : context(one, one.now)]), "Where merging broke")));
 }
+
+const other = one => one.column ? `other values of ${one.column}` : context(one, one.was);
 
 function context(one, tokens) {
   const before = one.before.slice(-3).join(" "), [first = END, ...after] = tokens.slice(0, 3);

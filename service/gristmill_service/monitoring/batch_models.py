@@ -72,6 +72,7 @@ class PrefixBreak(Document):
     before: list[int] = Field(description="Tokens before it, which are the same.")
     was: list[int] = Field(description="From there on in the step that it is held against.")
     now: list[int] = Field(description="From there on in this step's prompt.")
+    column: str = Field(description="The declared column in which the two differ, where no token does; else empty.")
 
 
 class BatchBreaks(Document):

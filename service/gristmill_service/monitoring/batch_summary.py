@@ -35,7 +35,7 @@ _EMPTY = Ragged(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int
 class StepBreak(NamedTuple):
     """A step that joined none, and the one that it is held against, by their numbers. at: the index of the first token
     of its prompt that differs. `before` is common to both; `was` follows it in the one it is held against, `now` in
-    this step's prompt, which may have ended already."""
+    this step's prompt, which may have ended already. column: that keeps the two apart, where no token does."""
 
     trajectory: TrajectoryKey
     step: int
@@ -44,6 +44,7 @@ class StepBreak(NamedTuple):
     before: list[int]
     was: list[int]
     now: list[int]
+    column: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,11 +168,12 @@ class _Reader:
         was = steps.tokens[int(received.trajectory_bounds[found.trajectory]) + found.before]
         now, at = steps.tokens[step][: int(steps.prompt_lengths[step])], found.index
         self._in_all += 1
-        self._pairs[int(was[at]) if at < len(was) else -1, int(now[at]) if at < len(now) else -1] += 1
+        if not found.column:
+            self._pairs[int(was[at]) if at < len(was) else -1, int(now[at]) if at < len(now) else -1] += 1
         if len(self._shown) < KEPT_BREAKS:
             before, after = slice(max(0, at - CONTEXT), at), slice(at, at + CONTEXT + 1)
             around = (now[before].tolist(), was[after].tolist(), now[after].tolist())
-            self._shown.append(StepBreak(steps.key(step), found.step, found.before, at, *around))
+            self._shown.append(StepBreak(steps.key(step), found.step, found.before, at, *around, found.column))
 
 
 def _without_tokens(table: Steps) -> Steps:

@@ -188,6 +188,7 @@ def _prefix_break(one: StepBreak) -> PrefixBreak:
         before=one.before,
         was=one.was,
         now=one.now,
+        column=one.column,
     )
 
 
