@@ -119,6 +119,30 @@ def joined(
     return (best[2], best[0]) if best[2] >= 0 else (None, 0)
 
 
+def without_realigned(rows: list[Row], merge: str, tail: int) -> list[Row]:
+    """The rows with loss_mask 0 on the tokens that stand in no training row."""
+    stands = {
+        (row.steps[0]["uid"], row.steps[0]["sample"], source)
+        for row in merged(rows, merge, tail)
+        for source in row.sources
+    }
+    return [
+        row
+        | {
+            "loss_mask": [
+                mask * ((row["uid"], row["sample"], (row["step"], token)) in stands)
+                for token, mask in enumerate(row["loss_mask"])
+            ]
+        }
+        for row in rows
+    ]
+
+
+def rewards_of(step: Row) -> list[float]:
+    reward = step["reward"]
+    return reward if isinstance(reward, list) else [0.0] * (len(step["response_ids"]) - 1) + [reward]
+
+
 def scores(rows: list[Row], mode: str) -> dict[tuple[str, int], float]:
     by_trajectory: dict[tuple[str, int], list[float]] = {}
     for row in rows:

@@ -280,16 +280,6 @@ def _explain(error: PydanticValidationError) -> Iterator[str]:
 def _refuse_unsupported(config: RunConfig) -> None:
     if any(column.source == "trainer" for column in config.columns):
         raise UnsupportedError("columns: source: trainer is not built yet; use rollout")
-    if config.advantage_estimator in ("gae", "reinforce++"):
-        why = (
-            "its per-token credit cannot be broadcast over the steps of a trajectory"
-            if config.step_wise
-            else "it needs per-token credit (gae also critic values), which gristmill does not compute yet"
-        )
-        raise UnsupportedError(
-            f"advantage_estimator: {config.advantage_estimator} is refused: {why}; use grpo, rloo, maxrl, or none and "
-            "send advantages"
-        )
 
 
 def _refuse_wrong_combinations(config: RunConfig) -> None:
@@ -371,6 +361,8 @@ def _check_balance(config: RunConfig) -> None:
 
 def _check_kl(config: RunConfig) -> None:
     kl = config.kl_in_reward
+    if config.advantage_estimator == "gae":
+        _check_declared(config, "values", "response", "advantage_estimator: gae is computed of it")
     if kl is None:
         return
     if (kl.estimator is None) == (kl.column is None):

@@ -148,7 +148,7 @@ def test_groups_of_different_sizes_are_each_compared_with_their_own() -> None:
         for sample, reward in enumerate(rewards)
     ]
     scored = score_batch(from_rows(rows, step_wise=False), config("rloo", 4), None)
-    assert scored.advantages.tolist() == [1, -1, 1.5, 1.5, -3, 0, -4, 4]
+    assert scored.credit.advantages.tolist() == [1, -1, 1.5, 1.5, -3, 0, -4, 4]
 
 
 @given(rewards=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8), data=st.data())
@@ -188,5 +188,5 @@ def test_equal_rewards_in_another_order_are_equal_scores(
     settings = config(estimator, 2, step_wise=True, trajectory_score="sum", zero_variance_filter="mask")
     scored = score_batch(from_rows(trajectories(*rewards)), settings, None)
     assert scored.scores.tolist() == [math.fsum([0.1, 0.2, 0.3])] * 2
-    assert scored.advantages.tolist() == [0.0, 0.0]
+    assert scored.credit.advantages.tolist() == [0.0, 0.0]
     assert scored.counts["zero_variance_groups"] == 1

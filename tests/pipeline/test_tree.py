@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import BuiltBatch
+from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.pipeline.merge import merge_rows
 from gristmill_service.pipeline.plan_document import MismatchDocument
 from gristmill_service.pipeline.validate import receive
@@ -155,6 +156,21 @@ def test_what_one_row_cuts_another_may_train() -> None:
     assert batch.plan.counts["realigned_tokens"] == 0
 
 
+def test_a_reward_with_the_kl_in_it_stands_on_the_last_token_that_is_kept() -> None:
+    rows = trajectory(([1], [2, 3]), ([1, 2, 9], [4]))
+    for row in rows:
+        row["ref_logprobs"] = [-2.0] * len(row["response_ids"])
+    config = {
+        "train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1},
+        "step_wise": True, "merge": "prefix", "retokenised_tail": 1, "kl_from": "rollout_logprobs",
+        "columns": [{"name": "ref_logprobs", "dtype": "float32", "scope": "response"}],
+        "kl_in_reward": {"coef": 0.5, "estimator": "k1"},
+    }  # fmt: skip
+    checked = parse_config(config)
+    batch = build_batch(from_rows(rows, columns=checked.columns), checked, run="r", batch=0)
+    assert column(batch, "rewards") == [[0.5, 0, 1.5]]
+
+
 def test_trajectories_are_searched_each_by_itself() -> None:
     rows = [
         *trajectory(([1], [2]), ([5], [6]), ([1, 2], [3])),
@@ -193,6 +209,18 @@ def test_rows_are_those_of_the_rules_token_by_token(random: Random, merge: str, 
     rows = merge_rows(received, config)
     expected = naive.merged(given_rows, merge, tail)
     assert len(rows) == len(expected)
+    edges = np.append(0, np.cumsum(received.steps.response_lengths))
+    trained_in = {
+        (own.steps[0]["sample"], source): row
+        for row, own in enumerate(expected)
+        for source, trained in zip(own.sources, own.trained, strict=True)
+        if trained
+    }
+    assert rows.trained_in(edges).tolist() == [
+        trained_in.get((row["sample"], (row["step"], token)), -1)
+        for row in given_rows
+        for token in range(len(row["response_ids"]))
+    ]
     for row, own in enumerate(expected):
         visits = range(int(rows.edges[row]), int(rows.edges[row + 1]))
         assert [int(received.steps.steps[rows.steps[visit]]) for visit in visits] == [

@@ -90,7 +90,13 @@ def summarize(tables: Iterable[Steps], config: RunConfig) -> BatchSummary:
     trained = np.concatenate(reader.trained) * filters.trained_steps(received, scores, config)[0][visited]
     begins = np.cumsum(counts) - counts
     first, last = visited[begins], visited[begins + counts - 1]
-    steps, per_token = received.steps, received.steps.token_advantages is not None
+    steps = received.steps
+    # Of tokens, or with the KL in them, they are in the shards alone: here are no declared columns.
+    is_elsewhere = (
+        steps.token_advantages is not None
+        or config.kl_in_reward is not None
+        or config.advantage_estimator in ("gae", "reinforce++")
+    )
     return BatchSummary(
         received=received,
         prompts=steps.prompt_lengths[first],
@@ -101,7 +107,7 @@ def summarize(tables: Iterable[Steps], config: RunConfig) -> BatchSummary:
         steps=counts,
         trajectories=received.trajectory_of_step[first],
         scores=scores,
-        advantages=None if per_token else advantage.advantages(received, scores, config),
+        advantages=None if is_elsewhere else advantage.advantages(received, scores, config),
         breaks=reader.breaks(),
     )
 
@@ -181,5 +187,11 @@ def _without_tokens(table: Steps) -> Steps:
     nothing = Ragged(_EMPTY.values, np.zeros(len(table), np.int64), np.zeros(len(table), np.int64))
     advantages = None if table.token_advantages is None else nothing
     return replace(
-        table, tokens=nothing, loss_mask=nothing, logprobs=None, token_rewards=None, token_advantages=advantages
+        table,
+        tokens=nothing,
+        loss_mask=nothing,
+        logprobs=None,
+        token_rewards=None,
+        token_advantages=advantages,
+        extras={},
     )

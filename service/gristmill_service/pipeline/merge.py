@@ -104,6 +104,21 @@ class Rows:
         """Returns what `standing` does without the tokens that an earlier row trains: `kept - shared` of each visit."""
         return Ragged(values.values, values.starts[self.steps] + self.shared, self.kept - self.shared)
 
+    def trained_in(self, edges: Int64s) -> Int64s:
+        """Returns the row that trains each response token of the batch, -1 where none does; int64 (response tokens,).
+
+        edges: int64 (steps + 1,), step i has the response tokens `edges[i]:edges[i + 1]`.
+        """
+        found = np.full(edges[-1], -1)
+        # Of a step each row that trains some of its tokens goes on where the one before ended.
+        order = np.argsort(self.steps, kind="stable")
+        visits = order[(self.kept > self.shared)[order]]
+        lengths = (self.kept - self.shared)[visits]
+        starts = edges[self.steps[visits]] + self.shared[visits]
+        places = np.arange(lengths.sum()) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
+        found[places] = np.repeat(self.per_visit(np.arange(len(self)))[visits], lengths)
+        return found
+
 
 def merge(received: Received, config: RunConfig) -> tuple[Rows, list[Mismatch]]:
     """Returns the batch's rows, and the first mismatches of each trajectory."""

@@ -12,6 +12,7 @@ from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline import advantage, filters
 from gristmill_service.pipeline.advantage import Float64s
+from gristmill_service.pipeline.credit import Credit, credit
 from gristmill_service.pipeline.joins import Mismatch
 from gristmill_service.pipeline.merge import Rows, merge, realigned_tokens, row_loss_tokens
 from gristmill_service.pipeline.stage_timer import StageTimer, no_timer
@@ -23,7 +24,8 @@ class ScoredBatch:
     """A batch that is ready to be scheduled, for any number of ranks.
 
     rows_received counts steps, also those of dropped groups. trained: bool (steps,), False where a filter masks.
-    scores, advantages: float64 (trajectories,). loss_tokens: int64 (rows,). row_group_bounds: (groups + 1,) into rows.
+    scores: float64 (trajectories,), without the KL. credit: the advantages. loss_tokens: int64 (rows,).
+    row_group_bounds: (groups + 1,) into rows.
     staleness: (trajectories with a known policy version,) versions behind the current one, of each one's oldest step.
     stale: (round, uid) of groups dropped as stale. counts: what each rule met, by name.
     """
@@ -33,7 +35,7 @@ class ScoredBatch:
     mismatches: list[Mismatch]
     trained: NDArray[np.bool_]
     scores: Float64s
-    advantages: Float64s
+    credit: Credit
     loss_tokens: Int64s
     row_group_bounds: Int64s
     rows_received: int
@@ -61,20 +63,42 @@ def score_batch(
         scores = advantage.trajectory_scores(received.steps.rewards, received.trajectory_bounds, score)
         trained, masked = filters.trained_steps(received, scores, config)
         groups = received.trajectory_groups[rows.trajectories]
+        loss_tokens = row_loss_tokens(rows, received.steps.loss_mask, trained)
+        credited = _credit(received, rows, scores, trained, loss_tokens, config)
         return ScoredBatch(
             received=received,
             rows=rows,
             mismatches=mismatches,
             trained=trained,
             scores=scores,
-            advantages=advantage.advantages(received, scores, config),
-            loss_tokens=row_loss_tokens(rows, received.steps.loss_mask, trained),
+            credit=credited,
+            loss_tokens=loss_tokens,
             row_group_bounds=np.searchsorted(groups, np.arange(len(received.groups) + 1)),
             rows_received=len(steps),
             staleness=filters.staleness(received, policy_version),
             stale=stale,
-            counts=counts | masked | _group_counts(received, scores, config) | _realigned(received, rows, config),
+            counts=counts
+            | masked
+            | _group_counts(received, scores, config)
+            | _credit_counts(credited)
+            | _realigned(received, rows, config),
         )
+
+
+def _credit(
+    received: Received, rows: Rows, scores: Float64s, trained: NDArray[np.bool_], loss_tokens: Int64s, config: RunConfig
+) -> Credit:
+    # A lengths file has nothing that advantages could be computed of, and nothing to lay out.
+    is_planned_only = len(received.steps) > 0 and not received.steps.tokens.values.size
+    return (
+        Credit(np.zeros(len(scores)))
+        if is_planned_only
+        else credit(received, rows, scores, trained, loss_tokens, config)
+    )
+
+
+def _credit_counts(credited: Credit) -> dict[str, int]:
+    return {} if credited.of_tokens is None else {"uncredited_rewards": credited.of_tokens.uncredited}
 
 
 def _drop_stale(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._wire.columns import Ragged
+from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.steps import FLOAT32_MAX
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import Model, RunConfig
@@ -23,6 +23,7 @@ from gristmill_service.pipeline.columns import (
     StepTokens,
     Tokens,
 )
+from gristmill_service.pipeline.credit import TokenCredit
 from gristmill_service.pipeline.extra_columns import shard_tensors, token_columns
 from gristmill_service.pipeline.iovec import Region
 from gristmill_service.pipeline.layout import Layout, PerRow, Shard
@@ -30,6 +31,7 @@ from gristmill_service.pipeline.metadata import Metadata, row_labels
 from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan, RankPlan
 from gristmill_service.pipeline.scored_batch import ScoredBatch
 from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.token_credit import whiten
 
 
 def shards(
@@ -62,7 +64,7 @@ class _ShardBuilder:
             return []
         layout = Layout(own, self._geometry, self._config)
         denominators = [self._denominators(mini_batch) for mini_batch in own]
-        columns = [*self._shared, self._advantages(model, own, denominators), *self._extras]
+        columns = [*self._shared, *self._advantages(model, own, denominators), *self._extras]
         placed = layout.place(columns, self._per_row, self._tensors)
         metadata = Metadata(self._labels, denominators, layout.placement.rows, self._config, self._run, self._batch)
         return [
@@ -82,29 +84,46 @@ class _ShardBuilder:
         columns.append(Presence("response_mask", "response", longest))
         unfiltered = self._scored.trained[rows.steps]
         columns.append(StepTokens("loss_mask", rows.trained(steps.loss_mask), geometry, zeros, unfiltered))
-        if steps.token_rewards is None:
+        token_rewards = self._scored.credit.token_rewards or steps.token_rewards
+        if token_rewards is None:
             columns.append(StepScalars("rewards", steps.rewards[rows.steps], geometry, zeros, rows.owns_reward))
         else:
-            columns.append(StepTokens("rewards", rows.trained(_float32(steps.token_rewards)), geometry, zeros))
+            columns.append(StepTokens("rewards", rows.trained(_float32(token_rewards)), geometry, zeros))
         if steps.logprobs is not None:
             columns.append(StepTokens("rollout_logprobs", rows.standing(steps.logprobs), geometry, zeros))
         return columns
 
     def _advantages(
         self, model: Model, mini_batches: Sequence[MiniBatchPlan], denominators: Sequence[Denominators]
-    ) -> Column:
-        """Returns advantages scaled by the loss reduction for the policy, and raw for the critic."""
+    ) -> list[Column]:
+        """Returns advantages scaled by the loss reduction for the policy, and raw for the critic; returns beside them
+        where they are of tokens."""
         scale = np.ones(len(self._scored.rows))
         if model == "policy":
             for mini_batch, divisors in zip(mini_batches, denominators, strict=True):
                 scale[mini_batch.start : mini_batch.kept_end] = divisors.scale(self._config)
+        if (of_tokens := self._scored.credit.of_tokens) is not None:
+            return self._of_tokens(of_tokens, mini_batches, scale)
         tokens = self._scored.received.steps.token_advantages
         if tokens is None:
-            values: Float64s = self._scored.advantages[self._scored.rows.trajectories] * scale
+            values: Float64s = self._scored.credit.advantages[self._scored.rows.trajectories] * scale
             self._check_fits(values)
-            return RowScalars("advantages", values, self._zeros)
+            return [RowScalars("advantages", values, self._zeros)]
         scaled = self._scaled(self._scored.rows.standing(tokens), scale)
-        return StepTokens("advantages", scaled, self._geometry, self._zeros)
+        return [StepTokens("advantages", scaled, self._geometry, self._zeros)]
+
+    def _of_tokens(self, credit: TokenCredit, mini_batches: Sequence[MiniBatchPlan], scale: Float64s) -> list[Column]:
+        """Returns the advantages and returns of tokens. scale: float64 (rows,)."""
+        tokens, rows = credit.tokens, self._scored.rows
+        row_of_token = rows.trained_in(tokens.edges)[tokens.places]
+        advantages = credit.advantages
+        if self._config.whiten == "mini_batch":
+            advantages = whiten(advantages, _mini_batch_of_rows(mini_batches, len(rows))[row_of_token])
+        found = {"advantages": advantages * scale[row_of_token], "returns": credit.returns}
+        return [
+            StepTokens(name, rows.standing(tokens.response(numbers, name)), self._geometry, self._zeros)
+            for name, numbers in found.items()
+        ]
 
     def _check_fits(self, advantages: Float64s) -> None:
         """Refuses an advantage that float32 does not hold: finite scores may be so far apart."""
@@ -155,6 +174,14 @@ def _addressed(
     for mini_batch, divisors in zip(mini_batches, denominators, strict=True):
         for index, rank in enumerate(mini_batch.ranks):
             yield ShardAddress(mini_batch.model, mini_batch.index, index), rank, divisors
+
+
+def _mini_batch_of_rows(mini_batches: Sequence[MiniBatchPlan], rows: int) -> Int64s:
+    """Returns the mini-batch that trains each row, -1 for rows that were dropped; int64 (rows,)."""
+    found = np.full(rows, -1)
+    for number, mini_batch in enumerate(mini_batches):
+        found[mini_batch.start : mini_batch.kept_end] = number
+    return found
 
 
 def _stacked(values: dict[str, NDArray[Any]], dtype: Any, padding: int) -> PerRow:

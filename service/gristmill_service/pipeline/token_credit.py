@@ -52,15 +52,16 @@ def reinforce_plus_plus(tokens: TrainedTokens, rewards: Float64s, gamma: float) 
     return returns, returns
 
 
-def whiten(advantages: Float64s, bounds: Int64s) -> Float64s:
-    """Returns the advantages with mean 0 and variance 1 over the trained tokens of each part of the batch.
+def whiten(advantages: Float64s, parts: Int64s) -> Float64s:
+    """Returns the advantages with mean 0 and variance 1 over each part of the trained tokens, such as a mini-batch.
 
-    bounds: int64 (parts + 1,) into the trained tokens: `[0, n]` for the batch, `tokens.step_bounds` at the first step
-    of each mini-batch and the batch's end for mini-batches.
+    parts: int64 (trained tokens,), the part that each is in.
     """
+    order = np.argsort(parts, kind="stable")
+    ends = np.append(np.flatnonzero(np.diff(parts[order])) + 1, len(parts))
     result = np.empty_like(advantages)
-    for begin, end in pairwise(bounds.tolist()):
-        result[begin:end] = whitened(advantages[begin:end])
+    for begin, end in pairwise([0, *ends.tolist()]):
+        result[order[begin:end]] = whitened(advantages[order[begin:end]])
     return result
 
 

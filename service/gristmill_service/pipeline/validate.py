@@ -149,13 +149,25 @@ def _check_rewards(steps: Steps) -> None:
 
 
 def check_advantage_schema(steps: Steps, config: RunConfig) -> None:
-    """Refuses advantages unless `advantage_estimator` is none, and their lack if it is. steps: at least one row."""
+    """Refuses advantages unless `advantage_estimator` is none, and their lack if it is; and rows without the
+    log-probabilities that their KL is computed of. steps: at least one row."""
+    check_rollout_logprobs(steps, config)
     given = steps.advantages is not None or steps.token_advantages is not None
     if given != (config.advantage_estimator == "none"):
         remedy = "leave it out, or set advantage_estimator: none" if given else "send one with each row"
         raise InvalidArgumentError(
             f"{steps.name(0)}: advantage is {'given' if given else 'missing'} with advantage_estimator: "
             f"{config.advantage_estimator}; {remedy}"
+        )
+
+
+def check_rollout_logprobs(steps: Steps, config: RunConfig) -> None:
+    reference = config.kl_in_reward
+    needs = reference is not None and reference.estimator is not None and config.kl_from == "rollout_logprobs"
+    if needs and steps.logprobs is None and steps.tokens.values.size:
+        raise InvalidArgumentError(
+            f"{steps.name(0)}: rollout_logprobs is missing, and kl_from: rollout_logprobs takes the KL from it; send "
+            "it, or set kl_from: old_logprobs"
         )
 
 
