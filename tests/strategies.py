@@ -115,6 +115,7 @@ def settings_for(draw: st.DrawFn, /, rows: list[Row], *, samples: int = 3, **fix
             st.one_of(
                 st.builds(lambda size: {"size": size}, st.integers(1, 4)),
                 st.builds(lambda tokens: {"max_tokens": tokens}, st.integers(1, 40)),
+                st.builds(lambda count: {"count": 6 * count}, st.integers(1, 2)),
             )
         ),
         "layout": draw(st.sampled_from(["left_padded", "packed"])),

@@ -184,7 +184,7 @@ def test_a_prompt_that_ends_too_early_is_told_as_such(service: Service, client: 
 def test_it_does_not_matter_how_many_rows_are_read_at_a_time(size: int, merge: dict[str, Any]) -> None:
     steps, config = agents(), parse_config({**CONFIG, **merge})
     found = summarize(
-        (steps.take(np.arange(at, min(at + size, len(steps)))) for at in range(0, len(steps), size)), config
+        (steps.take(np.arange(at, min(at + size, len(steps)))) for at in range(0, len(steps), size)), config, 0
     )
     plan = build_batch(steps, config, run="r", batch=0).plan
     assert len(found.lengths) == plan.rows

@@ -55,7 +55,8 @@ def plan(file: RolloutsArgument, config: ConfigOption) -> None:
         settings = _read_settings(config)
         batches, is_lengths = _read(file, settings)
         if is_lengths:
-            settings = settings.model_copy(update={"zero_variance_filter": None, "overlong_filter": ()})
+            nothing = {"zero_variance_filter": None, "overlong_filter": ()}
+            settings = settings.model_copy(update=nothing | ({"stale": "count"} if settings.stale == "mask" else {}))
         for number, steps in enumerate(batches):
             document = plan_batch(steps, settings, batch=number)
             _warn(document.counts)

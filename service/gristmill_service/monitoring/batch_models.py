@@ -89,6 +89,7 @@ class BatchBreaks(Document):
 class GroupScores(Document):
     uid: str
     round: int
+    tag: str = Field(default="", description="Its environment or task.")
     samples: list[int]
     scores: list[float]
     advantages: list[float] | None = Field(description="null where clients gave one per token.")

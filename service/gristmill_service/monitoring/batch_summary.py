@@ -78,9 +78,9 @@ class BatchSummary:
     breaks: StepBreaks
 
 
-def summarize(tables: Iterable[Steps], config: RunConfig) -> BatchSummary:
-    """tables: the batch's rows in their order, some at a time."""
-    reader = _Reader(config)
+def summarize(tables: Iterable[Steps], config: RunConfig, policy_version: int) -> BatchSummary:
+    """tables: the batch's rows in their order, some at a time. policy_version: that it was sealed under."""
+    reader = _Reader(config, policy_version)
     for table in tables:
         reader.read(table)
     reader.end()
@@ -120,8 +120,8 @@ class _Reader:
         the row trains. counts, lengths: of each row its visits and tokens. All in parts, in the batch's order.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, policy_version: int) -> None:
+        self._config, self._version = config, policy_version
         self._pending: list[Steps] = []
         self._rows_read = 0
         self.bare: list[Steps] = []
@@ -160,7 +160,7 @@ class _Reader:
         config, received = self._config, receive(table, self._config)
         rows = merge_rows(received, config)
         self.visited.append(rows.steps + self._rows_read)
-        self.trained.append(visit_loss_tokens(rows, table.loss_mask))
+        self.trained.append(visit_loss_tokens(rows, filters.fresh_loss_mask(table, config, self._version)))
         self.counts.append(np.diff(rows.edges))
         self.lengths.append(rows.lengths)
         self._rows_read += len(table)
@@ -194,4 +194,5 @@ def _without_tokens(table: Steps) -> Steps:
         token_rewards=None,
         token_advantages=advantages,
         extras={},
+        token_versions=None,
     )

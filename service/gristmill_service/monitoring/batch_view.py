@@ -109,6 +109,7 @@ class BatchView:
         return GroupScores(
             uid=_short(uid),
             round=round_,
+            tag=received.tags[group] if received.tags else "",
             samples=received.steps.samples[received.trajectory_bounds[:-1][own]].tolist(),
             scores=self._rows.scores[own].tolist(),
             advantages=None if advantages is None else advantages[own].tolist(),
@@ -164,7 +165,9 @@ def _read(run: Run, batch: int) -> tuple[_Key, BatchView]:
     if plan.dp_size != config.dp_size:
         # The trainer came back with another number of ranks between the two.
         raise NotFoundError(f"batch {batch} is being built again for another dp_size; ask again later")
-    view = BatchView(run.name, batch, config, plan, summarize(run.export(batch), config))
+    sealed = run.read(lambda state, _: state.batches.get(batch))
+    version = 0 if sealed is None else sealed.policy_version
+    view = BatchView(run.name, batch, config, plan, summarize(run.export(batch), config, version))
     return _Key(run.run_id, batch, config.dp_size), view
 
 

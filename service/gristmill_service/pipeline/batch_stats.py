@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from gristmill_service.pipeline.joins import Mismatch, breaks
 from gristmill_service.pipeline.layout import Shard
 from gristmill_service.pipeline.plan import MiniBatchPlan
 from gristmill_service.pipeline.scored_batch import ScoredBatch
+from gristmill_service.pipeline.tag_metrics import Figures, tag_metrics
 
 ROW_KINDS = ("submitted", "merged", "trained", "padding")
 TOKEN_KINDS = (*ROW_KINDS, "loss", "realigned")
@@ -30,8 +31,10 @@ class BatchStats:
         row, since a prompt has other tokens in its place.
     dropped_rows, dropped_tokens: by reason, stale or misaligned; what alignment drops is counted as merged rows.
     mismatches: by cause; see `_causes`.
+    column_bytes: of the shards of all models, by declared column.
     padding: the share of elements that is padding, as it is laid out, and as each `pad_width` would have it.
     staleness: of each trajectory with a known policy version, how many versions it is behind.
+    tags: figures of each tag that groups have, as in the plan.
     """
 
     rows: dict[str, int]
@@ -39,8 +42,10 @@ class BatchStats:
     dropped_rows: dict[str, int]
     dropped_tokens: dict[str, int]
     mismatches: dict[str, int]
+    column_bytes: dict[str, int]
     padding: dict[str, float]
     staleness: Int64s
+    tags: dict[str, Figures] = field(default_factory=dict)
 
 
 def collect_stats(
@@ -75,8 +80,10 @@ def collect_stats(
         dropped_rows={"stale": scored.rows_received - len(steps), "misaligned": len(rows) - trained_rows},
         dropped_tokens={"stale": tokens_submitted - fresh, "misaligned": merged - trained},
         mismatches=_causes(scored, config),
+        column_bytes=dict(sum((Counter(shard.column_bytes) for shard in laid_out), Counter())),
         padding=_padding(scored, policy, config, trained, elements),
         staleness=scored.staleness,
+        tags=tag_metrics(scored, policy, laid_out),
     )
 
 

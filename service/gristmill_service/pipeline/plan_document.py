@@ -17,6 +17,7 @@ from gristmill_service.pipeline.balance import barrier_ratio, loads_of
 from gristmill_service.pipeline.layout import Shard
 from gristmill_service.pipeline.plan import MiniBatchPlan
 from gristmill_service.pipeline.scored_batch import ScoredBatch
+from gristmill_service.pipeline.tag_metrics import tag_metrics, tags_short
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,9 @@ class PlanDocument:
     """The plan of a batch: which row trains when and where. Row indices are those after merging.
 
     dropped_uids: of groups dropped as stale or by alignment. counts: what each rule met, by name. metrics: of the
-    policy. merge_mismatches: the first few of each trajectory. steps: with `merge: tree` the steps that each row is
-    made of, by their own numbers; the plans of others are without.
+    policy. merge_mismatches: the first few of each trajectory. tags: the environment or task of each prompt group, in
+    the batch's order, "" where it has none; empty where none has. tag_metrics: by tag. steps: with `merge: tree` the
+    steps that each row is made of, by their own numbers; the plans of others are without.
     """
 
     batch: int
@@ -80,6 +82,8 @@ class PlanDocument:
     counts: dict[str, int]
     metrics: dict[str, int | float]
     merge_mismatches: list[MismatchDocument]
+    tags: list[str]
+    tag_metrics: dict[str, dict[str, int | float]]
     steps: list[list[int]] | None = None
 
 
@@ -117,6 +121,8 @@ def plan_document(
         counts=_counts(scored, len(dropped), config),
         metrics=_accuracy(scored) | _performance(scored, policy, config, laid_out),
         merge_mismatches=_mismatches(scored),
+        tags=received.tags,
+        tag_metrics=tag_metrics(scored, policy, laid_out),
         steps=_paths(scored) if config.merge == "tree" else None,
     )
 
@@ -142,6 +148,8 @@ def _counts(scored: ScoredBatch, dropped: int, config: RunConfig) -> dict[str, i
     counts = {"misaligned_groups": dropped, **scored.counts}
     if config.max_seq_len is not None:
         counts["rows_over_max_seq_len"] = int((scored.rows.lengths > config.max_seq_len).sum())
+    if config.tag_shares:
+        counts["tags_short"] = tags_short(scored, config)
     return counts
 
 

@@ -55,7 +55,9 @@ def score_batch(
     """Returns all of a batch that does not depend on ranks. timed: as `build_batch` takes it."""
     with timed("validate"):
         received = receive(steps, config)
+        policy_version = filters.current_version(received, policy_version)
         received, stale, counts = _drop_stale(received, config, policy_version)
+        received, stale_tokens = filters.mask_stale_tokens(received, config, policy_version)
     with timed("merge"):
         rows, mismatches = merge(received, config)
     with timed("advantage"):
@@ -78,6 +80,7 @@ def score_batch(
             staleness=filters.staleness(received, policy_version),
             stale=stale,
             counts=counts
+            | stale_tokens
             | masked
             | _group_counts(received, scores, config)
             | _credit_counts(credited)
@@ -108,7 +111,7 @@ def _drop_stale(
         return received, [], {}
     stale = filters.stale_groups(received, config, policy_version)
     counts = {"stale_groups": int(stale.sum())}
-    if config.stale == "count" or not stale.any():
+    if config.stale != "drop" or not stale.any():
         return received, [], counts
     keep = ~stale[received.trajectory_groups][received.trajectory_of_step]
     dropped = [received.groups[group] for group in np.flatnonzero(stale).tolist()]

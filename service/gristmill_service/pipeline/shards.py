@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s, Ragged
-from gristmill._wire.steps import FLOAT32_MAX
+from gristmill._wire.steps import FLOAT32_MAX, UNKNOWN
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.advantage import Denominators, Float64s
@@ -91,6 +91,11 @@ class _ShardBuilder:
             columns.append(StepTokens("rewards", rows.trained(_float32(token_rewards)), geometry, zeros))
         if steps.logprobs is not None:
             columns.append(StepTokens("rollout_logprobs", rows.standing(steps.logprobs), geometry, zeros))
+        if steps.token_versions is not None:
+            unknown = np.full(longest, UNKNOWN, np.int32)
+            versions = rows.standing(steps.token_versions)
+            columns.append(StepTokens("token_policy_version", versions, geometry, Region(unknown)))
+            columns[-1].fill = int(unknown.view(np.uint32)[0])
         return columns
 
     def _advantages(

@@ -28,7 +28,9 @@ def row_digests(steps: Steps, shared: Collection[str] = ()) -> list[bytes]:
     lack where the step before has them (`ColumnSpec.is_shared`); a later step's values of prompt tokens do not count.
     """
     columns = [steps.tokens, steps.loss_mask, steps.logprobs, steps.token_advantages]
-    arrays = [column.arrays() for column in columns if column is not None]
+    arrays: list[list[Any]] = [column.arrays() for column in columns if column is not None]
+    if steps.token_versions is not None:
+        arrays.append(_token_versions(steps, steps.token_versions))
     extras = [_extra_values(steps, name, name in shared) for name in sorted(steps.extras)]
     found = []
     for small, *values in zip(_small_fields(steps), *arrays, *extras, strict=True):
@@ -48,6 +50,12 @@ def _extra_values(steps: Steps, name: str, is_shared: bool) -> list[Array | byte
     # A column that is given with nothing in it is not one that is not given.
     label = name.encode()
     return [label + bytes_of(one) if given else b"" for one, given in zip(values, extra.given.tolist(), strict=True)]
+
+
+def _token_versions(steps: Steps, versions: Ragged) -> list[Any]:
+    """Of each row; none where all tokens have the row's own: it may have come so, beside others that had not."""
+    own = steps.policy_versions.tolist()
+    return [b"" if (array == version).all() else array for array, version in zip(versions.arrays(), own, strict=True)]
 
 
 def reward_digests(steps: Steps) -> list[bytes]:
@@ -100,12 +108,14 @@ class _Table:
 
 
 class PickedRow(NamedTuple):
-    """A row, the table that it is in, and its place there. steps: None where the log has to be asked."""
+    """A row, the table that it is in, and its place there. steps: None where the log has to be asked. tag: of its
+    group."""
 
     table: int
     steps: Steps | None
     at: int
     row: StoredRow
+    tag: str = ""
 
 
 class RowBuffer:
@@ -207,7 +217,8 @@ def _copied(column: Ragged) -> Ragged:
 
 
 def gather(picked: Sequence[PickedRow], token_rewards: bool, load: Callable[[int], Steps]) -> Steps:
-    """The rows as one table, in this order, with the rewards that came later. Token data is copied once.
+    """The rows as one table, in this order, with the rewards that came later and their groups' tags. Token data is
+    copied once.
 
     load: gives a table, by its number, that nobody holds.
     """
@@ -221,7 +232,8 @@ def gather(picked: Sequence[PickedRow], token_rewards: bool, load: Callable[[int
         parts.append(_with_rewards(part, [picked[at].row for at in positions], token_rewards))
     order = np.empty(len(picked), np.int64)
     order[[position for positions in places.values() for position in positions]] = np.arange(len(picked))
-    return concat(parts).take(order)
+    tags = [one.tag for one in picked]
+    return replace(concat(parts).take(order), tags=tags if any(tags) else None)
 
 
 def _with_rewards(part: Steps, rows: Sequence[StoredRow], token_rewards: bool) -> Steps:

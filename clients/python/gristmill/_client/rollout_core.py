@@ -74,17 +74,27 @@ class RolloutCore:
 
     # Prompt groups.
 
-    async def begin_groups(self, uids: Sequence[str], round: int = 0, wait_s: float | None = None) -> list[str]:
-        uids, wait_s = requests.uids_of(uids), requests.wait_of(wait_s)
-        answer = await self._ask_groups(uids, round, 0.0)
+    async def begin_groups(
+        self,
+        uids: Sequence[str],
+        round: int = 0,
+        wait_s: float | None = None,
+        *,
+        n_samples: int | Mapping[str, int] | None = None,
+        tag: str | Mapping[str, str] | None = None,
+    ) -> list[str]:
+        request, wait_s = requests.begin_groups(self.run, uids, round, n_samples, tag), requests.wait_of(wait_s)
+        answer = await self._ask_groups(request, 0.0)
         if requests.waits_for_room(answer) and wait_s:
             answer = await self._connection.ask_until(
-                lambda part_s: self._ask_groups(uids, round, part_s), requests.RoomWait(self.run).is_over, wait_s
+                lambda part_s: self._ask_groups(request, part_s), requests.RoomWait(self.run).is_over, wait_s
             )
-        return requests.admitted(uids, answer)
+        return requests.admitted(request.uids, answer)
 
-    async def _ask_groups(self, uids: Sequence[str], round_: int, wait_s: float) -> rollout_pb2.BeginGroupsResponse:
-        request = rollout_pb2.BeginGroupsRequest(run=self.run, round=round_, uids=uids, wait_s=wait_s)
+    async def _ask_groups(
+        self, request: rollout_pb2.BeginGroupsRequest, wait_s: float
+    ) -> rollout_pb2.BeginGroupsResponse:
+        request.wait_s = wait_s
         response: rollout_pb2.BeginGroupsResponse = await self._connection.ask(
             self._connection.rollouts.BeginGroups, request, wait_s=wait_s
         )

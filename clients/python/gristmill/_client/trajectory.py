@@ -20,7 +20,7 @@ from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Ragged
 from gristmill._wire.extras import check_extras
 from gristmill._wire.rows import from_rows
-from gristmill._wire.steps import Steps, TrajectoryKey
+from gristmill._wire.steps import UNKNOWN, Steps, TrajectoryKey
 from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError, NotFoundError
 
 # A reason travels with an abort and is counted by; a traceback has no place in it.
@@ -46,6 +46,7 @@ class StepWriter:
         reward: Any,
         is_last_step: bool,
         policy_version: int | None,
+        policy_versions: Any,
         columns: Mapping[str, Any],
         declared: Sequence[ColumnSpec],
         **fields: Any,
@@ -70,7 +71,8 @@ class StepWriter:
             "response_ids": response,
             "loss_mask": np.ones(length, np.uint8) if loss_mask is None else plain(loss_mask, "loss_mask", where),
             "reward": self._reward(plain(reward, "reward", where), length, is_last_step, where),
-            "policy_version": self.policy_version if policy_version is None else policy_version,
+            "policy_version": self._version(policy_version, policy_versions),
+            "policy_versions": plain(policy_versions, "policy_versions", where),
             **{name: plain(values, name, where) for name, values in fields.items()},
         }
         if clash := sorted(columns.keys() & row.keys()):
@@ -89,6 +91,12 @@ class StepWriter:
     def written(self, is_last_step: bool) -> None:
         self.next_step += 1
         self.is_ended = is_last_step
+
+    def _version(self, given: int | None, of_tokens: Any) -> int:
+        """Of tokens that have their own it is the oldest, which is found where they are read."""
+        if given is None:
+            return self.policy_version if of_tokens is None else UNKNOWN
+        return given
 
     def _reward(self, reward: Any, length: int, is_last_step: bool, where: str) -> Any:
         """None, which is pending, only for a last step: before it, no reward is a reward of 0."""
@@ -139,6 +147,7 @@ class AsyncTrajectory:
         stop_reason: str = "",
         is_last_step: bool = False,
         policy_version: int | None = None,
+        policy_versions: Any = None,
         advantage: Any = None,
         columns: Mapping[str, Any] | None = None,
     ) -> bool:
@@ -155,6 +164,7 @@ class AsyncTrajectory:
             stop_reason=stop_reason,
             is_last_step=is_last_step,
             policy_version=policy_version,
+            policy_versions=policy_versions,
             advantage=advantage,
             columns=columns or {},
             declared=await self._declared() if columns else (),
@@ -222,6 +232,7 @@ class Trajectory:
         stop_reason: str = "",
         is_last_step: bool = False,
         policy_version: int | None = None,
+        policy_versions: Any = None,
         advantage: Any = None,
         columns: Mapping[str, Any] | None = None,
     ) -> bool:
@@ -232,6 +243,7 @@ class Trajectory:
         reward: one number, or one per response token where the client was made with `token_rewards`. Not given, it is
             0 before the last step; on the last step it is pending until `RolloutClient.set_reward`.
         policy_version: when it differs from the trajectory's.
+        policy_versions: one a response token, -1 unknown, where weights changed while it was sampled.
         columns: values of the columns that the run declares, by name: of each one a row, response token, or prompt and
             response token, or items, as declared. The first step that has any asks the service what is declared.
 
@@ -257,6 +269,7 @@ class Trajectory:
                 stop_reason=stop_reason,
                 is_last_step=is_last_step,
                 policy_version=policy_version,
+                policy_versions=policy_versions,
                 advantage=advantage,
                 columns=columns,
             )
