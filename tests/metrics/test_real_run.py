@@ -147,6 +147,7 @@ def test_rows_and_tokens_merged_trained_and_padded(told: Told) -> None:
         "trained": trained,
         "padding": elements - trained,
         "loss": sum(int(shard["loss_mask"].sum()) for shard in shards),
+        "realigned": 0,
     }
     assert trained_rows < len(worker.rows)
     assert sum(metrics.of("gristmill_rows_dropped_total", run="real").values()) == 0

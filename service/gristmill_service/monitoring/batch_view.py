@@ -186,10 +186,12 @@ def _prefix_break(one: StepBreak) -> PrefixBreak:
         round=key.round,
         sample=key.sample,
         step=one.step,
+        against=one.against,
         index=one.at,
         before=one.before,
         was=one.was,
         now=one.now,
+        column=one.column,
     )
 
 
