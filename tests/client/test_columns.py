@@ -17,9 +17,11 @@ import torch
 from gristmill import InvalidArgumentError, RolloutClient, RowOutcome, TrainerClient
 from gristmill._wire.row_codec import Sent, encode
 from gristmill._wire.rows import from_rows
+from gristmill._wire.steps import Steps
 from gristmill._wire.submit_codec import Submission
 from gristmill.torch import MicroBatch
 from gristmill.v1 import rows_pb2
+from gristmill_service.run import prefix_expansion
 from gristmill_service.service import Service
 from tests.cli.terminal import gristmill
 from tests.client.faces import Connect
@@ -124,6 +126,44 @@ def test_a_turn_sends_the_values_of_its_new_tokens_only(
         roll_out(client, "a")
     counts = [count for one in sent for count in one.steps.extras["routed_experts"].values.lengths.tolist()]
     assert counts == [25, 7, 7]
+
+
+def test_a_service_without_the_step_before_gets_all_values(
+    service: Service, run_name: str, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[int] = []
+
+    def nothing(state: object, steps: Steps, prefixes: object) -> list[Any]:
+        refused.append(int(steps.steps[0]))
+        return []
+
+    monkeypatch.setattr(prefix_expansion, "rows_before", nothing)
+    with connect(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG)
+        for uid in "ab":
+            roll_out(client, uid)
+            client.flush()
+    assert refused, "rows came without what the service has"
+    [shard] = next(iter(TrainerClient(service.grpc_address, run_name, 0))).mini_batches()
+    for micro in shard.micro_batches():
+        check(micro)
+
+
+@pytest.mark.parametrize("shape", [np.asarray, torch.tensor, np.ndarray.tolist])
+def test_what_a_caller_does_with_its_arrays_afterwards_changes_nothing(
+    service: Service, run_name: str, shape: Callable[[Any], Any]
+) -> None:
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG | {"columns": COLUMNS[:1], "train_batch_size": 1, "policy_mini_batch_size": 1})
+        prompt = list(range(20))
+        with client.trajectory("a", 0) as trajectory:
+            for turn in range(3):
+                values = shape(experts(0, len(prompt) + 5).numpy().copy())
+                trajectory.step(prompt, [7] * 5, reward=1.0, is_last_step=turn == 2, columns={"routed_experts": values})
+                values[:] = values[:1] * len(values) if isinstance(values, list) else values * 0 + 99
+                prompt = [*prompt, *[7] * 5, 8, 9]
+    [shard] = next(iter(TrainerClient(service.grpc_address, run_name, 0))).mini_batches()
+    assert torch.equal(shard["routed_experts"][0], experts(0, 39))
 
 
 @pytest.mark.parametrize("merge", ["none", "prefix"])
