@@ -31,7 +31,7 @@ def row_digests(steps: Steps, shared: Collection[str] = ()) -> list[bytes]:
     arrays: list[list[Any]] = [column.arrays() for column in columns if column is not None]
     if steps.token_versions is not None:
         arrays.append(_token_versions(steps, steps.token_versions))
-    extras = [_extra_values(steps, name, name in shared) for name in sorted(steps.extras)]
+    extras = [part for name in sorted(steps.extras) for part in _extra_parts(steps, name, name in shared)]
     found = []
     for small, *values in zip(_small_fields(steps), *arrays, *extras, strict=True):
         digest = xxh3_128(small)
@@ -41,15 +41,15 @@ def row_digests(steps: Steps, shared: Collection[str] = ()) -> list[bytes]:
     return found
 
 
-def _extra_values(steps: Steps, name: str, is_shared: bool) -> list[Array | bytes]:
+def _extra_parts(steps: Steps, name: str, is_shared: bool) -> tuple[list[bytes], list[Array]]:
+    """Of each row, that it has the column, and the values."""
     extra = steps.extras[name]
     values: list[Array] = extra.values.arrays()
     if is_shared:
         counts = np.where(steps.steps > 0, steps.response_lengths, extra.values.lengths).tolist()
         values = [one[max(0, len(one) - count) :] for one, count in zip(values, counts, strict=True)]
-    # A column that is given with nothing in it is not one that is not given.
     label = name.encode()
-    return [label + bytes_of(one) if given else b"" for one, given in zip(values, extra.given.tolist(), strict=True)]
+    return [label if given else b"" for given in extra.given.tolist()], values
 
 
 def _token_versions(steps: Steps, versions: Ragged) -> list[Any]:
