@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
+
+from gristmill._wire.column_spec import DTYPES, ColumnSpec, specs_of
 
 Row = dict[str, Any]
 
@@ -135,3 +138,57 @@ def settings_for(draw: st.DrawFn, /, rows: list[Row], *, samples: int = 3, **fix
 
 def batches_and_settings(**fixed: Any) -> st.SearchStrategy[tuple[list[Row], dict[str, Any]]]:
     return rollouts().flatmap(lambda rows: st.tuples(st.just(rows), settings_for(rows, **fixed)))
+
+
+_COLUMN_MERGES = {
+    "row": ["last", "first", "sum"],
+    "response": [""],
+    "token": ["first", "last"],
+    "items": ["last", "concat"],
+}
+
+
+@st.composite
+def declared_columns(draw: st.DrawFn) -> list[dict[str, Any]]:
+    found = []
+    for number in range(draw(st.integers(1, 4))):
+        scope = draw(st.sampled_from(list(_COLUMN_MERGES)))
+        dtype = draw(st.sampled_from(DTYPES))
+        merge = draw(st.sampled_from(_COLUMN_MERGES[scope]))
+        found.append(
+            {
+                "name": f"column_{number}",
+                "dtype": dtype,
+                "scope": scope,
+                "shape": draw(st.sampled_from([[], [2], [2, 3]])),
+                "fill": draw(st.sampled_from([0, 1])),
+                "required": draw(st.booleans()),
+            }
+            | ({"merge": "last"} if merge == "sum" and dtype == "bool" else {"merge": merge} if merge else {})
+        )
+    return found
+
+
+def _with_columns(draw: st.DrawFn, rows: list[Row], specs: tuple[ColumnSpec, ...]) -> list[Row]:
+    """The rows with values of the columns, small integers that every type holds."""
+    found = []
+    for row in rows:
+        tokens, response = len(row["prompt_token_ids"]) + len(row["response_ids"]), len(row["response_ids"])
+        row = dict(row)
+        for spec in specs:
+            if not spec.required and draw(st.integers(0, 3)) == 0:
+                continue
+            count = {"row": 1, "response": response, "token": tokens}.get(spec.scope, draw(st.integers(0, 3)))
+            values = draw(st.integers(0, 100)) + np.arange(count * int(np.prod(spec.shape))).reshape(count, *spec.shape)
+            values = values % (2 if spec.dtype == "bool" else 100)
+            row[spec.name] = (values[0] if spec.scope == "row" else values).tolist()
+        found.append(row)
+    return found
+
+
+@st.composite
+def batches_with_columns(draw: st.DrawFn, /, **fixed: Any) -> tuple[list[Row], dict[str, Any]]:
+    """Rows with values of columns that the configuration declares."""
+    columns = draw(declared_columns())
+    rows = _with_columns(draw, draw(rollouts(most_prompts=3)), specs_of(columns))
+    return rows, draw(settings_for(rows, **fixed)) | {"columns": columns}

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
-from gristmill._wire.column_spec import DTYPES, ColumnSpec, from_bfloat16, specs_of
+from gristmill._wire.column_spec import ColumnSpec, from_bfloat16, specs_of
 from gristmill._wire.columns import Ragged
 from gristmill._wire.compact_shards import restore
 from gristmill._wire.extras import check_extras, made_whole
@@ -24,59 +23,7 @@ from gristmill_service.pipeline.iovec import join
 from gristmill_service.storage import row_tables
 from tests import naive
 from tests.pipeline.test_laws import SLOW
-from tests.strategies import Row, rollouts, settings_for
-
-MERGES = {
-    "row": ["last", "first", "sum"],
-    "response": [""],
-    "token": ["first", "last"],
-    "items": ["last", "concat"],
-}
-
-
-@st.composite
-def columns(draw: st.DrawFn) -> list[dict[str, Any]]:
-    found = []
-    for number in range(draw(st.integers(1, 4))):
-        scope = draw(st.sampled_from(list(MERGES)))
-        dtype = draw(st.sampled_from(DTYPES))
-        merge = draw(st.sampled_from(MERGES[scope]))
-        found.append(
-            {
-                "name": f"column_{number}",
-                "dtype": dtype,
-                "scope": scope,
-                "shape": draw(st.sampled_from([[], [2], [2, 3]])),
-                "fill": draw(st.sampled_from([0, 1])),
-                "required": draw(st.booleans()),
-            }
-            | ({"merge": "last"} if merge == "sum" and dtype == "bool" else {"merge": merge} if merge else {})
-        )
-    return found
-
-
-def with_columns(draw: st.DrawFn, rows: list[Row], specs: tuple[ColumnSpec, ...]) -> list[Row]:
-    """The rows with values of the columns, small integers that every type holds."""
-    found = []
-    for row in rows:
-        tokens, response = len(row["prompt_token_ids"]) + len(row["response_ids"]), len(row["response_ids"])
-        row = dict(row)
-        for spec in specs:
-            if not spec.required and draw(st.integers(0, 3)) == 0:
-                continue
-            count = {"row": 1, "response": response, "token": tokens}.get(spec.scope, draw(st.integers(0, 3)))
-            values = draw(st.integers(0, 100)) + np.arange(count * int(np.prod(spec.shape))).reshape(count, *spec.shape)
-            values = values % (2 if spec.dtype == "bool" else 100)
-            row[spec.name] = (values[0] if spec.scope == "row" else values).tolist()
-        found.append(row)
-    return found
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> tuple[list[Row], dict[str, Any]]:
-    declared = draw(columns())
-    rows = with_columns(draw, draw(rollouts(most_prompts=3)), specs_of(declared))
-    return rows, draw(settings_for(rows)) | {"columns": declared}
+from tests.strategies import Row, batches_with_columns
 
 
 def built(steps: Steps, config: dict[str, Any]) -> BuiltBatch:
@@ -163,7 +110,7 @@ def check_batch(batch: BuiltBatch, rows: list[Row], config: dict[str, Any]) -> N
 
 
 @SLOW
-@given(batches())
+@given(batches_with_columns())
 def test_every_value_stands_on_its_own_token_row_or_item(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
     specs = specs_of(config["columns"])
@@ -172,7 +119,7 @@ def test_every_value_stands_on_its_own_token_row_or_item(drawn: tuple[list[Row],
 
 
 @SLOW
-@given(batches())
+@given(batches_with_columns())
 def test_rows_with_columns_outlast_files_and_stores(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
     specs = specs_of(config["columns"])
@@ -202,7 +149,7 @@ def without_prefixes(table: Steps, specs: tuple[ColumnSpec, ...]) -> Steps:
 
 
 @SLOW
-@given(batches())
+@given(batches_with_columns())
 def test_values_that_stand_with_the_step_before_are_laid_out_as_if_each_step_had_them(
     drawn: tuple[list[Row], dict[str, Any]],
 ) -> None:
