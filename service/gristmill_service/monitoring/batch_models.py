@@ -53,6 +53,7 @@ class BatchPicture(Document):
     micro_steps_per_cell: int = Field(description="Micro-steps that are added up in each load.")
     load_unit: str
     mini_batches: list[MiniBatchPicture] = Field(description="As many as have 1,024 shards; ask for others one by one.")
+    columns: list[str] = Field(description="The declared columns: name, type and shape, and what there is a value for.")
     groups: list[str] = Field(description="Their uids, shortened; the first 4,000.")
 
 
