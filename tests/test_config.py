@@ -38,6 +38,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         update_epochs_per_batch=1,
         step_wise=False,
         merge="none",
+        retokenised_tail=0,
         trajectory_score="last_step",
         advantage_estimator="grpo",
         grpo_norm_by_std=True,
@@ -74,8 +75,23 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
     [
         ({"train_batchsize": 8}, "unknown setting train_batchsize; known are train_batch_size"),
         ({"micro_batch": {"size": 2, "tokens": 3}}, "unknown setting micro_batch.tokens; known are size, max_tokens"),
-        ({"micro_batch": {}}, "give exactly one of size"),
+        ({"micro_batch": {}}, "give exactly one of size .* got none"),
         ({"micro_batch": {"size": 1, "max_tokens": 5}}, "give exactly one of size"),
+        ({"micro_batch": {"size": 1, "count": 5}}, "give exactly one of size .* got size and count"),
+        (
+            {"micro_batch": {"count": 3}, "vpp_size": 2, "microbatch_group_size": 2},
+            "micro_batch.count: 3 is not a multiple of microbatch_group_size: 2, which vpp_size: 2 asks for; change",
+        ),
+        (
+            {"micro_batch": {"count": 3}, "on_misaligned": "error"},
+            "micro_batch.count: 3 is always reached, .* on_misaligned: error has nothing to decide; use .* pad",
+        ),
+        ({"micro_batch": {"count": 16384}, "dp_size": 512}, "makes 8388608 micro-batches .* lower the count"),
+        (
+            {"micro_batch": {"count": 3}, "mini_batch_unit": "sequence"},
+            "mini_batch_unit: sequence works with micro_batch: {size: ...}",
+        ),
+        ({"micro_batch": {"count": 10**9}}, "micro_batch.count: input should be less than or equal to 16384"),
         ({"micro_batch": {"size": 0}}, "micro_batch.size: input should be greater than 0, got 0"),
         ({"train_batch_size": 7}, "train_batch_size: 7 is not a multiple of policy_mini_batch_size: 2"),
         ({"critic_mini_batch_size": 3}, "train_batch_size: 8 is not a multiple of critic_mini_batch_size: 3"),
@@ -89,9 +105,24 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"pad_token_id": -1}, "pad_token_id"),
         ({"merge": "suffix"}, "merge"),
         ({"merge": "prefix"}, "merge: prefix joins the steps .* set step_wise: true or merge: none"),
+        ({"merge": "tree"}, "merge: tree joins the steps .* set step_wise: true or merge: none"),
+        ({"retokenised_tail": 4, "step_wise": True}, "retokenised_tail: 4 .* merge is none; set merge: prefix or tree"),
+        ({"retokenised_tail": -1, "step_wise": True, "merge": "tree"}, "retokenised_tail: .* got -1"),
         ({"loss_reduction": "seq_mean_token_sum_norm"}, "set max_seq_len"),
         ({"min_samples": 5}, "min_samples: 5 exceeds n_samples_per_prompt: 4"),
+        ({"max_samples_per_prompt": 3}, "max_samples_per_prompt: 3 is less than n_samples_per_prompt: 4"),
+        ({"surplus": -1}, "surplus: input should be greater than or equal to 0, got -1"),
+        ({"tag_timeout_s": 5.0}, "tag_timeout_s: 5 says how long a batch waits for tag_shares, and there are none"),
+        ({"tag_shares": {"a": {"min": 0.6}, "b": {"min": 0.5}}}, "shares of 'a', 'b' are 1.1 together, more than all"),
+        ({"tag_shares": {"a": {"min": 0.51}, "b": {"min": 0.49}}}, "5 of 'a' [+] 4 of 'b' whole groups are more than"),
+        ({"tag_shares": {"a": {"max": 0.5}}}, "unknown setting tag_shares.'a'.max; known are min"),
+        ({"tag_shares": {"a": {"min": 0}}}, "tag_shares.a.min: input should be greater than 0, got 0"),
+        ({"tag_shares": {"a": {"min": 1.5}}}, "tag_shares.a.min: input should be less than or equal to 1"),
+        ({"tag_shares": {"a": 0.5}}, "tag_shares.a"),
+        ({"tag_shares": {"": {"min": 0.5}}}, "tag_shares"),
+        ({"tag_shares": {f"t{n}": {"min": 0.01} for n in range(65)}}, "tag_shares names 65 tags, and a run has 64"),
         ({"stale": "drop"}, "stale: drop needs a bound; set max_staleness"),
+        ({"stale": "mask"}, "stale: mask needs a bound; set max_staleness"),
         ({"group_timeout_s": 0.0}, "group_timeout_s"),
         ({"group_timeout_s": float("inf")}, "group_timeout_s"),
         (
@@ -314,15 +345,6 @@ def test_an_accepted_configuration_survives_whatever_stores_and_sends_it(change:
         assert parse_config(msgspec.msgpack.decode(packed)) == config
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"merge": "tree", "step_wise": True}, "merge: tree is not built yet")],
-)
-def test_what_is_not_built_is_refused_as_such(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        parse_config(GOOD | change)
-
-
 def test_with_steps_a_mini_batch_that_looks_too_small_may_still_align_and_is_let_through() -> None:
     parse_config(GOOD | {"step_wise": True, "on_misaligned": "error", "dp_size": 16})
 
@@ -345,8 +367,18 @@ def test_flops_are_read_from_yaml_with_an_exponent(tmp_path: Path) -> None:
 def test_warnings_name_settings_that_do_not_go_together() -> None:
     merged = GOOD | {"step_wise": True, "merge": "prefix", "loss_reduction": "sequence_mean"}
     assert "scale of the loss depends on how many steps merge" in parse_config(merged).warnings()[0]
+    assert "merge: tree makes fewer of them" in parse_config(merged | {"merge": "tree"}).warnings()[0]
     dropping = GOOD | {"on_misaligned": "drop_trailing"}
     assert "drops the groups that finished last" in parse_config(dropping).warnings()[0]
+    crowded = GOOD | {"micro_batch": {"count": 3}, "dp_size": 3}
+    assert "makes 9 micro-batches, and a mini-batch has 8 rows at most" in parse_config(crowded).warnings()[0]
+    assert parse_config(crowded | {"dp_size": 2}).warnings() == []
+    lone = GOOD | {"n_samples_per_prompt": 1, "max_samples_per_prompt": 2}
+    assert "max_samples_per_prompt: 2 with n_samples_per_prompt: 1: a group of one" in parse_config(lone).warnings()[0]
+    waits = GOOD | {"tag_shares": {"math": {"min": 0.5}}}
+    assert "where a tag stops coming no batch is sealed" in parse_config(waits).warnings()[0]
+    assert parse_config(waits | {"tag_timeout_s": 60.0}).warnings() == []
+    assert parse_config(lone | {"advantage_estimator": "none"}).warnings() == []
     assert parse_config(GOOD).warnings() == []
 
 
@@ -448,3 +480,9 @@ def test_numbers_that_yaml_takes_for_text_are_read(tmp_path: Path) -> None:
     path.write_text(json.dumps(GOOD)[:-1] + ", grpo_epsilon: 1e-4, lambda: 95e-2}")
     config = read_config(path)
     assert (config.grpo_epsilon, config.lambda_) == (1e-4, 0.95)
+
+
+def test_shares_of_groups_are_counted_in_decimals() -> None:
+    shares = {"a": {"min": 0.7}, "b": {"min": 0.2}, "c": {"min": 0.1}}
+    config = parse_config(GOOD | {"train_batch_size": 10, "tag_shares": shares})
+    assert config.tag_groups(10) == {"a": 7, "b": 2, "c": 1}

@@ -81,8 +81,8 @@ def test_the_line_of_a_rollout_file_is_one(tmp_path: Path) -> None:
 
 TABLE = README[README.index("| setting | default | meaning |") : README.index("## What it promises")]
 NOT_BUILT: set[str] = set()
-_WORDS = {
-    "none": (None, "none"),
+_WORDS: dict[str, tuple[object, ...]] = {
+    "none": (None, "none", {}),
     "off": (None, ()),
     "true": (True,),
     "false": (False,),

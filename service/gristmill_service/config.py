@@ -8,6 +8,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Collection, Iterator
+from fractions import Fraction
+from functools import lru_cache
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +20,9 @@ from pydantic import ValidationError as PydanticValidationError
 from pydantic_core import PydanticCustomError
 
 from gristmill._wire.column_spec import ColumnScope, ColumnSpec, specs_of
-from gristmill.errors import InvalidArgumentError, UnsupportedError
+from gristmill._wire.steps import LONGEST_TAG
+from gristmill.errors import InvalidArgumentError
+from gristmill_service import group_rules
 from gristmill_service.validation_messages import place, problems, shown
 
 LossReduction = Literal[
@@ -42,12 +47,14 @@ _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=Fal
 
 
 class MicroBatch(BaseModel):
-    """The size of a micro-batch: exactly one of `size` (rows) and `max_tokens` (tokens per rank, times `cp_size`)."""
+    """What bounds micro-batches: exactly one of `size` (rows of each), `max_tokens` (tokens of each per rank, times
+    `cp_size`) and `count` (how many a rank has of a mini-batch)."""
 
     model_config = _STRICT
 
     size: Count | None = None
     max_tokens: Tokens | None = None
+    count: Size | None = None
 
 
 def _number(value: object) -> object:
@@ -67,6 +74,7 @@ def _encodable(text: str) -> str:
     return text
 
 
+Tag = Annotated[str, AfterValidator(_encodable), Field(min_length=1, max_length=LONGEST_TAG)]
 StopReason = Annotated[str, AfterValidator(_encodable), Field(max_length=1000)]
 Coefficient = Annotated[NonNegativeFloat, BeforeValidator(_number)]
 Epsilon = Annotated[float, BeforeValidator(_number), Field(gt=0)]
@@ -86,6 +94,23 @@ class Flops(BaseModel):
 
     linear: Coefficient = 1.0
     quadratic: Coefficient = 0.0
+
+
+class TagShare(BaseModel):
+    """The part of each batch, of its groups, that has a tag: at least `min`."""
+
+    model_config = _STRICT
+
+    min: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
+
+    def groups(self, size: int) -> int:
+        """The groups that a batch of so many has at least. Decimal: 0.7 of 10 is 7."""
+        return _share_of(self.min, size)
+
+
+@lru_cache
+def _share_of(share: float, size: int) -> int:
+    return ceil(Fraction(repr(share)) * size)
 
 
 class KlInReward(BaseModel):
@@ -120,6 +145,7 @@ class RunConfig(BaseModel):
     update_epochs_per_batch: Count = 1
     step_wise: bool = False
     merge: Literal["none", "prefix", "tree"] = "none"
+    retokenised_tail: Annotated[int, Field(ge=0, le=INT64_MAX)] = 0
     trajectory_score: Literal["last_step", "sum"] = "last_step"
     advantage_estimator: Literal["grpo", "rloo", "maxrl", "none", "gae", "reinforce++"] = "grpo"
     grpo_norm_by_std: bool = True
@@ -133,7 +159,7 @@ class RunConfig(BaseModel):
     zero_variance_filter: Annotated[Literal["mask", "replace"] | None, BeforeValidator(_filter_mode)] = None
     overlong_filter: Annotated[tuple[StopReason, ...], FailFast()] = Field(default=(), strict=False, max_length=1000)
     max_staleness: Versions | None = None
-    stale: Literal["drop", "count"] = "count"
+    stale: Literal["drop", "count", "mask"] = "count"
     dp_size: Size = 1
     cp_size: Size = 1
     vpp_size: Size = 1
@@ -145,8 +171,12 @@ class RunConfig(BaseModel):
     seal_order: Literal["completion", "admission"] = "completion"
     group_timeout_s: Seconds | None = None
     min_samples: Size = 1
+    max_samples_per_prompt: Size | None = None
+    surplus: Annotated[int, Field(ge=0, le=1 << 14)] = 0
     max_buffered_batches: Count = 4
     max_buffered_bytes: Bytes = 4 << 30
+    tag_shares: dict[Tag, TagShare] = Field(default={})
+    tag_timeout_s: Seconds | None = None
     layout: Literal["left_padded", "packed"] = "left_padded"
     pad_width: Literal["batch", "mini_batch", "shard", "micro_batch"] = "shard"
     pad_to_multiple_of: Size = 1
@@ -161,7 +191,7 @@ class RunConfig(BaseModel):
 
     @property
     def token_cap(self) -> int | None:
-        """The tokens (prompt and response) that a micro-batch may hold; None when micro-batches are counted in rows."""
+        """The tokens (prompt and response) that a micro-batch may hold; None without `micro_batch.max_tokens`."""
         tokens = self.micro_batch.max_tokens
         return None if tokens is None else min(tokens * self.cp_size, INT64_MAX)
 
@@ -198,6 +228,15 @@ class RunConfig(BaseModel):
     def models(self) -> tuple[Model, ...]:
         return ("policy",) if self.critic_mini_batch_size is None else ("policy", "critic")
 
+    @property
+    def most_samples(self) -> int:
+        """The samples that a prompt group may be made of."""
+        return self.max_samples_per_prompt or self.n_samples_per_prompt
+
+    def tag_groups(self, size: int) -> dict[str, int]:
+        """The groups of each tag that a batch of so many groups has at least."""
+        return {tag: share.groups(size) for tag, share in self.tag_shares.items()}
+
     def mini_batch_size(self, model: Model) -> int:
         """Returns the prompt groups, or rows with `mini_batch_unit: sequence`, of one optimizer step of `model`."""
         if model == "policy" or self.critic_mini_batch_size is None:
@@ -225,6 +264,7 @@ class RunConfig(BaseModel):
                 "are the slowest and longest; use seal_order: admission or on_misaligned: pad to keep them"
             )
         found += _without_effect(self)
+        found += group_rules.warnings(self)
         return found
 
 
@@ -244,12 +284,15 @@ def parse_config(mapping: object, source: str = "configuration") -> RunConfig:
         for section, model in _SECTIONS.items():
             if isinstance(given := mapping.get(section), dict):
                 _refuse_unknown(given, model.model_fields, f"{section}.")
+        if isinstance(shares := mapping.get("tag_shares"), dict):
+            for tag, share in shares.items():
+                if isinstance(share, dict):
+                    _refuse_unknown(share, TagShare.model_fields, f"tag_shares.{shown(tag)}.")
         if "columns" in mapping:
             mapping = mapping | {"columns": _columns(mapping["columns"])}
         config = RunConfig.model_validate(mapping)
         _check_kl(config)
         _check_written(config)
-        _refuse_unsupported(config)
         _refuse_wrong_combinations(config)
     except PydanticValidationError as error:
         raise InvalidArgumentError(f"{source}: {problems(_explain(error))}") from None
@@ -296,20 +339,22 @@ def _explain(error: PydanticValidationError) -> Iterator[str]:
             yield f"{name}: {item['msg'].lower()}, got {shown(value)}"
 
 
-def _refuse_unsupported(config: RunConfig) -> None:
-    if config.merge == "tree":
-        raise UnsupportedError("merge: tree is not built yet; use prefix or none")
-
-
 def _refuse_wrong_combinations(config: RunConfig) -> None:
     _check_micro_batch(config)
     _check_mini_batches(config)
     _check_alignment(config)
     _check_balance(config)
+    group_rules.check_sizes(config)
+    group_rules.check_tags(config)
     if config.merge != "none" and not config.step_wise:
         raise InvalidArgumentError(
             f"merge: {config.merge} joins the steps of a trajectory, but step_wise is false (one step each); "
             "set step_wise: true or merge: none"
+        )
+    if config.retokenised_tail and config.merge == "none":
+        raise InvalidArgumentError(
+            f"retokenised_tail: {config.retokenised_tail} says which steps merge, and merge is none; set merge: prefix "
+            "or tree, or leave it out"
         )
     if config.loss_reduction == "seq_mean_token_sum_norm" and config.max_seq_len is None:
         raise InvalidArgumentError("loss_reduction: seq_mean_token_sum_norm divides by max_seq_len; set max_seq_len")
@@ -317,14 +362,19 @@ def _refuse_wrong_combinations(config: RunConfig) -> None:
         raise InvalidArgumentError(
             f"min_samples: {config.min_samples} exceeds n_samples_per_prompt: {config.n_samples_per_prompt}; lower it"
         )
-    if config.stale == "drop" and config.max_staleness is None:
-        raise InvalidArgumentError("stale: drop needs a bound; set max_staleness")
+    if config.stale != "count" and config.max_staleness is None:
+        raise InvalidArgumentError(f"stale: {config.stale} needs a bound; set max_staleness")
 
 
 def _check_micro_batch(config: RunConfig) -> None:
-    size, max_tokens = config.micro_batch.size, config.micro_batch.max_tokens
-    if (size is None) == (max_tokens is None):
-        raise InvalidArgumentError("micro_batch: give exactly one of size (rows) and max_tokens")
+    given = config.micro_batch.model_dump(exclude_none=True)
+    if len(given) != 1:
+        raise InvalidArgumentError(
+            f"micro_batch: give exactly one of size (rows), max_tokens and count (of each rank), got "
+            f"{' and '.join(given) or 'none'}"
+        )
+    if config.micro_batch.count is not None:
+        group_rules.check_micro_batch_count(config, config.micro_batch.count)
 
 
 def _check_mini_batches(config: RunConfig) -> None:
@@ -353,11 +403,12 @@ def _check_alignment(config: RunConfig) -> None:
             "on_misaligned: drop_trailing is refused with a critic: policy and critic mini-batches would drop "
             "different groups; use pad, or leave critic_mini_batch_size out"
         )
-    rows = config.policy_mini_batch_size * config.n_samples_per_prompt
+    rows = config.policy_mini_batch_size * config.most_samples
+    samples = "n_samples_per_prompt" if config.max_samples_per_prompt is None else "max_samples_per_prompt"
     if not config.step_wise and config.on_misaligned != "pad" and rows < config.align_to:
         raise InvalidArgumentError(
             f"on_misaligned: {config.on_misaligned} can never align: a mini-batch has policy_mini_batch_size × "
-            f"n_samples_per_prompt = {rows} rows, and micro-batches come in multiples of {config.align_to} "
+            f"{samples} = {rows} rows, and micro-batches come in multiples of {config.align_to} "
             "(dp_size × microbatch_group_size under VPP); use on_misaligned: pad or larger mini-batches"
         )
 

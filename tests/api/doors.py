@@ -81,6 +81,8 @@ def rows_message(rows: Sequence[Mapping[str, Any]]) -> rows_pb2.Rows:
         rewards_pending=pending if any(pending) else (),
         stop_reasons=[one.get("stop_reason", "") for one in rows],
         policy_versions=[one.get("policy_version", -1) for one in rows],
+        tags=[one.get("tag", "") for one in rows],
+        token_policy_versions=_buffer([one.get("policy_versions", []) for one in rows], np.int32),
     )
 
 
@@ -94,7 +96,7 @@ class Door(Protocol):
     def names(self) -> list[str]: ...
     def delete(self, run: str) -> None: ...
     def finish(self, run: str) -> int: ...
-    def begin(self, run: str, uids: Sequence[str], wait_s: float = 0.0) -> list[str]: ...
+    def begin(self, run: str, uids: Sequence[str], wait_s: float = 0.0, **more: Any) -> list[str]: ...
     def submit(self, run: str, rows: Sequence[Mapping[str, Any]]) -> list[str]: ...
     def set_rewards(self, run: str, rewards: Sequence[Json]) -> int: ...
     def abort_trajectories(self, run: str, keys: Sequence[Json], reason: str) -> int: ...
@@ -157,8 +159,8 @@ class GrpcDoor:
     def finish(self, run: str) -> int:
         return int(self._call(self.runs.FinishRun, run_pb2.FinishRunRequest(run=run)).batches)
 
-    def begin(self, run: str, uids: Sequence[str], wait_s: float = 0.0) -> list[str]:
-        request = rollout_pb2.BeginGroupsRequest(run=run, uids=uids, wait_s=wait_s)
+    def begin(self, run: str, uids: Sequence[str], wait_s: float = 0.0, **more: Any) -> list[str]:
+        request = rollout_pb2.BeginGroupsRequest(run=run, uids=uids, wait_s=wait_s, **more)
         return [ADMISSIONS[one] for one in self._call(self.rollouts.BeginGroups, request).admissions]
 
     def submit(self, run: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -303,10 +305,9 @@ class HttpDoor:
         found: int = self.call("POST", f"/runs/{run}/finish").json()["batches"]
         return found
 
-    def begin(self, run: str, uids: Sequence[str], wait_s: float = 0.0) -> list[str]:
-        found: list[str] = self.call("POST", f"/runs/{run}/groups", {"uids": uids, "wait_s": wait_s}).json()[
-            "admissions"
-        ]
+    def begin(self, run: str, uids: Sequence[str], wait_s: float = 0.0, **more: Any) -> list[str]:
+        body = {"uids": uids, "wait_s": wait_s, **more}
+        found: list[str] = self.call("POST", f"/runs/{run}/groups", body).json()["admissions"]
         return found
 
     def submit(self, run: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -229,3 +229,53 @@ def test_what_one_door_submits_the_other_sees(grpc_door: GrpcDoor, http_door: Ht
     http_door.submit(run_name, group("a"))
     assert grpc_door.submit(run_name, group("a")) == ["duplicate"] * 4
     assert grpc_door.get(run_name) == http_door.get(run_name)
+
+
+def test_groups_may_have_a_size_of_their_own(door: Door, run_name: str) -> None:
+    door.create(run_name, CONFIG | {"max_samples_per_prompt": 3})
+    assert door.begin(run_name, ["a", "b"], n_samples=[3, 0]) == ["admitted", "admitted"]
+    assert door.submit(run_name, [row("a", 2)]) == ["accepted"]
+    for uids, sizes, problem in (
+        (["a"], [2], "uid 'a': n_samples is 2, and the group was begun with 3"),
+        (["c"], [4], "uid 'c': n_samples is 4, and max_samples_per_prompt: 3 allows 1..3"),
+        (["c", "d"], [2], "n_samples has 1 entries for 2 uids"),
+    ):
+        with pytest.raises(Refused) as refused:
+            door.begin(run_name, uids, n_samples=sizes)
+        assert refused.value.code == "INVALID_ARGUMENT"
+        assert problem in refused.value.message
+    assert door.get(run_name)["groups_open"] == 2
+
+
+def test_groups_may_name_their_task(door: Door, run_name: str) -> None:
+    door.create(run_name, CONFIG)
+    tag: Json = {"tags" if isinstance(door, GrpcDoor) else "tag": ["math"]}
+    assert door.begin(run_name, ["a"], **tag) == ["admitted"]
+    with pytest.raises(Refused) as refused:
+        door.submit(run_name, [row("a", 0, tag="code")])
+    assert (refused.value.code, refused.value.kind) == ("INVALID_ARGUMENT", "InvalidArgumentError")
+    assert "uid 'a' sample 0 step 0: tag is 'code', and the group has 'math'" in refused.value.message
+    door.submit(run_name, group("a"))
+    door.submit(run_name, [one | {"tag": "code"} for one in group("b")])
+    plan = door.batch(run_name, 0, wait_s=WAIT_S)["plan"]
+    assert plan["tags"] == ["math", "code"]
+    assert plan["tag_metrics"]["code"]["trajectories"] == 2
+
+
+def test_tokens_may_have_a_version_each(door: Door, run_name: str) -> None:
+    door.create(run_name, CONFIG | {"stale": "mask", "max_staleness": 1, "train_batch_size": 1})
+    with pytest.raises(Refused) as refused:
+        door.submit(run_name, [row("a", 0, policy_versions=[1])])
+    assert refused.value.code == "INVALID_ARGUMENT"
+    assert ("policy_versions" in refused.value.message) or ("token_policy_versions" in refused.value.message)
+    door.announce(run_name, 3)
+    door.submit(run_name, [row("a", sample, policy_versions=[1, 3]) for sample in range(2)])
+    plan = door.batch(run_name, 0, wait_s=WAIT_S)["plan"]
+    assert plan["counts"]["stale_tokens"] == 2
+    assert plan["mini_batches"][0]["loss_tokens"] == 2
+    assert "token_policy_version" in _header(door.read(run_name, 0, 0, 0))
+
+
+def _header(shard: bytes) -> Json:
+    found: Json = json.loads(shard[8 : 8 + struct.unpack("<Q", shard[:8])[0]])
+    return found

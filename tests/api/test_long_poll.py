@@ -42,7 +42,7 @@ class Counter:
 
     def reaches(self, value: int) -> Question[int]:
         condition = Condition(Topic.VERSION, value, lambda state: False)
-        return Question(self, condition, lambda: self.value, lambda found: found >= value)
+        return Question(self, lambda: condition, lambda: self.value, lambda found: found >= value)
 
 
 class Caller:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from tests.bench import (
     balance,
+    columns,
     crowd,
     formats,
     journal,
@@ -34,6 +35,7 @@ from tests.bench.figures import OUTPUT, Figure, merge, read, write
 
 SOURCES = (
     pipeline,
+    columns,
     balance,
     submit,
     turns,

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from tests.chaos.heartbeat import Heartbeats
 from tests.chaos.neighbours import Neighbours
 from tests.chaos.services import Mode
 from tests.chaos.trainer import DP_SIZES, Trainer
-from tests.chaos.verify import Rollback, Verdict, verify
+from tests.chaos.verify import Failures, Rollback, Verdict, verify
 from tests.chaos.worker import WorkerLog
 
 RUN = "chaos"
@@ -82,6 +82,8 @@ class Report:
             "rollbacks": len(self.rollbacks),
             "rollbacks_reported": sum(rollback.is_reported for rollback in self.rollbacks),
             "rolled_back_and_reported": len(verdict.rolled_back),
+            "batches_failed": verdict.batches_failed,
+            "rows_lost_and_reported": verdict.rows_reported_lost,
             "left": len(self.left),
             "longest_outage_s": round(self.longest_outage_s, 2),
             "rows_trained": verdict.rows_trained,
@@ -99,6 +101,8 @@ class Campaign:
         self._report = Report(mode)
         self._draw = random.Random(f"{seed} {mode}")
         self._workers: list[subprocess.Popen[bytes]] = []
+        # Since when, until when, and the run's generation before.
+        self._rolled_back: list[tuple[float, float, int]] = []
 
     def run(self, directory: Path) -> Report:
         """Raises RuntimeError where a process ends that should not, or nothing answers for too long."""
@@ -144,8 +148,7 @@ class Campaign:
             trainer.may_roll_back = True
         self._await_success(trainer, kind)
         if mode.rolled_back_since is not None:
-            is_reported = self._generation() > before
-            self._report.rollbacks.append(Rollback(mode.rolled_back_since, time.time(), is_reported))
+            self._rolled_back.append((mode.rolled_back_since, time.time(), before))
 
     def _generation(self) -> int:
         with RolloutClient(self._address, RUN) as client:
@@ -240,9 +243,12 @@ class Campaign:
             self._until(trainer.is_over, trainer, "trainer finishes")
             trainer.close()
             groups, status = client.groups(), client.status()
+        self._report.rollbacks = rollbacks_of(self._rolled_back, int(status.generation))
         logs = [WorkerLog.read(self._directory / f"worker-{number}.log") for number in range(WORKERS)]
         launches = [launch.effects() for launch in trainer.training]
-        verdict = verify(Contents(self._seed), EPOCHS, logs, groups, launches, self._report.rollbacks)
+        stepped_over = [batch for launch in trainer.training for batch in launch.stepped_over()]
+        failures = Failures(dict(status.failed_batches), stepped_over, mode.may_fail_batches)
+        verdict = verify(Contents(self._seed), EPOCHS, logs, groups, launches, self._report.rollbacks, failures)
         verdict.skipped += trainer.findings
         verdict.wrong += self._neighbours.findings
         self._report.verdict = verdict
@@ -259,6 +265,22 @@ class Campaign:
         while not condition():
             self._check(trainer, doing)
             time.sleep(0.02)
+
+
+def rollbacks_of(found: Sequence[tuple[float, float, int]], generation: int) -> list[Rollback]:
+    """found: since when, until when, and the run's generation before, of each in turn. generation: at the end.
+
+    Each that is reported has a growth of its own, at the latest before the next but one: an owner may learn of it after
+    it serves again, and the next may come before that.
+    """
+    rollbacks: list[Rollback] = []
+    latest = [*(before for *_, before in found[2:]), generation, generation]
+    for (since, until, before), reached in reversed(list(zip(found, latest, strict=False))):
+        generation = min(generation, reached)
+        is_reported = generation > before
+        generation -= is_reported
+        rollbacks.insert(0, Rollback(since, until, is_reported))
+    return rollbacks
 
 
 def run_campaign(

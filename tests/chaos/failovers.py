@@ -24,7 +24,7 @@ _LONGEST_S = 60.0
 
 
 class FailoverMode(ReplicasMode):
-    may_roll_back = True
+    may_roll_back = may_fail_batches = True
     often = ("master killed",) * 4
     flags: tuple[str, ...] = ()
 
@@ -74,7 +74,7 @@ class SentinelMode(FailoverMode):
 
 
 class DurableSentinelMode(SentinelMode):
-    may_roll_back = False
+    may_roll_back = may_fail_batches = False
     flags = DURABLE
 
 
@@ -120,7 +120,7 @@ class ClusterMode(FailoverMode):
 
 
 class DurableClusterMode(ClusterMode):
-    may_roll_back = False
+    may_roll_back = may_fail_batches = False
     flags = DURABLE
 
 

@@ -1,5 +1,8 @@
 """A data-parallel rank without torch: it pulls its shards in order, and writes down what they were.
 
+It steps over the batches that had failed when it was started, as `TrainerClient.load_state_dict` does. One that fails
+later ends it, with the exit status FAILED: all ranks start anew, and agree on what they step over.
+
 python -m tests.chaos.rank '{"address": ..., ...}'
 """
 
@@ -9,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +24,14 @@ from gristmill._client.failures import failure_of
 from gristmill._client.transport import Transport
 from gristmill._wire.addresses import Position
 from gristmill._wire.compact_shards import restore
-from gristmill.errors import GristmillError
+from gristmill.errors import BatchFailedError, GristmillError
 from gristmill.v1 import run_pb2, trainer_pb2
 from tests.chaos.contents import digest
 from tests.chaos.heartbeat import Heartbeats
 from tests.chaos.rank_log import Effect, RankLog, Trained
 
 CHECKPOINT_EVERY = 5
+FAILED = 3
 _PAUSE_S = 0.004
 
 
@@ -39,12 +44,13 @@ class Rank:
         dp_size: int,
         launch: str,
         start: list[int],
+        failed: Collection[int],
         directory: str,
         heartbeats: str,
         slot: int,
     ) -> None:
         self._transport = Transport(address, 60.0, "rank")
-        self._run, self._rank, self._dp_size = run, rank, dp_size
+        self._run, self._rank, self._dp_size, self._failed = run, rank, dp_size, failed
         self._directory, self._slot = Path(directory), slot
         self._heartbeats = Heartbeats(Path(heartbeats))
         self._rank_log = RankLog(self._directory / f"rank-{rank}.sqlite")
@@ -55,9 +61,13 @@ class Rank:
         self._next, self._incarnation = Position.of(resumed.position), resumed.incarnation
         self._generation = resumed.generation
         self._trained: list[Trained] = []
+        self._stepped_over: list[int] = []
         self._checkpoint = 0
 
     def train(self) -> None:
+        if self._rank == 0:
+            # The commit of the checkpoint that it goes on from may be lost, and what it would free fills the buffer.
+            self._commit()
         while (plan := self._batch()) is not None:
             count = sum(part["model"] == "policy" for part in plan["mini_batches"])
             number = self._next.batch
@@ -69,6 +79,7 @@ class Rank:
 
     def _batch(self) -> Any:
         """The next batch's plan; None after the last."""
+        self._step_past_failed()
         while True:
             request = trainer_pb2.GetBatchRequest(run=self._run, batch=self._next.batch, wait_s=1.0)
             answer = self._call("GetBatch", request, wait_s=1.0)
@@ -76,6 +87,11 @@ class Rank:
                 return None
             if answer.state == trainer_pb2.BATCH_STATE_PUBLISHED:
                 return json.loads(answer.plan_json)
+
+    def _step_past_failed(self) -> None:
+        while self._next.batch in self._failed:
+            self._stepped_over.append(self._next.batch)
+            self._next = Position(self._next.batch + 1)
 
     def _epochs(self) -> int:
         status = self._transport.call(self._transport.runs.GetRun, run_pb2.GetRunRequest(run=self._run)).status
@@ -95,17 +111,18 @@ class Rank:
     def _save(self) -> None:
         """A checkpoint is one once all ranks have it; then what lies before it may be freed."""
         self._checkpoint += 1
-        self._rank_log.save(self._checkpoint, self._next, self._generation, self._trained)
-        self._trained = []
+        self._rank_log.save(self._checkpoint, self._next, self._generation, self._trained, self._stepped_over)
+        self._trained, self._stepped_over = [], []
         (self._directory / f"saved-{self._checkpoint}-{self._rank}").touch()
         if self._rank == 0:
             while not all((self._directory / f"saved-{self._checkpoint}-{r}").exists() for r in range(self._dp_size)):
                 time.sleep(0.005)
                 self._heartbeats.beat(self._slot)
-            request = trainer_pb2.CommitRequest(
-                run=self._run, position=self._next.message(), incarnation=self._incarnation
-            )
-            self._call("Commit", request)
+            self._commit()
+
+    def _commit(self) -> None:
+        request = trainer_pb2.CommitRequest(run=self._run, position=self._next.message(), incarnation=self._incarnation)
+        self._call("Commit", request)
 
     def _pull(self, position: Position) -> bytes:
         """The shard's file: mapped where it can be, else streamed, also without its padding."""
@@ -177,7 +194,7 @@ def main() -> None:
     except GristmillError as error:
         print(f"rank: {type(error).__name__}: {error}", file=sys.stderr)
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(FAILED if isinstance(error, BatchFailedError) else 1)
 
 
 if __name__ == "__main__":

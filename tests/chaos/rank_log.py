@@ -1,4 +1,5 @@
-"""A rank's durable log: positions and what was trained there, written in one transaction, as a checkpoint is."""
+"""A rank's durable log: positions and what was trained there, and the batches that it stepped over, written in one
+transaction, as a checkpoint is."""
 
 from __future__ import annotations
 
@@ -39,13 +40,23 @@ class RankLog:
             "CREATE TABLE IF NOT EXISTS steps (number, b, e, m, uid, sample, first, last, digest, trained, reward)"
         )
 
-    def save(self, number: int, next_position: Position, generation: int, trained: Sequence[Trained]) -> None:
+        self._database.execute("CREATE TABLE IF NOT EXISTS stepped_over (number, batch)")
+
+    def save(
+        self,
+        number: int,
+        next_position: Position,
+        generation: int,
+        trained: Sequence[Trained],
+        stepped_over: Sequence[int] = (),
+    ) -> None:
         self._database.execute("BEGIN")
         for position, effects in trained:
             # A mini-batch of padding rows alone has a line, too.
             for effect in effects or [Effect("", 0, 0, 0, "", 0, 0.0)]:
                 line = (number, *position, *effect)
                 self._database.execute("INSERT INTO steps VALUES (?,?,?,?,?,?,?,?,?,?,?)", line)
+        self._database.executemany("INSERT INTO stepped_over VALUES (?,?)", [(number, batch) for batch in stepped_over])
         self._database.execute("INSERT INTO checkpoints VALUES (?,?,?,?,?)", (number, *next_position, generation))
         self._database.execute("COMMIT")
 
@@ -70,6 +81,11 @@ class RankLog:
             if effect[0]:
                 found[-1] = Trained(position, [*found[-1].effects, Effect(*effect)])
         return found
+
+    def stepped_over(self, up_to: int) -> list[int]:
+        """Returns the failed batches that were left out up to a checkpoint, in order."""
+        lines = self._database.execute("SELECT batch FROM stepped_over WHERE number <= ? ORDER BY rowid", (up_to,))
+        return [int(batch) for (batch,) in lines]
 
     def close(self) -> None:
         self._database.close()

@@ -70,9 +70,11 @@ class Service:
 class Mode(ABC):
     """faults: those that can be done to it, by name; each returns once its cause is over. They take times drawn by
     `draw`. often: kinds that come so many times more than the others. rolled_back_since: set by a fault after which the
-    store may hold only what it held then."""
+    store may hold only what it held then. may_fail_batches: whether it may lose a part of what it held, so that batches
+    fail, which has to be reported."""
 
     may_roll_back = False
+    may_fail_batches = False
     often: Sequence[str] = ()
 
     def __init__(self, directory: Path, draw: random.Random) -> None:

@@ -12,12 +12,12 @@ import pytest
 from gristmill._client.groups import Group
 from gristmill._wire.addresses import Position
 from tests.chaos.__main__ import share
-from tests.chaos.campaign import Report
+from tests.chaos.campaign import Report, rollbacks_of
 from tests.chaos.contents import SAMPLES, Contents
 from tests.chaos.neighbours import wrong_rows
 from tests.chaos.rank_log import Effect, RankLog, Trained
 from tests.chaos.trainer import Launch, before
-from tests.chaos.verify import Rollback, Verdict, expected_effect, verify
+from tests.chaos.verify import Failures, Rollback, Verdict, expected_effect, verify
 from tests.chaos.worker import WorkerLog
 
 CONTENTS = Contents(5)
@@ -251,6 +251,90 @@ def test_after_a_rollback_an_earlier_attempt_may_be_the_last_that_is_left() -> N
 def test_a_group_that_is_sealed_and_that_nobody_trains_is_skipped_though_its_rows_may_be_excused() -> None:
     verdict = judged(**rolled_back() | {"groups": groups()})
     assert [f"{UIDS[0]}: sealed into batch 0, and skipped in epoch {epoch}" for epoch in range(2)] == verdict.skipped
+
+
+def test_a_rollback_is_reported_where_the_generation_grows_for_it_alone() -> None:
+    found = rollbacks_of([(1.0, 2.0, 1), (3.0, 4.0, 2), (5.0, 6.0, 2)], generation=3)
+    assert [rollback.is_reported for rollback in found] == [True, False, True]
+    assert [(rollback.since, rollback.until) for rollback in found] == [(1.0, 2.0), (3.0, 4.0), (5.0, 6.0)]
+    late = [(1.0, 2.0, 1), (3.0, 4.0, 1)]
+    assert [rollback.is_reported for rollback in rollbacks_of(late, generation=3)] == [True, True]
+    assert [rollback.is_reported for rollback in rollbacks_of(late, generation=2)] == [False, True]
+    never = [(1.0, 2.0, 1), (3.0, 4.0, 1), (5.0, 6.0, 1)]
+    assert [rollback.is_reported for rollback in rollbacks_of(never, generation=4)] == [False, True, True]
+    assert rollbacks_of([], generation=1) == []
+
+
+# Batches that fail because the store lost a part of what it held.
+
+
+def failed(trained: int = 0, reason: str = "batch_failed", **changed: Any) -> dict[str, Any]:
+    """The first batch has failed, when so many of its positions were trained, and the ranks have stepped over it."""
+    found = [group if group.batch else Group(group.uid, 0, "dropped", None, reason) for group in groups()]
+    ranks = [[*steps[:trained], *(step for step in steps if step.position.batch)] for steps in training()]
+    given: dict[str, Any] = {"reported": {0: "rows of it are lost"}, "stepped_over": [0], "are_allowed": True}
+    return {"groups": found, "launches": [ranks], "failures": Failures(**given | changed)}
+
+
+@pytest.mark.parametrize("trained", [0, 1, 3, 4])
+def test_rows_of_a_batch_that_failed_are_counted_as_lost_and_reported_where_that_is_allowed(trained: int) -> None:
+    verdict = judged(**failed(trained))
+    assert verdict.is_clean
+    assert verdict.batches_failed == 1
+    assert verdict.rows_reported_lost == sum(CONTENTS.steps(uid, sample) for uid in UIDS[:2] for sample in range(2))
+
+
+@pytest.mark.parametrize("trained", [0, 3])
+def test_a_batch_that_failed_is_a_finding_where_the_store_is_durable(trained: int) -> None:
+    lost = judged(**failed(trained, are_allowed=False)).lost
+    assert "batch 0: failed: rows of it are lost" in lost
+    assert f"{UIDS[0]}: was handed over whole, and dropped: 'batch_failed'" in lost
+
+
+def test_a_batch_that_failed_after_all_of_it_was_trained_is_a_finding_too_where_the_store_is_durable() -> None:
+    assert judged(failures=Failures({0: "rows of it are lost"})).lost
+
+
+def test_a_batch_that_the_ranks_step_over_and_that_nobody_says_has_failed_is_skipped() -> None:
+    verdict = judged(**failed(reported={}) | {"groups": groups()})
+    assert verdict.skipped[0] == "batch 0: the ranks stepped over it, and the service does not say that it failed"
+
+
+def test_a_batch_that_failed_and_is_missing_from_the_ranks_record_is_out_of_order() -> None:
+    assert judged(**failed(stepped_over=[])).out_of_order
+
+
+def test_of_a_batch_that_failed_the_positions_that_were_trained_are_in_order() -> None:
+    given = failed(3)
+    [ranks] = given["launches"]
+    assert judged(**given | {"launches": [[[steps[1], steps[0], *steps[2:]] for steps in ranks]]}).out_of_order
+
+
+def test_a_batch_that_failed_excuses_nothing_of_the_others() -> None:
+    given = failed()
+    [ranks] = given["launches"]
+    ranks[0] = [step._replace(effects=()) if step.position == Position(1, 1, 0) else step for step in ranks[0]]
+    assert judged(**given).lost == [f"{UIDS[2]} sample 0: accepted, and not trained in epoch 1"]
+
+
+def test_groups_of_a_batch_that_failed_are_trained_in_no_other_batch() -> None:
+    verdict = judged(**failed() | {"launches": [training()]} | {"failures": Failures({5: ""}, [5], True)})
+    assert verdict.wrong
+
+
+def test_a_group_that_is_dropped_for_lost_rows_is_reported_where_that_is_allowed() -> None:
+    given = failed(reason="rows_lost")
+    assert judged(**given).is_clean
+    assert judged(**given | {"failures": replace(given["failures"], are_allowed=False)}).lost
+
+
+def test_a_rank_writes_down_with_its_checkpoint_what_it_stepped_over(tmp_path: Path) -> None:
+    log = RankLog(tmp_path / "rank.sqlite")
+    log.save(1, Position(2), 1, training()[0][:2], [0, 1])
+    log.save(2, Position(4), 1, [], [3])
+    assert log.stepped_over(1) == [0, 1]
+    assert log.stepped_over(2) == [0, 1, 3]
+    log.close()
 
 
 # The trainer's checkpoints, of launches that have ended.

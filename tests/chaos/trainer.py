@@ -18,6 +18,7 @@ from gristmill._wire.addresses import Position
 from gristmill.errors import FailedPreconditionError
 from gristmill.v1 import run_pb2, trainer_pb2
 from tests.chaos.heartbeat import Heartbeats
+from tests.chaos.rank import FAILED
 from tests.chaos.rank_log import RankLog, Trained
 
 DP_SIZES = (2, 1)
@@ -68,6 +69,11 @@ class Launch:
             with closing(RankLog(self._path(rank))) as log:
                 found.append(log.trained(self.up_to))
         return found
+
+    def stepped_over(self) -> list[int]:
+        """Returns the failed batches that its ranks left out, all of them the same."""
+        with closing(RankLog(self._path(0))) as log:
+            return log.stepped_over(self.up_to)
 
     def _path(self, rank: int) -> Path:
         return self.directory / f"rank-{rank}.sqlite"
@@ -135,10 +141,11 @@ class Trainer:
         directory = self._directory / f"launch-{self._launches}"
         directory.mkdir()
         self._launch = Launch(directory, self.dp_size, resumed.run_id)
-        self._ranks = [self._rank(rank, start) for rank in range(self.dp_size)]
+        failed = sorted(self._status().failed_batches)
+        self._ranks = [self._rank(rank, start, failed) for rank in range(self.dp_size)]
         return start
 
-    def _rank(self, rank: int, start: Position) -> subprocess.Popen[bytes]:
+    def _rank(self, rank: int, start: Position, failed: list[int]) -> subprocess.Popen[bytes]:
         self._heartbeats.beat(FIRST_SLOT + rank)
         settings = {
             "address": self._address,
@@ -147,6 +154,7 @@ class Trainer:
             "dp_size": self.dp_size,
             "launch": f"launch-{self._launches}",
             "start": list(start),
+            "failed": failed,
             "directory": str(self._launch.directory),
             "heartbeats": str(self._directory / "heartbeats"),
             "slot": FIRST_SLOT + rank,
@@ -190,6 +198,8 @@ class Trainer:
                 self._resume(ahead, self.training)
             except FailedPreconditionError:
                 continue
+            if self._status().failed_batches.keys() >= set(range(self._furthest.batch, ahead.batch)):
+                continue
             self.findings.append(f"resumed at {ahead} where nothing from {self._furthest} on was acknowledged")
         self.start()
 
@@ -213,10 +223,11 @@ class Trainer:
     # --- How it goes
 
     def check(self) -> None:
-        """Starts anew where a rank ended with an error because the service has lost what it had; else raises."""
+        """Starts anew where a rank ended because a batch has failed, which the proof judges, or with an error because
+        the service has lost what it had; else raises."""
         for rank in self._ranks:
             if rank.poll() not in (None, 0):
-                if not self.may_roll_back:
+                if rank.returncode != FAILED and not self.may_roll_back:
                     raise RuntimeError(f"a rank ended with {rank.returncode}; see {self._log.name}")
                 self.restart()
                 return
@@ -245,5 +256,10 @@ class Trainer:
 
     def _acknowledged(self) -> list[Position]:
         """Asks the service what each rank has to acknowledge next."""
-        status = self._transport.call(self._transport.runs.GetRun, run_pb2.GetRunRequest(run=self._run)).status
-        return [Position.of(rank.next) for rank in status.ranks]
+        return [Position.of(rank.next) for rank in self._status().ranks]
+
+    def _status(self) -> run_pb2.RunStatus:
+        answer: run_pb2.GetRunResponse = self._transport.call(
+            self._transport.runs.GetRun, run_pb2.GetRunRequest(run=self._run)
+        )
+        return answer.status

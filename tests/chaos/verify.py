@@ -2,7 +2,9 @@
 what the service says of its groups.
 
 A store that goes back to an older copy of itself loses what was acknowledged since. The proof accepts that loss only of
-groups that were worked on in between, and only where the service reports it: its run's generation has grown then.
+groups that were worked on in between, and only where the service reports it: its run's generation has grown then. One
+that loses a part of what it held makes batches fail and groups be dropped: that is accepted where the mode allows it,
+and only of batches and groups that the service names.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import product, zip_longest
 from math import isclose
 
 from gristmill._client.groups import Group
@@ -18,6 +20,9 @@ from gristmill._wire.addresses import Position
 from tests.chaos.contents import SAMPLES, Contents, digest
 from tests.chaos.rank_log import Effect, Trained
 from tests.chaos.worker import WorkerLog
+
+REPORTED_LOST = ("batch_failed", "rows_lost")
+"""The reasons for which the service drops a group whose rows its store has lost."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +37,31 @@ class Rollback:
         return self.is_reported and any(self.since <= at <= self.until for at in times)
 
 
+@dataclass(frozen=True)
+class Failures:
+    """reported: batches that the service says have failed, with reasons. stepped_over: those that the ranks left out.
+    are_allowed: whether the store may lose a part of what it held."""
+
+    reported: Mapping[int, str] = field(default_factory=dict)
+    stepped_over: Sequence[int] = ()
+    are_allowed: bool = False
+
+    def excuse(self, group: Group) -> bool:
+        """Whether the service reports that it lost the group's rows, and may."""
+        return self.are_allowed and group.state == "dropped" and group.reason in REPORTED_LOST
+
+
 @dataclass
 class Verdict:
     """Each list of findings names what is wrong; all are empty where nothing is. skipped: groups that the service has
-    sealed, and nobody trained. rolled_back: what was lost with a store's data, and reported; it is no finding."""
+    sealed, and nobody trained, and batches that the ranks left out although they had not failed. rolled_back: what was
+    lost with a store's data, and reported; it is no finding, nor are rows_reported_lost, of batches that failed and
+    groups that were dropped where that is allowed."""
 
     rows_acknowledged: int = 0
     rows_trained: int = 0
+    batches_failed: int = 0
+    rows_reported_lost: int = 0
     groups: Counter[str] = field(default_factory=Counter)
     lost: list[str] = field(default_factory=list)
     trained_twice: list[str] = field(default_factory=list)
@@ -56,6 +79,9 @@ class Verdict:
         return not self.findings
 
 
+_NO_FAILURES = Failures()
+
+
 def verify(
     contents: Contents,
     epochs: int,
@@ -63,13 +89,15 @@ def verify(
     groups: Iterable[Group],
     launches: Sequence[Sequence[Sequence[Trained]]],
     rollbacks: Sequence[Rollback] = (),
+    failures: Failures = _NO_FAILURES,
 ) -> Verdict:
     """launches: of each start of the trainer, of each rank, what survived in order."""
-    verdict = Verdict()
-    _check_order(launches, epochs, verdict)
+    verdict = Verdict(batches_failed=len(failures.reported))
+    _check_failures(failures, verdict)
+    _check_order(launches, epochs, failures, verdict)
     effects = _effects_by_epoch(launches)
     known = {group.uid: group for group in groups}
-    _check_batches(launches, known, verdict)
+    _check_batches(launches, known, failures, verdict)
     verdict.groups = Counter(group.reason or group.state for group in known.values())
     for log in logs:
         accepted: dict[str, list[tuple[str, int, int, int, str]]] = {}
@@ -77,7 +105,11 @@ def verify(
             accepted.setdefault(row[0], []).append(row)
         for uid, rows in accepted.items():
             taken = [row for row in rows if row[4] in ("ACCEPTED", "DUPLICATE")]
-            verdict.rows_acknowledged += len({row[:4] for row in taken})
+            count = len({row[:4] for row in taken})
+            verdict.rows_acknowledged += count
+            if uid in known and failures.excuse(known[uid]):
+                verdict.rows_reported_lost += count
+                continue
             is_excused = any(rollback.excuses(log.times.get(uid, ())) for rollback in rollbacks)
             found = Verdict()
             _check_group(contents, epochs, uid, taken, known.get(uid), effects, log, found, is_excused)
@@ -88,15 +120,34 @@ def verify(
     verdict.wrong += [
         f"{uid}: trained although {known[uid].state if uid in known else 'nobody knows it'}"
         for uid in sorted(trained)
-        if uid not in known or known[uid].state != "sealed"
+        if uid not in known or not (known[uid].state == "sealed" or _has_failed(known[uid], failures))
     ]
     verdict.skipped += _skipped(contents, epochs, known.values(), effects)
     verdict.rows_trained = sum(len(found) for per_epoch in effects for found in per_epoch.values())
     return verdict
 
 
-def _check_order(launches: Sequence[Sequence[Sequence[Trained]]], epochs: int, verdict: Verdict) -> None:
-    """All ranks of a launch have the same positions, and all launches together every position in turn."""
+def _check_failures(failures: Failures, verdict: Verdict) -> None:
+    """A batch fails only where that is allowed, and is left out only where it has failed."""
+    if not failures.are_allowed:
+        verdict.lost += [f"batch {number}: failed: {reason}" for number, reason in sorted(failures.reported.items())]
+    verdict.skipped += [
+        f"batch {number}: the ranks stepped over it, and the service does not say that it failed"
+        for number in failures.stepped_over
+        if number not in failures.reported
+    ]
+
+
+def _has_failed(group: Group, failures: Failures) -> bool:
+    """Whether it was in a batch that failed, of which something may have been trained before."""
+    return group.reason == "batch_failed" and failures.excuse(group)
+
+
+def _check_order(
+    launches: Sequence[Sequence[Sequence[Trained]]], epochs: int, failures: Failures, verdict: Verdict
+) -> None:
+    """All ranks of a launch have the same positions, and all launches together every position in turn; of a batch that
+    was stepped over the first ones, or none."""
     order: list[Position] = []
     for number, ranks in enumerate(launches):
         places = [[trained.position for trained in rank] for rank in ranks]
@@ -104,25 +155,27 @@ def _check_order(launches: Sequence[Sequence[Sequence[Trained]]], epochs: int, v
             verdict.out_of_order.append(f"launch {number}: its ranks are out of step")
         order += places[0]
     sizes = Counter(position.batch for position in order if position.epoch == 0)
-    expected = [
-        Position(batch, epoch, index)
-        for batch in range(max(sizes, default=-1) + 1)
-        for epoch in range(epochs)
-        for index in range(max(1, sizes[batch]))
-    ]
+    trained = Counter(position.batch for position in order)
+    expected: list[Position] = []
+    for batch in range(max(sizes, default=-1) + 1):
+        planned = [Position(batch, *place) for place in product(range(epochs), range(max(1, sizes[batch])))]
+        expected += planned[: trained[batch]] if batch in failures.stepped_over else planned
     pairs = enumerate(zip_longest(order, expected))
     verdict.out_of_order += [
-        f"step {at} is {found} where the plan has {planned}" for at, (found, planned) in pairs if found != planned
+        f"step {at} is {found} where the plan has {wanted}" for at, (found, wanted) in pairs if found != wanted
     ]
 
 
 def _check_batches(
-    launches: Sequence[Sequence[Sequence[Trained]]], known: Mapping[str, Group], verdict: Verdict
+    launches: Sequence[Sequence[Sequence[Trained]]], known: Mapping[str, Group], failures: Failures, verdict: Verdict
 ) -> None:
-    """A group trains in the batch that the service says it went into."""
+    """A group trains in the batch that the service says it went into, one that is not named any more in one that
+    failed."""
     for trained in (trained for ranks in launches for rank in ranks for trained in rank):
         for uid in sorted({effect.uid for effect in trained.effects}):
-            if uid in known and known[uid].batch != trained.position.batch:
+            if uid not in known or known[uid].batch == trained.position.batch:
+                continue
+            if not (_has_failed(known[uid], failures) and trained.position.batch in failures.reported):
                 verdict.wrong.append(f"{uid}: of batch {known[uid].batch} and trained at {trained.position}")
 
 

@@ -136,8 +136,8 @@ def test_a_shard_that_is_withdrawn_while_it_is_asked_for_or_read_is_waited_for(
     pending = [ShardAnswer(BatchState.PENDING, Position(0), incarnation=0)] * 2
     refusals = [NotFoundError("batch 0 is not published, or freed already")]
 
-    def found(self: Run, *question: Any) -> ShardAnswer:
-        return pending.pop() if pending else shard(self, *question)
+    def found(self: Run, *question: Any, **more: Any) -> ShardAnswer:
+        return pending.pop() if pending else shard(self, *question, **more)
 
     def read_or_withdrawn(self: Run, batch: int, address: ShardAddress) -> Iterator[bytes]:
         if refusals:

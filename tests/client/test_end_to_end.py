@@ -32,6 +32,7 @@ from gristmill.v1 import rollout_pb2, trainer_pb2, trainer_pb2_grpc
 from gristmill_service.api import messages
 from gristmill_service.run.machine.answers import BatchAnswer
 from gristmill_service.service import Service
+from tests.client.faces import FACES, connecting
 from tests.serving import ServiceProcess
 
 CONFIG = {
@@ -44,6 +45,9 @@ CONFIG = {
     "micro_batch": {"size": 1},
     "update_epochs_per_batch": 2,
 }
+
+
+ROW = {"prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1], "reward": 1.0}
 
 
 @pytest.fixture
@@ -478,6 +482,48 @@ def test_begun_groups_are_those_that_there_is_room_for(client: RolloutClient, tr
     assert waiting == [["p2", "p3"]]
     assert client.begin_groups(uids[:2]) == []
     assert client.begin_groups([]) == []
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_groups_of_their_own_size_go_on_without_what_comes_late(service: Service, run_name: str, face: str) -> None:
+    with connecting(face) as connect, connect(service.grpc_address, run_name, timeout_s=20) as client:
+        client.create_run(CONFIG | {"max_samples_per_prompt": 3, "surplus": 1, "update_epochs_per_batch": 1})
+        with pytest.raises(
+            InvalidArgumentError, match=r"uid 'a': n_samples is 9, and max_samples_per_prompt: 3 allows"
+        ):
+            client.begin_groups(["a"], n_samples=9)
+        with pytest.raises(InvalidArgumentError, match=r"uid 'a': n_samples is 'many'; give how many"):
+            client.begin_groups(["a"], n_samples="many")
+        assert client.begin_groups(["a", "b"], n_samples={"a": 3}) == ["a", "b"]
+        late = client.trajectory("a", 0, policy_version=3)
+        with pytest.raises(InvalidArgumentError, match="policy_versions has 1 values and response_ids has 2"):
+            late.step([1], [2, 3], policy_versions=[4])
+        late.step([1], [2], policy_versions=[4])
+        for uid, samples in (("a", (3, 1, 2)), ("b", (0, 1))):
+            for sample in samples:
+                client.trajectory(uid, sample).step([1], [2], reward=float(sample), is_last_step=True)
+                client.flush()
+        late.step([1, 2], [3], reward=1.0, is_last_step=True)
+        client.flush()
+        assert not late.is_kept
+    with TrainerClient(service.grpc_address, run_name, 0, timeout_s=20) as trainer:
+        trained = [shard.tensors["sample"].tolist() for shard in next(iter(trainer)).mini_batches()]
+    assert trained == [[1, 2, 3], [0, 1]]
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_batch_has_its_share_of_each_task(service: Service, run_name: str, face: str) -> None:
+    with connecting(face) as connect, connect(service.grpc_address, run_name, timeout_s=20) as client:
+        client.create_run(CONFIG | {"tag_shares": {"math": {"min": 0.5}}, "tag_timeout_s": 60})
+        with pytest.raises(InvalidArgumentError, match="uid 'a': tag is 7; name the environment or task with a string"):
+            client.begin_groups(["a"], tag=7)
+        assert client.begin_groups(["a", "b", "c"], tag={"a": "code", "b": "code"}) == ["a", "b", "c"]
+        for uid in "ab":
+            client.submit_rows({**ROW, "uid": uid, "sample": sample} for sample in range(2))
+        assert client.status().batches_sealed == 0
+        client.submit_rows({**ROW, "uid": "c", "sample": sample, "tag": "math"} for sample in range(2))
+    with TrainerClient(service.grpc_address, run_name, 0, timeout_s=20) as trainer:
+        assert next(iter(trainer)).plan["tags"] == ["code", "math"]
 
 
 def test_a_long_wait_for_room_tells_why(

@@ -247,6 +247,8 @@ class TestTheOwnerGoes:
         alive[0].grpc.create(run, CONFIG)
         groups, trained, errors = 60, list[list[str]](), list[BaseException]()
         guard = threading.Lock()
+        # However long a replacement takes to start, a third of the work is left after each.
+        replaced = [threading.Event(), threading.Event()]
 
         def some_service(number: int) -> Service:
             with guard:
@@ -271,6 +273,8 @@ class TestTheOwnerGoes:
         def consume() -> None:
             try:
                 for batch in range(groups // 2):
+                    for event in replaced[: batch // (groups // 6)]:
+                        event.wait(60)
                     for turn in range(1000):
                         try:
                             with_retries = some_service(batch + turn).grpc
@@ -299,7 +303,7 @@ class TestTheOwnerGoes:
         for thread in threads:
             thread.start()
         try:
-            for _ in range(2):
+            for event in replaced:
                 least = len(trained) + 3
                 eventually(lambda least=least: len(trained) >= least or errors, "it goes on")  # type: ignore[misc]
                 assert len(trained) < groups // 2, "there is work left"
@@ -311,7 +315,10 @@ class TestTheOwnerGoes:
                 replacement.ready()
                 with guard:
                     alive.append(replacement)
+                event.set()
         finally:
+            for event in replaced:
+                event.set()
             for thread in threads:
                 thread.join(60)
         assert not errors

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import generate_latest
 
+from gristmill._wire.rows import from_rows
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.registry import Watched
 from gristmill_service.monitoring.run_stats import run_stats
@@ -22,9 +23,19 @@ _ROW = re.compile(r"^\| `(gristmill_\w+)` \| (\w+) \| ([^|]*)\|", re.MULTILINE)
 @pytest.fixture(scope="module")
 def busy() -> Metrics:
     """With a series of every metric."""
-    bench = Bench(build_batch=build_batch, store=MemoryShardStore(), merge="prefix", name='a "run" \\ of\nmine')
+    columns = [{"name": "level", "dtype": "int8", "scope": "row"}]
+    bench = Bench(
+        build_batch=build_batch,
+        store=MemoryShardStore(),
+        name='a "run" \\ of\nmine',
+        merge="prefix",
+        columns=columns,
+        tag_shares={"math": {"min": 1.0}},
+    )
     bench.begin("a", "b", "c")
-    bench.submit(*group_rows("a"), *group_rows("b"))
+    rows = [row | {"level": 3, "tag": tag} for uid, tag in (("a", "math"), ("b", "")) for row in group_rows(uid)]
+    bench.run.submit(from_rows(rows, columns=bench.run.config.columns))
+    bench.run.seal(0)
     bench.make_batches()
     bench.run.shard("policy", 0, None, 0)
     bench.run.abort_groups(0, ["c"], "bad")

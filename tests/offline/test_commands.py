@@ -281,6 +281,26 @@ def test_warnings_and_counts_go_to_standard_error(config: Path, file: Path) -> N
     assert "rows are longer than max_seq_len" in done.stderr
 
 
+def test_a_tree_is_planned_with_its_paths_and_laid_out(config: Path, file: Path, tmp_path: Path) -> None:
+    rows = rollouts(2)
+    for row in rows:
+        if row["step"] == 1:
+            row |= {"is_last_step": False}
+            # Behind step 1, whose only response token came back as another.
+            fork = {"prompt_token_ids": [*row["prompt_token_ids"], 9], "response_ids": [4], "loss_mask": [1]}
+            rows.append({**row, **fork, "step": 2, "is_last_step": True})
+    file.write_text(lines(rows))
+    config.write_text(json.dumps(CONFIG | {"merge": "tree"}))
+    plan = json.loads(run("plan", file, "--config", config).stdout)
+    assert plan["steps"] == [[0, 1], [0, 2]] * 4
+    config.write_text(json.dumps(CONFIG | {"merge": "tree", "retokenised_tail": 1}))
+    done = run("batch", file, "--config", config, "--out", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "batch-00000" / "plan.json").read_text())
+    assert written["steps"] == [[0, 1, 2]] * 4
+    assert "4 sampled tokens came back as others" in done.stderr
+    assert "total" in run("show", tmp_path / "out").stdout
+
+
 def test_show_refuses_what_is_no_shard(tmp_path: Path) -> None:
     assert "no shards" in run("show", tmp_path, expect=1).stderr
     (tmp_path / "broken.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
@@ -310,3 +330,44 @@ def test_ctrl_c_ends_a_batch_without_a_traceback_or_a_half_written_batch(config:
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert not list(tmp_path.glob("out/.*"))
+
+
+def test_groups_of_a_file_are_as_large_as_their_rows_tell(config: Path, tmp_path: Path) -> None:
+    config.write_text(json.dumps(CONFIG | {"max_samples_per_prompt": 3, "surplus": 1}))
+    file = tmp_path / "rollouts.jsonl"
+    one = {"step": 0, "is_last_step": True, "prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1]}
+    sizes = {"a": (0, 1, 3), "b": (2,)}
+    rows = [{**one, "uid": uid, "sample": sample, "reward": sample} for uid in sizes for sample in sizes[uid]]
+    file.write_text(lines(rows))
+    plan = json.loads(run("plan", file, "--config", config).stdout)
+    assert [(part["rows"], part["prompts"]) for part in plan["mini_batches"]] == [(3, 1), (1, 1)]
+    assert plan["counts"] == {"misaligned_groups": 0, "incomplete_groups": 1, "lone_survivors": 1}
+    file.write_text(lines([*rows, {**one, "uid": "a", "sample": 2, "reward": 1}]))
+    refused = run("plan", file, "--config", config, expect=1).stderr
+    assert "uid 'a': the group has 4 samples, and 3 are the most (max_samples_per_prompt: 3 with surplus: 1)" in refused
+    file.write_text(lines([*rows, {**one, "uid": "b", "sample": 4, "reward": 1}]))
+    refused = run("plan", file, "--config", config, expect=1).stderr
+    assert "uid 'b' sample 4 step 0: sample is 4, and max_samples_per_prompt: 3 with surplus: 1 allows 0..3" in refused
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_of_a_file_may_name_their_task(config: Path, tmp_path: Path, kind: str) -> None:
+    rows = [row | {"tag": "math" if row["uid"] in ("p0", "p3") else ""} for row in rollouts()]
+    rows = [row | {"policy_versions": [row["step"]] * len(row["response_ids"])} for row in rows]
+    config.write_text(json.dumps(CONFIG | {"stale": "mask", "max_staleness": 0}))
+    file = tmp_path / f"rollouts.{kind}"
+    if kind == "jsonl":
+        file.write_text(lines(rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    plans = [json.loads(line) for line in run("plan", file, "--config", config).stdout.splitlines()]
+    assert [plan["tags"] for plan in plans] == [["math", ""], ["", "math"]]
+    assert plans[0]["tag_metrics"]["math"]["trajectories"] == 2
+    assert [plan["counts"]["stale_tokens"] for plan in plans] == [8, 8]
+
+
+def test_a_file_with_a_tag_a_prompt_is_refused(config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text(lines(row | {"tag": row["uid"]} for row in rollouts(66)))
+    refused = run("plan", file, "--config", config, expect=1).stderr
+    assert "has 66 tags, and a run has 64 at most" in refused

@@ -33,6 +33,7 @@ def gristmill(*arguments: object) -> subprocess.CompletedProcess[str]:
 def fill(address: str, run: str, **settings: object) -> None:
     with RolloutClient(address, run) as client:
         client.create_run({**CONFIG, **settings})
+        client.begin_groups(["a", "b"], tag={"a": "math"})
         for uid in ("a", "b"):
             for sample in range(2):
                 with client.trajectory(uid, sample) as trajectory:
@@ -42,12 +43,17 @@ def fill(address: str, run: str, **settings: object) -> None:
                     )
 
 
-@pytest.mark.parametrize("settings", [{}, {"zero_variance_filter": "replace"}], ids=["", "groups_replaced"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"zero_variance_filter": "replace"}, {"micro_batch": {"count": 3}, "tag_shares": {"math": {"min": 0.5}}}],
+    ids=["", "groups_replaced", "counted_and_shared"],
+)
 def test_an_exported_batch_is_laid_out_as_the_service_did(
     service: Service, run_name: str, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     fill(service.grpc_address, run_name, **settings)
-    rollouts, config = tmp_path / "rollouts.jsonl.gz", tmp_path / "run.yaml"
+    # The run's name is in the shards.
+    rollouts, config = tmp_path / f"{run_name}.jsonl.gz", tmp_path / "run.yaml"
     exported = gristmill(
         "export", run_name, 0, "--out", rollouts, "--config", config, "--address", service.grpc_address
     )
@@ -58,6 +64,7 @@ def test_an_exported_batch_is_laid_out_as_the_service_did(
     run = service.runs.get(run_name)
     plan = json.loads(run.batch(0).plan)
     assert json.loads((tmp_path / "out/batch-00000/plan.json").read_text()) == plan
+    assert plan["tags"] == ["math", ""]
     paths = sorted((tmp_path / "out/batch-00000").glob("*/*.safetensors"))
     assert len(paths) == 4
     from gristmill_service.pipeline.shard_address import ShardAddress

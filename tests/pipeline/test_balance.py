@@ -227,6 +227,8 @@ def test_ranks_never_wait_longer_than_without_balance(batch: Batch) -> None:
         ("lengths", 64, {"size": 4}, 1.04),
         ("lengths", 64, {"size": 16}, 1.02),
         ("lengths_8192", 64, {"size": 8}, 1.004),
+        ("lengths", 8, {"count": 16}, 1.004),
+        ("lengths_8192", 64, {"count": 16}, 1.02),
     ],
 )
 def test_on_the_reference_lengths_ranks_hardly_wait(

@@ -33,6 +33,7 @@ GROUPS = st.lists(st.lists(st.integers(2, 30), min_size=1, max_size=6), min_size
 DP_SIZES = st.integers(1, 5) | st.integers(1, 64)
 BY_SIZE = st.builds(lambda size: {"size": size}, st.integers(1, 5))
 BY_TOKENS = st.builds(lambda tokens: {"max_tokens": tokens}, st.integers(1, 50))
+BY_COUNT = st.builds(lambda count: {"count": count}, st.integers(1, 6))
 PADDED = st.just("pad")
 DROPPING = st.just("drop_trailing")
 STRICT = st.just("error")
@@ -47,17 +48,18 @@ def batches(
 ) -> Batch:
     mode = draw(on_misaligned)
     critic = None if mode == "drop_trailing" else draw(st.none() | st.integers(1, 6))
+    group_size, found = draw(st.integers(1, 4)), draw(micro_batch)
     return Batch(
         draw(groups),
         settings_of(
             policy_mini_batch_size=draw(st.integers(1, 6)),
             critic_mini_batch_size=critic,
-            micro_batch=draw(micro_batch),
+            micro_batch={"count": found["count"] * group_size} if "count" in found else found,
             on_misaligned=mode,
             dp_size=draw(DP_SIZES),
             cp_size=draw(st.integers(1, 2)),
             vpp_size=draw(st.integers(1, 2)),
-            microbatch_group_size=draw(st.integers(1, 4)),
+            microbatch_group_size=group_size,
         ),
     )
 
@@ -79,7 +81,7 @@ def row_batches(draw: st.DrawFn) -> Batch:
     return Batch(draw(GROUPS), config)
 
 
-ANY_BATCH = batches() | row_batches()
+ANY_BATCH = batches() | batches(micro_batch=BY_COUNT) | row_batches()
 
 
 def planned_or_refused(batch: Batch) -> list[MiniBatchPlan] | None:
@@ -144,6 +146,27 @@ def test_counted_in_rows_there_are_as_few_padding_rows_as_can_be(batch: Batch) -
     for plan in planned(batch.groups, batch.config):
         fewer = range(plan.rows, plan.rows + plan.padding_rows)
         assert not any(aligned_in_rows(rows, batch.config) for rows in fewer if rows % dp_size == 0)
+
+
+@given(batches(micro_batch=BY_COUNT))
+def test_with_a_count_every_rank_has_so_many_micro_batches_of_contiguous_rows_as_even_as_can_be(batch: Batch) -> None:
+    count = batch.config.micro_batch.count
+    assert count is not None
+    for plan in planned(batch.groups, batch.config):
+        assert [len(rank) for rank in micro_batches(plan)] == [count] * batch.config.dp_size
+        assert [row for shard in shards(plan) for row in shard if row != PADDING] == list(range(plan.start, plan.end))
+        real = [sum(row != PADDING for row in shard) for shard in shards(plan)]
+        sizes = [sum(row != PADDING for row in rows) for rows in all_micro_batches(plan)]
+        assert max(real) - min(real) <= 1
+        assert max(sizes) - min(sizes) <= 1
+
+
+@given(batches(micro_batch=BY_COUNT))
+def test_with_a_count_padding_rows_fill_up_only_what_would_be_empty(batch: Batch) -> None:
+    for plan in planned(batch.groups, batch.config):
+        bins = plan.micro_batches_per_rank * batch.config.dp_size
+        assert plan.padding_rows == max(0, bins - plan.rows)
+        assert all(rows == [PADDING] or PADDING not in rows for rows in all_micro_batches(plan))
 
 
 @given(batches(micro_batch=BY_TOKENS, on_misaligned=PADDED | DROPPING | STRICT))

@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from gristmill.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
+from gristmill_service.storage.redis.scripts import Outcome
 from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
 from tests.redis.proxy import Proxy
@@ -277,6 +278,20 @@ class TestRollback:
         log.close()
         assert not store.open("run").replay().is_short()
 
+    @pytest.mark.parametrize("step", ["_read_snapshot", "_records"])
+    def test_it_is_told_also_where_the_log_could_not_be_read_at_first(
+        self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, step: str
+    ) -> None:
+        self.forget(redis_server, 1)
+        log.close()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(RedisRunLog, step, failing)
+            log = store.open("run")
+            with pytest.raises(UnavailableError):
+                log.replay()
+        log.close()
+        assert store.open("run").replay().is_short()
+
     def test_an_owner_that_took_over_after_a_failover_learns_it_from_the_one_before(
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
     ) -> None:
@@ -290,6 +305,66 @@ class TestRollback:
         with pytest.raises(OwnedElsewhereError):
             store.open("run")
         wait_until(lambda: taken.is_lost, "it is told", 5)
+        taken.close()
+        assert other.open("run").replay().is_short()
+
+    def test_it_learns_it_also_where_redis_loses_the_first_report(
+        self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
+    ) -> None:
+        self.forget(redis_server, 2)
+        expire(store)
+        other = join(redis_server.url, lease_s=60.0)
+        taken = other.open("run")
+        started(taken)
+        log.close()
+        report = store._keys("run").acknowledged
+        with pytest.raises(OwnedElsewhereError):
+            store.open("run")
+        assert store._client.delete(report), "it is reported"
+        wait_until(lambda: reported_again(store), "it is reported again", 5)
+        taken.check_reported()
+        assert taken.is_lost
+
+    def test_a_report_that_is_repeated_is_told_once(
+        self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
+    ) -> None:
+        self.forget(redis_server, 2)
+        expire(store)
+        other = join(redis_server.url, lease_s=60.0)
+        taken = other.open("run")
+        started(taken)
+        log.close()
+        wait_until(lambda: reported_again(store), "it is reported", 5)
+        taken.check_reported()
+        taken.close()
+        again = other.open("run")
+        assert again.replay().is_short()
+        again.append(b"goes on")
+        wait_until(lambda: reported_again(store), "it is reported again", 5)
+        again.check_reported()
+        assert not again.is_lost
+
+    def test_an_append_that_is_under_way_meanwhile_does_not_hide_it(
+        self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
+    ) -> None:
+        self.forget(redis_server, 2)
+        expire(store)
+        other = join(redis_server.url)
+        taken = other.open("run")
+        started(taken)
+        log.close()
+        append = taken._scripts.append
+
+        def told_meanwhile(*arguments: Any) -> Outcome:
+            outcome = append(*arguments)
+            with pytest.raises(OwnedElsewhereError):
+                store.open("run")
+            wait_until(lambda: taken.is_lost, "it is told", 5)
+            return outcome
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(taken._scripts, "append", told_meanwhile)
+            taken.append(b"goes on")
         taken.close()
         assert other.open("run").replay().is_short()
 
@@ -364,3 +439,14 @@ def started_short(log: RedisRunLog) -> bool:
     replay = log.replay()
     list(replay.records)
     return replay.is_short()
+
+
+def reported_again(store: RedisRunStore) -> bool:
+    """Whether a former owner that asks for the run reports."""
+    with pytest.raises(OwnedElsewhereError):
+        store.open("run")
+    return bool(store._client.exists(store._keys("run").acknowledged))
+
+
+def failing(_: RedisRunLog) -> Any:
+    raise UnavailableError("Redis does not answer")

@@ -220,7 +220,7 @@ class BuildBatch:
             for part in parts
             for rank in range(config.dp_size)
         ]
-        plan = PlanDocument(batch, len(steps), len(steps), prompts, 0, config.dp_size, [], parts, {}, {}, [])
+        plan = PlanDocument(batch, len(steps), len(steps), prompts, 0, config.dp_size, [], parts, {}, {}, [], [], {})
         return Built(plan, shards)
 
 

@@ -51,7 +51,7 @@ class Source:
         return np.concatenate([region.whole() for region in self._regions])
 
     def compact(self) -> Iovec:
-        parts = np.array([(Form.VERBATIM, 0, 0, 0, 0, 0, 0, 0, 0, self.size)], PART)
+        parts = np.array([(Form.VERBATIM, 0, 0, 0, 0, 0, 0, 0, 0, 0, self.size)], PART)
         nobody = np.empty(0, np.int64)
         runs = self.iovec()
         self._regions.append(Region(head(parts, nobody, nobody, self.size)))

@@ -208,6 +208,15 @@ _KINDS = {
 }
 
 
+def _one(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    """Something for a repeated field to hold."""
+    if field.message_type is not None:
+        return st.builds(rows_pb2.Column, name=st.text(max_size=3), counts=st.lists(st.integers(-1, 2), max_size=3))
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return st.binary(max_size=3)
+    return _KINDS.get(field.cpp_type, st.text(max_size=3))
+
+
 @st.composite
 def altered_messages(draw: st.DrawFn) -> rows_pb2.Rows:
     """A good message in which one to three fields hold something else: of another length, or other values."""
@@ -219,7 +228,7 @@ def altered_messages(draw: st.DrawFn) -> rows_pb2.Rows:
             size = draw(st.sampled_from([len(value), max(0, len(value) - 4), len(value) + 4, 1]))
             setattr(message, field.name, draw(st.binary(min_size=size, max_size=size)))
         elif value or draw(st.booleans()):
-            one = _KINDS.get(field.cpp_type, st.text(max_size=3))
+            one = _one(field)
             wanted = draw(st.sampled_from([len(message.uids), len(message.uids), len(value) + 1, 1]))
             del value[:]
             value.extend(draw(st.lists(one, min_size=wanted, max_size=wanted)))

@@ -48,10 +48,10 @@ class Caller(Protocol):
 @dataclass(frozen=True, slots=True)
 class Question(Generic[T]):
     """A call that may wait: `read` is called again whenever the run meets the condition, until its answer is
-    settled."""
+    settled. condition: what to wait for, as the last reading left it."""
 
     run: Waitable
-    condition: Condition
+    condition: Callable[[], Condition]
     read: Callable[[], T]
     is_settled: Callable[[T], bool]
 
@@ -153,11 +153,12 @@ class LongPoll:
 
 @contextmanager
 def _waiting(question: Question[Any], wake: Wake) -> Iterator[None]:
-    question.run.wait(question.condition, wake)
+    condition = question.condition()
+    question.run.wait(condition, wake)
     try:
         yield
     finally:
-        question.run.stop_waiting(question.condition, wake)
+        question.run.stop_waiting(condition, wake)
 
 
 def checked_wait(wait_s: float) -> float:

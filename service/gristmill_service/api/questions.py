@@ -8,13 +8,14 @@ from gristmill_service.api.long_poll import Question
 from gristmill_service.config import Model
 from gristmill_service.run.machine import conditions
 from gristmill_service.run.machine.answers import Admission, Admissions, BatchAnswer, BatchState, Position, ShardAnswer
+from gristmill_service.run.machine.conditions import Condition
 from gristmill_service.run.run import Run
 
 
 def ask_batch(run: Run, batch: int) -> Question[BatchAnswer]:
     return Question(
         run,
-        conditions.batch_is_settled(batch),
+        lambda: conditions.batch_is_settled(batch),
         lambda: run.batch(batch),
         lambda answer: answer.state is not BatchState.PENDING,
     )
@@ -25,7 +26,7 @@ def ask_shard(
 ) -> Question[ShardAnswer]:
     return Question(
         run,
-        conditions.shard_is_settled(model, rank, position, incarnation, is_forward=is_forward),
+        lambda: conditions.shard_is_settled(model, rank, position, incarnation, is_forward=is_forward),
         lambda: run.shard(model, rank, position, incarnation, is_forward=is_forward),
         lambda answer: answer.state is not BatchState.PENDING,
     )
@@ -34,13 +35,15 @@ def ask_shard(
 def ask_policy_version(run: Run, at_least: int) -> Question[int]:
     return Question(
         run,
-        conditions.version_is_reached(at_least),
+        lambda: conditions.version_is_reached(at_least),
         lambda: run.policy_version,
         lambda version: version >= at_least,
     )
 
 
-def ask_groups(run: Run, round_: int, uids: Sequence[str]) -> Question[Admissions]:
+def ask_groups(
+    run: Run, round_: int, uids: Sequence[str], n_samples: Sequence[int], tags: Sequence[str]
+) -> Question[Admissions]:
     """Admits what has room; settled once the first uid that had none at the first reading is answered."""
     waits_for: list[int] = []
 
@@ -49,4 +52,7 @@ def ask_groups(run: Run, round_: int, uids: Sequence[str]) -> Question[Admission
             waits_for.extend(index for index, found in enumerate(answer.admissions) if found is Admission.NO_ROOM)
         return not waits_for or answer.admissions[waits_for[0]] is not Admission.NO_ROOM
 
-    return Question(run, conditions.there_is_room(), lambda: run.begin_groups(round_, uids), is_settled)
+    def condition() -> Condition:
+        return conditions.there_is_room(tags[waits_for[0]] if waits_for and tags else "")
+
+    return Question(run, condition, lambda: run.begin_groups(round_, uids, n_samples, tags), is_settled)

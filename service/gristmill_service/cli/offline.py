@@ -55,7 +55,8 @@ def plan(file: RolloutsArgument, config: ConfigOption) -> None:
         settings = _read_settings(config)
         batches, is_lengths = _read(file, settings)
         if is_lengths:
-            settings = settings.model_copy(update={"zero_variance_filter": None, "overlong_filter": ()})
+            nothing = {"zero_variance_filter": None, "overlong_filter": ()}
+            settings = settings.model_copy(update=nothing | ({"stale": "count"} if settings.stale == "mask" else {}))
         for number, steps in enumerate(batches):
             document = plan_batch(steps, settings, batch=number)
             _warn(document.counts)
@@ -156,6 +157,11 @@ def _warn(counts: dict[str, int]) -> None:
         messages.print(
             f"[yellow]warning:[/] {counts['maxrl_nonpositive_groups']} prompt groups have a mean score that is not "
             "positive: maxrl reinforces the worse sample there"
+        )
+    if counts.get("realigned_tokens"):
+        messages.print(
+            f"[yellow]warning:[/] {counts['realigned_tokens']} sampled tokens came back as others (retokenised_tail) "
+            f"and are not trained; {counts['realigned_loss_tokens']} of them had loss_mask 1"
         )
 
 

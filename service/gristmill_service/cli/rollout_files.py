@@ -22,6 +22,7 @@ from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
+from gristmill_service.group_rules import MOST_TAGS
 
 Progress = Callable[[int], None]
 """A function that is called with the number of the file's bytes that are read so far."""
@@ -43,6 +44,7 @@ def read_batches(path: Path, config: RunConfig, progress: Progress) -> tuple[lis
             raise InvalidArgumentError("holds no rows")
         is_lengths = isinstance(first, Mapping) and not first.keys().isdisjoint(_LENGTH_FIELDS)
         table = _lengths_table(_chain(first, rows), config) if is_lengths else _rows_table(_chain(first, rows), config)
+        _check_tags(table)
         return _split(table, config), is_lengths
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{path}: {error}") from None
@@ -142,6 +144,14 @@ def _lengths_table(rows: Iterator[Any], config: RunConfig) -> Steps:
         loss_mask=Ragged(nothing.astype(np.uint8), starts, response_lengths),
         advantages=np.zeros(len(table)) if config.advantage_estimator == "none" else None,
     )
+
+
+def _check_tags(table: Steps) -> None:
+    names = set(table.tags or ()) - {""}
+    if len(names) > MOST_TAGS:
+        raise InvalidArgumentError(
+            f"has {len(names)} tags, and a run has {MOST_TAGS} at most; a tag names a task, not a prompt"
+        )
 
 
 def _split(table: Steps, config: RunConfig) -> list[Steps]:

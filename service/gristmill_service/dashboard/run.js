@@ -76,7 +76,7 @@ function doing(rank) {
 
 function waiting(body) {
   const seen = seconds => seconds == null ? "not known" : since(seconds, body.watched_since);
-  const groups = body.open_groups.map(one => [one.uid, `${one.complete} of ${one.samples} samples`, one.rows, since(one.since)]);
+  const groups = body.open_groups.map(one => [one.tag ? `${one.uid} (${one.tag})` : one.uid, `${one.complete} of ${one.samples} samples`, one.rows, since(one.since)]);
   const batches = body.batches.map(one => [`batch ${one.batch}`, one.state, one.prompts, seen(one.since)]);
   const ranks = body.models.flatMap(model => model.ranks.map(rank => [
     body.models.length > 1 ? `${model.model} rank ${rank.rank}` : `rank ${rank.rank}`, place(rank.next),

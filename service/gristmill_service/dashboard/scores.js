@@ -27,7 +27,7 @@ export class ScoresView {
       make("div", { class: "pair" }, charts.map(chart => chart.node)),
       make("details", {}, make("summary", {}, "Every group"), make("div", { class: "scroll", tabindex: "0", role: "region",
         "aria-label": "Scores of every group" }, table(["group", "mean", "scores, with the advantage's sign below each", "advantages"],
-        told.groups.map(group => [`${group.uid}${group.round ? ` round ${group.round}` : ""}`, number(mean(group.scores)),
+        told.groups.map(group => [`${group.uid}${group.round ? ` round ${group.round}` : ""}${group.tag ? ` (${group.tag})` : ""}`, number(mean(group.scores)),
           group.scores.map((score, index) => chip(score, group.advantages?.[index])),
           group.advantages ? group.advantages.map(number).join("  ") : "one per token"]), "Scores of every group"))),
       ...this.pages(told));

@@ -65,6 +65,7 @@ class BatchView:
             micro_steps_per_cell=drawn.per_cell,
             load_unit=self._bars.load_unit,
             mini_batches=drawn.mini_batches,
+            columns=[str(column) for column in config.columns],
             groups=[_short(uid) for _, uid in self._rows.received.groups[: LARGEST.bars]],
         )
 
@@ -109,6 +110,7 @@ class BatchView:
         return GroupScores(
             uid=_short(uid),
             round=round_,
+            tag=received.tags[group] if received.tags else "",
             samples=received.steps.samples[received.trajectory_bounds[:-1][own]].tolist(),
             scores=self._rows.scores[own].tolist(),
             advantages=None if advantages is None else advantages[own].tolist(),
@@ -164,7 +166,9 @@ def _read(run: Run, batch: int) -> tuple[_Key, BatchView]:
     if plan.dp_size != config.dp_size:
         # The trainer came back with another number of ranks between the two.
         raise NotFoundError(f"batch {batch} is being built again for another dp_size; ask again later")
-    view = BatchView(run.name, batch, config, plan, summarize(run.export(batch), config))
+    sealed = run.read(lambda state, _: state.batches.get(batch))
+    version = 0 if sealed is None else sealed.policy_version
+    view = BatchView(run.name, batch, config, plan, summarize(run.export(batch), config, version))
     return _Key(run.run_id, batch, config.dp_size), view
 
 
@@ -183,10 +187,12 @@ def _prefix_break(one: StepBreak) -> PrefixBreak:
         round=key.round,
         sample=key.sample,
         step=one.step,
+        against=one.against,
         index=one.at,
         before=one.before,
         was=one.was,
         now=one.now,
+        column=one.column,
     )
 
 

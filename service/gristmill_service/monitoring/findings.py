@@ -167,7 +167,9 @@ def _waiting_ranks(facts: RunFacts, model: ModelFacts) -> Finding:
     if facts.building is not None:
         return _finding("note", f"{model.model} ranks wait for batch {number}, which is being built", since)
     have, need = facts.counts.groups_complete, facts.train_batch_size
-    return _finding("note", f"{model.model} ranks wait for batch {number}: {have} of {need} groups are complete", since)
+    tags = ", ".join(f"{count} of tag {tag!r}" for tag, count in facts.missing_tags.items())
+    text = f"{model.model} ranks wait for batch {number}: {have} of {need} groups are complete"
+    return _finding("note", f"{text}; tag_shares lacks {tags}" if tags else text, since)
 
 
 def _columns(facts: RunFacts) -> Iterator[Finding]:

@@ -55,6 +55,7 @@ class OpenGroup(Document):
     aborted: int
     samples: int
     rows: int
+    tag: str = Field(default="", description="Its environment or task.")
 
 
 class HeldBatch(Document):

@@ -9,7 +9,7 @@ from gristmill_service.config import Model
 from gristmill_service.monitoring.health_models import HeldBatch, OpenGroup, RunCounts, Stage
 from gristmill_service.monitoring.run_history import BatchTimes, HistorySnapshot
 from gristmill_service.monitoring.run_monitor import monitor_of
-from gristmill_service.run.machine import progress
+from gristmill_service.run.machine import progress, sealing
 from gristmill_service.run.machine.admission import Room
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.groups import Group
@@ -50,6 +50,7 @@ class AwaitingBatch:
 @dataclass(frozen=True, slots=True)
 class RunFacts:
     """
+    missing_tags: groups of each tag that the next batch lacks (`tag_shares`), complete ones counted.
     failed: the last batches that could not be built, with the reason. kept: those whose rows are kept, for another
         dp_size.
     published: the batches that are published, to be trained, and not freed. building: the oldest that is to be built.
@@ -62,6 +63,7 @@ class RunFacts:
     train_batch_size: int
     max_buffered_batches: int
     room: Room
+    missing_tags: dict[str, int]
     unhealthy_reason: str
     failed: dict[int, str]
     kept: frozenset[int]
@@ -94,6 +96,7 @@ def facts_of(run: Run, state: State, room: Room) -> RunFacts:
         train_batch_size=run.config.train_batch_size,
         max_buffered_batches=run.config.max_buffered_batches,
         room=room,
+        missing_tags=sealing.missing_tags(state, run.config),
         unhealthy_reason=run.blocked_reason,
         failed=dict(list(state.failed.items())[-SHOWN_FAILURES:]),
         kept=frozenset(state.batches_kept),
@@ -170,6 +173,7 @@ def _open_group(group: Group, history: HistorySnapshot) -> OpenGroup:
         aborted=len(group.aborted),
         samples=group.samples,
         rows=sum(len(trajectory.rows) for trajectory in group.trajectories.values()),
+        tag=group.tag,
     )
 
 

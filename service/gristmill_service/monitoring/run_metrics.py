@@ -20,6 +20,7 @@ from gristmill_service.config import Model
 from gristmill_service.monitoring.bucket_counts import SECONDS, VERSIONS, BucketCounts
 from gristmill_service.monitoring.rank_metrics import RankMetrics, RankStats
 from gristmill_service.pipeline.batch_stats import BatchStats
+from gristmill_service.pipeline.tag_metrics import Figures
 from gristmill_service.run.machine.answers import Outcome
 from gristmill_service.run.machine.events import (
     Acknowledged,
@@ -43,7 +44,8 @@ from gristmill_service.run.machine.state import BATCH_FAILED, State
 _log = structlog.get_logger(__name__)
 
 REASONS = (
-    "aborted", "batch_failed", "finished", "misaligned", "rows_lost", "stale", "superseded", "timeout", "zero_variance"
+    "aborted", "batch_failed", "finished", "misaligned", "rows_lost", "stale", "superseded", "surplus",
+    "timeout", "zero_variance"
 )  # fmt: skip
 STAGES = ("queue", "gather", "validate", "merge", "advantage", "schedule", "layout", "plan", "publish")
 # A worker that was told that there is no room asks again within this, or has gone away.
@@ -72,8 +74,10 @@ class _Build:
 class MetricsSnapshot:
     """Everything that was counted of a run, at one moment.
 
-    closed: groups that went on with fewer samples, by reason. padding: the last published batch's shares. throttled:
-    seconds during which workers waited for room.
+    closed: groups that went on with fewer samples, by reason. column_bytes: of declared columns, by name and
+    kind (rows, shards). padding: the last published batch's shares. tags: figures of each tag, of the last published
+    batch that had it. tag_groups: groups of published batches. tags_short: batches sealed with fewer groups of the tag
+    than its share. throttled: seconds during which workers waited for room.
     """
 
     rows: Counter[Outcome]
@@ -84,7 +88,11 @@ class MetricsSnapshot:
     batch_rows: Counter[str]
     batch_tokens: Counter[str]
     mismatches: Counter[str]
+    column_bytes: Counter[tuple[str, str]]
     padding: dict[str, float]
+    tags: dict[str, Figures]
+    tag_groups: Counter[str]
+    tags_short: Counter[str]
     staleness: BucketCounts
     stages: dict[str, BucketCounts]
     seal: BucketCounts
@@ -114,7 +122,11 @@ class RunMetrics:
         self._batch_rows: Counter[str] = Counter()
         self._batch_tokens: Counter[str] = Counter()
         self._mismatches: Counter[str] = Counter()
+        self._column_bytes: Counter[tuple[str, str]] = Counter()
         self._padding: dict[str, float] = {}
+        self._tags: dict[str, Figures] = {}
+        self._tag_groups: Counter[str] = Counter()
+        self._tags_short: Counter[str] = Counter()
         self._staleness = BucketCounts(VERSIONS)
         self._stages = {stage: BucketCounts(SECONDS) for stage in STAGES}
         self._seal, self._publish = BucketCounts(SECONDS), BucketCounts(SECONDS)
@@ -136,7 +148,11 @@ class RunMetrics:
                 batch_rows=self._batch_rows.copy(),
                 batch_tokens=self._batch_tokens.copy(),
                 mismatches=self._mismatches.copy(),
+                column_bytes=self._column_bytes.copy(),
                 padding=self._padding,
+                tags=dict(self._tags),
+                tag_groups=self._tag_groups.copy(),
+                tags_short=self._tags_short.copy(),
                 staleness=self._staleness.copy(),
                 stages={stage: counts.copy() for stage, counts in self._stages.items()},
                 seal=self._seal.copy(),
@@ -149,6 +165,9 @@ class RunMetrics:
         """Counts a request's rows, by what became of them."""
         if not outcomes:
             return
+        with self._lock:
+            for name, extra in steps.extras.items():
+                self._column_bytes[name, "rows"] += int(extra.row_bytes.sum())
         first = outcomes[0]
         # Nearly always all rows of a request have one outcome.
         if outcomes.count(first) == len(outcomes):
@@ -232,6 +251,7 @@ class RunMetrics:
                 self._drop(bounded_reason(reason), released, tokens())
             case BatchSealed(batch):
                 self._builds[batch] = _Build(self._clock())
+                self._tags_short.update(event.short_tags)
                 oldest = min(group.admitted_at for group in state.batches[batch].groups)
                 self._seal.add(max(0.0, self._now() - oldest))
             case BatchPublished(batch):
@@ -263,5 +283,8 @@ class RunMetrics:
         self._dropped_rows.update(stats.dropped_rows)
         self._dropped_tokens.update(stats.dropped_tokens)
         self._mismatches.update(stats.mismatches)
+        self._column_bytes.update({(name, "shards"): nbytes for name, nbytes in stats.column_bytes.items()})
         self._padding = stats.padding
+        self._tags |= stats.tags
+        self._tag_groups.update({tag: int(figures["prompts"]) for tag, figures in stats.tags.items()})
         self._staleness.add_all(stats.staleness.tolist())

@@ -46,13 +46,13 @@ def shard_tensors(specs: Sequence[ColumnSpec], steps: Steps, rows: Rows) -> list
         extra = _of(spec, steps)
         given = extra.given[rows.steps]
         if spec.scope == "row":
-            found.append(RowValues(spec.name, _row_values(spec, extra.values, given, rows)))
+            found.append(RowValues(spec.name, spec.name, _row_values(spec, extra.values, given, rows)))
         elif spec.scope == "items":
             items = Items(spec, extra, _last_given(given, rows) if spec.merge != "concat" else None, rows)
             found += [items, ItemOffsets(items)]
         if not spec.required:
             of_rows = np.append(_any(given, rows), False).astype(np.uint8)
-            found.append(RowValues(f"{spec.name}_given", of_rows))
+            found.append(RowValues(f"{spec.name}_given", spec.name, of_rows))
     return found
 
 
@@ -193,9 +193,10 @@ class Cut(NamedTuple):
 
 
 class ShardTensor(ABC):
-    """A tensor of which a shard has one. name, dtype, itemsize: as `Column` has them."""
+    """A tensor of which a shard has one. name, dtype, itemsize: as `Column` has them. column: the declared column."""
 
     name: str
+    column: str
     dtype: str
     itemsize: int
 
@@ -207,9 +208,9 @@ class ShardTensor(ABC):
 class RowValues(ShardTensor):
     """An element per row. values: (rows + 1, *shape), the padding row's last."""
 
-    def __init__(self, name: str, values: Array) -> None:
-        self.name, self.dtype, self.itemsize = name, safetensors_name(values.dtype), values.itemsize
-        self._values = values
+    def __init__(self, name: str, column: str, values: Array) -> None:
+        self.name, self.column, self._values = name, column, values
+        self.dtype, self.itemsize = safetensors_name(values.dtype), values.itemsize
 
     def cut(self, rows: Int64s) -> Cut:
         values = self._values[rows]
@@ -222,7 +223,8 @@ class Items(ShardTensor):
     its visits."""
 
     def __init__(self, spec: ColumnSpec, extra: Extra, visits: Int64s | None, rows: Rows) -> None:
-        self.name, self.dtype, self.itemsize = spec.name, safetensors_name(spec.storage), spec.storage.itemsize
+        self.name = self.column = spec.name
+        self.dtype, self.itemsize = safetensors_name(spec.storage), spec.storage.itemsize
         self._shape, self._unit = list(spec.shape), spec.element_bytes
         self._values = Region(extra.values.values)
         of_visit = extra.values.take(rows.steps)
@@ -250,7 +252,7 @@ class ItemOffsets(ShardTensor):
     dtype, itemsize = "I64", 8
 
     def __init__(self, items: Items) -> None:
-        self.name, self._items = f"{items.name}_offsets", items
+        self.name, self.column, self._items = f"{items.name}_offsets", items.name, items
 
     def cut(self, rows: Int64s) -> Cut:
         memory = Region(np.append(0, np.cumsum(self._items.counts[rows])))
@@ -262,7 +264,8 @@ def _row_values(spec: ColumnSpec, values: Ragged, given: Bools, rows: Rows) -> A
     found = np.full((len(rows) + 1, *spec.shape), spec.fill_value, spec.storage)
     if spec.merge == "sum":
         has = np.append(_any(given, rows), False)
-        found[has] = _sums(spec, values, given, rows)[has[:-1]]
+        # Where rows share a step it counts once, so that sums over rows are those over steps.
+        found[has] = _sums(spec, values, given & rows.is_first, rows)[has[:-1]]
         return found
     visits = _first_given(given, rows) if spec.merge == "first" else _last_given(given, rows)
     has = visits >= 0

@@ -6,11 +6,13 @@ what is masked.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._wire.columns import Int64s
-from gristmill._wire.steps import UNKNOWN
+from gristmill._wire.columns import Int64s, Ragged
+from gristmill._wire.steps import UNKNOWN, Steps, versions_of_tokens
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.advantage import Float64s, by_size, flat
 from gristmill_service.pipeline.validate import Received
@@ -40,6 +42,16 @@ def zero_variance_groups(received: Received, scores: Float64s) -> NDArray[np.boo
     return found
 
 
+def current_version(received: Received, policy_version: int | None) -> int:
+    """Returns the given version; None (offline) takes the largest in the batch."""
+    if policy_version is not None:
+        return policy_version
+    columns = [received.steps.policy_versions]
+    if received.steps.token_versions is not None:
+        columns.append(received.steps.token_versions.values)
+    return max((int(column.max()) for column in columns if len(column)), default=UNKNOWN)
+
+
 def stale_groups(received: Received, config: RunConfig, policy_version: int | None) -> NDArray[np.bool_]:
     """Finds groups with a trajectory more than `max_staleness` versions behind; bool (groups,).
 
@@ -49,10 +61,33 @@ def stale_groups(received: Received, config: RunConfig, policy_version: int | No
     stale = np.zeros(len(received.groups), np.bool_)
     if config.max_staleness is None or not len(versions):
         return stale
-    current = int(versions.max()) if policy_version is None else policy_version
+    current = current_version(received, policy_version)
     behind = (versions != UNKNOWN) & (current - versions.astype(np.int64) > config.max_staleness)
     stale[received.trajectory_groups[received.trajectory_of_step[behind]]] = True
     return stale
+
+
+def mask_stale_tokens(
+    received: Received, config: RunConfig, policy_version: int | None
+) -> tuple[Received, dict[str, int]]:
+    """Returns the batch with loss_mask 0 on tokens more than `max_staleness` versions behind, under `stale: mask`, and
+    how many trained tokens those were. policy_version: as `stale_groups` has it. Nothing is modified."""
+    steps = received.steps
+    if config.stale != "mask" or not len(steps):
+        return received, {}
+    fresh = fresh_loss_mask(steps, config, current_version(received, policy_version))
+    before = steps.loss_mask.compact().values.sum(dtype=np.int64)
+    counts = {"stale_tokens": int(before - fresh.values.sum(dtype=np.int64))}
+    return replace(received, steps=replace(steps, loss_mask=fresh)), counts
+
+
+def fresh_loss_mask(steps: Steps, config: RunConfig, current: int) -> Ragged:
+    """Returns the rows' loss_mask, with 0 on tokens that are too far behind under `stale: mask`."""
+    if config.stale != "mask" or config.max_staleness is None:
+        return steps.loss_mask
+    versions, mask = versions_of_tokens(steps).compact(), steps.loss_mask.compact()
+    behind = (versions.values != UNKNOWN) & (current - versions.values.astype(np.int64) > config.max_staleness)
+    return Ragged(mask.values * ~behind, mask.starts, mask.lengths)
 
 
 def staleness(received: Received, policy_version: int | None) -> Int64s:
@@ -60,7 +95,7 @@ def staleness(received: Received, policy_version: int | None) -> Int64s:
     versions = received.steps.policy_versions.astype(np.int64)
     if not len(versions):
         return versions
-    current = int(versions.max()) if policy_version is None else policy_version
+    current = current_version(received, policy_version)
     behind = np.where(versions == UNKNOWN, UNKNOWN, current - versions)
     oldest = np.maximum.reduceat(behind, received.trajectory_bounds[:-1])
     return oldest[oldest > UNKNOWN]

@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from gristmill._wire.column_spec import BUILT_IN
 from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.columns import SCOPES, Column, Geometry, Placement, Runs, Scope, safetensors_name
@@ -89,6 +90,18 @@ class Shard:
 
     def compact(self) -> Iovec:
         return self.without_padding.iovec
+
+    @property
+    def column_bytes(self) -> dict[str, int]:
+        """Bytes that each declared column takes of the file."""
+        found: dict[str, int] = {}
+        for part, cuts in zip(self.placed.parts, self.cuts, strict=True):
+            for column, runs in zip(part.columns, part.runs, strict=True):
+                if column.name not in BUILT_IN:
+                    found[column.name] = sum(int(runs.of(one.begin, one.end)[:, 1].sum()) for one in self.blocks)
+            for tensor, cut in zip(part.tensors, cuts, strict=True):
+                found[tensor.column] = found.get(tensor.column, 0) + int(cut.iovec[:, 1].sum())
+        return found
 
 
 class Layout:

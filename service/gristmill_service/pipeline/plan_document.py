@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from gristmill_service.pipeline.balance import barrier_ratio, loads_of
 from gristmill_service.pipeline.layout import Shard
 from gristmill_service.pipeline.plan import MiniBatchPlan
 from gristmill_service.pipeline.scored_batch import ScoredBatch
+from gristmill_service.pipeline.tag_metrics import tag_metrics, tags_short
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,8 @@ class MiniBatchDocument:
 
 @dataclass(frozen=True, slots=True)
 class MismatchDocument:
-    """A step that did not join the one before. index: of the first token of its prompt that differs. column: with
-    `merge: equal`, in which the two differ, though no token does; else empty."""
+    """A step that joined none. index: of the first token of its prompt that differs. column: with `merge: equal`, in
+    which it differs from the step that it would have joined, though no token does; else empty."""
 
     uid: str
     round: int
@@ -64,7 +66,9 @@ class PlanDocument:
     """The plan of a batch: which row trains when and where. Row indices are those after merging.
 
     dropped_uids: of groups dropped as stale or by alignment. counts: what each rule met, by name. metrics: of the
-    policy. merge_mismatches: the first few of each trajectory, with `merge: prefix`.
+    policy. merge_mismatches: the first few of each trajectory. tags: the environment or task of each prompt group, in
+    the batch's order, "" where it has none; empty where none has. tag_metrics: by tag. steps: with `merge: tree` the
+    steps that each row is made of, by their own numbers; the plans of others are without.
     """
 
     batch: int
@@ -78,11 +82,15 @@ class PlanDocument:
     counts: dict[str, int]
     metrics: dict[str, int | float]
     merge_mismatches: list[MismatchDocument]
+    tags: list[str]
+    tag_metrics: dict[str, dict[str, int | float]]
+    steps: list[list[int]] | None = None
 
 
 def encode_plan(plan: PlanDocument) -> bytes:
     """Returns the plan as JSON, in UTF-8 and on one line."""
-    return msgspec.json.encode(plan)
+    text = msgspec.json.encode(plan)
+    return text if plan.steps is not None else text.removesuffix(b',"steps":null}') + b"}"
 
 
 def decode_plan(text: bytes) -> PlanDocument:
@@ -113,6 +121,9 @@ def plan_document(
         counts=_counts(scored, len(dropped), config),
         metrics=_accuracy(scored) | _performance(scored, policy, config, laid_out),
         merge_mismatches=_mismatches(scored),
+        tags=received.tags,
+        tag_metrics=tag_metrics(scored, policy, laid_out),
+        steps=_paths(scored) if config.merge == "tree" else None,
     )
 
 
@@ -137,6 +148,8 @@ def _counts(scored: ScoredBatch, dropped: int, config: RunConfig) -> dict[str, i
     counts = {"misaligned_groups": dropped, **scored.counts}
     if config.max_seq_len is not None:
         counts["rows_over_max_seq_len"] = int((scored.rows.lengths > config.max_seq_len).sum())
+    if config.tag_shares:
+        counts["tags_short"] = tags_short(scored, config)
     return counts
 
 
@@ -187,3 +200,9 @@ def _mismatches(scored: ScoredBatch) -> list[MismatchDocument]:
         MismatchDocument(key.uid, key.round, key.sample, mismatch.step, mismatch.index, mismatch.column)
         for key, mismatch in zip(keys, scored.mismatches, strict=True)
     ]
+
+
+def _paths(scored: ScoredBatch) -> list[list[int]]:
+    rows = scored.rows
+    numbers = scored.received.steps.steps[rows.steps].tolist()
+    return [numbers[begin:end] for begin, end in pairwise(rows.edges.tolist())]

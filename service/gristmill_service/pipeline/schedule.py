@@ -47,9 +47,11 @@ def schedule(lengths: Int64s, group_bounds: Int64s, config: RunConfig) -> list[M
     parts = chain.from_iterable(divide(group_bounds, model, config) for model in config.models)
     flops = config.flops if config.balance == "flops" else None
     rows = _Rows(lengths, lengths.tolist(), None if config.balance == "none" else loads_of(lengths, flops))
-    if config.token_cap is None:
-        return [_plan_by_size(part, rows.loads, config) for part in parts]
-    return [_plan_by_tokens(part, rows, config.token_cap, config) for part in parts]
+    if config.token_cap is not None:
+        return [_plan_by_tokens(part, rows, config.token_cap, config) for part in parts]
+    if config.micro_batch.count is not None:
+        return [_plan_by_count(part, rows, config.micro_batch.count, config.dp_size) for part in parts]
+    return [_plan_by_size(part, rows.loads, config) for part in parts]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,6 +177,18 @@ def _balanced(
     sizes = np.bincount(rank * steps + step, minlength=len(micro_batches)).reshape(dp_size, steps)
     shards = np.split(rows[np.lexsort((step, rank))], sizes.sum(axis=1).cumsum()[:-1])
     return tuple(RankPlan(*each) for each in zip(shards, np.insert(sizes.cumsum(axis=1), 0, 0, axis=1), strict=True))
+
+
+def _plan_by_count(part: _Part, batch: _Rows, count: int, dp_size: int) -> MiniBatchPlan:
+    """Gives every rank `count` micro-batches: rows go to the ranks in contiguous chunks, which are cut likewise."""
+    own = np.arange(part.start, part.end)
+    dealt = [rows for chunk in np.array_split(own, dp_size) for rows in np.array_split(chunk, count)]
+    micro_batches = [rows.tolist() or [PADDING] for rows in dealt]
+    ranks = tuple(_rank(micro_batches[rank * count : (rank + 1) * count]) for rank in range(dp_size))
+    if batch.loads is not None:
+        no_cap = int(batch.lengths.sum())
+        ranks = more_even(_balanced(micro_batches, batch, batch.loads, no_cap, dp_size), ranks, batch.loads)
+    return _plan(part, len(part.groups), ranks)
 
 
 def _kept_groups(part: _Part, aligned: NDArray[np.bool_], config: RunConfig) -> int:

@@ -14,7 +14,8 @@ from gristmill_service.config import RunConfig
 from gristmill_service.pipeline import advantage, filters
 from gristmill_service.pipeline.advantage import Float64s
 from gristmill_service.pipeline.credit import Credit, credit
-from gristmill_service.pipeline.merge import Mismatch, Rows, merge, row_loss_tokens
+from gristmill_service.pipeline.joins import Mismatch
+from gristmill_service.pipeline.merge import Rows, merge, realigned_tokens, row_loss_tokens
 from gristmill_service.pipeline.stage_timer import StageTimer, no_timer
 from gristmill_service.pipeline.validate import Received, receive
 
@@ -60,9 +61,11 @@ def score_batch(
     awaits = frozenset(column.name for column in config.written_columns)
     with timed("validate"):
         received = receive(steps, config)
+        policy_version = filters.current_version(received, policy_version)
         received, stale, counts = _drop_stale(received, config, policy_version)
+        received, stale_tokens = filters.mask_stale_tokens(received, config, policy_version)
     with timed("merge"):
-        rows, mismatches = merge(received, config.merge, config.columns)
+        rows, mismatches = merge(received, config)
     with timed("advantage"):
         score = config.trajectory_score
         scores = advantage.trajectory_scores(received.steps.rewards, received.trajectory_bounds, score)
@@ -81,7 +84,11 @@ def score_batch(
             rows_received=len(steps),
             staleness=filters.staleness(received, policy_version),
             stale=stale,
-            counts=counts | masked | _group_counts(received, scores, config),
+            counts=counts
+            | stale_tokens
+            | masked
+            | _group_counts(received, scores, config)
+            | _realigned(received, rows, config),
             awaits=awaits,
         )
         return scored if awaits & config.credit_columns else _credited(scored, config)
@@ -118,11 +125,18 @@ def _drop_stale(
         return received, [], {}
     stale = filters.stale_groups(received, config, policy_version)
     counts = {"stale_groups": int(stale.sum())}
-    if config.stale == "count" or not stale.any():
+    if config.stale != "drop" or not stale.any():
         return received, [], counts
     keep = ~stale[received.trajectory_groups][received.trajectory_of_step]
     dropped = [received.groups[group] for group in np.flatnonzero(stale).tolist()]
     return receive(received.steps.take(np.flatnonzero(keep)), config), dropped, counts
+
+
+def _realigned(received: Received, rows: Rows, config: RunConfig) -> dict[str, int]:
+    if not config.retokenised_tail:
+        return {}
+    tokens, loss_tokens = realigned_tokens(rows, received.steps.loss_mask)
+    return {"realigned_tokens": tokens, "realigned_loss_tokens": loss_tokens}
 
 
 def _group_counts(received: Received, scores: Float64s, config: RunConfig) -> dict[str, int]:

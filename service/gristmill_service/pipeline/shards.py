@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s, Ragged
-from gristmill._wire.steps import FLOAT32_MAX
+from gristmill._wire.steps import FLOAT32_MAX, UNKNOWN
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.advantage import Denominators, Float64s
@@ -88,6 +88,11 @@ class _ShardBuilder:
         columns += self._rewards()
         if steps.logprobs is not None:
             columns.append(StepTokens("rollout_logprobs", rows.standing(steps.logprobs), geometry, zeros))
+        if steps.token_versions is not None:
+            unknown = np.full(longest, UNKNOWN, np.int32)
+            versions = rows.standing(steps.token_versions)
+            columns.append(StepTokens("token_policy_version", versions, geometry, Region(unknown)))
+            columns[-1].fill = int(unknown.view(np.uint32)[0])
         return columns
 
     def _rewards(self) -> list[Column]:
@@ -126,11 +131,7 @@ class _ShardBuilder:
     def _of_tokens(self, credit: TokenCredit, mini_batches: Sequence[MiniBatchPlan], scale: Float64s) -> list[Column]:
         """Returns the advantages and returns of tokens. scale: float64 (rows,)."""
         tokens, rows = credit.tokens, self._scored.rows
-        # The row that trains each token: the first that has its step.
-        row_of_step = np.full(len(tokens.steps), -1)
-        visits = np.flatnonzero(rows.owns_reward)[::-1]
-        row_of_step[rows.steps[visits]] = rows.per_visit(np.arange(len(rows)))[visits]
-        row_of_token = np.repeat(row_of_step, np.diff(tokens.step_bounds))
+        row_of_token = rows.trained_in(tokens.edges)[tokens.places]
         advantages = credit.advantages
         if self._config.whiten == "mini_batch":
             advantages = whiten(advantages, _mini_batch_of_rows(mini_batches, len(rows))[row_of_token])

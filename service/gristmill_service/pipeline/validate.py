@@ -26,6 +26,7 @@ class Received:
     trajectory_bounds: (trajectories + 1,), trajectory t is the steps `bounds[t]:bounds[t + 1]`.
     trajectory_groups: (trajectories,), the group of each.
     group_bounds: (groups + 1,), group g is the trajectories `bounds[g]:bounds[g + 1]`.
+    tags: the environment or task of each group, "" where no row says; empty where none does.
     """
 
     steps: Steps
@@ -33,6 +34,7 @@ class Received:
     trajectory_bounds: Int64s
     trajectory_groups: Int64s
     group_bounds: Int64s
+    tags: list[str]
 
     @property
     def trajectory_of_step(self) -> Int64s:
@@ -49,7 +51,9 @@ def receive(steps: Steps, config: RunConfig) -> Received:
     starts = _trajectory_starts(group_of_step, steps.samples)
     bounds = np.append(starts, len(steps))
     trajectory_groups = group_of_step[starts]
+    group_bounds = np.searchsorted(trajectory_groups, np.arange(len(groups) + 1))
     _check_samples(steps, config)
+    _check_group_sizes(steps, bounds, group_bounds, config)
     _check_steps(steps, bounds, config)
     _check_rewards(steps)
     _check_advantages(steps, bounds, config)
@@ -58,8 +62,24 @@ def receive(steps: Steps, config: RunConfig) -> Received:
         groups=groups,
         trajectory_bounds=bounds,
         trajectory_groups=trajectory_groups,
-        group_bounds=np.searchsorted(trajectory_groups, np.arange(len(groups) + 1)),
+        group_bounds=group_bounds,
+        tags=_group_tags(steps, group_of_step, len(groups)),
     )
+
+
+def _group_tags(steps: Steps, group_of_step: Int64s, groups: int) -> list[str]:
+    """Returns each group's tag, as far as any row says. Refuses rows that disagree."""
+    if steps.tags is None:
+        return []
+    found = [""] * groups
+    for row, (group, tag) in enumerate(zip(group_of_step.tolist(), steps.tags, strict=True)):
+        known = found[group]
+        if tag and known and tag != known:
+            raise InvalidArgumentError(
+                f"{steps.name(row)}: tag is {tag!r}, and the group has {known!r}; give all rows of a group one tag"
+            )
+        found[group] = known or tag
+    return found
 
 
 def _ordered(steps: Steps) -> tuple[Steps, list[tuple[int, str]], Int64s]:
@@ -105,12 +125,32 @@ def _trajectory_starts(group_of_step: Int64s, samples: NDArray[np.int32]) -> Int
 
 
 def _check_samples(steps: Steps, config: RunConfig) -> None:
-    outside = np.flatnonzero(steps.samples >= config.n_samples_per_prompt)
+    samples = config.most_samples + config.surplus
+    outside = np.flatnonzero(steps.samples >= samples)
     if outside.size:
         row = int(outside[0])
         raise InvalidArgumentError(
-            f"{steps.name(row)}: sample is {steps.samples[row]}, and n_samples_per_prompt: "
-            f"{config.n_samples_per_prompt} allows 0..{config.n_samples_per_prompt - 1}"
+            f"{steps.name(row)}: sample is {steps.samples[row]}, and {sizes_of(config)} allows 0..{samples - 1}"
+        )
+
+
+def sizes_of(config: RunConfig) -> str:
+    """The settings that say which samples a group may have, for a message."""
+    own = config.max_samples_per_prompt
+    named = f"n_samples_per_prompt: {config.n_samples_per_prompt}" if own is None else f"max_samples_per_prompt: {own}"
+    return f"{named} with surplus: {config.surplus}" if config.surplus else named
+
+
+def _check_group_sizes(steps: Steps, bounds: Int64s, group_bounds: Int64s, config: RunConfig) -> None:
+    """Refuses a group with more trajectories than make one: with a surplus, more are sampled."""
+    large = np.flatnonzero(np.diff(group_bounds) > config.most_samples)
+    if large.size:
+        group = int(large[0])
+        found = int(group_bounds[group + 1] - group_bounds[group])
+        raise InvalidArgumentError(
+            f"uid {steps.uids[int(bounds[group_bounds[group]])]!r}: the group has {found} samples, and "
+            f"{config.most_samples} are the most ({sizes_of(config)}); rows do not tell which were complete first, so "
+            "leave the surplus out"
         )
 
 

@@ -338,4 +338,8 @@ def _withdrawn(state: State, rows: RowBuffer) -> list[int]:
 
 
 def _pick(rows: RowBuffer, batch: Batch) -> list[PickedRow]:
-    return rows.pick(row for group in batch.groups for row in group.ordered_rows())
+    picked = rows.pick(row for group in batch.groups for row in group.ordered_rows())
+    if not any(group.tag for group in batch.groups):
+        return picked
+    tags = {group.key: group.tag for group in batch.groups}
+    return [one._replace(tag=tags[one.row.group]) for one in picked]

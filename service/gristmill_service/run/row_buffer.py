@@ -28,8 +28,10 @@ def row_digests(steps: Steps, shared: Collection[str] = ()) -> list[bytes]:
     lack where the step before has them (`ColumnSpec.is_shared`); a later step's values of prompt tokens do not count.
     """
     columns = [steps.tokens, steps.loss_mask, steps.logprobs, steps.token_advantages]
-    arrays = [column.arrays() for column in columns if column is not None]
-    extras = [_extra_values(steps, name, name in shared) for name in sorted(steps.extras)]
+    arrays: list[list[Any]] = [column.arrays() for column in columns if column is not None]
+    if steps.token_versions is not None:
+        arrays.append(_token_versions(steps, steps.token_versions))
+    extras = [part for name in sorted(steps.extras) for part in _extra_parts(steps, name, name in shared)]
     found = []
     for small, *values in zip(_small_fields(steps), *arrays, *extras, strict=True):
         digest = xxh3_128(small)
@@ -39,15 +41,21 @@ def row_digests(steps: Steps, shared: Collection[str] = ()) -> list[bytes]:
     return found
 
 
-def _extra_values(steps: Steps, name: str, is_shared: bool) -> list[Array | bytes]:
+def _extra_parts(steps: Steps, name: str, is_shared: bool) -> tuple[list[bytes], list[Array]]:
+    """Of each row, that it has the column, and the values."""
     extra = steps.extras[name]
     values: list[Array] = extra.values.arrays()
     if is_shared:
         counts = np.where(steps.steps > 0, steps.response_lengths, extra.values.lengths).tolist()
         values = [one[max(0, len(one) - count) :] for one, count in zip(values, counts, strict=True)]
-    # A column that is given with nothing in it is not one that is not given.
     label = name.encode()
-    return [label + bytes_of(one) if given else b"" for one, given in zip(values, extra.given.tolist(), strict=True)]
+    return [label if given else b"" for given in extra.given.tolist()], values
+
+
+def _token_versions(steps: Steps, versions: Ragged) -> list[Any]:
+    """Of each row; none where all tokens have the row's own: it may have come so, beside others that had not."""
+    own = steps.policy_versions.tolist()
+    return [b"" if (array == version).all() else array for array, version in zip(versions.arrays(), own, strict=True)]
 
 
 def reward_digests(steps: Steps) -> list[bytes]:
@@ -100,12 +108,14 @@ class _Table:
 
 
 class PickedRow(NamedTuple):
-    """A row, the table that it is in, and its place there. steps: None where the log has to be asked."""
+    """A row, the table that it is in, and its place there. steps: None where the log has to be asked. tag: of its
+    group."""
 
     table: int
     steps: Steps | None
     at: int
     row: StoredRow
+    tag: str = ""
 
 
 class RowBuffer:
@@ -213,7 +223,8 @@ def _copied(column: Ragged) -> Ragged:
 
 
 def gather(picked: Sequence[PickedRow], token_rewards: bool, load: Callable[[int], Steps]) -> Steps:
-    """The rows as one table, in this order, with the rewards that came later. Token data is copied once.
+    """The rows as one table, in this order, with the rewards that came later and their groups' tags. Token data is
+    copied once.
 
     load: gives a table, by its number, that nobody holds.
     """
@@ -227,7 +238,8 @@ def gather(picked: Sequence[PickedRow], token_rewards: bool, load: Callable[[int
         parts.append(_with_rewards(part, [picked[at].row for at in positions], token_rewards))
     order = np.empty(len(picked), np.int64)
     order[[position for positions in places.values() for position in positions]] = np.arange(len(picked))
-    return concat(parts).take(order)
+    tags = [one.tag for one in picked]
+    return replace(concat(parts).take(order), tags=tags if any(tags) else None)
 
 
 def _with_rewards(part: Steps, rows: Sequence[StoredRow], token_rewards: bool) -> Steps:

@@ -43,7 +43,7 @@ from gristmill_service.run.machine.answers import (
 )
 from gristmill_service.run.machine.command import Barrier, Command
 from gristmill_service.run.machine.conditions import Condition
-from gristmill_service.run.machine.events import GroupKey
+from gristmill_service.run.machine.events import GroupKey, NewGroup
 from gristmill_service.run.machine.ingest import describe_rows
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.machine.status import status
@@ -130,14 +130,27 @@ class Run:
 
     # --- Rollout workers
 
-    def begin_groups(self, round_: int, uids: Sequence[str]) -> Admissions:
+    def begin_groups(
+        self, round_: int, uids: Sequence[str], n_samples: Sequence[int] = (), tags: Sequence[str] = ()
+    ) -> Admissions:
+        """n_samples: of how many samples each is made, 0 for as many as the run says; tags: the environment or task of
+        each, or "". Either may be empty."""
         if round_ < 0 or "" in uids:
             raise InvalidArgumentError(
                 f"round is {round_} and uids are {list(uids)!r}; round is at least 0, no uid is empty"
             )
         for uid in uids:
             check_text(uid, "uid")
-        begun = self._execute(rollout_commands.BeginGroups([GroupKey(round_, uid) for uid in uids]))
+        for name, given in (("n_samples", n_samples), ("tags", tags)):
+            if len(given) not in (0, len(uids)):
+                raise InvalidArgumentError(
+                    f"{name} has {len(given)} entries for {len(uids)} uids; give one each, or none"
+                )
+        sizes, names = n_samples or [0] * len(uids), tags or [""] * len(uids)
+        wanted = [
+            NewGroup(GroupKey(round_, uid), samples, tag) for uid, samples, tag in zip(uids, sizes, names, strict=True)
+        ]
+        begun = self._execute(rollout_commands.BeginGroups(wanted))
         self.monitor.asked_for_groups(Admission.NO_ROOM not in begun.admissions)
         return begun
 
@@ -388,7 +401,8 @@ class Run:
     @property
     def is_due(self) -> bool:
         """Whether `tick` has something to do; cheap, and without a lock."""
-        has_stragglers = self.config.group_timeout_s is not None and bool(self._writer.state.open)
+        has_timeouts = self.config.group_timeout_s is not None or self.config.tag_timeout_s is not None
+        has_stragglers = has_timeouts and bool(self._writer.state.open)
         return has_stragglers or self._writer.owes or self._housekeeping.is_due
 
     def tick(self) -> None:

@@ -406,14 +406,14 @@ class _NameLock:
 
 
 def _whole_or(elsewhere: OwnedElsewhereError, read: Callable[[], Pieces]) -> Pieces:
-    """The pieces that are read, or the error that names the owner where the first of them is lost: it builds them
-    anew."""
+    """The pieces that are read, or the error that names the owner where the first of them is not there: it builds them
+    anew, or knows why."""
     try:
         pieces = read()
         if pieces is None:
             return pieces
         first = next(pieces, b"")
-    except ShardsLostError:
+    except (ShardsLostError, NotFoundError):
         raise elsewhere from None
     return chain([first], pieces)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 
+from gristmill_service.run.machine.admission import Room
 from gristmill_service.run.machine.conditions import Condition, Topic
 from gristmill_service.run.machine.state import State
 
@@ -38,9 +39,9 @@ class Waiters:
     def waits_for(self, topic: Topic) -> bool:
         return bool(self._topics[topic])
 
-    def take_met(self, topics: Collection[Topic], state: State, room: int) -> list[Wake]:
-        """Removes and returns the callers whose wait is over. room: groups that may be admitted now; as many callers
-        that wait for room go on, those who came first first."""
+    def take_met(self, topics: Collection[Topic], state: State, room: Room) -> list[Wake]:
+        """Removes and returns the callers whose wait is over. room: what may be admitted now; as many callers that wait
+        for room go on, those who came first first."""
         found: list[Wake] = []
         for topic in topics:
             waiting_by_key = self._topics[topic]
@@ -49,7 +50,7 @@ class Waiters:
                     found += waiting.wakes
                     del waiting_by_key[key]
                 elif topic is Topic.ROOM:
-                    found += self._take_first(key, waiting, room)
+                    found += self._take_first(key, waiting, room.groups_of(str(key)))
         return found
 
     def take_all(self) -> list[Wake]:

@@ -158,10 +158,10 @@ class Writer:
         if not self.waits_for_room:
             return []
         with self.lock:
-            return self.waiters.take_met([Topic.ROOM], self.state, self.room().groups)
+            return self.waiters.take_met([Topic.ROOM], self.state, self.room())
 
     def _is_met(self, condition: Condition) -> bool:
-        is_room = condition.topic is Topic.ROOM and self.room().groups > 0
+        is_room = condition.topic is Topic.ROOM and self.room().groups_of(str(condition.key)) > 0
         return is_room or condition.is_met(self.state)
 
     def room(self) -> Room:
@@ -360,7 +360,7 @@ class Writer:
     def _note_change(self, topics: set[Topic]) -> None:
         room = self.room()
         self._monitor.changed(self.state, room)
-        self._effects.wakes += self.waiters.take_met(topics, self.state, room.groups)
+        self._effects.wakes += self.waiters.take_met(topics, self.state, room)
 
     def _take_effects(self) -> Effects:
         effects, self._effects = self._effects, Effects()

@@ -114,14 +114,14 @@ def outcomes_of(response: rollout_pb2.SubmitRowsResponse, entries: Sequence[Pend
 
 def form_of(table: Steps) -> Form:
     """Which columns the table has: rows of another form cannot share a message."""
-    columns = (table.logprobs, table.token_rewards, table.advantages, table.token_advantages)
+    columns = (table.logprobs, table.token_rewards, table.advantages, table.token_advantages, table.token_versions)
     return tuple(column is not None for column in columns)
 
 
 def row_sizes(table: Steps) -> Int64s:
     """Bytes of each row on the wire, about; int64 (rows,)."""
     sizes = table.tokens.lengths * 4 + _ROW_OVERHEAD
-    for column in (table.loss_mask, table.logprobs, table.token_rewards, table.token_advantages):
+    for column in (table.loss_mask, table.logprobs, table.token_rewards, table.token_advantages, table.token_versions):
         if column is not None:
             sizes = sizes + column.lengths * column.values.itemsize
     for extra in table.extras.values():

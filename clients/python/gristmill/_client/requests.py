@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,12 +16,14 @@ from gristmill._client.outbox import Limits
 from gristmill._client.prefix_dedup import RequestEncoder
 from gristmill._client.trajectory import plain
 from gristmill._wire import submit_codec
-from gristmill._wire.steps import Steps, TrajectoryKey
+from gristmill._wire.steps import INT32_MAX, Steps, TrajectoryKey, check_tag
 from gristmill._wire.tables import ValueColumns
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rollout_pb2, run_pb2
 
 _log = logging.getLogger("gristmill")
+
+_T = TypeVar("_T")
 
 # Waiting for room paces producers, so that only a long wait is warned of; seconds, at least, between two warnings.
 ROOM_NOTICE_S = 30.0
@@ -64,10 +66,32 @@ def create_run(run: str, config: Mapping[str, Any]) -> run_pb2.CreateRunRequest:
         raise InvalidArgumentError(f"run {run!r}: config is not JSON: {error}; use plain values") from None
 
 
-def uids_of(uids: Sequence[str]) -> list[str]:
+def begin_groups(
+    run: str,
+    uids: Sequence[str],
+    round_: int,
+    n_samples: int | Mapping[str, int] | None,
+    tag: str | Mapping[str, str] | None,
+) -> rollout_pb2.BeginGroupsRequest:
     if isinstance(uids, str):
         raise InvalidArgumentError(f"uids is the string {uids!r}; give a list of uids")
-    return list(uids)
+    sizes = _one_each(uids, n_samples, 0)
+    for uid, size in zip(uids, sizes, strict=False):
+        if isinstance(size, bool) or not hasattr(size, "__index__") or not 0 <= size <= INT32_MAX:
+            raise InvalidArgumentError(f"uid {uid!r}: n_samples is {size!r}; give how many samples make the group")
+    tags = _one_each(uids, tag, "")
+    for uid, name in zip(uids, tags, strict=False):
+        if not isinstance(name, str):
+            raise InvalidArgumentError(f"uid {uid!r}: tag is {name!r}; name the environment or task with a string")
+        check_tag(name, f"uid {uid!r}")
+    return rollout_pb2.BeginGroupsRequest(run=run, round=round_, uids=uids, n_samples=sizes, tags=tags)
+
+
+def _one_each(uids: Sequence[str], given: _T | Mapping[str, _T] | None, default: _T) -> list[_T]:
+    """What was given for all groups, or by uid; nothing where nothing was given."""
+    if given is None:
+        return []
+    return [given.get(uid, default) if isinstance(given, Mapping) else given for uid in uids]
 
 
 def admitted(uids: Sequence[str], answer: rollout_pb2.BeginGroupsResponse) -> list[str]:

@@ -104,7 +104,15 @@ class RolloutClient:
 
     # Prompt groups.
 
-    def begin_groups(self, uids: Sequence[str], round: int = 0, wait_s: float | None = None) -> list[str]:
+    def begin_groups(
+        self,
+        uids: Sequence[str],
+        round: int = 0,
+        wait_s: float | None = None,
+        *,
+        n_samples: int | Mapping[str, int] | None = None,
+        tag: str | Mapping[str, str] | None = None,
+    ) -> list[str]:
         """Asks for room for prompt groups, and returns those admitted: roll them out, and ask again for the rest.
 
         Waits until at least one is admitted, for `wait_s` at most (None: as long as it takes, 0: not at all). It does
@@ -112,8 +120,13 @@ class RolloutClient:
         are finished (sealed or dropped before) are never returned, so that without a limit an empty list says that
         nothing of these is left to do. Idempotent: a group that is open already is admitted again. Why there is no room
         is logged as a warning while it waits, from 30 s on.
+
+        n_samples: of how many samples these groups are made, one number or by uid; others as the run's
+            `n_samples_per_prompt`. With `surplus: k` sample k more: those that are complete first make the group.
+        tag: the environment or task of these groups, one name or by uid, by which metrics are told and `tag_shares`
+            composes batches; at most 64 different ones a run.
         """
-        return block_on(self._core.begin_groups(uids, round, wait_s))
+        return block_on(self._core.begin_groups(uids, round, wait_s, n_samples=n_samples, tag=tag))
 
     def groups(self) -> list[Group]:
         """Every prompt group that was ever admitted, and what became of it: a data loader that starts again leaves out

@@ -17,9 +17,9 @@ from gristmill._client.outbox import Limits
 from gristmill._client.prefix_dedup import RequestEncoder
 from gristmill._client.sender import Sender
 from gristmill._client.skyrl_output import columns_of_output, unknown_keys
-from gristmill._client.trajectory import AsyncTrajectory, StepWriter
+from gristmill._client.trajectory import AsyncTrajectory, Declared, StepWriter
 from gristmill._client.transport import Connection
-from gristmill._wire.column_spec import ColumnSpec, specs_of
+from gristmill._wire.column_spec import specs_of
 from gristmill._wire.rows import columns_of, extra_names
 from gristmill._wire.steps import UNKNOWN, TrajectoryKey
 from gristmill._wire.tables import ValueColumns
@@ -34,7 +34,7 @@ class RolloutCore:
         self._token_rewards = token_rewards
         self._connection = connection
         self._encoder = encoder
-        self._columns: Sequence[ColumnSpec] | None = None
+        self._declared: Declared | None = None
         self.sender = Sender(connection, encoder, limits)
 
     # The run.
@@ -74,17 +74,27 @@ class RolloutCore:
 
     # Prompt groups.
 
-    async def begin_groups(self, uids: Sequence[str], round: int = 0, wait_s: float | None = None) -> list[str]:
-        uids, wait_s = requests.uids_of(uids), requests.wait_of(wait_s)
-        answer = await self._ask_groups(uids, round, 0.0)
+    async def begin_groups(
+        self,
+        uids: Sequence[str],
+        round: int = 0,
+        wait_s: float | None = None,
+        *,
+        n_samples: int | Mapping[str, int] | None = None,
+        tag: str | Mapping[str, str] | None = None,
+    ) -> list[str]:
+        request, wait_s = requests.begin_groups(self.run, uids, round, n_samples, tag), requests.wait_of(wait_s)
+        answer = await self._ask_groups(request, 0.0)
         if requests.waits_for_room(answer) and wait_s:
             answer = await self._connection.ask_until(
-                lambda part_s: self._ask_groups(uids, round, part_s), requests.RoomWait(self.run).is_over, wait_s
+                lambda part_s: self._ask_groups(request, part_s), requests.RoomWait(self.run).is_over, wait_s
             )
-        return requests.admitted(uids, answer)
+        return requests.admitted(request.uids, answer)
 
-    async def _ask_groups(self, uids: Sequence[str], round_: int, wait_s: float) -> rollout_pb2.BeginGroupsResponse:
-        request = rollout_pb2.BeginGroupsRequest(run=self.run, round=round_, uids=uids, wait_s=wait_s)
+    async def _ask_groups(
+        self, request: rollout_pb2.BeginGroupsRequest, wait_s: float
+    ) -> rollout_pb2.BeginGroupsResponse:
+        request.wait_s = wait_s
         response: rollout_pb2.BeginGroupsResponse = await self._connection.ask(
             self._connection.rollouts.BeginGroups, request, wait_s=wait_s
         )
@@ -109,14 +119,17 @@ class RolloutCore:
 
     # Trajectories and rows.
 
-    async def _declared_columns(self) -> Sequence[ColumnSpec]:
+    async def _declared_columns(self) -> Declared:
         """The columns that the run declares; asked for once."""
-        if self._columns is None:
+        if self._declared is None:
             settings = json.loads((await self.status()).config_json)
-            self._columns = specs_of(settings.get("columns", ()))
-            if settings.get("merge", "none") != "none":
-                self._encoder.share(self._columns)
-        return self._columns
+            columns = specs_of(settings.get("columns", ()))
+            # Steps that do not merge are rows with all of their own values.
+            merges = settings.get("merge", "none") != "none"
+            shared = frozenset(column.name for column in columns if merges and column.is_shared)
+            self._encoder.share(shared)
+            self._declared = Declared(columns, shared)
+        return self._declared
 
     def trajectory(
         self, uid: str, sample: int, round: int = 0, attempt: int = 0, policy_version: int = UNKNOWN
@@ -133,7 +146,7 @@ class RolloutCore:
         attempt: int = 0,
         policy_version: int = UNKNOWN,
     ) -> list[RowOutcome]:
-        declared = await self._declared_columns() if unknown_keys(generator_output) else ()
+        declared = (await self._declared_columns()).columns if unknown_keys(generator_output) else ()
         columns = columns_of_output(
             generator_output,
             trajectory_ids=trajectory_ids,
@@ -146,7 +159,7 @@ class RolloutCore:
 
     async def submit_rows(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
         rows = list(rows)
-        declared = await self._declared_columns() if extra_names(rows) else ()
+        declared = (await self._declared_columns()).columns if extra_names(rows) else ()
         return await self._submit(columns_of(rows, step_wise=False, columns=declared))
 
     async def _submit(self, columns: ValueColumns) -> list[RowOutcome]:

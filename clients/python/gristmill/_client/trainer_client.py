@@ -176,6 +176,9 @@ class TrainerClient:
         With another `dp_size` than the run has (given to the constructor), mini-batches that not all ranks have
         acknowledged are planned and cut again for it, from the same rows.
 
+        Call `commit` once all ranks have loaded: where the crash came between saving and `commit`, the batches before
+        the state's position are still held, and may be all that there is room for.
+
         state: of `state_dict`; `{}`, where there is no checkpoint, stands for the committed position, which brings
             ranks together that a crash left at different mini-batches. A state of an earlier gristmill, which does not
             name the run's identity, is not checked against it.

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from gristmill._wire.column_spec import BFLOAT16, DTYPES
 from gristmill._wire.columns import FEW_ROWS, Array, Int64s, Ragged, least, starts_of, sum_of
-from gristmill._wire.steps import UNKNOWN, Extra, Steps, check
+from gristmill._wire.steps import UNKNOWN, Extra, Steps, check, oldest_versions, tags_of
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rows_pb2
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("gristmill moves raw little-endian buffers and needs a little-endian machine")
 
-BUFFERS = ("tokens", "rollout_logprobs", "token_rewards", "token_advantages", "loss_mask")
+BUFFERS = ("tokens", "rollout_logprobs", "token_rewards", "token_advantages", "loss_mask", "token_policy_versions")
 """The fields with values of tokens. The others are small, but for the values of declared columns."""
 
 COLUMN_VALUES = "column_values"
@@ -92,6 +92,7 @@ def small_fields(tables: Sequence[Steps], prefixes: Prefixes | None = None) -> r
         rewards_pending=_unless(_column(tables, "rewards_pending"), False),
         advantages=() if first.advantages is None else _column(tables, "advantages").tolist(),
         stop_reasons=_stop_reasons(tables),
+        tags=tags_of(tables) or (),
         policy_versions=_unless(_column(tables, "policy_versions"), UNKNOWN),
         prefix_lengths=() if prefixes is None else prefixes.lengths.tolist(),
         prefix_checksums=() if prefixes is None else prefixes.checksums.tolist(),
@@ -105,6 +106,7 @@ def buffers(table: Steps) -> dict[str, Ragged]:
         "rollout_logprobs": table.logprobs,
         "token_rewards": table.token_rewards,
         "token_advantages": table.token_advantages,
+        "token_policy_versions": table.token_versions,
         "loss_mask": None if table.loss_mask.values.all() else table.loss_mask,
     }
     return {name: column for name, column in found.items() if column is not None}
@@ -153,6 +155,10 @@ def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryv
         if token_rewards is None
         else token_rewards.row_sums()
     )
+    versions = _per_row(message.policy_versions, "policy_versions", count, np.int32, UNKNOWN)
+    token_versions = of_responses.ragged(buffer("token_policy_versions"), "token_policy_versions", np.int32)
+    if token_versions is not None:
+        versions = np.where(versions == UNKNOWN, oldest_versions(token_versions), versions)
     steps = Steps(
         uids=uids,
         rounds=_per_row(message.rounds, "rounds", count, np.int32, 0),
@@ -160,8 +166,8 @@ def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryv
         steps=_per_row(message.steps, "steps", count, np.int32, 0),
         attempts=_per_row(message.attempts, "attempts", count, np.int32, 0),
         is_last_steps=_per_row(message.is_last_steps, "is_last_steps", count, np.bool_, True),
-        stop_reasons=_strings(message.stop_reasons, count),
-        policy_versions=_per_row(message.policy_versions, "policy_versions", count, np.int32, UNKNOWN),
+        stop_reasons=_strings(message.stop_reasons, "stop_reasons", count),
+        policy_versions=versions,
         tokens=tokens,
         prompt_lengths=prompts,
         loss_mask=loss_mask,
@@ -174,6 +180,8 @@ def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryv
         ),
         token_advantages=of_responses.ragged(buffer("token_advantages"), "token_advantages", np.float32),
         extras=_extras(message.columns, [*column_values, *message.column_values], count) if message.columns else {},
+        token_versions=token_versions,
+        tags=_strings(message.tags, "tags", count) if message.tags else None,
     )
     return Sent(steps, prefixes)
 
@@ -246,11 +254,11 @@ def _per_row(values: Any, name: str, count: int, dtype: Any, default: Any) -> Ar
     return np.fromiter(values, dtype, count)
 
 
-def _strings(values: Any, count: int) -> list[str]:
+def _strings(values: Any, name: str, count: int) -> list[str]:
     if not len(values):
         return [""] * count
     if len(values) != count:
-        raise InvalidArgumentError(f"stop_reasons has {len(values)} entries for {count} rows (uids); it needs one each")
+        raise InvalidArgumentError(f"{name} has {len(values)} entries for {count} rows (uids); it needs one each")
     return list(values)
 
 

@@ -58,6 +58,7 @@ def to_rows(table: Steps, columns: Sequence[ColumnSpec] = ()) -> Iterator[dict[s
         ("rollout_logprobs", table.logprobs),
         ("reward", table.token_rewards),
         ("advantage", table.token_advantages),
+        ("policy_versions", table.token_versions),
     )
     for index in range(len(table)):
         tokens, split = table.tokens[index], int(table.prompt_lengths[index])
@@ -77,6 +78,8 @@ def to_rows(table: Steps, columns: Sequence[ColumnSpec] = ()) -> Iterator[dict[s
         }
         if table.advantages is not None:
             row["advantage"] = float(table.advantages[index])
+        if table.tags is not None and table.tags[index]:
+            row["tag"] = table.tags[index]
         row |= {name: column[index].tolist() for name, column in optional if column is not None}
         row |= {
             name: _plain(extra, index, name in singles) for name, extra in table.extras.items() if extra.given[index]

@@ -18,6 +18,7 @@ from gristmill._wire.columns import FEW_ROWS, Array, Int64s, Ragged, least
 from gristmill.errors import InvalidArgumentError
 
 UNKNOWN = -1
+LONGEST_TAG = 100
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 # Changing how NumPy treats errors costs as much as reading so many values.
@@ -44,13 +45,27 @@ class Extra:
     values: ragged, (n, *shape): of each row one a row, response token, token or item; none where the row does not have
         the column. Of a shared `token` column a row may lack those of its first tokens: they are the step before's.
     given: bool (rows,), whether the row has the column.
+    before: of a table of one row, the pieces of values that it lacks, where a client holds them.
     """
 
     values: Ragged
     given: NDArray[np.bool_]
+    before: Sequence[Array] = ()
 
     def take(self, rows: Any) -> Extra:
         return Extra(self.values.take(rows), self.given[rows])
+
+    @property
+    def left_out(self) -> int:
+        """How many values a table's one row lacks."""
+        return sum(map(len, self.before))
+
+    def whole(self) -> Extra:
+        """The same with the values that were left out."""
+        if not self.before:
+            return self
+        values = np.concatenate([*self.before, self.values[0]])
+        return Extra(Ragged.from_arrays([values], values.dtype), self.given)
 
     @property
     def element_bytes(self) -> int:
@@ -79,6 +94,9 @@ class Steps:
     rewards_pending: bool (n,), rows whose reward is still to come.
     advantages: float64 (n,) or None; token_advantages: ragged float32 over the response or None.
     extras: the declared columns that any row has, by name.
+    token_versions: ragged int32 over the response, the policy version that sampled each token, -1 unknown, or None
+        where no row says; `policy_versions` are the oldest of them.
+    tags: (n,) the environment or task of each row's group, "" where the row does not say, or None where none says.
     """
 
     uids: Sequence[str]
@@ -99,6 +117,8 @@ class Steps:
     advantages: NDArray[np.float64] | None = None
     token_advantages: Ragged | None = None
     extras: Mapping[str, Extra] = field(default_factory=dict)
+    token_versions: Ragged | None = None
+    tags: Sequence[str] | None = None
 
     def __len__(self) -> int:
         return len(self.uids)
@@ -147,6 +167,10 @@ def _concat_column(name: str, tables: Sequence[Steps]) -> Any:
         }
     if name in ("uids", "stop_reasons"):
         return [value for column in columns for value in column]
+    if name == "tags":
+        return tags_of(tables)
+    if name == "token_versions" and any(column is not None for column in columns):
+        columns = [versions_of_tokens(table) for table in tables]
     missing = [index for index, column in enumerate(columns) if column is None]
     if len(missing) == len(columns):
         return None
@@ -178,6 +202,36 @@ def no_extra(rows: int, empty: Array) -> Extra:
     return Extra(Ragged(empty, nothing, nothing), np.zeros(rows, np.bool_))
 
 
+def versions_of_tokens(table: Steps) -> Ragged:
+    """The policy version of each response token; a row that does not say per token has one for all of them."""
+    if table.token_versions is not None:
+        return table.token_versions
+    lengths = table.response_lengths
+    return Ragged.from_lengths(np.repeat(table.policy_versions, lengths), lengths)
+
+
+def oldest_versions(token_versions: Ragged) -> NDArray[np.int32]:
+    """The lowest known version of each row, -1 where none is known."""
+    known = (array[array > UNKNOWN] for array in token_versions.arrays())
+    return np.array([array.min(initial=INT32_MAX) if array.size else UNKNOWN for array in known], np.int32)
+
+
+def tags_of(tables: Sequence[Steps]) -> list[str] | None:
+    """The rows' tags, one table after another; None where no row has one."""
+    if all(table.tags is None for table in tables):
+        return None
+    return [tag for table in tables for tag in ([""] * len(table) if table.tags is None else table.tags)]
+
+
+def check_tag(tag: str, what: str) -> None:
+    """Refuses a tag that is no name."""
+    if len(tag) > LONGEST_TAG:
+        raise InvalidArgumentError(
+            f"{what}: tag has {len(tag)} characters, and {LONGEST_TAG} are the most; name the environment or task"
+        )
+    check_text(tag, f"{what}: tag")
+
+
 def check(table: Steps) -> Steps:
     """The table itself, if every row obeys the rules that concern it alone.
 
@@ -186,6 +240,8 @@ def check(table: Steps) -> Steps:
     _check_identity(table)
     _check_lengths(table)
     _check_tokens(table)
+    if table.token_versions is not None:
+        _check_versions(table, table.token_versions)
     _check_numbers(table)
     return table
 
@@ -208,6 +264,8 @@ def _check_identity(table: Steps) -> None:
         raise InvalidArgumentError(
             f"row {list(table.uids).index('')}: uid is empty; name the prompt that it belongs to"
         )
+    for tag in set(table.tags or ()):
+        check_tag(tag, table.name(list(table.tags or ()).index(tag)))
 
 
 def _check_lengths(table: Steps) -> None:
@@ -245,6 +303,20 @@ def _check_tokens(table: Steps) -> None:
                 )
     if table.loss_mask.values.size and table.loss_mask.values.max() > 1:
         _refuse_value(table, "loss_mask", table.loss_mask, lambda values: values > 1, "each is 0 or 1")
+
+
+def _check_versions(table: Steps, versions: Ragged) -> None:
+    if versions.values.size and versions.values.min() < UNKNOWN:
+        _refuse_value(
+            table, "policy_versions", versions, lambda values: values < UNKNOWN, "each is at least -1, unknown"
+        )
+    oldest = oldest_versions(versions)
+    row = _first(oldest != table.policy_versions)
+    if row is not None:
+        raise InvalidArgumentError(
+            f"{table.name(row)}: policy_version is {table.policy_versions[row]}, and the oldest of its policy_versions "
+            f"is {oldest[row]}; leave policy_version out"
+        )
 
 
 def _check_numbers(table: Steps) -> None:
@@ -290,6 +362,7 @@ def _response_columns(table: Steps) -> list[tuple[str, Ragged]]:
         ("rollout_logprobs", table.logprobs),
         ("reward", table.token_rewards),
         ("advantage", table.token_advantages),
+        ("policy_versions", table.token_versions),
     )
     return [(name, column) for name, column in columns if column is not None]
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array, Int64s, Ragged, exact_sum
-from gristmill._wire.steps import FLOAT32_MAX, INT32_MAX, UNKNOWN, Extra, Steps, check, check_text
+from gristmill._wire.steps import FLOAT32_MAX, INT32_MAX, UNKNOWN, Extra, Steps, check, check_text, oldest_versions
 from gristmill.errors import InvalidArgumentError
 
 SCALARS: dict[str, tuple[type, Any]] = {
@@ -27,10 +27,11 @@ SCALARS: dict[str, tuple[type, Any]] = {
     "is_last_step": (bool, True),
     "stop_reason": (str, ""),
     "policy_version": (int, UNKNOWN),
+    "tag": (str, ""),
 }
 """Fields with one value a row: of which type, and what an absent one is."""
 
-ARRAYS = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward", "advantage")
+ARRAYS = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward", "advantage", "policy_versions")
 """Fields with a value a token, or one a row."""
 
 _KIND_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
@@ -56,6 +57,7 @@ class ValueColumns:
         self._responses = self._array_column("response_ids", np.int32, _tokens)
         self._masks = self._array_column("loss_mask", np.uint8, _mask)
         self._logprobs = self._array_column("rollout_logprobs", np.float32, _float32s)
+        self._versions = self._array_column("policy_versions", np.int32, _version_array)
         self._rewards, self._token_rewards = self._number_column("reward", np.float64)
         self._advantages, self._token_advantages = self._number_column("advantage", np.float32)
         self._extras = {column: self._extra_column(column) for column in declared if column.name in columns}
@@ -142,6 +144,7 @@ class ValueColumns:
         scalars = {name: values[begin:end] for name, values in self._scalars.items()}
         prompts, responses = self._prompts[begin:end], self._responses[begin:end]
         rewards = self._rewards[begin:end]
+        versions, token_versions = _versions(scalars["policy_version"], self._versions[begin:end], responses)
         table = Steps(
             uids=scalars["uid"],
             rounds=np.array(scalars["round"], np.int32),
@@ -150,7 +153,7 @@ class ValueColumns:
             attempts=np.array(scalars["attempt"], np.int32),
             is_last_steps=np.array(scalars["is_last_step"], np.bool_),
             stop_reasons=scalars["stop_reason"],
-            policy_versions=np.array(scalars["policy_version"], np.int32),
+            policy_versions=versions,
             tokens=_tokens_of(prompts, responses),
             prompt_lengths=np.fromiter(map(len, prompts), np.int64, len(prompts)),  # type: ignore[arg-type]
             loss_mask=Ragged.from_arrays(self._masks[begin:end], np.uint8),  # type: ignore[arg-type]
@@ -163,6 +166,8 @@ class ValueColumns:
                 for column, arrays in self._extras.items()
                 if any(array is not None for array in arrays[begin:end])
             },
+            token_versions=token_versions,
+            tags=scalars["tag"] if any(scalars["tag"]) else None,
         )
         return check(
             replace(
@@ -212,6 +217,21 @@ def _extra(column: ColumnSpec, arrays: Sequence[Array | None]) -> Extra:
     given = np.fromiter((array is not None for array in arrays), np.bool_, len(arrays))
     values = [column.empty() if array is None else array for array in arrays]
     return Extra(Ragged.from_arrays(values, column.storage), given)
+
+
+def _versions(
+    given: Sequence[int], arrays: Sequence[Array | None], responses: Sequence[Any]
+) -> tuple[NDArray[np.int32], Ragged | None]:
+    """Each row's policy version, the oldest of its tokens' unless it was given, and theirs where any row gives them."""
+    versions = np.array(given, np.int32)
+    if all(array is None for array in arrays):
+        return versions, None
+    filled = [
+        np.full(len(response), version, np.int32) if array is None else array
+        for array, version, response in zip(arrays, given, responses, strict=True)
+    ]
+    tokens = Ragged.from_arrays(filled, np.int32)
+    return np.where(versions == UNKNOWN, oldest_versions(tokens), versions), tokens
 
 
 def _token_rewards(arrays: Sequence[Array | None], table: Steps) -> Ragged | None:
@@ -282,6 +302,17 @@ def _tokens(values: Any, name: str, where: str) -> NDArray[np.int32]:
         if outside.any():
             bad = int(outside.argmax())
             raise InvalidArgumentError(f"{where}: {name}[{bad}] is {array[bad]}; token ids are 0..{INT32_MAX}")
+    return array.astype(np.int32, copy=False)
+
+
+def _version_array(values: Any, name: str, where: str) -> NDArray[np.int32]:
+    array = _vector(values, name, where)
+    if array.size and array.dtype.kind not in "iu":
+        raise InvalidArgumentError(f"{where}: {name} holds {array.dtype} values; policy versions are integers")
+    outside = np.less(array, UNKNOWN) | np.greater(array, INT32_MAX)
+    if outside.any():
+        bad = int(outside.argmax())
+        raise InvalidArgumentError(f"{where}: {name}[{bad}] is {array[bad]}; each is at least -1, unknown, in 32 bits")
     return array.astype(np.int32, copy=False)
 
 

@@ -25,49 +25,49 @@ _sym_db = _symbol_database.Default()
 from gristmill.v1 import rows_pb2 as gristmill_dot_v1_dot_rows__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1agristmill/v1/rollout.proto\x12\x0cgristmill.v1\x1a\x17gristmill/v1/rows.proto\"N\n\x12\x42\x65ginGroupsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\x0c\n\x04uids\x18\x03 \x03(\t\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\"n\n\x13\x42\x65ginGroupsResponse\x12\x30\n\nadmissions\x18\x01 \x03(\x0e\x32\x1c.gristmill.v1.GroupAdmission\x12\x15\n\rretry_after_s\x18\x02 \x01(\x01\x12\x0e\n\x06reason\x18\x03 \x01(\t\"P\n\x11SubmitRowsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12 \n\x04rows\x18\x02 \x01(\x0b\x32\x12.gristmill.v1.Rows\x12\x0c\n\x04zstd\x18\x03 \x01(\x0c\"@\n\x12SubmitRowsResponse\x12*\n\x08outcomes\x18\x01 \x03(\x0e\x32\x18.gristmill.v1.RowOutcome\"B\n\x11StreamRowsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12 \n\x04rows\x18\x02 \x01(\x0b\x32\x12.gristmill.v1.Rows\"h\n\x12StreamRowsResponse\x12*\n\x08outcomes\x18\x01 \x03(\x0e\x32\x18.gristmill.v1.RowOutcome\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.gristmill.v1.RowsError\"A\n\tRowsError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\";\n\rTrajectoryKey\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\x0e\n\x06sample\x18\x03 \x01(\x05\"\x89\x01\n\x06Reward\x12/\n\ntrajectory\x18\x01 \x01(\x0b\x32\x1b.gristmill.v1.TrajectoryKey\x12\x11\n\x04step\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\x05value\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x0ctoken_values\x18\x04 \x01(\x0c\x42\x07\n\x05_stepB\x08\n\x06_value\"G\n\x11SetRewardsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12%\n\x07rewards\x18\x02 \x03(\x0b\x32\x14.gristmill.v1.Reward\"%\n\x12SetRewardsResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x05\"j\n\x18\x41\x62ortTrajectoriesRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x31\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x1b.gristmill.v1.TrajectoryKey\x12\x0e\n\x06reason\x18\x03 \x01(\t\",\n\x19\x41\x62ortTrajectoriesResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x05\"N\n\x12\x41\x62ortGroupsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\x0c\n\x04uids\x18\x03 \x03(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"&\n\x13\x41\x62ortGroupsResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x05\"=\n\x10SealBatchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\x05\x62\x61tch\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x08\n\x06_batch\"3\n\x11SealBatchResponse\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x03\x12\x0f\n\x07prompts\x18\x02 \x01(\x05*\xa5\x01\n\x0eGroupAdmission\x12\x1f\n\x1bGROUP_ADMISSION_UNSPECIFIED\x10\x00\x12\x1c\n\x18GROUP_ADMISSION_ADMITTED\x10\x01\x12\x1b\n\x17GROUP_ADMISSION_NO_ROOM\x10\x02\x12\x1a\n\x16GROUP_ADMISSION_SEALED\x10\x03\x12\x1b\n\x17GROUP_ADMISSION_DROPPED\x10\x04\x32\xe3\x04\n\x0eRolloutService\x12R\n\x0b\x42\x65ginGroups\x12 .gristmill.v1.BeginGroupsRequest\x1a!.gristmill.v1.BeginGroupsResponse\x12O\n\nSubmitRows\x12\x1f.gristmill.v1.SubmitRowsRequest\x1a .gristmill.v1.SubmitRowsResponse\x12S\n\nStreamRows\x12\x1f.gristmill.v1.StreamRowsRequest\x1a .gristmill.v1.StreamRowsResponse(\x01\x30\x01\x12O\n\nSetRewards\x12\x1f.gristmill.v1.SetRewardsRequest\x1a .gristmill.v1.SetRewardsResponse\x12\x64\n\x11\x41\x62ortTrajectories\x12&.gristmill.v1.AbortTrajectoriesRequest\x1a\'.gristmill.v1.AbortTrajectoriesResponse\x12R\n\x0b\x41\x62ortGroups\x12 .gristmill.v1.AbortGroupsRequest\x1a!.gristmill.v1.AbortGroupsResponse\x12L\n\tSealBatch\x12\x1e.gristmill.v1.SealBatchRequest\x1a\x1f.gristmill.v1.SealBatchResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1agristmill/v1/rollout.proto\x12\x0cgristmill.v1\x1a\x17gristmill/v1/rows.proto\"o\n\x12\x42\x65ginGroupsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\x0c\n\x04uids\x18\x03 \x03(\t\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x11\n\tn_samples\x18\x05 \x03(\x05\x12\x0c\n\x04tags\x18\x06 \x03(\t\"n\n\x13\x42\x65ginGroupsResponse\x12\x30\n\nadmissions\x18\x01 \x03(\x0e\x32\x1c.gristmill.v1.GroupAdmission\x12\x15\n\rretry_after_s\x18\x02 \x01(\x01\x12\x0e\n\x06reason\x18\x03 \x01(\t\"P\n\x11SubmitRowsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12 \n\x04rows\x18\x02 \x01(\x0b\x32\x12.gristmill.v1.Rows\x12\x0c\n\x04zstd\x18\x03 \x01(\x0c\"@\n\x12SubmitRowsResponse\x12*\n\x08outcomes\x18\x01 \x03(\x0e\x32\x18.gristmill.v1.RowOutcome\"B\n\x11StreamRowsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12 \n\x04rows\x18\x02 \x01(\x0b\x32\x12.gristmill.v1.Rows\"h\n\x12StreamRowsResponse\x12*\n\x08outcomes\x18\x01 \x03(\x0e\x32\x18.gristmill.v1.RowOutcome\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.gristmill.v1.RowsError\"A\n\tRowsError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\";\n\rTrajectoryKey\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\x0e\n\x06sample\x18\x03 \x01(\x05\"\x89\x01\n\x06Reward\x12/\n\ntrajectory\x18\x01 \x01(\x0b\x32\x1b.gristmill.v1.TrajectoryKey\x12\x11\n\x04step\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\x05value\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x0ctoken_values\x18\x04 \x01(\x0c\x42\x07\n\x05_stepB\x08\n\x06_value\"G\n\x11SetRewardsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12%\n\x07rewards\x18\x02 \x03(\x0b\x32\x14.gristmill.v1.Reward\"%\n\x12SetRewardsResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x05\"j\n\x18\x41\x62ortTrajectoriesRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x31\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x1b.gristmill.v1.TrajectoryKey\x12\x0e\n\x06reason\x18\x03 \x01(\t\",\n\x19\x41\x62ortTrajectoriesResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x05\"N\n\x12\x41\x62ortGroupsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\x0c\n\x04uids\x18\x03 \x03(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"&\n\x13\x41\x62ortGroupsResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x05\"=\n\x10SealBatchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\x05\x62\x61tch\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x08\n\x06_batch\"3\n\x11SealBatchResponse\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x03\x12\x0f\n\x07prompts\x18\x02 \x01(\x05*\xa5\x01\n\x0eGroupAdmission\x12\x1f\n\x1bGROUP_ADMISSION_UNSPECIFIED\x10\x00\x12\x1c\n\x18GROUP_ADMISSION_ADMITTED\x10\x01\x12\x1b\n\x17GROUP_ADMISSION_NO_ROOM\x10\x02\x12\x1a\n\x16GROUP_ADMISSION_SEALED\x10\x03\x12\x1b\n\x17GROUP_ADMISSION_DROPPED\x10\x04\x32\xe3\x04\n\x0eRolloutService\x12R\n\x0b\x42\x65ginGroups\x12 .gristmill.v1.BeginGroupsRequest\x1a!.gristmill.v1.BeginGroupsResponse\x12O\n\nSubmitRows\x12\x1f.gristmill.v1.SubmitRowsRequest\x1a .gristmill.v1.SubmitRowsResponse\x12S\n\nStreamRows\x12\x1f.gristmill.v1.StreamRowsRequest\x1a .gristmill.v1.StreamRowsResponse(\x01\x30\x01\x12O\n\nSetRewards\x12\x1f.gristmill.v1.SetRewardsRequest\x1a .gristmill.v1.SetRewardsResponse\x12\x64\n\x11\x41\x62ortTrajectories\x12&.gristmill.v1.AbortTrajectoriesRequest\x1a\'.gristmill.v1.AbortTrajectoriesResponse\x12R\n\x0b\x41\x62ortGroups\x12 .gristmill.v1.AbortGroupsRequest\x1a!.gristmill.v1.AbortGroupsResponse\x12L\n\tSealBatch\x12\x1e.gristmill.v1.SealBatchRequest\x1a\x1f.gristmill.v1.SealBatchResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gristmill.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GROUPADMISSION']._serialized_start=1354
-  _globals['_GROUPADMISSION']._serialized_end=1519
+  _globals['_GROUPADMISSION']._serialized_start=1387
+  _globals['_GROUPADMISSION']._serialized_end=1552
   _globals['_BEGINGROUPSREQUEST']._serialized_start=69
-  _globals['_BEGINGROUPSREQUEST']._serialized_end=147
-  _globals['_BEGINGROUPSRESPONSE']._serialized_start=149
-  _globals['_BEGINGROUPSRESPONSE']._serialized_end=259
-  _globals['_SUBMITROWSREQUEST']._serialized_start=261
-  _globals['_SUBMITROWSREQUEST']._serialized_end=341
-  _globals['_SUBMITROWSRESPONSE']._serialized_start=343
-  _globals['_SUBMITROWSRESPONSE']._serialized_end=407
-  _globals['_STREAMROWSREQUEST']._serialized_start=409
-  _globals['_STREAMROWSREQUEST']._serialized_end=475
-  _globals['_STREAMROWSRESPONSE']._serialized_start=477
-  _globals['_STREAMROWSRESPONSE']._serialized_end=581
-  _globals['_ROWSERROR']._serialized_start=583
-  _globals['_ROWSERROR']._serialized_end=648
-  _globals['_TRAJECTORYKEY']._serialized_start=650
-  _globals['_TRAJECTORYKEY']._serialized_end=709
-  _globals['_REWARD']._serialized_start=712
-  _globals['_REWARD']._serialized_end=849
-  _globals['_SETREWARDSREQUEST']._serialized_start=851
-  _globals['_SETREWARDSREQUEST']._serialized_end=922
-  _globals['_SETREWARDSRESPONSE']._serialized_start=924
-  _globals['_SETREWARDSRESPONSE']._serialized_end=961
-  _globals['_ABORTTRAJECTORIESREQUEST']._serialized_start=963
-  _globals['_ABORTTRAJECTORIESREQUEST']._serialized_end=1069
-  _globals['_ABORTTRAJECTORIESRESPONSE']._serialized_start=1071
-  _globals['_ABORTTRAJECTORIESRESPONSE']._serialized_end=1115
-  _globals['_ABORTGROUPSREQUEST']._serialized_start=1117
-  _globals['_ABORTGROUPSREQUEST']._serialized_end=1195
-  _globals['_ABORTGROUPSRESPONSE']._serialized_start=1197
-  _globals['_ABORTGROUPSRESPONSE']._serialized_end=1235
-  _globals['_SEALBATCHREQUEST']._serialized_start=1237
-  _globals['_SEALBATCHREQUEST']._serialized_end=1298
-  _globals['_SEALBATCHRESPONSE']._serialized_start=1300
-  _globals['_SEALBATCHRESPONSE']._serialized_end=1351
-  _globals['_ROLLOUTSERVICE']._serialized_start=1522
-  _globals['_ROLLOUTSERVICE']._serialized_end=2133
+  _globals['_BEGINGROUPSREQUEST']._serialized_end=180
+  _globals['_BEGINGROUPSRESPONSE']._serialized_start=182
+  _globals['_BEGINGROUPSRESPONSE']._serialized_end=292
+  _globals['_SUBMITROWSREQUEST']._serialized_start=294
+  _globals['_SUBMITROWSREQUEST']._serialized_end=374
+  _globals['_SUBMITROWSRESPONSE']._serialized_start=376
+  _globals['_SUBMITROWSRESPONSE']._serialized_end=440
+  _globals['_STREAMROWSREQUEST']._serialized_start=442
+  _globals['_STREAMROWSREQUEST']._serialized_end=508
+  _globals['_STREAMROWSRESPONSE']._serialized_start=510
+  _globals['_STREAMROWSRESPONSE']._serialized_end=614
+  _globals['_ROWSERROR']._serialized_start=616
+  _globals['_ROWSERROR']._serialized_end=681
+  _globals['_TRAJECTORYKEY']._serialized_start=683
+  _globals['_TRAJECTORYKEY']._serialized_end=742
+  _globals['_REWARD']._serialized_start=745
+  _globals['_REWARD']._serialized_end=882
+  _globals['_SETREWARDSREQUEST']._serialized_start=884
+  _globals['_SETREWARDSREQUEST']._serialized_end=955
+  _globals['_SETREWARDSRESPONSE']._serialized_start=957
+  _globals['_SETREWARDSRESPONSE']._serialized_end=994
+  _globals['_ABORTTRAJECTORIESREQUEST']._serialized_start=996
+  _globals['_ABORTTRAJECTORIESREQUEST']._serialized_end=1102
+  _globals['_ABORTTRAJECTORIESRESPONSE']._serialized_start=1104
+  _globals['_ABORTTRAJECTORIESRESPONSE']._serialized_end=1148
+  _globals['_ABORTGROUPSREQUEST']._serialized_start=1150
+  _globals['_ABORTGROUPSREQUEST']._serialized_end=1228
+  _globals['_ABORTGROUPSRESPONSE']._serialized_start=1230
+  _globals['_ABORTGROUPSRESPONSE']._serialized_end=1268
+  _globals['_SEALBATCHREQUEST']._serialized_start=1270
+  _globals['_SEALBATCHREQUEST']._serialized_end=1331
+  _globals['_SEALBATCHRESPONSE']._serialized_start=1333
+  _globals['_SEALBATCHRESPONSE']._serialized_end=1384
+  _globals['_ROLLOUTSERVICE']._serialized_start=1555
+  _globals['_ROLLOUTSERVICE']._serialized_end=2166
 # @@protoc_insertion_point(module_scope)

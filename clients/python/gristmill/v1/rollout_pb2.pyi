@@ -58,12 +58,24 @@ class BeginGroupsRequest(google.protobuf.message.Message):
     ROUND_FIELD_NUMBER: builtins.int
     UIDS_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
+    N_SAMPLES_FIELD_NUMBER: builtins.int
+    TAGS_FIELD_NUMBER: builtins.int
     run: builtins.str
     round: builtins.int
     wait_s: builtins.float
     """Seconds to wait for room for the first uid that has none; 0 answers at once. The server may answer earlier."""
     @property
     def uids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def n_samples(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of how many samples each group is made, one a uid, at most max_samples_per_prompt; 0, or empty: n_samples_per_prompt.
+        A group that is open already keeps its size: another one is INVALID_ARGUMENT.
+        """
+
+    @property
+    def tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The environment or task of each group, one a uid, as in Rows; empty strings, or empty: none yet."""
+
     def __init__(
         self,
         *,
@@ -71,8 +83,10 @@ class BeginGroupsRequest(google.protobuf.message.Message):
         round: builtins.int = ...,
         uids: collections.abc.Iterable[builtins.str] | None = ...,
         wait_s: builtins.float = ...,
+        n_samples: collections.abc.Iterable[builtins.int] | None = ...,
+        tags: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["round", b"round", "run", b"run", "uids", b"uids", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["n_samples", b"n_samples", "round", b"round", "run", b"run", "tags", b"tags", "uids", b"uids", "wait_s", b"wait_s"]) -> None: ...
 
 global___BeginGroupsRequest = BeginGroupsRequest
 

@@ -86,6 +86,8 @@ class Rows(google.protobuf.message.Message):
     PADDING_FIELD_NUMBER: builtins.int
     COLUMNS_FIELD_NUMBER: builtins.int
     COLUMN_VALUES_FIELD_NUMBER: builtins.int
+    TAGS_FIELD_NUMBER: builtins.int
+    TOKEN_POLICY_VERSIONS_FIELD_NUMBER: builtins.int
     tokens: builtins.bytes
     """int32: of each row its prompt_token_ids, then its response_ids, without what prefix_lengths leaves out."""
     loss_mask: builtins.bytes
@@ -98,6 +100,10 @@ class Rows(google.protobuf.message.Message):
     """With advantage_estimator none: float32, one a response token, in place of advantages."""
     padding: builtins.bytes
     """Ignored. Lets who writes the message put a buffer where it can be used as it is, at a multiple of 8 bytes."""
+    token_policy_versions: builtins.bytes
+    """int32, the policy version that sampled each response token, -1 unknown, for weights that change while a trajectory is
+    sampled. A row's policy_versions is the oldest of them, and may be left out (-1). Empty: one a row.
+    """
     @property
     def uids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The prompt that each row belongs to."""
@@ -172,6 +178,12 @@ class Rows(google.protobuf.message.Message):
     def column_values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Of each of `columns`, in their order, the values of all rows: a raw little-endian buffer without gaps."""
 
+    @property
+    def tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The environment or task of each row's group, at most 100 characters, empty where the row does not say. All that
+        say so agree within a group, and with BeginGroups. A run has at most 64 different ones. Empty: no row says.
+        """
+
     def __init__(
         self,
         *,
@@ -198,8 +210,10 @@ class Rows(google.protobuf.message.Message):
         padding: builtins.bytes = ...,
         columns: collections.abc.Iterable[global___Column] | None = ...,
         column_values: collections.abc.Iterable[builtins.bytes] | None = ...,
+        tags: collections.abc.Iterable[builtins.str] | None = ...,
+        token_policy_versions: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "attempts", b"attempts", "column_values", b"column_values", "columns", b"columns", "is_last_steps", b"is_last_steps", "loss_mask", b"loss_mask", "padding", b"padding", "policy_versions", b"policy_versions", "prefix_checksums", b"prefix_checksums", "prefix_lengths", b"prefix_lengths", "prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "rewards", b"rewards", "rewards_pending", b"rewards_pending", "rollout_logprobs", b"rollout_logprobs", "rounds", b"rounds", "samples", b"samples", "steps", b"steps", "stop_reasons", b"stop_reasons", "token_advantages", b"token_advantages", "token_rewards", b"token_rewards", "tokens", b"tokens", "uids", b"uids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "attempts", b"attempts", "column_values", b"column_values", "columns", b"columns", "is_last_steps", b"is_last_steps", "loss_mask", b"loss_mask", "padding", b"padding", "policy_versions", b"policy_versions", "prefix_checksums", b"prefix_checksums", "prefix_lengths", b"prefix_lengths", "prompt_lengths", b"prompt_lengths", "response_lengths", b"response_lengths", "rewards", b"rewards", "rewards_pending", b"rewards_pending", "rollout_logprobs", b"rollout_logprobs", "rounds", b"rounds", "samples", b"samples", "steps", b"steps", "stop_reasons", b"stop_reasons", "tags", b"tags", "token_advantages", b"token_advantages", "token_policy_versions", b"token_policy_versions", "token_rewards", b"token_rewards", "tokens", b"tokens", "uids", b"uids"]) -> None: ...
 
 global___Rows = Rows
 

@@ -65,6 +65,15 @@ class BeginGroups(Body):
     uids: Many[str] = Field(examples=[["prompt-17", "prompt-18"]])
     round: Int32 = Field(0, description="Which time the uids are sampled in the run, such as the dataset epoch.")
     wait_s: float = Field(0.0, description="Seconds to wait for room; the service may answer earlier.")
+    n_samples: Int32 | Many[Int32] = Field(
+        default=[], description="How many samples make each group, or all of them; 0 or nothing: as many as the run's."
+    )
+    tag: str | Many[str] = Field(default=[], description="The environment or task of each group, or of all of them.")
+
+
+def one_each(given: _Item | list[_Item], uids: list[str]) -> list[_Item]:
+    """What a request gives once for all groups, or one a group."""
+    return given if isinstance(given, list) else [given] * len(uids)
 
 
 class GroupsBegun(BaseModel):
@@ -91,7 +100,11 @@ class Row(BaseModel):
     rollout_logprobs: list[float] | None = Field(None, examples=[[-0.1, -0.7]])
     stop_reason: str = Field("", examples=["stop"])
     policy_version: int = Field(-1, description="The policy version that sampled the step; -1 unknown.")
+    policy_versions: list[int] | None = Field(
+        None, description="The same for each response token, where it changed meanwhile; the row's is the oldest."
+    )
     advantage: float | list[float] | None = Field(None, description="With advantage_estimator: none.")
+    tag: str = Field("", description="The environment or task of the row's group; those of a group agree.")
 
 
 class RowsSubmitted(BaseModel):

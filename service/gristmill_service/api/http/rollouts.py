@@ -36,7 +36,9 @@ async def begin_groups(
     request: Request, run: RunDep, context: ContextDep, body: models.BeginGroups
 ) -> models.GroupsBegun:
     """Admits prompt groups: as many of the uids, in order, as there is room for."""
-    view = await context.long_poll.ask_async(ask_groups(run, body.round, body.uids), body.wait_s, gone(request))
+    sizes, tags = models.one_each(body.n_samples, body.uids), models.one_each(body.tag, body.uids)
+    question = ask_groups(run, body.round, body.uids, sizes, tags)
+    view = await context.long_poll.ask_async(question, body.wait_s, gone(request))
     return models.GroupsBegun(
         admissions=[admission.name.lower() for admission in view.admissions],  # type: ignore[misc]
         retry_after_s=view.retry_after_s,

@@ -30,7 +30,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     def BeginGroups(  # noqa: N802
         self, request: rollout_pb2.BeginGroupsRequest, context: grpc.ServicerContext
     ) -> rollout_pb2.BeginGroupsResponse:
-        question = ask_groups(self._context.runs.get(request.run), request.round, list(request.uids))
+        run = self._context.runs.get(request.run)
+        question = ask_groups(run, request.round, list(request.uids), list(request.n_samples), list(request.tags))
         return messages.admissions_to(self._context.long_poll.ask(question, request.wait_s, context))
 
     def SubmitRows(  # noqa: N802

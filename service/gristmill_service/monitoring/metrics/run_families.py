@@ -15,8 +15,8 @@ from gristmill_service.monitoring.run_stats import RunStats
 from gristmill_service.pipeline.batch_stats import CAUSES, LEVELS, ROW_KINDS, TOKEN_KINDS
 from gristmill_service.run.machine.answers import Outcome
 
-# A trajectory's rows are superseded, and a plan's misaligned, never a whole group here.
-_GROUP_REASONS = tuple(reason for reason in REASONS if reason not in ("misaligned", "superseded"))
+# A trajectory's rows are superseded or surplus, and a plan's misaligned, never a whole group here.
+_GROUP_REASONS = tuple(reason for reason in REASONS if reason not in ("misaligned", "superseded", "surplus"))
 
 _Values = Iterable[tuple[tuple[str, ...], float]]
 
@@ -88,6 +88,15 @@ def _ranks(value: str) -> Callable[[RunStats], _Values]:
     return lambda found: [((rank.model, str(rank.rank)), getattr(rank, value)) for rank in found.counted.ranks]
 
 
+def _by_tag(figure: str) -> Callable[[RunStats], _Values]:
+    """Of the last published batch that had the tag."""
+    return lambda found: [((tag,), own[figure]) for tag, own in found.counted.tags.items() if tag and figure in own]
+
+
+def _tag_counts(counts: Callable[[RunStats], Mapping[str, int]]) -> Callable[[RunStats], _Values]:
+    return lambda found: [((tag,), count) for tag, count in counts(found).items() if tag]
+
+
 _RANK = ("model", "rank")
 
 _SERIES: Sequence[_Series] = (
@@ -108,8 +117,20 @@ _SERIES: Sequence[_Series] = (
             _by(TOKEN_KINDS, lambda found: found.counted.batch_tokens)),
     _Series("gristmill_padding_share", "Share of the last published batch that is padding.", ("level",),
             lambda found: [((level,), share) for level, share in found.counted.padding.items() if level in LEVELS]),
-    _Series("gristmill_prefix_mismatches_total", "Steps that did not extend the one before.", ("cause",),
+    _Series("gristmill_prefix_mismatches_total", "Later steps that joined none before them.", ("cause",),
             _by(CAUSES, lambda found: found.counted.mismatches)),
+    _Series("gristmill_column_bytes_total", "Bytes of declared columns: as rows brought them, as shards have them.",
+            ("column", "kind"), lambda found: list(found.counted.column_bytes.items())),
+    _Series("gristmill_tag_groups_total", "Prompt groups of published batches, by tag.", ("tag",),
+            _tag_counts(lambda found: found.counted.tag_groups)),
+    _Series("gristmill_tag_short_batches_total", "Batches sealed with fewer groups of a tag than its share.", ("tag",),
+            _tag_counts(lambda found: found.counted.tags_short)),
+    _Series("gristmill_tag_score_mean", "Mean score of trajectories of the last batch with the tag.", ("tag",),
+            _by_tag("score_mean")),
+    _Series("gristmill_tag_response_length_mean", "Mean response tokens of the same trajectories.",
+            ("tag",), _by_tag("response_length_mean")),
+    _Series("gristmill_tag_padding_share", "Share of the rows of a tag that is padding, in the last batch with it.",
+            ("tag",), _by_tag("padding_share")),
     _Series("gristmill_groups", "Prompt groups: open, complete, room.", ("state",), _groups),
     _Series("gristmill_groups_dropped_total", "Groups dropped, by reason.", ("reason",), _groups_dropped),
     _Series("gristmill_groups_shortened_total", "Groups that went on with fewer samples.", ("reason",),

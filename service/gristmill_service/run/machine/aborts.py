@@ -12,6 +12,7 @@ from gristmill._wire.steps import TrajectoryKey, check_text
 from gristmill.errors import InvalidArgumentError, NotFoundError
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.events import Event, GroupClosed, GroupDropped, GroupKey, TrajectoryAborted
+from gristmill_service.run.machine.group_sizes import check_sample
 from gristmill_service.run.machine.groups import Group
 from gristmill_service.run.machine.state import State
 
@@ -20,23 +21,19 @@ _LONGEST_REASON = 200
 
 
 def abort_trajectories(
-    state: State, trajectories: Sequence[TrajectoryKey], reason: str
+    state: State, config: RunConfig, trajectories: Sequence[TrajectoryKey], reason: str
 ) -> tuple[list[TrajectoryAborted], list[GroupDropped]]:
     """The trajectories given up by this, and the groups of which nothing is left then."""
     aborted: dict[TrajectoryKey, None] = {}
     touched: dict[GroupKey, Group] = {}
     for trajectory in trajectories:
-        if not 0 <= trajectory.sample < state.samples:
-            raise InvalidArgumentError(
-                f"{trajectory}: sample is {trajectory.sample}, and n_samples_per_prompt: {state.samples} allows "
-                f"0..{state.samples - 1}"
-            )
         key = GroupKey(trajectory.round, trajectory.uid)
         group = _open_group(state, key)
+        check_sample(str(trajectory), trajectory.sample, group, config)
         if group is not None and trajectory.sample not in group.aborted:
             aborted[trajectory] = None
             touched[key] = group
-    left = {key: state.samples - len(group.aborted) for key, group in touched.items()}
+    left = {key: group.sampled - len(group.aborted) for key, group in touched.items()}
     for trajectory in aborted:
         left[GroupKey(trajectory.round, trajectory.uid)] -= 1
     reason = checked_reason(reason)

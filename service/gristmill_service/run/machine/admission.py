@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import Admission
-from gristmill_service.run.machine.events import GroupKey
+from gristmill_service.run.machine.events import GroupKey, NewGroup
 from gristmill_service.run.machine.state import State
+from gristmill_service.run.machine.tags import NamedTags
 
 RETRY_AFTER_S = 0.5
 
@@ -17,9 +19,26 @@ _UNBOUNDED = 1 << 31
 
 
 class Room(NamedTuple):
+    """reason: what sets the limit, for a person who is refused. kept: of these groups, those that only groups of a tag
+    may be, so that what comes first does not take the room of what `tag_shares` waits for."""
+
     groups: int
     reason: str
-    """What sets the limit, for a person who is refused."""
+    kept: Mapping[str, int] = MappingProxyType({})
+
+    def groups_of(self, tag: str) -> int:
+        """Groups of a tag, or of none, that may be admitted now."""
+        return max(0, self.groups - sum(self.kept.values()) + self.kept.get(tag, 0))
+
+    def less(self, tag: str) -> Room:
+        """What is left after one more of the tag."""
+        kept = {name: count - (name == tag) for name, count in self.kept.items()}
+        return Room(self.groups - 1, self.reason, {name: count for name, count in kept.items() if count})
+
+    def reason_for(self, tag: str) -> str:
+        if self.groups <= 0 or not self.kept:
+            return self.reason
+        return f"the {self.groups} groups that may begin are kept for {', '.join(map(repr, self.kept))} (tag_shares)"
 
 
 class RowBudget:
@@ -55,28 +74,45 @@ class RowBudget:
 def room(state: State, config: RunConfig, service_bytes: int) -> Room:
     """Groups that may be admitted now. service_bytes: what the service's other runs leave for rows of this one."""
     bounds = [_by_batches(state, config), _by_bytes(state, config), _by_service(state, service_bytes)]
-    unsealed = len(state.open)
-    if unsealed < config.train_batch_size and not state.batches:
+    kept = _kept(state, config)
+    needed = max(config.train_batch_size - len(state.open), sum(kept.values()))
+    if needed > 0 and not state.batches:
         # Nothing is held that could be freed: without these groups the next batch could never be filled.
-        bounds = [Room(max(bound.groups, config.train_batch_size - unsealed), bound.reason) for bound in bounds]
+        bounds = [Room(max(bound.groups, needed), bound.reason) for bound in bounds]
     if config.max_staleness is not None:
         bounds.append(_by_staleness(state, config, config.max_staleness))
-    least = min(bounds)
-    return Room(max(0, least.groups), least.reason)
+    groups, reason, _ = min(bounds, key=lambda bound: bound[:2])
+    return Room(max(0, groups), reason, kept)
 
 
-def begin(state: State, keys: Sequence[GroupKey], groups: int) -> tuple[list[Admission], dict[GroupKey, None]]:
-    """What becomes of each group where so many more may be admitted, and which are admitted by this."""
+def _kept(state: State, config: RunConfig) -> dict[str, int]:
+    """The groups of each tag that the next batch lacks, open ones counted."""
+    if not config.tag_shares or state.finished or state.tags_lapsed:
+        return {}
+    lacking = {
+        tag: count - (state.tags[tag].open if tag in state.tags else 0)
+        for tag, count in config.tag_groups(config.train_batch_size).items()
+    }
+    return {tag: count for tag, count in lacking.items() if count > 0}
+
+
+def begin(
+    state: State, wanted: Sequence[NewGroup], config: RunConfig, room: Room, tags: NamedTags
+) -> tuple[list[Admission], dict[GroupKey, NewGroup]]:
+    """What becomes of each group where so many more may be admitted, and which are admitted by this. tags: those that
+    the request names."""
     found: list[Admission] = []
-    admitted: dict[GroupKey, None] = {}
-    for key in keys:
+    admitted: dict[GroupKey, NewGroup] = {}
+    for key, samples, _ in wanted:
+        tag = tags.of(key)
         closed = state.closed.get(key)
         if closed is not None:
             found.append(Admission.SEALED if isinstance(closed, int) else Admission.DROPPED)
         elif key in state.open or key in admitted:
             found.append(Admission.ADMITTED)
-        elif len(admitted) < groups:
-            admitted[key] = None
+        elif room.groups_of(tag):
+            room = room.less(tag)
+            admitted[key] = NewGroup(key, samples or config.n_samples_per_prompt, tag)
             found.append(Admission.ADMITTED)
         else:
             found.append(Admission.NO_ROOM)

@@ -23,10 +23,12 @@ from gristmill_service.run.machine.events import (
     Event,
     GroupClosed,
     GroupDropped,
+    GroupTagged,
     ModelResumed,
     PolicyVersionAnnounced,
     Resized,
     RunFinished,
+    TagSharesLapsed,
     TrajectoryAborted,
 )
 from gristmill_service.run.machine.state import State
@@ -51,6 +53,9 @@ _TOPICS: dict[type[Event], frozenset[Topic]] = {
     RunFinished: _BATCHES | _ROOM,
     # A finished run ends when nothing complete is left.
     GroupDropped: _BATCHES | _ROOM,
+    # Of the room that is kept for its tag, others may have some now.
+    GroupTagged: _ROOM,
+    TagSharesLapsed: _ROOM,
     GroupClosed: _ROOM,
     TrajectoryAborted: _ROOM,
     PolicyVersionAnnounced: frozenset([Topic.VERSION, Topic.ROOM]),
@@ -68,8 +73,8 @@ def topics_of(events: Iterable[Event]) -> set[Topic]:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """is_met(state): whether waiting is over. Conditions of a topic with the same key are the same one; a condition for
-    room has none, since each group of room lets one caller go on."""
+    """is_met(state): whether waiting is over. Conditions of a topic with the same key are the same one; the key of a
+    condition for room is the tag that it is for, and each group of room lets one caller go on."""
 
     topic: Topic
     key: Hashable
@@ -96,8 +101,8 @@ def version_is_reached(version: int) -> Condition:
     return Condition(Topic.VERSION, version, lambda state: state.policy_version >= version)
 
 
-def there_is_room() -> Condition:
-    return Condition(Topic.ROOM, None, lambda state: state.finished)
+def there_is_room(tag: str = "") -> Condition:
+    return Condition(Topic.ROOM, tag, lambda state: state.finished)
 
 
 def _is_settled(find: Callable[[], BatchState]) -> bool:

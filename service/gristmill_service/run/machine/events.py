@@ -25,6 +25,14 @@ class GroupKey(NamedTuple):
         return f"uid {self.uid!r} round {self.round}" if self.round else f"uid {self.uid!r}"
 
 
+class NewGroup(NamedTuple):
+    """A group that begins: of how many samples it is made, and its environment or task."""
+
+    key: GroupKey
+    samples: int
+    tag: str = ""
+
+
 class RowRef(NamedTuple):
     """Where a row's tokens are: in which table of the run's log, and which row of it."""
 
@@ -88,8 +96,16 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class GroupsAdmitted(Event):
-    groups: tuple[GroupKey, ...]
+    groups: tuple[NewGroup, ...]
     at: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTagged(Event):
+    """A group that began without a tag is given one."""
+
+    group: GroupKey
+    tag: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +145,27 @@ class GroupDropped(Event):
 
 @dataclass(frozen=True, slots=True)
 class BatchSealed(Event):
-    """The groups, in this order, are batch number `batch`. Logged before anything of it is computed."""
+    """The groups, in this order, are batch number `batch`. Logged before anything of it is computed.
+
+    short_tags: those of which it has fewer groups than `tag_shares` asks for.
+    """
 
     batch: int
     groups: tuple[GroupKey, ...]
     policy_version: int
+    short_tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TagWait(Event):
+    """The next batch waits for nothing but `tag_shares` from now on, in the run's own time; None: not any more."""
+
+    since: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TagSharesLapsed(Event):
+    """The next batch is sealed without what it lacks of `tag_shares`, which it waited for long enough."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from gristmill._wire.steps import UNKNOWN
 from gristmill_service.run.machine.events import GroupKey, RowRef, SetReward, StoredRow
@@ -52,20 +53,41 @@ class Trajectory:
 class Group:
     """One admitted prompt group.
 
-    samples: how many trajectories it is to have. done: how many are complete. aborted: those given up, and why.
+    samples: how many trajectories it is made of. surplus: how many more are sampled. finished: those that are complete,
+    in the order in which they became so. aborted: those given up, and why. tag: its environment or task, "" where
+    nobody said.
     """
 
     key: GroupKey
     samples: int
     admitted_at: float
+    surplus: int = 0
+    tag: str = ""
     trajectories: dict[int, Trajectory] = field(default_factory=dict)
     aborted: dict[int, str] = field(default_factory=dict)
-    done: int = 0
+    finished: dict[int, None] = field(default_factory=dict)
     nbytes: int = 0
 
     @property
+    def sampled(self) -> int:
+        """How many trajectories are sampled, those that are left out too."""
+        return self.samples + self.surplus
+
+    @property
+    def done(self) -> int:
+        """How many trajectories are complete."""
+        return len(self.finished)
+
+    @property
     def is_complete(self) -> bool:
-        return self.done > 0 and self.done + len(self.aborted) == self.samples
+        return 0 < self.done <= self.samples and self.done + len(self.aborted) == self.sampled
+
+    def left_out(self) -> list[int]:
+        """The samples that are not needed, because enough of the others are complete."""
+        if self.done < self.samples or self.is_complete:
+            return []
+        kept = set(islice(self.finished, self.samples))
+        return [sample for sample in range(self.sampled) if sample not in kept and sample not in self.aborted]
 
     def store(self, row: StoredRow) -> list[RowRef]:
         """Takes a row in; returns the rows of lower attempts that it replaces."""
@@ -77,16 +99,15 @@ class Group:
             trajectory = None
         if trajectory is None:
             trajectory = self.trajectories[sample] = Trajectory(row.attempt)
-        self.done -= trajectory.is_complete
         trajectory.store(row)
-        self.done += trajectory.is_complete
+        self._note_completion(sample, trajectory)
         self.nbytes += row.nbytes
         return released
 
     def set_reward(self, reward: SetReward) -> None:
         trajectory = self.trajectories[reward.trajectory.sample]
         trajectory.set_reward(reward)
-        self.done += trajectory.is_complete
+        self._note_completion(reward.trajectory.sample, trajectory)
         self.nbytes += len(reward.token_values)
 
     def abort(self, sample: int, reason: str) -> list[RowRef]:
@@ -98,7 +119,7 @@ class Group:
     def close(self, reason: str) -> list[RowRef]:
         """Gives up every trajectory that is not complete; returns their rows."""
         released = []
-        for sample in range(self.samples):
+        for sample in range(self.sampled):
             trajectory = self.trajectories.get(sample)
             if sample not in self.aborted and (trajectory is None or not trajectory.is_complete):
                 released += self.abort(sample, reason)
@@ -117,10 +138,14 @@ class Group:
         versions = (row.version for row in self.ordered_rows() if row.version != UNKNOWN)
         return min(versions, default=None)
 
+    def _note_completion(self, sample: int, trajectory: Trajectory) -> None:
+        if trajectory.is_complete:
+            self.finished.setdefault(sample)
+
     def _forget(self, sample: int) -> list[RowRef]:
         trajectory = self.trajectories.pop(sample, None)
         if trajectory is None:
             return []
-        self.done -= trajectory.is_complete
+        self.finished.pop(sample, None)
         self.nbytes -= sum(row.nbytes for row in trajectory.rows.values())
         return [row.ref for row in trajectory.rows.values()]

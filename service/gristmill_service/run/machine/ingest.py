@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
@@ -17,14 +18,17 @@ from gristmill_service.run.machine.events import (
     Event,
     GroupKey,
     GroupsAdmitted,
+    NewGroup,
     RowRef,
     RowSchema,
     RowsStored,
     SchemaFixed,
     StoredRow,
 )
-from gristmill_service.run.machine.groups import Trajectory
+from gristmill_service.run.machine.group_sizes import check_first_sample, check_sample
+from gristmill_service.run.machine.groups import Group, Trajectory
 from gristmill_service.run.machine.state import State
+from gristmill_service.run.machine.tags import NamedTags
 from gristmill_service.run.row_buffer import reward_digests, row_digests
 
 
@@ -37,7 +41,13 @@ def describe_rows(steps: Steps, table: int, shared: Collection[str] = ()) -> lis
     digests, rewards_given = row_digests(steps, shared), reward_digests(steps)
     itemsize = sum(
         column.values.itemsize
-        for column in (steps.loss_mask, steps.logprobs, steps.token_rewards, steps.token_advantages)
+        for column in (
+            steps.loss_mask,
+            steps.logprobs,
+            steps.token_rewards,
+            steps.token_advantages,
+            steps.token_versions,
+        )
         if column is not None
     )
     responses = steps.response_lengths
@@ -137,25 +147,32 @@ def take_rows(
     state: State,
     config: RunConfig,
     rows: Sequence[StoredRow],
+    tags: Sequence[str] | None,
     schema: RowSchema,
     room: Callable[[], Room],
     now: Callable[[], float],
 ) -> tuple[list[Outcome], list[Event]]:
-    """Outcome of each row, and what happened. Raises with nothing decided when any row is refused."""
+    """Outcome of each row, and what happened. Raises with nothing decided when any row is refused.
+
+    tags: of each row, as it names its group's; None where none does.
+    """
+    named = NamedTags(state)
     views: dict[TrajectoryKey, _View] = {}
     outcomes: list[Outcome] = []
     stored: list[StoredRow] = []
-    admitted: dict[GroupKey, None] = {}
-    for row in rows:
+    admitted: dict[GroupKey, NewGroup] = {}
+    for row, tag in zip(rows, repeat("") if tags is None else tags, strict=False):
         key = row.group
         closed = state.closed.get(key)
         if closed is not None:
             outcomes.append(_closed_outcome(state, row, closed))
             continue
-        _check_row(row, config)
         group = state.open.get(key)
+        _check_row(row, group, config)
+        if tag:
+            named.name(key, tag, f"{row.trajectory} step {row.step}")
         if group is None:
-            admitted[key] = None
+            admitted[key] = NewGroup(key, config.n_samples_per_prompt)
         elif row.trajectory.sample in group.aborted:
             outcomes.append(Outcome.DROPPED)
             continue
@@ -171,8 +188,10 @@ def take_rows(
         raise finished()
     events: list[Event] = []
     if admitted:
+        admitted = {key: new._replace(tag=named.of(key)) for key, new in admitted.items()}
         _check_room(admitted, room(), config)
-        events.append(GroupsAdmitted(tuple(admitted), now()))
+        events.append(GroupsAdmitted(tuple(admitted.values()), now()))
+    events += named.events(admitted.values())
     if stored:
         if schema != state.schema:
             events.append(SchemaFixed(schema))
@@ -191,12 +210,12 @@ def _closed_outcome(state: State, row: StoredRow, closed: int | str) -> Outcome:
     return Outcome.DUPLICATE if known is not None and known.digest == row.digest else Outcome.SEALED
 
 
-def _check_row(row: StoredRow, config: RunConfig) -> None:
-    if row.trajectory.sample >= config.n_samples_per_prompt:
-        raise InvalidArgumentError(
-            f"{row.trajectory} step {row.step}: sample is {row.trajectory.sample}, and n_samples_per_prompt: "
-            f"{config.n_samples_per_prompt} allows 0..{config.n_samples_per_prompt - 1}"
-        )
+def _check_row(row: StoredRow, group: Group | None, config: RunConfig) -> None:
+    name, sample = f"{row.trajectory} step {row.step}", row.trajectory.sample
+    if group is None:
+        check_first_sample(name, sample, config)
+    else:
+        check_sample(name, sample, group, config)
     if not config.step_wise and (row.step or not row.is_last):
         raise InvalidArgumentError(
             f"{row.trajectory} step {row.step}: step_wise: false allows one step a trajectory, number 0 and the last; "
@@ -208,8 +227,13 @@ def finished() -> FailedPreconditionError:
     return FailedPreconditionError("the run is finished and takes no more rollouts; create another run")
 
 
-def _check_room(admitted: dict[GroupKey, None], found: Room, config: RunConfig) -> None:
-    if len(admitted) <= found.groups:
+def _check_room(admitted: dict[GroupKey, NewGroup], found: Room, config: RunConfig) -> None:
+    left = found
+    for refused in admitted.values():
+        if not left.groups_of(refused.tag):
+            break
+        left = left.less(refused.tag)
+    else:
         return
     most = config.max_buffered_batches * config.train_batch_size
     if len(admitted) > most:
@@ -218,7 +242,7 @@ def _check_room(admitted: dict[GroupKey, None], found: Room, config: RunConfig) 
             f"max_buffered_batches allows {most}; send fewer a request"
         )
     raise ResourceExhaustedError(
-        f"{next(iter(admitted))}: no room for {len(admitted)} more prompt groups, {found.groups} may be admitted: "
-        f"{found.reason}",
+        f"{next(iter(admitted))}: no room for {len(admitted)} more prompt groups, {found.groups_of(refused.tag)} may "
+        f"be admitted: {found.reason_for(refused.tag)}",
         RETRY_AFTER_S,
     )

@@ -6,29 +6,53 @@ from collections.abc import Sequence
 
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import FailedPreconditionError
-from gristmill_service.run.machine import aborts, admission, ingest, sealing
+from gristmill_service.run.machine import aborts, admission, group_sizes, ingest, sealing
+from gristmill_service.run.machine.admission import Room
 from gristmill_service.run.machine.answers import Admission, Admissions, Outcome, RewardUpdate, Sealed
 from gristmill_service.run.machine.command import Command, View
-from gristmill_service.run.machine.events import Event, GroupDropped, GroupKey, GroupsAdmitted, RunFinished, StoredRow
+from gristmill_service.run.machine.events import (
+    Event,
+    GroupDropped,
+    GroupKey,
+    GroupsAdmitted,
+    NewGroup,
+    RunFinished,
+    StoredRow,
+)
 from gristmill_service.run.machine.rewards import take_rewards
 from gristmill_service.run.machine.row_schema import check_schema
 from gristmill_service.run.machine.state import State
+from gristmill_service.run.machine.tags import NamedTags
 
 
 class BeginGroups(Command[Admissions]):
-    def __init__(self, groups: Sequence[GroupKey]) -> None:
+    """groups: with a size of their own, or 0 for the run's, and their tags."""
+
+    def __init__(self, groups: Sequence[NewGroup]) -> None:
         self._groups = groups
         self._found: list[Admission] = []
         self._full_reason = ""
 
     def decide(self, view: View) -> Sequence[Event]:
-        room, is_finished = view.room(), view.state.finished
-        self._full_reason = room.reason
-        count = len(self._groups) if is_finished else room.groups
-        self._found, admitted = admission.begin(view.state, self._groups, count)
+        group_sizes.check_sizes(view.state, self._groups, view.config)
+        tags = NamedTags(view.state)
+        for key, _, tag in self._groups:
+            if key not in view.state.closed:
+                tags.name(key, tag, str(key))
+        is_finished = view.state.finished
+        room = Room(len(self._groups), "") if is_finished else view.room()
+        self._found, admitted = admission.begin(view.state, self._groups, view.config, room, tags)
         if admitted and is_finished:
             raise ingest.finished()
-        return [GroupsAdmitted(tuple(admitted), view.now())] if admitted else []
+        self._full_reason = self._reason(room, tags)
+        begun = [GroupsAdmitted(tuple(admitted.values()), view.now())] if admitted else []
+        return [*begun, *tags.events(admitted.values())]
+
+    def _reason(self, room: Room, tags: NamedTags) -> str:
+        """Why there is no room for the first group that has none."""
+        if Admission.NO_ROOM not in self._found:
+            return ""
+        return room.reason_for(tags.of(self._groups[self._found.index(Admission.NO_ROOM)].key))
 
     def answer(self, state: State) -> Admissions:
         if Admission.NO_ROOM in self._found:
@@ -46,7 +70,9 @@ class TakeRows(Command[list[Outcome]]):
 
     def decide(self, view: View) -> Sequence[Event]:
         schema = check_schema(self._steps, view.state.schema, view.config)
-        self._outcomes, events = ingest.take_rows(view.state, view.config, self._rows, schema, view.room, view.now)
+        self._outcomes, events = ingest.take_rows(
+            view.state, view.config, self._rows, self._steps.tags, schema, view.room, view.now
+        )
         return events
 
     def answer(self, state: State) -> list[Outcome]:
@@ -73,7 +99,7 @@ class AbortTrajectories(Command[int]):
         self._trajectories, self._reason, self._count = trajectories, reason, 0
 
     def decide(self, view: View) -> Sequence[Event]:
-        aborted, dropped = aborts.abort_trajectories(view.state, self._trajectories, self._reason)
+        aborted, dropped = aborts.abort_trajectories(view.state, view.config, self._trajectories, self._reason)
         self._count = len(aborted)
         return [*aborted, *dropped]
 
@@ -95,10 +121,11 @@ class AbortGroups(Command[int]):
 
 
 class CloseStragglers(Command[None]):
-    """Closes or drops the groups whose time is over."""
+    """Closes or drops the groups whose time is over, and lets a batch go on that waited for `tag_shares`."""
 
     def decide(self, view: View) -> Sequence[Event]:
-        return aborts.timeouts(view.state, view.config, view.now())
+        late = aborts.timeouts(view.state, view.config, view.now())
+        return late or sealing.tag_timeout(view.state, view.config, view.room(), view.now())
 
     def answer(self, state: State) -> None:
         pass

@@ -28,6 +28,7 @@ from gristmill_service.run.machine.events import (
     GroupDropped,
     GroupKey,
     GroupsAdmitted,
+    GroupTagged,
     ModelResumed,
     PolicyVersionAnnounced,
     PositionCommitted,
@@ -38,6 +39,8 @@ from gristmill_service.run.machine.events import (
     RowsStored,
     RunFinished,
     SchemaFixed,
+    TagSharesLapsed,
+    TagWait,
     TrajectoryAborted,
     WrittenColumn,
 )
@@ -105,12 +108,23 @@ class ModelState:
 
 
 @dataclass(slots=True)
+class TagGroups:
+    """The groups of a tag that are not sealed; open: the complete ones too."""
+
+    open: int = 0
+    complete: int = 0
+
+
+@dataclass(slots=True)
 class State:
     """
     open: admitted groups that are not sealed, in order of admission; complete: those of them that are complete, in
         order of completion.
+    surplus: how many samples of each group may be left out.
     closed: what became of every other group that was ever admitted: the batch it was sealed into, or why it was
         dropped.
+    tags: every tag that a group ever had. tag_wait: since when the next batch waits for nothing but
+        `tag_shares`, in the run's own time. tags_lapsed: whether it is sealed without them.
     batches: those whose rows are held: sealed and not freed. prompts: of every batch ever sealed, how many groups it
         has.
     failed: why batches could not be built. One that is in `batches`, too, is kept: for another number of ranks it may
@@ -124,12 +138,15 @@ class State:
     """
 
     dp_size: int
-    samples: int
+    surplus: int
     epochs: int
     models: dict[Model, ModelState]
     open: dict[GroupKey, Group] = field(default_factory=dict)
     complete: dict[GroupKey, None] = field(default_factory=dict)
     closed: dict[GroupKey, int | str] = field(default_factory=dict)
+    tags: dict[str, TagGroups] = field(default_factory=dict)
+    tag_wait: float | None = None
+    tags_lapsed: bool = False
     batches: dict[int, Batch] = field(default_factory=dict)
     prompts: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
@@ -151,7 +168,7 @@ class State:
     @classmethod
     def initial(cls, config: RunConfig) -> State:
         models = {model: ModelState([START] * config.dp_size) for model in config.models}
-        return cls(config.dp_size, config.n_samples_per_prompt, config.update_epochs_per_batch, models)
+        return cls(config.dp_size, config.surplus, config.update_epochs_per_batch, models)
 
     @property
     def batches_sealed(self) -> int:
@@ -213,8 +230,18 @@ def apply(state: State, event: Event) -> list[RowRef]:
         case RowsStored():
             return _store_rows(state, event)
         case GroupsAdmitted(groups, at):
-            state.open.update({key: Group(key, state.samples, at) for key in groups})
+            for new in groups:
+                group = state.open[new.key] = Group(new.key, new.samples, at, state.surplus, new.tag)
+                _count_tag(state, group, 1, 0)
             state.now = at
+        case GroupTagged(key, tag):
+            group = state.open[key]
+            group.tag = tag
+            _count_tag(state, group, 1, int(key in state.complete))
+        case TagWait(since):
+            state.tag_wait = since
+        case TagSharesLapsed():
+            state.tags_lapsed = True
         case SchemaFixed(schema):
             state.schema = schema
         case RewardsSet():
@@ -283,15 +310,27 @@ def _shrink(state: State, group: Group, shrink: Callable[[], list[RowRef]]) -> l
 def _note_completion(state: State, group: Group) -> None:
     if not group.is_complete:
         # A higher attempt may take back what was complete.
-        state.complete.pop(group.key, None)
+        if group.key in state.complete:
+            del state.complete[group.key]
+            _count_tag(state, group, 0, -1)
     elif group.key not in state.complete:
         state.complete[group.key] = None
+        _count_tag(state, group, 0, 1)
         state.completions += 1
         state.completed_bytes += group.nbytes
 
 
+def _count_tag(state: State, group: Group, opened: int, completed: int) -> None:
+    """Groups of its tag that are open, and complete, more than before."""
+    if group.tag:
+        counts = state.tags.setdefault(group.tag, TagGroups())
+        counts.open += opened
+        counts.complete += completed
+
+
 def _drop_group(state: State, event: GroupDropped) -> list[RowRef]:
     group = state.open.pop(event.group)
+    _count_tag(state, group, -1, -int(event.group in state.complete))
     state.complete.pop(event.group, None)
     state.closed[event.group] = event.reason
     state.groups_dropped[event.reason] = state.groups_dropped.get(event.reason, 0) + 1
@@ -303,11 +342,13 @@ def _apply_batch(
     state: State, event: BatchSealed | BatchPublished | BatchWithdrawn | BatchFailed | BatchFreed
 ) -> list[RowRef]:
     match event:
-        case BatchSealed(number, keys, version):
+        case BatchSealed(number, keys, version, _):
             groups = [state.open.pop(key) for key in keys]
-            for key in keys:
-                del state.complete[key]
-                state.closed[key] = number
+            for group in groups:
+                _count_tag(state, group, -1, -1)
+                del state.complete[group.key]
+                state.closed[group.key] = number
+            state.tag_wait, state.tags_lapsed = None, False
             state.batches[number] = Batch(version, len(keys), groups)
             state.prompts.append(len(keys))
             state.groups_sealed += len(keys)

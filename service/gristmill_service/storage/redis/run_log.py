@@ -61,7 +61,8 @@ class Acknowledged(NamedTuple):
 class RedisRunLog:
     """See `gristmill_service.storage.run_store.RunLog`.
 
-    before: what this process had acknowledged of the run when it had it last.
+    before: what this process had acknowledged of the run when it had it last. compared: reports of former owners that
+    this process has compared with the log, now or when it had the run before; those to come are added.
     """
 
     maps_rows = False
@@ -79,14 +80,17 @@ class RedisRunLog:
         run_id: str,
         token: str,
         before: Acknowledged | None,
+        compared: set[Acknowledged],
     ) -> None:
         self.config, self.run_id, self.token = config, run_id, token
         self.get, self.remove, self.retain, self.claim = tables.get, tables.remove, tables.retain, tables.claim
         self.on_close: Callable[[], None] = lambda: None
         self._client, self._scripts, self._keys, self._tables = client, scripts, keys, tables
         self._health, self._before = health, before
+        self._compared = compared
+        self._reported: Acknowledged | None = None
         self._owned_until = 0.0
-        self._is_lost = self._is_closed = self._is_short = False
+        self._is_lost = self._is_closed = False
         self._last = 0
         self._digest: int | None = None
         self._length = 0
@@ -108,8 +112,10 @@ class RedisRunLog:
 
     @property
     def acknowledged(self) -> Acknowledged | None:
-        """Until the log goes on, one that was found too short is as it was before."""
-        return self._before if self._is_short or not self._last else Acknowledged(self.run_id, self._last, self._digest)
+        """Until the log is read and, where it was found too short, goes on, it is as it was before. One that a former
+        owner's report refutes is as that says."""
+        own = Acknowledged(self.run_id, self._last, self._digest) if self._last else None
+        return self._reported or self._before or own
 
     def renewed(self, until: float) -> None:
         self._owned_until = until
@@ -126,8 +132,12 @@ class RedisRunLog:
             if reported is None:
                 return
             found = msgspec.json.decode(reported, type=Acknowledged)
-            if found.run_id == self.run_id and not self._has(found):
-                self._before, self._is_short, self._is_lost = found, True, True
+            if found.run_id != self.run_id or found in self._compared:
+                return
+            if not self._has(found):
+                # An append that is under way does not go on from it.
+                self._reported, self._is_lost = found, True
+            self._compared.add(found)
 
     def _has(self, found: Acknowledged) -> bool:
         if found.number > self._last:
@@ -143,7 +153,7 @@ class RedisRunLog:
             if self._snapshot is not None:
                 self._last = self._snapshot.number
             records = list(self._records())
-        is_short = self._is_short
+        is_short = self._before is not None
         return Replay(snapshot, records, lambda: is_short)
 
     def _read_snapshot(self) -> bytes | None:
@@ -163,7 +173,8 @@ class RedisRunLog:
         return b"".join(cast(list[bytes], pieces))
 
     def _records(self) -> Iterator[bytes]:
-        """The records after number `_last`, which moves with them."""
+        """The records after number `_last`, which moves with them; once all are read, `_before` stays only where they
+        are too few."""
         before, is_other = self._before, False
         while True:
             entries = cast(
@@ -179,8 +190,11 @@ class RedisRunLog:
                 yield record
             if len(entries) < _ENTRIES_AT_ONCE:
                 break
-        if before is not None and (is_other or self._last < before.number):
-            self._is_short = True
+        if before is None:
+            return
+        if not is_other and self._last >= before.number:
+            self._before = None
+        else:
             lost = max(1, before.number - self._last)
             _log.error(
                 "log rolled back",
@@ -203,7 +217,7 @@ class RedisRunLog:
                 else f"Redis has forgotten a part of {self._keys.log}; the run is read anew from what it has"
             )
         self._last += 1
-        self._digest, self._is_short = crc32(record), False
+        self._digest, self._before = crc32(record), None
         self._length += len(record)
         if tables:
             self._tables.appended(tables)

@@ -34,6 +34,8 @@ _FORMAT = 1
 # A learned owner is trusted for so long: a call that reaches the wrong process is refused there.
 _OWNER_KNOWN_S = 0.5
 _CHECK_S = 1.0
+# A former owner reports again for so long: Redis may lose a report, and its reader may die.
+_REPORT_S = 30.0
 # Claims are numbered by the second in which they are made, counted from 2020.
 _EPOCH = 1_577_836_800
 
@@ -63,7 +65,9 @@ class RedisRunStore:
         self._elsewhere: dict[str, tuple[OwnedElsewhereError, float]] = {}
         # By run: what this process had acknowledged of those that it has had.
         self._acknowledged: dict[str, Acknowledged] = {}
-        self._reported: dict[str, Acknowledged] = {}
+        # By run: what this process reports of it, and until when; what others reported to it.
+        self._reported: dict[str, tuple[Acknowledged, float]] = {}
+        self._compared: dict[str, set[Acknowledged]] = {}
         self._health = Health(client, prefix, durability)
         self._stopped = threading.Event()
         self._checker = threading.Thread(
@@ -119,6 +123,7 @@ class RedisRunStore:
             run_id=run_id,
             token=token,
             before=self._acknowledged_of(name, run_id),
+            compared=self._compared.setdefault(name, set()),
         )
         log.on_close = lambda: self._closed(name, log)
         self._leases.add(name, log, asked)
@@ -141,6 +146,7 @@ class RedisRunStore:
             log.on_close = lambda: self._leases.discard(name, log)
         self._acknowledged.pop(name, None)
         self._reported.pop(name, None)
+        self._compared.pop(name, None)
 
     def claim(self, run: str) -> int:
         """See `gristmill_service.storage.redis.shard_store.Fence`."""
@@ -223,11 +229,16 @@ class RedisRunStore:
     def _report_acknowledged(self, name: str, keys: ControlKeys) -> None:
         """Reports to the run's owner what this process had acknowledged before: a log without it was rolled back, which
         an owner that took the run over after a failover cannot know."""
-        found = self._acknowledged.get(name)
-        if found is not None and self._reported.get(name) != found:
+        found, now = self._acknowledged.get(name), time.monotonic()
+        if found is None:
+            return
+        reported, until = self._reported.get(name, (None, 0.0))
+        if reported != found:
+            until = now + _REPORT_S
+            self._reported[name] = found, until
+        if now < until:
             with translated(self._client):
-                self._client.set(keys.acknowledged, msgspec.json.encode(found))
-            self._reported[name] = found
+                self._scripts.report(keys, msgspec.json.encode(found))
 
     def _closed(self, name: str, log: RedisRunLog) -> None:
         if log.acknowledged is not None:

@@ -131,6 +131,7 @@ redis.call('DEL', unpack(KEYS, 2))
 return 1
 """)
 _FORGET = _Script("return redis.call('DEL', KEYS[1])")
+_REPORT = _Script("if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('SET', KEYS[2], ARGV[1]) end")
 
 
 class ControlKeys:
@@ -219,6 +220,10 @@ class Scripts:
         """Raises UnavailableError where the run is gone, and may come back."""
         _, is_reached = self._run_confirmed(_FORGET, [keys.fence])
         self._durability.check(is_reached, "the end of a run")
+
+    def report(self, keys: ControlKeys, acknowledged: bytes) -> None:
+        """Says what a former owner had acknowledged; nothing where the run is gone."""
+        self._run(_REPORT, [keys.config, keys.acknowledged], acknowledged)
 
     def _run_confirmed(self, script: _Script, keys: list[str], *arguments: Any) -> tuple[Any, bool]:
         """The script's answer, and whether what it wrote has its copies, in one round trip."""

@@ -1,0 +1,65 @@
+"""How many samples a group has: as many as it was begun with, else as many as the run says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.validate import sizes_of
+from gristmill_service.run.machine.events import GroupKey, NewGroup
+from gristmill_service.run.machine.groups import Group
+from gristmill_service.run.machine.state import State
+
+
+def check_sizes(state: State, wanted: Sequence[NewGroup], config: RunConfig) -> None:
+    """Refuses a size that no group may have, and one that differs from the size that the group has already."""
+    sizes: dict[GroupKey, int] = {}
+    for key, samples, _ in wanted:
+        if not 0 <= samples <= config.most_samples:
+            raise InvalidArgumentError(
+                f"{key}: n_samples is {samples}, and {_most(config)} allows 1..{config.most_samples}; give fewer, 0 "
+                "for the run's own, or raise max_samples_per_prompt"
+            )
+        if not samples:
+            continue
+        group = state.open.get(key)
+        known = sizes.setdefault(key, samples) if group is None else group.samples
+        if known != samples:
+            raise InvalidArgumentError(
+                f"{key}: n_samples is {samples}, and the group was begun with {known}; give the same, or begin it in "
+                "another round"
+            )
+
+
+def check_sample(name: str, sample: int, group: Group | None, config: RunConfig) -> None:
+    """Refuses a sample that the group has not. name: what has it. group: None where nothing is known of its size."""
+    if group is None:
+        _check_sample(name, sample, config.most_samples + config.surplus, sizes_of(config))
+    else:
+        with_surplus = f" with surplus: {group.surplus}" if group.surplus else ""
+        is_own = group.samples != config.n_samples_per_prompt
+        size = "the group's n_samples" if is_own else "n_samples_per_prompt"
+        _check_sample(name, sample, group.sampled, f"{size}: {group.samples}{with_surplus}")
+
+
+def check_first_sample(name: str, sample: int, config: RunConfig) -> None:
+    """The same for a row that begins its group, which has the run's own size then."""
+    with_surplus = f" with surplus: {config.surplus}" if config.surplus else ""
+    own = f"n_samples_per_prompt: {config.n_samples_per_prompt}{with_surplus}"
+    if config.most_samples > config.n_samples_per_prompt:
+        own += " (the group was not begun with n_samples of its own)"
+    _check_sample(name, sample, config.n_samples_per_prompt + config.surplus, own)
+
+
+def _check_sample(name: str, sample: int, samples: int, allows: str) -> None:
+    if not 0 <= sample < samples:
+        raise InvalidArgumentError(
+            f"{name}: sample is {sample}, and {allows} allows 0..{samples - 1}; number samples from 0, or begin the "
+            "group with more (max_samples_per_prompt)"
+        )
+
+
+def _most(config: RunConfig) -> str:
+    name = "n_samples_per_prompt" if config.max_samples_per_prompt is None else "max_samples_per_prompt"
+    return f"{name}: {config.most_samples}"
