@@ -439,7 +439,15 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
         ({"name": "x", "dtype": "int16", "scope": "row", "shape": 3}, "it is a list of sizes, as"),
         ({"name": "x", "dtype": "int64", "scope": "row", "shape": [1 << 23]}, "at most 16777216"),
         ({"name": "x", "dtype": "int8", "scope": "row", "fill": 128}, "fill is 128, which int8 does not hold"),
-        ({"name": "x", "dtype": "int8", "scope": "row", "fill": float("nan")}, "set allow_nonfinite: true"),
+        ({"name": "x", "dtype": "int8", "scope": "row", "fill": 10**400}, "fill is 1000000.*, which int8 does not hold"),
+        ({"name": "x", "dtype": "float64", "scope": "row", "fill": 10**400}, "which float64 does not hold"),
+        ({"name": "x", "dtype": "float32", "scope": "row", "fill": 1e39}, "fill is 1e.39, which float32 does not hold"),
+        ({"name": "x", "dtype": "float16", "scope": "row", "fill": 70000}, "fill is 70000, which float16 does not hold"),
+        ({"name": "x", "dtype": "bfloat16", "scope": "row", "fill": 3.4e38}, "which bfloat16 does not hold"),
+        (
+            {"name": "x", "dtype": "float32", "scope": "row", "fill": float("nan"), "allow_nonfinite": True},
+            "fill is nan, and configurations are JSON, which has no such number; give a finite one",
+        ),
         ({"name": "x", "dtype": "int8", "scope": "row", "required": 1}, "required is 1; it is true or false"),
         ({"name": "x", "dtype": "bool", "scope": "row", "merge": "sum"}, "merge: sum adds numbers"),
         ({"name": "x", "dtype": "int8", "scope": "items", "source": "trainer"}, "set scope: row or response"),
@@ -448,6 +456,12 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
 def test_a_column_that_cannot_be_is_refused_with_the_remedy(column: object, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         parse_config(GOOD | {"columns": [column]})
+
+
+def test_a_fill_of_negative_zero_is_the_zero_that_a_stored_configuration_has() -> None:
+    config = parse_config(GOOD | {"columns": [{"name": "x", "dtype": "float32", "scope": "row", "fill": -0.0}]})
+    stored = parse_config(json.loads(config.model_dump_json(exclude_defaults=True)))
+    assert config.columns[0].fill_value.tobytes() == stored.columns[0].fill_value.tobytes()
 
 
 def test_columns_whose_tensors_would_have_one_name_are_refused() -> None:

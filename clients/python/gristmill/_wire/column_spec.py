@@ -92,7 +92,8 @@ class ColumnSpec:
             raise InvalidArgumentError(f"{where}: shape is {shape!r:.80}; it is a list of sizes, as [48, 8]")
         column = cls(**{**given, "shape": tuple(shape)})
         column._check()
-        fill = column.fill if column.is_float else int(column.fill)
+        # Of the two zeros a configuration tells one.
+        fill = column.fill + 0 if column.is_float else int(column.fill)
         return cls(**column.settings | {"fill": fill, "merge": column.merge or _MERGES[column.scope][0]})
 
     @property
@@ -186,14 +187,19 @@ class ColumnSpec:
     def _check_fill(self, where: str) -> None:
         if (isinstance(self.fill, bool) and self.dtype != "bool") or not isinstance(self.fill, bool | int | float):
             raise InvalidArgumentError(f"{where}: fill is {self.fill!r:.80}; it is a number")
-        if not self.allow_nonfinite and not math.isfinite(self.fill):
-            raise InvalidArgumentError(f"{where}: fill is {self.fill}; set allow_nonfinite: true for that")
+        if isinstance(self.fill, float) and not math.isfinite(self.fill):
+            raise InvalidArgumentError(
+                f"{where}: fill is {self.fill}, and configurations are JSON, which has no such number; give a finite one"
+            )
         try:
             # JSON and YAML write 1 and 1.0 for the same number.
             is_whole = not self.is_float and float(self.fill).is_integer()
             _check_kind(np.array([int(self.fill) if is_whole else self.fill]), self, where)
+            is_held = is_finite(self.fill_value)
         except (InvalidArgumentError, OverflowError):
-            raise InvalidArgumentError(f"{where}: fill is {self.fill}, which {self.dtype} does not hold") from None
+            is_held = False
+        if not is_held:
+            raise InvalidArgumentError(f"{where}: fill is {self.fill!s:.80}, which {self.dtype} does not hold")
 
 
 _OF_SCOPE: dict[str, str] = {
