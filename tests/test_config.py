@@ -432,6 +432,9 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
         ({"name": "x", "dtype": "int16", "scope": "token", "size": 3}, "unknown setting 'size'; known are name, dtype"),
         ({"name": "Routes", "dtype": "int16", "scope": "token"}, "a name has 1 to 63 of a-z"),
         ({"name": "loss_mask", "dtype": "int16", "scope": "token"}, "is the name of a built-in column"),
+        ({"name": "env_metrics", "dtype": "int16", "scope": "row"}, "is the name of a built-in column"),
+        ({"name": "row_offsets", "dtype": "int64", "scope": "row"}, "would stand beside the built-in row; choose"),
+        ({"name": "rewards_given", "dtype": "uint8", "scope": "row"}, "would stand beside the built-in rewards; choose"),
         ({"name": "x", "dtype": "int4", "scope": "token"}, "dtype is 'int4'; it is one of bool, uint8"),
         ({"name": "x", "dtype": "int16", "scope": "step"}, "scope is 'step'; it is one of row, response"),
         ({"name": "x", "dtype": "int16", "scope": "row", "merge": "concat"}, "merge is 'concat'; it is one of last"),
@@ -464,9 +467,10 @@ def test_a_fill_of_negative_zero_is_the_zero_that_a_stored_configuration_has() -
     assert config.columns[0].fill_value.tobytes() == stored.columns[0].fill_value.tobytes()
 
 
-def test_columns_whose_tensors_would_have_one_name_are_refused() -> None:
+@pytest.mark.parametrize("scope", ["items", "row", "token"])
+def test_columns_whose_tensors_would_have_one_name_are_refused(scope: str) -> None:
     columns = [
-        {"name": "pixels", "dtype": "uint8", "scope": "items"},
+        {"name": "pixels", "dtype": "uint8", "scope": scope},
         {"name": "pixels_offsets", "dtype": "int64", "scope": "row"},
     ]
     with pytest.raises(InvalidArgumentError, match="two of them would have a tensor pixels_offsets; rename one"):

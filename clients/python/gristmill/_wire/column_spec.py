@@ -48,9 +48,10 @@ BUILT_IN = frozenset(
         *("row_ends", "uid", "uids", "round", "rounds", "step", "steps", "attempt", "attempts", "prompt_token_ids"),
         *("response_ids", "reward", "advantage", "stop_reason", "stop_reasons", "policy_versions", "prompt_len"),
         *("response_len", "tag", "tags", "n_samples", "trajectory_ids", "samples", "loss_masks", "rollout_metrics"),
+        *("env_metrics", "trajectory_generation_times", "trajectory_time_splits"),
     )
 )
-"""The names of a row's fields and of a shard's tensors, which no column may have."""
+"""The names of a row's fields, of a generator output's and of a shard's tensors, which no column may have."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,8 @@ class ColumnSpec:
             raise InvalidArgumentError(f"{where}: a name has 1 to 63 of a-z, 0-9 and _, and begins with a letter")
         if self.name in BUILT_IN:
             raise InvalidArgumentError(f"{where}: is the name of a built-in column; choose another")
+        if beside := next((name for name in BUILT_IN if self.name in of_column(name)), None):
+            raise InvalidArgumentError(f"{where}: would stand beside the built-in {beside}; choose another name")
         for name, allowed in (
             ("dtype", DTYPES),
             ("scope", tuple(_MERGES)),
@@ -217,7 +220,8 @@ def specs_of(given: Iterable[object]) -> tuple[ColumnSpec, ...]:
         raise InvalidArgumentError(f"columns: {len(columns)} are declared; at most {MOST_COLUMNS} are possible")
     names: set[str] = set()
     for column in columns:
-        for name in tensor_names(column):
+        # Whether it has all of them or not: readers of a shard know the tensors that belong together by their names.
+        for name in (column.name, *of_column(column.name)):
             if name in names:
                 raise InvalidArgumentError(f"columns: two of them would have a tensor {name}; rename one")
             names.add(name)
