@@ -30,7 +30,8 @@ BFLOAT16 = np.dtype(np.uint16)
 
 DTYPES: tuple[ColumnDtype, ...] = get_args(ColumnDtype)
 MOST_COLUMNS = 64
-_MOST_ELEMENT_BYTES = 1 << 24
+MOST_AXES = 8
+MOST_ELEMENT_BYTES = 1 << 24
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _MERGES: dict[ColumnScope, tuple[ColumnMerge, ...]] = {
     "row": ("last", "first", "sum", "equal"),
@@ -169,12 +170,12 @@ class ColumnSpec:
             _check_choice(where, name, getattr(self, name), allowed)
         if self.merge:
             _check_choice(f"{where} of scope {self.scope}", "merge", self.merge, _MERGES[self.scope])
-        if any(type(size) is not int or not 1 <= size <= _MOST_ELEMENT_BYTES for size in self.shape):
+        if any(type(size) is not int or not 1 <= size <= MOST_ELEMENT_BYTES for size in self.shape):
             raise InvalidArgumentError(f"{where}: shape is {list(self.shape)}; each size is an integer, at least 1")
-        if len(self.shape) > 8 or self.element_bytes > _MOST_ELEMENT_BYTES:
+        if len(self.shape) > MOST_AXES or self.element_bytes > MOST_ELEMENT_BYTES:
             raise InvalidArgumentError(
                 f"{where}: one value of shape {list(self.shape)} has {self.element_bytes} bytes; at most "
-                f"{_MOST_ELEMENT_BYTES}, and at most 8 axes, are possible"
+                f"{MOST_ELEMENT_BYTES}, and at most {MOST_AXES} axes, are possible"
             )
         for name in ("required", "allow_nonfinite"):
             if not isinstance(getattr(self, name), bool):

@@ -25,10 +25,10 @@ def check_extras(table: Steps, columns: Sequence[ColumnSpec], prefix_lengths: In
     """
     declared = by_name(columns)
     for name, extra in table.extras.items():
-        if name not in declared and extra.given.any():
+        if name not in declared and len(table):
             known = ", ".join(declared) or "none"
             raise InvalidArgumentError(
-                f"{table.name(_first(extra.given))}: column {name!r} is not declared by the run, which has {known}; "
+                f"{table.name(_first(extra.given))}: column {name!r:.80} is not declared by the run, which has {known}; "
                 "declare it in columns, or leave it out"
             )
     for column in columns:
