@@ -286,8 +286,40 @@ def test_a_column_that_is_not_declared_is_refused_with_those_that_are() -> None:
         from_rows(two_steps(1, 2))
 
 
-def test_sums_stop_at_what_the_type_holds() -> None:
-    config = CONFIG | {"columns": [{"name": "x", "dtype": "int8", "scope": "row", "merge": "sum"}]}
-    table = from_rows(two_steps(100, 100), columns=specs_of(config["columns"]))
+INT64 = 2**63 - 1
+BFLOAT16_MAX = float.fromhex("0x1.fep127")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "expected"),
+    [
+        ("int8", (100, 100), 127),
+        ("int64", (INT64, 1), INT64),
+        ("int64", (INT64, INT64), INT64),
+        ("int64", (-INT64 - 1, -1), -INT64 - 1),
+        ("int64", (-INT64 - 1, INT64), -1),
+        ("int64", (2**32 - 1, 1), 2**32),
+        ("int64", (-1, -(2**32)), -(2**32) - 1),
+        ("float16", (-65504.0, -65504.0), -65504.0),
+        ("bfloat16", (3e38, 3e38), BFLOAT16_MAX),
+        ("float32", (3e38, 3e38), float(np.finfo(np.float32).max)),
+        ("float64", (1.7e308, 1.7e308), float(np.finfo(np.float64).max)),
+        ("float64", (-1.7e308, -1.7e308), -float(np.finfo(np.float64).max)),
+        ("float64", (1.7e308, -1.7e308), 0.0),
+    ],
+)
+def test_sums_stop_at_what_the_type_holds(dtype: str, values: tuple[Any, Any], expected: Any) -> None:
+    config = CONFIG | {"columns": [{"name": "x", "dtype": dtype, "scope": "row", "merge": "sum"}]}
+    table = from_rows(two_steps(*values), columns=specs_of(config["columns"]))
     [shard] = built(table, config).shards
-    assert naive.read_shard(shard)[0]["x"].tolist() == [127]
+    assert numbers(naive.read_shard(shard)[0]["x"]).tolist() == [expected]
+
+
+def test_sums_are_not_finite_where_a_step_is_not_and_no_other_row_is() -> None:
+    column = {"name": "x", "dtype": "float64", "scope": "row", "merge": "sum", "allow_nonfinite": True, "shape": [2]}
+    config = CONFIG | {"columns": [column]}
+    table = from_rows(two_steps([np.inf, 1.7e308], [-np.inf, 1.7e308]), columns=specs_of([column]))
+    [shard] = built(table, config).shards
+    [[first, second]] = naive.read_shard(shard)[0]["x"].tolist()
+    assert np.isnan(first)
+    assert second == np.finfo(np.float64).max
