@@ -47,9 +47,13 @@ def _extra_values(steps: Steps, name: str, is_shared: bool) -> list[Array | byte
     if is_shared:
         counts = np.where(steps.steps > 0, steps.response_lengths, extra.values.lengths).tolist()
         values = [one[max(0, len(one) - count) :] for one, count in zip(values, counts, strict=True)]
-    # A column that is given with nothing in it is not one that is not given.
-    label = name.encode()
-    return [label + bytes_of(one) if given else b"" for one, given in zip(values, extra.given.tolist(), strict=True)]
+    # A column that is given with nothing in it is not one that is not given; and where one column's values end and
+    # another column begins is part of what was sent.
+    label = name.encode() + b"\0"
+    return [
+        label + len(one).to_bytes(8, "little") + bytes_of(one) if given else b""
+        for one, given in zip(values, extra.given.tolist(), strict=True)
+    ]
 
 
 def _token_versions(steps: Steps, versions: Ragged) -> list[Any]:
