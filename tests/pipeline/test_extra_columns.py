@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -268,10 +269,14 @@ def test_steps_that_differ_in_a_column_of_equal_merge_stay_apart(scope: str, sam
         ({"dtype": "int8", "scope": "row"}, 200, r"x\[0\] is 200, and its column's dtype int8 holds -128..127"),
         ({"dtype": "int8", "scope": "row"}, 0.5, r"x holds float64 values and its column declares int8"),
         ({"dtype": "bool", "scope": "row"}, 2, r"x holds int64 values and its column declares bool"),
-        ({"dtype": "float16", "scope": "row"}, 1e9, r"x\[0\] is not finite; .* allow_nonfinite: true"),
+        ({"dtype": "float16", "scope": "row"}, 1e9, r"x\[0\] is not finite as float16; .* allow_nonfinite: true"),
         ({"dtype": "bfloat16", "scope": "row"}, float("nan"), r"x\[0\] is not finite"),
         ({"dtype": "float32", "scope": "items", "shape": [2]}, [[1, 2], [3]], r"x is no array of numbers"),
         ({"dtype": "float32", "scope": "row"}, "much", r"x is no array of numbers"),
+        *(
+            ({"dtype": "float32", "scope": "row"}, torch.ones((), dtype=dtype, device="meta"), r"x cannot .* Give .cpu")
+            for dtype in (torch.float32, torch.bfloat16)
+        ),
         ({"dtype": "float32", "scope": "row"}, None, r"column 'x' is missing; every row needs it"),
     ],
 )
@@ -279,6 +284,12 @@ def test_values_that_are_not_as_declared_are_refused(column: dict[str, Any], val
     specs = specs_of([{"name": "x", **column}])
     with pytest.raises(InvalidArgumentError, match=message):
         check_extras(from_rows(two_steps(values, None)[:1], columns=specs), specs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_of_a_graph_is_read(dtype: torch.dtype) -> None:
+    [column] = specs_of([{"name": "x", "dtype": "float32", "scope": "items"}])
+    assert column.array(torch.ones(2, dtype=dtype, requires_grad=True), "here").tolist() == [1, 1]
 
 
 def test_a_column_that_is_not_declared_is_refused_with_those_that_are() -> None:

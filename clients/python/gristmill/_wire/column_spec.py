@@ -252,12 +252,20 @@ def _check_choice(where: str, name: str, value: object, allowed: Sequence[str]) 
 
 def _plain_array(values: Any, column: ColumnSpec, where: str) -> Array:
     """Lists, arrays and CPU tensors as an array of numbers."""
-    if "bfloat16" in str(getattr(values, "dtype", "")):
-        bits = _bits_of(values)
-        return bits if column.dtype == "bfloat16" else from_bfloat16(bits)
+    if hasattr(values, "detach"):
+        # NumPy takes no tensor that is part of a graph.
+        values = values.detach()
     try:
+        if "bfloat16" in str(getattr(values, "dtype", "")):
+            bits = _bits_of(values)
+            return bits if column.dtype == "bfloat16" else from_bfloat16(bits)
         found = np.asarray(values)
-    except (ValueError, OverflowError, TypeError, RuntimeError):
+    except (ValueError, OverflowError, TypeError, RuntimeError) as error:
+        if hasattr(values, "__array__"):
+            reason = str(error).splitlines()[0]
+            raise InvalidArgumentError(
+                f"{where}: {column.name} cannot be read as an array: {reason} Give .cpu() or .tolist()"
+            ) from None
         found = np.empty(0, object)
     if found.dtype.kind not in "biuf":
         raise InvalidArgumentError(
@@ -272,7 +280,7 @@ def _bits_of(values: Any) -> Array:
         return values.view(np.uint16)
     import torch
 
-    return np.asarray(values.detach().cpu().contiguous().view(torch.int16)).view(np.uint16)
+    return np.asarray(values.contiguous().view(torch.int16)).view(np.uint16)
 
 
 def _check_kind(found: Array, column: ColumnSpec, where: str) -> None:

@@ -88,8 +88,8 @@ def _check_extra(table: Steps, column: ColumnSpec, extra: Extra, prefix_lengths:
         row = next(row for row, one in enumerate(extra.values.arrays()) if not is_finite(one))
         at = next(at for at, one in enumerate(extra.values[row]) if not is_finite(np.atleast_1d(one)))
         raise InvalidArgumentError(
-            f"{table.name(row)}: {column.name}[{at}] is not finite; give a finite value, or declare allow_nonfinite: "
-            "true"
+            f"{table.name(row)}: {column.name}[{at}] is not finite as {column.dtype}; give a finite value that it holds, "
+            "or declare allow_nonfinite: true"
         )
 
 
