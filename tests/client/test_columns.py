@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -184,6 +185,8 @@ def test_a_column_that_nobody_declared_cannot_be_wanted(service: Service, run_na
     trainer = TrainerClient(service.grpc_address, run_name, 0, columns=["values"])
     with pytest.raises(InvalidArgumentError, match="columns names 'values', and the run declares routed_experts, "):
         next(iter(trainer))
+    with pytest.raises(InvalidArgumentError, match=r"columns is 'difficulty'; give a list of names"):
+        TrainerClient(service.grpc_address, run_name, 0, columns="difficulty")
 
 
 def http_row(uid: str) -> dict[str, Any]:
@@ -222,6 +225,13 @@ def test_http_takes_and_gives_columns_as_grpc_does(service: Service, run_name: s
     chosen = safetensors.torch.load(ask(f"{runs}/{run_name}/batches/0/policy/0/0?columns=difficulty"))
     assert chosen.keys() == {name for name in shard if not name.startswith(("routed", "teacher", "pixel"))}
     assert chosen["difficulty"].tolist() == [0.5, 0.5]
+    for query in ("columns=difficulty,routed_experts", "columns=difficulty&columns=routed_experts"):
+        both = safetensors.torch.load(ask(f"{runs}/{run_name}/batches/0/policy/0/0?{query}"))
+        assert both.keys() == chosen.keys() | {"routed_experts"}
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(f"{runs}/{run_name}/batches/0/policy/0/0?columns=teacher_logprobs_given")
+    known = ", ".join(sorted(column["name"] for column in COLUMNS))
+    assert f"no column 'teacher_logprobs_given', but {known}; ask for those" in refused.value.read().decode()
 
 
 @pytest.mark.parametrize(
