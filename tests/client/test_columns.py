@@ -307,3 +307,34 @@ def test_a_generator_output_has_columns_as_further_lists(service: Service, run_n
         assert client.submit(output) == [RowOutcome.ACCEPTED] * 2
         with pytest.raises(InvalidArgumentError, match="unknown key values; declare it as a column"):
             client.submit(output | {"values": [1, 2]})
+
+
+def test_a_client_follows_a_run_that_is_created_anew_with_other_columns(
+    service: Service, run_name: str, connect: Connect
+) -> None:
+    prompt = list(range(20))
+    client = connect(service.grpc_address, run_name)
+    with client, RolloutClient(service.grpc_address, run_name) as other:
+        for number, column in enumerate(
+            (
+                {"name": "ids", "dtype": "int16", "scope": "token"},
+                {"name": "places", "dtype": "int16", "scope": "token"},
+                {"name": "places", "dtype": "float64", "scope": "token", "merge": "last"},
+            )
+        ):
+            changes = {"train_batch_size": 1, "policy_mini_batch_size": 1, "columns": [column]}
+            (client if number == 2 else other).create_run(CONFIG | changes)
+            with client.trajectory("a", 0) as trajectory:
+                for length in (20, 30):
+                    values = np.arange(length + 1)
+                    trajectory.step(
+                        [*prompt, *[7] * (length - 20)],
+                        [7],
+                        is_last_step=length == 30,
+                        reward=1.0,
+                        columns={column["name"]: values},
+                    )
+            client.flush()
+            [shard] = next(iter(TrainerClient(service.grpc_address, run_name, 0))).mini_batches()
+            assert shard[column["name"]][0].tolist() == list(range(31))
+            service.runs.delete(run_name)

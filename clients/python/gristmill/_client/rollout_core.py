@@ -6,7 +6,7 @@ Owns their order and their waits; the rules of batching are the outbox's. `Rollo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,7 +19,7 @@ from gristmill._client.sender import Sender
 from gristmill._client.skyrl_output import columns_of_output, unknown_keys
 from gristmill._client.trajectory import AsyncTrajectory, StepWriter
 from gristmill._client.transport import Connection
-from gristmill._wire.column_spec import ColumnSpec, specs_of
+from gristmill._wire.column_spec import ColumnSpec, by_name, specs_of
 from gristmill._wire.rows import columns_of, extra_names
 from gristmill._wire.steps import UNKNOWN, TrajectoryKey
 from gristmill._wire.tables import ValueColumns
@@ -41,6 +41,8 @@ class RolloutCore:
 
     async def create_run(self, config: Mapping[str, Any]) -> list[str]:
         request = requests.create_run(self.run, config)
+        # It may have been deleted, and declare other columns now.
+        self._columns = None
         return list((await self._connection.ask(self._connection.runs.CreateRun, request)).warnings)
 
     async def status(self) -> run_pb2.RunStatus:
@@ -119,14 +121,15 @@ class RolloutCore:
 
     # Trajectories and rows.
 
-    async def _declared_columns(self) -> Sequence[ColumnSpec]:
-        """The columns that the run declares; asked for once."""
-        if self._columns is None:
+    async def _declared_columns(self, given: Collection[str]) -> Sequence[ColumnSpec]:
+        """The columns that the run declares; asked for once, and again where rows have others: the run may be another
+        one of that name by now. given: the names of those that rows have."""
+        columns = self._columns
+        if columns is None or not by_name(columns).keys() >= set(given):
             settings = json.loads((await self.status()).config_json)
-            self._columns = specs_of(settings.get("columns", ()))
-            if settings.get("merge", "none") != "none":
-                self._encoder.share(self._columns)
-        return self._columns
+            columns = self._columns = specs_of(settings.get("columns", ()))
+            self._encoder.share(columns if settings.get("merge", "none") != "none" else ())
+        return columns
 
     def trajectory(
         self, uid: str, sample: int, round: int = 0, attempt: int = 0, policy_version: int = UNKNOWN
@@ -143,7 +146,7 @@ class RolloutCore:
         attempt: int = 0,
         policy_version: int = UNKNOWN,
     ) -> list[RowOutcome]:
-        declared = await self._declared_columns() if unknown_keys(generator_output) else ()
+        declared = await self._declared_columns(found) if (found := unknown_keys(generator_output)) else ()
         columns = columns_of_output(
             generator_output,
             trajectory_ids=trajectory_ids,
@@ -156,7 +159,7 @@ class RolloutCore:
 
     async def submit_rows(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
         rows = list(rows)
-        declared = await self._declared_columns() if extra_names(rows) else ()
+        declared = await self._declared_columns(found) if (found := extra_names(rows)) else ()
         return await self._submit(columns_of(rows, step_wise=False, columns=declared))
 
     async def _submit(self, columns: ValueColumns) -> list[RowOutcome]:

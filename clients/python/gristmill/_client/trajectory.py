@@ -5,7 +5,7 @@ Owns no thread and no connection: those are the client's. `Trajectory` is `Async
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -118,10 +118,10 @@ class AsyncTrajectory:
         self,
         sender: Sender,
         abort: Callable[..., Awaitable[bool]],
-        declared: Callable[[], Awaitable[Sequence[ColumnSpec]]],
+        declared: Callable[[Collection[str]], Awaitable[Sequence[ColumnSpec]]],
         writer: StepWriter,
     ) -> None:
-        """declared: gives the columns that the run declares."""
+        """declared: gives the columns that the run declares, for the names of those that a step has."""
         self._sender = sender
         self._abort = abort
         self._declared = declared
@@ -167,7 +167,7 @@ class AsyncTrajectory:
             policy_versions=policy_versions,
             advantage=advantage,
             columns=columns or {},
-            declared=await self._declared() if columns else (),
+            declared=await self._declared(columns.keys()) if columns else (),
         )
         await self._sender.put(table, self._delivery)
         self._writer.written(is_last_step)
