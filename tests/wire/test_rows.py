@@ -215,7 +215,7 @@ def test_a_column_that_nobody_declared_is_refused_also_where_no_row_has_it() -> 
     message = encode(table({}))
     message.columns.add(name="x", dtype="int32", counts=[-1])
     message.column_values.append(b"")
-    with pytest.raises(InvalidArgumentError, match="uid 'math/17' sample .*: column 'x' is not declared by the run"):
+    with pytest.raises(InvalidArgumentError, match=r"uid 'math/17' sample .*: column 'x' is not declared by the run"):
         check_extras(decode(message), ())
 
 

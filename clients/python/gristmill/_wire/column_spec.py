@@ -193,7 +193,8 @@ class ColumnSpec:
             raise InvalidArgumentError(f"{where}: fill is {self.fill!r:.80}; it is a number")
         if isinstance(self.fill, float) and not math.isfinite(self.fill):
             raise InvalidArgumentError(
-                f"{where}: fill is {self.fill}, and configurations are JSON, which has no such number; give a finite one"
+                f"{where}: fill is {self.fill}, and configurations are JSON, which has no such number; give a finite "
+                "one"
             )
         try:
             # JSON and YAML write 1 and 1.0 for the same number.

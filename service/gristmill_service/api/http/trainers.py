@@ -73,7 +73,7 @@ def read_shard(
     rank: models.Int32,
     columns: Annotated[
         list[str] | None,
-        Query(description="Of the declared columns those wanted, with commas between or each by itself; all if absent."),
+        Query(description="Of the declared columns those wanted, with commas between or each by itself; else all."),
     ] = None,
 ) -> StreamingResponse:
     """The shard's safetensors file."""
