@@ -260,6 +260,14 @@ def test_steps_that_differ_in_a_column_of_equal_merge_stay_apart(scope: str, sam
     assert [(found.step, found.index, found.column) for found in apart.merge_mismatches] == [(1, 2, "x")]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_whose_values_are_the_same_nan_merge(dtype: str) -> None:
+    column = {"name": "x", "dtype": dtype, "scope": "token", "merge": "equal", "allow_nonfinite": True}
+    values = [np.nan, 1.0], [np.nan, 1.0, np.nan]
+    table = from_rows(two_steps(*values), columns=specs_of([column]))
+    assert built(table, CONFIG | {"columns": [column]}).plan.rows == 1
+
+
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
