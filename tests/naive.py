@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,30 +20,122 @@ from gristmill_service.pipeline.iovec import join
 Row = dict[str, Any]
 
 
-def merged(rows: list[Row], merge: str) -> list[list[Row]]:
-    """Merge groups: the steps that each training row covers."""
-    groups: list[list[Row]] = []
-    for row in rows:
-        if merge == "prefix" and row["step"] > 0:
-            before = groups[-1][-1]
-            sequence = before["prompt_token_ids"] + before["response_ids"]
-            if row["prompt_token_ids"][: len(sequence)] == sequence:
-                groups[-1].append(row)
-                continue
-        groups.append([row])
-    return groups
+@dataclass
+class Merged:
+    """A training row. steps: those on its path, in order. sources: of each response token the step and the index of
+    its response that it stands for, None for an observation. trained: whether it is trained in this row. rewarded: the
+    response tokens on which a step's scalar reward stands, and which step's. holders: of each token, also the prompt's,
+    the first step that has it. first_here: of each step, whether no earlier row is made of it."""
+
+    steps: list[Row]
+    sources: list[tuple[int, int] | None]
+    trained: list[bool]
+    rewarded: dict[int, int]
+    holders: list[int]
+    first_here: list[bool]
+
+    def standing(self, values: Callable[[Row], list[Any]], only_trained: bool = False) -> list[Any]:
+        """A response-level column: each step's values where its tokens stand, 0 elsewhere."""
+        by_number = {step["step"]: values(step) for step in self.steps}
+        return [
+            0 if source is None or (only_trained and not trained) else by_number[source[0]][source[1]]
+            for source, trained in zip(self.sources, self.trained, strict=True)
+        ]
+
+    def rewards(self) -> list[float]:
+        if any(isinstance(step["reward"], list) for step in self.steps):
+            return self.standing(lambda step: step["reward"], only_trained=True)
+        by_number = {step["step"]: step["reward"] for step in self.steps}
+        return [by_number[self.rewarded[at]] if at in self.rewarded else 0.0 for at in range(len(self.sources))]
 
 
-def response_column(steps: list[Row], values: Any) -> list[float]:
-    """A response-level column of a merged row: each step's values, zeros on observations."""
-    column: list[float] = []
-    for index, step in enumerate(steps):
-        if index:
-            before = steps[index - 1]
-            delta = len(step["prompt_token_ids"]) - len(before["prompt_token_ids"]) - len(before["response_ids"])
-            column += [0] * delta
-        column += values(step)
-    return column
+def merged(rows: list[Row], merge: str, tail: int = 0) -> list[Merged]:
+    """The training rows that these rows become."""
+    keys = dict.fromkeys((row["uid"], row["sample"]) for row in rows)
+    return [
+        one
+        for key in keys
+        for one in _merged_trajectory([row for row in rows if (row["uid"], row["sample"]) == key], merge, tail)
+    ]
+
+
+def _merged_trajectory(steps: list[Row], merge: str, tail: int) -> list[Merged]:
+    paths: list[list[int]] = []
+    path_to: dict[int, list[int]] = {}
+    # What each token of the sequence of a step is, on the path to it.
+    sources: dict[int, list[tuple[int, int] | None]] = {}
+    holders: dict[int, list[int]] = {}
+    for number, step in enumerate(steps):
+        prompt, own = step["prompt_token_ids"], [(number, index) for index in range(len(step["response_ids"]))]
+        parent, common = joined(steps, number, path_to, merge, tail)
+        path_to[number] = [*([] if parent is None else path_to[parent]), number]
+        observed = [None] * (len(prompt) - common)
+        sources[number] = [*([] if parent is None else sources[parent][:common]), *observed, *own]
+        kept_holders = [] if parent is None else holders[parent][:common]
+        holders[number] = kept_holders + [number] * (len(sources[number]) - common)
+        grown = [index for index, path in enumerate(paths) if path[-1] == parent]
+        if grown:
+            paths[grown[0]] = path_to[number]
+        else:
+            paths.append(path_to[number])
+    found: list[Merged] = []
+    trained: set[tuple[int, int] | None] = set()
+    rewarded: set[int] = set()
+    visited: set[int] = set()
+    for path in paths:
+        prompt = steps[path[0]]["prompt_token_ids"]
+        own_sources = sources[path[-1]][len(prompt) :]
+        last = {source[0]: at for at, source in enumerate(own_sources) if source is not None}
+        found.append(
+            Merged(
+                steps=[steps[number] for number in path],
+                sources=own_sources,
+                trained=[source is not None and source not in trained for source in own_sources],
+                rewarded={at: number for number, at in last.items() if number not in rewarded},
+                holders=holders[path[-1]],
+                first_here=[number not in visited for number in path],
+            )
+        )
+        trained |= set(own_sources)
+        rewarded |= set(last)
+        visited |= set(path)
+    return found
+
+
+def joined(
+    steps: list[Row], number: int, path_to: dict[int, list[int]], merge: str, tail: int
+) -> tuple[int | None, int]:
+    """The step that this one joins, and how many tokens of it its prompt begins with."""
+    prompt, best = steps[number]["prompt_token_ids"], (0, 0, -1)
+    earlier = {"none": range(0), "prefix": range(max(0, number - 1), number), "tree": range(number)}[merge]
+    for other in earlier:
+        sequence = steps[other]["prompt_token_ids"] + steps[other]["response_ids"]
+        common = 0
+        while common < min(len(sequence), len(prompt)) and sequence[common] == prompt[common]:
+            common += 1
+        rows_prompt = len(steps[path_to[other][0]]["prompt_token_ids"])
+        if common >= len(sequence) - tail and common >= rows_prompt:
+            best = max(best, (common, -len(sequence), other))
+    return (best[2], best[0]) if best[2] >= 0 else (None, 0)
+
+
+def without_realigned(rows: list[Row], merge: str, tail: int) -> list[Row]:
+    """The rows with loss_mask 0 on the tokens that stand in no training row."""
+    stands = {
+        (row.steps[0]["uid"], row.steps[0]["sample"], source)
+        for row in merged(rows, merge, tail)
+        for source in row.sources
+    }
+    return [
+        row
+        | {
+            "loss_mask": [
+                mask * ((row["uid"], row["sample"], (row["step"], token)) in stands)
+                for token, mask in enumerate(row["loss_mask"])
+            ]
+        }
+        for row in rows
+    ]
 
 
 def rewards_of(step: Row) -> list[float]:

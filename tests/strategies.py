@@ -1,10 +1,14 @@
-"""Hypothesis strategies: batches of rollouts with turns that extend each other or break the prefix."""
+"""Hypothesis strategies: batches of rollouts with turns that extend each other, break the prefix, go on from an earlier
+turn, or come back tokenised anew at the end."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
+
+from gristmill._wire.column_spec import DTYPES, ColumnSpec, specs_of
 
 Row = dict[str, Any]
 
@@ -16,7 +20,7 @@ SCORES = st.sampled_from([0.0, 1.0, 0.7, -0.5, 0.1])
 def trajectories(
     draw: st.DrawFn, uid: str, sample: int, *, max_steps: int, logprobs: bool, token_rewards: bool
 ) -> list[Row]:
-    """One trajectory's rows in step order; each next prompt extends the sequence, or does not."""
+    """One trajectory's rows in step order; each next prompt extends the sequence before, an earlier one, or none."""
     rows: list[Row] = []
     sequence = draw(st.lists(TOKENS, min_size=1, max_size=5))
     count = draw(st.integers(1, max_steps))
@@ -37,13 +41,27 @@ def trajectories(
             "policy_version": draw(st.integers(-1, 3)),
         }
         if logprobs:
-            row["rollout_logprobs"] = [-(index + 1.0) for index in range(len(response))]
+            row["rollout_logprobs"] = [-(10.0 * step + index + 1.0) for index in range(len(response))]
         rows.append(row)
-        observation = draw(st.lists(TOKENS, max_size=3))
-        breaks = draw(st.integers(0, 3)) == 0
-        sequence = (sequence + response + observation)[1:] if breaks else sequence + response + observation
-        sequence = sequence or [1]
+        sequence = draw(next_prompts(rows))
     return rows
+
+
+@st.composite
+def next_prompts(draw: st.DrawFn, rows: list[Row]) -> list[int]:
+    """A prompt behind these steps: mostly the last one's sequence and an observation."""
+    sequences: list[list[int]] = [row["prompt_token_ids"] + row["response_ids"] for row in rows]
+    before, observation = sequences[-1], draw(st.lists(TOKENS, max_size=3))
+    match draw(st.sampled_from(["extends", "extends", "extends", "breaks", "forks", "tokenised anew"])):
+        case "extends":
+            return before + observation
+        case "breaks":
+            return (before + observation)[1:] or [1]
+        case "forks":
+            return draw(st.sampled_from(sequences)) + observation
+        case _:
+            source = draw(st.sampled_from(sequences))
+            return source[: max(1, len(source) - draw(st.integers(1, 6)))] + observation
 
 
 @st.composite
@@ -77,7 +95,7 @@ def settings_for(draw: st.DrawFn, /, rows: list[Row], *, samples: int = 3, **fix
         "n_samples_per_prompt": samples,
         "policy_mini_batch_size": draw(st.sampled_from(sizes)),
         "step_wise": True,
-        "merge": draw(st.sampled_from(["none", "prefix"])),
+        "merge": draw(st.sampled_from(["none", "prefix", "tree"])),
         "trajectory_score": draw(st.sampled_from(["last_step", "sum"])),
         "advantage_estimator": draw(st.sampled_from(["grpo", "rloo", "maxrl"])),
         "grpo_norm_by_std": draw(st.booleans()),
@@ -112,8 +130,65 @@ def settings_for(draw: st.DrawFn, /, rows: list[Row], *, samples: int = 3, **fix
         config["critic_mini_batch_size"] = draw(st.sampled_from(sizes))
     if draw(st.booleans()):
         config |= {"vpp_size": 2, "microbatch_group_size": draw(st.integers(1, 3))}
-    return config | fixed
+    config |= fixed
+    if config["merge"] != "none" and "retokenised_tail" not in fixed:
+        config["retokenised_tail"] = draw(st.sampled_from([0, 0, 1, 3, 2**63 - 1]))
+    return config
 
 
 def batches_and_settings(**fixed: Any) -> st.SearchStrategy[tuple[list[Row], dict[str, Any]]]:
     return rollouts().flatmap(lambda rows: st.tuples(st.just(rows), settings_for(rows, **fixed)))
+
+
+_COLUMN_MERGES = {
+    "row": ["last", "first", "sum"],
+    "response": [""],
+    "token": ["first", "last"],
+    "items": ["last", "concat"],
+}
+
+
+@st.composite
+def declared_columns(draw: st.DrawFn) -> list[dict[str, Any]]:
+    found = []
+    for number in range(draw(st.integers(1, 4))):
+        scope = draw(st.sampled_from(list(_COLUMN_MERGES)))
+        dtype = draw(st.sampled_from(DTYPES))
+        merge = draw(st.sampled_from(_COLUMN_MERGES[scope]))
+        found.append(
+            {
+                "name": f"column_{number}",
+                "dtype": dtype,
+                "scope": scope,
+                "shape": draw(st.sampled_from([[], [2], [2, 3]])),
+                "fill": draw(st.sampled_from([0, 1])),
+                "required": draw(st.booleans()),
+            }
+            | ({"merge": "last"} if merge == "sum" and dtype == "bool" else {"merge": merge} if merge else {})
+        )
+    return found
+
+
+def _with_columns(draw: st.DrawFn, rows: list[Row], specs: tuple[ColumnSpec, ...]) -> list[Row]:
+    """The rows with values of the columns, small integers that every type holds."""
+    found = []
+    for row in rows:
+        tokens, response = len(row["prompt_token_ids"]) + len(row["response_ids"]), len(row["response_ids"])
+        row = dict(row)
+        for spec in specs:
+            if not spec.required and draw(st.integers(0, 3)) == 0:
+                continue
+            count = {"row": 1, "response": response, "token": tokens}.get(spec.scope, draw(st.integers(0, 3)))
+            values = draw(st.integers(0, 100)) + np.arange(count * int(np.prod(spec.shape))).reshape(count, *spec.shape)
+            values = values % (2 if spec.dtype == "bool" else 100)
+            row[spec.name] = (values[0] if spec.scope == "row" else values).tolist()
+        found.append(row)
+    return found
+
+
+@st.composite
+def batches_with_columns(draw: st.DrawFn, /, **fixed: Any) -> tuple[list[Row], dict[str, Any]]:
+    """Rows with values of columns that the configuration declares."""
+    columns = draw(declared_columns())
+    rows = _with_columns(draw, draw(rollouts(most_prompts=3)), specs_of(columns))
+    return rows, draw(settings_for(rows, **fixed)) | {"columns": columns}

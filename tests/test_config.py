@@ -38,6 +38,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         update_epochs_per_batch=1,
         step_wise=False,
         merge="none",
+        retokenised_tail=0,
         trajectory_score="last_step",
         advantage_estimator="grpo",
         grpo_norm_by_std=True,
@@ -104,6 +105,9 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"pad_token_id": -1}, "pad_token_id"),
         ({"merge": "suffix"}, "merge"),
         ({"merge": "prefix"}, "merge: prefix joins the steps .* set step_wise: true or merge: none"),
+        ({"merge": "tree"}, "merge: tree joins the steps .* set step_wise: true or merge: none"),
+        ({"retokenised_tail": 4, "step_wise": True}, "retokenised_tail: 4 .* merge is none; set merge: prefix or tree"),
+        ({"retokenised_tail": -1, "step_wise": True, "merge": "tree"}, "retokenised_tail: .* got -1"),
         ({"loss_reduction": "seq_mean_token_sum_norm"}, "set max_seq_len"),
         ({"min_samples": 5}, "min_samples: 5 exceeds n_samples_per_prompt: 4"),
         ({"max_samples_per_prompt": 3}, "max_samples_per_prompt: 3 is less than n_samples_per_prompt: 4"),
@@ -344,7 +348,6 @@ def test_an_accepted_configuration_survives_whatever_stores_and_sends_it(change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"merge": "tree", "step_wise": True}, "merge: tree is not built yet"),
         (
             {"columns": [{"name": "x", "dtype": "int8", "scope": "row", "source": "trainer"}]},
             "source: trainer is not built yet",
@@ -378,6 +381,7 @@ def test_flops_are_read_from_yaml_with_an_exponent(tmp_path: Path) -> None:
 def test_warnings_name_settings_that_do_not_go_together() -> None:
     merged = GOOD | {"step_wise": True, "merge": "prefix", "loss_reduction": "sequence_mean"}
     assert "scale of the loss depends on how many steps merge" in parse_config(merged).warnings()[0]
+    assert "merge: tree makes fewer of them" in parse_config(merged | {"merge": "tree"}).warnings()[0]
     dropping = GOOD | {"on_misaligned": "drop_trailing"}
     assert "drops the groups that finished last" in parse_config(dropping).warnings()[0]
     crowded = GOOD | {"micro_batch": {"count": 3}, "dp_size": 3}

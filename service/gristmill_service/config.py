@@ -145,6 +145,7 @@ class RunConfig(BaseModel):
     update_epochs_per_batch: Count = 1
     step_wise: bool = False
     merge: Literal["none", "prefix", "tree"] = "none"
+    retokenised_tail: Annotated[int, Field(ge=0, le=INT64_MAX)] = 0
     trajectory_score: Literal["last_step", "sum"] = "last_step"
     advantage_estimator: Literal["grpo", "rloo", "maxrl", "none", "gae", "reinforce++"] = "grpo"
     grpo_norm_by_std: bool = True
@@ -320,8 +321,6 @@ def _explain(error: PydanticValidationError) -> Iterator[str]:
 
 
 def _refuse_unsupported(config: RunConfig) -> None:
-    if config.merge == "tree":
-        raise UnsupportedError("merge: tree is not built yet; use prefix or none")
     if any(column.source == "trainer" for column in config.columns):
         raise UnsupportedError("columns: source: trainer is not built yet; use rollout")
 
@@ -337,6 +336,11 @@ def _refuse_wrong_combinations(config: RunConfig) -> None:
         raise InvalidArgumentError(
             f"merge: {config.merge} joins the steps of a trajectory, but step_wise is false (one step each); "
             "set step_wise: true or merge: none"
+        )
+    if config.retokenised_tail and config.merge == "none":
+        raise InvalidArgumentError(
+            f"retokenised_tail: {config.retokenised_tail} says which steps merge, and merge is none; set merge: prefix "
+            "or tree, or leave it out"
         )
     if config.loss_reduction == "seq_mean_token_sum_norm" and config.max_seq_len is None:
         raise InvalidArgumentError("loss_reduction: seq_mean_token_sum_norm divides by max_seq_len; set max_seq_len")

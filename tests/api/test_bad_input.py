@@ -128,7 +128,11 @@ WRONG_CONFIGS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "half a surrogate pair": ({**CONFIG, "overlong_filter": ["\ud800"]}, ("overlong_filter.0", r"got '\ud800'")),
     "a name of half a surrogate pair": ({**CONFIG, "\ud800": 1}, (r"\ud800",)),
     "missing": ({}, ("train_batch_size is required",)),
-    "not built": ({**CONFIG, "merge": "tree"}, ("merge: tree", "use prefix or none")),
+    "not built": (
+        {**CONFIG, "columns": [{"name": "x", "dtype": "int8", "scope": "row", "source": "trainer"}]},
+        ("source: trainer is not built yet", "use rollout"),
+    ),
+    "a tail of nothing": ({**CONFIG, "merge": "none", "retokenised_tail": 2}, ("retokenised_tail: 2", "merge is none")),
 }
 
 

@@ -71,11 +71,23 @@ def test_the_page_of_the_api_describes_a_plan_and_plans_are_as_it_says(http_door
         http_door.submit(run_name, group(uid))
     found = http_door.client.get(f"/v1/runs/{run_name}/batches/0", params={"wait_s": 20}).json()
     plan = found["plan"]
-    assert list(plan) == list(schemas["PlanDocument"]["properties"]) == schemas["PlanDocument"]["required"]
+    assert list(plan) == schemas["PlanDocument"]["required"]
+    assert [*plan, "steps"] == list(schemas["PlanDocument"]["properties"])
     (first, *_), part = plan["mini_batches"], schemas["MiniBatchDocument"]
     assert list(first) == list(part["properties"])
     assert list(first["ranks"][0]) == list(schemas["RankDocument"]["properties"])
     assert models.Batch.model_validate(found).plan is not None
+
+
+def test_the_plan_of_a_tree_has_the_steps_of_each_row(http_door: HttpDoor, run_name: str) -> None:
+    http_door.create(run_name, {**CONFIG, "merge": "tree"})
+    for uid in ("a", "b"):
+        http_door.submit(run_name, group(uid))
+    found = http_door.client.get(f"/v1/runs/{run_name}/batches/0", params={"wait_s": 20}).json()
+    assert len(found["plan"]["steps"]) == found["plan"]["rows"]
+    plan = models.Batch.model_validate(found).plan
+    assert plan is not None
+    assert plan.steps == found["plan"]["steps"]
 
 
 def test_openapi_says_what_each_call_does_and_how_it_fails(http_door: HttpDoor) -> None:

@@ -18,9 +18,11 @@ import torch
 from gristmill import InvalidArgumentError, RolloutClient, RowOutcome, TrainerClient
 from gristmill._wire.row_codec import Sent, encode
 from gristmill._wire.rows import from_rows
+from gristmill._wire.steps import Steps
 from gristmill._wire.submit_codec import Submission
 from gristmill.torch import MicroBatch
 from gristmill.v1 import rows_pb2
+from gristmill_service.run import prefix_expansion
 from gristmill_service.service import Service
 from tests.cli.terminal import gristmill
 from tests.client.faces import Connect
@@ -125,6 +127,44 @@ def test_a_turn_sends_the_values_of_its_new_tokens_only(
         roll_out(client, "a")
     counts = [count for one in sent for count in one.steps.extras["routed_experts"].values.lengths.tolist()]
     assert counts == [25, 7, 7]
+
+
+def test_a_service_without_the_step_before_gets_all_values(
+    service: Service, run_name: str, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[int] = []
+
+    def nothing(state: object, steps: Steps, prefixes: object) -> list[Any]:
+        refused.append(int(steps.steps[0]))
+        return []
+
+    monkeypatch.setattr(prefix_expansion, "rows_before", nothing)
+    with connect(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG)
+        for uid in "ab":
+            roll_out(client, uid)
+            client.flush()
+    assert refused, "rows came without what the service has"
+    [shard] = next(iter(TrainerClient(service.grpc_address, run_name, 0))).mini_batches()
+    for micro in shard.micro_batches():
+        check(micro)
+
+
+@pytest.mark.parametrize("shape", [np.asarray, torch.tensor, np.ndarray.tolist])
+def test_what_a_caller_does_with_its_arrays_afterwards_changes_nothing(
+    service: Service, run_name: str, shape: Callable[[Any], Any]
+) -> None:
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG | {"columns": COLUMNS[:1], "train_batch_size": 1, "policy_mini_batch_size": 1})
+        prompt = list(range(20))
+        with client.trajectory("a", 0) as trajectory:
+            for turn in range(3):
+                values = shape(experts(0, len(prompt) + 5).numpy().copy())
+                trajectory.step(prompt, [7] * 5, reward=1.0, is_last_step=turn == 2, columns={"routed_experts": values})
+                values[:] = values[:1] * len(values) if isinstance(values, list) else values * 0 + 99
+                prompt = [*prompt, *[7] * 5, 8, 9]
+    [shard] = next(iter(TrainerClient(service.grpc_address, run_name, 0))).mini_batches()
+    assert torch.equal(shard["routed_experts"][0], experts(0, 39))
 
 
 @pytest.mark.parametrize("merge", ["none", "prefix"])
@@ -338,3 +378,38 @@ def test_a_client_follows_a_run_that_is_created_anew_with_other_columns(
             [shard] = next(iter(TrainerClient(service.grpc_address, run_name, 0))).mini_batches()
             assert shard[column["name"]][0].tolist() == list(range(31))
             service.runs.delete(run_name)
+
+
+def test_skyrls_output_is_taken_with_the_experts_and_images_that_the_run_declares(
+    service: Service, run_name: str
+) -> None:
+    columns = [
+        {"name": "rollout_expert_indices", "dtype": "int16", "scope": "token", "shape": [2, 1]},
+        {"name": "pixel_values", "dtype": "float32", "scope": "items", "shape": [2], "required": False},
+        {"name": "image_grid_thw", "dtype": "int64", "scope": "items", "shape": [3], "required": False},
+    ]
+    output = {
+        "prompt_token_ids": [[1, 2], [3]],
+        "response_ids": [[4], [5, 6]],
+        "rewards": [1.0, 0.0],
+        "loss_masks": [[1], [1, 1]],
+        "stop_reasons": ["stop", "length"],
+        "rollout_logprobs": [[-0.1], [-0.2, -0.3]],
+        "rollout_metrics": {"generate/mean": 1.0},
+        "env_metrics": [{"a": 1}, {"a": 2}],
+        "trajectory_generation_times": [0.5, 0.7],
+        "trajectory_time_splits": [{"llm": 0.5}, {"llm": 0.7}],
+        "rollout_expert_indices": [[[[1], [2]]] * 3, [[[3], [4]]] * 3],
+        "pixel_values": [torch.ones(4, 2), None],
+        "image_grid_thw": [torch.tensor([[1, 2, 2]]), None],
+    }
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG | {"columns": columns, "step_wise": False, "merge": "none"})
+        assert client.submit(output, trajectory_ids=[("a", 0), ("b", 0)]) == [RowOutcome.ACCEPTED] * 2
+    [shard] = next(iter(TrainerClient(service.grpc_address, run_name, 0))).mini_batches()
+    first, second = shard.micro_batches()
+    assert first["rollout_expert_indices"].tolist() == [[[[1], [2]]] * 3]
+    assert first["pixel_values"].tolist() == [[1.0, 1.0]] * 4
+    assert first["image_grid_thw"].tolist() == [[1, 2, 2]]
+    assert second["rollout_expert_indices"].tolist() == [[[[3], [4]]] * 3]
+    assert (second["pixel_values_given"].tolist(), second["pixel_values_offsets"].tolist()) == ([0], [0, 0])

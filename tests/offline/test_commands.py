@@ -273,6 +273,26 @@ def test_warnings_and_counts_go_to_standard_error(config: Path, file: Path) -> N
     assert "rows are longer than max_seq_len" in done.stderr
 
 
+def test_a_tree_is_planned_with_its_paths_and_laid_out(config: Path, file: Path, tmp_path: Path) -> None:
+    rows = rollouts(2)
+    for row in rows:
+        if row["step"] == 1:
+            row |= {"is_last_step": False}
+            # Behind step 1, whose only response token came back as another.
+            fork = {"prompt_token_ids": [*row["prompt_token_ids"], 9], "response_ids": [4], "loss_mask": [1]}
+            rows.append({**row, **fork, "step": 2, "is_last_step": True})
+    file.write_text(lines(rows))
+    config.write_text(json.dumps(CONFIG | {"merge": "tree"}))
+    plan = json.loads(run("plan", file, "--config", config).stdout)
+    assert plan["steps"] == [[0, 1], [0, 2]] * 4
+    config.write_text(json.dumps(CONFIG | {"merge": "tree", "retokenised_tail": 1}))
+    done = run("batch", file, "--config", config, "--out", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "batch-00000" / "plan.json").read_text())
+    assert written["steps"] == [[0, 1, 2]] * 4
+    assert "4 sampled tokens came back as others" in done.stderr
+    assert "total" in run("show", tmp_path / "out").stdout
+
+
 def test_show_refuses_what_is_no_shard(tmp_path: Path) -> None:
     assert "no shards" in run("show", tmp_path, expect=1).stderr
     (tmp_path / "broken.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")

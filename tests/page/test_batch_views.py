@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
+from gristmill._wire.column_spec import specs_of
 from gristmill._wire.columns import Ragged
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
@@ -34,8 +35,8 @@ def client(service: Service) -> Iterator[httpx.Client]:
 
 
 def agents() -> Steps:
-    """48 trajectories of several turns, some of which do not merge, with tokens that are not trained and rewards that
-    are alike in some groups."""
+    """48 trajectories of several turns, some of which do not merge and some of which go on from an earlier turn, with
+    tokens that are not trained and rewards that are alike in some groups."""
     steps = workload("agent").steps
     rows = np.array([row for row, uid in enumerate(steps.uids) if int(uid[1:]) < 6])
     steps = stage.scored(steps.take(rows))
@@ -58,6 +59,8 @@ CONFIG: dict[str, Any] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "not merged": {"merge": "none"},
+    "a tree": {"merge": "tree", "retokenised_tail": 3},
+    "tokenised anew": {"retokenised_tail": 3},
     "a width a batch": {"pad_width": "batch", "pad_to_multiple_of": 64},
     "a width a mini-batch": {"pad_width": "mini_batch"},
     "a width a micro-batch": {"pad_width": "micro_batch"},
@@ -176,16 +179,52 @@ def test_a_prompt_that_ends_too_early_is_told_as_such(service: Service, client: 
     assert (found["index"], found["before"], found["was"], found["now"]) == (3, [1, 2, 3], [4], [])
 
 
+@pytest.mark.parametrize("merge", [{"merge": "prefix"}, {"merge": "tree"}, {"merge": "tree", "retokenised_tail": 900}])
 @pytest.mark.parametrize("size", [1, 3, 64, 10_000])
-def test_it_does_not_matter_how_many_rows_are_read_at_a_time(size: int) -> None:
-    steps, config = agents(), parse_config(CONFIG)
+def test_it_does_not_matter_how_many_rows_are_read_at_a_time(size: int, merge: dict[str, Any]) -> None:
+    steps, config = agents(), parse_config({**CONFIG, **merge})
     found = summarize(
         (steps.take(np.arange(at, min(at + size, len(steps)))) for at in range(0, len(steps), size)), config, 0
     )
     plan = build_batch(steps, config, run="r", batch=0).plan
     assert len(found.lengths) == plan.rows
     assert found.trained.sum() == sum(part.loss_tokens for part in plan.mini_batches)
-    assert found.breaks.in_all == plan.rows - 48
+    if config.merge == "prefix":
+        assert found.breaks.in_all == plan.rows - 48
+    else:
+        assert found.breaks.in_all == len(plan.merge_mismatches) < plan.rows - 48
+        assert found.steps.tolist() == [len(path) for path in plan.steps or []]
+        assert found.first.tolist() == [path[0] for path in plan.steps or []]
+        assert found.last.tolist() == [path[-1] for path in plan.steps or []]
+
+
+def test_a_break_of_a_tree_is_shown_beside_the_step_most_like_it(
+    service: Service, client: httpx.Client, run_name: str
+) -> None:
+    rows = [
+        stage.turn("a", 0, 0, [1, 2], [3, 4], is_last_step=False),
+        stage.turn("a", 0, 1, [7], [8], is_last_step=False),
+        stage.turn("a", 0, 2, [1, 2, 3, 9], [5]),
+    ]
+    config = {**stage.CONFIG, "train_batch_size": 1, "n_samples_per_prompt": 1, "dp_size": 1, "merge": "tree"}
+    stage.published(service.runs, run_name, config, [from_rows(rows, step_wise=True)])
+    found = client.get(f"/v1/runs/{run_name}/batches/0/breaks").json()["breaks"]
+    assert [(one["step"], one["against"], one["index"]) for one in found] == [(1, 0, 0), (2, 0, 3)]
+    assert (found[1]["before"], found[1]["was"], found[1]["now"]) == ([1, 2, 3], [4], [9])
+
+
+def test_a_column_that_keeps_steps_apart_is_named(service: Service, client: httpx.Client, run_name: str) -> None:
+    rows = [
+        stage.turn("a", 0, 0, [1], [3], is_last_step=False, x=1),
+        stage.turn("a", 0, 1, [1, 3, 9], [5], x=2),
+    ]
+    columns = [{"name": "x", "dtype": "int8", "scope": "row", "merge": "equal"}]
+    config = {**stage.CONFIG, "train_batch_size": 1, "n_samples_per_prompt": 1, "dp_size": 1, "columns": columns}
+    table = from_rows(rows, step_wise=True, columns=specs_of(columns))
+    stage.published(service.runs, run_name, config, [table])
+    told = client.get(f"/v1/runs/{run_name}/batches/0/breaks").json()
+    assert [(one["step"], one["column"]) for one in told["breaks"]] == [(1, "x")]
+    assert (told["in_all"], told["rows"], told["pairs"]) == (1, 2, [])
 
 
 def test_scores_are_those_that_were_sent_and_advantages_those_of_the_shards(
@@ -290,3 +329,18 @@ def test_the_page_may_load_and_run_nothing_but_its_own_files(client: httpx.Clien
     assert "https://" not in answer.text
     again = client.get("/", headers={"If-None-Match": answer.headers["etag"]})
     assert again.status_code == 304
+
+
+def test_a_batch_tells_of_the_columns_that_its_rows_have(service: Service, client: httpx.Client, run_name: str) -> None:
+    columns = [
+        {"name": "experts", "dtype": "int16", "scope": "token", "shape": [4, 2]},
+        {"name": "level", "dtype": "bool", "scope": "row"},
+    ]
+    config = {"train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}
+    service.runs.create(run_name, config | {"columns": columns})
+    row = {"uid": "a", "sample": 0, "prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1], "reward": 1.0}
+    own = {"experts": [[[1, 2]] * 4] * 2, "level": True}
+    client.post(f"/v1/runs/{run_name}/rows", json={"rows": [row | own]}).raise_for_status()
+    client.get(f"/v1/runs/{run_name}/batches/0", params={"wait_s": 20}).raise_for_status()
+    told = client.get(f"/v1/runs/{run_name}/batches/0/picture").raise_for_status().json()
+    assert told["columns"] == ["experts (int16[4, 2] per token)", "level (bool per step)"]

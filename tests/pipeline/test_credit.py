@@ -93,7 +93,7 @@ def plain_credit(rows: list[Row], config: dict[str, Any]) -> dict[tuple[str, int
 
 def trained_tokens(batch: BuiltBatch, rows: list[Row], config: dict[str, Any], model: str = "policy") -> dict[Any, Any]:
     """Advantage, return and mini-batch of each trained token of the shards, by its trajectory, step and place."""
-    groups = naive.merged(rows, config["merge"])
+    groups = naive.merged(rows, config["merge"], config.get("retokenised_tail", 0))
     found: dict[Any, Any] = {}
     for shard in batch.shards:
         if shard.address.model != model:
@@ -101,20 +101,23 @@ def trained_tokens(batch: BuiltBatch, rows: list[Row], config: dict[str, Any], m
         for row in naive.shard_rows(shard):
             if row["row"] < 0:
                 continue
-            steps = groups[int(row["row"])]
-            for step in steps:
-                start = len(step["prompt_token_ids"]) - len(steps[0]["prompt_token_ids"])
-                for token in range(len(step["response_ids"])):
-                    if row["loss_mask"][start + token]:
-                        key = (step["uid"], step["sample"], step["step"], token)
-                        assert key not in found
-                        returns = row["returns"][-len(row["loss_mask"]) :] if "returns" in row else None
-                        found[key] = (
-                            float(row["advantages"][start + token]),
-                            None if returns is None else float(returns[start + token]),
-                            shard.address.mini_batch,
-                        )
+            own = groups[int(row["row"])]
+            for place, source in enumerate(own.sources):
+                if row["loss_mask"][place]:
+                    assert source is not None
+                    key = (own.steps[0]["uid"], own.steps[0]["sample"], *source)
+                    assert key not in found
+                    returns = row["returns"][-len(row["loss_mask"]) :] if "returns" in row else None
+                    found[key] = (
+                        float(row["advantages"][place]),
+                        None if returns is None else float(returns[place]),
+                        shard.address.mini_batch,
+                    )
     return found
+
+
+def without_realigned(rows: list[Row], config: dict[str, Any]) -> list[Row]:
+    return naive.without_realigned(rows, config["merge"], config.get("retokenised_tail", 0))
 
 
 def whitened(values: np.ndarray) -> np.ndarray:
@@ -132,7 +135,7 @@ def test_each_trained_token_has_the_credit_of_a_plain_loop(drawn: tuple[list[Row
     for model in ("policy", "critic") if "critic_mini_batch_size" in config else ("policy",):
         found = trained_tokens(batch, rows, config, model)
         if config["advantage_estimator"] in ("gae", "reinforce++"):
-            expected = plain_credit(rows, config)
+            expected = plain_credit(without_realigned(rows, config), config)
             assert found.keys() == expected.keys()
             parts = [found[key][2] if config["whiten"] == "mini_batch" else 0 for key in found]
             wanted = np.array([expected[key][0] for key in found])
@@ -151,7 +154,7 @@ def test_group_estimators_take_the_kl_as_a_change_of_the_score(drawn: tuple[list
     rows, config = drawn
     config |= {"advantage_estimator": "grpo", "grpo_norm_by_std": False, "trajectory_score": "sum", "whiten": "none"}
     changed = []
-    for row in rows:
+    for row in without_realigned(rows, config):
         penalties = [0.5 * kl(config, row, token) * row["loss_mask"][token] for token in range(len(row["loss_mask"]))]
         rewards = np.array(naive.rewards_of(row)) - penalties
         changed.append(row | {"reward": rewards.tolist() if isinstance(row["reward"], list) else float(rewards.sum())})

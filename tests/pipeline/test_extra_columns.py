@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
-from gristmill._wire.column_spec import DTYPES, ColumnSpec, from_bfloat16, specs_of
+from gristmill._wire.column_spec import ColumnSpec, from_bfloat16, specs_of
 from gristmill._wire.columns import Ragged
 from gristmill._wire.compact_shards import restore
 from gristmill._wire.extras import check_extras, made_whole
@@ -25,59 +24,7 @@ from gristmill_service.pipeline.iovec import join
 from gristmill_service.storage import row_tables
 from tests import naive
 from tests.pipeline.test_laws import SLOW
-from tests.strategies import Row, rollouts, settings_for
-
-MERGES = {
-    "row": ["last", "first", "sum"],
-    "response": [""],
-    "token": ["first", "last"],
-    "items": ["last", "concat"],
-}
-
-
-@st.composite
-def columns(draw: st.DrawFn) -> list[dict[str, Any]]:
-    found = []
-    for number in range(draw(st.integers(1, 4))):
-        scope = draw(st.sampled_from(list(MERGES)))
-        dtype = draw(st.sampled_from(DTYPES))
-        merge = draw(st.sampled_from(MERGES[scope]))
-        found.append(
-            {
-                "name": f"column_{number}",
-                "dtype": dtype,
-                "scope": scope,
-                "shape": draw(st.sampled_from([[], [2], [2, 3]])),
-                "fill": draw(st.sampled_from([0, 1])),
-                "required": draw(st.booleans()),
-            }
-            | ({"merge": "last"} if merge == "sum" and dtype == "bool" else {"merge": merge} if merge else {})
-        )
-    return found
-
-
-def with_columns(draw: st.DrawFn, rows: list[Row], specs: tuple[ColumnSpec, ...]) -> list[Row]:
-    """The rows with values of the columns, small integers that every type holds."""
-    found = []
-    for row in rows:
-        tokens, response = len(row["prompt_token_ids"]) + len(row["response_ids"]), len(row["response_ids"])
-        row = dict(row)
-        for spec in specs:
-            if not spec.required and draw(st.integers(0, 3)) == 0:
-                continue
-            count = {"row": 1, "response": response, "token": tokens}.get(spec.scope, draw(st.integers(0, 3)))
-            values = draw(st.integers(0, 100)) + np.arange(count * int(np.prod(spec.shape))).reshape(count, *spec.shape)
-            values = values % (2 if spec.dtype == "bool" else 100)
-            row[spec.name] = (values[0] if spec.scope == "row" else values).tolist()
-        found.append(row)
-    return found
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> tuple[list[Row], dict[str, Any]]:
-    declared = draw(columns())
-    rows = with_columns(draw, draw(rollouts(most_prompts=3)), specs_of(declared))
-    return rows, draw(settings_for(rows)) | {"columns": declared}
+from tests.strategies import Row, batches_with_columns
 
 
 def built(steps: Steps, config: dict[str, Any]) -> BuiltBatch:
@@ -89,32 +36,31 @@ def numbers(array: Any) -> Any:
     return from_bfloat16(array) if array.dtype == np.uint16 else array
 
 
-def expected(spec: ColumnSpec, steps: list[Row]) -> tuple[list[Any], bool]:
+def expected(spec: ColumnSpec, row: naive.Merged) -> tuple[list[Any], bool]:
     """A merged row's values, one a token of its scope, and whether it has any."""
-    fill = np.full(spec.shape, spec.fill).tolist()
+    steps, fill = row.steps, np.full(spec.shape, spec.fill).tolist()
     has = [step for step in steps if spec.name in step]
     if spec.scope == "row":
         if not has:
             return [fill], False
         values = [np.array(step[spec.name], np.float64) for step in has]
         limits = {"int8": 127.0, "uint8": 255.0}
-        total = np.minimum(sum(values), limits.get(spec.dtype, np.inf))
+        new = [step for step, is_new in zip(steps, row.first_here, strict=True) if is_new and step in has]
+        total = np.minimum(
+            sum((np.array(step[spec.name], np.float64) for step in new), np.zeros(spec.shape)),
+            limits.get(spec.dtype, np.inf),
+        )
         return [{"first": values[0], "last": values[-1], "sum": total}[spec.merge].tolist()], True
     if spec.scope == "response":
-        column: list[Any] = []
-        for step in steps:
-            start = len(step["prompt_token_ids"]) - len(steps[0]["prompt_token_ids"])
-            column += [fill] * (start - len(column))
-            column += step.get(spec.name, [fill] * len(step["response_ids"]))
-        return column, bool(has)
+        own = {step["step"]: step for step in has}
+        sources = [source if source and source[0] in own else None for source in row.sources]
+        return [own[source[0]][spec.name][source[1]] if source else fill for source in sources], bool(has)
     if spec.scope == "items":
         chosen = has if spec.merge == "concat" else has[-1:]
         return [item for step in chosen for item in step[spec.name]], bool(has)
-    column = []
-    for step in steps if spec.merge == "first" else steps[-1:]:
-        length = len(step["prompt_token_ids"]) + len(step["response_ids"])
-        column += step.get(spec.name, [fill] * length)[len(column) :]
-    return column, bool(has)
+    by_number = {step["step"]: step for step in steps}
+    holders = row.holders if spec.merge == "first" else [steps[-1]["step"]] * len(row.holders)
+    return [by_number[number].get(spec.name, [fill] * len(holders))[at] for at, number in enumerate(holders)], bool(has)
 
 
 def own_values(spec: ColumnSpec, shard: Any) -> list[Any]:
@@ -147,7 +93,7 @@ def own_values(spec: ColumnSpec, shard: Any) -> list[Any]:
 
 
 def check_batch(batch: BuiltBatch, rows: list[Row], config: dict[str, Any]) -> None:
-    groups = naive.merged(rows, config["merge"])
+    groups = naive.merged(rows, config["merge"], config.get("retokenised_tail", 0))
     for shard in batch.shards:
         assert restore([join(shard.compact())]).tobytes() == naive.shard_bytes(shard)
         tensors, _ = naive.read_shard(shard)
@@ -165,7 +111,7 @@ def check_batch(batch: BuiltBatch, rows: list[Row], config: dict[str, Any]) -> N
 
 
 @SLOW
-@given(batches())
+@given(batches_with_columns())
 def test_every_value_stands_on_its_own_token_row_or_item(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
     specs = specs_of(config["columns"])
@@ -174,7 +120,7 @@ def test_every_value_stands_on_its_own_token_row_or_item(drawn: tuple[list[Row],
 
 
 @SLOW
-@given(batches())
+@given(batches_with_columns())
 def test_rows_with_columns_outlast_files_and_stores(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
     specs = specs_of(config["columns"])
@@ -204,7 +150,7 @@ def without_prefixes(table: Steps, specs: tuple[ColumnSpec, ...]) -> Steps:
 
 
 @SLOW
-@given(batches())
+@given(batches_with_columns())
 def test_values_that_stand_with_the_step_before_are_laid_out_as_if_each_step_had_them(
     drawn: tuple[list[Row], dict[str, Any]],
 ) -> None:
@@ -266,6 +212,46 @@ def test_steps_whose_values_are_the_same_nan_merge(dtype: str) -> None:
     values = [np.nan, 1.0], [np.nan, 1.0, np.nan]
     table = from_rows(two_steps(*values), columns=specs_of([column]))
     assert built(table, CONFIG | {"columns": [column]}).plan.rows == 1
+
+
+def three_steps(*prompts: list[int]) -> list[Row]:
+    """Steps whose responses are 3, 4 and so on."""
+    return [
+        {"uid": "a", "sample": 0, "step": step, "is_last_step": step == len(prompts) - 1, "prompt_token_ids": prompt}
+        | {"response_ids": [3 + step], "loss_mask": [1], "reward": 0.0}
+        for step, prompt in enumerate(prompts)
+    ]
+
+
+def test_in_a_tree_a_step_joins_the_next_best_that_no_column_keeps_apart() -> None:
+    config = CONFIG | {"merge": "tree", "columns": [{"name": "x", "dtype": "int8", "scope": "row", "merge": "equal"}]}
+    specs = specs_of(config["columns"])
+    rows = three_steps([1], [1, 3], [1, 3, 4])
+    for values, paths in [((7, 7, 7), [[0, 1, 2]]), ((7, 8, 7), [[0, 2], [1]]), ((7, 7, 8), [[0, 1], [2]])]:
+        with_x = [row | {"x": value} for row, value in zip(rows, values, strict=True)]
+        batch = built(from_rows(with_x, columns=specs), config)
+        assert batch.plan.steps == paths
+        assert {found.column for found in batch.plan.merge_mismatches} <= {"x"}
+        mismatches = batch.stats().mismatches
+        assert (mismatches.get("column", 0), mismatches["further"]) == (len(batch.plan.merge_mismatches), 0)
+
+
+def test_of_a_tail_that_was_tokenised_anew_no_value_of_a_column_has_to_be_equal() -> None:
+    config = CONFIG | {"retokenised_tail": 1, "columns": [{"name": "x", "dtype": "int8", "scope": "token"}]}
+    config["columns"][0]["merge"] = "equal"
+    specs = specs_of(config["columns"])
+    rows = three_steps([1], [1, 9])
+    for values, count in [([[5, 6], [5, 7, 8]], 1), ([[5, 6], [4, 6, 8]], 2)]:
+        with_x = [row | {"x": value} for row, value in zip(rows, values, strict=True)]
+        assert built(from_rows(with_x, columns=specs), config).plan.rows == count
+
+
+def test_where_rows_share_a_step_sums_count_it_once() -> None:
+    config = CONFIG | {"merge": "tree", "columns": [{"name": "x", "dtype": "int8", "scope": "row", "merge": "sum"}]}
+    rows = [row | {"x": value} for row, value in zip(three_steps([1], [1, 3], [1, 3, 9]), (1, 2, 4), strict=True)]
+    batch = built(from_rows(rows, columns=specs_of(config["columns"])), config)
+    assert batch.plan.steps == [[0, 1], [0, 2]]
+    assert [value for shard in batch.shards for value in naive.read_shard(shard)[0]["x"].tolist()] == [3, 4]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from gristmill._wire.rows import from_rows
@@ -27,11 +27,15 @@ def built(rows: list[Row], config: dict[str, Any]) -> BuiltBatch:
     return build_batch(from_rows(rows), parse_config(config), run="r", batch=0)
 
 
+def merged(rows: list[Row], config: dict[str, Any]) -> list[naive.Merged]:
+    return naive.merged(rows, config["merge"], config.get("retokenised_tail", 0))
+
+
 @SLOW
 @given(batches_and_settings())
 def test_every_row_carries_its_own_tokens_masks_rewards_and_advantage(drawn: tuple[list[Row], dict[str, Any]]) -> None:
     rows, config = drawn
-    groups = naive.merged(rows, config["merge"])
+    groups = merged(rows, config)
     given_advantages = naive.advantages(rows, config)
     batch = built(rows, config)
     seen = set()
@@ -41,14 +45,15 @@ def test_every_row_carries_its_own_tokens_masks_rewards_and_advantage(drawn: tup
             if index < 0:
                 assert row["is_padding"]
                 continue
-            steps = groups[index]
+            own, steps = groups[index], groups[index].steps
             seen.add((shard.address.model, index))
             last = steps[-1]
             assert row["sequences"].tolist() == last["prompt_token_ids"] + last["response_ids"]
-            np.testing.assert_array_equal(row["loss_mask"], naive.response_column(steps, lambda s: s["loss_mask"]))
-            np.testing.assert_allclose(row["rewards"], naive.response_column(steps, naive.rewards_of), rtol=1e-6)
+            expected = own.standing(lambda step: step["loss_mask"], only_trained=True)
+            np.testing.assert_array_equal(row["loss_mask"], expected)
+            np.testing.assert_allclose(row["rewards"], own.rewards(), rtol=1e-6)
             if "rollout_logprobs" in last:
-                expected = naive.response_column(steps, lambda s: s["rollout_logprobs"])
+                expected = own.standing(lambda step: step["rollout_logprobs"])
                 np.testing.assert_array_equal(row["rollout_logprobs"], expected)
             values = set(row["advantages"].tolist())
             assert len(values) == 1
@@ -71,7 +76,7 @@ def test_summing_over_all_ranks_gives_the_loss_reduction(drawn: tuple[list[Row],
         row["advantage"] = 1.0
     config["advantage_estimator"] = "none"
     batch = built(rows, config)
-    groups = naive.merged(rows, config["merge"])
+    groups = merged(rows, config)
     for part in batch.plan.mini_batches:
         if part.model != "policy":
             continue
@@ -85,10 +90,10 @@ def test_summing_over_all_ranks_gives_the_loss_reduction(drawn: tuple[list[Row],
         np.testing.assert_allclose(total, _reduction(covered, config), rtol=1e-5)
 
 
-def _reduction(covered: list[list[Row]], config: dict[str, Any]) -> float:
-    tokens = [sum(sum(step["loss_mask"]) for step in steps) for steps in covered]
-    uids = [steps[0]["uid"] for steps in covered]
-    keys = [(steps[0]["uid"], steps[0]["sample"]) for steps in covered]
+def _reduction(covered: list[naive.Merged], config: dict[str, Any]) -> float:
+    tokens: list[int] = [sum(row.standing(lambda step: step["loss_mask"], only_trained=True)) for row in covered]
+    uids = [row.steps[0]["uid"] for row in covered]
+    keys = [(row.steps[0]["uid"], row.steps[0]["sample"]) for row in covered]
 
     def mean_over(owners: Sequence[object]) -> float:
         sums = {owner: sum(t for t, o in zip(tokens, owners, strict=True) if o == owner) for owner in owners}
@@ -132,7 +137,41 @@ def test_merging_never_changes_scores_advantages_or_trained_tokens(drawn: tuple[
                     ]
         return sorted(found), batch.plan.metrics["score_mean"]
 
-    assert trained("prefix") == trained("none")
+    assert trained("prefix") == trained("tree") == trained("none")
+
+
+@SLOW
+@given(batches_and_settings(retokenised_tail=3))
+def test_a_token_is_trained_once_or_counted_as_realigned(drawn: tuple[list[Row], dict[str, Any]]) -> None:
+    rows, config = drawn
+    config["merge"] = "tree" if config["merge"] == "none" else config["merge"]
+    plan = built(rows, config).plan
+    own = merged(rows, config)
+    kept = {(row.steps[0]["uid"], row.steps[0]["sample"], source) for row in own for source in row.sources if source}
+    sampled = [(row["uid"], row["sample"], mask) for row in rows for mask in row["loss_mask"]]
+    assert plan.counts["realigned_tokens"] == len(sampled) - len(kept)
+    policy = [part for part in plan.mini_batches if part.model == "policy"]
+    came = sum(mask for *_, mask in sampled)
+    assert sum(part.loss_tokens for part in policy) == came - plan.counts["realigned_loss_tokens"]
+
+
+@SLOW
+@given(batches_and_settings(merge="tree"))
+def test_the_plan_of_a_tree_lists_the_steps_of_each_row(drawn: tuple[list[Row], dict[str, Any]]) -> None:
+    rows, config = drawn
+    own = merged(rows, config)
+    assert built(rows, config).plan.steps == [[step["step"] for step in row.steps] for row in own]
+    assert built(rows, config | {"merge": "prefix"}).plan.steps is None
+
+
+@SLOW
+@given(batches_and_settings(merge="prefix"), st.integers(0, 3))
+def test_a_tree_without_forks_is_what_prefix_makes(drawn: tuple[list[Row], dict[str, Any]], tail: int) -> None:
+    rows, config = drawn
+    config["retokenised_tail"] = tail
+    tree, prefix = ([row.steps for row in naive.merged(rows, merge, tail)] for merge in ("tree", "prefix"))
+    assume(tree == prefix)
+    assert _bytes(rows, config | {"merge": "tree"}) == _bytes(rows, config)
 
 
 @SLOW
@@ -211,7 +250,7 @@ def test_optimizer_steps_do_not_depend_on_turn_counts(rows: list[Row], dp_size: 
         "policy_mini_batch_size": 1,
         "update_epochs_per_batch": 2,
         "step_wise": True,
-        "merge": random.Random(groups).choice(["none", "prefix"]),
+        "merge": random.Random(groups).choice(["none", "prefix", "tree"]),
         "dp_size": dp_size,
         "micro_batch": {"size": 2},
     }

@@ -30,14 +30,14 @@ UNCHANGED_BY_MERGING = ["none", "token_mean", "prompt_mean", "trajectory_mean"]
 
 
 class Transformer(torch.nn.Module):
-    """Two causal attention layers with learned positions, in float64."""
+    """Two causal attention layers with learned positions, in float64. One token more than is sampled is known."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens = torch.nn.Embedding(VOCABULARY, WIDTH)
+        self.tokens = torch.nn.Embedding(VOCABULARY + 1, WIDTH)
         self.positions = torch.nn.Embedding(LONGEST, WIDTH)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
-        self.head = torch.nn.Linear(WIDTH, VOCABULARY)
+        self.head = torch.nn.Linear(WIDTH, VOCABULARY + 1)
         self.double()
 
     def forward(self, sequences: torch.Tensor, position_ids: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
@@ -67,9 +67,10 @@ def clipped_loss(
     return -torch.where(mask.bool(), gain, torch.zeros_like(gain)).sum()
 
 
-def batch_rows(prefix_holds: bool) -> list[Row]:
+def batch_rows(prefix_holds: bool = True, forks: bool = False) -> list[Row]:
+    """prefix_holds: whether every prompt begins with the sequence before. forks: or with an earlier one."""
     rng = random.Random(5)
-    rows = []
+    rows: list[Row] = []
     for prompt, sample in itertools.product(range(4), range(SAMPLES)):
         sequence = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 5))]
         turns = rng.randint(1, 4)
@@ -91,6 +92,9 @@ def batch_rows(prefix_holds: bool) -> list[Row]:
             sequence = sequence + response + [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 3))]
             if not prefix_holds and rng.random() < 0.4:
                 sequence = sequence[1:]
+            if forks and rng.random() < 0.5:
+                source = rows[-1 - rng.randint(0, step)]
+                sequence = source["prompt_token_ids"] + source["response_ids"] + [rng.randrange(VOCABULARY)]
     return rows
 
 
@@ -207,15 +211,15 @@ MODEL = Transformer()
     [
         *itertools.product(["none"], REDUCTIONS),
         # Row-based reductions change with the number of rows, as the specification says.
-        *itertools.product(["prefix", "prefix that breaks"], UNCHANGED_BY_MERGING),
+        *itertools.product(["prefix", "prefix that breaks", "tree"], UNCHANGED_BY_MERGING),
     ],
 )
 def test_loss_and_gradients_are_those_of_training_without_gristmill(
     layout: str, dp_size: int, loss_reduction: str, merge: str
 ) -> None:
-    rows = batch_rows(prefix_holds=merge != "prefix that breaks")
+    rows = batch_rows(prefix_holds=merge != "prefix that breaks", forks=merge == "tree")
     config = settings(
-        layout=layout, dp_size=dp_size, loss_reduction=loss_reduction, merge="none" if merge == "none" else "prefix"
+        layout=layout, dp_size=dp_size, loss_reduction=loss_reduction, merge=merge.removesuffix(" that breaks")
     )
     expected = without_gristmill(rows, config)
     found, padding_rows = through_gristmill(rows, config)
@@ -228,6 +232,34 @@ def test_loss_and_gradients_are_those_of_training_without_gristmill(
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
     if dp_size == 5:
         assert padding_rows > 0
+
+
+def test_the_rows_of_a_tree_share_steps() -> None:
+    rows = batch_rows(forks=True)
+    plan = build_batch(from_rows(rows), parse_config(settings(merge="tree")), run="r", batch=0).plan
+    assert plan.steps is not None
+    assert plan.rows < len(rows) < sum(map(len, plan.steps))
+
+
+@pytest.mark.parametrize("layout", ["left_padded", "packed"])
+@pytest.mark.parametrize("merge", ["prefix", "tree"])
+def test_tails_that_were_tokenised_anew_leave_the_loss_of_all_other_tokens(merge: str, layout: str) -> None:
+    rng, rows = random.Random(8), batch_rows(forks=merge == "tree")
+    for row in rows:
+        if row["step"] and len(row["prompt_token_ids"]) > 4:
+            # One token beyond the vocabulary's last, so that it differs from whatever was sampled.
+            row["prompt_token_ids"] = row["prompt_token_ids"].copy()
+            row["prompt_token_ids"][-rng.randint(1, 4)] = VOCABULARY
+    config = settings(layout=layout, loss_reduction="token_mean", merge=merge, retokenised_tail=4)
+    plan = build_batch(from_rows(rows), parse_config(config), run="r", batch=0).plan
+    assert plan.counts["realigned_loss_tokens"] > 0
+    found, _ = through_gristmill(rows, config)
+    expected = without_gristmill(naive.without_realigned(rows, merge, 4), config)
+    for mine, reference in zip(found, expected, strict=True):
+        assert mine.item() == pytest.approx(reference.item(), rel=1e-9, abs=1e-12)
+    for own, others in zip(gradients(found), gradients(expected), strict=True):
+        for a, b in zip(own, others, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("pad_width", ["batch", "mini_batch", "shard", "micro_batch"])

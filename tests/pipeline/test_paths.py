@@ -9,10 +9,11 @@ import pytest
 
 from gristmill._wire.compact_shards import restore
 from gristmill._wire.rows import from_rows
-from gristmill_service.config import parse_config
+from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch, scored_batch
 from gristmill_service.pipeline.iovec import join
-from gristmill_service.pipeline.merge import Mismatch, Rows, rows_of_paths
+from gristmill_service.pipeline.joins import Mismatch
+from gristmill_service.pipeline.merge import Rows, rows_of_paths
 from gristmill_service.pipeline.validate import Received
 from tests import naive
 from tests.strategies import Row
@@ -29,7 +30,7 @@ KEPT = [2, 1, 2, 2, 1, 2, 2, 1]
 SHARED = [0, 0, 0, 2, 0, 2, 1, 0]
 
 
-def _by_hand(received: Received, mode: str) -> tuple[Rows, list[Mismatch]]:
+def _by_hand(received: Received, config: RunConfig) -> tuple[Rows, list[Mismatch]]:
     steps = [step for path in PATHS for step in path]
     edges = np.cumsum([0, *map(len, PATHS)])
     return rows_of_paths(received, edges, *(np.array(values, np.int64) for values in (steps, KEPT, SHARED))), []

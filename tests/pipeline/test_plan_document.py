@@ -34,7 +34,7 @@ def test_it_has_the_fields_of_the_specification_in_their_order() -> None:
     document = json.loads(encode_plan(batch.plan))
     assert list(document) == [
         *("batch", "rows_received", "rows", "prompts", "optimizer_steps", "dp_size", "dropped_uids", "mini_batches"),
-        *("counts", "metrics", "merge_mismatches"),
+        *("counts", "metrics", "merge_mismatches", "tags", "tag_metrics"),
     ]
     assert document["mini_batches"] == [
         {
@@ -67,6 +67,16 @@ def test_it_is_read_as_it_was_written(drawn: Any) -> None:
     given_rows, config = drawn
     plan = build_batch(from_rows(given_rows), parse_config(config), run="r", batch=0).plan
     assert decode_plan(encode_plan(plan)) == plan
+
+
+def test_only_the_plan_of_a_tree_has_the_steps_of_its_rows() -> None:
+    table = from_rows([row | {"step": 0, "is_last_step": True} for row in rows("a", "b")])
+    for merge, steps in (("prefix", None), ("tree", [[0], [0]])):
+        config = parse_config(CONFIG | {"step_wise": True, "merge": merge})
+        text = encode_plan(build_batch(table, config, run="r", batch=0).plan)
+        assert json.loads(text).get("steps") == steps
+        assert ("steps" in json.loads(text)) == (merge == "tree")
+        assert decode_plan(text).steps == steps
 
 
 def test_text_that_is_no_plan_is_refused() -> None:

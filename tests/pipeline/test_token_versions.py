@@ -115,7 +115,7 @@ class TestShards:
     @given(versioned())
     def test_each_token_has_its_version_and_all_else_is_unknown(self, drawn: tuple[list[Row], dict[str, Any]]) -> None:
         rows, config = drawn
-        groups = naive.merged(rows, config["merge"])
+        groups = naive.merged(rows, config["merge"], config.get("retokenised_tail", 0))
         given_any = any("policy_versions" in one for one in rows)
         for shard in build_batch(from_rows(rows), parse_config(config), run="r", batch=0).shards:
             assert restore([join(shard.compact())]).tobytes() == naive.shard_bytes(shard)
@@ -126,21 +126,15 @@ class TestShards:
                 if found["is_padding"]:
                     assert (found["token_policy_version"] == -1).all()
                     continue
-                steps = groups[int(found["row"])]
-                expected = [-1 if is_gap else version for version, is_gap in _column(steps)]
+                own = groups[int(found["row"])]
+                standing = zip(own.standing(told), own.sources, strict=True)
+                expected = [-1 if source is None else version for version, source in standing]
                 values = found["token_policy_version"]
                 assert values.dtype == np.int32
                 assert values[len(values) - len(expected) :].tolist() == expected
                 assert (values[: len(values) - len(expected)] == -1).all()
-                known = [version for version, is_gap in _column(steps) if version >= 0 and not is_gap]
+                known = [version for step in own.steps for version in told(step) if version >= 0]
                 assert found["policy_version"] == min(known, default=-1)
-
-
-def _column(steps: list[Row]) -> list[tuple[int, bool]]:
-    """The version of each response token of a merged row, and whether it is an observation."""
-    versions = naive.response_column(steps, told)
-    real = naive.response_column(steps, lambda step: [1] * len(step["response_ids"]))
-    return [(int(version), not one) for version, one in zip(versions, real, strict=True)]
 
 
 class TestMasking:

@@ -23,7 +23,7 @@ from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.run.harness import CONFIG, Bench, group_rows, row, table, wait_until
-from tests.strategies import Row, batches_and_settings
+from tests.strategies import Row, batches_and_settings, batches_with_columns
 
 PATIENCE_S = 30
 
@@ -71,13 +71,15 @@ def deliveries(draw: st.DrawFn, count: int) -> list[list[tuple[int, bool]]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches_and_settings(seal_order="admission"), st.data())
+@given(batches_and_settings(seal_order="admission") | batches_with_columns(seal_order="admission"), st.data())
 def test_a_run_serves_what_the_offline_pipeline_makes_of_the_same_rows(
     runs: Runs, drawn: tuple[list[Row], dict[str, object]], data: st.DataObject
 ) -> None:
     rows, config = drawn
     uids = list(dict.fromkeys(sent["uid"] for sent in rows))
-    expected = build_batch(from_rows(rows), parse_config(config), run="run", batch=0, policy_version=0)
+    checked = parse_config(config)
+    whole = from_rows(rows, columns=checked.columns)
+    expected = build_batch(whole, checked, run="run", batch=0, policy_version=0)
     runs.create("run", config)
     run = runs.get("run")
     try:
@@ -95,8 +97,9 @@ def test_a_run_serves_what_the_offline_pipeline_makes_of_the_same_rows(
 
 
 def _deliver(run: Run, rows: list[Row]) -> None:
-    run.submit(from_rows(rows))
-    assert {outcome.name for outcome in run.submit(from_rows(rows))} <= {"DUPLICATE", "SEALED"}
+    columns = run.config.columns
+    run.submit(from_rows(rows, columns=columns))
+    assert {outcome.name for outcome in run.submit(from_rows(rows, columns=columns))} <= {"DUPLICATE", "SEALED"}
 
 
 def test_a_batch_that_cannot_be_aligned_fails_with_the_setting_to_change_and_the_run_goes_on(runs: Runs) -> None:

@@ -149,6 +149,11 @@ def _warn(counts: dict[str, int]) -> None:
             f"[yellow]warning:[/] {counts['maxrl_nonpositive_groups']} prompt groups have a mean score that is not "
             "positive: maxrl reinforces the worse sample there"
         )
+    if counts.get("realigned_tokens"):
+        messages.print(
+            f"[yellow]warning:[/] {counts['realigned_tokens']} sampled tokens came back as others (retokenised_tail) "
+            f"and are not trained; {counts['realigned_loss_tokens']} of them had loss_mask 1"
+        )
 
 
 def _write(target: Path, built: BuiltBatch, advance: Advance) -> None:

@@ -43,14 +43,16 @@ def shard_table(directory: Path) -> Table:
         )
     table = Table(box=None, header_style="bold")
     table.add_column("shard")
-    for name in ("rows", "padding rows", "tokens", "padding share", "loss tokens", "declared columns"):
+    for name in ("rows", "padding rows", "tokens", "padding share", "loss tokens"):
         table.add_column(name, justify="right")
     figures = [read_figures(path) for path in paths]
+    if has_columns := any(shard.column_bytes for shard in figures):
+        table.add_column("declared columns", justify="right")
     for path, shard in zip(paths, figures, strict=True):
-        table.add_row(str(path.relative_to(directory)), *_cells(shard))
+        table.add_row(str(path.relative_to(directory)), *_cells(shard, has_columns))
     total = ShardFigures(*(sum(getattr(shard, name) for shard in figures) for name in ShardFigures.__slots__))
     table.add_section()
-    table.add_row("total", *_cells(total), style="bold")
+    table.add_row("total", *_cells(total, has_columns), style="bold")
     return table
 
 
@@ -97,12 +99,12 @@ def _nbytes(tensor: Any) -> int:
     return math.prod(shape) * bits // 8
 
 
-def _cells(shard: ShardFigures) -> list[str]:
-    return [
+def _cells(shard: ShardFigures, has_columns: bool) -> list[str]:
+    cells = [
         f"{shard.rows:,}",
         f"{shard.padding_rows:,}",
         f"{shard.tokens:,}",
         f"{shard.padding_share:.1%}",
         f"{shard.loss_tokens:,}",
-        f"{shard.column_bytes / 1e6:,.1f} MB" if shard.column_bytes else "",
     ]
+    return [*cells, f"{shard.column_bytes / 1e6:,.1f} MB"] if has_columns else cells

@@ -9,17 +9,20 @@ export function showBreaks(parent, told) {
   if (told.merge === "none") return parent.replaceChildren(make("p", { class: "quiet" }, "This run does not merge (merge: none)."));
   if (!told.in_all) return parent.replaceChildren(make("p", { class: "quiet" },
     `Nowhere: ${count(told.rows_received)} rows became ${count(told.rows)}.`));
+  const tree = told.merge === "tree";
   const rest = told.in_all > told.breaks.length ? ` The first ${count(told.breaks.length)} are shown.` : "";
   parent.replaceChildren(
     make("p", {}, `${count(told.in_all)} of ${count(told.rows_received)} steps (${share(told.in_all / told.rows_received)}) did not ` +
-      `extend the step before them, and began a row of their own.${rest}`),
-    make("p", { class: "small" }, "Most often: ", told.pairs.slice(0, 5).flatMap((pair, index) => [index ? "; " : "",
+      `extend ${tree ? "an earlier step" : "the step before them"}, and began a row of their own.${rest}`),
+    make("p", { class: "small" }, told.pairs.length ? "Most often: " : "", told.pairs.slice(0, 5).flatMap((pair, index) => [index ? "; " : "",
       make("code", {}, token(pair.was)), " came back as ", make("code", {}, token(pair.now)), ` ${count(pair.count)} ×`])),
     make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Breaks" },
-      table(["trajectory", "step", "token", "in the step before", "in this step's prompt"], told.breaks.map(one => [
+      table(["trajectory", "step", "token", tree ? "in the step most like it" : "in the step before", "in this step's prompt"], told.breaks.map(one => [
         `${one.uid} sample ${one.sample}${one.round ? ` round ${one.round}` : ""}`, one.step, one.index,
-        context(one, one.was), context(one, one.now)]), "Where merging broke")));
+        tree ? make("span", {}, `step ${one.against}: `, other(one)) : other(one), one.column ? "" : context(one, one.now)]), "Where merging broke")));
 }
+
+const other = one => one.column ? `other values of ${one.column}` : context(one, one.was);
 
 function context(one, tokens) {
   const before = one.before.slice(-3).join(" "), [first = END, ...after] = tokens.slice(0, 3);

@@ -90,9 +90,14 @@ function panel(told, part, { widest, height, bars, words }) {
 function named(told, shard, bar) {
   if (!shard.row) return `rows ${bar * told.rows_per_bar} to ${Math.min(shard.rows, (bar + 1) * told.rows_per_bar) - 1} of the shard`;
   if (shard.row[bar] < 0) return "padding row";
-  const [first, last] = [shard.first[bar], shard.last[bar]];
-  return `row ${shard.row[bar]} (${told.groups[shard.group[bar]] ?? "group"} sample ${shard.sample[bar]}, ` +
-    `${first === last ? `step ${first}` : `steps ${first} to ${last}`})`;
+  return `row ${shard.row[bar]} (${told.groups[shard.group[bar]] ?? "group"} sample ${shard.sample[bar]}, ${covered(shard, bar)})`;
+}
+
+function covered(shard, bar) {
+  const [first, last, steps] = [shard.first[bar], shard.last[bar], shard.steps[bar]];
+  if (steps === 1) return `step ${first}`;
+  // The path through a tree may leave steps out.
+  return last - first + 1 === steps ? `steps ${first} to ${last}` : `${steps} of the steps ${first} to ${last}`;
 }
 
 function shardTable(told) {

@@ -9,8 +9,8 @@ from gristmill_service.monitoring.health_models import Document
 
 
 class ShardPicture(Document):
-    """Tokens a bar, in the shard's order. row, group, sample, first, last: which row each bar is and the steps that it
-    covers, -1 for padding rows; null where a bar is several rows."""
+    """Tokens a bar, in the shard's order. row, group, sample, first, last, steps: which row each bar is, the first and
+    the last step that it is made of, and how many they are; -1 for padding rows, null where a bar is several rows."""
 
     rows: int
     prompt: list[int]
@@ -23,6 +23,7 @@ class ShardPicture(Document):
     sample: list[int] | None = None
     first: list[int] | None = None
     last: list[int] | None = None
+    steps: list[int] | None = None
 
 
 class MiniBatchPicture(Document):
@@ -52,11 +53,12 @@ class BatchPicture(Document):
     micro_steps_per_cell: int = Field(description="Micro-steps that are added up in each load.")
     load_unit: str
     mini_batches: list[MiniBatchPicture] = Field(description="As many as have 1,024 shards; ask for others one by one.")
+    columns: list[str] = Field(description="The declared columns: name, type and shape, and what there is a value for.")
     groups: list[str] = Field(description="Their uids, shortened; the first 4,000.")
 
 
 class TokenPair(Document):
-    was: int = Field(description="The token in the step before; -1: it had ended.")
+    was: int = Field(description="The token in the step that it is held against; -1: it had ended.")
     now: int = Field(description="The token in the prompt; -1: it had ended.")
     count: int
 
@@ -66,17 +68,19 @@ class PrefixBreak(Document):
     round: int
     sample: int
     step: int
+    against: int = Field(description="The step that it is held against: the one before, or the most alike of a tree.")
     index: int = Field(description="Of the first token of the step's prompt that differs, or the prompt's length.")
     before: list[int] = Field(description="Tokens before it, which are the same.")
-    was: list[int] = Field(description="From there on in the step before.")
+    was: list[int] = Field(description="From there on in the step that it is held against.")
     now: list[int] = Field(description="From there on in this step's prompt.")
+    column: str = Field(description="The declared column in which the two differ, where no token does; else empty.")
 
 
 class BatchBreaks(Document):
     run: str
     batch: int
     merge: str
-    in_all: int = Field(description="Steps that did not join the one before.")
+    in_all: int = Field(description="Steps that joined none, but for each trajectory's first.")
     rows_received: int
     rows: int
     pairs: list[TokenPair] = Field(description="The most frequent, at most 10.")

@@ -1,7 +1,8 @@
 """A batch's rows without their tokens: lengths, where merging broke, scores and advantages.
 
 They are read from the run's own rows, some at a time and outside its lock, when somebody asks: a batch that nobody asks
-for costs nothing, and one that is asked for makes no second copy of its tokens. Only the few around a break are held.
+for costs nothing, and one that is asked for makes no second copy of its tokens. Only the few around a break are held,
+and a trajectory's until all of it is read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from gristmill._wire.steps import Steps, TrajectoryKey, concat
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline import advantage, filters
 from gristmill_service.pipeline.advantage import Float64s
-from gristmill_service.pipeline.merge import extends
+from gristmill_service.pipeline.joins import breaks, mismatch
+from gristmill_service.pipeline.merge import merge_rows, visit_loss_tokens
 from gristmill_service.pipeline.validate import Received, receive
 
 KEPT_BREAKS = 200
@@ -31,15 +33,18 @@ _EMPTY = Ragged(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int
 
 
 class StepBreak(NamedTuple):
-    """A step that did not join the one before. at: the index of the first token of its prompt that differs. `before` is
-    common to both; `was` follows it in the step before, `now` in this step's prompt, which may have ended already."""
+    """A step that joined none, and the one that it is held against, by their numbers. at: the index of the first token
+    of its prompt that differs. `before` is common to both; `was` follows it in the one it is held against, `now` in
+    this step's prompt, which may have ended already. column: that keeps the two apart, where no token does."""
 
     trajectory: TrajectoryKey
     step: int
+    against: int
     at: int
     before: list[int]
     was: list[int]
     now: list[int]
+    column: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +60,9 @@ class StepBreaks:
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchSummary:
     """Rows as the plan numbers them. prompts, lengths, trained: (rows,) tokens of the prompt, of the whole row, and
-    those with loss_mask 1. first, last: (rows,) the steps, by their own numbers, that it covers. trajectories: (rows,).
-    scores, advantages: (trajectories,); advantages None where clients gave one per token.
+    those with loss_mask 1. first, last, steps: (rows,) of the steps that it is made of the first and the last, by
+    their own numbers, and how many they are. trajectories: (rows,). scores, advantages: (trajectories,); advantages
+    None where clients gave one per token.
     """
 
     received: Received
@@ -65,6 +71,7 @@ class BatchSummary:
     trained: Int64s
     first: NDArray[np.int32]
     last: NDArray[np.int32]
+    steps: Int64s
     trajectories: Int64s
     scores: Float64s
     advantages: Float64s | None
@@ -76,11 +83,13 @@ def summarize(tables: Iterable[Steps], config: RunConfig, policy_version: int) -
     reader = _Reader(config, policy_version)
     for table in tables:
         reader.read(table)
+    reader.end()
     received = receive(concat(reader.bare), config)
     scores = advantage.trajectory_scores(received.steps.rewards, received.trajectory_bounds, config.trajectory_score)
-    trained = np.concatenate(reader.trained) * filters.trained_steps(received, scores, config)[0]
-    first = np.flatnonzero(~np.concatenate(reader.joins))
-    last = np.append(first[1:], len(received.steps)) - 1
+    visited, counts = np.concatenate(reader.visited), np.concatenate(reader.counts)
+    trained = np.concatenate(reader.trained) * filters.trained_steps(received, scores, config)[0][visited]
+    begins = np.cumsum(counts) - counts
+    first, last = visited[begins], visited[begins + counts - 1]
     steps = received.steps
     # Of tokens, or with the KL in them, they are in the shards alone: here are no declared columns.
     is_elsewhere = (
@@ -91,10 +100,11 @@ def summarize(tables: Iterable[Steps], config: RunConfig, policy_version: int) -
     return BatchSummary(
         received=received,
         prompts=steps.prompt_lengths[first],
-        lengths=np.concatenate(reader.lengths)[last],
-        trained=np.add.reduceat(trained, first) if len(first) else trained,
+        lengths=np.concatenate(reader.lengths),
+        trained=np.add.reduceat(trained, begins) if len(begins) else trained,
         first=steps.steps[first],
         last=steps.steps[last],
+        steps=counts,
         trajectories=received.trajectory_of_step[first],
         scores=scores,
         advantages=None if is_elsewhere else advantage.advantages(received, scores, config),
@@ -103,58 +113,73 @@ def summarize(tables: Iterable[Steps], config: RunConfig, policy_version: int) -
 
 
 class _Reader:
-    """Reads rows one table after another, and holds no more of their tokens than the last row's."""
+    """Reads rows one table after another, merges them as the batch's builder does, and holds the tables of the last
+    trajectory alone, of which more may come.
+
+    visited, trained: of each visit of a row (`merge.Rows`) the step, among all of the batch, and how many of its tokens
+        the row trains. counts, lengths: of each row its visits and tokens. All in parts, in the batch's order.
+    """
 
     def __init__(self, config: RunConfig, policy_version: int) -> None:
-        self._merges, self._config, self._version = config.merge != "none", config, policy_version
-        self._key: TrajectoryKey | None = None
-        self._tokens: NDArray[np.int32] = _EMPTY.values
+        self._config, self._version = config, policy_version
+        self._pending: list[Steps] = []
+        self._rows_read = 0
         self.bare: list[Steps] = []
-        self.joins: list[NDArray[np.bool_]] = []
-        self.lengths: list[Int64s] = []
+        self.visited: list[Int64s] = []
         self.trained: list[Int64s] = []
+        self.counts: list[Int64s] = []
+        self.lengths: list[Int64s] = []
         self._in_all = 0
         self._shown: list[StepBreak] = []
         self._pairs: Counter[tuple[int, int]] = Counter()
 
     def read(self, table: Steps) -> None:
-        self.joins.append(self._joined(table) if self._merges else np.zeros(len(table), np.bool_))
-        self.lengths.append(table.tokens.lengths)
-        masks = filters.fresh_loss_mask(table, self._config, self._version).arrays()
-        self.trained.append(np.array([mask.sum(dtype=np.int64) for mask in masks], np.int64))
-        self.bare.append(_without_tokens(table))
-        # A copy: the view would keep the whole table.
-        self._key, self._tokens = table.key(len(table) - 1), table.tokens[len(table) - 1].copy()
+        begins = np.flatnonzero(table.steps == 0)
+        if not len(begins):
+            self._pending.append(table)
+            return
+        rows, first, last = np.arange(len(table)), begins[0], begins[-1]
+        self._pending.append(table.take(rows[:first]))
+        self.end()
+        self._merge(table.take(rows[first:last]))
+        self._pending = [table.take(rows[last:])]
+
+    def end(self) -> None:
+        """Reads what is held: its trajectory is whole."""
+        if self._pending:
+            self._merge(concat(self._pending))
+        self._pending = []
 
     def breaks(self) -> StepBreaks:
         return StepBreaks(self._in_all, self._shown, self._pairs.most_common(10))
 
-    def _joined(self, table: Steps) -> NDArray[np.bool_]:
-        """Returns whether each row extends the one before it, as `merge` finds it; notes the rows that do not."""
-        keys = [table.key(row) for row in range(len(table))]
-        follows = np.array([key == before for key, before in zip(keys, [self._key, *keys[:-1]], strict=True)])
-        fits = follows.copy()
-        fits[1:] &= table.tokens.lengths[:-1] <= table.prompt_lengths[1:]
-        fits[0] = False
-        joins = extends(table.tokens, fits)
-        if follows[0]:
-            common = len(self._tokens)
-            joins[0] = common <= table.prompt_lengths[0] and np.array_equal(self._tokens, table.tokens[0][:common])
-        for row in np.flatnonzero(follows & ~joins).tolist():
-            self._note(table, row, self._tokens if row == 0 else table.tokens[row - 1])
-        return joins
+    def _merge(self, table: Steps) -> None:
+        """Reads whole trajectories."""
+        if not len(table):
+            return
+        config, received = self._config, receive(table, self._config)
+        rows = merge_rows(received, config)
+        self.visited.append(rows.steps + self._rows_read)
+        self.trained.append(visit_loss_tokens(rows, filters.fresh_loss_mask(table, config, self._version)))
+        self.counts.append(np.diff(rows.edges))
+        self.lengths.append(rows.lengths)
+        self._rows_read += len(table)
+        self.bare.append(_without_tokens(table))
+        if config.merge != "none":
+            for step in breaks(received, rows.first).tolist():
+                self._note(received, step)
 
-    def _note(self, table: Steps, row: int, was: NDArray[np.int32]) -> None:
-        now = table.tokens[row][: int(table.prompt_lengths[row])]
-        common = min(len(was), len(now))
-        differs = was[:common] != now[:common]
-        at = int(differs.argmax()) if differs.any() else len(now)
+    def _note(self, received: Received, step: int) -> None:
+        steps, found = received.steps, mismatch(received, step, self._config)
+        was = steps.tokens[int(received.trajectory_bounds[found.trajectory]) + found.before]
+        now, at = steps.tokens[step][: int(steps.prompt_lengths[step])], found.index
         self._in_all += 1
-        self._pairs[int(was[at]) if at < len(was) else -1, int(now[at]) if at < len(now) else -1] += 1
+        if not found.column:
+            self._pairs[int(was[at]) if at < len(was) else -1, int(now[at]) if at < len(now) else -1] += 1
         if len(self._shown) < KEPT_BREAKS:
             before, after = slice(max(0, at - CONTEXT), at), slice(at, at + CONTEXT + 1)
             around = (now[before].tolist(), was[after].tolist(), now[after].tolist())
-            self._shown.append(StepBreak(table.key(row), int(table.steps[row]), at, *around))
+            self._shown.append(StepBreak(steps.key(step), found.step, found.before, at, *around, found.column))
 
 
 def _without_tokens(table: Steps) -> Steps:

@@ -65,6 +65,7 @@ class BatchView:
             micro_steps_per_cell=drawn.per_cell,
             load_unit=self._bars.load_unit,
             mini_batches=drawn.mini_batches,
+            columns=[str(column) for column in config.columns],
             groups=[_short(uid) for _, uid in self._rows.received.groups[: LARGEST.bars]],
         )
 
@@ -186,10 +187,12 @@ def _prefix_break(one: StepBreak) -> PrefixBreak:
         round=key.round,
         sample=key.sample,
         step=one.step,
+        against=one.against,
         index=one.at,
         before=one.before,
         was=one.was,
         now=one.now,
+        column=one.column,
     )
 
 

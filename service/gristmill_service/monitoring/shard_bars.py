@@ -88,8 +88,8 @@ class ShardBars:
     def _shard(self, rank: _Rank, widths: Int64s, per_bar: int, per_cell: int) -> ShardPicture:
         prompt, observation, trained = (values[rank.rows] for values in self._parts)
         loads = np.add.reduceat(self._loads[rank.rows], rank.starts) if len(rank.rows) else np.empty(0)
-        labels = self._labels(rank.rows) if per_bar == 1 else [None] * 5
-        row, group, sample, first, last = labels
+        labels = self._labels(rank.rows) if per_bar == 1 else [None] * 6
+        row, group, sample, first, last, steps = labels
         return ShardPicture(
             rows=len(rank.rows),
             prompt=_sums(prompt, per_bar),
@@ -102,14 +102,15 @@ class ShardBars:
             sample=sample,
             first=first,
             last=last,
+            steps=steps,
         )
 
     def _labels(self, numbers: Int64s) -> Sequence[list[int]]:
-        """Each bar's row, group, sample, first and last step; -1 for padding rows."""
+        """Each bar's row, group, sample, first and last step, and number of steps; -1 for padding rows."""
         rows, received = self._rows, self._rows.received
         groups = received.trajectory_groups[rows.trajectories]
         samples = received.steps.samples[received.trajectory_bounds[:-1]][rows.trajectories]
-        columns = (np.arange(len(rows.lengths)), groups, samples, rows.first, rows.last)
+        columns = (np.arange(len(rows.lengths)), groups, samples, rows.first, rows.last, rows.steps)
         return [np.append(values, -1)[numbers].tolist() for values in columns]
 
     def _widths(self, rank: _Rank, part: Sequence[_Rank], every: Sequence[Sequence[_Rank]]) -> Int64s:

@@ -10,14 +10,14 @@ import numpy as np
 
 from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.joins import Mismatch, breaks
 from gristmill_service.pipeline.layout import Shard
-from gristmill_service.pipeline.merge import Mismatch
 from gristmill_service.pipeline.plan import MiniBatchPlan
 from gristmill_service.pipeline.scored_batch import ScoredBatch
 from gristmill_service.pipeline.tag_metrics import Figures, tag_metrics
 
 ROW_KINDS = ("submitted", "merged", "trained", "padding")
-TOKEN_KINDS = (*ROW_KINDS, "loss")
+TOKEN_KINDS = (*ROW_KINDS, "loss", "realigned")
 CAUSES = ("prompt", "response", "truncated", "column", "further")
 LEVELS = ("laid_out", "packed", "micro_batch", "shard", "mini_batch", "batch")
 
@@ -27,7 +27,8 @@ class BatchStats:
     """Counts of the policy's mini-batches, each row once whatever the epochs.
 
     rows, tokens: by kind. `submitted` is what came in, `merged` what went into other rows, `trained` what is trained
-        on, `loss` its tokens with loss_mask 1, `padding` what fills up.
+        on, `loss` its tokens with loss_mask 1, `padding` what fills up, `realigned` what was sampled and stands in no
+        row, since a prompt has other tokens in its place.
     dropped_rows, dropped_tokens: by reason, stale or misaligned; what alignment drops is counted as merged rows.
     mismatches: by cause; see `_causes`.
     column_bytes: of the shards of all models, by declared column.
@@ -73,6 +74,7 @@ def collect_stats(
             "merged": fresh - merged,
             "trained": trained,
             "padding": elements - trained,
+            "realigned": scored.counts.get("realigned_tokens", 0),
             "loss": sum(int(scored.loss_tokens[part.start : part.kept_end].sum()) for part in policy),
         },
         dropped_rows={"stale": scored.rows_received - len(steps), "misaligned": len(rows) - trained_rows},
@@ -86,24 +88,24 @@ def collect_stats(
 
 
 def _causes(scored: ScoredBatch, config: RunConfig) -> dict[str, int]:
-    """Counts why steps did not join the one before: where the first token that differs stands in that one, in its
-    prompt or its response, or that the new prompt merely ends too early. The first few of a trajectory are looked
-    at; `further` are the others."""
+    """Counts why steps joined none: where the first token that differs stands in the one that they are held against,
+    in its prompt or its response, or that the new prompt merely ends too early. The first few of a trajectory are
+    looked at; `further` are the others."""
     if config.merge == "none":
         return {}
     found = Counter(_cause(scored, mismatch) for mismatch in scored.mismatches)
-    breaks = len(scored.rows) - len(scored.scores)
-    return {**found, "further": breaks - found.total()}
+    in_all = len(breaks(scored.received, scored.rows.first))
+    return {**found, "further": in_all - found.total()}
 
 
 def _cause(scored: ScoredBatch, mismatch: Mismatch) -> str:
     if mismatch.column:
         return "column"
-    at = int(scored.received.trajectory_bounds[mismatch.trajectory]) + mismatch.step
+    first = int(scored.received.trajectory_bounds[mismatch.trajectory])
     prompts = scored.received.steps.prompt_lengths
-    if mismatch.index >= prompts[at]:
+    if mismatch.index >= prompts[first + mismatch.step]:
         return "truncated"
-    return "prompt" if mismatch.index < prompts[at - 1] else "response"
+    return "prompt" if mismatch.index < prompts[first + mismatch.before] else "response"
 
 
 def _padding(

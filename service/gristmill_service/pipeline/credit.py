@@ -16,7 +16,7 @@ from gristmill._wire.columns import Int64s, Ragged
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline import advantage, kl, token_credit
 from gristmill_service.pipeline.advantage import Float64s
-from gristmill_service.pipeline.merge import Rows
+from gristmill_service.pipeline.merge import Rows, most_kept
 from gristmill_service.pipeline.trained_tokens import (
     TrainedTokens,
     credited_rewards,
@@ -64,8 +64,9 @@ def credit(
         sums = kl.kl_of_rows(_row_sums(received, rows, reference.column), rows, loss_tokens, len(scores))
         changed = kl.kl_in_scores(received, scores, sums, reference.coef)
         return Credit(advantage.advantages(received, changed, config))
-    tokens = trained_tokens(received, trained, _most_kept(rows, len(trained)))
-    rewards, estimates = response_rewards(received.steps), None
+    kept = most_kept(rows, len(trained))
+    tokens = trained_tokens(received, trained, kept)
+    rewards, estimates = response_rewards(received.steps, kept), None
     if reference is not None and reference.estimator is not None:
         logprobs = (
             received.steps.logprobs if config.kl_from == "rollout_logprobs" else _column(received, config.kl_from)
@@ -106,10 +107,3 @@ def _row_sums(received: Received, rows: Rows, name: str) -> Float64s:
     of_visits = np.where(rows.owns_reward, values[rows.steps], 0).astype(np.float64)
     sums: Float64s = np.add.reduceat(of_visits, rows.edges[:-1])
     return sums
-
-
-def _most_kept(rows: Rows, steps: int) -> Int64s:
-    """The most tokens of each step's response that any row keeps; int64 (steps,)."""
-    most = np.zeros(steps, np.int64)
-    np.maximum.at(most, rows.steps, rows.kept)
-    return most

@@ -266,7 +266,8 @@ def _row_values(spec: ColumnSpec, values: Ragged, given: Bools, rows: Rows) -> A
     found = np.full((len(rows) + 1, *spec.shape), spec.fill_value, spec.storage)
     if spec.merge == "sum":
         has = np.append(_any(given, rows), False)
-        found[has] = _sums(spec, values, given, rows)[has[:-1]]
+        # Where rows share a step it counts once, so that sums over rows are those over steps.
+        found[has] = _sums(spec, values, given & rows.is_first, rows)[has[:-1]]
         return found
     visits = _first_given(given, rows) if spec.merge == "first" else _last_given(given, rows)
     has = visits >= 0

@@ -2,21 +2,22 @@
 
 A step's full tokens are a prefix of a later step's prompt exactly when the two can be one sequence. The merged row
 is then the last step's own tokens, read again from the first step's response on: nothing is concatenated, the stage
-yields indices. Source: SkyRL #1479.
+yields indices. Source: SkyRL #1479. Where several steps go on from one, each has a row of its own, and they share the
+path to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._wire.column_spec import ColumnSpec
-from gristmill._wire.columns import Int64s, Ragged, bytes_of
-from gristmill._wire.steps import UNKNOWN, Steps
+from gristmill._wire.columns import Int64s, Ragged
+from gristmill._wire.steps import UNKNOWN
+from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.joins import Joins, Mismatch, breaks, find_joins, joins_before, mismatch
 from gristmill_service.pipeline.validate import Received
 
 REPORTED_MISMATCHES = 3
@@ -79,6 +80,15 @@ class Rows:
         owned: NDArray[np.bool_] = (self.shared == 0) & (self.kept > 0)
         return owned
 
+    @property
+    def is_first(self) -> NDArray[np.bool_]:
+        """Tells of each visit whether no earlier row visits its step; bool (visits,)."""
+        found = np.ones(len(self.steps), np.bool_)
+        if len(self.steps) > self.steps.max(initial=-1) + 1:
+            found[:] = False
+            found[np.unique(self.steps, return_index=True)[1]] = True
+        return found
+
     def per_visit(self, values: NDArray[Any]) -> NDArray[Any]:
         """Returns of each visit its row's value. values: (rows,); the result: (visits,)."""
         return np.repeat(values, np.diff(self.edges))
@@ -94,42 +104,55 @@ class Rows:
         """Returns what `standing` does without the tokens that an earlier row trains: `kept - shared` of each visit."""
         return Ragged(values.values, values.starts[self.steps] + self.shared, self.kept - self.shared)
 
+    def trained_in(self, edges: Int64s) -> Int64s:
+        """Returns the row that trains each response token of the batch, -1 where none does; int64 (response tokens,).
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A step that did not join the one before: `index` in its prompt is the first token that differs, or the prompt's
-    length when it merely ends too early. column: the declared column in which the two differ, where no token does."""
+        edges: int64 (steps + 1,), step i has the response tokens `edges[i]:edges[i + 1]`.
+        """
+        found = np.full(edges[-1], -1)
+        # Of a step each row that trains some of its tokens goes on where the one before ended.
+        order = np.argsort(self.steps, kind="stable")
+        visits = order[(self.kept > self.shared)[order]]
+        lengths = (self.kept - self.shared)[visits]
+        starts = edges[self.steps[visits]] + self.shared[visits]
+        places = np.arange(lengths.sum()) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
+        found[places] = np.repeat(self.per_visit(np.arange(len(self)))[visits], lengths)
+        return found
 
-    trajectory: int
-    step: int
-    index: int
-    column: str = ""
+
+def merge(received: Received, config: RunConfig) -> tuple[Rows, list[Mismatch]]:
+    """Returns the batch's rows, and the first mismatches of each trajectory."""
+    rows = merge_rows(received, config)
+    broken = breaks(received, rows.first) if config.merge != "none" else rows.first[:0]
+    return rows, [mismatch(received, step, config) for step in _reported(received, broken)]
 
 
-def merge(received: Received, mode: str, columns: Sequence[ColumnSpec] = ()) -> tuple[Rows, list[Mismatch]]:
-    """Returns the batch's rows under `merge: none` or `prefix`, and the first mismatches of each trajectory. columns:
-    those that the run declares."""
+def merge_rows(received: Received, config: RunConfig) -> Rows:
+    """Returns the batch's rows alone."""
+    if config.merge == "tree" or config.retokenised_tail:
+        return _rows_of_joins(received, find_joins(received, config))
     count = len(received.steps)
-    joins = np.zeros(count, np.bool_)
-    mismatches: list[Mismatch] = []
-    if mode == "prefix":
-        joins, mismatches = _joins(received, columns)
+    joins = joins_before(received, config.columns) if config.merge == "prefix" else np.zeros(count, np.bool_)
     edges = np.append(np.flatnonzero(~joins), count)
     kept, shared = received.steps.response_lengths, np.zeros(count, np.int64)
-    return rows_of_paths(received, edges, np.arange(count), kept, shared), mismatches
+    return rows_of_paths(received, edges, np.arange(count), kept, shared)
 
 
-def rows_of_paths(received: Received, edges: Int64s, path: Int64s, kept: Int64s, shared: Int64s) -> Rows:
+def rows_of_paths(
+    received: Received, edges: Int64s, path: Int64s, kept: Int64s, shared: Int64s, begins: Int64s | None = None
+) -> Rows:
     """Returns the rows of these paths; all is as `Rows` has it, `path` its `steps`.
 
-    No prompt on a path may be shorter than the one before it: a visit starts where its step's prompt ends.
+    begins: int64 (visits,), where each visit begins in its row's tokens: where its step's prompt ends, unless told.
+        None may lie before the end of the visit before it.
     """
     steps, first, last = received.steps, path[edges[:-1]], path[edges[1:] - 1]
     prompt_lengths = steps.prompt_lengths[first]
+    begins = steps.prompt_lengths[path] if begins is None else begins
     return Rows(
         edges=edges,
         steps=path,
-        starts=steps.prompt_lengths[path] - np.repeat(prompt_lengths, np.diff(edges)),
+        starts=begins - np.repeat(prompt_lengths, np.diff(edges)),
         kept=kept,
         shared=shared,
         trajectories=received.trajectory_of_step[first],
@@ -139,85 +162,78 @@ def rows_of_paths(received: Received, edges: Int64s, path: Int64s, kept: Int64s,
     )
 
 
-def _joins(received: Received, columns: Sequence[ColumnSpec]) -> tuple[NDArray[np.bool_], list[Mismatch]]:
-    """Finds the steps that extend the one before them, and do not differ from it in a column that keeps them apart."""
+def _rows_of_joins(received: Received, joins: Joins) -> Rows:
+    """Returns a row for each step that none joins: the path to it."""
     steps = received.steps
-    trajectories = received.trajectory_of_step
-    follows = np.append(False, trajectories[1:] == trajectories[:-1])[: len(steps)]
-    fits = follows.copy()
-    fits[1:] &= steps.tokens.lengths[:-1] <= steps.prompt_lengths[1:]
-    joins = extends(steps.tokens, fits)
-    apart: dict[int, str] = {}
-    if any(column.merge == "equal" for column in columns):
-        pairs = ((step, differing(columns, steps, step - 1, step)) for step in np.flatnonzero(joins).tolist())
-        apart = {step: column for step, column in pairs if column}
-        joins[list(apart)] = False
-    reported = _reported(trajectories, follows & ~joins)
-    return joins, [_mismatch(received, trajectories, step, apart.get(step, "")) for step in reported]
+    edges, path = _paths(joins.parents)
+    prompts, responses = steps.prompt_lengths[path], steps.response_lengths[path]
+    # What later joins leave of each visit's sequence; all of a path's last.
+    left = np.append(joins.commons[path[1:]], 0)[: len(path)]
+    left[edges[1:] - 1] = steps.tokens.lengths[path[edges[1:] - 1]]
+    left = _least_behind(left, edges)
+    kept = np.clip(left - prompts, 0, responses)
+    return rows_of_paths(received, edges, path, kept, _most_before(kept, path), np.minimum(prompts, left))
 
 
-def differing(columns: Sequence[ColumnSpec], steps: Steps, before: int, step: int) -> str:
-    """The first column with `merge: equal` in which a step differs from an earlier one that it extends, where they
-    overlap; empty where there is none.
+def _paths(parents: Int64s) -> tuple[Int64s, Int64s]:
+    """Returns the paths that end in a step that none joins, as `Rows` has `edges` and `steps`.
 
-    The values of a row are compared; those of the tokens that both have; items, with which the later one's begin.
+    The first step that joins another goes on with the row that ends there, and each later one begins a row. Rows are
+    in the order in which they are begun.
     """
-    for column in columns:
-        if column.merge == "equal" and column.scope != "response" and (extra := steps.extras.get(column.name)):
-            one, other = extra.values[before], extra.values[step]
-            # A NaN, where a column takes it, is as good as itself.
-            same = np.array_equal(one, other[: len(one)], equal_nan=one.dtype.kind == "f")
-            if extra.given[before] != extra.given[step] or not same:
-                return column.name
-    return ""
+    steps = np.arange(len(parents))
+    joined = np.flatnonzero(parents >= 0)
+    if np.array_equal(parents[joined], joined - 1):
+        return np.append(np.flatnonzero(parents < 0), len(parents)), steps
+    goes_on = joined[np.unique(parents[joined], return_index=True)[1]]
+    begins = steps.copy()
+    begins[goes_on] = parents[goes_on]
+    while not np.array_equal(further := begins[begins], begins):
+        begins = further
+    ends = np.delete(steps, parents[goes_on])
+    return _ancestry(parents, ends[np.argsort(begins[ends])])
 
 
-def extends(tokens: Ragged, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Finds the rows that begin with the whole row before them; bool (rows,).
-
-    fits: bool (rows,), which to look at; these are no shorter than the one before, which the first row has not.
-
-    From the last row to the first, each is compared with the longest row known to extend the one after it: if that
-    one does not begin with it, nor does the one after. So one row of a whole trajectory is copied, into bytes, whose
-    `startswith` is a memcmp; everything else is read once, where it stands.
-    """
-    if not fits.any():
-        return np.zeros(len(tokens), np.bool_)
-    data, item = bytes_of(tokens.values), tokens.values.itemsize
-    starts, ends = (item * tokens.starts).tolist(), (item * (tokens.starts + tokens.lengths)).tolist()
-    joins: list[bool] = []
-    longest: bytes | None = None
-    start_after, end_after = starts[-1], ends[-1]
-    for start, end, fit in zip(starts[-2::-1], ends[-2::-1], fits[:0:-1].tolist(), strict=True):
-        if fit:
-            if longest is None:
-                longest = data[start_after:end_after].tobytes()
-            fit = longest.startswith(data[start:end])
-        if not fit:
-            longest = None
-        joins.append(fit)
-        start_after, end_after = start, end
-    return np.array([False, *reversed(joins)], np.bool_)
+def _ancestry(parents: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
+    """Returns the paths to these steps, each from the one that joins none, as `Rows` has `edges` and `steps`."""
+    rows, at = np.arange(len(ends)), ends
+    found = []
+    while len(at):
+        found.append((rows, at))
+        at = parents[at]
+        rows, at = rows[at >= 0], at[at >= 0]
+    row_of_visit, path = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    order = np.lexsort((path, row_of_visit))
+    return np.append(0, np.cumsum(np.bincount(row_of_visit))), path[order]
 
 
-def _reported(trajectories: Int64s, refused: NDArray[np.bool_]) -> list[int]:
-    """Returns the first of the refused steps of each trajectory, as many as are reported of one."""
-    steps = np.flatnonzero(refused)
-    starts = np.searchsorted(trajectories[steps], trajectories[steps])
-    reported: list[int] = steps[np.arange(len(steps)) - starts < REPORTED_MISMATCHES].tolist()
+def _least_behind(values: Int64s, edges: Int64s) -> Int64s:
+    """Returns of each visit the least of its value and those of later visits of its row; (visits,), none negative."""
+    # Of each row all are larger than of the row before it.
+    ranks = np.repeat(np.arange(len(edges) - 1), np.diff(edges)) * (values.max(initial=0) + 1)
+    least: Int64s = np.minimum.accumulate((values + ranks)[::-1])[::-1] - ranks
+    return least
+
+
+def _most_before(kept: Int64s, path: Int64s) -> Int64s:
+    """Returns of each visit the most that any earlier row kept of its step, but no more than it keeps; (visits,)."""
+    order = np.argsort(path, kind="stable")
+    by_step, kept_by_step = path[order], kept[order]
+    # Of each step all are larger than of the step before it.
+    ranks = by_step * (kept.max(initial=0) + 1)
+    most = np.append(0, np.maximum.accumulate(kept_by_step + ranks)[:-1])[: len(path)] - ranks
+    shared = np.empty_like(kept)
+    # A step's first visit has nothing before it.
+    shared[order] = np.clip(most, 0, kept_by_step)
+    return shared
+
+
+def _reported(received: Received, broken: Int64s) -> list[int]:
+    """Returns the first of the broken steps of each trajectory, as many as are reported of one."""
+    trajectories = np.searchsorted(received.trajectory_bounds, broken, "right")
+    starts = np.searchsorted(trajectories, trajectories)
+    reported: list[int] = broken[np.arange(len(broken)) - starts < REPORTED_MISMATCHES].tolist()
     return reported
-
-
-def _mismatch(received: Received, trajectories: Int64s, step: int, column: str) -> Mismatch:
-    steps = received.steps
-    index = _first_difference(steps.tokens[step - 1], steps.tokens[step][: steps.prompt_lengths[step]])
-    return Mismatch(int(trajectories[step]), int(steps.steps[step]), index, column)
-
-
-def _first_difference(before: NDArray[np.int32], prompt: NDArray[np.int32]) -> int:
-    common = min(len(before), len(prompt))
-    differs = before[:common] != prompt[:common]
-    return int(differs.argmax()) if differs.any() else len(prompt)
 
 
 def _oldest(versions: NDArray[np.int32], begins: Int64s) -> NDArray[np.int32]:
@@ -237,9 +253,29 @@ def row_loss_tokens(rows: Rows, loss_mask: Ragged, unfiltered: NDArray[np.bool_]
     """
     if not len(rows):
         return np.zeros(0, np.int64)
-    per_visit = _ones(rows.trained(loss_mask)) * unfiltered[rows.steps]
+    per_visit = visit_loss_tokens(rows, loss_mask) * unfiltered[rows.steps]
     counts: Int64s = np.add.reduceat(per_visit, rows.edges[:-1])
     return counts
+
+
+def visit_loss_tokens(rows: Rows, loss_mask: Ragged) -> Int64s:
+    """Counts each visit's tokens with loss_mask 1, of those that its row trains; int64 (visits,)."""
+    return _ones(rows.trained(loss_mask))
+
+
+def most_kept(rows: Rows, steps: int) -> Int64s:
+    """Returns how many tokens of each step's response some row keeps, from the first on; int64 (steps,)."""
+    most = np.zeros(steps, np.int64)
+    np.maximum.at(most, rows.steps, rows.kept)
+    return most
+
+
+def realigned_tokens(rows: Rows, loss_mask: Ragged) -> tuple[int, int]:
+    """Counts the tokens that were sampled and stand in no row, since a prompt has others in their place, and those of
+    them with loss_mask 1. loss_mask: uint8 (steps,) over the response."""
+    most = most_kept(rows, len(loss_mask))
+    lost = Ragged(loss_mask.values, loss_mask.starts + most, loss_mask.lengths - most)
+    return lost.total, int(_ones(lost).sum())
 
 
 def _ones(masks: Ragged) -> Int64s:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -49,8 +50,8 @@ class MiniBatchDocument:
 
 @dataclass(frozen=True, slots=True)
 class MismatchDocument:
-    """A step that did not join the one before. index: of the first token of its prompt that differs. column: with
-    `merge: equal`, in which the two differ, though no token does; else empty."""
+    """A step that joined none. index: of the first token of its prompt that differs. column: with `merge: equal`, in
+    which it differs from the step that it would have joined, though no token does; else empty."""
 
     uid: str
     round: int
@@ -65,8 +66,9 @@ class PlanDocument:
     """The plan of a batch: which row trains when and where. Row indices are those after merging.
 
     dropped_uids: of groups dropped as stale or by alignment. counts: what each rule met, by name. metrics: of the
-    policy. merge_mismatches: the first few of each trajectory, with `merge: prefix`. tags: the environment or task of
-    each prompt group, in the batch's order, "" where it has none; empty where none has. tag_metrics: by tag.
+    policy. merge_mismatches: the first few of each trajectory. tags: the environment or task of each prompt group, in
+    the batch's order, "" where it has none; empty where none has. tag_metrics: by tag. steps: with `merge: tree` the
+    steps that each row is made of, by their own numbers; the plans of others are without.
     """
 
     batch: int
@@ -82,11 +84,13 @@ class PlanDocument:
     merge_mismatches: list[MismatchDocument]
     tags: list[str]
     tag_metrics: dict[str, dict[str, int | float]]
+    steps: list[list[int]] | None = None
 
 
 def encode_plan(plan: PlanDocument) -> bytes:
     """Returns the plan as JSON, in UTF-8 and on one line."""
-    return msgspec.json.encode(plan)
+    text = msgspec.json.encode(plan)
+    return text if plan.steps is not None else text.removesuffix(b',"steps":null}') + b"}"
 
 
 def decode_plan(text: bytes) -> PlanDocument:
@@ -119,6 +123,7 @@ def plan_document(
         merge_mismatches=_mismatches(scored),
         tags=received.tags,
         tag_metrics=tag_metrics(scored, policy, laid_out),
+        steps=_paths(scored) if config.merge == "tree" else None,
     )
 
 
@@ -195,3 +200,9 @@ def _mismatches(scored: ScoredBatch) -> list[MismatchDocument]:
         MismatchDocument(key.uid, key.round, key.sample, mismatch.step, mismatch.index, mismatch.column)
         for key, mismatch in zip(keys, scored.mismatches, strict=True)
     ]
+
+
+def _paths(scored: ScoredBatch) -> list[list[int]]:
+    rows = scored.rows
+    numbers = scored.received.steps.steps[rows.steps].tolist()
+    return [numbers[begin:end] for begin, end in pairwise(rows.edges.tolist())]

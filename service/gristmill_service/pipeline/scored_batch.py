@@ -13,7 +13,8 @@ from gristmill_service.config import RunConfig
 from gristmill_service.pipeline import advantage, filters
 from gristmill_service.pipeline.advantage import Float64s
 from gristmill_service.pipeline.credit import Credit, credit
-from gristmill_service.pipeline.merge import Mismatch, Rows, merge, row_loss_tokens
+from gristmill_service.pipeline.joins import Mismatch
+from gristmill_service.pipeline.merge import Rows, merge, realigned_tokens, row_loss_tokens
 from gristmill_service.pipeline.stage_timer import StageTimer, no_timer
 from gristmill_service.pipeline.validate import Received, receive
 
@@ -58,7 +59,7 @@ def score_batch(
         received, stale, counts = _drop_stale(received, config, policy_version)
         received, stale_tokens = filters.mask_stale_tokens(received, config, policy_version)
     with timed("merge"):
-        rows, mismatches = merge(received, config.merge, config.columns)
+        rows, mismatches = merge(received, config)
     with timed("advantage"):
         score = config.trajectory_score
         scores = advantage.trajectory_scores(received.steps.rewards, received.trajectory_bounds, score)
@@ -78,7 +79,12 @@ def score_batch(
             rows_received=len(steps),
             staleness=filters.staleness(received, policy_version),
             stale=stale,
-            counts=counts | stale_tokens | masked | _group_counts(received, scores, config) | _credit_counts(credited),
+            counts=counts
+            | stale_tokens
+            | masked
+            | _group_counts(received, scores, config)
+            | _credit_counts(credited)
+            | _realigned(received, rows, config),
         )
 
 
@@ -110,6 +116,13 @@ def _drop_stale(
     keep = ~stale[received.trajectory_groups][received.trajectory_of_step]
     dropped = [received.groups[group] for group in np.flatnonzero(stale).tolist()]
     return receive(received.steps.take(np.flatnonzero(keep)), config), dropped, counts
+
+
+def _realigned(received: Received, rows: Rows, config: RunConfig) -> dict[str, int]:
+    if not config.retokenised_tail:
+        return {}
+    tokens, loss_tokens = realigned_tokens(rows, received.steps.loss_mask)
+    return {"realigned_tokens": tokens, "realigned_loss_tokens": loss_tokens}
 
 
 def _group_counts(received: Received, scores: Float64s, config: RunConfig) -> dict[str, int]:

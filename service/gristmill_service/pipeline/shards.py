@@ -120,11 +120,7 @@ class _ShardBuilder:
     def _of_tokens(self, credit: TokenCredit, mini_batches: Sequence[MiniBatchPlan], scale: Float64s) -> list[Column]:
         """Returns the advantages and returns of tokens. scale: float64 (rows,)."""
         tokens, rows = credit.tokens, self._scored.rows
-        # The row that trains each token: the first that has its step.
-        row_of_step = np.full(len(tokens.steps), -1)
-        visits = np.flatnonzero(rows.owns_reward)[::-1]
-        row_of_step[rows.steps[visits]] = rows.per_visit(np.arange(len(rows)))[visits]
-        row_of_token = np.repeat(row_of_step, np.diff(tokens.step_bounds))
+        row_of_token = rows.trained_in(tokens.edges)[tokens.places]
         advantages = credit.advantages
         if self._config.whiten == "mini_batch":
             advantages = whiten(advantages, _mini_batch_of_rows(mini_batches, len(rows))[row_of_token])

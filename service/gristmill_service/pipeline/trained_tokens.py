@@ -86,16 +86,18 @@ def trained_tokens(received: Received, trained: NDArray[np.bool_], kept: Int64s 
     return TrainedTokens(received, edges, places, step_bounds, step_bounds[received.trajectory_bounds])
 
 
-def response_rewards(steps: Steps) -> Float64s:
+def response_rewards(steps: Steps, kept: Int64s | None = None) -> Float64s:
     """Returns the reward of each response token of the batch, float64 (response tokens,): the `rewards` tensor.
 
-    A scalar reward stands on the last response token of its step, the others are 0.
+    A scalar reward stands on the last response token of its step, the others are 0. kept: as `trained_tokens` has it;
+    then it stands on the last that is kept.
     """
     if steps.token_rewards is not None:
         return steps.token_rewards.compact().values.astype(np.float64)
     lengths = steps.response_lengths
     rewards = np.zeros(int(lengths.sum()))
-    rewards[np.cumsum(lengths) - 1] = steps.rewards
+    last = lengths if kept is None else np.where(kept > 0, kept, lengths)
+    rewards[np.cumsum(lengths) - lengths + last - 1] = steps.rewards
     return rewards
 
 

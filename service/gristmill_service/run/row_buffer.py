@@ -31,7 +31,7 @@ def row_digests(steps: Steps, shared: Collection[str] = ()) -> list[bytes]:
     arrays: list[list[Any]] = [column.arrays() for column in columns if column is not None]
     if steps.token_versions is not None:
         arrays.append(_token_versions(steps, steps.token_versions))
-    extras = [_extra_values(steps, name, name in shared) for name in sorted(steps.extras)]
+    extras = [part for name in sorted(steps.extras) for part in _extra_parts(steps, name, name in shared)]
     found = []
     for small, *values in zip(_small_fields(steps), *arrays, *extras, strict=True):
         digest = xxh3_128(small)
@@ -41,7 +41,8 @@ def row_digests(steps: Steps, shared: Collection[str] = ()) -> list[bytes]:
     return found
 
 
-def _extra_values(steps: Steps, name: str, is_shared: bool) -> list[Array | bytes]:
+def _extra_parts(steps: Steps, name: str, is_shared: bool) -> tuple[list[bytes], list[Array]]:
+    """Of each row, that it has the column, and the values."""
     extra = steps.extras[name]
     values: list[Array] = extra.values.arrays()
     if is_shared:
@@ -49,11 +50,11 @@ def _extra_values(steps: Steps, name: str, is_shared: bool) -> list[Array | byte
         values = [one[max(0, len(one) - count) :] for one, count in zip(values, counts, strict=True)]
     # A column that is given with nothing in it is not one that is not given; and where one column's values end and
     # another column begins is part of what was sent.
-    label = name.encode() + b"\0"
-    return [
-        label + len(one).to_bytes(8, "little") + bytes_of(one) if given else b""
+    labels = [
+        name.encode() + b"\0" + len(one).to_bytes(8, "little") if given else b""
         for one, given in zip(values, extra.given.tolist(), strict=True)
     ]
+    return labels, values
 
 
 def _token_versions(steps: Steps, versions: Ragged) -> list[Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 
 from gristmill._client.delivery import PendingRow, Prefix, tables_of
 from gristmill._wire import submit_codec
-from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Int64s, bytes_of
 from gristmill._wire.row_codec import Prefixes
 from gristmill._wire.steps import TrajectoryKey
@@ -100,14 +100,25 @@ class RequestEncoder:
         self._compresses = compresses
         self._previous = PreviousSteps()
 
-    def share(self, columns: Iterable[ColumnSpec]) -> None:
-        """From now on leaves out values of these columns, of a run that merges, where the service has them."""
-        self._previous.shared_columns = frozenset(column.name for column in columns if column.is_shared)
+    def share(self, columns: frozenset[str]) -> None:
+        """From now on leaves out values of these columns where the service has them."""
+        self._previous.shared_columns = columns
 
     def encode(self, entries: Sequence[PendingRow]) -> bytes:
         self._previous.find(entries)
+        for entry in entries:
+            _complete(entry)
         request = submit_codec.encode(self.run, tables_of(entries), *_left_out(entries))
         return submit_codec.compressed(request) if self._compresses else request
+
+
+def _complete(entry: PendingRow) -> None:
+    """Puts values back that the row lacks, unless the tokens are left out that they are of."""
+    extras, prefix = entry.table.extras, entry.prefix or Prefix()
+    lacking = {name: extra for name, extra in extras.items() if extra.before}
+    if any(name not in prefix.columns or extra.left_out != prefix.length for name, extra in lacking.items()):
+        whole = {name: extra.whole() for name, extra in extras.items()}
+        entry.table = replace(entry.table, extras=whole)
 
 
 def _left_out(entries: Sequence[PendingRow]) -> tuple[Prefixes | None, dict[str, Int64s]]:
@@ -118,9 +129,17 @@ def _left_out(entries: Sequence[PendingRow]) -> tuple[Prefixes | None, dict[str,
         return None, {}
     names = frozenset().union(*(prefix.columns for prefix in found))
     columns = {
-        name: np.where([name in prefix.columns for prefix in found], lengths, 0).astype(np.int64) for name in names
+        name: np.array([_values_left(entry, prefix, name) for entry, prefix in zip(entries, found, strict=True)])
+        for name in names
     }
     return Prefixes(lengths, np.array([prefix.checksum for prefix in found], np.uint32)), columns
+
+
+def _values_left(entry: PendingRow, prefix: Prefix, name: str) -> int:
+    """How many of the row's values are not sent; those that it lacks are not among them."""
+    if name not in prefix.columns:
+        return 0
+    return 0 if entry.table.extras[name].before else prefix.length
 
 
 def _common(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:

@@ -17,9 +17,9 @@ from gristmill._client.outbox import Limits
 from gristmill._client.prefix_dedup import RequestEncoder
 from gristmill._client.sender import Sender
 from gristmill._client.skyrl_output import columns_of_output, unknown_keys
-from gristmill._client.trajectory import AsyncTrajectory, StepWriter
+from gristmill._client.trajectory import AsyncTrajectory, Declared, StepWriter
 from gristmill._client.transport import Connection
-from gristmill._wire.column_spec import ColumnSpec, by_name, specs_of
+from gristmill._wire.column_spec import by_name, specs_of
 from gristmill._wire.rows import columns_of, extra_names
 from gristmill._wire.steps import UNKNOWN, TrajectoryKey
 from gristmill._wire.tables import ValueColumns
@@ -34,7 +34,7 @@ class RolloutCore:
         self._token_rewards = token_rewards
         self._connection = connection
         self._encoder = encoder
-        self._columns: Sequence[ColumnSpec] | None = None
+        self._declared: Declared | None = None
         self.sender = Sender(connection, encoder, limits)
 
     # The run.
@@ -42,7 +42,7 @@ class RolloutCore:
     async def create_run(self, config: Mapping[str, Any]) -> list[str]:
         request = requests.create_run(self.run, config)
         # It may have been deleted, and declare other columns now.
-        self._columns = None
+        self._declared = None
         return list((await self._connection.ask(self._connection.runs.CreateRun, request)).warnings)
 
     async def status(self) -> run_pb2.RunStatus:
@@ -121,15 +121,19 @@ class RolloutCore:
 
     # Trajectories and rows.
 
-    async def _declared_columns(self, given: Collection[str]) -> Sequence[ColumnSpec]:
+    async def _declared_columns(self, given: Collection[str]) -> Declared:
         """The columns that the run declares; asked for once, and again where rows have others: the run may be another
         one of that name by now. given: the names of those that rows have."""
-        columns = self._columns
-        if columns is None or not by_name(columns).keys() >= set(given):
+        declared = self._declared
+        if declared is None or not by_name(declared.columns).keys() >= set(given):
             settings = json.loads((await self.status()).config_json)
-            columns = self._columns = specs_of(settings.get("columns", ()))
-            self._encoder.share(columns if settings.get("merge", "none") != "none" else ())
-        return columns
+            columns = specs_of(settings.get("columns", ()))
+            # Steps that do not merge are rows with all of their own values.
+            merges = settings.get("merge", "none") != "none"
+            shared = frozenset(column.name for column in columns if merges and column.is_shared)
+            self._encoder.share(shared)
+            declared = self._declared = Declared(columns, shared)
+        return declared
 
     def trajectory(
         self, uid: str, sample: int, round: int = 0, attempt: int = 0, policy_version: int = UNKNOWN
@@ -146,7 +150,7 @@ class RolloutCore:
         attempt: int = 0,
         policy_version: int = UNKNOWN,
     ) -> list[RowOutcome]:
-        declared = await self._declared_columns(found) if (found := unknown_keys(generator_output)) else ()
+        declared = (await self._declared_columns(found)).columns if (found := unknown_keys(generator_output)) else ()
         columns = columns_of_output(
             generator_output,
             trajectory_ids=trajectory_ids,
@@ -159,7 +163,7 @@ class RolloutCore:
 
     async def submit_rows(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
         rows = list(rows)
-        declared = await self._declared_columns(found) if (found := extra_names(rows)) else ()
+        declared = (await self._declared_columns(found)).columns if (found := extra_names(rows)) else ()
         return await self._submit(columns_of(rows, step_wise=False, columns=declared))
 
     async def _submit(self, columns: ValueColumns) -> list[RowOutcome]:

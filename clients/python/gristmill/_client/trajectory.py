@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -20,11 +20,18 @@ from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Ragged
 from gristmill._wire.extras import check_extras
 from gristmill._wire.rows import from_rows
-from gristmill._wire.steps import UNKNOWN, Steps, TrajectoryKey
+from gristmill._wire.steps import UNKNOWN, Extra, Steps, TrajectoryKey
 from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError, NotFoundError
 
 # A reason travels with an abort and is counted by; a traceback has no place in it.
 _REASON_LENGTH = 200
+
+
+class Declared(NamedTuple):
+    """The columns that a run declares. shared: the names of those whose values a step has from the step before."""
+
+    columns: Sequence[ColumnSpec] = ()
+    shared: frozenset[str] = frozenset()
 
 
 class StepWriter:
@@ -37,6 +44,8 @@ class StepWriter:
         self.next_step = 0
         self.is_ended = False
         self._token_rewards = token_rewards
+        self._before: Steps | None = None
+        self._made: Steps | None = None
 
     def table(
         self,
@@ -49,11 +58,13 @@ class StepWriter:
         policy_versions: Any,
         columns: Mapping[str, Any],
         declared: Sequence[ColumnSpec],
+        shared: frozenset[str],
         **fields: Any,
     ) -> Steps:
         """The next step as a table of one row. The number moves on by `written`, once the row is handed over.
 
-        columns: values of the columns that the run declares. fields: the others, by their names in a rollouts file.
+        columns: values of the columns that the run declares. shared: those of which the step before has the values of
+        the tokens that both begin with. fields: the others, by their names in a rollouts file.
         """
         if self.is_ended:
             raise FailedPreconditionError(
@@ -79,18 +90,46 @@ class StepWriter:
             raise InvalidArgumentError(
                 f"{where}: columns has {clash[0]}, which is no declared column; give it by itself"
             )
-        table = from_rows([{**row, **columns}], columns=declared)
+        table = from_rows([row])
         if declared:
-            check_extras(table, declared)
+            table = self._with_columns(table, {**row, **columns}, declared, shared)
+        self._made = table
         if self._token_rewards and table.token_rewards is None:
             # Pending: the zeros do not count, they say that the run's rewards are one per token.
             zeros = Ragged.from_lengths(np.zeros(length), table.response_lengths)
             return replace(table, token_rewards=zeros)
         return table
 
+    def _with_columns(
+        self, table: Steps, row: Mapping[str, Any], declared: Sequence[ColumnSpec], shared: frozenset[str]
+    ) -> Steps:
+        """The row with its declared columns. What the step before has of a shared one is not copied again: such columns
+        may be hundreds of times the size of their tokens."""
+        kept = self._kept(table, row, shared)
+        count = 0 if self._before is None or not kept else self._before.tokens.total
+        new = from_rows([{**row, **{name: row[name][count:] for name in kept}}], columns=declared)
+        pieces = {name: (*one.before, one.values[0]) for name, one in kept.items()}
+        extras = {name: replace(extra, before=pieces.get(name, ())) for name, extra in new.extras.items()}
+        return check_extras(replace(new, extras=extras), declared, np.array([count]))
+
+    def _kept(self, table: Steps, row: Mapping[str, Any], shared: frozenset[str]) -> dict[str, Extra]:
+        """The shared columns of the step before, where this step begins with all of its tokens and has the columns."""
+        before, tokens = self._before, table.tokens[0]
+        if before is None:
+            return {}
+        prompt = tokens[: table.prompt_lengths[0]]
+        if not np.array_equal(before.tokens[0], prompt[: before.tokens.total]):
+            return {}
+        return {
+            name: before.extras[name]
+            for name in shared & before.extras.keys() & row.keys()
+            if hasattr(row[name], "__len__") and len(row[name]) == len(tokens)
+        }
+
     def written(self, is_last_step: bool) -> None:
         self.next_step += 1
         self.is_ended = is_last_step
+        self._before = None if is_last_step else self._made
 
     def _version(self, given: int | None, of_tokens: Any) -> int:
         """Of tokens that have their own it is the oldest, which is found where they are read."""
@@ -118,7 +157,7 @@ class AsyncTrajectory:
         self,
         sender: Sender,
         abort: Callable[..., Awaitable[bool]],
-        declared: Callable[[Collection[str]], Awaitable[Sequence[ColumnSpec]]],
+        declared: Callable[[Collection[str]], Awaitable[Declared]],
         writer: StepWriter,
     ) -> None:
         """declared: gives the columns that the run declares, for the names of those that a step has."""
@@ -155,6 +194,7 @@ class AsyncTrajectory:
             raise error
         if not self.is_kept:
             return False
+        declared = await self._declared(columns.keys()) if columns else Declared()
         table = self._writer.table(
             response_ids,
             prompt_token_ids=prompt_token_ids,
@@ -167,7 +207,8 @@ class AsyncTrajectory:
             policy_versions=policy_versions,
             advantage=advantage,
             columns=columns or {},
-            declared=await self._declared(columns.keys()) if columns else (),
+            declared=declared.columns,
+            shared=declared.shared,
         )
         await self._sender.put(table, self._delivery)
         self._writer.written(is_last_step)

@@ -98,6 +98,10 @@ class ColumnSpec:
         fill = column.fill + 0 if column.is_float else int(column.fill)
         return cls(**column.settings | {"fill": fill, "merge": column.merge or _MERGES[column.scope][0]})
 
+    def __str__(self) -> str:
+        shape = f"[{', '.join(map(str, self.shape))}]" if self.shape else ""
+        return f"{self.name} ({self.dtype}{shape} per {_UNITS[self.scope]})"
+
     @property
     def settings(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -207,6 +211,7 @@ class ColumnSpec:
             raise InvalidArgumentError(f"{where}: fill is {self.fill!s:.80}, which {self.dtype} does not hold")
 
 
+_UNITS: dict[ColumnScope, str] = {"row": "step", "response": "response token", "token": "token", "items": "item"}
 _OF_SCOPE: dict[str, str] = {
     "row": "a row",
     "response": "a response token",

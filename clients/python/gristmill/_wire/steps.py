@@ -45,13 +45,27 @@ class Extra:
     values: ragged, (n, *shape): of each row one a row, response token, token or item; none where the row does not have
         the column. Of a shared `token` column a row may lack those of its first tokens: they are the step before's.
     given: bool (rows,), whether the row has the column.
+    before: of a table of one row, the pieces of values that it lacks, where a client holds them.
     """
 
     values: Ragged
     given: NDArray[np.bool_]
+    before: Sequence[Array] = ()
 
     def take(self, rows: Any) -> Extra:
         return Extra(self.values.take(rows), self.given[rows])
+
+    @property
+    def left_out(self) -> int:
+        """How many values a table's one row lacks."""
+        return sum(map(len, self.before))
+
+    def whole(self) -> Extra:
+        """The same with the values that were left out."""
+        if not self.before:
+            return self
+        values = np.concatenate([*self.before, self.values[0]])
+        return Extra(Ragged.from_arrays([values], values.dtype), self.given)
 
     @property
     def element_bytes(self) -> int:

@@ -117,7 +117,7 @@ _SERIES: Sequence[_Series] = (
             _by(TOKEN_KINDS, lambda found: found.counted.batch_tokens)),
     _Series("gristmill_padding_share", "Share of the last published batch that is padding.", ("level",),
             lambda found: [((level,), share) for level, share in found.counted.padding.items() if level in LEVELS]),
-    _Series("gristmill_prefix_mismatches_total", "Steps that did not extend the one before.", ("cause",),
+    _Series("gristmill_prefix_mismatches_total", "Later steps that joined none before them.", ("cause",),
             _by(CAUSES, lambda found: found.counted.mismatches)),
     _Series("gristmill_column_bytes_total", "Bytes of declared columns: as rows brought them, as shards have them.",
             ("column", "kind"), lambda found: list(found.counted.column_bytes.items())),
