@@ -349,6 +349,24 @@ def test_a_generator_output_has_columns_as_further_lists(service: Service, run_n
             client.submit(output | {"values": [1, 2]})
 
 
+@pytest.mark.parametrize(
+    "values",
+    [np.array(5), torch.tensor(5), dict.fromkeys(range(26)), set(range(26)), torch.arange(26).to_sparse()],
+    ids=["number", "tensor", "dict", "set", "sparse"],
+)
+def test_values_that_are_no_list_are_refused_by_name_in_every_turn(
+    service: Service, run_name: str, values: object
+) -> None:
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG | {"columns": [{"name": "ids", "dtype": "int16", "scope": "token"}]})
+        trajectory, prompt = client.trajectory("a", 0), list(range(20))
+        for turn in range(2):
+            with pytest.raises(InvalidArgumentError, match=f"uid 'a' sample 0( step {turn})?: ids "):
+                trajectory.step(prompt, [7] * 3, columns={"ids": values})
+            trajectory.step(prompt, [7] * 3, columns={"ids": np.arange(len(prompt) + 3)})
+            prompt += [7] * 3
+
+
 def test_a_client_follows_a_run_that_is_created_anew_with_other_columns(
     service: Service, run_name: str, connect: Connect
 ) -> None:

@@ -123,7 +123,7 @@ class StepWriter:
         return {
             name: before.extras[name]
             for name in shared & before.extras.keys() & row.keys()
-            if hasattr(row[name], "__len__") and len(row[name]) == len(tokens)
+            if _has_values(row[name], len(tokens))
         }
 
     def written(self, is_last_step: bool) -> None:
@@ -148,6 +148,15 @@ class StepWriter:
                 f"(token_rewards={self._token_rewards}); all rows of a run use the one or the other"
             )
         return reward
+
+
+def _has_values(given: Any, count: int) -> bool:
+    """Whether it is so many values, of which those of a few tokens can be taken. What is not is refused where all of
+    it is read."""
+    try:
+        return len(given) == count and len(given[:0]) == 0
+    except (TypeError, KeyError, RuntimeError):
+        return False
 
 
 class AsyncTrajectory:
