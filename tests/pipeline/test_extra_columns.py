@@ -246,6 +246,21 @@ def test_of_a_tail_that_was_tokenised_anew_no_value_of_a_column_has_to_be_equal(
         assert built(from_rows(with_x, columns=specs), config).plan.rows == count
 
 
+def test_a_step_of_which_nothing_stands_may_have_its_values_with_the_step_before() -> None:
+    config = CONFIG | {"retokenised_tail": 2, "columns": [{"name": "x", "dtype": "int8", "scope": "token"}]}
+    specs = specs_of(config["columns"])
+    # The last prompt replaces the whole response of the step before, and the end of what that was given.
+    rows = three_steps([1], [1, 3], [1, 9])
+    values = [[1, 2], [1, 2, 3], [7, 8, 9]]
+    whole = from_rows([row | {"x": value} for row, value in zip(rows, values, strict=True)], columns=specs)
+    own = [np.array(value, np.int8) for value in (values[0], values[1][2:], values[2])]
+    held = replace(whole, extras={"x": Extra(Ragged.from_arrays(own, np.int8), whole.extras["x"].given)})
+    for table in (whole, held):
+        batch = built(table, config)
+        assert batch.plan.rows == 1
+        assert naive.read_shard(batch.shards[0])[0]["x"].tolist() == [[1, 8, 9]]
+
+
 def test_where_rows_share_a_step_sums_count_it_once() -> None:
     config = CONFIG | {"merge": "tree", "columns": [{"name": "x", "dtype": "int8", "scope": "row", "merge": "sum"}]}
     rows = [row | {"x": value} for row, value in zip(three_steps([1], [1, 3], [1, 3, 9]), (1, 2, 4), strict=True)]

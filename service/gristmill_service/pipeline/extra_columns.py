@@ -169,7 +169,7 @@ def _with_inherited(pieces: _Pieces, missing: Int64s, inherited: Sequence[int]) 
     for piece in inherited:
         step, begin, end = flat[piece].tolist()
         parts = _chain(step, begin, end, missing)
-        made += [flat[at:piece], np.array(parts, np.int64)]
+        made += [flat[at:piece], np.array(parts, np.int64).reshape(-1, 3)]
         counts[piece], at = len(parts), piece + 1
     steps, begins, ends = np.concatenate([*made, flat[at:]]).T
     edges = np.append(0, np.cumsum(counts))[pieces.edges]
