@@ -367,6 +367,25 @@ def test_values_that_are_no_list_are_refused_by_name_in_every_turn(
             prompt += [7] * 3
 
 
+def test_steps_that_a_column_keeps_apart_have_their_own_values_of_all_tokens(service: Service, run_name: str) -> None:
+    columns = [
+        {"name": "ids", "dtype": "int16", "scope": "token"},
+        {"name": "tool", "dtype": "int8", "scope": "row", "merge": "equal"},
+    ]
+    prompt = list(range(20))
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG | {"train_batch_size": 1, "policy_mini_batch_size": 1, "columns": columns})
+        with client.trajectory("a", 0) as trajectory:
+            trajectory.step(prompt, [7], columns={"ids": np.arange(21), "tool": 0})
+            values = 100 + np.arange(22)
+            trajectory.step([*prompt, 7], [8], reward=1.0, is_last_step=True, columns={"ids": values, "tool": 1})
+    [shard] = next(iter(TrainerClient(service.grpc_address, run_name, 0))).mini_batches()
+    assert [micro["ids"][0, -21:].tolist() for micro in shard.micro_batches()] == [
+        list(range(21)),
+        list(range(101, 122)),
+    ]
+
+
 def test_a_client_follows_a_run_that_is_created_anew_with_other_columns(
     service: Service, run_name: str, connect: Connect
 ) -> None:

@@ -128,8 +128,8 @@ class RolloutCore:
         if declared is None or not by_name(declared.columns).keys() >= set(given):
             settings = json.loads((await self.status()).config_json)
             columns = specs_of(settings.get("columns", ()))
-            # Steps that do not merge are rows with all of their own values.
-            merges = settings.get("merge", "none") != "none"
+            # Steps that do not merge, though one begins with the other, are rows with all of their own values.
+            merges = settings.get("merge", "none") != "none" and all(column.merge != "equal" for column in columns)
             shared = frozenset(column.name for column in columns if merges and column.is_shared)
             self._encoder.share(shared)
             declared = self._declared = Declared(columns, shared)
