@@ -117,6 +117,8 @@ class TrainerClient:
             raise InvalidArgumentError(f"model is {model!r}; known are {', '.join(MODELS)}")
         if prefetch < 0:
             raise InvalidArgumentError(f"prefetch is {prefetch}; give how many shards to open ahead, 0 for none")
+        if isinstance(columns, str):
+            raise InvalidArgumentError(f"columns is {columns!r}; give a list of names, as [{columns!r}]")
         self.run, self.rank, self.model = check_run(run), rank, model
         self._expected_dp_size = dp_size
         self._convert = Conversion(device, dtypes)
