@@ -211,20 +211,6 @@ class RunConfig(BaseModel):
         return tuple(column for column in self.columns if column.source == "trainer")
 
     @property
-    def credit_columns(self) -> frozenset[str]:
-        """The names of the columns that advantages are computed of."""
-        kl = self.kl_in_reward
-        of_rows = () if kl is None or kl.column is None else (kl.column,)
-        values = ("values",) if self.advantage_estimator == "gae" else ()
-        return self.reward_columns.union(values, of_rows)
-
-    @property
-    def reward_columns(self) -> frozenset[str]:
-        """The names of the columns that the `rewards` of shards are computed of."""
-        kl = self.kl_in_reward
-        return frozenset() if kl is None or kl.estimator is None else frozenset([self.kl_from, "ref_logprobs"])
-
-    @property
     def models(self) -> tuple[Model, ...]:
         return ("policy",) if self.critic_mini_batch_size is None else ("policy", "critic")
 
@@ -453,13 +439,12 @@ def _check_kl(config: RunConfig) -> None:
 
 def _check_written(config: RunConfig) -> None:
     """Groups that alignment drops have no shard that could be written for."""
-    if config.on_misaligned == "drop_trailing" and config.whiten == "batch":
-        for name in sorted(config.credit_columns & {column.name for column in config.written_columns}):
-            raise InvalidArgumentError(
-                f"columns: {name} has source: trainer, and with on_misaligned: drop_trailing it is not written for "
-                "groups that are dropped, over whose tokens whiten: batch goes too; use whiten: mini_batch, or "
-                "on_misaligned: pad"
-            )
+    if config.on_misaligned == "drop_trailing" and config.whiten == "batch" and config.written_columns:
+        raise InvalidArgumentError(
+            f"columns: {config.written_columns[0].name} has source: trainer, and with on_misaligned: drop_trailing it "
+            "is not written for groups that are dropped, over whose tokens whiten: batch goes too; use whiten: "
+            "mini_batch, or on_misaligned: pad"
+        )
 
 
 def _check_summed(config: RunConfig, name: str) -> None:

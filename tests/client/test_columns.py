@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -224,6 +225,8 @@ def test_a_column_that_nobody_declared_cannot_be_wanted(service: Service, run_na
     trainer = TrainerClient(service.grpc_address, run_name, 0, columns=["values"])
     with pytest.raises(InvalidArgumentError, match="columns names 'values', and the run declares routed_experts, "):
         next(iter(trainer))
+    with pytest.raises(InvalidArgumentError, match=r"columns is 'difficulty'; give a list of names"):
+        TrainerClient(service.grpc_address, run_name, 0, columns="difficulty")
 
 
 def http_row(uid: str) -> dict[str, Any]:
@@ -262,6 +265,13 @@ def test_http_takes_and_gives_columns_as_grpc_does(service: Service, run_name: s
     chosen = safetensors.torch.load(ask(f"{runs}/{run_name}/batches/0/policy/0/0?columns=difficulty"))
     assert chosen.keys() == {name for name in shard if not name.startswith(("routed", "teacher", "pixel"))}
     assert chosen["difficulty"].tolist() == [0.5, 0.5]
+    for query in ("columns=difficulty,routed_experts", "columns=difficulty&columns=routed_experts"):
+        both = safetensors.torch.load(ask(f"{runs}/{run_name}/batches/0/policy/0/0?{query}"))
+        assert both.keys() == chosen.keys() | {"routed_experts"}
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(f"{runs}/{run_name}/batches/0/policy/0/0?columns=teacher_logprobs_given")
+    known = ", ".join(sorted(column["name"] for column in COLUMNS))
+    assert f"no column 'teacher_logprobs_given', but {known}; ask for those" in refused.value.read().decode()
 
 
 @pytest.mark.parametrize(
@@ -337,6 +347,74 @@ def test_a_generator_output_has_columns_as_further_lists(service: Service, run_n
         assert client.submit(output) == [RowOutcome.ACCEPTED] * 2
         with pytest.raises(InvalidArgumentError, match="unknown key values; declare it as a column"):
             client.submit(output | {"values": [1, 2]})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [np.array(5), torch.tensor(5), dict.fromkeys(range(26)), set(range(26)), torch.arange(26).to_sparse()],
+    ids=["number", "tensor", "dict", "set", "sparse"],
+)
+def test_values_that_are_no_list_are_refused_by_name_in_every_turn(
+    service: Service, run_name: str, values: object
+) -> None:
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG | {"columns": [{"name": "ids", "dtype": "int16", "scope": "token"}]})
+        trajectory, prompt = client.trajectory("a", 0), list(range(20))
+        for turn in range(2):
+            with pytest.raises(InvalidArgumentError, match=f"uid 'a' sample 0( step {turn})?: ids "):
+                trajectory.step(prompt, [7] * 3, columns={"ids": values})
+            trajectory.step(prompt, [7] * 3, columns={"ids": np.arange(len(prompt) + 3)})
+            prompt += [7] * 3
+
+
+def test_steps_that_a_column_keeps_apart_have_their_own_values_of_all_tokens(service: Service, run_name: str) -> None:
+    columns = [
+        {"name": "ids", "dtype": "int16", "scope": "token"},
+        {"name": "tool", "dtype": "int8", "scope": "row", "merge": "equal"},
+    ]
+    prompt = list(range(20))
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG | {"train_batch_size": 1, "policy_mini_batch_size": 1, "columns": columns})
+        with client.trajectory("a", 0) as trajectory:
+            trajectory.step(prompt, [7], columns={"ids": np.arange(21), "tool": 0})
+            values = 100 + np.arange(22)
+            trajectory.step([*prompt, 7], [8], reward=1.0, is_last_step=True, columns={"ids": values, "tool": 1})
+    [shard] = next(iter(TrainerClient(service.grpc_address, run_name, 0))).mini_batches()
+    assert [micro["ids"][0, -21:].tolist() for micro in shard.micro_batches()] == [
+        list(range(21)),
+        list(range(101, 122)),
+    ]
+
+
+def test_a_client_follows_a_run_that_is_created_anew_with_other_columns(
+    service: Service, run_name: str, connect: Connect
+) -> None:
+    prompt = list(range(20))
+    client = connect(service.grpc_address, run_name)
+    with client, RolloutClient(service.grpc_address, run_name) as other:
+        for number, column in enumerate(
+            (
+                {"name": "ids", "dtype": "int16", "scope": "token"},
+                {"name": "places", "dtype": "int16", "scope": "token"},
+                {"name": "places", "dtype": "float64", "scope": "token", "merge": "last"},
+            )
+        ):
+            changes = {"train_batch_size": 1, "policy_mini_batch_size": 1, "columns": [column]}
+            (client if number == 2 else other).create_run(CONFIG | changes)
+            with client.trajectory("a", 0) as trajectory:
+                for length in (20, 30):
+                    values = np.arange(length + 1)
+                    trajectory.step(
+                        [*prompt, *[7] * (length - 20)],
+                        [7],
+                        is_last_step=length == 30,
+                        reward=1.0,
+                        columns={column["name"]: values},
+                    )
+            client.flush()
+            [shard] = next(iter(TrainerClient(service.grpc_address, run_name, 0))).mini_batches()
+            assert shard[column["name"]][0].tolist() == list(range(31))
+            service.runs.delete(run_name)
 
 
 def test_skyrls_output_is_taken_with_the_experts_and_images_that_the_run_declares(

@@ -58,14 +58,14 @@ class Opened(list[tuple[int, int, bool]]):
         self.gate.set()
         self.errors: list[Exception] = []
 
-    def open(self, stream: Callable[..., Any], transport: Transport, address: ShardAddress, *rest: Any) -> Any:
+    def open(self, stream: Callable[..., Any], transport: Transport, address: ShardAddress, *more: Any) -> Any:
         is_ahead = threading.current_thread().name == THREAD
         self.append((address.batch, address.mini_batch, is_ahead))
         if is_ahead:
             assert self.gate.wait(20)
             if self.errors:
                 raise self.errors.pop()
-        return stream(transport, address, *rest)
+        return stream(transport, address, *more)
 
     def until(self, count: int) -> None:
         until(lambda: len(self) >= count and not threads())

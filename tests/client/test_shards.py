@@ -142,9 +142,24 @@ def test_tensors_of_micro_batches_are_not_the_shards() -> None:
         next(shard.micro_batches())["logits"]
 
 
-def test_returns_are_the_advantages() -> None:
+def test_returns_of_scores_are_the_advantages() -> None:
     shard = shard_of()
     assert shard.returns is shard["advantages"]
+
+
+@pytest.mark.parametrize("changes", LAYOUTS)
+def test_returns_of_tokens_are_their_own_and_not_the_whitened_advantages(changes: dict[str, Any]) -> None:
+    shard = shard_of(advantage_estimator="reinforce++", gamma=0.5, whiten="batch", **changes)
+    for micro in shard.micro_batches():
+        assert micro.returns is micro["returns"]
+        assert not torch.equal(micro.returns, micro["advantages"])
+        ends = [row[-1].item() for row in micro.unpad(micro.returns)]
+        assert ends == [float(sample) for sample in micro["sample"].tolist()]
+
+
+def test_returns_are_converted_with_the_other_floats() -> None:
+    data = shard_bytes(ROWS, CONFIG | {"advantage_estimator": "reinforce++"})[0]
+    assert as_shard(data, dtypes={"floats": torch.float64}).returns.dtype == torch.float64
 
 
 def test_default_dtypes_are_those_of_the_file() -> None:

@@ -371,3 +371,22 @@ def test_a_file_with_a_tag_a_prompt_is_refused(config: Path, tmp_path: Path) -> 
     file.write_text(lines(row | {"tag": row["uid"]} for row in rollouts(66)))
     refused = run("plan", file, "--config", config, expect=1).stderr
     assert "has 66 tags, and a run has 64 at most" in refused
+
+
+@pytest.mark.parametrize("inner", [pa.list_(pa.int16(), 2), pa.list_(pa.int16()), pa.large_list(pa.int16())], ids=str)
+def test_columns_of_a_shape_may_be_lists_of_a_fixed_size_or_large_ones(
+    config: Path, tmp_path: Path, inner: pa.DataType
+) -> None:
+    config.write_text(
+        json.dumps(CONFIG | {"columns": [{"name": "experts", "dtype": "int16", "scope": "response", "shape": [2]}]})
+    )
+    rows = rollouts()
+    experts = [[[token, token + 1] for token in row["response_ids"]] for row in rows]
+    table = pa.Table.from_pylist(rows).append_column("experts", pa.array(experts, pa.list_(inner)))
+    pq.write_table(table, tmp_path / "rollouts.parquet")
+    lines_file = tmp_path / "rollouts.jsonl"
+    lines_file.write_text(lines(row | {"experts": values} for row, values in zip(rows, experts, strict=True)))
+    for file in (lines_file, lines_file.with_suffix(".parquet")):
+        run("batch", file, "--config", config, "--out", tmp_path / file.suffix)
+    for shard in sorted((tmp_path / ".jsonl").rglob("*.safetensors")):
+        assert shard.read_bytes() == (tmp_path / ".parquet" / shard.relative_to(tmp_path / ".jsonl")).read_bytes()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 
 from gristmill._wire.column_spec import ColumnSpec, from_bfloat16, specs_of
@@ -205,6 +206,14 @@ def test_steps_that_differ_in_a_column_of_equal_merge_stay_apart(scope: str, sam
     assert [(found.step, found.index, found.column) for found in apart.merge_mismatches] == [(1, 2, "x")]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_whose_values_are_the_same_nan_merge(dtype: str) -> None:
+    column = {"name": "x", "dtype": dtype, "scope": "token", "merge": "equal", "allow_nonfinite": True}
+    values = [np.nan, 1.0], [np.nan, 1.0, np.nan]
+    table = from_rows(two_steps(*values), columns=specs_of([column]))
+    assert built(table, CONFIG | {"columns": [column]}).plan.rows == 1
+
+
 def three_steps(*prompts: list[int]) -> list[Row]:
     """Steps whose responses are 3, 4 and so on."""
     return [
@@ -237,6 +246,21 @@ def test_of_a_tail_that_was_tokenised_anew_no_value_of_a_column_has_to_be_equal(
         assert built(from_rows(with_x, columns=specs), config).plan.rows == count
 
 
+def test_a_step_of_which_nothing_stands_may_have_its_values_with_the_step_before() -> None:
+    config = CONFIG | {"retokenised_tail": 2, "columns": [{"name": "x", "dtype": "int8", "scope": "token"}]}
+    specs = specs_of(config["columns"])
+    # The last prompt replaces the whole response of the step before, and the end of what that was given.
+    rows = three_steps([1], [1, 3], [1, 9])
+    values = [[1, 2], [1, 2, 3], [7, 8, 9]]
+    whole = from_rows([row | {"x": value} for row, value in zip(rows, values, strict=True)], columns=specs)
+    own = [np.array(value, np.int8) for value in (values[0], values[1][2:], values[2])]
+    held = replace(whole, extras={"x": Extra(Ragged.from_arrays(own, np.int8), whole.extras["x"].given)})
+    for table in (whole, held):
+        batch = built(table, config)
+        assert batch.plan.rows == 1
+        assert naive.read_shard(batch.shards[0])[0]["x"].tolist() == [[1, 8, 9]]
+
+
 def test_where_rows_share_a_step_sums_count_it_once() -> None:
     config = CONFIG | {"merge": "tree", "columns": [{"name": "x", "dtype": "int8", "scope": "row", "merge": "sum"}]}
     rows = [row | {"x": value} for row, value in zip(three_steps([1], [1, 3], [1, 3, 9]), (1, 2, 4), strict=True)]
@@ -254,10 +278,14 @@ def test_where_rows_share_a_step_sums_count_it_once() -> None:
         ({"dtype": "int8", "scope": "row"}, 200, r"x\[0\] is 200, and its column's dtype int8 holds -128..127"),
         ({"dtype": "int8", "scope": "row"}, 0.5, r"x holds float64 values and its column declares int8"),
         ({"dtype": "bool", "scope": "row"}, 2, r"x holds int64 values and its column declares bool"),
-        ({"dtype": "float16", "scope": "row"}, 1e9, r"x\[0\] is not finite; .* allow_nonfinite: true"),
+        ({"dtype": "float16", "scope": "row"}, 1e9, r"x\[0\] is not finite as float16; .* allow_nonfinite: true"),
         ({"dtype": "bfloat16", "scope": "row"}, float("nan"), r"x\[0\] is not finite"),
         ({"dtype": "float32", "scope": "items", "shape": [2]}, [[1, 2], [3]], r"x is no array of numbers"),
         ({"dtype": "float32", "scope": "row"}, "much", r"x is no array of numbers"),
+        *(
+            ({"dtype": "float32", "scope": "row"}, torch.ones((), dtype=dtype, device="meta"), r"x cannot .* Give .cpu")
+            for dtype in (torch.float32, torch.bfloat16)
+        ),
         ({"dtype": "float32", "scope": "row"}, None, r"column 'x' is missing; every row needs it"),
     ],
 )
@@ -267,13 +295,51 @@ def test_values_that_are_not_as_declared_are_refused(column: dict[str, Any], val
         check_extras(from_rows(two_steps(values, None)[:1], columns=specs), specs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_of_a_graph_is_read(dtype: torch.dtype) -> None:
+    [column] = specs_of([{"name": "x", "dtype": "float32", "scope": "items"}])
+    assert column.array(torch.ones(2, dtype=dtype, requires_grad=True), "here").tolist() == [1, 1]
+
+
 def test_a_column_that_is_not_declared_is_refused_with_those_that_are() -> None:
     with pytest.raises(InvalidArgumentError, match=r"unknown field x; known are .* declare others as columns"):
         from_rows(two_steps(1, 2))
 
 
-def test_sums_stop_at_what_the_type_holds() -> None:
-    config = CONFIG | {"columns": [{"name": "x", "dtype": "int8", "scope": "row", "merge": "sum"}]}
-    table = from_rows(two_steps(100, 100), columns=specs_of(config["columns"]))
+INT64 = 2**63 - 1
+BFLOAT16_MAX = float.fromhex("0x1.fep127")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "expected"),
+    [
+        ("int8", (100, 100), 127),
+        ("int64", (INT64, 1), INT64),
+        ("int64", (INT64, INT64), INT64),
+        ("int64", (-INT64 - 1, -1), -INT64 - 1),
+        ("int64", (-INT64 - 1, INT64), -1),
+        ("int64", (2**32 - 1, 1), 2**32),
+        ("int64", (-1, -(2**32)), -(2**32) - 1),
+        ("float16", (-65504.0, -65504.0), -65504.0),
+        ("bfloat16", (3e38, 3e38), BFLOAT16_MAX),
+        ("float32", (3e38, 3e38), float(np.finfo(np.float32).max)),
+        ("float64", (1.7e308, 1.7e308), float(np.finfo(np.float64).max)),
+        ("float64", (-1.7e308, -1.7e308), -float(np.finfo(np.float64).max)),
+        ("float64", (1.7e308, -1.7e308), 0.0),
+    ],
+)
+def test_sums_stop_at_what_the_type_holds(dtype: str, values: tuple[Any, Any], expected: Any) -> None:
+    config = CONFIG | {"columns": [{"name": "x", "dtype": dtype, "scope": "row", "merge": "sum"}]}
+    table = from_rows(two_steps(*values), columns=specs_of(config["columns"]))
     [shard] = built(table, config).shards
-    assert naive.read_shard(shard)[0]["x"].tolist() == [127]
+    assert numbers(naive.read_shard(shard)[0]["x"]).tolist() == [expected]
+
+
+def test_sums_are_not_finite_where_a_step_is_not_and_no_other_row_is() -> None:
+    column = {"name": "x", "dtype": "float64", "scope": "row", "merge": "sum", "allow_nonfinite": True, "shape": [2]}
+    config = CONFIG | {"columns": [column]}
+    table = from_rows(two_steps([np.inf, 1.7e308], [-np.inf, 1.7e308]), columns=specs_of([column]))
+    [shard] = built(table, config).shards
+    [[first, second]] = naive.read_shard(shard)[0]["x"].tolist()
+    assert np.isnan(first)
+    assert second == np.finfo(np.float64).max

@@ -13,6 +13,7 @@ from safetensors.numpy import load
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
+from gristmill_service.pipeline.credit import credit_columns, reward_columns
 from gristmill_service.pipeline.shard_address import ShardAddress
 from tests.pipeline.test_laws import SLOW
 from tests.pipeline.written import batches, built, column, computed, files, of_rollouts
@@ -76,9 +77,9 @@ def test_forward_shards_are_the_train_shards_without_what_depends_on_the_columns
     checked = parse_config(config)
     lacking = {given.name for given in checked.written_columns}
     absent = set(lacking)
-    if lacking & checked.credit_columns:
+    if lacking & credit_columns(checked):
         absent |= {"advantages", "returns"}
-        absent |= {"rewards"} if checked.reward_columns else set()
+        absent |= {"rewards"} if reward_columns(checked) else set()
     forward, train = built(rows, config), built(rows, of_rollouts(config))
     assert forward.awaits == lacking
     assert set(forward.forms) == {address for address in files(forward) if address.model == "policy"}

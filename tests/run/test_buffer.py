@@ -8,10 +8,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gristmill._wire.column_spec import specs_of
+from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
 from gristmill_service.run.machine.answers import RewardUpdate
 from gristmill_service.run.machine.ingest import describe_rows
-from gristmill_service.run.row_buffer import RowBuffer, compacted, gather
+from gristmill_service.run.row_buffer import RowBuffer, compacted, gather, row_digests
 from tests.run.harness import Bench, contents, group_rows, key, row, table
 
 
@@ -133,3 +135,15 @@ def test_an_aborted_trajectorys_late_rewards_go_with_it() -> None:
     assert bench.state.row_bytes == before + 8
     bench.run.abort_trajectories([key("a")], "")
     assert bench.state.row_bytes == held
+
+
+def test_bytes_that_move_from_one_column_to_the_next_are_another_content() -> None:
+    columns = specs_of([{"name": name, "dtype": "uint8", "scope": "items", "required": False} for name in "ab"])
+    rows = [
+        row("a", a=list(b"x"), b=list(b"by")),
+        row("a", a=list(b"xb"), b=list(b"y")),
+        row("a", a=list(b"xbby")),
+        row("a", a=list(b"xbby"), b=[]),
+        row("a", b=list(b"xby")),
+    ]
+    assert len({row_digests(from_rows([one], columns=columns))[0] for one in rows}) == len(rows)

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gristmill._wire.column_spec import specs_of
+from gristmill._wire.row_codec import encode
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import BatchFailedError
@@ -20,7 +22,7 @@ from gristmill_service.run.machine.answers import BatchState, Position, RewardUp
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_shards import MemoryShardStore
-from tests.run.harness import CONFIG, group_rows, row, table, wait_until
+from tests.run.harness import CONFIG, Bench, group_rows, row, table, wait_until
 from tests.strategies import Row, batches_and_settings, batches_with_columns
 
 PATIENCE_S = 30
@@ -121,3 +123,18 @@ def test_a_batch_that_cannot_be_aligned_fails_with_the_setting_to_change_and_the
         run.acknowledge("policy", rank, Position(1), 0, commit=False)
     status = run.status()
     assert (status.groups_dropped, list(status.failed_batches)) == ({"batch_failed": 1}, [0])
+
+
+def test_an_export_comes_in_parts_of_moderate_size_whatever_the_rows_carry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gristmill_service.run.batch_builder._EXPORTED_BYTES", 4000)
+    columns = [{"name": "image", "dtype": "uint8", "scope": "items"}]
+    bench = Bench(train_batch_size=1, n_samples_per_prompt=8, columns=columns)
+    sizes = [3900, 15000, 10, 900, 3000, 50, 50, 12000]
+    rows = [
+        row("a", sample, reward=[0.5] * 100, response=[7] * 100, image=np.zeros(size, np.uint8))
+        for sample, size in enumerate(sizes)
+    ]
+    bench.run.submit(from_rows(rows, columns=specs_of(columns)))
+    parts = list(bench.run.export(0))
+    assert [sample for part in parts for sample in part.samples.tolist()] == list(range(8))
+    assert all(len(part) == 1 or encode(part).ByteSize() < 4000 + 1000 for part in parts)

@@ -14,6 +14,7 @@ from hypothesis import find, given
 from hypothesis import strategies as st
 
 from gristmill._wire.columns import Ragged
+from gristmill._wire.extras import check_extras
 from gristmill._wire.row_codec import decode, encode
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps, concat
@@ -198,6 +199,24 @@ def test_a_message_whose_columns_do_not_fit_is_refused_with_both_sizes(change: d
             getattr(good, name).extend(value)
     with pytest.raises(InvalidArgumentError, match=message):
         decode(good)
+
+
+@pytest.mark.parametrize("counts", [[-1], [0], [1]])
+@pytest.mark.parametrize("shape", [[1] * 100, [2**31 - 1] * 4, [0], [-1]])
+def test_a_shape_that_no_column_has_is_refused_before_anything_takes_it(shape: list[int], counts: list[int]) -> None:
+    message = encode(table({}))
+    message.columns.add(name="x", dtype="int32", shape=shape, counts=counts)
+    message.column_values.append(bytes(4) if counts == [1] else b"")
+    with pytest.raises(InvalidArgumentError, match="column 'x' has values of dtype 'int32' and shape"):
+        decode(message)
+
+
+def test_a_column_that_nobody_declared_is_refused_also_where_no_row_has_it() -> None:
+    message = encode(table({}))
+    message.columns.add(name="x", dtype="int32", counts=[-1])
+    message.column_values.append(b"")
+    with pytest.raises(InvalidArgumentError, match=r"uid 'math/17' sample .*: column 'x' is not declared by the run"):
+        check_extras(decode(message), ())
 
 
 _KINDS = {

@@ -34,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 _KINDS = {
     "tokens": ("sequences",),
     "masks": ("attention_mask", "response_mask", "loss_mask"),
-    "floats": ("rewards", "advantages", "rollout_logprobs"),
+    "floats": ("rewards", "advantages", "returns", "rollout_logprobs"),
 }
 _DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -126,8 +126,8 @@ class Rows:
 
     @property
     def returns(self) -> torch.Tensor:
-        """The advantages, which they equal for outcome estimators."""
-        return self["advantages"]
+        """Those of `gae` and `reinforce++`; with other estimators the advantages, which they equal."""
+        return self["returns" if "returns" in self else "advantages"]
 
     @property
     def is_packed(self) -> bool:

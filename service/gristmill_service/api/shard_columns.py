@@ -79,10 +79,10 @@ def _header(stream: _Stream, columns: Collection[str]) -> _Header:
     size = int.from_bytes(stream.take(8), "little")
     entries: dict[str, Any] = orjson.loads(stream.take(size))
     declared = {name.rpartition("/")[2] for name in entries.keys() - {"__metadata__"}} - BUILT_IN
-    if unknown := sorted(set(columns) - declared):
+    known = declared.difference(*map(of_column, declared))
+    if unknown := sorted(set(columns) - known):
         raise InvalidArgumentError(
-            f"columns: the shard has no column {unknown[0]!r}, but {', '.join(sorted(declared)) or 'none'}; ask for "
-            "those"
+            f"columns: the shard has no column {unknown[0]!r}, but {', '.join(sorted(known)) or 'none'}; ask for those"
         )
     tensors = declared.difference(columns, *(of_column(name) for name in columns))
     left: dict[str, Any] = {}

@@ -100,7 +100,7 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
 def _column_values(column: Any, pa: Any) -> Callable[[int], Any]:
     """Returns a function of a row's index: NumPy views of list columns, Python values of others."""
     chunk = column.chunk(0) if column.num_chunks else pa.array([], column.type)
-    if not _is_list(chunk.type, pa) or _is_list(chunk.type.value_type, pa):
+    if not _is_list(chunk.type, pa) or pa.types.is_nested(chunk.type.value_type):
         values: list[Any] = chunk.to_pylist()
         return values.__getitem__
     flat = chunk.values.to_numpy(zero_copy_only=False)

@@ -23,6 +23,8 @@ from gristmill_service.pipeline.merge import Rows
 
 Bools = NDArray[np.bool_]
 
+_FLOAT64_MAX = float(np.finfo(np.float64).max)
+
 
 def token_columns(
     specs: Sequence[ColumnSpec], steps: Steps, rows: Rows, geometry: Geometry, longest: int
@@ -167,7 +169,7 @@ def _with_inherited(pieces: _Pieces, missing: Int64s, inherited: Sequence[int]) 
     for piece in inherited:
         step, begin, end = flat[piece].tolist()
         parts = _chain(step, begin, end, missing)
-        made += [flat[at:piece], np.array(parts, np.int64)]
+        made += [flat[at:piece], np.array(parts, np.int64).reshape(-1, 3)]
         counts[piece], at = len(parts), piece + 1
     steps, begins, ends = np.concatenate([*made, flat[at:]]).T
     edges = np.append(0, np.cumsum(counts))[pieces.edges]
@@ -279,8 +281,40 @@ def _sums(spec: ColumnSpec, values: Ragged, given: Bools, rows: Rows) -> Array:
     terms = np.zeros((len(given), *spec.shape), exact)
     chosen = values.values[values.starts[rows.steps[given]]]
     terms[given] = from_bfloat16(chosen) if spec.dtype == "bfloat16" else chosen
-    sums = np.add.reduceat(terms, rows.edges[:-1]) if len(rows) else terms
+    if not len(rows):
+        return terms.astype(spec.storage)
+    if not spec.is_float:
+        limits = np.iinfo(spec.storage)
+        return np.clip(_int64_sums(terms, rows.edges[:-1]), limits.min, limits.max).astype(spec.storage)
+    sums, most = _float64_sums(terms, rows.edges[:-1]), _most(spec)
+    sums = np.where(np.isfinite(sums), np.clip(sums, -most, most), sums)
+    return to_bfloat16(sums) if spec.dtype == "bfloat16" else sums.astype(spec.storage)
+
+
+def _most(spec: ColumnSpec) -> float:
+    """The largest finite number of a column of floats."""
     if spec.dtype == "bfloat16":
-        return to_bfloat16(sums)
-    limits: Any = np.finfo(spec.storage) if spec.is_float else np.iinfo(spec.storage)
-    return np.where(np.isfinite(sums), np.clip(sums, limits.min, limits.max), sums).astype(spec.storage)
+        return float(from_bfloat16(np.array([0x7F7F], np.uint16))[0])
+    return float(np.finfo(spec.storage).max)
+
+
+def _int64_sums(terms: NDArray[np.int64], begins: Int64s) -> NDArray[np.int64]:
+    """Sums of runs of the first axis, which stop at what int64 holds."""
+    # Two halves, of which neither overflows; the higher one with what the lower one carries.
+    low = np.add.reduceat(terms & 0xFFFFFFFF, begins)
+    high = np.add.reduceat(terms >> 32, begins) + (low >> 32)
+    limits = np.iinfo(np.int64)
+    sums = (high << 32) + (low & 0xFFFFFFFF)
+    return np.select([high > limits.max >> 32, high < limits.min >> 32], [limits.max, limits.min], sums)
+
+
+def _float64_sums(terms: NDArray[np.float64], begins: Int64s) -> NDArray[np.float64]:
+    """Sums of runs of the first axis, which stop at what float64 holds; not finite where a term is not."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums: NDArray[np.float64] = np.add.reduceat(terms, begins)
+        if np.isfinite(sums).all():
+            return sums
+        # So small that no sum of steps overflows, as none of their parts does on the way.
+        scaled = np.clip(np.add.reduceat(np.ldexp(terms, -32), begins), *np.ldexp([-_FLOAT64_MAX, _FLOAT64_MAX], -32))
+    is_finite = np.logical_and.reduceat(np.isfinite(terms), begins)
+    return np.where(is_finite & ~np.isfinite(sums), np.ldexp(scaled, 32), sums)

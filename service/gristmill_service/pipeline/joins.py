@@ -100,7 +100,9 @@ def differing(columns: Sequence[ColumnSpec], steps: Steps, before: int, step: in
         if column.merge == "equal" and column.scope != "response" and (extra := steps.extras.get(column.name)):
             one, other = extra.values[before], extra.values[step]
             one = one[:common] if column.scope == "token" else one
-            if extra.given[before] != extra.given[step] or not np.array_equal(one, other[: len(one)]):
+            # A NaN, where a column takes it, is as good as itself.
+            same = np.array_equal(one, other[: len(one)], equal_nan=one.dtype.kind == "f")
+            if extra.given[before] != extra.given[step] or not same:
                 return column.name
     return ""
 

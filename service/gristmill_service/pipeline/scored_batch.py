@@ -13,7 +13,7 @@ from gristmill._wire.steps import Extra, Steps
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline import advantage, filters
 from gristmill_service.pipeline.advantage import Float64s
-from gristmill_service.pipeline.credit import Credit, credit
+from gristmill_service.pipeline.credit import Credit, credit, credit_columns
 from gristmill_service.pipeline.joins import Mismatch
 from gristmill_service.pipeline.merge import Rows, merge, realigned_tokens, row_loss_tokens
 from gristmill_service.pipeline.stage_timer import StageTimer, no_timer
@@ -91,7 +91,7 @@ def score_batch(
             | _realigned(received, rows, config),
             awaits=awaits,
         )
-        return scored if awaits & config.credit_columns else _credited(scored, config)
+        return scored if awaits & credit_columns(config) else _credited(scored, config)
 
 
 def with_columns(scored: ScoredBatch, extras: Mapping[str, Extra], config: RunConfig) -> ScoredBatch:

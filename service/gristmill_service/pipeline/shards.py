@@ -23,7 +23,7 @@ from gristmill_service.pipeline.columns import (
     StepTokens,
     Tokens,
 )
-from gristmill_service.pipeline.credit import TokenCredit
+from gristmill_service.pipeline.credit import TokenCredit, reward_columns
 from gristmill_service.pipeline.extra_columns import shard_tensors, token_columns
 from gristmill_service.pipeline.iovec import Region
 from gristmill_service.pipeline.layout import Layout, PerRow, Shard
@@ -98,7 +98,7 @@ class _ShardBuilder:
     def _rewards(self) -> list[Column]:
         """Returns the rewards; with a KL in them they come with the advantages."""
         scored, geometry, zeros = self._scored, self._geometry, self._zeros
-        if scored.credit is None and self._config.reward_columns:
+        if scored.credit is None and reward_columns(self._config):
             return []
         steps, rows = scored.received.steps, scored.rows
         changed = None if scored.credit is None else scored.credit.token_rewards

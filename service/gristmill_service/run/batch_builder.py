@@ -320,9 +320,18 @@ def _whole_trajectories(picked: Sequence[PickedRow]) -> Iterator[list[PickedRow]
 def _slices(part: Steps) -> Iterator[Steps]:
     """The rows in their order, as many at a time as make a message of moderate size."""
     sizes = 4 * part.tokens.lengths + sum(extra.row_bytes for extra in part.extras.values())
-    numbers = np.cumsum(sizes) // _EXPORTED_BYTES
-    for number in np.unique(numbers):
-        yield part.take(np.flatnonzero(numbers == number))
+    for column in (part.loss_mask, part.logprobs, part.token_rewards, part.token_advantages):
+        if column is not None:
+            sizes += column.lengths * column.values.itemsize
+    begin, room = 0, _EXPORTED_BYTES
+    for row, size in enumerate(sizes.tolist()):
+        # One that is larger is alone: with others it might be more than a message takes.
+        if row > begin and size > room:
+            yield part.take(np.arange(begin, row))
+            begin, room = row, _EXPORTED_BYTES
+        room -= size
+    if len(part):
+        yield part.take(np.arange(begin, len(part)))
 
 
 def _is_written(batch: Batch, config: RunConfig) -> bool:

@@ -48,8 +48,13 @@ def _extra_parts(steps: Steps, name: str, is_shared: bool) -> tuple[list[bytes],
     if is_shared:
         counts = np.where(steps.steps > 0, steps.response_lengths, extra.values.lengths).tolist()
         values = [one[max(0, len(one) - count) :] for one, count in zip(values, counts, strict=True)]
-    label = name.encode()
-    return [label if given else b"" for given in extra.given.tolist()], values
+    # A column that is given with nothing in it is not one that is not given; and where one column's values end and
+    # another column begins is part of what was sent.
+    labels = [
+        name.encode() + b"\0" + len(one).to_bytes(8, "little") if given else b""
+        for one, given in zip(values, extra.given.tolist(), strict=True)
+    ]
+    return labels, values
 
 
 def _token_versions(steps: Steps, versions: Ragged) -> list[Any]:

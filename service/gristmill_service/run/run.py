@@ -46,7 +46,7 @@ from gristmill_service.run.machine.conditions import Condition
 from gristmill_service.run.machine.events import GroupKey, NewGroup
 from gristmill_service.run.machine.ingest import describe_rows
 from gristmill_service.run.machine.state import State
-from gristmill_service.run.machine.status import status
+from gristmill_service.run.machine.status import decided, status
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.row_buffer import PickedRow, RowBuffer, values_digest
@@ -366,7 +366,7 @@ class Run:
             return list(state.closed.items()), failed, waiting
 
         closed, failed, waiting = self._read(find)
-        return [_decided(key, found, failed) for key, found in closed] + waiting
+        return [decided(key, found, failed) for key, found in closed] + waiting
 
     def wait(self, condition: Condition, wake: Callable[[], None]) -> None:
         """Has `wake` called once, from any thread, when the condition is met; at once where it is already, or where the
@@ -487,14 +487,6 @@ class Run:
         except (NotFoundError, ShardsLostError):
             return False
         return True
-
-
-def _decided(key: GroupKey, found: int | str, failed: Mapping[int, str]) -> GroupAnswer:
-    if isinstance(found, str):
-        return GroupAnswer(*key, "dropped", reason=found)
-    if found in failed:
-        return GroupAnswer(*key, "dropped", found, "batch_failed")
-    return GroupAnswer(*key, "sealed", found)
 
 
 def _log_submission(run: str, steps: Steps, outcomes: Sequence[Outcome]) -> None:

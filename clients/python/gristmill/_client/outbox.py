@@ -78,8 +78,8 @@ class Outbox:
         if len(sizes) and int(sizes.max()) > most:
             row = int(sizes.argmax())
             raise InvalidArgumentError(
-                f"{table.name(row)}: the row has {sizes[row]} bytes and a message holds {most}; shorten its prompt or "
-                "response"
+                f"{table.name(row)}: the row has {sizes[row]} bytes and a message holds {most}; shorten its prompt, "
+                "response or columns"
             )
         return sizes
 

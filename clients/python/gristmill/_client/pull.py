@@ -6,7 +6,8 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +20,23 @@ from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill.torch import Tensors, map_shard, parse_shard
 from gristmill.v1 import trainer_pb2
 
+if TYPE_CHECKING:
+    # Imported at run time, it would ask for torch before `gristmill.torch` can say how to install it.
+    from gristmill._client.device_copies import Copies
+
 # A stream that brings less than this is given up and made again.
 _SLOWEST_BYTES_PER_S = 5e6
 _READ_SHARD = "/gristmill.v1.TrainerService/ReadShard"
+
+
+class Opened(NamedTuple):
+    """A shard's tensors, and what of them is on its way to the device."""
+
+    tensors: Tensors
+    metadata: dict[str, Any]
+    is_mapped: bool
+    is_forward: bool = False
+    copies: Copies = MappingProxyType({})
 
 
 class ReplacedError(UnavailableError):

@@ -6,7 +6,7 @@ Owns their order and their waits; the rules of batching are the outbox's. `Rollo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,7 +19,7 @@ from gristmill._client.sender import Sender
 from gristmill._client.skyrl_output import columns_of_output, unknown_keys
 from gristmill._client.trajectory import AsyncTrajectory, Declared, StepWriter
 from gristmill._client.transport import Connection
-from gristmill._wire.column_spec import specs_of
+from gristmill._wire.column_spec import by_name, specs_of
 from gristmill._wire.rows import columns_of, extra_names
 from gristmill._wire.steps import UNKNOWN, TrajectoryKey
 from gristmill._wire.tables import ValueColumns
@@ -41,6 +41,8 @@ class RolloutCore:
 
     async def create_run(self, config: Mapping[str, Any]) -> list[str]:
         request = requests.create_run(self.run, config)
+        # It may have been deleted, and declare other columns now.
+        self._declared = None
         return list((await self._connection.ask(self._connection.runs.CreateRun, request)).warnings)
 
     async def status(self) -> run_pb2.RunStatus:
@@ -119,17 +121,19 @@ class RolloutCore:
 
     # Trajectories and rows.
 
-    async def _declared_columns(self) -> Declared:
-        """The columns that the run declares; asked for once."""
-        if self._declared is None:
+    async def _declared_columns(self, given: Collection[str]) -> Declared:
+        """The columns that the run declares; asked for once, and again where rows have others: the run may be another
+        one of that name by now. given: the names of those that rows have."""
+        declared = self._declared
+        if declared is None or not by_name(declared.columns).keys() >= set(given):
             settings = json.loads((await self.status()).config_json)
             columns = specs_of(settings.get("columns", ()))
-            # Steps that do not merge are rows with all of their own values.
-            merges = settings.get("merge", "none") != "none"
+            # Steps that do not merge, though one begins with the other, are rows with all of their own values.
+            merges = settings.get("merge", "none") != "none" and all(column.merge != "equal" for column in columns)
             shared = frozenset(column.name for column in columns if merges and column.is_shared)
             self._encoder.share(shared)
-            self._declared = Declared(columns, shared)
-        return self._declared
+            declared = self._declared = Declared(columns, shared)
+        return declared
 
     def trajectory(
         self, uid: str, sample: int, round: int = 0, attempt: int = 0, policy_version: int = UNKNOWN
@@ -146,7 +150,7 @@ class RolloutCore:
         attempt: int = 0,
         policy_version: int = UNKNOWN,
     ) -> list[RowOutcome]:
-        declared = (await self._declared_columns()).columns if unknown_keys(generator_output) else ()
+        declared = (await self._declared_columns(found)).columns if (found := unknown_keys(generator_output)) else ()
         columns = columns_of_output(
             generator_output,
             trajectory_ids=trajectory_ids,
@@ -159,7 +163,7 @@ class RolloutCore:
 
     async def submit_rows(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
         rows = list(rows)
-        declared = (await self._declared_columns()).columns if extra_names(rows) else ()
+        declared = (await self._declared_columns(found)).columns if (found := extra_names(rows)) else ()
         return await self._submit(columns_of(rows, step_wise=False, columns=declared))
 
     async def _submit(self, columns: ValueColumns) -> list[RowOutcome]:

@@ -6,13 +6,13 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gristmill._client.checkpoint import Checkpoint, checkpoint_of
 from gristmill._client.chosen_columns import ChosenColumns
 from gristmill._client.prefetch import Prefetch
-from gristmill._client.pull import ReplacedError, map_published, stream
+from gristmill._client.pull import Opened, ReplacedError, map_published, stream
 from gristmill._client.requests import check_run
 from gristmill._client.trainer_batch import Batch
 from gristmill._client.transport import TIMEOUT_S, Transport
@@ -28,27 +28,14 @@ from gristmill.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gristmill.torch import Conversion, Shard, Tensors
+from gristmill.torch import Conversion, Shard
 from gristmill.v1 import run_pb2, trainer_pb2
 
 if TYPE_CHECKING:
     import torch
 
-    # Imported at run time, it would ask for torch before `gristmill.torch` can say how to install it.
-    from gristmill._client.device_copies import Copies
-
 _log = logging.getLogger("gristmill")
 _WITHDRAWN_PAUSE_S = 0.1
-
-
-class _Opened(NamedTuple):
-    """A shard's tensors, and what of them is on its way to the device."""
-
-    tensors: Tensors
-    metadata: dict[str, Any]
-    is_mapped: bool
-    is_forward: bool = False
-    copies: Copies = MappingProxyType({})
 
 
 class _Wanted(NamedTuple):
@@ -126,6 +113,8 @@ class TrainerClient:
             raise InvalidArgumentError(f"model is {model!r}; known are {', '.join(MODELS)}")
         if prefetch < 0:
             raise InvalidArgumentError(f"prefetch is {prefetch}; give how many shards to open ahead, 0 for none")
+        if isinstance(columns, str):
+            raise InvalidArgumentError(f"columns is {columns!r}; give a list of names, as [{columns!r}]")
         self.run, self.rank, self.model = check_run(run), rank, model
         self._expected_dp_size = dp_size
         self._convert = Conversion(device, dtypes)
@@ -133,7 +122,7 @@ class TrainerClient:
         self._auto_commit = auto_commit
         self._acknowledges = acknowledges
         self._transport = Transport(address, timeout_s, "TrainerClient")
-        self._prefetch: Prefetch[_Wanted, _Opened] = Prefetch(self._open_ahead, prefetch)
+        self._prefetch: Prefetch[_Wanted, Opened] = Prefetch(self._open_ahead, prefetch)
         self._dp_size = 0
         self._epochs = 1
         self._position: Position | None = None
@@ -385,7 +374,7 @@ class TrainerClient:
             # A mini-batch has the same shard in every epoch.
             self._prefetch.expect(_Wanted(position._replace(epoch=0), forward) for position in positions)
 
-    def _open_ahead(self, wanted: _Wanted, is_wanted: Callable[[], bool]) -> _Opened | None:
+    def _open_ahead(self, wanted: _Wanted, is_wanted: Callable[[], bool]) -> Opened | None:
         is_next_batch = wanted.position.batch > self.position.batch
         try:
             opened = self._open(wanted, is_wanted)
@@ -399,7 +388,7 @@ class TrainerClient:
             raise
         return opened._replace(copies=self._convert.begin(opened.tensors))
 
-    def _open(self, wanted: _Wanted, is_wanted: Callable[[], bool] = lambda: True) -> _Opened:
+    def _open(self, wanted: _Wanted, is_wanted: Callable[[], bool] = lambda: True) -> Opened:
         position = wanted.position
         while True:
             found = self._find_shard(wanted, is_wanted)
@@ -413,7 +402,7 @@ class TrainerClient:
                 # Withdrawn since it was found, or freed: the next answer says which.
                 self._transport.pause(_WITHDRAWN_PAUSE_S)
                 continue
-            return _Opened(self._columns.among(tensors), metadata, is_mapped=mapped is not None, is_forward=is_forward)
+            return Opened(self._columns.among(tensors), metadata, is_mapped=mapped is not None, is_forward=is_forward)
 
     def _find_shard(self, wanted: _Wanted, is_wanted: Callable[[], bool]) -> trainer_pb2.GetShardResponse:
         position = wanted.position

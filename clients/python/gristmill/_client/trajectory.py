@@ -5,7 +5,7 @@ Owns no thread and no connection: those are the client's. `Trajectory` is `Async
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -123,7 +123,7 @@ class StepWriter:
         return {
             name: before.extras[name]
             for name in shared & before.extras.keys() & row.keys()
-            if hasattr(row[name], "__len__") and len(row[name]) == len(tokens)
+            if _has_values(row[name], len(tokens))
         }
 
     def written(self, is_last_step: bool) -> None:
@@ -150,6 +150,15 @@ class StepWriter:
         return reward
 
 
+def _has_values(given: Any, count: int) -> bool:
+    """Whether it is so many values, of which those of a few tokens can be taken. What is not is refused where all of
+    it is read."""
+    try:
+        return len(given) == count and len(given[:0]) == 0
+    except (TypeError, KeyError, RuntimeError):
+        return False
+
+
 class AsyncTrajectory:
     """As Trajectory; made by `AsyncRolloutClient.trajectory`. An asynchronous context manager, for one task."""
 
@@ -157,10 +166,10 @@ class AsyncTrajectory:
         self,
         sender: Sender,
         abort: Callable[..., Awaitable[bool]],
-        declared: Callable[[], Awaitable[Declared]],
+        declared: Callable[[Collection[str]], Awaitable[Declared]],
         writer: StepWriter,
     ) -> None:
-        """declared: gives the columns that the run declares."""
+        """declared: gives the columns that the run declares, for the names of those that a step has."""
         self._sender = sender
         self._abort = abort
         self._declared = declared
@@ -194,7 +203,7 @@ class AsyncTrajectory:
             raise error
         if not self.is_kept:
             return False
-        declared = await self._declared() if columns else Declared()
+        declared = await self._declared(columns.keys()) if columns else Declared()
         table = self._writer.table(
             response_ids,
             prompt_token_ids=prompt_token_ids,

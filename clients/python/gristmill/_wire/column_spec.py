@@ -30,7 +30,8 @@ BFLOAT16 = np.dtype(np.uint16)
 
 DTYPES: tuple[ColumnDtype, ...] = get_args(ColumnDtype)
 MOST_COLUMNS = 64
-_MOST_ELEMENT_BYTES = 1 << 24
+MOST_AXES = 8
+MOST_ELEMENT_BYTES = 1 << 24
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _MERGES: dict[ColumnScope, tuple[ColumnMerge, ...]] = {
     "row": ("last", "first", "sum", "equal"),
@@ -48,9 +49,10 @@ BUILT_IN = frozenset(
         *("row_ends", "uid", "uids", "round", "rounds", "step", "steps", "attempt", "attempts", "prompt_token_ids"),
         *("response_ids", "reward", "advantage", "stop_reason", "stop_reasons", "policy_versions", "prompt_len"),
         *("response_len", "tag", "tags", "n_samples", "trajectory_ids", "samples", "loss_masks", "rollout_metrics"),
+        *("env_metrics", "trajectory_generation_times", "trajectory_time_splits"),
     )
 )
-"""The names of a row's fields and of a shard's tensors, which no column may have."""
+"""The names of a row's fields, of a generator output's and of a shard's tensors, which no column may have."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class ColumnSpec:
             raise InvalidArgumentError(f"{where}: shape is {shape!r:.80}; it is a list of sizes, as [48, 8]")
         column = cls(**{**given, "shape": tuple(shape)})
         column._check()
-        fill = column.fill if column.is_float else int(column.fill)
+        # Of the two zeros a configuration tells one.
+        fill = column.fill + 0 if column.is_float else int(column.fill)
         return cls(**column.settings | {"fill": fill, "merge": column.merge or _MERGES[column.scope][0]})
 
     def __str__(self) -> str:
@@ -161,6 +164,8 @@ class ColumnSpec:
             raise InvalidArgumentError(f"{where}: a name has 1 to 63 of a-z, 0-9 and _, and begins with a letter")
         if self.name in BUILT_IN:
             raise InvalidArgumentError(f"{where}: is the name of a built-in column; choose another")
+        if beside := next((name for name in BUILT_IN if self.name in of_column(name)), None):
+            raise InvalidArgumentError(f"{where}: would stand beside the built-in {beside}; choose another name")
         for name, allowed in (
             ("dtype", DTYPES),
             ("scope", tuple(_MERGES)),
@@ -169,12 +174,12 @@ class ColumnSpec:
             _check_choice(where, name, getattr(self, name), allowed)
         if self.merge:
             _check_choice(f"{where} of scope {self.scope}", "merge", self.merge, _MERGES[self.scope])
-        if any(type(size) is not int or not 1 <= size <= _MOST_ELEMENT_BYTES for size in self.shape):
+        if any(type(size) is not int or not 1 <= size <= MOST_ELEMENT_BYTES for size in self.shape):
             raise InvalidArgumentError(f"{where}: shape is {list(self.shape)}; each size is an integer, at least 1")
-        if len(self.shape) > 8 or self.element_bytes > _MOST_ELEMENT_BYTES:
+        if len(self.shape) > MOST_AXES or self.element_bytes > MOST_ELEMENT_BYTES:
             raise InvalidArgumentError(
                 f"{where}: one value of shape {list(self.shape)} has {self.element_bytes} bytes; at most "
-                f"{_MOST_ELEMENT_BYTES}, and at most 8 axes, are possible"
+                f"{MOST_ELEMENT_BYTES}, and at most {MOST_AXES} axes, are possible"
             )
         for name in ("required", "allow_nonfinite"):
             if not isinstance(getattr(self, name), bool):
@@ -204,14 +209,20 @@ class ColumnSpec:
     def _check_fill(self, where: str) -> None:
         if (isinstance(self.fill, bool) and self.dtype != "bool") or not isinstance(self.fill, bool | int | float):
             raise InvalidArgumentError(f"{where}: fill is {self.fill!r:.80}; it is a number")
-        if not self.allow_nonfinite and not math.isfinite(self.fill):
-            raise InvalidArgumentError(f"{where}: fill is {self.fill}; set allow_nonfinite: true for that")
+        if isinstance(self.fill, float) and not math.isfinite(self.fill):
+            raise InvalidArgumentError(
+                f"{where}: fill is {self.fill}, and configurations are JSON, which has no such number; give a finite "
+                "one"
+            )
         try:
             # JSON and YAML write 1 and 1.0 for the same number.
             is_whole = not self.is_float and float(self.fill).is_integer()
             _check_kind(np.array([int(self.fill) if is_whole else self.fill]), self, where)
+            is_held = is_finite(self.fill_value)
         except (InvalidArgumentError, OverflowError):
-            raise InvalidArgumentError(f"{where}: fill is {self.fill}, which {self.dtype} does not hold") from None
+            is_held = False
+        if not is_held:
+            raise InvalidArgumentError(f"{where}: fill is {self.fill!s:.80}, which {self.dtype} does not hold")
 
 
 _UNITS: dict[ColumnScope, str] = {"row": "step", "response": "response token", "token": "token", "items": "item"}
@@ -230,7 +241,8 @@ def specs_of(given: Iterable[object]) -> tuple[ColumnSpec, ...]:
         raise InvalidArgumentError(f"columns: {len(columns)} are declared; at most {MOST_COLUMNS} are possible")
     names: set[str] = set()
     for column in columns:
-        for name in tensor_names(column):
+        # Whether it has all of them or not: readers of a shard know the tensors that belong together by their names.
+        for name in (column.name, *of_column(column.name)):
             if name in names:
                 raise InvalidArgumentError(f"columns: two of them would have a tensor {name}; rename one")
             names.add(name)
@@ -260,12 +272,20 @@ def _check_choice(where: str, name: str, value: object, allowed: Sequence[str]) 
 
 def _plain_array(values: Any, column: ColumnSpec, where: str) -> Array:
     """Lists, arrays and CPU tensors as an array of numbers."""
-    if "bfloat16" in str(getattr(values, "dtype", "")):
-        bits = _bits_of(values)
-        return bits if column.dtype == "bfloat16" else from_bfloat16(bits)
+    if hasattr(values, "detach"):
+        # NumPy takes no tensor that is part of a graph.
+        values = values.detach()
     try:
+        if "bfloat16" in str(getattr(values, "dtype", "")):
+            bits = _bits_of(values)
+            return bits if column.dtype == "bfloat16" else from_bfloat16(bits)
         found = np.asarray(values)
-    except (ValueError, OverflowError, TypeError, RuntimeError):
+    except (ValueError, OverflowError, TypeError, RuntimeError) as error:
+        if hasattr(values, "__array__"):
+            reason = str(error).splitlines()[0]
+            raise InvalidArgumentError(
+                f"{where}: {column.name} cannot be read as an array: {reason} Give .cpu() or .tolist()"
+            ) from None
         found = np.empty(0, object)
     if found.dtype.kind not in "biuf":
         raise InvalidArgumentError(
@@ -280,7 +300,7 @@ def _bits_of(values: Any) -> Array:
         return values.view(np.uint16)
     import torch
 
-    return np.asarray(values.detach().cpu().contiguous().view(torch.int16)).view(np.uint16)
+    return np.asarray(values.contiguous().view(torch.int16)).view(np.uint16)
 
 
 def _check_kind(found: Array, column: ColumnSpec, where: str) -> None:

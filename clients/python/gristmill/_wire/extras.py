@@ -25,11 +25,11 @@ def check_extras(table: Steps, columns: Sequence[ColumnSpec], prefix_lengths: In
     """
     declared = by_name(columns)
     for name, extra in table.extras.items():
-        if name not in declared and extra.given.any():
+        if name not in declared and len(table):
             known = ", ".join(declared) or "none"
             raise InvalidArgumentError(
-                f"{table.name(_first(extra.given))}: column {name!r} is not declared by the run, which has {known}; "
-                "declare it in columns, or leave it out"
+                f"{table.name(_first(extra.given))}: column {name!r:.80} is not declared by the run, which has "
+                f"{known}; declare it in columns, or leave it out"
             )
     for column in columns:
         if column.source == "trainer":
@@ -88,8 +88,8 @@ def _check_extra(table: Steps, column: ColumnSpec, extra: Extra, prefix_lengths:
         row = next(row for row, one in enumerate(extra.values.arrays()) if not is_finite(one))
         at = next(at for at, one in enumerate(extra.values[row]) if not is_finite(np.atleast_1d(one)))
         raise InvalidArgumentError(
-            f"{table.name(row)}: {column.name}[{at}] is not finite; give a finite value, or declare allow_nonfinite: "
-            "true"
+            f"{table.name(row)}: {column.name}[{at}] is not finite as {column.dtype}; give a finite value that it "
+            "holds, or declare allow_nonfinite: true"
         )
 
 

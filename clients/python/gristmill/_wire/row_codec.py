@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._wire.column_spec import BFLOAT16, DTYPES
+from gristmill._wire.column_spec import BFLOAT16, DTYPES, MOST_AXES, MOST_ELEMENT_BYTES
 from gristmill._wire.columns import FEW_ROWS, Array, Int64s, Ragged, least, starts_of, sum_of
 from gristmill._wire.steps import UNKNOWN, Extra, Steps, check, oldest_versions, tags_of
 from gristmill.errors import InvalidArgumentError
@@ -201,9 +201,11 @@ def _extras(columns: Sequence[rows_pb2.Column], values: Sequence[bytes | memoryv
 
 def _extra(column: rows_pb2.Column, buffer: bytes | memoryview, count: int) -> Extra:
     name, shape = column.name, tuple(column.shape)
-    if column.dtype not in DTYPES or any(size < 1 for size in shape):
+    is_possible = len(shape) <= MOST_AXES and min(shape, default=1) >= 1 and math.prod(shape) <= MOST_ELEMENT_BYTES
+    if column.dtype not in DTYPES or not is_possible:
         raise InvalidArgumentError(
-            f"column {name!r} has values of dtype {column.dtype!r} and shape {list(shape)}; send what the run declares"
+            f"column {name!r} has values of dtype {column.dtype!r:.80} and shape {list(shape[: MOST_AXES + 1])}; send "
+            "what the run declares"
         )
     counts = _per_row(column.counts, f"counts of column {name!r}", count, np.int64, None)
     if least(counts) < -1:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gristmill_service.run.machine import progress
-from gristmill_service.run.machine.answers import ModelProgress, RunStatus
+from gristmill_service.run.machine.answers import GroupAnswer, ModelProgress, RunStatus
+from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.run.machine.state import State
 
 
@@ -38,3 +41,12 @@ def status(state: State, run: str, run_id: str, *, config_json: str, room: int, 
         ],
         failed_batches=dict(state.failed),
     )
+
+
+def decided(key: GroupKey, found: int | str, failed: Mapping[int, str]) -> GroupAnswer:
+    """What became of a group: the batch that it was sealed into, or why it was dropped. failed: why batches are."""
+    if isinstance(found, str):
+        return GroupAnswer(*key, "dropped", reason=found)
+    if found in failed:
+        return GroupAnswer(*key, "dropped", found, "batch_failed")
+    return GroupAnswer(*key, "sealed", found)
