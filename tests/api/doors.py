@@ -105,7 +105,7 @@ class Door(Protocol):
     def batch(self, run: str, batch: int, wait_s: float = 0.0) -> Json: ...
     def shard(self, run: str, rank: int, *, wait_s: float = 0.0, **fields: Any) -> Json: ...
     def read(self, run: str, batch: int, mini_batch: int, rank: int, model: str = "policy") -> bytes: ...
-    def write(self, run: str, place: tuple[int, int, int], incarnation: int, tensors: bytes) -> list[Json]: ...
+    def write(self, run: str, place: tuple[int, int, int], incarnation: int, tensors: bytes) -> int: ...
     def acknowledge(self, run: str, rank: int, position: Json, *, commit: bool = False, **fields: Any) -> Json: ...
     def commit(self, run: str, position: Json, incarnation: int = 0) -> Json: ...
     def resume(self, run: str, launch: str, position: Json | None = None) -> Json: ...
@@ -231,12 +231,12 @@ class GrpcDoor:
         except grpc.RpcError as error:
             raise refused(error) from None
 
-    def write(self, run: str, place: tuple[int, int, int], incarnation: int, tensors: bytes) -> list[Json]:
+    def write(self, run: str, place: tuple[int, int, int], incarnation: int, tensors: bytes) -> int:
         batch, mini_batch, rank = place
         request = trainer_pb2.WriteColumnsRequest(
             run=run, batch=batch, mini_batch=mini_batch, rank=rank, incarnation=incarnation, tensors=tensors
         )
-        return [_awaited(one) for one in self._call(self.trainers.WriteColumns, request).awaits]
+        return int(self._call(self.trainers.WriteColumns, request).lacking)
 
     def acknowledge(self, run: str, rank: int, position: Json, *, commit: bool = False, **fields: Any) -> Json:
         request = trainer_pb2.AcknowledgeRequest(
@@ -344,9 +344,9 @@ class HttpDoor:
         found: bytes = self.call("GET", f"/runs/{run}/batches/{batch}/{model}/{mini_batch}/{rank}").content
         return found
 
-    def write(self, run: str, place: tuple[int, int, int], incarnation: int, tensors: bytes) -> list[Json]:
+    def write(self, run: str, place: tuple[int, int, int], incarnation: int, tensors: bytes) -> int:
         path = f"/runs/{run}/batches/{place[0]}/policy/{place[1]}/{place[2]}"
-        found: list[Json] = self.call("PUT", path, tensors, incarnation=incarnation).json()["awaits"]
+        found: int = self.call("PUT", path, tensors, incarnation=incarnation).json()["lacking"]
         return found
 
     def acknowledge(self, run: str, rank: int, position: Json, *, commit: bool = False, **fields: Any) -> Json:

@@ -313,10 +313,9 @@ class Run:
         self._writer.check_open()
         return self._builder.export(number)
 
-    def write(
-        self, batch: int, mini_batch: int, rank: int, incarnation: int, tensors: Mapping[str, Array]
-    ) -> list[ColumnPlace]:
-        """Takes columns that a trainer writes for one of the policy's shards. Answers what the batch waits for then.
+    def write(self, batch: int, mini_batch: int, rank: int, incarnation: int, tensors: Mapping[str, Array]) -> int:
+        """Takes columns that a trainer writes for one of the policy's shards. Answers how many columns of shards the
+        batch lacks then.
 
         tensors: by the names that the shard's would have, and in their shape.
         """

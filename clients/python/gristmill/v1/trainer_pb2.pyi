@@ -288,17 +288,15 @@ global___WriteColumnsRequest = WriteColumnsRequest
 class WriteColumnsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    AWAITS_FIELD_NUMBER: builtins.int
-    @property
-    def awaits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AwaitedColumn]:
-        """What the batch waits for yet."""
-
+    LACKING_FIELD_NUMBER: builtins.int
+    lacking: builtins.int
+    """How many columns of shards the batch waits for yet; which, GetBatch says."""
     def __init__(
         self,
         *,
-        awaits: collections.abc.Iterable[global___AwaitedColumn] | None = ...,
+        lacking: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["awaits", b"awaits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lacking", b"lacking"]) -> None: ...
 
 global___WriteColumnsResponse = WriteColumnsResponse
 

@@ -180,7 +180,7 @@ class AwaitedColumn(BaseModel):
 
 
 class ColumnsWritten(BaseModel):
-    awaits: list[AwaitedColumn] = Field(description="What the batch waits for yet.")
+    lacking: int = Field(description="How many columns of shards the batch waits for yet.")
 
 
 class Batch(BaseModel):

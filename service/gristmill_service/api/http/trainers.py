@@ -21,7 +21,7 @@ from gristmill_service.api.shard_columns import file_with
 from gristmill_service.config import Model
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.rollout_lines import json_lines
-from gristmill_service.run.machine.answers import ColumnPlace, Position, ShardAnswer
+from gristmill_service.run.machine.answers import Position, ShardAnswer
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["trainers"])
@@ -111,11 +111,10 @@ async def write_columns(
     """Columns of `source: trainer` for a shard, whole and in its shape. The same bytes again change nothing."""
     body = await request.body()
 
-    def write() -> list[ColumnPlace]:
+    def write() -> int:
         return run.write(batch, mini_batch, rank, incarnation, tensor_file.decode(body))
 
-    awaits = await run_in_threadpool(write)
-    return models.ColumnsWritten(awaits=[models.AwaitedColumn(**place._asdict()) for place in awaits])
+    return models.ColumnsWritten(lacking=await run_in_threadpool(write))
 
 
 @router.get(

@@ -86,8 +86,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.WriteColumnsRequest, context: grpc.ServicerContext
     ) -> trainer_pb2.WriteColumnsResponse:
         run, tensors = self._context.runs.get(request.run), tensor_file.decode(request.tensors)
-        awaits = run.write(request.batch, request.mini_batch, request.rank, request.incarnation, tensors)
-        return trainer_pb2.WriteColumnsResponse(awaits=messages.awaits_to(awaits))
+        lacking = run.write(request.batch, request.mini_batch, request.rank, request.incarnation, tensors)
+        return trainer_pb2.WriteColumnsResponse(lacking=lacking)
 
     def Acknowledge(  # noqa: N802
         self, request: trainer_pb2.AcknowledgeRequest, context: grpc.ServicerContext

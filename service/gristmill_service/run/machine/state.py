@@ -202,11 +202,15 @@ class State:
             if batch.is_published and batch.awaits and not self.is_written(number)
         ]
 
-    def is_written(self, number: int) -> bool:
-        """Whether all columns are written that the batch awaits."""
+    def lacking(self, number: int) -> int:
+        """How many columns of shards the batch awaits that are not written."""
         batch = self.batches[number]
         shards = (batch.mini_batches or {}).get("policy", 0) * self.dp_size
-        return len(batch.written) == shards * len(batch.awaits)
+        return shards * len(batch.awaits) - len(batch.written) if batch.awaits else 0
+
+    def is_written(self, number: int) -> bool:
+        """Whether all columns are written that the batch awaits."""
+        return not self.lacking(number)
 
     def missing(self, number: int) -> list[ColumnPlace]:
         """What trainers have to write yet for the batch."""

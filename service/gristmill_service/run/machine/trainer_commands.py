@@ -107,8 +107,8 @@ class Resume(Command[Resumed]):
         return Resumed(own.incarnation, own.resumed_at, self._run_id, state.generation)
 
 
-class WriteColumns(Command[list[ColumnPlace]]):
-    """A trainer wrote columns for one of the policy's shards. Answers what the batch waits for then."""
+class WriteColumns(Command[int]):
+    """A trainer wrote columns for one of the policy's shards. Answers how many the batch lacks then, of all shards."""
 
     def __init__(self, batch: int, incarnation: int, columns: Mapping[ColumnPlace, WrittenColumn]) -> None:
         self._batch, self._incarnation, self._columns = batch, incarnation, columns
@@ -118,8 +118,8 @@ class WriteColumns(Command[list[ColumnPlace]]):
         new = written_columns.unwritten(view.state, self._batch, self._incarnation, digests)
         return [ColumnsWritten(self._batch, {place: self._columns[place] for place in new})] if new else []
 
-    def answer(self, state: State) -> list[ColumnPlace]:
-        return state.missing(self._batch) if self._batch in state.batches else []
+    def answer(self, state: State) -> int:
+        return state.lacking(self._batch) if self._batch in state.batches else 0
 
 
 class WithdrawBatch(Command[bool]):
