@@ -1,5 +1,4 @@
-"""The rules of columns that credit is computed of, which each row obeys by itself: one that would fail its whole batch is
-refused when it comes."""
+"""The rules of columns that credit is computed of: a row that would fail its whole batch is refused when it comes."""
 
 from __future__ import annotations
 
