@@ -279,6 +279,13 @@ class TestWrites:
         assert len(bench.run.batch(0).awaits) == 8
         write(bench.run, 0, 0)
 
+    def test_what_float32_cannot_hold_is_refused_before_it_fails_the_batch(self) -> None:
+        bench = forwarded(columns=[column("values", dtype="float64"), column("ref_logprobs")])
+        sent = {"values": np.full((1, 4), -1e300)}
+        with pytest.raises(InvalidArgumentError, match=r"values has 1e\+300, which float32 does not hold"):
+            bench.run.write(0, 0, 0, 1, sent)
+        assert len(bench.run.batch(0).awaits) == 8
+
 
 class TestIncarnations:
     def test_a_trainer_that_is_started_again_writes_anew(self) -> None:

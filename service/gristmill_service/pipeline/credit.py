@@ -48,21 +48,6 @@ class Credit:
     token_rewards: Ragged | None = None
 
 
-def reward_columns(config: RunConfig) -> frozenset[str]:
-    """The columns that the `rewards` of shards are computed of."""
-    reference = config.kl_in_reward
-    has_kl = reference is not None and reference.estimator is not None
-    return frozenset([config.kl_from, "ref_logprobs"] if has_kl else ())
-
-
-def credit_columns(config: RunConfig) -> frozenset[str]:
-    """The columns that advantages are computed of."""
-    reference = config.kl_in_reward
-    of_rows = () if reference is None or reference.column is None else (reference.column,)
-    values = ("values",) if config.advantage_estimator == "gae" else ()
-    return reward_columns(config).union(values, of_rows)
-
-
 def credit(
     received: Received, rows: Rows, scores: Float64s, trained: NDArray[np.bool_], loss_tokens: Int64s, config: RunConfig
 ) -> Credit:

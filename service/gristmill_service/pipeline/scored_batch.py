@@ -13,7 +13,8 @@ from gristmill._wire.steps import Extra, Steps
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline import advantage, filters
 from gristmill_service.pipeline.advantage import Float64s
-from gristmill_service.pipeline.credit import Credit, credit, credit_columns
+from gristmill_service.pipeline.credit import Credit, credit
+from gristmill_service.pipeline.credit_columns import credit_columns
 from gristmill_service.pipeline.joins import Mismatch
 from gristmill_service.pipeline.merge import Rows, merge, realigned_tokens, row_loss_tokens
 from gristmill_service.pipeline.stage_timer import StageTimer, no_timer

@@ -23,7 +23,8 @@ from gristmill_service.pipeline.columns import (
     StepTokens,
     Tokens,
 )
-from gristmill_service.pipeline.credit import TokenCredit, reward_columns
+from gristmill_service.pipeline.credit import TokenCredit
+from gristmill_service.pipeline.credit_columns import reward_columns
 from gristmill_service.pipeline.extra_columns import shard_tensors, token_columns
 from gristmill_service.pipeline.iovec import Region
 from gristmill_service.pipeline.layout import Layout, PerRow, Shard

@@ -19,6 +19,7 @@ from gristmill._wire.row_codec import Prefixes, Sent
 from gristmill._wire.steps import Steps, TrajectoryKey, check, check_text
 from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service.config import Model, RunConfig
+from gristmill_service.pipeline.credit_columns import check_credit_columns
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.run import prefix_expansion, recovery
 from gristmill_service.run.batch_builder import BatchBuilder, BuildBatch
@@ -178,6 +179,7 @@ class Run:
         if not len(steps):
             return []
         self._writer.check_open()
+        check_credit_columns(steps, self.config)
         number, steps = self._writer.stage(steps)
         try:
             outcomes = self._execute(

@@ -15,6 +15,7 @@ from gristmill._wire.steps import UNKNOWN, Extra, Steps
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.columns import safetensors_name
+from gristmill_service.pipeline.credit_columns import check_written
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.pipeline.written import ShardForm
 from gristmill_service.run.machine.answers import ColumnPlace
@@ -42,7 +43,7 @@ class SentColumns:
         self, run: str, batch: int, address: ShardAddress, tensors: Mapping[str, Array], config: RunConfig
     ) -> None:
         self._where = f"run {run!r}: batch {batch} mini-batch {address.mini_batch} rank {address.rank}"
-        self._address = address
+        self._address, self._config = address, config
         found = _by_column(tensors, config.written_columns, self._where)
         self._columns = {ColumnPlace(address.mini_batch, address.rank, sent.spec.name): sent for sent in found}
 
@@ -62,7 +63,7 @@ class SentColumns:
         form = forms.get(self._address)
         if new and form is None:
             raise UnavailableError(f"{self._where}: is being published again; write once its forward shards are there")
-        values = {place: _own_values(self._columns[place], form, self._where) for place in new if form is not None}
+        values = {place: self._own_values(self._columns[place], form) for place in new if form is not None}
         stored: dict[ColumnPlace, WrittenColumn] = {}
         try:
             for place, own in values.items():
@@ -71,6 +72,17 @@ class SentColumns:
             yield stored
         finally:
             writer.unstage(column.table for column in stored.values())
+
+    def _own_values(self, sent: _Sent, form: ShardForm) -> Array:
+        names = form.names(sent.spec)
+        for name in sent.tensors:
+            if name not in names:
+                raise InvalidArgumentError(
+                    f"{self._where}: {name[:200]!r} is no tensor of this shard; it has {', '.join(names)}"
+                )
+        values = form.own_values(sent.spec, sent.tensors, self._where)
+        check_written(sent.spec.name, values, self._config, self._where)
+        return values
 
 
 def table_of(name: str, values: Array) -> Steps:
@@ -116,14 +128,6 @@ def _by_column(tensors: Mapping[str, Array], columns: Sequence[ColumnSpec], wher
     if not found:
         raise InvalidArgumentError(f"{where}: no tensor came; write at least one column")
     return [_Sent(written[name], own, _digest(own)) for name, own in found.items()]
-
-
-def _own_values(sent: _Sent, form: ShardForm, where: str) -> Array:
-    names = form.names(sent.spec)
-    for name in sent.tensors:
-        if name not in names:
-            raise InvalidArgumentError(f"{where}: {name[:200]!r} is no tensor of this shard; it has {', '.join(names)}")
-    return form.own_values(sent.spec, sent.tensors, where)
 
 
 def _digest(tensors: Mapping[str, Array]) -> bytes:

@@ -32,6 +32,8 @@ DTYPES: tuple[ColumnDtype, ...] = get_args(ColumnDtype)
 MOST_COLUMNS = 64
 MOST_AXES = 8
 MOST_ELEMENT_BYTES = 1 << 24
+# Padding has them, too: a few tokens must not ask for gigabytes.
+MOST_TOKEN_BYTES = 1 << 16
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _MERGES: dict[ColumnScope, tuple[ColumnMerge, ...]] = {
     "row": ("last", "first", "sum", "equal"),
@@ -176,10 +178,11 @@ class ColumnSpec:
             _check_choice(f"{where} of scope {self.scope}", "merge", self.merge, _MERGES[self.scope])
         if any(type(size) is not int or not 1 <= size <= MOST_ELEMENT_BYTES for size in self.shape):
             raise InvalidArgumentError(f"{where}: shape is {list(self.shape)}; each size is an integer, at least 1")
-        if len(self.shape) > MOST_AXES or self.element_bytes > MOST_ELEMENT_BYTES:
+        most = MOST_TOKEN_BYTES if self.scope in ("token", "response") else MOST_ELEMENT_BYTES
+        if len(self.shape) > MOST_AXES or self.element_bytes > most:
             raise InvalidArgumentError(
                 f"{where}: one value of shape {list(self.shape)} has {self.element_bytes} bytes; at most "
-                f"{MOST_ELEMENT_BYTES}, and at most {MOST_AXES} axes, are possible"
+                f"{most}, and at most {MOST_AXES} axes, are possible"
             )
         for name in ("required", "allow_nonfinite"):
             if not isinstance(getattr(self, name), bool):

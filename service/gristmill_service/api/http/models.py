@@ -83,7 +83,10 @@ class GroupsBegun(BaseModel):
 
 
 class Row(BaseModel):
-    """One LLM call. Per-token lists have one entry a response token."""
+    """One LLM call. Per-token lists have one entry a response token. The run's declared columns stand beside these
+    fields under their names."""
+
+    model_config = ConfigDict(extra="allow")
 
     uid: str = Field(description="Names the prompt; all its samples share it.", examples=["prompt-17"])
     sample: int = Field(description="Which rollout of the prompt, from 0.", examples=[0])
