@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, register_random, settings
 
+from gristmill._client import retries
 from tests.serving import FREE_PORTS, ServiceProcess, StartService
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ settings.register_profile(
     "laws", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
 )
 settings.load_profile("laws")
+# Pauses are drawn; a law that finds a counterexample has to find it again.
+register_random(retries.JITTER)
 
 # Where the tests run in a shell's background, SIGINT is ignored, and would be in every process that they start and
 # interrupt as a person does.

@@ -20,7 +20,7 @@ from gristmill._wire.row_codec import Sent, encode
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
 from gristmill._wire.submit_codec import Submission
-from gristmill.torch import MicroBatch
+from gristmill.torch import MicroBatch, Shard
 from gristmill.v1 import rows_pb2
 from gristmill_service.run import prefix_expansion
 from gristmill_service.service import Service
@@ -83,6 +83,12 @@ def roll_out(client: Any, uid: str, turns: int = 3) -> None:
             prompt = [*prompt, *[7] * 5, 8, 9]
 
 
+def first_shard(address: str, run: str, **options: Any) -> Shard:
+    with TrainerClient(address, run, 0, prefetch=0, **options) as trainer:
+        [shard] = next(iter(trainer)).mini_batches()
+        return shard
+
+
 def check(micro: MicroBatch, turns: int = 3) -> None:
     length = 20 + 7 * turns - 2
     assert micro["routed_experts"].dtype is torch.int16
@@ -104,7 +110,7 @@ def test_values_arrive_on_their_own_tokens_from_turns_that_repeat_nothing(
     with client:
         for uid in "ab":
             roll_out(client, uid)
-    [shard] = next(iter(TrainerClient(address, run_name, 0))).mini_batches()
+    shard = first_shard(address, run_name)
     micros = list(shard.micro_batches())
     assert len(micros) == 2
     for micro in micros:
@@ -145,7 +151,7 @@ def test_a_service_without_the_step_before_gets_all_values(
             roll_out(client, uid)
             client.flush()
     assert refused, "rows came without what the service has"
-    [shard] = next(iter(TrainerClient(service.grpc_address, run_name, 0))).mini_batches()
+    shard = first_shard(service.grpc_address, run_name)
     for micro in shard.micro_batches():
         check(micro)
 
@@ -163,7 +169,7 @@ def test_what_a_caller_does_with_its_arrays_afterwards_changes_nothing(
                 trajectory.step(prompt, [7] * 5, reward=1.0, is_last_step=turn == 2, columns={"routed_experts": values})
                 values[:] = values[:1] * len(values) if isinstance(values, list) else values * 0 + 99
                 prompt = [*prompt, *[7] * 5, 8, 9]
-    [shard] = next(iter(TrainerClient(service.grpc_address, run_name, 0))).mini_batches()
+    shard = first_shard(service.grpc_address, run_name)
     assert torch.equal(shard["routed_experts"][0], experts(0, 39))
 
 
@@ -175,8 +181,7 @@ def test_a_batch_that_is_exported_is_laid_out_again_to_the_same_tensors(
         client.create_run(CONFIG | {"merge": merge})
         for uid in "ab":
             roll_out(client, uid)
-    trainer = TrainerClient(service.grpc_address, run_name, 0)
-    [shard] = next(iter(trainer)).mini_batches()
+    shard = first_shard(service.grpc_address, run_name)
     rollouts, config = tmp_path / "rollouts.jsonl", tmp_path / "run.yaml"
     export = ("export", run_name, 0, "--out", rollouts, "--config", config, "--address", service.grpc_address)
     assert (gristmill(*export).stderr, gristmill(*export).returncode) == ("", 0)
@@ -200,7 +205,7 @@ def test_a_killed_service_has_the_columns_of_turns_that_left_out_what_it_had(
     after = start_service(*flags)
     with RolloutClient(after.grpc_address, run_name) as client:
         roll_out(client, "b")
-    [shard] = next(iter(TrainerClient(after.grpc_address, run_name, 0))).mini_batches()
+    shard = first_shard(after.grpc_address, run_name)
     for micro in shard.micro_batches():
         check(micro)
 
@@ -211,8 +216,8 @@ def test_a_rank_gets_the_columns_that_it_names_and_no_others(address: str, run_n
         client.create_run(CONFIG)
         for uid in "ab":
             roll_out(client, uid)
-    [whole] = next(iter(TrainerClient(address, run_name, 0))).mini_batches()
-    [shard] = next(iter(TrainerClient(address, run_name, 0, columns=wanted, prefetch=0))).mini_batches()
+    whole = first_shard(address, run_name)
+    shard = first_shard(address, run_name, columns=wanted)
     others = {column["name"] for column in COLUMNS} - set(wanted)
     assert {name for name in whole.tensors if not name.startswith(tuple(others))} == shard.tensors.keys()
     for one, other in zip(whole.micro_batches(), shard.micro_batches(), strict=True):
@@ -379,7 +384,7 @@ def test_steps_that_a_column_keeps_apart_have_their_own_values_of_all_tokens(ser
             trajectory.step(prompt, [7], columns={"ids": np.arange(21), "tool": 0})
             values = 100 + np.arange(22)
             trajectory.step([*prompt, 7], [8], reward=1.0, is_last_step=True, columns={"ids": values, "tool": 1})
-    [shard] = next(iter(TrainerClient(service.grpc_address, run_name, 0))).mini_batches()
+    shard = first_shard(service.grpc_address, run_name)
     assert [micro["ids"][0, -21:].tolist() for micro in shard.micro_batches()] == [
         list(range(21)),
         list(range(101, 122)),
@@ -412,7 +417,7 @@ def test_a_client_follows_a_run_that_is_created_anew_with_other_columns(
                         columns={column["name"]: values},
                     )
             client.flush()
-            [shard] = next(iter(TrainerClient(service.grpc_address, run_name, 0))).mini_batches()
+            shard = first_shard(service.grpc_address, run_name)
             assert shard[column["name"]][0].tolist() == list(range(31))
             service.runs.delete(run_name)
 
@@ -443,7 +448,7 @@ def test_skyrls_output_is_taken_with_the_experts_and_images_that_the_run_declare
     with RolloutClient(service.grpc_address, run_name) as client:
         client.create_run(CONFIG | {"columns": columns, "step_wise": False, "merge": "none"})
         assert client.submit(output, trajectory_ids=[("a", 0), ("b", 0)]) == [RowOutcome.ACCEPTED] * 2
-    [shard] = next(iter(TrainerClient(service.grpc_address, run_name, 0))).mini_batches()
+    shard = first_shard(service.grpc_address, run_name)
     first, second = shard.micro_batches()
     assert first["rollout_expert_indices"].tolist() == [[[[1], [2]]] * 3]
     assert first["pixel_values"].tolist() == [[1.0, 1.0]] * 4

@@ -18,7 +18,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 # The service answers a wait early when too many wait already.
 _EARLY_ANSWER_PAUSE_S = 0.25
 # Of its own: who seeds the module's numbers draws the same ones again, whatever pauses here.
-_jitter = random.Random()
+JITTER = random.Random()
 
 
 class Backoff:
@@ -33,10 +33,10 @@ class Backoff:
     def pause_s(self, pushback_s: float | None, *, is_of_replica: bool = False) -> float:
         self.attempts += 1
         if is_of_replica and self.attempts % self._replicas:
-            return _jitter.random() * _FIRST_PAUSE_S
+            return JITTER.random() * _FIRST_PAUSE_S
         ceiling: float = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._rounds, 16))
         self._rounds += 1
-        return max(0.0, pushback_s or 0.0) + _jitter.random() * ceiling
+        return max(0.0, pushback_s or 0.0) + JITTER.random() * ceiling
 
     def attempt_s(self, left_s: float) -> float:
         """The time that the next attempt gets, of what is left for all."""
@@ -88,4 +88,4 @@ class WaitBudget:
     def pause_s(self) -> float:
         """After an answer that is not final: a service that answers at once must not be asked without pause."""
         came_early = time.monotonic() - self._asked < self._slice_s
-        return _EARLY_ANSWER_PAUSE_S * (0.5 + _jitter.random()) if came_early else 0.0
+        return _EARLY_ANSWER_PAUSE_S * (0.5 + JITTER.random()) if came_early else 0.0
