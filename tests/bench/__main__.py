@@ -30,6 +30,7 @@ from tests.bench import (
     takeover,
     turns,
     wakes,
+    writeback,
 )
 from tests.bench.figures import OUTPUT, Figure, merge, read, write
 
@@ -42,6 +43,7 @@ SOURCES = (
     serving,
     pulls,
     wakes,
+    writeback,
     crowd,
     redis,
     journal,
