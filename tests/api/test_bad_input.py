@@ -128,9 +128,9 @@ WRONG_CONFIGS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "half a surrogate pair": ({**CONFIG, "overlong_filter": ["\ud800"]}, ("overlong_filter.0", r"got '\ud800'")),
     "a name of half a surrogate pair": ({**CONFIG, "\ud800": 1}, (r"\ud800",)),
     "missing": ({}, ("train_batch_size is required",)),
-    "not built": (
-        {**CONFIG, "columns": [{"name": "x", "dtype": "int8", "scope": "row", "source": "trainer"}]},
-        ("source: trainer is not built yet", "use rollout"),
+    "a column of what trainers cannot write": (
+        {**CONFIG, "columns": [{"name": "x", "dtype": "int8", "scope": "items", "source": "trainer"}]},
+        ("columns: 'x'", "set scope: row or response"),
     ),
     "a tail of nothing": ({**CONFIG, "merge": "none", "retokenised_tail": 2}, ("retokenised_tail: 2", "merge is none")),
 }
