@@ -15,6 +15,7 @@ from gristmill._client.trajectory import plain
 from gristmill._converters.keys import Choice, Keys
 from gristmill._converters.values import routes
 from gristmill._wire.column_spec import ColumnSpec
+from gristmill._wire.lists import size_of
 from gristmill._wire.tables import ValueColumns, is_vector
 from gristmill.errors import InvalidArgumentError
 
@@ -119,7 +120,7 @@ def fields_of_output(
                 for row, value in enumerate(given[name])
             ]
     if "loss_mask" not in columns:
-        columns["loss_mask"] = _all_ones([np.size(response) for response in columns["response_ids"]])
+        columns["loss_mask"] = _all_ones([size_of(response) for response in columns["response_ids"]])
     return columns | {name: _chosen(name, given[name], columns) for name in choice.columns}
 
 
@@ -136,7 +137,7 @@ def _chosen(name: str, values: Sequence[Any], columns: Mapping[str, list[Any]]) 
     if name != "rollout_expert_indices":
         return [plain(value, name, _where(columns, row)) for row, value in enumerate(values)]
     lengths = [
-        sum(map(np.size, pair)) for pair in zip(columns["prompt_token_ids"], columns["response_ids"], strict=True)
+        sum(map(size_of, pair)) for pair in zip(columns["prompt_token_ids"], columns["response_ids"], strict=True)
     ]
     return [
         routes(value, name, length, _where(columns, row))

@@ -19,8 +19,10 @@ from gristmill._client.sender import Sender
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Ragged
 from gristmill._wire.extras import check_extras
+from gristmill._wire.lists import ConvertedTokens, size_of
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import UNKNOWN, Extra, Steps, TrajectoryKey
+from gristmill._wire.tables import is_vector
 from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError, NotFoundError
 
 # A reason travels with an abort and is counted by; a traceback has no place in it.
@@ -46,6 +48,7 @@ class StepWriter:
         self._token_rewards = token_rewards
         self._before: Steps | None = None
         self._made: Steps | None = None
+        self._converted = ConvertedTokens()
 
     def table(
         self,
@@ -73,7 +76,7 @@ class StepWriter:
             )
         where = f"{self.key} step {self.next_step}"
         response = plain(response_ids, "response_ids", where)
-        length = np.size(response)
+        length = size_of(response)
         row = {
             **self.key._asdict(),
             "step": self.next_step,
@@ -90,7 +93,7 @@ class StepWriter:
             raise InvalidArgumentError(
                 f"{where}: columns has {clash[0]}, which is no declared column; give it by itself"
             )
-        table = from_rows([row])
+        table = from_rows([row], converted=self._converted)
         if declared:
             table = self._with_columns(table, {**row, **columns}, declared, shared)
         self._made = table
@@ -107,7 +110,9 @@ class StepWriter:
         may be hundreds of times the size of their tokens."""
         kept = self._kept(table, row, shared)
         count = 0 if self._before is None or not kept else self._before.tokens.total
-        new = from_rows([{**row, **{name: row[name][count:] for name in kept}}], columns=declared)
+        split = table.prompt_lengths[0]
+        converted = {"prompt_token_ids": table.tokens[0][:split], "response_ids": table.tokens[0][split:]}
+        new = from_rows([{**row, **converted, **{name: row[name][count:] for name in kept}}], columns=declared)
         pieces = {name: (*one.before, one.values[0]) for name, one in kept.items()}
         extras = {name: replace(extra, before=pieces.get(name, ())) for name, extra in new.extras.items()}
         return check_extras(replace(new, extras=extras), declared, np.array([count]))
@@ -141,8 +146,8 @@ class StepWriter:
         """None, which is pending, only for a last step: before it, no reward is a reward of 0."""
         if reward is None:
             return None if is_last_step else (np.zeros(length) if self._token_rewards else 0.0)
-        if (np.ndim(reward) > 0) != self._token_rewards:
-            has, needs = ("one per token", "one number") if np.ndim(reward) else ("one number", "one per token")
+        if is_vector(reward) != self._token_rewards:
+            has, needs = ("one per token", "one number") if is_vector(reward) else ("one number", "one per token")
             raise InvalidArgumentError(
                 f"{where}: reward is {has} and the client was made for {needs} "
                 f"(token_rewards={self._token_rewards}); all rows of a run use the one or the other"

@@ -1,6 +1,6 @@
 """Columns of Python values, one list a field, to tables of steps: types and shapes are checked, and values converted.
 
-Here, and only here, Python lists of ints become arrays. What is wrong is refused with the trajectory's name.
+What is wrong is refused with the trajectory's name.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array, Int64s, Ragged, exact_sum
+from gristmill._wire.lists import ConvertedTokens, from_list
 from gristmill._wire.steps import FLOAT32_MAX, INT32_MAX, UNKNOWN, Extra, Steps, check, check_text, oldest_versions
 from gristmill.errors import InvalidArgumentError
 
@@ -34,6 +36,9 @@ SCALARS: dict[str, tuple[type, Any]] = {
 ARRAYS = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward", "advantage", "policy_versions")
 """Fields with a value a token, or one a row."""
 
+Read = Callable[[Any, str, str], Array]
+"""Converts the value of a field of a row, or refuses it by name."""
+
 _KIND_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
 
 
@@ -44,8 +49,14 @@ class ValueColumns:
     not is looked at again, value by value, and refused by name or converted.
     """
 
-    def __init__(self, columns: Mapping[str, list[Any]], count: int, declared: Sequence[ColumnSpec] = ()) -> None:
-        """declared: the run's own columns.
+    def __init__(
+        self,
+        columns: Mapping[str, list[Any]],
+        count: int,
+        declared: Sequence[ColumnSpec] = (),
+        converted: ConvertedTokens | None = None,
+    ) -> None:
+        """declared: the run's own columns. converted: tokens of earlier steps, to which those of these rows are added.
 
         Raises InvalidArgumentError naming the trajectory, the field and the value. The lists are not modified.
         """
@@ -53,8 +64,8 @@ class ValueColumns:
         self._scalars = {name: self._scalar_column(name, *found) for name, found in SCALARS.items()}
         for name in ("prompt_token_ids", "response_ids", "loss_mask"):
             self._check_complete(name)
-        self._prompts = self._array_column("prompt_token_ids", np.int32, _tokens)
         self._responses = self._array_column("response_ids", np.int32, _tokens)
+        self._prompts = self._prompt_column(converted or ConvertedTokens())
         self._masks = self._array_column("loss_mask", np.uint8, _mask)
         self._logprobs = self._array_column("rollout_logprobs", np.float32, _float32s)
         self._versions = self._array_column("policy_versions", np.int32, _version_array)
@@ -81,17 +92,36 @@ class ValueColumns:
             if value is None:
                 raise InvalidArgumentError(f"{self._where(row)}: {name} is missing; every row needs it")
 
-    def _array_column(self, name: str, dtype: Any, read: Callable[[Any, str, str], Array]) -> list[Array | None]:
+    def _array_column(self, name: str, dtype: Any, read: Read) -> list[Array | None]:
         """Each row's array, None where it has none."""
         dtype, values = np.dtype(dtype), self._columns.get(name)
         if values is None:
             return [None] * self._count
         return [
-            value
-            if value is None or (type(value) is np.ndarray and value.dtype == dtype and value.ndim == 1)
-            else read(value, name, self._where(row))
+            value if value is None or _is_converted(value, dtype) else self._array(row, value, name, dtype, read)
             for row, value in enumerate(values)
         ]
+
+    def _array(self, row: int, value: Any, name: str, dtype: np.dtype[Any], read: Read) -> Array:
+        if type(value) is list and (array := from_list(value, dtype)) is not None:
+            return array
+        return read(value, name, self._where(row))
+
+    def _prompt_column(self, converted: ConvertedTokens) -> list[Array]:
+        dtype = np.dtype(np.int32)
+        prompts: list[Array] = []
+        for row, value in enumerate(self._columns.get("prompt_token_ids", ())):
+            uid, sample = self._scalars["uid"][row], self._scalars["sample"][row]
+            prompt = value if _is_converted(value, dtype) else None
+            if type(value) is list:
+                prompt = converted.prompt(uid, sample, value)
+            if prompt is None:
+                prompt = _tokens(value, "prompt_token_ids", self._where(row))
+            prompts.append(prompt)
+            response = self._responses[row]
+            if type(value) is list and response is not None and not self._scalars["is_last_step"][row]:
+                converted.keep(uid, sample, value, self._columns["response_ids"][row], (prompt, response))
+        return prompts
 
     def _number_column(self, name: str, dtype: Any) -> tuple[list[float | None], list[Array | None]]:
         """One number a row, or the sum of one per token; and those."""
@@ -103,7 +133,7 @@ class ValueColumns:
         for row, value in enumerate(values):
             where = self._where(row)
             if is_vector(value):
-                array = nothing[row] = _floats(value, name, dtype, where)
+                array = nothing[row] = self._array(row, value, name, np.dtype(dtype), partial(_floats, dtype=dtype))
                 numbers.append(exact_sum(array))
             else:
                 numbers.append(None if value is None else float(_scalar(value, name, float, where)))
@@ -126,7 +156,7 @@ class ValueColumns:
 
     def _sizes(self) -> Int64s:
         """Bytes of each row's arrays, about; int64 (rows,)."""
-        columns = (
+        columns: tuple[Sequence[Array | None], ...] = (
             self._prompts,
             self._responses,
             self._masks,
@@ -155,7 +185,7 @@ class ValueColumns:
             stop_reasons=scalars["stop_reason"],
             policy_versions=versions,
             tokens=_tokens_of(prompts, responses),
-            prompt_lengths=np.fromiter(map(len, prompts), np.int64, len(prompts)),  # type: ignore[arg-type]
+            prompt_lengths=np.fromiter(map(len, prompts), np.int64, len(prompts)),
             loss_mask=Ragged.from_arrays(self._masks[begin:end], np.uint8),  # type: ignore[arg-type]
             logprobs=None,
             rewards=np.array([value or 0.0 for value in rewards], np.float64),
@@ -196,6 +226,10 @@ def describe(row: Mapping[str, Any], position: int) -> str:
         return f"row {position}"
     sample, step = row.get("sample"), row.get("step")
     return f"uid {row['uid']!r} sample {sample}" + (f" step {step}" if step is not None else "")
+
+
+def _is_converted(value: Any, dtype: np.dtype[Any]) -> bool:
+    return type(value) is np.ndarray and value.dtype == dtype and value.ndim == 1
 
 
 def _fit(values: list[Any], kind: type) -> bool:
@@ -328,10 +362,10 @@ def _mask(values: Any, name: str, where: str) -> NDArray[np.uint8]:
 
 
 def _float32s(values: Any, name: str, where: str) -> Array:
-    return _floats(values, name, np.float32, where)
+    return _floats(values, name, where, np.float32)
 
 
-def _floats(values: Any, name: str, dtype: Any, where: str) -> Array:
+def _floats(values: Any, name: str, where: str, dtype: Any) -> Array:
     array = _vector(values, name, where)
     if array.size and array.dtype.kind not in "iuf":
         raise InvalidArgumentError(f"{where}: {name} holds {array.dtype} values; expected numbers")
