@@ -370,6 +370,38 @@ def test_steps_after_the_last_are_refused(client: RolloutClient) -> None:
         trajectory.step([1], [2])
 
 
+def test_a_trajectory_is_extended_by_what_is_new(faulty: FaultyService, client: RolloutClient) -> None:
+    trajectory = client.trajectory("a", 0)
+    trajectory.step([1, 2], [3])
+    trajectory.extend([4, 5], [6], loss_mask=[1])
+    trajectory.extend([], [7])
+    trajectory.step([1, 2, 3, 4, 5, 6, 7, 8], [9], reward=1.0, is_last_step=True)
+    client.flush()
+    assert [np.frombuffer(tokens, np.int32).tolist() for tokens in faulty.rows.values()] == [
+        [1, 2, 3],
+        [1, 2, 3, 4, 5, 6],
+        [1, 2, 3, 4, 5, 6, 7],
+        [1, 2, 3, 4, 5, 6, 7, 8, 9],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("observation", "message"),
+    [([-1], r"step 1: observation_ids\[0\] is -1"), (["a"], "step 1: observation_ids holds <U1 values")],
+)
+def test_an_observation_is_refused_by_name(client: RolloutClient, observation: list[Any], message: str) -> None:
+    trajectory = client.trajectory("a", 0)
+    trajectory.step([1, 2], [3])
+    with pytest.raises(InvalidArgumentError, match=message):
+        trajectory.extend(observation, [4])
+    trajectory.extend([5], [4], is_last_step=True)
+
+
+def test_what_has_no_step_yet_cannot_be_extended(client: RolloutClient) -> None:
+    with pytest.raises(FailedPreconditionError, match=r"begin with step\(prompt_token_ids, response_ids\)"):
+        client.trajectory("a", 0).extend([4], [5])
+
+
 def test_a_refused_argument_does_not_use_up_a_step(faulty: FaultyService, client: RolloutClient) -> None:
     trajectory = client.trajectory("a", 0)
     with pytest.raises(InvalidArgumentError, match="uid 'a' sample 0 step 0: response_ids is empty"):

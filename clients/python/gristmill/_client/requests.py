@@ -14,7 +14,7 @@ import numpy as np
 from gristmill._client.channels import MESSAGE_BYTES
 from gristmill._client.outbox import Limits
 from gristmill._client.prefix_dedup import RequestEncoder
-from gristmill._client.trajectory import plain
+from gristmill._client.step_writer import plain
 from gristmill._wire import submit_codec
 from gristmill._wire.steps import INT32_MAX, Steps, TrajectoryKey, check_tag
 from gristmill._wire.tables import ValueColumns

@@ -17,7 +17,8 @@ from gristmill._client.outbox import Limits
 from gristmill._client.prefix_dedup import RequestEncoder
 from gristmill._client.sender import Sender
 from gristmill._client.skyrl_output import columns_of_output, unknown_keys
-from gristmill._client.trajectory import AsyncTrajectory, Declared, StepWriter
+from gristmill._client.step_writer import Declared, StepWriter
+from gristmill._client.trajectory import AsyncTrajectory
 from gristmill._client.transport import Connection
 from gristmill._wire.column_spec import by_name, specs_of
 from gristmill._wire.rows import columns_of, extra_names

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gristmill._client.trajectory import plain
+from gristmill._client.step_writer import plain
 from gristmill._converters.keys import Choice, Keys
 from gristmill._converters.values import routes
 from gristmill._wire.column_spec import ColumnSpec

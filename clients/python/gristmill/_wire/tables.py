@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.column_spec import ColumnSpec
-from gristmill._wire.columns import Array, Int64s, Ragged, exact_sum
+from gristmill._wire.columns import Array, Int64s, Ragged, exact_sum, least
 from gristmill._wire.lists import ConvertedTokens, from_list
 from gristmill._wire.steps import FLOAT32_MAX, INT32_MAX, UNKNOWN, Extra, Steps, check, check_text, oldest_versions
 from gristmill.errors import InvalidArgumentError
@@ -337,6 +337,16 @@ def _tokens(values: Any, name: str, where: str) -> NDArray[np.int32]:
             bad = int(outside.argmax())
             raise InvalidArgumentError(f"{where}: {name}[{bad}] is {array[bad]}; token ids are 0..{INT32_MAX}")
     return array.astype(np.int32, copy=False)
+
+
+def token_ids(values: Any, name: str, where: str) -> NDArray[np.int32]:
+    """Token ids as an array. Raises InvalidArgumentError that names the field and the value."""
+    array = from_list(values, np.dtype(np.int32)) if type(values) is list else None
+    found = _tokens(values, name, where) if array is None else array
+    if found.size and least(found) < 0:
+        bad = int((found < 0).argmax())
+        raise InvalidArgumentError(f"{where}: {name}[{bad}] is {found[bad]}; token ids are 0..{INT32_MAX}")
+    return found
 
 
 def _version_array(values: Any, name: str, where: str) -> NDArray[np.int32]:
