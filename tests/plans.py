@@ -119,6 +119,11 @@ def aligned_in_rows(rows: int, config: RunConfig) -> bool:
     return -(-per_rank // size) % (config.align_to // config.dp_size) == 0
 
 
+def naive_filled(ranks: list[list[list[int]]], size: int) -> list[list[list[int]]]:
+    """Per rank and micro-batch, its rows, with padding rows behind them until there are `size`."""
+    return [[rows + [PADDING] * (size - len(rows)) for rows in rank] for rank in ranks]
+
+
 def naive_aligned(rows: range, batch: Batch) -> bool:
     if batch.config.token_cap is None:
         return aligned_in_rows(len(rows), batch.config)

@@ -116,7 +116,7 @@ def settings_for(draw: st.DrawFn, /, rows: list[Row], *, samples: int = 3, **fix
         "dp_size": draw(st.integers(1, 5)),
         "micro_batch": draw(
             st.one_of(
-                st.builds(lambda size: {"size": size}, st.integers(1, 4)),
+                st.builds(lambda size, full: {"size": size, "full": full}, st.integers(1, 4), st.booleans()),
                 st.builds(lambda tokens: {"max_tokens": tokens}, st.integers(1, 40)),
                 st.builds(lambda count: {"count": 6 * count}, st.integers(1, 2)),
             )

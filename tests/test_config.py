@@ -91,6 +91,12 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
             {"micro_batch": {"count": 3}, "mini_batch_unit": "sequence"},
             "mini_batch_unit: sequence works with micro_batch: {size: ...}",
         ),
+        ({"micro_batch": {"count": 3, "full": True}}, "micro_batch.full: true .* give size, or leave full out"),
+        ({"micro_batch": {"size": 3, "full": 1}}, "micro_batch.full: input should be a valid boolean, got 1"),
+        (
+            {"micro_batch": {"size": 3, "full": True}, "mini_batch_unit": "sequence", "dp_size": 2},
+            "each rank has 1 rows of every policy mini-batch .* no multiple of it; change policy_mini_batch_size or",
+        ),
         ({"micro_batch": {"count": 10**9}}, "micro_batch.count: input should be less than or equal to 16384"),
         ({"micro_batch": {"size": 0}}, "micro_batch.size: input should be greater than 0, got 0"),
         ({"train_batch_size": 7}, "train_batch_size: 7 is not a multiple of policy_mini_batch_size: 2"),

@@ -48,13 +48,15 @@ _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=Fal
 
 class MicroBatch(BaseModel):
     """What bounds micro-batches: exactly one of `size` (rows of each), `max_tokens` (tokens of each per rank, times
-    `cp_size`) and `count` (how many a rank has of a mini-batch)."""
+    `cp_size`) and `count` (how many a rank has of a mini-batch). `full`: whether padding rows fill a rank's last
+    micro-batch up to `size`."""
 
     model_config = _STRICT
 
     size: Count | None = None
     max_tokens: Tokens | None = None
     count: Size | None = None
+    full: bool = False
 
 
 def _number(value: object) -> object:
@@ -353,7 +355,7 @@ def _refuse_wrong_combinations(config: RunConfig) -> None:
 
 
 def _check_micro_batch(config: RunConfig) -> None:
-    given = config.micro_batch.model_dump(exclude_none=True)
+    given = config.micro_batch.model_dump(exclude_none=True, exclude={"full"})
     if len(given) != 1:
         raise InvalidArgumentError(
             f"micro_batch: give exactly one of size (rows), max_tokens and count (of each rank), got "
@@ -361,6 +363,8 @@ def _check_micro_batch(config: RunConfig) -> None:
         )
     if config.micro_batch.count is not None:
         group_rules.check_micro_batch_count(config, config.micro_batch.count)
+    if config.micro_batch.full:
+        group_rules.check_full_micro_batches(config, config.micro_batch.size)
 
 
 def _check_mini_batches(config: RunConfig) -> None:

@@ -44,6 +44,22 @@ def check_micro_batch_count(config: RunConfig, count: int) -> None:
         )
 
 
+def check_full_micro_batches(config: RunConfig, size: int | None) -> None:
+    if size is None:
+        raise InvalidArgumentError(
+            "micro_batch.full: true fills micro-batches up to micro_batch.size rows, which is not given; give size, or "
+            "leave full out"
+        )
+    for model in config.models:
+        rows = config.mini_batch_size(model) // config.dp_size
+        if config.mini_batch_unit == "sequence" and rows % size:
+            raise InvalidArgumentError(
+                f"micro_batch.full: true asks for micro-batches of {size} rows, and with mini_batch_unit: sequence "
+                f"each rank has {rows} rows of every {model} mini-batch ({model}_mini_batch_size / dp_size), no "
+                f"multiple of it; change {model}_mini_batch_size or micro_batch.size, or leave full out"
+            )
+
+
 def check_tags(config: RunConfig) -> None:
     if config.tag_timeout_s is not None and not config.tag_shares:
         raise InvalidArgumentError(

@@ -15,7 +15,14 @@ import gristmill
 from gristmill import errors
 
 ROOT = Path(__file__).parents[2]
-PUBLIC = {"gristmill.adapters", "gristmill.aio", "gristmill.converters", "gristmill.errors", "gristmill.torch"}
+PUBLIC = {
+    "gristmill.adapters",
+    "gristmill.aio",
+    "gristmill.completions",
+    "gristmill.converters",
+    "gristmill.errors",
+    "gristmill.torch",
+}
 
 
 def test_all_is_the_public_surface() -> None:

@@ -234,6 +234,16 @@ def test_a_column_that_nobody_declared_cannot_be_wanted(service: Service, run_na
         TrainerClient(service.grpc_address, run_name, 0, columns="difficulty")
 
 
+def test_a_dtype_of_a_tensor_that_no_column_makes_is_refused(service: Service, run_name: str) -> None:
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG)
+    with TrainerClient(service.grpc_address, run_name, 0, dtypes={"difficulty": torch.float32}) as trainer:
+        assert trainer.position.batch == 0
+    trainer = TrainerClient(service.grpc_address, run_name, 0, dtypes={"dificulty": torch.float32})
+    with trainer, pytest.raises(InvalidArgumentError, match=r"dtypes names 'dificulty'; known are .*, difficulty"):
+        next(iter(trainer))
+
+
 def http_row(uid: str) -> dict[str, Any]:
     return {
         "uid": uid,

@@ -54,7 +54,8 @@ LAYOUTS = [
 
 
 def shard_bytes(rows: list[Row], config: dict[str, Any]) -> list[bytes]:
-    shards = build_batch(from_rows(rows), parse_config(config), run="run", batch=0).shards
+    checked = parse_config(config)
+    shards = build_batch(from_rows(rows, columns=checked.columns), checked, run="run", batch=0).shards
     return [join(shard.iovec()) for shard in shards]
 
 
@@ -181,9 +182,24 @@ def test_dtypes_are_converted_on_request(changes: dict[str, Any]) -> None:
         assert micro["sequences"] is micro["sequences"]
 
 
-def test_an_unknown_kind_of_dtype_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="dtypes names 'sequences'; known are tokens, masks, floats"):
-        Conversion(dtypes={"sequences": torch.int64})
+@pytest.mark.parametrize("changes", LAYOUTS)
+def test_a_tensor_s_own_dtype_goes_before_that_of_its_kind(changes: dict[str, Any]) -> None:
+    columns = [{"name": "verdict", "dtype": "int8", "scope": "row"}]
+    (data,) = shard_bytes([row | {"verdict": 1} for row in ROWS], CONFIG | {"columns": columns} | changes)
+    dtypes = {"masks": torch.int64, "loss_mask": torch.float32, "verdict": torch.float64, "is_padding": torch.bool}
+    for micro in as_shard(data, dtypes=dtypes).micro_batches():
+        assert micro["response_mask"].dtype == torch.int64
+        assert micro["loss_mask"].dtype == torch.float32
+        assert micro["verdict"].dtype == torch.float64
+        assert micro["is_padding"].dtype == torch.bool
+        assert micro["sequences"].dtype == torch.int32
+
+
+def test_a_dtype_of_no_tensor_is_refused_naming_those_that_there_are(tmp_path: Path) -> None:
+    path = tmp_path / "shard.safetensors"
+    path.write_bytes(shard_bytes(ROWS, CONFIG)[0])
+    with pytest.raises(InvalidArgumentError, match="dtypes names 'mask'; known are the kinds tokens, masks, floats, "):
+        open_shard(path, dtypes={"mask": torch.int64})
 
 
 def test_a_response_as_wide_as_the_sequence_gets_a_column_before_it() -> None:

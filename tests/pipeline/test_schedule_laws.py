@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.errors import InvalidArgumentError
+from gristmill_service.config import Flops, MicroBatch
 from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan
 from gristmill_service.pipeline.schedule import schedule
 from tests.plans import (
@@ -21,6 +22,7 @@ from tests.plans import (
     micro_batches,
     naive_aligned,
     naive_by_tokens,
+    naive_filled,
     naive_kept,
     of,
     planned,
@@ -146,6 +148,23 @@ def test_counted_in_rows_there_are_as_few_padding_rows_as_can_be(batch: Batch) -
     for plan in planned(batch.groups, batch.config):
         fewer = range(plan.rows, plan.rows + plan.padding_rows)
         assert not any(aligned_in_rows(rows, batch.config) for rows in fewer if rows % dp_size == 0)
+
+
+@given(
+    batches(micro_batch=BY_SIZE, on_misaligned=PADDED | DROPPING | STRICT), st.sampled_from(["none", "tokens", "flops"])
+)
+def test_filling_micro_batches_only_puts_padding_rows_behind_each_ranks_last(batch: Batch, balance: str) -> None:
+    size = batch.config.micro_batch.size
+    assert size is not None
+    plain = batch.config.model_copy(update={"balance": balance, "flops": Flops(linear=1.0, quadratic=0.1)})
+    filled = plain.model_copy(update={"micro_batch": MicroBatch(size=size, full=True)})
+    as_they_come = planned_or_refused(Batch(batch.groups, plain))
+    plans = planned_or_refused(Batch(batch.groups, filled))
+    assert (plans is None) == (as_they_come is None)
+    for plan, short in zip(plans or [], as_they_come or [], strict=True):
+        assert micro_batches(plan) == naive_filled(micro_batches(short), size)
+        assert {len(rows) for rows in all_micro_batches(plan)} == {size}
+        assert plan.rows == short.rows
 
 
 @given(batches(micro_batch=BY_COUNT))

@@ -3,7 +3,8 @@
 `RolloutClient` and `AsyncRolloutClient` need only grpcio, protobuf and numpy. `TrainerClient` reads torch tensors:
 `pip install gristmill[torch]`. Names are imported when first used, so that each costs only those who use it.
 
-The public modules are this one, `gristmill.aio`, `gristmill.converters`, `gristmill.errors` and `gristmill.torch`.
+The public modules are this one, `gristmill.adapters`, `gristmill.aio`, `gristmill.completions`, `gristmill.converters`,
+`gristmill.errors` and `gristmill.torch`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.addresses import Position, read_header
+from gristmill._wire.column_spec import SHARD_TENSORS
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 
 try:
@@ -56,19 +57,29 @@ class Conversion:
     """Moves tensors to a device and a dtype when they are used.
 
     device: None leaves them where they are, in the mapped file.
-    dtypes: for `tokens`, `masks` and `floats`; those not named keep int32, uint8 and float32.
+    dtypes: by tensor, such as `loss_mask` or a declared column, and for those not named by kind, `tokens`, `masks` and
+        `floats`; the others keep what the file has, int32, uint8 and float32 of these kinds.
     """
 
     def __init__(
         self, device: torch.device | str | None = None, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> None:
-        unknown = sorted((dtypes or {}).keys() - _KINDS.keys())
-        if unknown:
-            raise InvalidArgumentError(f"dtypes names {unknown[0]!r}; known are {', '.join(_KINDS)}")
+        given = dict(dtypes or {})
         self._device = device
         self._side = side_stream(device)
         self._used: set[str] = set()
-        self._dtypes = {name: dtype for kind, dtype in (dtypes or {}).items() for name in _KINDS[kind]}
+        self._named = given.keys() - _KINDS.keys()
+        of_kinds = {name: given[kind] for kind, names in _KINDS.items() if kind in given for name in names}
+        self._dtypes = of_kinds | {name: given[name] for name in self._named}
+
+    def check(self, declared: Iterable[str]) -> None:
+        """Raises InvalidArgumentError where a dtype is of no tensor. declared: those that columns of the run make."""
+        known = [*SHARD_TENSORS, *declared]
+        if unknown := sorted(self._named.difference(known)):
+            raise InvalidArgumentError(
+                f"dtypes names {unknown[0]!r}; known are the kinds {', '.join(_KINDS)}, and the tensors "
+                f"{', '.join(known)}"
+            )
 
     def begin(self, tensors: Tensors) -> Copies:
         """Begins to copy those that were used of earlier shards; none where they are not copied to a GPU."""
@@ -332,8 +343,10 @@ def open_shard(
             train(micro["sequences"], micro["attention_mask"], micro.position_ids())
     """
     tensors, metadata = map_shard(os.fspath(path))
+    convert = Conversion(device, dtypes)
+    convert.check(name.rpartition("/")[2] for name in tensors)
     position = Position(metadata["batch"], 0, metadata["mini_batch"])
-    return Shard(tensors, metadata, Conversion(device, dtypes), position, is_mapped=True)
+    return Shard(tensors, metadata, convert, position, is_mapped=True)
 
 
 def _metadata_of(metadata: dict[str, Any], begin: int, end: int) -> dict[str, Any]:

@@ -131,7 +131,16 @@ def _plan_by_size(part: _Part, loads: Loads | None, config: RunConfig) -> MiniBa
     ranks = tuple(RankPlan(rows, bounds) for rows in padded.reshape(config.dp_size, count))
     if loads is not None:
         ranks = more_even(_balanced_rows(own, loads, per_micro_batch, bounds, config.dp_size), ranks, loads)
+    if config.micro_batch.full:
+        ranks = tuple(_filled(rank, per_micro_batch) for rank in ranks)
     return _plan(part, kept, ranks)
+
+
+def _filled(rank: RankPlan, per_micro_batch: int) -> RankPlan:
+    """Returns the same with padding rows behind it, so that the last micro-batch has as many rows as the others."""
+    bounds = np.arange(len(rank.bounds), dtype=np.int64) * per_micro_batch
+    missing = bounds[-1] - len(rank.rows)
+    return RankPlan(np.append(rank.rows, np.full(missing, PADDING)), bounds)
 
 
 def _balanced_rows(

@@ -17,7 +17,7 @@ from gristmill._client.requests import check_run
 from gristmill._client.trainer_batch import Batch
 from gristmill._client.transport import TIMEOUT_S, Transport
 from gristmill._wire.addresses import MODELS, Position, ShardAddress
-from gristmill._wire.column_spec import specs_of
+from gristmill._wire.column_spec import specs_of, tensor_names
 from gristmill.errors import (
     BatchFailedError,
     DeadlineExceededError,
@@ -54,8 +54,8 @@ class TrainerClient:
         `load_state_dict` is how it comes back with other ranks.
     model: `policy`, or `critic` where the run has one; each has an order of its own.
     device, dtypes: what tensors become when they are used, such as `device="cuda"` and
-        `dtypes={"tokens": torch.int64, "masks": torch.float32}` (and `floats`); left alone, they are int32, uint8 and
-        float32 in the mapped file.
+        `dtypes={"tokens": torch.int64, "masks": torch.int64, "loss_mask": torch.float32}`: by kind (also `floats`), and
+        by name for a tensor or a declared column; left alone, they are as the mapped file has them.
     auto_commit: whether an acknowledgement also commits. Without checkpoints this is what you want; with them, pass
         False and call `commit` after each.
     acknowledges: False for all but one of the processes of a data-parallel rank (tensor, pipeline, context parallel):
@@ -277,7 +277,9 @@ class TrainerClient:
         )
         config = json.loads(answer.status.config_json)
         self._epochs, self._dp_size = config.get("update_epochs_per_batch", 1), dp_size or config.get("dp_size", 1)
-        self._columns.declare(specs_of(config.get("columns", ())))
+        columns = specs_of(config.get("columns", ()))
+        self._columns.declare(columns)
+        self._convert.check(name for column in columns for name in tensor_names(column))
         return answer.status
 
     def _check_rank(self) -> None:

@@ -15,7 +15,8 @@ from gristmill._client.drivers import block_on
 from gristmill._client.sender import Sender
 from gristmill._client.step_writer import Declared, StepWriter
 from gristmill._wire.steps import TrajectoryKey
-from gristmill.errors import FailedPreconditionError, GristmillError, NotFoundError
+from gristmill.completions import sampled
+from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError, NotFoundError
 
 # A reason travels with an abort and is counted by; a traceback has no place in it.
 _REASON_LENGTH = 200
@@ -101,6 +102,25 @@ class AsyncTrajectory:
 
     async def extend(self, observation_ids: Any, response_ids: Any, **fields: Unpack[StepFields]) -> bool:
         return await self.step(self._writer.extended(observation_ids), response_ids, **fields)
+
+    async def record(
+        self, completion: Any, *, reward: Any = None, is_last_step: bool = False, policy_version: int | None = None
+    ) -> bool:
+        choices = sampled(completion)
+        if not choices:
+            raise InvalidArgumentError(f"{self.key}: nothing was sampled in this completion; leave it out")
+        for number, choice in enumerate(choices, 1):
+            ends = number == len(choices)
+            await self.step(
+                choice.prompt_token_ids,
+                choice.response_ids,
+                rollout_logprobs=choice.rollout_logprobs,
+                stop_reason=choice.stop_reason,
+                reward=reward if ends else None,
+                is_last_step=is_last_step and ends,
+                policy_version=policy_version,
+            )
+        return self.is_kept
 
     async def abort(self, reason: str) -> None:
         self._writer.is_ended = True
@@ -211,6 +231,29 @@ class Trajectory:
         Raises FailedPreconditionError where there is no step yet; otherwise as `step`.
         """
         return block_on(self._awaited.extend(observation_ids, response_ids, **fields))
+
+    def record(
+        self, completion: Any, *, reward: Any = None, is_last_step: bool = False, policy_version: int | None = None
+    ) -> bool:
+        """Hands over what an engine answered, as a step for each choice, and returns `is_kept`.
+
+        completion: a chat completion, completion or response with its token ids, as an object of the `openai` package,
+            a mapping, or the list of a stream's chunks; `gristmill.completions` says what to ask the engine for. What
+            it sampled is trained, what it read is context: messages of tools and users, and answers of other calls.
+        reward, is_last_step: of the last choice; otherwise as of `step`.
+
+        Give calls in the order in which they were answered. A run with `merge: tree` makes a tree of parallel calls,
+        several choices, sub-agents and shortened histories. Raises as `step`, and InvalidArgumentError for a completion
+        without its token ids.
+
+            completion = engine.chat.completions.create(
+                model=model, messages=messages, logprobs=True, extra_body={"return_token_ids": True}
+            )
+            trajectory.record(completion)
+        """
+        return block_on(
+            self._awaited.record(completion, reward=reward, is_last_step=is_last_step, policy_version=policy_version)
+        )
 
     def abort(self, reason: str) -> None:
         """Gives the trajectory up: its rows are dropped and its group goes on without it. Idempotent."""

@@ -1,0 +1,200 @@
+"""What an engine sampled, read from its answer to a call of the OpenAI API. Nothing is tokenised: an answer that does
+not carry its token ids is refused.
+
+Engines give them when a call asks for them:
+
+    vLLM, chat and completions   `return_token_ids: true`, with `logprobs: true` (chat) or `logprobs: 0` (completions)
+    vLLM, responses              `enable_response_messages: true`; it gives no logprobs of all tokens
+    SGLang, chat                 `return_input_ids_in_sglext` and `return_output_ids_in_sglext: true`, `logprobs: true`;
+                                 or, without streaming, `return_token_ids: true`
+    SGLang, completions          `return_token_ids: true`, `logprobs: 1`
+
+Sources: `entrypoints/openai/{chat_completion,completion,responses}` of vllm-project/vllm (its pull request 22587) and
+`srt/entrypoints/openai` of sgl-project/sglang (30917 and 34488).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gristmill.errors import InvalidArgumentError
+
+HOW_TO_ASK = (
+    "ask the engine for them: return_token_ids and logprobs with vLLM 0.10.2 or newer, return_input_ids_in_sglext, "
+    "return_output_ids_in_sglext and logprobs with SGLang"
+)
+
+
+class Sampled(NamedTuple):
+    """One choice of an answer: the tokens that the engine read, those that it sampled, and their log-probabilities, one
+    each, None where the answer has none. stop_reason: as the engine names it, "" where it does not."""
+
+    prompt_token_ids: Sequence[int]
+    response_ids: Sequence[int]
+    rollout_logprobs: Sequence[float] | None
+    stop_reason: str
+
+
+def sampled(completion: Any) -> list[Sampled]:
+    """The choices of an answer, in the order of their index.
+
+    completion: a chat completion, completion or response, as a mapping or an object of the `openai` package; or the
+        chunks of a streamed one, in their order.
+    Raises InvalidArgumentError where it does not have its token ids, or not one log-probability a token. A choice of
+    which nothing was sampled is left out.
+    """
+    if isinstance(completion, Iterable) and not isinstance(completion, (Mapping, str)) and not _is_model(completion):
+        chunks = ChunkReader()
+        for chunk in completion:
+            chunks.read(_mapping(chunk))
+        return chunks.sampled()
+    answer = _mapping(completion)
+    if answer.get("object") == "response":
+        return _of_response(answer)
+    extension = answer.get("sglext") or {}
+    found = []
+    for position, choice in enumerate(answer.get("choices") or ()):
+        index = choice.get("index", position)
+        prompt = _first(answer.get("prompt_token_ids"), choice.get("prompt_token_ids"), extension.get("input_ids"))
+        response = _first(choice.get("token_ids"), _at(extension.get("output_ids"), index))
+        stop = choice.get("finish_reason") or ""
+        found.append((index, _checked(prompt, response, logprobs_of(choice.get("logprobs")), stop, f"choice {index}")))
+    if not found:
+        raise InvalidArgumentError("the answer has no choices; give a chat completion, a completion or a response")
+    return [one for _, one in sorted(found, key=lambda each: each[0]) if one.response_ids]
+
+
+class ChunkReader:
+    """Puts a streamed answer together from its chunks, as far as training needs it."""
+
+    def __init__(self) -> None:
+        self._prompt: Sequence[int] | None = None
+        self._choices: dict[int, _Choice] = {}
+        self._extension: Mapping[str, Any] = {}
+
+    def read(self, chunk: Mapping[str, Any]) -> None:
+        """The next chunk, in the engine's own form."""
+        self._prompt = _first(self._prompt, chunk.get("prompt_token_ids"))
+        if extension := chunk.get("sglext"):
+            self._extension = {**self._extension, **extension}
+        for choice in chunk.get("choices") or ():
+            index = choice.get("index", 0)
+            if (known := self._choices.get(index)) is None:
+                known = self._choices[index] = _Choice()
+            known.read(choice)
+
+    @property
+    def finished(self) -> int:
+        """How many choices have said why they ended."""
+        return sum(choice.stop_reason is not None for choice in self._choices.values())
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether the prompt's token ids have come."""
+        return self._prompt is not None or any(choice.prompt is not None for choice in self._choices.values())
+
+    def sampled(self) -> list[Sampled]:
+        """As the function. Raises InvalidArgumentError also where a choice has not ended: the stream was cut."""
+        found = []
+        for index, choice in sorted(self._choices.items()):
+            where = f"choice {index}"
+            if choice.stop_reason is None:
+                raise InvalidArgumentError(f"{where} did not end: the stream was cut; make the call again")
+            prompt = _first(self._prompt, choice.prompt, self._extension.get("input_ids"))
+            response = _first(choice.tokens, _at(self._extension.get("output_ids"), index))
+            found.append(_checked(prompt, response, choice.logprobs, choice.stop_reason, where))
+        if not found:
+            raise InvalidArgumentError("the stream has no choices; give the chunks of a completion")
+        return [one for one in found if one.response_ids]
+
+
+class _Choice:
+    """A choice of which parts have come."""
+
+    def __init__(self) -> None:
+        self.prompt: Sequence[int] | None = None
+        self.tokens: list[int] | None = None
+        self.logprobs: list[float] | None = None
+        self.stop_reason: str | None = None
+
+    def read(self, part: Mapping[str, Any]) -> None:
+        self.prompt = _first(self.prompt, part.get("prompt_token_ids"))
+        if (tokens := part.get("token_ids")) is not None:
+            self.tokens = self.tokens or []
+            self.tokens += tokens
+        if (logprobs := logprobs_of(part.get("logprobs"))) is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += logprobs
+        self.stop_reason = _first(self.stop_reason, part.get("finish_reason"))
+
+
+def logprobs_of(given: Mapping[str, Any] | None) -> list[float] | None:
+    """A choice's log-probabilities, in the form of chat (`content`) or of completions (`token_logprobs`)."""
+    if given is None:
+        return None
+    if (content := given.get("content")) is not None:
+        return [token["logprob"] for token in content]
+    return given.get("token_logprobs")
+
+
+def _of_response(answer: Mapping[str, Any]) -> list[Sampled]:
+    """vLLM runs its built-in tools within one response: the prompt of the first turn stands in `input_messages`, then
+    by turns an output and the next prompt in `output_messages`."""
+    messages = [*(answer.get("input_messages") or ()), *(answer.get("output_messages") or ())]
+    tokens = [message.get("tokens") if isinstance(message, Mapping) else None for message in messages]
+    if not tokens or len(tokens) % 2 or None in tokens:
+        raise InvalidArgumentError(
+            "the response does not have its token ids; set enable_response_messages: true with vLLM, which gives them "
+            "where the model does not speak Harmony, or use chat completions"
+        )
+    status = answer.get("status") or ""
+    turns = zip(tokens[::2], tokens[1::2], strict=True)
+    last = len(tokens) // 2 - 1
+    stops = {"completed": "stop", "incomplete": "length"}
+    found = [
+        _checked(prompt, response, None, stops.get(status, status) if turn == last else "tool_calls", f"turn {turn}")
+        for turn, (prompt, response) in enumerate(turns)
+    ]
+    return [one for one in found if one.response_ids]
+
+
+def _checked(
+    prompt: Sequence[int] | None,
+    response: Sequence[int] | None,
+    logprobs: Sequence[float] | None,
+    stop_reason: str,
+    where: str,
+) -> Sampled:
+    lacking = "prompt's" if prompt is None else "response's" if response is None else ""
+    if prompt is None or response is None:
+        raise InvalidArgumentError(f"{where}: the answer does not have the {lacking} token ids; {HOW_TO_ASK}")
+    if logprobs is not None and len(logprobs) != len(response):
+        raise InvalidArgumentError(
+            f"{where}: the answer has {len(logprobs)} logprobs for {len(response)} token ids; it needs one each"
+        )
+    return Sampled(prompt, response, logprobs, stop_reason)
+
+
+def _mapping(answer: Any) -> Mapping[str, Any]:
+    if isinstance(answer, Mapping):
+        return answer
+    if _is_model(answer):
+        found: Mapping[str, Any] = answer.model_dump()
+        return found
+    raise InvalidArgumentError(
+        f"the completion is a {type(answer).__name__}; give an object of the openai package, or the answer as a mapping"
+    )
+
+
+def _is_model(answer: Any) -> bool:
+    """Models of pydantic, of which those of the openai package are, iterate over their fields."""
+    return hasattr(answer, "model_dump")
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _at(values: Sequence[Any] | None, index: int) -> Any:
+    return values[index] if values is not None and index < len(values) else None

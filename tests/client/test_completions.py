@@ -1,0 +1,180 @@
+"""What an engine answered becomes steps: read as the openai package gives it, never tokenised again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill import InvalidArgumentError, RolloutClient, TrainerClient
+from gristmill.completions import sampled
+from gristmill_service.service import Service
+from tests.client.faces import Connect
+from tests.recorder.engine import END, Engine, Words, answer_of, logprobs_for, prompt_of, serving
+
+CONFIG = {
+    "train_batch_size": 1,
+    "n_samples_per_prompt": 1,
+    "policy_mini_batch_size": 1,
+    "step_wise": True,
+    "merge": "tree",
+    "micro_batch": {"size": 8},
+}
+ASKED: dict[str, Any] = {"model": "toy", "logprobs": True}
+IDS = {"return_token_ids": True}
+SGLANG_IDS = {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with serving(Engine()) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def sglang() -> Iterator[Engine]:
+    with serving(Engine(is_sglang=True)) as engine:
+        yield engine
+
+
+def client_of(engine: Engine) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none")
+
+
+def user(text: str) -> Any:
+    return {"role": "user", "content": text}
+
+
+def test_an_object_of_the_openai_package_has_its_tokens_and_logprobs(engine: Engine) -> None:
+    messages = [user("say hello")]
+    with client_of(engine) as client:
+        completion = client.chat.completions.create(messages=messages, **ASKED, n=2, extra_body=IDS)
+    first, second = sampled(completion)
+    assert first.prompt_token_ids == second.prompt_token_ids == prompt_of(messages)
+    assert first.response_ids == [*b"hello", END]
+    assert second.response_ids == [*b"hello #1", END]
+    assert first.rollout_logprobs == logprobs_for(6)
+    assert first.stop_reason == "stop"
+
+
+@pytest.mark.parametrize("script", ["say hello", "think why; so", 'call search {"q": 1}'])
+def test_the_chunks_of_a_stream_are_read_as_the_whole_answer_is(engine: Engine, sglang: Engine, script: str) -> None:
+    found = []
+    for one, asked in ((engine, IDS), (sglang, SGLANG_IDS)):
+        for stream in (False, True):
+            with client_of(one) as client:
+                answer = client.chat.completions.create(
+                    messages=[user(script)], **ASKED, n=3, stream=stream, extra_body=asked
+                )
+                found.append(sampled(list(answer) if stream else answer))
+    assert found[0] == found[1] == found[2] == found[3]
+    assert len(found[0]) == 3
+
+
+def test_completions_of_several_prompts_are_read_each_with_its_own(engine: Engine, sglang: Engine) -> None:
+    for one in (engine, sglang):
+        for stream in (False, True):
+            with client_of(one) as client:
+                answer: Any = client.completions.create(
+                    model="toy", prompt=["say a", "say b"], logprobs=0, n=2, stream=stream, extra_body=IDS
+                )
+                found = sampled(list(answer) if stream else answer)
+            assert [bytes(each.prompt_token_ids) for each in found] == [b"say a", b"say a", b"say b", b"say b"]
+            assert all(each.rollout_logprobs for each in found)
+
+
+def test_a_response_has_its_tokens_where_it_was_asked_for_messages(engine: Engine) -> None:
+    with client_of(engine) as client:
+        asked = {"enable_response_messages": True}
+        (found,) = sampled(client.responses.create(model="toy", input="say hi", extra_body=asked))
+        with pytest.raises(InvalidArgumentError, match="enable_response_messages"):
+            sampled(client.responses.create(model="toy", input="say hi"))
+    assert found == (prompt_of([user("say hi")]), [*b"hi", END], None, "stop")
+
+
+def test_built_in_tools_make_several_turns_of_a_response() -> None:
+    def message(*tokens: int) -> dict[str, Any]:
+        return {"type": "raw_message_tokens", "message": "", "tokens": list(tokens)}
+
+    answer = {"object": "response", "status": "incomplete", "input_messages": [message(1)]}
+    answer["output_messages"] = [message(2), message(1, 2, 3), message(4)]
+    found = sampled(answer)
+    assert [(each.prompt_token_ids, each.response_ids, each.stop_reason) for each in found] == [
+        ([1], [2], "tool_calls"),
+        ([1, 2, 3], [4], "length"),
+    ]
+
+
+def test_an_answer_without_token_ids_is_refused_with_the_remedy(engine: Engine) -> None:
+    with client_of(engine) as client:
+        for stream in (False, True):
+            answer = client.chat.completions.create(messages=[user("say hi")], **ASKED, stream=stream)
+            with pytest.raises(InvalidArgumentError, match="token ids; ask the engine for them: return_token_ids"):
+                sampled(list(answer) if stream else answer)
+
+
+@pytest.mark.parametrize(
+    ("completion", "problem"),
+    [
+        ("hello", "is a str"),
+        ({"choices": []}, "no choices"),
+        ([], "no choices"),
+        ([{"choices": [{"index": 0, "token_ids": [1]}], "prompt_token_ids": [1]}], "was cut"),
+        (
+            {"prompt_token_ids": [1], "choices": [{"token_ids": [1, 2], "logprobs": {"token_logprobs": [0.0]}}]},
+            "1 logprobs for 2 token ids",
+        ),
+    ],
+)
+def test_what_is_no_complete_answer_is_refused(completion: Any, problem: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=problem):
+        sampled(completion)
+
+
+@given(st.data())
+def test_it_does_not_matter_how_a_stream_was_cut_into_chunks(data: st.DataObject) -> None:
+    tokens = data.draw(st.lists(st.lists(st.integers(0, 9), min_size=1), min_size=1, max_size=3))
+    chunks: list[dict[str, Any]] = [{"prompt_token_ids": [1, 2], "choices": [{"index": 0, "delta": {}}]}]
+    for index, own in enumerate(tokens):
+        cuts = sorted({0, len(own), *data.draw(st.lists(st.integers(0, len(own))))})
+        for start, end in itertools.pairwise(cuts):
+            content = [{"logprob": -float(token)} for token in own[start:end]]
+            part = {"index": index, "token_ids": own[start:end], "logprobs": {"content": content}}
+            chunks.append({"choices": [part]})
+        chunks.append({"choices": [{"index": index, "finish_reason": "stop"}]})
+    found = sampled(chunks)
+    assert [each.response_ids for each in found] == tokens
+    assert [each.rollout_logprobs for each in found] == [[-float(token) for token in own] for own in tokens]
+
+
+def test_recorded_calls_are_trained_where_the_assistant_spoke(
+    engine: Engine, service: Service, run_name: str, connect: Connect
+) -> None:
+    messages = [user("call look {}")]
+    with connect(service.grpc_address, run_name, timeout_s=20) as rollouts, client_of(engine) as client:
+        rollouts.create_run(CONFIG)
+        trajectory = rollouts.trajectory("a", 0)
+        first = client.chat.completions.create(messages=messages, **ASKED, extra_body=IDS)
+        assert trajectory.record(first)
+        messages += [first.choices[0].message.model_dump(), {"role": "tool", "content": "say 42", "tool_call_id": "1"}]
+        second = client.chat.completions.create(messages=messages, **ASKED, stream=True, extra_body=IDS)
+        trajectory.record(list(second), reward=1.0, is_last_step=True)
+        rollouts.flush()
+    with TrainerClient(service.grpc_address, run_name, 0) as trainer:
+        (shard,) = next(iter(trainer)).mini_batches()
+        (mask,), (tokens,) = shard["loss_mask"].tolist(), shard["sequences"].tolist()
+    spoken = [*answer_of(Words(tool=("look", "{}"))), *b"42", END]
+    assert [token for token, trained in zip(tokens[-len(mask) :], mask, strict=True) if trained] == spoken
+    assert tokens == [*prompt_of(messages), *b"42", END]
+
+
+def test_a_completion_in_which_nothing_was_sampled_is_refused(service: Service, run_name: str) -> None:
+    with RolloutClient(service.grpc_address, run_name) as rollouts:
+        trajectory = rollouts.trajectory("a", 0)
+        with pytest.raises(InvalidArgumentError, match="nothing was sampled"):
+            trajectory.record({"prompt_token_ids": [1], "choices": [{"token_ids": [], "finish_reason": "stop"}]})

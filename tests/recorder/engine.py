@@ -1,0 +1,394 @@
+"""An engine of tests that answers in vLLM's form, or in SGLang's, over real HTTP. Its words are scripted.
+
+The forms are those of vLLM's `entrypoints/openai/{chat_completion,completion,responses}/{protocol,serving}.py` (commit
+002032ee of vllm-project/vllm) and of SGLang's `srt/entrypoints/openai/{protocol,serving_chat}.py` (pull requests 30917
+and 34488 of sgl-project/sglang): which fields there are, on which chunk each stands, what is asked for by which name,
+and what is refused.
+
+A token is a byte of the text; 256 and 257 begin and end a turn, as in ChatML. The last message says what is answered:
+`say WORDS`, `think WORDS; WORDS` (reasoning, then words), `call NAME JSON` (a tool), or what goes wrong: `fail STATUS`,
+`cut AFTER` (tokens), `wait SECONDS WORDS`, `tokenless WORDS`, `mute`. Anything else is answered with `ok`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+BEGIN, END = 256, 257
+FAILURE = {"error": {"message": "told to fail", "type": "BadRequestError", "param": None, "code": 400}}
+
+
+@dataclass(frozen=True)
+class Words:
+    """What is said: in this order, as the model's own tokens."""
+
+    reasoning: str = ""
+    text: str = ""
+    tool: tuple[str, str] | None = None
+
+    @property
+    def spoken(self) -> str:
+        thought = f"<think>{self.reasoning}</think>" if self.reasoning else ""
+        call = f"<tool_call>{self.tool[0]} {self.tool[1]}</tool_call>" if self.tool else ""
+        return thought + self.text + call
+
+
+def tokens_of(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def turn(role: str, text: str) -> list[int]:
+    """A finished turn in a prompt. An answer's own tokens are its text and END."""
+    return [BEGIN, *tokens_of(f"{role}\n{text}"), END, *tokens_of("\n")]
+
+
+def prompt_of(messages: list[Mapping[str, Any]]) -> list[int]:
+    """The chat template."""
+    turns = [token for message in messages for token in turn(message["role"], _spoken(message))]
+    return [*turns, BEGIN, *tokens_of("assistant\n")]
+
+
+def answer_of(words: Words) -> list[int]:
+    return [*tokens_of(words.spoken), END]
+
+
+def logprobs_for(count: int) -> list[float]:
+    """Of a choice's tokens, exact as float32."""
+    return [-(position % 64 + 1) / 64 for position in range(count)]
+
+
+def _spoken(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
+    return Words(message.get("reasoning") or "", text).spoken + "".join(Words(tool=call).spoken for call in calls)
+
+
+@dataclass
+class Engine:
+    """One that listens at `url` and remembers what it was asked. is_sglang: whose form it answers in."""
+
+    is_sglang: bool = False
+    url: str = ""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[Mapping[str, str]] = field(default_factory=list)
+    cancelled: int = 0
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/responses", self._responses)
+        app.router.add_post("/v1/embeddings", self._embeddings)
+        return app
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "toy", "object": "model", "owned_by": "vllm"}]})
+
+    async def _embeddings(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": []})
+
+    async def _read(self, request: web.Request) -> dict[str, Any]:
+        body: dict[str, Any] = await request.json()
+        self.requests.append(body)
+        self.headers.append(dict(request.headers))
+        return body
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request)
+        prompt = prompt_of(body["messages"])
+        return await self._answer(request, body, [prompt], _spoken(body["messages"][-1]), "chat")
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request)
+        given = body["prompt"]
+        prompts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+        tokens = [tokens_of(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        return await self._answer(request, body, tokens, str(prompts[0]), "completion")
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request)
+        given = body["input"]
+        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        script = _spoken(messages[-1])
+        if (failure := _failure(script)) is not None:
+            return failure
+        words = _words(script)
+        answer = _response(words, prompt_of(messages), bool(body.get("enable_response_messages")))
+        if not body.get("stream"):
+            return web.json_response(answer)
+        return await _send_events(request, _response_events(words, answer))
+
+    async def _answer(
+        self, request: web.Request, body: dict[str, Any], prompts: list[list[int]], script: str, kind: str
+    ) -> web.StreamResponse:
+        if (failure := _failure(script)) is not None:
+            return failure
+        if self.is_sglang and kind == "chat" and body.get("stream") and body.get("return_token_ids"):
+            return _refused("return_token_ids is not supported with streaming on /v1/chat/completions.")
+        if script.startswith("wait "):
+            try:
+                await asyncio.sleep(float(script.split()[1]))
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        form = _Form(self.is_sglang, kind, body, script)
+        count = body.get("n") or 1
+        said = [_words(script, number) for number in range(count)] * len(prompts)
+        if body.get("stream"):
+            cut = int(script.split()[1]) if script.startswith("cut ") else None
+            return await _send_chunks(request, form.chunks(prompts, said, count), cut)
+        return web.json_response(form.whole(prompts, said, count), headers={"x-request-id": "engine-1"})
+
+
+def _failure(script: str) -> web.Response | None:
+    if not script.startswith("fail "):
+        return None
+    headers = {"retry-after": "0", "x-engine": "busy"}
+    return web.json_response(FAILURE, status=int(script.split()[1]), headers=headers)
+
+
+def _refused(message: str) -> web.Response:
+    return web.json_response(
+        {"object": "error", "message": message, "type": "BadRequestError", "code": 400}, status=400
+    )
+
+
+def _words(script: str, number: int = 0) -> Words:
+    """Later choices of one call say their number too."""
+    verb, _, rest = script.partition(" ")
+    more = f" #{number}" if number else ""
+    if verb == "think":
+        reasoning, _, text = rest.partition("; ")
+        return Words(reasoning, text + more)
+    if verb == "call":
+        name, _, arguments = rest.partition(" ")
+        return Words(tool=(name, arguments))
+    if verb == "wait":
+        return Words(text=rest.partition(" ")[2] + more)
+    if verb == "cut":
+        return Words(text="a long answer that is cut")
+    if verb in ("say", "tokenless"):
+        return Words(text=rest + more)
+    return Words(text="ok" + more)
+
+
+class _Form:
+    """Answers in the form of one API of one engine."""
+
+    def __init__(self, is_sglang: bool, kind: str, body: Mapping[str, Any], script: str) -> None:
+        self._is_sglang, self._kind, self._body = is_sglang, kind, body
+        has_ids = not script.startswith("tokenless")
+        self._has_ids = has_ids and bool(body.get("return_token_ids"))
+        self._has_extension = has_ids and bool(body.get("return_output_ids_in_sglext"))
+        asked = body.get("logprobs")
+        self._has_logprobs = bool(asked) if kind == "chat" else asked is not None
+        self._base = {"id": f"{kind}-1", "created": 1, "model": body.get("model", "toy")}
+        self._object = {"chat": "chat.completion", "completion": "text_completion"}[kind]
+
+    def whole(self, prompts: list[list[int]], said: list[Words], count: int) -> dict[str, Any]:
+        choices = [self._choice(index, words, prompts[index // count]) for index, words in enumerate(said)]
+        answer = {**self._base, "object": self._object, "choices": choices, "usage": _usage(prompts, said)}
+        if self._has_ids and self._kind == "chat" and not self._is_sglang:
+            answer["prompt_token_ids"] = prompts[0]
+        if self._has_extension:
+            answer["sglext"] = self._extension(prompts, said)
+        return answer
+
+    def _choice(self, index: int, words: Words, prompt: list[int]) -> dict[str, Any]:
+        tokens = answer_of(words)
+        choice: dict[str, Any] = {"index": index, "finish_reason": _finish(words), "logprobs": None}
+        if self._kind == "chat":
+            choice["message"] = _message(words)
+        else:
+            choice["text"] = words.spoken
+        if self._has_logprobs:
+            choice["logprobs"] = self._logprobs(tokens, logprobs_for(len(tokens)))
+        if self._has_ids:
+            choice["token_ids"] = tokens
+            if self._kind == "completion" or self._is_sglang:
+                choice["prompt_token_ids"] = prompt
+        return choice
+
+    def chunks(self, prompts: list[list[int]], said: list[Words], count: int) -> Iterator[dict[str, Any]]:
+        """A token a chunk, choices by turns."""
+        name = "chat.completion.chunk" if self._kind == "chat" else "text_completion"
+        base = {**self._base, "object": name}
+        if self._kind == "chat":
+            for index in range(len(said)):
+                chunk = {**base, "choices": [{"index": index, "delta": {"role": "assistant", "content": ""}}]}
+                if self._has_ids and not self._is_sglang:
+                    chunk["prompt_token_ids"] = prompts[0]
+                yield chunk
+        tokens = [answer_of(words) for words in said]
+        for position in range(max(map(len, tokens))):
+            for index, words in enumerate(said):
+                if position < len(tokens[index]):
+                    part = self._part(words, tokens[index], position)
+                    if self._has_ids and self._kind == "completion" and not position:
+                        part["prompt_token_ids"] = prompts[index // count]
+                    yield {**base, "choices": [{"index": index, **part}]}
+        if self._has_extension:
+            yield {**base, "choices": [], "sglext": self._extension(prompts, said)}
+        if (self._body.get("stream_options") or {}).get("include_usage"):
+            yield {**base, "choices": [], "usage": _usage(prompts, said)}
+
+    def _part(self, words: Words, tokens: list[int], position: int) -> dict[str, Any]:
+        is_last = position == len(tokens) - 1
+        text = "" if is_last else bytes([tokens[position]]).decode("latin-1")
+        part: dict[str, Any] = {"finish_reason": _finish(words) if is_last else None}
+        if self._kind == "completion":
+            part["text"] = text
+        else:
+            part["delta"] = _delta(words, text, position, is_last)
+        if self._has_logprobs:
+            part["logprobs"] = self._logprobs([tokens[position]], [logprobs_for(len(tokens))[position]])
+        if self._has_ids and (self._kind == "completion" or not self._is_sglang):
+            part["token_ids"] = [tokens[position]]
+        return part
+
+    def _logprobs(self, tokens: list[int], values: list[float]) -> dict[str, Any]:
+        if self._kind == "completion":
+            names = [f"token_id:{token}" for token in tokens]
+            return {"text_offset": [0] * len(tokens), "token_logprobs": values, "tokens": names, "top_logprobs": []}
+        return {
+            "content": [
+                {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
+                for token, value in zip(tokens, values, strict=True)
+            ]
+        }
+
+    def _extension(self, prompts: list[list[int]], said: list[Words]) -> dict[str, Any]:
+        return {"input_ids": prompts[0], "output_ids": [answer_of(words) for words in said]}
+
+
+def _message(words: Words) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": words.text or None}
+    if words.reasoning:
+        message["reasoning"] = words.reasoning
+    if words.tool:
+        message["tool_calls"] = [_call(words.tool)]
+    return message
+
+
+def _call(tool: tuple[str, str]) -> dict[str, Any]:
+    return {"id": "call-1", "type": "function", "function": {"name": tool[0], "arguments": tool[1]}}
+
+
+def _delta(words: Words, text: str, position: int, is_last: bool) -> dict[str, Any]:
+    """Of a call of a tool all stands in one chunk; control tokens say nothing."""
+    if words.tool:
+        return {"tool_calls": [{"index": 0, **_call(words.tool)}]} if not position else {}
+    thought = len(f"<think>{words.reasoning}</think>".encode()) if words.reasoning else 0
+    if position < thought:
+        is_spoken = len("<think>") <= position < thought - len("</think>")
+        return {"reasoning": text} if is_spoken else {}
+    return {} if is_last else {"content": text}
+
+
+def _finish(words: Words) -> str:
+    return "tool_calls" if words.tool else "stop"
+
+
+def _usage(prompts: list[list[int]], said: list[Words]) -> dict[str, int]:
+    read, sampled = sum(map(len, prompts)), sum(len(answer_of(words)) for words in said)
+    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+
+
+def _response(words: Words, prompt: list[int], has_messages: bool) -> dict[str, Any]:
+    content: list[dict[str, Any]] = [{"type": "output_text", "text": words.text, "annotations": [], "logprobs": None}]
+    message = {"id": "msg-1", "type": "message", "role": "assistant", "status": "completed", "content": content}
+    answer: dict[str, Any] = {
+        "id": "resp-1",
+        "object": "response",
+        "created_at": 1,
+        "model": "toy",
+        "output": [message],
+    }
+    answer |= {"status": "completed", "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+    if has_messages:
+        raw = {"type": "raw_message_tokens"}
+        answer["input_messages"] = [{**raw, "message": "", "tokens": prompt}]
+        answer["output_messages"] = [{**raw, "message": words.spoken, "tokens": answer_of(words)}]
+    return answer
+
+
+def _response_events(words: Words, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield {
+        "type": "response.created",
+        "sequence_number": 0,
+        "response": {**answer, "status": "in_progress", "output": []},
+    }
+    place = {"item_id": "msg-1", "output_index": 0, "content_index": 0}
+    for number, text in enumerate(words.text, 1):
+        yield {"type": "response.output_text.delta", "sequence_number": number, "delta": text, "logprobs": [], **place}
+    yield {"type": "response.completed", "sequence_number": len(words.text) + 1, "response": answer}
+
+
+async def _send_events(request: web.Request, events: Iterator[dict[str, Any]]) -> web.StreamResponse:
+    response = await _streaming(request)
+    for event in events:
+        await response.write(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode())
+    return response
+
+
+async def _send_chunks(request: web.Request, chunks: Iterator[dict[str, Any]], cut: int | None) -> web.StreamResponse:
+    """cut: after how many chunks the connection is lost."""
+    response = await _streaming(request)
+    for number, chunk in enumerate(chunks):
+        if number == cut:
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def _streaming(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    return response
+
+
+@contextmanager
+def serving(engine: Engine) -> Iterator[Engine]:
+    """The engine in a thread of this process."""
+    loop, ready = asyncio.new_event_loop(), threading.Event()
+
+    async def serve() -> AsyncIterator[None]:
+        runner = web.AppRunner(engine.app(), handler_cancellation=True)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield
+        await runner.cleanup()
+
+    life = serve()
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(anext(life))
+        ready.set()
+        loop.run_forever()
+        loop.run_until_complete(anext(life, None))
+        loop.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    ready.wait()
+    try:
+        yield engine
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
