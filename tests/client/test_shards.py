@@ -121,6 +121,57 @@ def test_padding_rows_have_no_response_to_unpad(changes: dict[str, Any]) -> None
     assert found == 2
 
 
+def cut(values: torch.Tensor, offsets: torch.Tensor) -> list[list[float]]:
+    assert offsets.dtype == torch.int64
+    return [values[a:b].tolist() for a, b in pairwise(offsets.tolist())]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(batches_and_settings())
+def test_jagged_rows_are_every_rows_own_tokens_in_every_layout(
+    rows_and_settings: tuple[list[Row], dict[str, Any]],
+) -> None:
+    rows, config = rows_and_settings
+    shards = build_batch(from_rows(rows), parse_config(config), run="run", batch=0).shards
+    for made in shards:
+        shard, naively = as_shard(naive.shard_bytes(made)), naive.shard_rows(made)
+        sequences = cut(*shard.jagged("sequences"))
+        prompts, responses = cut(*shard.jagged("sequences", "prompt")), cut(*shard.jagged("sequences", "response"))
+        advantages = cut(*shard.jagged("advantages", "response"))
+        assert sequences == [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+        assert sequences == [row["sequences"].tolist() for row in naively]
+        assert cut(*shard.jagged("position_ids")) == [list(range(len(row))) for row in sequences]
+        for row, response, advantage in zip(naively, responses, advantages, strict=True):
+            own = int(row["response_mask"].sum())
+            assert len(response) == len(advantage) == (1 if row["is_padding"] else own)
+            assert advantage == ([0.0] if row["is_padding"] else row["advantages"][-own:].tolist())
+
+
+@pytest.mark.parametrize("changes", LAYOUTS)
+def test_jagged_rows_become_a_nested_tensor(changes: dict[str, Any]) -> None:
+    rows = shard_of(**changes).jagged("sequences", "response").nested()
+    assert rows.is_nested
+    assert rows.layout == torch.jagged
+    assert [row.tolist() for row in rows.unbind()] == [row["response_ids"] for row in ROWS]
+
+
+@pytest.mark.parametrize("changes", LAYOUTS)
+def test_jagged_rows_are_refused_where_there_are_no_tokens(changes: dict[str, Any]) -> None:
+    shard = shard_of(**changes)
+    with pytest.raises(InvalidArgumentError, match="part is 'answer'; known are row, prompt, response"):
+        shard.jagged("sequences", "answer")  # type: ignore[arg-type]
+    with pytest.raises(KeyError, match="no tensor 'scores'; there are"):
+        shard.jagged("scores")
+    with pytest.raises(InvalidArgumentError, match=r"sample has shape .* and no value a token, so it has no rows"):
+        shard.jagged("sample")
+
+
+@pytest.mark.parametrize("changes", LAYOUTS[:2])
+def test_what_stands_at_responses_alone_has_no_jagged_prompts(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"advantages is as wide as the responses.* part='response'"):
+        shard_of(**changes).jagged("advantages", "prompt")
+
+
 @pytest.mark.parametrize("changes", LAYOUTS)
 def test_micro_batches_are_views_in_row_order(changes: dict[str, Any]) -> None:
     shard = shard_of(**changes)

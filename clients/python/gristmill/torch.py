@@ -29,6 +29,8 @@ except ImportError as missing:
     ) from missing
 
 from gristmill._client.device_copies import Copies, Copy, side_stream
+from gristmill._client.jagged_rows import Jagged, Part, jagged
+from gristmill._client.jagged_rows import join as join_jagged
 
 Tensors = dict[str, torch.Tensor]
 
@@ -195,6 +197,20 @@ class Rows:
         # Not [-length:], which for a length of 0 takes all.
         return [row[width - length :] for row, length in zip(output, lengths, strict=True)]
 
+    def jagged(self, name: str, part: Part = "row") -> Jagged:
+        """A tensor with a value a token, of all rows in order without the padding: (tokens, ...) values, and offsets.
+
+        name: such as `sequences`, `advantages`, `position_ids`, or a column of scope `token` or `response`.
+        part: what of each row: all its tokens, its prompt, or its response. Padded, what stands at responses alone has
+            no other part; packed, it has 0, or the column's `fill`, on prompts.
+        The response of a padding row is its last token, though `response_mask` is 0 there, so that no row is empty.
+        Raises KeyError for a name that there is not, and InvalidArgumentError for a tensor or a part without tokens.
+
+            input_ids = shard.jagged("sequences").nested()                    # torch.nested, layout torch.jagged
+            advantages = shard.jagged("advantages", "response").nested()
+        """
+        return jagged(self, name, part)
+
     @staticmethod
     def _check_shape(values: torch.Tensor, name: str, expected: tuple[int, ...]) -> None:
         if tuple(values.shape[: len(expected)]) != expected:
@@ -251,6 +267,12 @@ class Shard(Rows):
             }
             copies |= {name: self._copies[prefix + name] for name in own if prefix + name in self._copies}
             yield MicroBatch(cut | own, _metadata_of(self.metadata, begin, end), self._convert, copies)
+
+    def jagged(self, name: str, part: Part = "row") -> Jagged:
+        """As that of any rows; over all micro-batches, also where each has tensors of its own."""
+        if self.is_per_micro_batch:
+            return join_jagged(micro.jagged(name, part) for micro in self.micro_batches())
+        return super().jagged(name, part)
 
     def _items(self, begin: int, end: int) -> Tensors:
         """The columns with any number of items a row, of these rows."""
