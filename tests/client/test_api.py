@@ -27,6 +27,7 @@ PUBLIC = {
 
 def test_all_is_the_public_surface() -> None:
     assert gristmill.__all__ == [
+        "AllRanksClient",
         "AlreadyExistsError",
         "AsyncRolloutClient",
         "AsyncTrajectory",
@@ -38,6 +39,7 @@ def test_all_is_the_public_surface() -> None:
         "Group",
         "InvalidArgumentError",
         "MicroBatch",
+        "MiniBatch",
         "NotFoundError",
         "ResourceExhaustedError",
         "RolloutClient",
@@ -48,6 +50,7 @@ def test_all_is_the_public_surface() -> None:
         "Trajectory",
         "UnavailableError",
         "UnsupportedError",
+        "WholeBatch",
     ]
 
 

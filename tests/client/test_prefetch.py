@@ -20,7 +20,7 @@ from gristmill import (
     TrainerClient,
     UnavailableError,
 )
-from gristmill._client import trainer_client as trainer_module
+from gristmill._client import shard_reader
 from gristmill._client.prefetch import Prefetch
 from gristmill._client.pull import stream
 from gristmill._client.transport import Transport
@@ -47,7 +47,7 @@ def roll_out(service: Service | ServiceProcess, run: str, uids: Iterable[str], *
 def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
     """The streams that are opened, as (batch, mini-batch, whether ahead); a test may have some fail or wait."""
     seen = Opened()
-    monkeypatch.setattr(trainer_module, "stream", lambda *call: seen.open(stream, *call))
+    monkeypatch.setattr(shard_reader, "stream", lambda *call: seen.open(stream, *call))
     return seen
 
 

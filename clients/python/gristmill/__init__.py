@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from gristmill._client.all_ranks import AllRanksClient, MiniBatch, WholeBatch
     from gristmill._client.delivery import RowOutcome
     from gristmill._client.groups import Group
     from gristmill._client.rollout_client import RolloutClient
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from gristmill.torch import MicroBatch, Shard
 
 __all__ = [
+    "AllRanksClient",
     "AlreadyExistsError",
     "AsyncRolloutClient",
     "AsyncTrajectory",
@@ -49,6 +51,7 @@ __all__ = [
     "Group",
     "InvalidArgumentError",
     "MicroBatch",
+    "MiniBatch",
     "NotFoundError",
     "ResourceExhaustedError",
     "RolloutClient",
@@ -59,19 +62,23 @@ __all__ = [
     "Trajectory",
     "UnavailableError",
     "UnsupportedError",
+    "WholeBatch",
 ]
 
 _MODULES = {
+    "AllRanksClient": "_client.all_ranks",
     "AsyncRolloutClient": "aio",
     "AsyncTrajectory": "aio",
     "Batch": "_client.trainer_batch",
     "Group": "_client.groups",
     "MicroBatch": "torch",
+    "MiniBatch": "_client.all_ranks",
     "RolloutClient": "_client.rollout_client",
     "RowOutcome": "_client.delivery",
     "Shard": "torch",
     "TrainerClient": "_client.trainer_client",
     "Trajectory": "_client.trajectory",
+    "WholeBatch": "_client.all_ranks",
 }
 
 

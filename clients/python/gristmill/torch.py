@@ -299,7 +299,7 @@ class Shard(Rows):
         """
         if self._acknowledge is None:
             raise FailedPreconditionError(
-                f"{self.position}: this shard is read without training order; acknowledge those of mini_batches()"
+                f"{self.position}: this shard is read without training order; acknowledge what mini_batches() gives"
             )
         self._acknowledge()
 

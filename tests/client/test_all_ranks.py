@@ -1,0 +1,238 @@
+"""One client of all ranks, for trainers with a controller: every rank's shards, acknowledged together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from gristmill import (
+    AllRanksClient,
+    BatchFailedError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    RolloutClient,
+    StaleIncarnationError,
+    TrainerClient,
+)
+from gristmill._wire.addresses import Position
+from gristmill_service.service import Service
+
+CONFIG = {
+    "train_batch_size": 2,
+    "n_samples_per_prompt": 4,
+    "policy_mini_batch_size": 1,
+    "micro_batch": {"size": 1},
+    "update_epochs_per_batch": 2,
+    "dp_size": 2,
+}
+MINI_BATCHES = [Position(0, epoch, mini_batch) for epoch in range(2) for mini_batch in range(2)]
+
+
+@pytest.fixture
+def client(service: Service, run_name: str) -> Iterator[RolloutClient]:
+    with RolloutClient(service.grpc_address, run_name, timeout_s=20) as client:
+        yield client
+
+
+@pytest.fixture
+def trainer(service: Service, client: RolloutClient) -> Iterator[AllRanksClient]:
+    with AllRanksClient(service.grpc_address, client.run, timeout_s=20) as trainer:
+        yield trainer
+
+
+def roll_out(client: RolloutClient, uids: Sequence[str], **config: Any) -> None:
+    client.create_run(CONFIG | config)
+    for uid in uids:
+        for sample in range(4):
+            with client.trajectory(uid, sample) as trajectory:
+                trajectory.step([1, 2], [3 + sample, 4], reward=float(sample), is_last_step=True)
+
+
+def acknowledge_rank(service: Service, run: str, rank: int, count: int) -> None:
+    """As a controller does that dies between its ranks."""
+    with TrainerClient(service.grpc_address, run, rank, timeout_s=20, auto_commit=False) as one:
+        for _, shard in zip(range(count), next(iter(one)).mini_batches(), strict=False):
+            shard.ack()
+
+
+def places(client: RolloutClient) -> list[Position]:
+    return [Position.of(place.next) for place in client.status().ranks]
+
+
+def test_a_batch_gives_the_shards_of_every_rank_in_training_order(
+    service: Service, client: RolloutClient, trainer: AllRanksClient
+) -> None:
+    roll_out(client, "ab")
+    batch = next(iter(trainer))
+    seen = []
+    for mini_batch in batch.mini_batches():
+        seen.append(mini_batch.position)
+        assert [shard.metadata["rank"] for shard in mini_batch] == [0, 1]
+        assert {shard.position for shard in mini_batch} == {mini_batch.position}
+        mini_batch.ack()
+        mini_batch.ack()
+        assert len(set(places(client))) == 1, "ranks move together"
+    assert seen == MINI_BATCHES
+    assert places(client) == [Position(1), Position(1)]
+
+
+def test_they_are_the_shards_that_each_rank_gets_by_itself(service: Service, client: RolloutClient) -> None:
+    roll_out(client, "ab")
+    with AllRanksClient(service.grpc_address, client.run, dp_size=2) as trainer:
+        whole = list(next(iter(trainer)).epoch())
+    for rank in range(2):
+        with TrainerClient(service.grpc_address, client.run, rank) as one:
+            for mini_batch, shard in zip(whole, next(iter(one)).forward(), strict=True):
+                assert mini_batch[rank]["sequences"].equal(shard["sequences"])
+                assert mini_batch[rank].metadata == shard.metadata
+
+
+def test_a_trainer_that_goes_through_epochs_itself_acknowledges_the_batch(
+    client: RolloutClient, trainer: AllRanksClient
+) -> None:
+    roll_out(client, "abcd")
+    client.finish()
+    trained = []
+    for batch in trainer:
+        shards = list(batch.epoch())
+        assert [len(mini_batch) for mini_batch in shards] == [2, 2]
+        trained += [uid for mini_batch in shards for shard in mini_batch for uid in shard.metadata["uids"]]
+        batch.ack()
+        batch.ack()
+    assert sorted(trained) == sorted("abcd" * 4)
+    assert client.status().batches_freed == 2
+
+
+def test_one_rank_may_acknowledge_its_whole_batch_too(service: Service, client: RolloutClient) -> None:
+    roll_out(client, "ab", dp_size=1)
+    with TrainerClient(service.grpc_address, client.run, 0) as one:
+        batch = next(iter(one))
+        assert [shard.position.mini_batch for shard in batch.epoch()] == [0, 1]
+        batch.ack()
+        assert one.position == Position(1)
+
+
+def test_a_batch_that_was_begun_is_acknowledged_to_its_end(client: RolloutClient, trainer: AllRanksClient) -> None:
+    roll_out(client, "ab")
+    batch = next(iter(trainer))
+    next(iter(batch.mini_batches())).ack()
+    batch.ack()
+    assert places(client) == [Position(1), Position(1)]
+
+
+def test_shards_of_an_epoch_are_acknowledged_by_their_batch_alone(
+    client: RolloutClient, trainer: AllRanksClient
+) -> None:
+    roll_out(client, "ab")
+    mini_batch = next(iter(next(iter(trainer)).epoch()))
+    for acknowledge in (mini_batch.ack, mini_batch[1].ack):
+        with pytest.raises(FailedPreconditionError, match="read without training order"):
+            acknowledge()
+
+
+def test_a_batch_that_is_not_acknowledged_is_not_skipped(client: RolloutClient, trainer: AllRanksClient) -> None:
+    roll_out(client, "abcd")
+    batches = iter(trainer)
+    next(batches)
+    with pytest.raises(FailedPreconditionError, match=f"run '{client.run}': batch 0 was left at batch 0 epoch 0"):
+        next(batches)
+
+
+# Coming back.
+
+
+def test_a_checkpoint_puts_every_rank_back(service: Service, client: RolloutClient) -> None:
+    roll_out(client, "abcd")
+    client.finish()
+    with AllRanksClient(service.grpc_address, client.run, auto_commit=False) as trainer:
+        batches = iter(trainer)
+        next(batches).ack()
+        state = trainer.state_dict()
+        trainer.commit()
+        next(iter(next(batches).mini_batches())).ack()
+    with AllRanksClient(service.grpc_address, client.run, auto_commit=False) as again:
+        again.load_state_dict(state)
+        assert again.state_dict() == state
+        assert places(client) == [Position(1), Position(1)]
+        for batch in again:
+            assert batch.number == 1
+            batch.ack()
+        again.commit()
+    assert client.status().batches_freed == 2
+    with AllRanksClient(service.grpc_address, client.run) as former:
+        former.load_state_dict({})
+        with AllRanksClient(service.grpc_address, client.run) as later:
+            later.load_state_dict({})
+        with pytest.raises(StaleIncarnationError):
+            former.commit()
+
+
+def test_ranks_that_a_crash_left_apart_go_on_from_the_first_that_is_not_acknowledged(
+    service: Service, client: RolloutClient, trainer: AllRanksClient
+) -> None:
+    roll_out(client, "ab")
+    acknowledge_rank(service, client.run, rank=0, count=3)
+    acknowledge_rank(service, client.run, rank=1, count=1)
+    assert trainer.position == Position(0, 0, 1)
+    for mini_batch in next(iter(trainer)).mini_batches():
+        mini_batch.ack()
+    assert places(client) == [Position(1), Position(1)]
+
+
+def test_a_controller_comes_back_with_other_ranks(service: Service, client: RolloutClient) -> None:
+    roll_out(client, "ab")
+    with AllRanksClient(service.grpc_address, client.run, dp_size=4) as trainer:
+        with pytest.raises(InvalidArgumentError, match="its dp_size is 2 and this trainer's 4"):
+            next(iter(trainer))
+        trainer.load_state_dict({})
+        batch = next(iter(trainer))
+        assert [len(mini_batch) for mini_batch in batch.epoch()] == [4, 4]
+        batch.ack()
+
+
+def test_all_ranks_go_on_behind_a_batch_that_failed(client: RolloutClient, trainer: AllRanksClient) -> None:
+    """Its rows are kept until every rank did."""
+    client.create_run(CONFIG | {"train_batch_size": 1, "micro_batch": {"max_tokens": 100}, "on_misaligned": "error"})
+    assert trainer.position == Position(0)
+    # A single row makes no two micro-batches.
+    with client.trajectory("a", 0) as trajectory:
+        trajectory.step([1], [2], reward=1.0, is_last_step=True)
+    for sample in range(1, 4):
+        with client.trajectory("a", sample) as trajectory:
+            trajectory.abort("lost")
+    roll_out(client, "b", train_batch_size=1, micro_batch={"max_tokens": 100}, on_misaligned="error")
+    client.finish()
+    with pytest.raises(BatchFailedError, match="batch 0 failed"):
+        next(iter(trainer))
+    assert client.status().batches_freed == 0
+    assert next(iter(trainer)).number == 1
+    assert client.status().batches_freed == 1
+
+
+# Columns that the controller writes.
+
+
+def test_the_controller_writes_columns_for_every_rank(client: RolloutClient, trainer: AllRanksClient) -> None:
+    values = {"name": "values", "dtype": "float32", "scope": "response", "source": "trainer"}
+    roll_out(client, "ab", columns=[values], advantage_estimator="gae", update_epochs_per_batch=1)
+    batch = next(iter(trainer))
+    assert batch.awaits == {"values"}
+    for mini_batch in batch.forward():
+        for shard in mini_batch:
+            assert shard.is_forward
+            trainer.write(shard, {"values": shard["response_mask"] * 0.5})
+    for mini_batch in batch.epoch():
+        assert all(shard["returns"].shape == shard["response_mask"].shape for shard in mini_batch)
+    batch.ack()
+    assert places(client) == [Position(1), Position(1)]
+
+
+def test_a_mini_batch_is_opened_ahead_for_all_ranks(service: Service, client: RolloutClient) -> None:
+    roll_out(client, "ab")
+    with AllRanksClient(service.grpc_address, client.run, prefetch=2) as trainer:
+        for mini_batch in next(iter(trainer)).mini_batches():
+            assert len(mini_batch) == 2
+            mini_batch.ack()
+        assert trainer.position == Position(1)
