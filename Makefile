@@ -24,7 +24,7 @@ demo: setup  ## Watch a small multi-turn RL run train through gristmill (under 4
 	$(BIN)/python clients/demo
 
 test: setup  ## Run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 test-trainers: $(TRAINERS:%=test-%)  ## Train with the real TRL, SkyRL and verl through their adapters
 

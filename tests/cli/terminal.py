@@ -28,7 +28,12 @@ CONFIG = {
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("GRISTMILL_")} | more
+    """As the tests', but for settings of the service, and for a size of the terminal that is not that of ours."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("GRISTMILL_") and name not in ("COLUMNS", "LINES")
+    } | more
 
 
 def gristmill(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
