@@ -1,0 +1,41 @@
+"""The prompts of TRL's data set, in the order in which it would generate for them, from any batch on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate import skip_first_batches
+
+from gristmill.errors import InvalidArgumentError
+
+
+class Prompts:
+    """loader: TRL's, which gives a rank its rows of one generation, a batch of the run, after another. sampler: the
+    loader's, which draws a new order for every epoch.
+
+    Prompts at the end of an epoch that fill no batch are left out. Raises InvalidArgumentError where none is filled.
+    """
+
+    def __init__(self, loader: Any, sampler: Any) -> None:
+        self._loader, self._sampler = loader, sampler
+        self._drawn = 0
+        if not len(self):
+            raise InvalidArgumentError(
+                f"train_dataset: its {sampler.num_samples} prompts do not fill a batch of "
+                f"{sampler.batch_size}; add prompts, or lower per_device_train_batch_size or "
+                "gradient_accumulation_steps"
+            )
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return len(self._loader)
+
+    def batches(self, number: int) -> Iterator[Any]:
+        """This rank's rows of each batch from this on, counted from the beginning of training, to the end of its epoch."""
+        epoch, first = divmod(number, len(self))
+        while self._drawn < epoch:
+            next(iter(self._sampler), None)
+            self._drawn += 1
+        self._drawn += 1
+        yield from skip_first_batches(self._loader, first) if first else self._loader

@@ -1,0 +1,8 @@
+"""TRL warns of `rollout_func`, which tests replay rollouts with. Nothing is fetched from anywhere."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
