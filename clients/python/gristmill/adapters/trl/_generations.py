@@ -60,8 +60,8 @@ class Generations:
     ) -> None:
         """Submits this rank's rows of the groups that are wanted.
 
-        output: of `_generate_and_score_completions`. rewards: (rows,), float; the sums of the reward functions'. version:
-        of the weights that sampled.
+        output: of `_generate_and_score_completions`. rewards: (rows,), float; the sums of the reward functions'.
+        version: of the weights that sampled.
         """
         given = {name: value for name, value in output.items() if self._keeps_sampling_logprobs or name not in _UNUSED}
         count, first = len(rewards), len(rewards) * self._accelerator.process_index

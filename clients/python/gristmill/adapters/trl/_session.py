@@ -83,16 +83,16 @@ class Session:
         self._trainer.write(shard, columns)
 
     def save(self, directory: Path) -> dict[str, Any]:
-        """Puts the position into a checkpoint, and returns it as `commit` takes it. Raises FailedPreconditionError where
-        ranks are at different positions."""
+        """Puts the position into a checkpoint, and returns it as `commit` takes it. Raises FailedPreconditionError
+        where ranks are at different positions."""
         state = self._trainer.state_dict()
         own = torch.tensor([*self.position], device=self._accelerator.device)
         positions = gather(own).view(-1, len(own))
         if (positions != own).any():
             places = ", ".join(str(Position(*place)) for place in positions.tolist())
             raise FailedPreconditionError(
-                f"run {self._options.run!r}: a checkpoint has one position, and the ranks are at {places}; see that all "
-                "make the same optimizer steps"
+                f"run {self._options.run!r}: a checkpoint has one position, and the ranks are at {places}; see that "
+                "all make the same optimizer steps"
             )
         if self._accelerator.is_main_process:
             directory.mkdir(parents=True, exist_ok=True)

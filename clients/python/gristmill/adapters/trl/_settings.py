@@ -119,8 +119,8 @@ def _sizes(args: Any) -> Iterator[tuple[bool, str]]:
     yield (
         bool(generation % step),
         f"steps_per_generation: {args.steps_per_generation} is no multiple of gradient_accumulation_steps: "
-        f"{args.gradient_accumulation_steps}, so that a generation ends within a step; make it one (TRL's default is the "
-        "same number)",
+        f"{args.gradient_accumulation_steps}, so that a generation ends within a step; make it one, as TRL "
+        "does by itself",
     )
 
 
@@ -178,8 +178,9 @@ def logprob_columns(args: Any, gristmill: Gristmill) -> list[str]:
 def loss_columns(args: Any, gristmill: Gristmill) -> dict[str, str]:
     """By TRL's name the shard's of each column that the loss reads beside tokens, masks and advantages."""
     found = {name: name for name in logprob_columns(args, gristmill)}
+    sampled = []
     if gristmill.rollouts == "workers" and gristmill.old_logprobs == "rollout":
-        found["old_per_token_logps"] = "rollout_logprobs"
+        sampled.append("old_per_token_logps")
     if args.off_policy_mask_threshold is not None:
-        found["sampling_per_token_logps"] = "rollout_logprobs"
-    return found
+        sampled.append("sampling_per_token_logps")
+    return found | dict.fromkeys(sampled, "rollout_logprobs")

@@ -55,8 +55,8 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             _settings.check(args, gristmill)
             args = copy(args)
         if gristmill.rollouts == "workers":
-            reward_funcs = reward_funcs or _scored_by_workers
-            train_dataset = train_dataset or Dataset.from_dict({"prompt": [""]})
+            reward_funcs = _scored_by_workers if reward_funcs is None else reward_funcs
+            train_dataset = Dataset.from_dict({"prompt": [""]}) if train_dataset is None else train_dataset
         elif train_dataset is not None and not isinstance(train_dataset, Dataset):
             raise InvalidArgumentError(
                 f"train_dataset is a {type(train_dataset).__name__}, which cannot be continued where a checkpoint left "
@@ -211,27 +211,27 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _as_trl_generates(self) -> Iterator[None]:
         """TRL asks its accumulation whether the weights change before a row is trained. Completions that were cut off
         stay whole: the run masks them, and TRL would leave no trace of where they end."""
-        masks, self.mask_truncated_completions = self.mask_truncated_completions, False
-        self.args.gradient_accumulation_steps = self._trl_accumulation
+        self.args.gradient_accumulation_steps, self.mask_truncated_completions = self._trl_accumulation, False
         try:
             yield
         finally:
             self.args.gradient_accumulation_steps = 1
-            self.mask_truncated_completions = masks
+            self.mask_truncated_completions = self.args.mask_truncated_completions
 
     def _seed(self, batch: int) -> None:
         set_seed(self.args.seed + batch * self.accelerator.num_processes, device_specific=True)
 
     def _calculate_rewards(self, *args: Any, **named: Any) -> torch.Tensor:
-        self._rewards = super()._calculate_rewards(*args, **named)
-        return self._rewards
+        found: torch.Tensor = super()._calculate_rewards(*args, **named)
+        self._rewards = found
+        return found
 
     def _own_rewards(self, rows: int) -> torch.Tensor:
         """Of this rank's rows, (rows,): the weighted sum of the functions that scored a row, NaN where none did."""
         assert self._rewards is not None
         first = rows * self.accelerator.process_index
         found = self._rewards[first : first + rows]
-        total = (found * self.reward_weights.to(found.device)).nansum(1)
+        total: torch.Tensor = (found * self.reward_weights.to(found.device)).nansum(1)
         return total.masked_fill(found.isnan().all(1), torch.nan)
 
     def _mini_batches(self, batch: Batch) -> Iterator[Shard]:
@@ -280,7 +280,8 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _compute_loss(self, model: Any, inputs: Inputs) -> torch.Tensor:
         loss: torch.Tensor = super()._compute_loss(model, inputs)
-        return loss * inputs.get(LOSS_WEIGHT, 1.0)
+        weight: float = inputs.get(LOSS_WEIGHT, 1.0)
+        return loss * weight
 
 
 class _Shards:
