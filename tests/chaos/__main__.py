@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
@@ -13,51 +15,61 @@ from rich.table import Table
 
 from tests.chaos.campaign import Report, run_campaign
 from tests.chaos.failovers import MODES
+from tests.chaos.kinds import KINDS
 
 _console = Console(stderr=True, highlight=False)
 
 
 def main() -> int:
     asked = _arguments()
-    modes = asked.modes.split(",") if asked.modes else list(MODES)
-    if unknown := [mode for mode in modes if mode not in MODES]:
-        _console.print(f"no such modes: {', '.join(unknown)}; there are {', '.join(MODES)}")
+    try:
+        campaigns = [*product(_chosen(asked.modes, MODES), _chosen(asked.kinds, KINDS))]
+    except ValueError as error:
+        _console.print(str(error))
         return 2
     reports = []
-    for number, mode in enumerate(modes):
-        reports.append(_campaign(mode, share(asked.faults, len(modes), number), asked.seed, asked.keep))
+    for number, (mode, kind) in enumerate(campaigns):
+        reports.append(_campaign(mode, kind, share(asked.faults, len(campaigns), number), asked.seed, asked.keep))
         _write(asked.out, reports[-1])
     _print(reports)
     return 0 if all(report.is_clean for report in reports) else 1
 
 
-def _campaign(mode: str, faults: int, seed: int, keep: bool) -> Report:
+def _chosen(asked: str, known: Iterable[str]) -> list[str]:
+    """The names asked for; all that are known where none is. Raises ValueError for another one."""
+    chosen = asked.split(",") if asked else list(known)
+    if unknown := [name for name in chosen if name not in known]:
+        raise ValueError(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
+    return chosen
+
+
+def _campaign(mode: str, kind: str, faults: int, seed: int, keep: bool) -> Report:
     with Progress(
-        TextColumn("{task.description:>16}"),
+        TextColumn("{task.description:>25}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[doing]}"),
         TimeElapsedColumn(),
         console=_console,
     ) as progress:
-        task = progress.add_task(mode, total=faults, doing="")
+        task = progress.add_task(f"{mode}, {kind}", total=faults, doing="")
 
         def tell(report: Report, doing: str) -> None:
             progress.update(task, completed=report.by_kind.total(), doing=doing)
 
-        return run_campaign(mode, faults, seed, keep=keep, tell=tell)
+        return run_campaign(mode, faults, seed, kind=kind, keep=keep, tell=tell)
 
 
-def share(faults: int, modes: int, number: int) -> int:
-    """Counts the faults of this mode, so that all modes together have them all."""
-    return faults // modes + (number < faults % modes)
+def share(faults: int, campaigns: int, number: int) -> int:
+    """Counts the faults of this campaign, so that all together have them all."""
+    return faults // campaigns + (number < faults % campaigns)
 
 
 def _write(path: Path, report: Report) -> None:
-    """Beside what the file has of the other modes."""
+    """Beside what the file has of the other campaigns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     document = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(document | {report.mode: report.document()}, indent=2) + "\n")
+    path.write_text(json.dumps(document | {report.name: report.document()}, indent=2) + "\n")
 
 
 def _arguments() -> argparse.Namespace:
@@ -68,7 +80,8 @@ def _arguments() -> argparse.Namespace:
         "left over, when another run was hurt, or when a process had no answer for 30 s.",
     )
     parser.add_argument("--modes", default="", help=f"some of {','.join(MODES)} (default: all)")
-    parser.add_argument("--faults", type=int, default=1000, help="how many, in all modes together (default: 1000)")
+    parser.add_argument("--kinds", default="", help=f"of run, some of {','.join(KINDS)} (default: all)")
+    parser.add_argument("--faults", type=int, default=1000, help="how many, in all campaigns together (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed has the same contents and kinds of faults")
     parser.add_argument("--out", type=Path, default=Path("build/chaos.json"), help="where the figures go")
     parser.add_argument("--keep", action="store_true", help="keep the logs also when all is well")
@@ -76,8 +89,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _print(reports: list[Report]) -> None:
-    """A line a count, a column a mode."""
-    table = Table("", *(report.mode for report in reports))
+    """A line a count, a column a campaign."""
+    table = Table("", *(report.name for report in reports))
     documents = [report.document() for report in reports]
     for name in documents[0]:
         if not isinstance(documents[0][name], dict):
@@ -85,9 +98,9 @@ def _print(reports: list[Report]) -> None:
     Console().print(table)
     for report in reports:
         for line in report.findings[:10]:
-            _console.print(f"[red]{report.mode}:[/] {line}")
+            _console.print(f"[red]{report.name}:[/] {line}")
         if report.findings:
-            _console.print(f"{report.mode}: {len(report.findings)} findings; the logs are in {report.directory}")
+            _console.print(f"{report.name}: {len(report.findings)} findings; the logs are in {report.directory}")
 
 
 if __name__ == "__main__":

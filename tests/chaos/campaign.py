@@ -23,6 +23,7 @@ from gristmill.v1 import run_pb2
 from tests.chaos.contents import Contents
 from tests.chaos.failovers import MODES
 from tests.chaos.heartbeat import Heartbeats
+from tests.chaos.kinds import KINDS, PLAIN
 from tests.chaos.neighbours import Neighbours
 from tests.chaos.services import Mode
 from tests.chaos.trainer import DP_SIZES, Trainer
@@ -43,7 +44,6 @@ CONFIG = {
     "micro_batch": {"max_tokens": 128},
     "dp_size": DP_SIZES[0],
     "step_wise": True,
-    "merge": "prefix",
     "max_buffered_batches": 4,
 }
 
@@ -51,6 +51,7 @@ CONFIG = {
 @dataclass
 class Report:
     mode: str
+    kind: str = PLAIN
     seconds: float = 0.0
     longest_outage_s: float = 0.0
     by_kind: Counter[str] = field(default_factory=Counter)
@@ -59,6 +60,10 @@ class Report:
     neighbours_hurt: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     directory: Path = Path()
+
+    @property
+    def name(self) -> str:
+        return self.mode if self.kind == PLAIN else f"{self.mode}, {self.kind}"
 
     @property
     def findings(self) -> list[str]:
@@ -87,6 +92,7 @@ class Report:
             "left": len(self.left),
             "longest_outage_s": round(self.longest_outage_s, 2),
             "rows_trained": verdict.rows_trained,
+            "written_values_trained": verdict.values_trained,
             "groups": dict(verdict.groups),
             "seconds": round(self.seconds, 1),
             "by_kind": dict(self.by_kind),
@@ -96,9 +102,9 @@ class Report:
 class Campaign:
     """tell(report, doing): called about ten times a second."""
 
-    def __init__(self, mode: str, faults: int, seed: int, tell: Callable[[Report, str], None]) -> None:
+    def __init__(self, mode: str, kind: str, faults: int, seed: int, tell: Callable[[Report, str], None]) -> None:
         self._faults, self._seed, self._tell = faults, seed, tell
-        self._report = Report(mode)
+        self._report = Report(mode, kind)
         self._draw = random.Random(f"{seed} {mode}")
         self._workers: list[subprocess.Popen[bytes]] = []
         # Since when, until when, and the run's generation before.
@@ -116,7 +122,9 @@ class Campaign:
             self._address, self._is_tolerant = mode.address, mode.may_roll_back
             with RolloutClient(mode.address, RUN) as client:
                 # Groups whose rows are rolled back would otherwise fill the buffer for ever: their workers are done.
-                client.create_run(CONFIG | ({"group_timeout_s": 15.0} if mode.may_roll_back else {}))
+                client.create_run(
+                    CONFIG | KINDS[self._report.kind] | ({"group_timeout_s": 15.0} if mode.may_roll_back else {})
+                )
             closing.callback(self._end_workers)
             for number in range(WORKERS):
                 self._workers.append(self._worker(number))
@@ -177,6 +185,7 @@ class Campaign:
             "address": self._address,
             "run": RUN,
             "seed": self._seed,
+            "kind": self._report.kind,
             "number": number,
             "directory": str(self._directory),
             "tolerant": self._is_tolerant,
@@ -248,7 +257,8 @@ class Campaign:
         launches = [launch.effects() for launch in trainer.training]
         stepped_over = [batch for launch in trainer.training for batch in launch.stepped_over()]
         failures = Failures(dict(status.failed_batches), stepped_over, mode.may_fail_batches)
-        verdict = verify(Contents(self._seed), EPOCHS, logs, groups, launches, self._report.rollbacks, failures)
+        contents = Contents(self._seed, self._report.kind)
+        verdict = verify(contents, EPOCHS, logs, groups, launches, self._report.rollbacks, failures)
         verdict.skipped += trainer.findings
         verdict.wrong += self._neighbours.findings
         self._report.verdict = verdict
@@ -284,12 +294,18 @@ def rollbacks_of(found: Sequence[tuple[float, float, int]], generation: int) -> 
 
 
 def run_campaign(
-    mode: str, faults: int, seed: int, *, keep: bool = False, tell: Callable[[Report, str], None] = lambda *_: None
+    mode: str,
+    faults: int,
+    seed: int,
+    *,
+    kind: str = PLAIN,
+    keep: bool = False,
+    tell: Callable[[Report, str], None] = lambda *_: None,
 ) -> Report:
     """The working directory stays where something was wrong, and with `keep`."""
     directory = Path(tempfile.mkdtemp(prefix=f"gristmill-chaos-{mode}-"))
     try:
-        report = Campaign(mode, faults, seed, tell).run(directory)
+        report = Campaign(mode, kind, faults, seed, tell).run(directory)
     except KeyboardInterrupt:
         shutil.rmtree(directory, ignore_errors=True)
         raise

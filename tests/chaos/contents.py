@@ -7,19 +7,24 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
+from tests.chaos.kinds import COLUMNS, PLAIN
+
 SAMPLES = 2
 ABORT_REASON = "chaos gave it up"
 
 
 @dataclass(frozen=True)
 class Contents:
+    """kind: of run, one of `KINDS`."""
+
     seed: int
+    kind: str = PLAIN
 
     def _draw(self, *name: object) -> random.Random:
         return random.Random(f"{self.seed} {name}")
 
     def steps(self, uid: str, sample: int) -> int:
-        return self._draw(uid, sample).choice((1, 1, 2, 3))
+        return self._draw(uid, sample).choice((1, 2, 3, 4) if self.kind == COLUMNS else (1, 1, 2, 3))
 
     def is_aborted(self, uid: str, sample: int) -> bool:
         return self._draw("abort", uid, sample).random() < 0.02
@@ -33,7 +38,9 @@ class Contents:
     def rows(self, uid: str, sample: int, attempt: int) -> list[dict[str, Any]]:
         """The rows of one attempt at a trajectory. Mostly each prompt extends what was before; not always."""
         draw, count = self._draw(uid, sample, attempt), self.steps(uid, sample)
-        rows, context = [], self._tokens(draw, 3, 9)
+        rows: list[dict[str, Any]] = []
+        sequences: list[list[int]] = []
+        context = self._tokens(draw, 3, 9)
         for step in range(count):
             response = self._tokens(draw, 1, 12)
             late = step == count - 1 and self.is_rewarded_late(uid, sample)
@@ -51,14 +58,30 @@ class Contents:
                     "policy_version": 0,
                 }
             )
-            before = context + response if draw.random() < 0.8 else self._tokens(draw, 3, 9)
+            if self.kind == COLUMNS:
+                rows[-1] |= self._columns(rows[-1])
+            sequences.append(context + response)
+            before = sequences[-1] if draw.random() < 0.8 else self._tokens(draw, 3, 9)
+            if self.kind == COLUMNS and draw.random() < 0.5:
+                before = draw.choice(sequences)
             context = before + self._tokens(draw, 1, 4)
         return rows
+
+    def _columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Each value tells the attempt, the step and its own place in it."""
+        step, attempt = row["step"], row["attempt"]
+        tokens = [*row["prompt_token_ids"], *row["response_ids"]]
+        images = [[step, attempt % 256, number] for number in range(step % 3)]
+        return {
+            "experts": [[attempt * 16 + step, token % 30_000] for token in tokens],
+            "teacher": [-(attempt * 8 + step + index / 16) for index in range(len(row["response_ids"]))],
+            "calls": 1 + 10 * step + attempt,
+        } | ({"images": images} if images else {})
 
     def _tokens(self, draw: random.Random, least: int, most: int) -> list[int]:
         return [draw.randrange(1, 50_000) for _ in range(draw.randint(least, most))]
 
 
-def digest(tokens: list[int]) -> str:
-    """Tells a row's tokens, prompt and response, from any others."""
-    return sha256(repr(tokens).encode()).hexdigest()[:16]
+def digest(values: object) -> str:
+    """Tells plain values, such as the tokens of a row, from any others."""
+    return sha256(repr(values).encode()).hexdigest()[:16]

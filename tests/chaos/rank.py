@@ -1,4 +1,5 @@
-"""A data-parallel rank without torch: it pulls its shards in order, and writes down what they were.
+"""A data-parallel rank without torch: it pulls its shards in order, and writes down what they were. Where a batch waits
+for columns, it writes those of its forward shards before.
 
 It steps over the batches that had failed when it was started, as `TrainerClient.load_state_dict` does. One that fails
 later ends it, with the exit status FAILED: all ranks start anew, and agree on what they step over.
@@ -12,13 +13,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
-from safetensors.numpy import load
+from numpy.typing import NDArray
+from safetensors.numpy import load, save
 
 from gristmill._client.failures import failure_of
 from gristmill._client.transport import Transport
@@ -26,13 +28,17 @@ from gristmill._wire.addresses import Position
 from gristmill._wire.compact_shards import restore
 from gristmill.errors import BatchFailedError, GristmillError
 from gristmill.v1 import run_pb2, trainer_pb2
+from tests.chaos import written
 from tests.chaos.contents import digest
 from tests.chaos.heartbeat import Heartbeats
+from tests.chaos.kinds import WRITTEN
 from tests.chaos.rank_log import Effect, RankLog, Trained
 
 CHECKPOINT_EVERY = 5
 FAILED = 3
 _PAUSE_S = 0.004
+
+Tensors = Mapping[str, NDArray[Any]]
 
 
 class Rank:
@@ -51,6 +57,7 @@ class Rank:
     ) -> None:
         self._transport = Transport(address, 60.0, "rank")
         self._run, self._rank, self._dp_size, self._failed = run, rank, dp_size, failed
+        self._launch = int(launch.rpartition("-")[2])
         self._directory, self._slot = Path(directory), slot
         self._heartbeats = Heartbeats(Path(heartbeats))
         self._rank_log = RankLog(self._directory / f"rank-{rank}.sqlite")
@@ -87,6 +94,25 @@ class Rank:
                 return None
             if answer.state == trainer_pb2.BATCH_STATE_PUBLISHED:
                 return json.loads(answer.plan_json)
+            if answer.state == trainer_pb2.BATCH_STATE_FORWARD:
+                own = {awaited.mini_batch for awaited in answer.awaits if awaited.rank == self._rank}
+                for mini_batch in sorted(own):
+                    self._write(mini_batch)
+                time.sleep(_PAUSE_S)
+
+    def _write(self, mini_batch: int) -> None:
+        """What the batch awaits of one of its forward shards, a column a call."""
+        place = Position(self._next.batch, 0, mini_batch)
+        for name, tensor in written_for(self._pull(place, forward=True), self._launch).items():
+            request = trainer_pb2.WriteColumnsRequest(
+                run=self._run,
+                batch=place.batch,
+                mini_batch=mini_batch,
+                rank=self._rank,
+                incarnation=self._incarnation,
+                tensors=save({name: tensor}),
+            )
+            self._call("WriteColumns", request)
 
     def _step_past_failed(self) -> None:
         while self._next.batch in self._failed:
@@ -124,15 +150,21 @@ class Rank:
         request = trainer_pb2.CommitRequest(run=self._run, position=self._next.message(), incarnation=self._incarnation)
         self._call("Commit", request)
 
-    def _pull(self, position: Position) -> bytes:
-        """The shard's file: mapped where it can be, else streamed, also without its padding."""
+    def _pull(self, position: Position, *, forward: bool = False) -> bytes:
+        """The shard's file: mapped where it can be, else streamed, also without its padding. forward: the forward shard
+        is wanted, too, while the batch waits for columns."""
         request = trainer_pb2.GetShardRequest(
-            run=self._run, rank=self._rank, position=position.message(), incarnation=self._incarnation, wait_s=1.0
+            run=self._run,
+            rank=self._rank,
+            position=position.message(),
+            incarnation=self._incarnation,
+            wait_s=1.0,
+            forward=forward,
         )
         deadline = time.monotonic() + 60
         while True:
             found = self._call("GetShard", request, wait_s=1.0)
-            if found.state == trainer_pb2.BATCH_STATE_PUBLISHED:
+            if found.state in (trainer_pb2.BATCH_STATE_PUBLISHED, trainer_pb2.BATCH_STATE_FORWARD):
                 try:
                     data = self._read(position, found)
                 except grpc.RpcError as call:
@@ -173,19 +205,56 @@ class Rank:
 
 def effects_of(data: bytes) -> list[Effect]:
     """The real rows of a shard's file."""
-    length = int.from_bytes(data[:8], "little")
-    metadata = {name: json.loads(value) for name, value in json.loads(data[8 : 8 + length])["__metadata__"].items()}
-    tensors = load(data)
+    tensors, uids = load(data), _uids(data)
     effects = []
-    for index, uid in enumerate(metadata["uids"]):
+    for index, uid in enumerate(uids):
         if tensors["is_padding"][index]:
             continue
         tokens = tensors["sequences"][index][tensors["attention_mask"][index] == 1]
         sample, first, last = (int(tensors[name][index]) for name in ("sample", "step_first", "step_last"))
-        trained, reward = int(tensors["loss_mask"][index].sum()), float(tensors["rewards"][index].sum())
-        tokens_digest = digest(tokens.astype(np.int64).tolist())
-        effects.append(Effect(uid, sample, first, last, tokens_digest, trained, reward))
+        is_trained = tensors["loss_mask"][index] == 1
+        trained, reward = int(is_trained.sum()), float(tensors["rewards"][index].sum())
+        effect = Effect(uid, sample, first, last, digest(tokens.astype(np.int64).tolist()), trained, reward)
+        if "launch" in tensors:
+            columns, launch = digest(_columns(tensors, index)), int(tensors["launch"][index])
+            advantage = float(tensors["advantages"][index][is_trained].sum(dtype=np.float64))
+            effect = effect._replace(columns=columns, launch=launch, advantage=advantage)
+        effects.append(effect)
     return effects
+
+
+def _uids(data: bytes) -> list[str]:
+    length = int.from_bytes(data[:8], "little")
+    found: list[str] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["uids"])
+    return found
+
+
+def _columns(tensors: Tensors, index: int) -> list[Any]:
+    """A row's own values of the run's columns, as `tests.chaos.expected` has them."""
+    tokens, response = tensors["attention_mask"][index] == 1, tensors["response_mask"][index] == 1
+    offsets = tensors["images_offsets"]
+    return [
+        tensors["experts"][index][tokens].tolist(),
+        tensors["teacher"][index][response].tolist(),
+        int(tensors["calls"][index]),
+        tensors["images"][offsets[index] : offsets[index + 1]].tolist(),
+        int(tensors["images_given"][index]),
+        tensors["values"][index][response].tolist(),
+    ]
+
+
+def written_for(data: bytes, launch: int) -> dict[str, NDArray[Any]]:
+    """The columns that a launch writes for a forward shard, with something on padding and padding rows, too; nothing
+    where the shard has them."""
+    tensors = load(data)
+    if any(name in tensors for name in WRITTEN):
+        return {}
+    own = tensors["response_mask"] == 1
+    values = np.full(own.shape, 99, np.float32)
+    for index, uid in enumerate(_uids(data)):
+        sample, last = int(tensors["sample"][index]), int(tensors["step_last"][index])
+        values[index, own[index]] = written.values(uid, sample, last, int(own[index].sum()), launch)
+    return {"values": values, "launch": np.full(len(own), launch, np.int32)}
 
 
 def main() -> None:

@@ -13,7 +13,8 @@ from gristmill._wire.addresses import Position
 
 class Effect(NamedTuple):
     """One row that took effect: steps first..last of a trajectory. digest: of its tokens. trained: how many of them the
-    loss takes. reward: the sum over its tokens."""
+    loss takes. reward: the sum over its tokens. Where the run has columns: their digest, the launch that wrote some of
+    them, and the sum of the advantages that its trained tokens have of these."""
 
     uid: str
     sample: int
@@ -22,6 +23,9 @@ class Effect(NamedTuple):
     digest: str
     trained: int
     reward: float
+    columns: str = ""
+    launch: int = 0
+    advantage: float = 0.0
 
 
 class Trained(NamedTuple):
@@ -36,10 +40,7 @@ class RankLog:
         self._database.execute(
             "CREATE TABLE IF NOT EXISTS checkpoints (number INTEGER PRIMARY KEY, b, e, m, generation)"
         )
-        self._database.execute(
-            "CREATE TABLE IF NOT EXISTS steps (number, b, e, m, uid, sample, first, last, digest, trained, reward)"
-        )
-
+        self._database.execute(f"CREATE TABLE IF NOT EXISTS steps (number, b, e, m, {', '.join(Effect._fields)})")
         self._database.execute("CREATE TABLE IF NOT EXISTS stepped_over (number, batch)")
 
     def save(
@@ -55,7 +56,7 @@ class RankLog:
             # A mini-batch of padding rows alone has a line, too.
             for effect in effects or [Effect("", 0, 0, 0, "", 0, 0.0)]:
                 line = (number, *position, *effect)
-                self._database.execute("INSERT INTO steps VALUES (?,?,?,?,?,?,?,?,?,?,?)", line)
+                self._database.execute(f"INSERT INTO steps VALUES ({','.join('?' * len(line))})", line)
         self._database.executemany("INSERT INTO stepped_over VALUES (?,?)", [(number, batch) for batch in stepped_over])
         self._database.execute("INSERT INTO checkpoints VALUES (?,?,?,?,?)", (number, *next_position, generation))
         self._database.execute("COMMIT")

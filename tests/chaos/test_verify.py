@@ -14,10 +14,11 @@ from gristmill._wire.addresses import Position
 from tests.chaos.__main__ import share
 from tests.chaos.campaign import Report, rollbacks_of
 from tests.chaos.contents import SAMPLES, Contents
+from tests.chaos.expected import expected_effects
 from tests.chaos.neighbours import wrong_rows
 from tests.chaos.rank_log import Effect, RankLog, Trained
 from tests.chaos.trainer import Launch, before
-from tests.chaos.verify import Failures, Rollback, Verdict, expected_effect, verify
+from tests.chaos.verify import Failures, Rollback, Verdict, verify
 from tests.chaos.worker import WorkerLog
 
 CONTENTS = Contents(5)
@@ -40,11 +41,7 @@ def worker_log() -> WorkerLog:
 
 
 def effects_of(uid: str, sample: int, attempt: int = 0) -> list[Effect]:
-    """As without merging: a row a step."""
-    return [
-        expected_effect(CONTENTS, Effect(uid, sample, step, step, "", 0, 0.0), attempt)
-        for step in range(CONTENTS.steps(uid, sample))
-    ]
+    return expected_effects(CONTENTS, uid, sample, attempt, 0)
 
 
 def training() -> list[list[Trained]]:
@@ -393,7 +390,7 @@ def test_a_report_with_a_neighbour_that_was_hurt_is_not_clean() -> None:
     assert not Report("journal", neighbours_hurt=["neighbour-1: its shard lacks ['a']"]).is_clean
 
 
-def test_all_modes_together_have_all_faults() -> None:
+def test_all_campaigns_together_have_all_faults() -> None:
     assert [share(1000, 6, number) for number in range(6)] == [167, 167, 167, 167, 166, 166]
 
 

@@ -17,7 +17,8 @@ from math import isclose
 
 from gristmill._client.groups import Group
 from gristmill._wire.addresses import Position
-from tests.chaos.contents import SAMPLES, Contents, digest
+from tests.chaos.contents import SAMPLES, Contents
+from tests.chaos.expected import expected_effects
 from tests.chaos.rank_log import Effect, Trained
 from tests.chaos.worker import WorkerLog
 
@@ -56,10 +57,11 @@ class Verdict:
     """Each list of findings names what is wrong; all are empty where nothing is. skipped: groups that the service has
     sealed, and nobody trained, and batches that the ranks left out although they had not failed. rolled_back: what was
     lost with a store's data, and reported; it is no finding, nor are rows_reported_lost, of batches that failed and
-    groups that were dropped where that is allowed."""
+    groups that were dropped where that is allowed. values_trained: trained tokens that have what trainers wrote."""
 
     rows_acknowledged: int = 0
     rows_trained: int = 0
+    values_trained: int = 0
     batches_failed: int = 0
     rows_reported_lost: int = 0
     groups: Counter[str] = field(default_factory=Counter)
@@ -95,6 +97,7 @@ def verify(
     verdict = Verdict(batches_failed=len(failures.reported))
     _check_failures(failures, verdict)
     _check_order(launches, epochs, failures, verdict)
+    _check_writers(launches, verdict)
     effects = _effects_by_epoch(launches)
     known = {group.uid: group for group in groups}
     _check_batches(launches, known, failures, verdict)
@@ -123,7 +126,9 @@ def verify(
         if uid not in known or not (known[uid].state == "sealed" or _has_failed(known[uid], failures))
     ]
     verdict.skipped += _skipped(contents, epochs, known.values(), effects)
-    verdict.rows_trained = sum(len(found) for per_epoch in effects for found in per_epoch.values())
+    all_effects = [effect for per_epoch in effects for found in per_epoch.values() for effect in found]
+    verdict.rows_trained = len(all_effects)
+    verdict.values_trained = sum(effect.trained for effect in all_effects if effect.launch)
     return verdict
 
 
@@ -164,6 +169,19 @@ def _check_order(
     verdict.out_of_order += [
         f"step {at} is {found} where the plan has {wanted}" for at, (found, wanted) in pairs if found != wanted
     ]
+
+
+def _check_writers(launches: Sequence[Sequence[Sequence[Trained]]], verdict: Verdict) -> None:
+    """What one launch trains of a batch was written by one launch, no later one."""
+    for number, ranks in enumerate(launches):
+        writers: dict[int, set[int]] = {}
+        for trained in (trained for rank in ranks for trained in rank):
+            writers.setdefault(trained.position.batch, set()).update(effect.launch for effect in trained.effects)
+        verdict.wrong += [
+            f"launch {number}: batch {batch} has columns of launches {sorted(found)}"
+            for batch, found in writers.items()
+            if len(found) > 1
+        ]
 
 
 def _check_batches(
@@ -253,42 +271,36 @@ def _check_trajectory(
     log: WorkerLog,
     verdict: Verdict,
 ) -> None:
-    """Each epoch has every step once, of one attempt from `least` on, and none where the trajectory was aborted."""
+    """Each epoch has every row once, of one attempt from `least` on, and none where the trajectory was aborted."""
     name = f"{uid} sample {sample}"
     last_attempt = log.attempts.get((uid, sample), 0)
     for epoch in range(epochs):
-        found = effects[epoch].get((uid, sample), ()) if epoch < len(effects) else ()
-        own = sorted(found, key=lambda effect: effect.first)
+        own = effects[epoch].get((uid, sample), ()) if epoch < len(effects) else ()
         if not own:
             if was_accepted and not contents.is_aborted(uid, sample):
                 verdict.lost.append(f"{name}: accepted, and not trained in epoch {epoch}")
             continue
         if contents.is_aborted(uid, sample):
             verdict.wrong.append(f"{name}: aborted, and trained in epoch {epoch}")
-        steps = [step for effect in own for step in range(effect.first, effect.last + 1)]
-        count = contents.steps(uid, sample)
-        if len(steps) > len(set(steps)):
-            verdict.trained_twice.append(f"{name}: epoch {epoch} trained steps {steps}")
-        elif steps != list(range(count)):
-            verdict.lost.append(f"{name}: epoch {epoch} trained steps {steps} of {count}")
-        else:
-            if not any(_is_attempt(contents, own, attempt) for attempt in range(least, last_attempt + 1)):
-                verdict.wrong.append(f"{name}: epoch {epoch} trained what is of no attempt from {least} on: {own}")
+        spans = [(effect.first, effect.last) for effect in own]
+        launch = own[0].launch
+        attempts = [
+            expected_effects(contents, uid, sample, attempt, launch) for attempt in range(least, last_attempt + 1)
+        ]
+        if len(spans) > len(set(spans)):
+            verdict.trained_twice.append(f"{name}: epoch {epoch} trained steps {sorted(spans)}")
+        elif not any(len(own) == len(expected) and _is_among(own, expected) for expected in attempts):
+            findings = verdict.lost if any(_is_among(own, expected) for expected in attempts) else verdict.wrong
+            findings.append(f"{name}: epoch {epoch} trained what is of no attempt from {least} on: {sorted(own)}")
 
 
-def _is_attempt(contents: Contents, effects: Sequence[Effect], attempt: int) -> bool:
-    return all(
-        effect[:-1] == expected[:-1] and isclose(effect.reward, expected.reward, abs_tol=1e-5)
-        for effect in effects
-        for expected in [expected_effect(contents, effect, attempt)]
-    )
+def _is_among(own: Iterable[Effect], expected: Iterable[Effect]) -> bool:
+    """Whether these are all among the rows of an attempt."""
+    by_name = {effect[:5]: effect for effect in expected}
+    return all(effect[:5] in by_name and _is_same(effect, by_name[effect[:5]]) for effect in own)
 
 
-def expected_effect(contents: Contents, effect: Effect, attempt: int) -> Effect:
-    """Joins these steps of that attempt to the row that they train as, rewards that came late included."""
-    uid, sample, first, last, *_ = effect
-    rows = contents.rows(uid, sample, attempt)
-    tokens = [*rows[last]["prompt_token_ids"], *rows[last]["response_ids"]]
-    trained = sum(len(row["response_ids"]) for row in rows[first : last + 1])
-    reward = sum(contents.reward(uid, sample, step) for step in range(first, last + 1))
-    return Effect(uid, sample, first, last, digest(tokens), trained, reward)
+def _is_same(found: Effect, expected: Effect) -> bool:
+    is_close = isclose(found.reward, expected.reward, abs_tol=1e-5)
+    is_close &= isclose(found.advantage, expected.advantage, abs_tol=1e-3)
+    return is_close and found == expected._replace(reward=found.reward, advantage=found.advantage)

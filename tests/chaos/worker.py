@@ -59,9 +59,11 @@ class WorkerLog:
 
 
 class Worker:
-    def __init__(self, address: str, run: str, seed: int, number: int, directory: str, tolerant: bool) -> None:
+    def __init__(
+        self, address: str, run: str, seed: int, kind: str, number: int, directory: str, tolerant: bool
+    ) -> None:
         self._client = RolloutClient(address, run, timeout_s=60)
-        self._contents, self._number, self._directory = Contents(seed), number, Path(directory)
+        self._contents, self._number, self._directory = Contents(seed, kind), number, Path(directory)
         self._log = WorkerLog.read(self._directory / f"worker-{number}.log")
         self._heartbeats = Heartbeats(self._directory / "heartbeats")
         self._failures: tuple[type[Exception], ...] = (GristmillError,) if tolerant else ()

@@ -30,6 +30,7 @@ from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.pipeline.written import ShardForm, Written
 from gristmill_service.run.batch_builder import BuildBatch as Pipeline
 from gristmill_service.run.machine.admission import RowBudget
+from gristmill_service.run.machine.answers import ColumnPlace
 from gristmill_service.run.machine.codec import decode_events
 from gristmill_service.run.machine.events import Event
 from gristmill_service.run.machine.state import State, apply
@@ -38,6 +39,7 @@ from gristmill_service.run.run import Run, Shared
 from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.workers import Task, TaskQueue
 from gristmill_service.storage.memory_runs import MemoryRunLog
+from gristmill_service.storage.run_store import CheckTable, Replay
 from gristmill_service.storage.shard_store import ShardLocation, ShardSource, ShardStore
 from tests.strategies import Row
 
@@ -172,8 +174,12 @@ class Built:
         """Nothing is counted of a batch that the pipeline did not make."""
 
 
+_ONE_ROW = ShardForm([], np.zeros(1, np.int64), np.ones(1, np.int64), np.ones(1, np.bool_))
+
+
 class BuildBatch:
-    """Stands for the pipeline: keeps what it was given. One policy mini-batch a prompt group (and critic's, if any).
+    """Stands for the pipeline: keeps what it was given. One policy mini-batch a prompt group (and critic's, if any), of
+    one row a rank.
 
     fails: batches that cannot be made. misaligned: those that cannot be aligned, each with a dp_size for which that is
     so. When `gate` is given, it waits there, having set `entered`.
@@ -187,6 +193,7 @@ class BuildBatch:
     ) -> None:
         self.batches: dict[int, Steps] = {}
         self.versions: dict[int, int | None] = {}
+        self.written: dict[int, Written | None] = {}
         self._fails, self._misaligned = fails, misaligned
         self._gate, self.entered = gate, threading.Event()
 
@@ -208,7 +215,7 @@ class BuildBatch:
             raise InvalidArgumentError("cannot be aligned")
         if (batch, config.dp_size) in self._misaligned:
             raise MisalignedError(f"cannot be aligned for dp_size = {config.dp_size}")
-        self.batches[batch], self.versions[batch] = steps, policy_version
+        self.batches[batch], self.versions[batch], self.written[batch] = steps, policy_version, written
         prompts = len(dict.fromkeys(zip(steps.rounds.tolist(), steps.uids, strict=True)))
         parts = [
             MiniBatchDocument(model, index, 0, 0, 0, 0, 0, 0, 0, [])
@@ -221,7 +228,10 @@ class BuildBatch:
             for rank in range(config.dp_size)
         ]
         plan = PlanDocument(batch, len(steps), len(steps), prompts, 0, config.dp_size, [], parts, {}, {}, [], [], {})
-        return Built(plan, shards)
+        if written is not None or not config.written_columns:
+            return Built(plan, shards)
+        forms = {shard.address: _ONE_ROW for shard in shards if shard.address.model == "policy"}
+        return Built(plan, shards, frozenset(column.name for column in config.written_columns), forms)
 
 
 class RecordingLog(MemoryRunLog):
@@ -245,6 +255,35 @@ class RecordingLog(MemoryRunLog):
             self.refuses -= 1
             raise UnavailableError("the book is full")
         self.records.append(record)
+
+
+class LastingLog(RecordingLog):
+    """One that the next process finds: it keeps the tables, too."""
+
+    reads_rows = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, Steps] = {}
+
+    def replay(self) -> Replay:
+        return Replay(None, list(self.records))
+
+    def put(self, table: Steps) -> tuple[int, Steps]:
+        number, _ = super().put(table)
+        self.tables[number] = table
+        return number, table
+
+    def get(self, number: int) -> Steps:
+        return self.tables[number]
+
+    def remove(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            del self.tables[number]
+
+    def retain(self, numbers: Collection[int], check: CheckTable) -> set[int]:
+        self.tables = {number: table for number, table in self.tables.items() if number in numbers}
+        return {number for number in numbers if number not in self.tables or not check(number, self.tables[number])}
 
 
 class InlineTasks:
@@ -279,7 +318,10 @@ def shared_by(
 
 
 class Bench:
-    """A run on the bench. `make_batches` does what the service's threads do."""
+    """A run on the bench. `make_batches` does what the service's threads do.
+
+    wrote: by batch and incarnation, what was written first in each place.
+    """
 
     def __init__(
         self,
@@ -287,14 +329,16 @@ class Bench:
         build_batch: Pipeline | None = None,
         store: ShardStore | None = None,
         budget: RowBudget | None = None,
+        log: RecordingLog | None = None,
         name: str = "run",
         **settings: Any,
     ) -> None:
-        self.config, self.log = parse_config(CONFIG | settings), RecordingLog()
+        self.config, self.log = parse_config(CONFIG | settings), log or RecordingLog()
         # A test knows which it gave.
         self.build_batch: Any = build_batch or BuildBatch()
         self.store: Any = store or Shelf()
         self.now, self.name, self.budget = 0.0, name, budget
+        self.wrote: dict[tuple[int, int], dict[ColumnPlace, float]] = {}
         self.reopen()
 
     def reopen(self) -> None:
@@ -324,6 +368,28 @@ class Bench:
 
     def begin(self, *uids: str, round_: int = 0) -> list[str]:
         return [admission.name for admission in self.run.begin_groups(round_, uids).admissions]
+
+    def write(self, batch: int, mini_batch: int, rank: int, values: Mapping[str, float], later: int = 0) -> None:
+        """Writes numbers of the one row that a shard has. later: than the current, the incarnation of the caller."""
+        incarnation = self.state.models["policy"].incarnation + later
+        tensors = {name: np.array([value], np.float32) for name, value in values.items()}
+        self.run.write(batch, mini_batch, rank, incarnation, tensors)
+        for name, value in values.items():
+            self.wrote.setdefault((batch, incarnation), {}).setdefault(ColumnPlace(mini_batch, rank, name), value)
+
+    def write_rest(self, batch: int, value: float) -> None:
+        """Writes this for whatever a batch awaits yet."""
+        for mini_batch, rank, name in self.state.missing(batch) if batch in self.state.batches_awaiting else ():
+            self.write(batch, mini_batch, rank, {name: value})
+
+    def written(self, batch: int) -> dict[ColumnPlace, float]:
+        """What a batch was made of last, of what was written for it."""
+        found = self.build_batch.written[batch] or {}
+        return {
+            ColumnPlace(address.mini_batch, address.rank, name): float(values[0])
+            for address, columns in found.items()
+            for name, values in columns.items()
+        }
 
     def make_batches(self) -> None:
         self.tasks.build()

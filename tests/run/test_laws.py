@@ -16,6 +16,7 @@ from gristmill.errors import GristmillError
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import BatchState, Position, RewardUpdate
 from gristmill_service.run.machine.events import (
+    COLUMNS,
     BatchFailed,
     BatchFreed,
     BatchGivenUp,
@@ -26,6 +27,7 @@ from gristmill_service.run.machine.events import (
     GroupDropped,
     GroupKey,
     GroupsAdmitted,
+    RowRef,
     RowsStored,
     StoredRow,
     TrajectoryAborted,
@@ -34,7 +36,8 @@ from gristmill_service.run.machine.sealing import missing_tags
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.row_buffer import RowBuffer
-from tests.run.harness import Bench, BuildBatch, contents, key, row
+from tests.pipeline.written import column
+from tests.run.harness import Bench, BuildBatch, LastingLog, RecordingLog, contents, group_rows, key, row
 from tests.strategies import Row
 
 UIDS = st.sampled_from("abcd")
@@ -69,6 +72,30 @@ TRAJECTORIES = st.builds(key, UIDS, SAMPLES)
 CHECKPOINTS = st.builds(
     Checkpoint, st.none() | POSITIONS, generation=st.integers(0, 2), give_up_reason=st.sampled_from(["", "lost"])
 )
+WRITTEN = ("verdict", "score")
+WRITTEN_COLUMNS = [column(name, scope="row") for name in WRITTEN]
+WRITES = [
+    st.tuples(
+        st.just("write"),
+        st.integers(0, 2),
+        st.integers(0, 1),
+        st.integers(0, 1),
+        st.dictionaries(st.sampled_from(WRITTEN), st.sampled_from([0.5, 1.5]), min_size=1),
+        st.sampled_from([0, 0, 0, -1, 1]),
+    ),
+    st.tuples(st.just("write_rest"), st.integers(0, 2), st.sampled_from([0.5, 1.5])),
+]
+ACKNOWLEDGE = st.tuples(
+    st.just("acknowledge"), st.just("policy"), st.integers(0, 1), POSITIONS, st.just(0), st.booleans()
+)
+RESUME = st.tuples(
+    st.just("resume"),
+    st.just("policy"),
+    CHECKPOINTS,
+    st.sampled_from(["one", "two", "three", "four"]),
+    st.sampled_from([0, 0, 1, 2]),
+)
+MAKE_BATCHES, REOPEN = st.tuples(st.just("make_batches")), st.tuples(st.just("reopen"))
 COMMANDS = st.one_of(
     st.tuples(st.just("submit"), st.lists(rows(), min_size=1, max_size=6)),
     st.tuples(st.just("submit"), whole_groups()),
@@ -91,16 +118,12 @@ COMMANDS = st.one_of(
     st.tuples(st.just("abort_groups"), st.integers(0, 1), st.lists(UIDS, min_size=1, max_size=2), st.just("")),
     st.tuples(st.just("seal"), st.sampled_from([None, 0, 1, 2])),
     st.tuples(st.just("announce"), st.integers(0, 3)),
-    st.tuples(st.just("acknowledge"), st.just("policy"), st.integers(0, 1), POSITIONS, st.just(0), st.booleans()),
+    ACKNOWLEDGE,
     st.tuples(st.just("commit"), st.just("policy"), POSITIONS, st.integers(0, 2)),
-    st.tuples(
-        st.just("resume"),
-        st.just("policy"),
-        CHECKPOINTS,
-        st.sampled_from(["one", "two", "three", "four"]),
-        st.sampled_from([0, 0, 1, 2]),
-    ),
-    st.tuples(st.just("make_batches")),
+    RESUME,
+    *WRITES,
+    MAKE_BATCHES,
+    REOPEN,
     st.tuples(st.just("wait"), st.sampled_from([1.0, 5.0])),
     st.tuples(st.just("finish")),
 )
@@ -117,6 +140,7 @@ SETTINGS = st.fixed_dictionaries(
         "max_samples_per_prompt": st.sampled_from([None, 3]),
         "surplus": st.sampled_from([0, 0, 1]),
         "tag_shares": st.sampled_from([{}, {}, {"x": {"min": 0.5}}]),
+        "columns": st.sampled_from([[], WRITTEN_COLUMNS]),
     },
     optional={"max_staleness": st.integers(0, 1)},
 ).map(
@@ -127,6 +151,8 @@ SETTINGS = st.fixed_dictionaries(
     )
 )
 
+
+LOGS = st.sampled_from([RecordingLog, LastingLog])
 
 # Batches that cannot be aligned, each with a dp_size for which that is so.
 MISALIGNED = st.sets(st.tuples(st.integers(0, 2), st.integers(1, 2)))
@@ -144,13 +170,23 @@ def act(bench: Bench, command: str, *arguments: Any) -> None:
     match command:
         case "make_batches":
             bench.make_batches()
+        case "reopen":
+            if isinstance(bench.log, LastingLog):
+                bench.reopen()
+        case "write_rest":
+            bench.write_rest(*arguments)
         case "wait":
             bench.now += arguments[0]
             bench.run.tick()
         case _:
             before, held = snapshot(bench), len(bench.log.events)
             try:
-                bench.submit(*arguments[0]) if command == "submit" else getattr(bench.run, command)(*arguments)
+                if command == "submit":
+                    bench.submit(*arguments[0])
+                elif command == "write":
+                    bench.write(*arguments)
+                else:
+                    getattr(bench.run, command)(*arguments)
             except GristmillError:
                 assert snapshot(bench) == before
                 assert len(bench.log.events) == held
@@ -177,8 +213,11 @@ class Checked(Protocol):
 def check_invariants(bench: Checked) -> None:
     state, config = bench.state, bench.config
     groups = [*state.open.values(), *(group for batch in state.batches.values() for group in batch.groups)]
-    refs = [ref for group in groups for ref in group.refs()]
-    assert state.row_bytes == sum(row.nbytes for group in groups for row in group.ordered_rows())
+    written = [column for batch in state.batches.values() for column in batch.written.values()]
+    refs = [ref for group in groups for ref in group.refs()] + [RowRef(column.table, COLUMNS) for column in written]
+    assert state.row_bytes == sum(row.nbytes for group in groups for row in group.ordered_rows()) + sum(
+        column.nbytes for column in written
+    )
     assert sorted(refs) == sorted((number, row) for number, held in bench.rows._tables.items() for row in held.live)
     assert len(bench.rows) <= 2 * len(refs), "what is held is at most twice what is accounted for"
     assert set(state.complete) == {name for name, group in state.open.items() if group.is_complete}
@@ -202,11 +241,14 @@ def check_invariants(bench: Checked) -> None:
 
 
 @settings(max_examples=400, deadline=None)
-@given(SETTINGS, MISALIGNED, st.lists(COMMANDS, max_size=30))
+@given(SETTINGS, LOGS, MISALIGNED, st.lists(COMMANDS, max_size=30))
 def test_replaying_the_log_gives_the_same_state_and_what_is_refused_changes_nothing(
-    chosen: dict[str, Any], misaligned: set[tuple[int, int]], commands: list[tuple[Any, ...]]
+    chosen: dict[str, Any],
+    log: type[RecordingLog],
+    misaligned: set[tuple[int, int]],
+    commands: list[tuple[Any, ...]],
 ) -> None:
-    bench = Bench(build_batch=BuildBatch(misaligned=misaligned), **chosen)
+    bench = Bench(build_batch=BuildBatch(misaligned=misaligned), log=log(), **chosen)
     for command in commands:
         act(bench, *command)
         check_invariants(bench)
@@ -230,11 +272,14 @@ def kept(events: list[Event]) -> set[int]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(SETTINGS, MISALIGNED, st.lists(COMMANDS, max_size=30))
+@given(SETTINGS, LOGS, MISALIGNED, st.lists(COMMANDS, max_size=30))
 def test_an_accepted_row_ends_in_exactly_one_batch_or_is_dropped_exactly_once(
-    chosen: dict[str, Any], misaligned: set[tuple[int, int]], commands: list[tuple[Any, ...]]
+    chosen: dict[str, Any],
+    log: type[RecordingLog],
+    misaligned: set[tuple[int, int]],
+    commands: list[tuple[Any, ...]],
 ) -> None:
-    bench = Bench(build_batch=BuildBatch(misaligned=misaligned), **chosen)
+    bench = Bench(build_batch=BuildBatch(misaligned=misaligned), log=log(), **chosen)
     for command in commands:
         act(bench, *command)
     try:
@@ -255,6 +300,26 @@ def test_an_accepted_row_ends_in_exactly_one_batch_or_is_dropped_exactly_once(
     assert (bench.state.row_bytes, len(bench.rows)) == (0, 0)
 
 
+@settings(max_examples=200, deadline=None)
+@given(SETTINGS, LOGS, st.lists(st.one_of(*WRITES, RESUME, ACKNOWLEDGE, MAKE_BATCHES, REOPEN), min_size=12))
+def test_a_batch_is_completed_with_what_one_incarnation_wrote_each_column_in_its_place(
+    chosen: dict[str, Any], log: type[RecordingLog], commands: list[tuple[Any, ...]]
+) -> None:
+    bench = Bench(log=log(), **chosen | {"columns": WRITTEN_COLUMNS, "zero_variance_filter": None})
+    for uid in "abcd":
+        act(bench, "submit", group_rows(uid))
+    bench.make_batches()
+    rest = [("make_batches",), ("write_rest", 0, 2.5), ("make_batches",)]
+    for command in [*commands, *rest]:
+        act(bench, *command)
+        for number, batch in bench.state.batches.items():
+            if batch.is_published and not batch.awaits:
+                made_of = bench.written(number)
+                shards = bench.state.dp_size * batch.prompts
+                assert len(made_of) == shards * len(WRITTEN)
+                assert made_of in [wrote for (of, _), wrote in bench.wrote.items() if of == number]
+
+
 def drain(bench: Bench) -> None:
     """Trains on everything that can be built, and goes on without the rest."""
     bench.run.resume("policy", Checkpoint(None), "drain")
@@ -267,6 +332,8 @@ def drain(bench: Bench) -> None:
         bench.make_batches()
         if position.batch == bench.state.batches_sealed:
             break
+        bench.write_rest(position.batch, 2.5)
+        bench.make_batches()
         if bench.run.batch(position.batch).state is BatchState.PUBLISHED:
             for rank in range(bench.state.dp_size):
                 bench.run.acknowledge("policy", rank, position, 0, commit=True)

@@ -29,9 +29,19 @@ from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.run import Run
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
-from gristmill_service.storage.run_store import RunStore
+from gristmill_service.storage.run_store import Replay, RunStore
 from tests.pipeline.written import column, files
-from tests.run.harness import CONFIG, Bench, InlineTasks, row, shared_by, table
+from tests.run.harness import (
+    CONFIG,
+    Bench,
+    InlineTasks,
+    LastingLog,
+    RecordingLog,
+    group_rows,
+    row,
+    shared_by,
+    table,
+)
 from tests.strategies import Row
 
 SETTINGS: dict[str, Any] = {
@@ -55,9 +65,9 @@ def rows(uid: str) -> list[Row]:
     return [first, second, row(uid, 1, response=(7, 8, 9), reward=0.5, rollout_logprobs=[-1.0, -1.0, -1.0])]
 
 
-def forwarded(store: Any = None, **settings: Any) -> Bench:
+def forwarded(store: Any = None, log: RecordingLog | None = None, **settings: Any) -> Bench:
     """A run with a batch of two groups, whose forward shards are out."""
-    bench = Bench(build_batch=build_batch, store=store or MemoryShardStore(), **SETTINGS | settings)
+    bench = Bench(build_batch=build_batch, store=store or MemoryShardStore(), log=log, **SETTINGS | settings)
     submit(bench.run)
     bench.make_batches()
     return bench
@@ -362,6 +372,45 @@ class TestIncarnations:
         assert (bench.state.row_bytes, len(bench.rows)) == (0, 0)
 
 
+class TestLosses:
+    @pytest.mark.parametrize("lost", [1, 2, 5])
+    def test_a_log_that_lost_writes_tells_the_ranks_to_end_and_those_after_them_write_anew(self, lost: int) -> None:
+        """lost: records of the log's end; with 5 of them all writes."""
+
+        class Short(LastingLog):
+            def replay(self) -> Replay:
+                self.records = self.records[:-lost] if self.records else []
+                return Replay(None, list(self.records), lambda: bool(self.records))
+
+        bench = forwarded(log=Short())
+        write_all(bench.run)
+        bench.make_batches()
+        assert bench.run.batch(0).state is BatchState.PUBLISHED
+        bench.reopen()
+        bench.make_batches()
+        with pytest.raises(StaleIncarnationError, match="or columns that it wrote are lost"):
+            bench.run.shard("policy", 0, Position(0), 1)
+        with pytest.raises(StaleIncarnationError):
+            write(bench.run, 1, 1)
+        assert len(bench.run.batch(0).awaits) == 8
+        write_all(bench.run, incarnation=bench.run.resume("policy", Checkpoint(None), "second").incarnation)
+        bench.make_batches()
+        assert train_shards(bench.run) == as_sent_with_rows()
+        assert bench.replayed() == bench.state
+
+    def test_a_run_without_such_columns_goes_on_under_its_incarnation(self) -> None:
+        class Short(LastingLog):
+            def replay(self) -> Replay:
+                return Replay(None, list(self.records), lambda: bool(self.records))
+
+        bench = Bench(log=Short())
+        bench.submit(*group_rows("a"), *group_rows("b"))
+        bench.make_batches()
+        bench.reopen()
+        bench.make_batches()
+        assert bench.run.shard("policy", 0, None, 1).state is BatchState.PUBLISHED
+
+
 def check_that_it_outlives_its_process(store: RunStore, another: Callable[[], RunStore], is_compacted: bool) -> None:
     """What was written is there in the next process, and once it is complete the shards are made of it. another: the
     same store, as another process opens it."""
@@ -427,7 +476,9 @@ def test_what_was_written_and_is_lost_is_written_anew(tmp_path: Path, monkeypatc
     tasks.build()
     assert run.batch(0).state is BatchState.FORWARD
     assert len(run.batch(0).awaits) == 8
-    write_all(run)
+    with pytest.raises(StaleIncarnationError):
+        run.shard("policy", 0, None, 1)
+    write_all(run, incarnation=run.resume("policy", Checkpoint(None), "second").incarnation)
     tasks.build()
     assert train_shards(run) == as_sent_with_rows()
     store.close()
