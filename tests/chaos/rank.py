@@ -95,13 +95,17 @@ class Rank:
             if answer.state == trainer_pb2.BATCH_STATE_PUBLISHED:
                 return json.loads(answer.plan_json)
             if answer.state == trainer_pb2.BATCH_STATE_FORWARD:
-                own = {awaited.mini_batch for awaited in answer.awaits if awaited.rank == self._rank}
-                for mini_batch in sorted(own):
-                    self._write(mini_batch)
+                self._write_awaited(answer)
                 time.sleep(_PAUSE_S)
 
+    def _write_awaited(self, answer: trainer_pb2.GetBatchResponse) -> None:
+        """What the batch awaits of this rank."""
+        own = {awaited.mini_batch for awaited in answer.awaits if awaited.rank == self._rank}
+        for mini_batch in sorted(own):
+            self._write(mini_batch)
+
     def _write(self, mini_batch: int) -> None:
-        """What the batch awaits of one of its forward shards, a column a call."""
+        """Of one of its forward shards, a column a call."""
         place = Position(self._next.batch, 0, mini_batch)
         for name, tensor in written_for(self._pull(place, forward=True), self._launch).items():
             request = trainer_pb2.WriteColumnsRequest(
@@ -176,6 +180,10 @@ class Rank:
                     continue
                 if len(data) == found.size_bytes:
                     return data
+            elif not forward:
+                # The store may have lost what was written.
+                again = trainer_pb2.GetBatchRequest(run=self._run, batch=position.batch)
+                self._write_awaited(self._call("GetBatch", again))
 
     def _read(self, position: Position, found: trainer_pb2.GetShardResponse) -> bytes:
         if found.shared_memory_path:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from gristmill import (
     TrainerClient,
 )
 from gristmill.torch import MicroBatch, Shard
+from gristmill_service.run.machine.command import Command, View
+from gristmill_service.run.machine.events import BatchWithdrawn, ColumnsDropped, Event
+from gristmill_service.run.machine.state import State
 from gristmill_service.service import Service
 from tests.api.doors import group
 from tests.serving import StartService
@@ -193,6 +197,46 @@ def test_a_trainer_that_is_started_again_writes_anew(service: Service, run_name:
         second.write(shard, computed(shard))
     for shard in batch.mini_batches():
         check(shard)
+
+
+class Lose(Command[None]):
+    """What follows where a store has lost what was written for the first batch."""
+
+    def decide(self, view: View) -> Sequence[Event]:
+        return [ColumnsDropped(0), BatchWithdrawn(0)]
+
+    def answer(self, state: State) -> None:
+        pass
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_a_rank_that_waits_for_what_it_wrote_is_told_that_it_is_lost_and_writes_it_again(
+    trained: int, service: Service, run_name: str, trainers: Trainers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gristmill._client.retries.LONGEST_WAIT_S", 0.2)
+    roll_out(service.grpc_address, run_name, dp_size=1, critic_mini_batch_size=None)
+    trainer = trainers(0, prefetch=0)
+    batch, found = next(iter(trainer)), list[int]()
+    for shard in batch.forward():
+        trainer.write(shard, computed(shard))
+    training = batch.mini_batches()
+    for shard in islice(training, trained):
+        shard.ack()
+        found.append(shard.position.mini_batch)
+    service.runs.get(run_name)._execute(Lose())
+    with pytest.raises(
+        FailedPreconditionError, match=r"batch 0 mini-batch 0 rank 0: \w+ was written, and the service's"
+    ):
+        next(training)
+    batch = next(iter(trainer))
+    assert batch.awaits
+    for shard in batch.forward():
+        trainer.write(shard, computed(shard))
+    for shard in batch.mini_batches():
+        check(shard)
+        shard.ack()
+        found.append(shard.position.mini_batch)
+    assert found == [0, 1]
 
 
 def test_a_rank_that_wants_some_columns_reads_forward_shards_without_those_that_lack(

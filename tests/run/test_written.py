@@ -37,7 +37,6 @@ from tests.run.harness import (
     InlineTasks,
     LastingLog,
     RecordingLog,
-    group_rows,
     row,
     shared_by,
     table,
@@ -372,43 +371,25 @@ class TestIncarnations:
         assert (bench.state.row_bytes, len(bench.rows)) == (0, 0)
 
 
-class TestLosses:
-    @pytest.mark.parametrize("lost", [1, 2, 5])
-    def test_a_log_that_lost_writes_tells_the_ranks_to_end_and_those_after_them_write_anew(self, lost: int) -> None:
-        """lost: records of the log's end; with 5 of them all writes."""
+@pytest.mark.parametrize(("lost", "left"), [(1, 0), (2, 2), (3, 4), (5, 8)])
+def test_a_batch_awaits_what_a_log_that_is_too_short_has_lost_of_it(lost: int, left: int) -> None:
+    """lost: records of the log's end, the last of which says that the batch is complete."""
 
-        class Short(LastingLog):
-            def replay(self) -> Replay:
-                self.records = self.records[:-lost] if self.records else []
-                return Replay(None, list(self.records), lambda: bool(self.records))
+    class Short(LastingLog):
+        def replay(self) -> Replay:
+            self.records = self.records[:-lost] if self.records else []
+            return Replay(None, list(self.records), lambda: bool(self.records))
 
-        bench = forwarded(log=Short())
-        write_all(bench.run)
-        bench.make_batches()
-        assert bench.run.batch(0).state is BatchState.PUBLISHED
-        bench.reopen()
-        bench.make_batches()
-        with pytest.raises(StaleIncarnationError, match="or columns that it wrote are lost"):
-            bench.run.shard("policy", 0, Position(0), 1)
-        with pytest.raises(StaleIncarnationError):
-            write(bench.run, 1, 1)
-        assert len(bench.run.batch(0).awaits) == 8
-        write_all(bench.run, incarnation=bench.run.resume("policy", Checkpoint(None), "second").incarnation)
-        bench.make_batches()
-        assert train_shards(bench.run) == as_sent_with_rows()
-        assert bench.replayed() == bench.state
-
-    def test_a_run_without_such_columns_goes_on_under_its_incarnation(self) -> None:
-        class Short(LastingLog):
-            def replay(self) -> Replay:
-                return Replay(None, list(self.records), lambda: bool(self.records))
-
-        bench = Bench(log=Short())
-        bench.submit(*group_rows("a"), *group_rows("b"))
-        bench.make_batches()
-        bench.reopen()
-        bench.make_batches()
-        assert bench.run.shard("policy", 0, None, 1).state is BatchState.PUBLISHED
+    bench = forwarded(log=Short())
+    write_all(bench.run)
+    bench.make_batches()
+    bench.reopen()
+    bench.make_batches()
+    assert len(bench.run.batch(0).awaits) == left
+    write_all(bench.run)
+    bench.make_batches()
+    assert train_shards(bench.run) == as_sent_with_rows()
+    assert bench.replayed() == bench.state
 
 
 def check_that_it_outlives_its_process(store: RunStore, another: Callable[[], RunStore], is_compacted: bool) -> None:
@@ -476,9 +457,7 @@ def test_what_was_written_and_is_lost_is_written_anew(tmp_path: Path, monkeypatc
     tasks.build()
     assert run.batch(0).state is BatchState.FORWARD
     assert len(run.batch(0).awaits) == 8
-    with pytest.raises(StaleIncarnationError):
-        run.shard("policy", 0, None, 1)
-    write_all(run, incarnation=run.resume("policy", Checkpoint(None), "second").incarnation)
+    write_all(run)
     tasks.build()
     assert train_shards(run) == as_sent_with_rows()
     store.close()

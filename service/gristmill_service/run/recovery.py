@@ -15,7 +15,6 @@ from gristmill_service.run.machine.events import (
     Event,
     GenerationBegan,
     GroupDropped,
-    ModelResumed,
     StoredRow,
 )
 from gristmill_service.run.machine.groups import Group
@@ -24,9 +23,6 @@ from gristmill_service.run.row_buffer import RowBuffer, row_digests
 from gristmill_service.storage.run_store import RunLog
 
 ROWS_LOST = "rows_lost"
-
-# A log that is shorter than promised may lack resumes, whose incarnations must not be given out again.
-_LOST_RESUMES = 1000
 
 
 def replayed(log: RunLog, config: RunConfig) -> tuple[State, bool]:
@@ -41,16 +37,11 @@ def replayed(log: RunLog, config: RunConfig) -> tuple[State, bool]:
 
 
 def recovered(
-    state: State,
-    rows: RowBuffer,
-    log: RunLog,
-    is_stored: Callable[[int], bool],
-    config: RunConfig,
-    is_rolled_back: bool,
+    state: State, rows: RowBuffer, log: RunLog, is_stored: Callable[[int], bool], shared: Collection[str] = ()
 ) -> list[Event]:
-    """Fills the buffer with the rows that the state needs, and returns what follows from those that are lost, from
-    batches whose shards are not stored any more, and from a log that is shorter than promised."""
-    needed = Needed(state, config.shared_columns)
+    """Fills the buffer with the rows that the state needs, and returns what follows from those that are lost, and from
+    batches whose shards are not stored any more. shared: as `row_digests` has it."""
+    needed = Needed(state, shared)
     lost = log.retain(needed.tables, needed.is_whole)
     for number, held in needed.tables.items():
         whole = log.get(number) if log.maps_rows and number not in lost else None
@@ -63,34 +54,13 @@ def recovered(
     ]
     lossy = losses(state, lost)
     failed = [event.batch for event in lossy if isinstance(event, BatchFailed)]
-    found = [*lossy, *withdrawn(state, [*stored, *failed])]
-    if is_rolled_back:
-        found.append(rollback(state))
-    if any(isinstance(event, ColumnsDropped) for event in lossy) or (is_rolled_back and config.written_columns):
-        gone = {event.batch for event in lossy if isinstance(event, (BatchFailed, ColumnsDropped))}
-        found += writing_anew(state, gone)
-    return found
+    return [*lossy, *withdrawn(state, [*stored, *failed])]
 
 
 def rollback(state: State) -> GenerationBegan:
     """The event that records that the log was found shorter than promised."""
     reached = {model: max(own.furthest, own.committed) for model, own in state.models.items()}
     return GenerationBegan(state.generation + 1, reached)
-
-
-def writing_anew(state: State, gone: Collection[int]) -> list[Event]:
-    """What follows where columns may be lost that trainers were told are kept: who wrote them would wait for the others
-    for ever. Ranks of the policy are told to end, and those that come after them write anew what batches wait for.
-
-    gone: batches that failed or lost their columns.
-    """
-    policy = state.models["policy"]
-    dropped: list[Event] = [
-        ColumnsDropped(number)
-        for number, batch in state.batches.items()
-        if batch.written and batch.awaits and number not in gone
-    ]
-    return [*dropped, ModelResumed("policy", min(policy.next), policy.incarnation + _LOST_RESUMES, "")]
 
 
 class Needed:

@@ -119,8 +119,9 @@ class Run:
         Raises UnavailableError where the log cannot be written; the run is of no use then.
         """
         state, rows = self._writer.state, self._writer.rows
-        found = recovery.recovered(state, rows, self._log, self._is_stored, self.config, self._is_rolled_back)
+        found = recovery.recovered(state, rows, self._log, self._is_stored, self.config.shared_columns)
         if self._is_rolled_back:
+            found.append(recovery.rollback(state))
             _log.error("run rolled back: its log is shorter than promised", run=self.name, run_id=self.run_id)
         effects = self._writer.begin(found)
         # The process before may have died between recording that a batch is freed and removing it.

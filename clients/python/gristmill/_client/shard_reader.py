@@ -7,6 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from gristmill._client.chosen_columns import ChosenColumns
+from gristmill._client.kept_columns import KeptColumns
 from gristmill._client.prefetch import Prefetch
 from gristmill._client.pull import Opened, ReplacedError, map_published, stream
 from gristmill._client.transport import Transport
@@ -42,6 +43,7 @@ class ShardReader:
 
     convert: begins to copy what is opened ahead to the device. columns: which of the declared ones are wanted.
     ahead: how many mini-batches are opened in the background. place: the position that the trainer is at.
+    kept: what is known of columns that the trainer wrote.
     """
 
     def __init__(
@@ -57,16 +59,21 @@ class ShardReader:
     ) -> None:
         self._transport, self._run, self._model = transport, run, model
         self._convert, self._columns, self._place = convert, columns, place
+        self.kept = KeptColumns()
         self._prefetch: Prefetch[Wanted, list[Opened]] = Prefetch(self._open_ahead, ahead)
 
     def open(self, wanted: Wanted) -> list[Opened]:
         """One a rank: what was opened ahead, else opened now.
 
         A batch up to the trainer's own is waited for. Raises NotFoundError for one that is freed, BatchFailedError for
-        one that could not be made, and FailedPreconditionError for one ahead that is not published yet.
+        one that could not be made, and FailedPreconditionError for one ahead that is not published yet, or whose
+        columns the trainer has to write again.
         """
         self._transport.check_usable()
-        return self._prefetch.take(_in_any_epoch(wanted)) or self._open(wanted)
+        opened = self._prefetch.take(_in_any_epoch(wanted)) or self._open(wanted)
+        if not any(shard.is_forward for shard in opened):
+            self.kept.completed(wanted.position.batch)
+        return opened
 
     def expect(self, wanted: Iterable[Wanted]) -> None:
         """Names what will be opened next, in this order; all else that was opened ahead is thrown away."""
@@ -137,7 +144,17 @@ class ShardReader:
         response: trainer_pb2.GetShardResponse = self._transport.call(
             self._transport.trainers.GetShard, request, wait_s=wait_s
         )
+        if response.state == trainer_pb2.BATCH_STATE_PENDING and self._model == "policy":
+            self._check_kept(wanted)
         return response
+
+    def _check_kept(self, wanted: Wanted) -> None:
+        """Who waits for what it wrote itself would wait for ever where that is lost."""
+        batch = wanted.position.batch
+        if self.kept.knows(batch):
+            request = trainer_pb2.GetBatchRequest(run=self._run, batch=batch)
+            answer: trainer_pb2.GetBatchResponse = self._transport.call(self._transport.trainers.GetBatch, request)
+            self.kept.check(self._run, wanted.ranks, answer.awaits)
 
 
 def _in_any_epoch(wanted: Wanted) -> Wanted:

@@ -153,7 +153,7 @@ class TrainerClient(TrainerCore[Batch]):
         A batch up to the rank's own is waited for: a service that comes back makes what it had published again.
         acknowledge: what the shard's `ack` does, if anything. forward: whether the forward shard is wanted, too, while
         the batch waits for columns. Raises NotFoundError for a batch that is freed, BatchFailedError for one that could
-        not be made, and FailedPreconditionError for one ahead that is not published yet.
+        not be made, and FailedPreconditionError for one ahead that is not published yet, or whose columns were lost.
         """
         (opened,) = self._open(position, forward)
         return self._shard(opened, position, acknowledge)

@@ -150,6 +150,7 @@ class TrainerCore(ABC, Generic[B]):
             )
         self._position, self._incarnation = resumed, response.incarnation
         self._failed = self._went_past = None
+        self._reader.kept.forget()
         self._run_id, self._generation = response.run_id, response.generation
         self._go_past_all(self._read_run(self._expected_dp_size).failed_batches)
         # Opened for another incarnation, perhaps cut for another dp_size.
@@ -326,8 +327,9 @@ class TrainerCore(ABC, Generic[B]):
         from gristmill._client.written_columns import requests
 
         self._transport.check_usable()
-        for request in requests(shard, columns, self._columns.written, self.run, self._incarnation):
+        for name, request in requests(shard, columns, self._columns.written, self.run, self._incarnation):
             self._transport.call(self._transport.trainers.WriteColumns, request)
+            self._reader.kept.wrote(request, name)
 
     def acknowledge(self, position: Position, following: Position) -> None:
         """Called by `ack`. `following` is the position after it."""

@@ -18,8 +18,8 @@ from gristmill.v1 import trainer_pb2
 
 def requests(
     shard: Shard, values: Mapping[str, Any], written: Mapping[str, ColumnSpec], run: str, incarnation: int
-) -> Iterator[trainer_pb2.WriteColumnsRequest]:
-    """The calls that write these columns for a shard, one a column; none where it has its columns.
+) -> Iterator[tuple[str, trainer_pb2.WriteColumnsRequest]]:
+    """The calls that write these columns for a shard, one a column, with its name; none where it has its columns.
 
     written: the columns that trainers of the run write. Raises InvalidArgumentError naming the column.
     """
@@ -38,7 +38,7 @@ def requests(
                 "source: trainer"
             )
     for name, own in values.items() if shard.is_forward else ():
-        yield trainer_pb2.WriteColumnsRequest(
+        request = trainer_pb2.WriteColumnsRequest(
             run=run,
             batch=metadata["batch"],
             mini_batch=metadata["mini_batch"],
@@ -46,6 +46,7 @@ def requests(
             incarnation=incarnation,
             tensors=tensor_file.encode(_tensors(shard, written[name], own)),
         )
+        yield name, request
 
 
 def _tensors(shard: Shard, column: ColumnSpec, values: Any) -> dict[str, Array]:

@@ -52,8 +52,8 @@ def check_incarnation(state: State, model: Model, incarnation: int) -> None:
     current = model_state(state, model).incarnation
     if incarnation and incarnation < current:
         raise StaleIncarnationError(
-            f"{model}: incarnation {incarnation} was superseded by {current}: the trainer was resumed elsewhere, or "
-            "columns that it wrote are lost; end this process, or resume again"
+            f"{model}: incarnation {incarnation} was superseded by {current}: the trainer was resumed elsewhere; end "
+            "this process, or resume again"
         )
     if incarnation > current:
         raise FailedPreconditionError(
