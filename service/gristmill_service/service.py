@@ -14,6 +14,8 @@ from typing import Any
 import structlog
 
 from gristmill.errors import NotFoundError, UnavailableError
+from gristmill_service.access.certificates import Certificates, peer_context
+from gristmill_service.access.gate import Gate
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.http.app import make_app
 from gristmill_service.api.http.server import HttpServer
@@ -52,11 +54,13 @@ class Service:
                     room=self._room,
                 )
             )
-            self._context = ApiContext(self.runs, self.long_poll, metrics, int(settings.max_message_bytes))
-            self._http = HttpServer(make_app(self._context), settings.http_address, settings.shutdown_grace_s)
+            gate, certificates = Gate(settings), Certificates.of(settings)
+            self._context = ApiContext(self.runs, self.long_poll, metrics, int(settings.max_message_bytes), gate)
+            app = make_app(self._context, None if certificates is None else peer_context(settings))
+            self._http = HttpServer(app, settings.http_address, settings.shutdown_grace_s, certificates)
             undo.callback(self._http.close)
             _refuse_taken(settings.grpc_address)
-            self._grpc = GrpcServer(self._context, settings)
+            self._grpc = GrpcServer(self._context, settings, certificates)
             undo.pop_all()
         self.grpc_address = self._grpc.address
         self.http_url = self._http.url

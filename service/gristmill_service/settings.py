@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,6 +95,33 @@ class Settings(BaseSettings):
     max_streams: PositiveInt = Field(
         256, description="gRPC streams (StreamRows, ReadShard) that may be open at once; others are told to retry."
     )
+    tokens_file: Path | None = Field(
+        None,
+        description="A YAML file of who may call what (`gristmill token create` writes it), read again when it "
+        "changes. None: everyone may do everything.",
+    )
+    jwks: str | None = Field(
+        None,
+        description="The keys that sign callers' JSON web tokens, such as those of Kubernetes' service accounts: a "
+        "file, or a URL. Their subjects' roles stand in tokens_file.",
+    )
+    jwt_issuer: str | None = Field(None, description="Who must have issued them (iss).")
+    jwt_audience: str | None = Field(None, description="For whom they must be (aud).")
+    tls_cert_file: Path | None = Field(
+        None, description="The certificate (chain) that both APIs show, PEM; read again when it changes."
+    )
+    tls_key_file: Path | None = Field(None, description="Its key.")
+    tls_client_ca_file: Path | None = Field(
+        None, description="The authority of whom every client must have a certificate. None: they need none."
+    )
+    tls_peer_ca_file: Path | None = Field(
+        None, description="The authority that signed the other services' certificates. None: those that gRPC knows."
+    )
+    insecure: bool = Field(
+        False,
+        description="Listen beyond this machine without TLS and tokens: on a network where whoever reaches a port may "
+        "read, change and delete every run.",
+    )
     shutdown_grace_s: float = Field(
         30.0, ge=0, description="Seconds that SIGTERM leaves for batches being sealed and calls being answered."
     )
@@ -132,6 +160,26 @@ class Settings(BaseSettings):
             raise ValueError("journal_dir is for one service alone, store: redis keeps everything; give one of them")
         return self
 
+    @model_validator(mode="after")
+    def _check_access(self) -> Settings:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file and tls_key_file go together; give both, or neither")
+        if self.tls_cert_file is None and (self.tls_client_ca_file or self.tls_peer_ca_file):
+            raise ValueError("tls_client_ca_file and tls_peer_ca_file need tls_cert_file and tls_key_file; give them")
+        if self.jwks is None and (self.jwt_issuer or self.jwt_audience):
+            raise ValueError("jwt_issuer and jwt_audience need jwks; give the keys, too")
+        if self.jwks is not None and not (self.tokens_file and self.jwt_issuer and self.jwt_audience):
+            raise ValueError("jwks needs jwt_issuer, jwt_audience, and tokens_file with the subjects' roles; give them")
+        is_safe = self.tls_cert_file is not None and self.tokens_file is not None
+        for name in ("grpc_address", "http_address"):
+            address = getattr(self, name)
+            if not is_safe and not self.insecure and not _is_of_this_machine(address):
+                raise ValueError(
+                    f"{name}: {address} is reached from other machines, which needs tls_cert_file, tls_key_file and "
+                    "tokens_file; give them, or insecure where the network keeps everyone else out"
+                )
+        return self
+
     @field_validator("grpc_address", "http_address")
     @classmethod
     def _check_address(cls, address: str) -> str:
@@ -145,6 +193,18 @@ class Settings(BaseSettings):
         if address.startswith("unix:"):
             raise ValueError("only grpc_address may be a unix socket; give HOST:PORT")
         return address
+
+
+def _is_of_this_machine(address: str) -> bool:
+    if address.startswith("unix:"):
+        return True
+    host = split_address(address)[0]
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def split_address(address: str) -> tuple[str, int]:

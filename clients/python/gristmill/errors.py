@@ -9,6 +9,8 @@
     │   ├── StaleIncarnationError               a newer incarnation of the trainer has taken over
     │   ├── BatchFailedError                    the batch asked for could not be made; says why
     │   └── PrefixUnknownError                  rows came without tokens that the service does not have: send them whole
+    ├── UnauthenticatedError                    the service asks for a token, and none or an unknown one was sent
+    ├── PermissionDeniedError                   the token's roles, runs or rank do not allow the call
     ├── ResourceExhaustedError                  a limit is reached: retry after `retry_after_s`
     ├── DeadlineExceededError (TimeoutError)    what was waited for did not come in time
     └── UnavailableError (ConnectionError)      the service cannot be reached or is shutting down: retry
@@ -63,6 +65,14 @@ class BatchFailedError(FailedPreconditionError):
 class PrefixUnknownError(FailedPreconditionError):
     """The service does not have the tokens that a client left out. The client sends the rows again, whole, and raises
     nothing, so that this class is not part of `gristmill`'s names."""
+
+
+class UnauthenticatedError(GristmillError):
+    code = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(GristmillError):
+    code = "PERMISSION_DENIED"
 
 
 class ResourceExhaustedError(GristmillError):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gristmill._wire.row_codec import Sent
 from gristmill.errors import InvalidArgumentError, ResourceExhaustedError
+from gristmill_service.access.gate import Gate
 from gristmill_service.api.long_poll import LongPoll
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.run.machine.answers import Outcome
@@ -21,6 +22,7 @@ class ApiContext:
     long_poll: LongPoll
     metrics: Metrics
     max_message_bytes: int
+    gate: Gate
     not_ready: str = "starting"
 
     def unhealthy_reason(self) -> str:

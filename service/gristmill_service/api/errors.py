@@ -21,6 +21,8 @@ STATUSES: dict[str, tuple[grpc.StatusCode, int]] = {
     "RESOURCE_EXHAUSTED": (grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
     "DEADLINE_EXCEEDED": (grpc.StatusCode.DEADLINE_EXCEEDED, 504),
     "UNAVAILABLE": (grpc.StatusCode.UNAVAILABLE, 503),
+    "UNAUTHENTICATED": (grpc.StatusCode.UNAUTHENTICATED, 401),
+    "PERMISSION_DENIED": (grpc.StatusCode.PERMISSION_DENIED, 403),
     "INTERNAL": (grpc.StatusCode.INTERNAL, 500),
 }
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
 import structlog
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -19,7 +20,8 @@ import gristmill
 from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.errors import STATUSES, refusal
-from gristmill_service.api.http import models, page, rollouts, runs, trainers
+from gristmill_service.api.http import models, page, rollouts, runs, session, trainers
+from gristmill_service.api.http.authentication import Authenticated, authorize
 from gristmill_service.api.http.bodies import TOO_LARGE, BoundedBodies
 from gristmill_service.api.http.dependencies import ContextDep, RequestIds
 from gristmill_service.api.http.forwarding import Forwarding
@@ -37,26 +39,32 @@ _DESCRIPTION = (
 )
 
 
-def make_app(context: ApiContext) -> FastAPI:
+def make_app(context: ApiContext, peer_tls: ssl.SSLContext | None = None) -> FastAPI:
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": models.Error, "description": code} for code, (_, status) in STATUSES.items()
     }
     errors[TOO_LARGE] = {"model": models.Error, "description": "the request is larger than max_message_bytes"}
     app = FastAPI(
-        title="gristmill", version=gristmill.__version__, description=_DESCRIPTION, docs_url=None, redoc_url=None
+        title="gristmill",
+        version=gristmill.__version__,
+        description=_DESCRIPTION,
+        docs_url=None,
+        redoc_url=None,
+        dependencies=[Depends(authorize)],
     )
     app.state.context, app.state.batch_views = context, BatchViewCache()
-    for router in (runs.router, rollouts.router, trainers.router, page.router):
+    for router in (session.router, runs.router, rollouts.router, trainers.router, page.router):
         app.include_router(router, responses=errors)
     app.include_router(page.page)
     _add_probes(app)
-    forwarding = Forwarding(context.runs.is_owner)
+    forwarding = Forwarding(context.runs.is_owner, peer_tls)
     app.add_exception_handler(OwnedElsewhereError, forwarding.answer)
     app.add_exception_handler(GristmillError, _tell)
     app.add_exception_handler(RequestValidationError, _tell_invalid)
     app.add_exception_handler(HTTPException, _tell_status)
     app.add_exception_handler(Exception, _tell)
     app.add_middleware(BoundedBodies, limit=context.max_message_bytes, refuse_too_large=context.refuse_too_large)
+    app.add_middleware(Authenticated, gate=context.gate)
     app.add_middleware(SameOrigin)
     app.add_middleware(_Measured, metrics=context.metrics)
     app.add_middleware(RequestIds)

@@ -6,6 +6,7 @@ A request is passed on once: where it arrives at the wrong process again, its ca
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable
 
 import httpx
@@ -29,12 +30,15 @@ _DROPPED = frozenset(
 
 
 class Forwarding:
-    """is_owner(run, grpc address): whether the run is still decided there, as far as is known here."""
+    """is_owner(run, grpc address): whether the run is still decided there, as far as is known here. peer_tls: of
+    connections to other processes; None: they are not encrypted."""
 
-    def __init__(self, is_owner: Callable[[str, str], bool]) -> None:
+    def __init__(self, is_owner: Callable[[str, str], bool], peer_tls: ssl.SSLContext | None) -> None:
         self._is_owner = is_owner
         timeout = httpx.Timeout(LONGEST_WAIT_S + 10, connect=2.0)
-        self._client = httpx.AsyncClient(timeout=timeout, trust_env=False, limits=httpx.Limits(max_connections=None))
+        self._client = httpx.AsyncClient(
+            timeout=timeout, trust_env=False, limits=httpx.Limits(max_connections=None), verify=peer_tls or True
+        )
 
     async def answer(self, request: Request, error: Exception) -> Response:
         """The exception handler of OwnedElsewhereError."""

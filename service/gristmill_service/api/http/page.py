@@ -47,7 +47,7 @@ _ViewsDep = Annotated[BatchViewCache, Depends(_views)]
 def overview(request: Request, context: ContextDep) -> Response:
     """Every run and its state, as far as this process decides for it. Has an ETag."""
     own = {run.name: run for run in context.runs.own()}
-    names = context.runs.names()[:_SHOWN_RUNS]
+    names = context.gate.visible(context.runs.names())[:_SHOWN_RUNS]
     runs = [health.summary(own[name]) if name in own else RunSummary(run=name) for name in names]
     return _versioned(request, Overview(now=time.time(), not_ready=context.unhealthy_reason(), runs=runs))
 

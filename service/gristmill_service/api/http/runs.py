@@ -26,7 +26,7 @@ def create_run(body: models.CreateRun, context: ContextDep) -> models.RunCreated
 @router.get("")
 def list_runs(context: ContextDep) -> models.RunNames:
     """The names of all runs."""
-    return models.RunNames(runs=context.runs.names())
+    return models.RunNames(runs=context.gate.visible(context.runs.names()))
 
 
 @router.get("/{run}")

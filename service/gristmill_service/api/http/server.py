@@ -10,6 +10,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from gristmill.errors import UnavailableError
+from gristmill_service.access.certificates import Certificates, http_context
 from gristmill_service.settings import split_address
 
 _log = structlog.get_logger(__name__)
@@ -18,25 +19,27 @@ _log = structlog.get_logger(__name__)
 class HttpServer:
     """Listens from `start` on. Raises UnavailableError from the constructor where the address cannot be had."""
 
-    def __init__(self, app: FastAPI, address: str, grace_s: float) -> None:
+    def __init__(self, app: FastAPI, address: str, grace_s: float, certificates: Certificates | None) -> None:
         self._socket = _bind(address)
         host, port = split_address(address)[0], self._socket.getsockname()[1]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if certificates is None else "https"
+        self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         self._has_begun = threading.Event()
         self._failure: BaseException | None = None
-        self._server = _Server(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                loop="asyncio",
-                server_header=False,
-                timeout_graceful_shutdown=max(1, round(grace_s)),
-            ),
-            self._has_begun,
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            loop="asyncio",
+            server_header=False,
+            timeout_graceful_shutdown=max(1, round(grace_s)),
         )
+        if certificates is not None:
+            config.load()
+            config.ssl = http_context(certificates)
+        self._server = _Server(config, self._has_begun)
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self) -> None:

@@ -14,6 +14,7 @@ import grpc
 
 from gristmill.errors import UnavailableError
 from gristmill_service import tracing
+from gristmill_service.access.gate import AUTHORIZATION
 from gristmill_service.api import request_ids
 from gristmill_service.storage.run_store import OwnedElsewhereError
 
@@ -37,11 +38,14 @@ _OPTIONS = (
 class Forwarding:
     """Thread-safe. limit: how many calls that wait may be passed on at once; one more is passed on without its wait.
 
-    is_owner(run, address): whether the run is still decided there, as far as is known here.
+    is_owner(run, address): whether the run is still decided there, as far as is known here. credentials: of connections
+    to other processes; None: they are not encrypted.
     """
 
-    def __init__(self, limit: int, is_owner: Callable[[str, str], bool]) -> None:
-        self._is_owner = is_owner
+    def __init__(
+        self, limit: int, is_owner: Callable[[str, str], bool], credentials: grpc.ChannelCredentials | None
+    ) -> None:
+        self._is_owner, self._credentials = is_owner, credentials
         self._lock = threading.Lock()
         self._channels: dict[str, grpc.Channel] = {}
         self._waits = threading.BoundedSemaphore(limit)
@@ -52,7 +56,7 @@ class Forwarding:
         self._check(owner, context)
         with self._bounded(request):
             ask = self._channel(owner.grpc_address).unary_unary(method)
-            call = ask.future(request.SerializeToString(), timeout=_left(context), metadata=_marked())
+            call = ask.future(request.SerializeToString(), timeout=_left(context), metadata=_marked(context))
             context.add_callback(call.cancel)
             while True:
                 try:
@@ -70,7 +74,7 @@ class Forwarding:
     ) -> Iterator[bytes]:
         self._check(owner, context)
         ask = self._channel(owner.grpc_address).unary_stream(method)
-        call = ask(request.SerializeToString(), timeout=_left(context), metadata=_marked())
+        call = ask(request.SerializeToString(), timeout=_left(context), metadata=_marked(context))
         context.add_callback(call.cancel)
         yield from call
 
@@ -87,7 +91,11 @@ class Forwarding:
         with self._lock:
             channel = self._channels.get(address)
             if channel is None:
-                channel = self._channels[address] = grpc.insecure_channel(address, _OPTIONS)
+                if self._credentials is None:
+                    channel = grpc.insecure_channel(address, _OPTIONS)
+                else:
+                    channel = grpc.secure_channel(address, self._credentials, _OPTIONS)
+                self._channels[address] = channel
             return channel
 
     @contextmanager
@@ -106,9 +114,10 @@ class Forwarding:
                 self._waits.release()
 
 
-def _marked() -> tuple[tuple[str, str], ...]:
-    """What is passed on carries the id that its caller knows, and its trace."""
-    return (_MARK, "1"), (request_ids.HEADER, request_ids.current()), *tracing.carried().items()
+def _marked(context: grpc.ServicerContext) -> tuple[tuple[str, str], ...]:
+    """What is passed on carries the id that its caller knows, the caller's own token, and its trace."""
+    shown = ((key, value) for key, value in context.invocation_metadata() if key == AUTHORIZATION)
+    return (_MARK, "1"), (request_ids.HEADER, request_ids.current()), *shown, *tracing.carried().items()
 
 
 def _left(context: grpc.ServicerContext) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -12,6 +13,9 @@ from google.protobuf.message import DecodeError
 
 from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
 from gristmill_service import tracing
+from gristmill_service.access import caller
+from gristmill_service.access.caller import Caller
+from gristmill_service.access.gate import AUTHORIZATION, Gate
 from gristmill_service.api import request_ids
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.rpc.forwarding import Forwarding
@@ -27,8 +31,10 @@ _ID = request_ids.HEADER
 class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
     """parsers: of requests that protobuf's own classes would copy too often, by their methods."""
 
-    def __init__(self, metrics: Metrics, forwarding: Forwarding, parsers: Mapping[str, Callable[[bytes], Any]]) -> None:
-        self._metrics, self._forwarding, self._parsers = metrics, forwarding, parsers
+    def __init__(
+        self, metrics: Metrics, gate: Gate, forwarding: Forwarding, parsers: Mapping[str, Callable[[bytes], Any]]
+    ) -> None:
+        self._metrics, self._gate, self._forwarding, self._parsers = metrics, gate, forwarding, parsers
         self._handlers: dict[str, Any] = {}
 
     def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
@@ -57,13 +63,15 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
 
     def _unary(self, path: str, method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         name = path.rpartition("/")[2]
+        allowed = self._allowing(name)
 
         def answer(request: Any, context: grpc.ServicerContext) -> Any:
             start = time.monotonic()
             context.set_trailing_metadata(((_ID, request_ids.begin(context.invocation_metadata())),))
             try:
+                found = self._identify(context)
                 try:
-                    response = method(_checked(request), context)
+                    response = method(allowed(found, _checked(request)), context)
                 except OwnedElsewhereError as elsewhere:
                     response = self._forwarding.unary(path, request, elsewhere, context)
             except Exception as error:  # noqa: BLE001  the edge: _refuse logs what is not ours
@@ -77,13 +85,19 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
         self, path: str, method: Callable[[Any, Any], Iterator[Any]], takes_stream: bool
     ) -> Callable[[Any, Any], Iterator[Any]]:
         name = path.rpartition("/")[2]
+        allowed = self._allowing(name)
 
         def answer(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             start = time.monotonic()
             context.set_trailing_metadata(((_ID, request_ids.begin(context.invocation_metadata())),))
             try:
+                found = self._identify(context)
+                if takes_stream:
+                    asked = (allowed(found, _checked(one)) for one in request)
+                else:
+                    asked = allowed(found, _checked(request))
                 try:
-                    yield from method(map(_checked, request) if takes_stream else _checked(request), context)
+                    yield from method(asked, context)
                 except OwnedElsewhereError as elsewhere:
                     # Raised before the first answer: no run changes its owner for a call that has begun.
                     yield from self._forwarding.stream(path, request, elsewhere, context)
@@ -92,6 +106,26 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
             self._observe(name, "OK", start)
 
         return answer
+
+    def _identify(self, context: grpc.ServicerContext) -> Caller:
+        """Who calls, which is told to whoever asks during the call. Raises UnauthenticatedError."""
+        if self._gate.is_open:
+            return caller.EVERYONE_IS_ADMIN
+        found = self._gate.identify(dict(context.invocation_metadata()).get(AUTHORIZATION))
+        caller.begin(found)
+        return found
+
+    def _allowing(self, name: str) -> Callable[[Caller, Any], Any]:
+        """Gives the request, where its caller may make it. Raises PermissionDeniedError."""
+        if self._gate.is_open:
+            return lambda _, request: request
+        call = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+
+        def allowed(found: Caller, request: Any) -> Any:
+            self._gate.check(found, call, getattr(request, "run", None), getattr(request, "rank", None))
+            return request
+
+        return allowed
 
     def _refuse(self, name: str, start: float, error: Exception, context: grpc.ServicerContext) -> NoReturn:
         if isinstance(error, grpc.RpcError):

@@ -40,7 +40,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     def ListRuns(  # noqa: N802
         self, request: run_pb2.ListRunsRequest, context: grpc.ServicerContext
     ) -> run_pb2.ListRunsResponse:
-        return run_pb2.ListRunsResponse(runs=self._context.runs.names())
+        return run_pb2.ListRunsResponse(runs=self._context.gate.visible(self._context.runs.names()))
 
     def ListGroups(  # noqa: N802
         self, request: run_pb2.ListGroupsRequest, context: grpc.ServicerContext

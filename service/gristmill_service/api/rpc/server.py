@@ -19,6 +19,7 @@ from gristmill._client.transport import SUBMIT_ROWS
 from gristmill._wire.submit_codec import Submission
 from gristmill.errors import UnavailableError
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc, trainer_pb2
+from gristmill_service.access.certificates import Certificates, grpc_credentials, peer_credentials
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.rpc import trainers
 from gristmill_service.api.rpc.forwarding import Forwarding
@@ -41,11 +42,13 @@ _WORKERS = 32
 class GrpcServer:
     """Listens from `start` on. Raises UnavailableError from the constructor where the address cannot be had."""
 
-    def __init__(self, context: ApiContext, settings: Settings) -> None:
+    def __init__(self, context: ApiContext, settings: Settings, certificates: Certificates | None) -> None:
         # A pool thread is started only when none is idle, so that a large pool costs nothing until it is needed; with a
         # place for every waiter and stream, those can never take a thread that a short call needs.
         self._pool = ThreadPoolExecutor(_WORKERS + settings.max_waiters + settings.max_streams, "grpc")
-        self._forwarding = Forwarding(settings.max_waiters, context.runs.is_owner)
+        self._forwarding = Forwarding(
+            settings.max_waiters, context.runs.is_owner, None if certificates is None else peer_credentials(settings)
+        )
         limit = int(settings.max_message_bytes)
         options = (
             ("grpc.max_receive_message_length", limit),
@@ -60,7 +63,9 @@ class GrpcServer:
             ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
             ("grpc.keepalive_permit_without_calls", 1),
         )
-        guard = Interceptor(context.metrics, self._forwarding, {SUBMIT_ROWS: partial(Submission, most_bytes=limit)})
+        guard = Interceptor(
+            context.metrics, context.gate, self._forwarding, {SUBMIT_ROWS: partial(Submission, most_bytes=limit)}
+        )
         self._server = grpc.server(self._pool, interceptors=(guard,), options=options)
         self._streams = streams = Streams(settings.max_streams)
         self._health = health.HealthServicer()
@@ -75,15 +80,20 @@ class GrpcServer:
         )
         for add, servicer in servicers:
             add(servicer, self._server)
-        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
-        self.address = self._bind(settings.grpc_address)
+        if context.gate.is_open:
+            names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
+        self.address = self._bind(settings.grpc_address, certificates)
 
-    def _bind(self, address: str) -> str:
+    def _bind(self, address: str, certificates: Certificates | None) -> str:
         path = Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
         if path is not None:
             _clear_stale_socket(path)
         try:
-            port = self._server.add_insecure_port(address)
+            if certificates is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, grpc_credentials(certificates))
         except RuntimeError:
             port = 0
         if not port:

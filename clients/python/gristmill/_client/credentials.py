@@ -1,0 +1,86 @@
+"""What a client shows the service, and what it asks the service to show."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from gristmill.errors import InvalidArgumentError
+
+_PREFIX = "GRISTMILL_"
+# Kubernetes changes the tokens of service accounts in their files, about once an hour.
+_LOOK_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """How a client connects, and as whom. What is not given is taken from the environment.
+
+    token: sent with every call (GRISTMILL_TOKEN). token_file: of which it is the content, read again every few seconds
+        (GRISTMILL_TOKEN_FILE).
+    ca_file: the authority that signed the service's certificate, PEM (GRISTMILL_CA_FILE); connections are encrypted.
+    cert_file, key_file: the client's own certificate, for a service that asks for one (GRISTMILL_CERT_FILE,
+        GRISTMILL_KEY_FILE).
+    tls: whether connections are encrypted: True also without a `ca_file`, by the authorities that gRPC knows
+        (GRISTMILL_TLS=1).
+
+    Raises InvalidArgumentError where two settings exclude each other, or a file cannot be read.
+    """
+
+    token: str | None = field(default_factory=lambda: _of("TOKEN"), repr=False)
+    token_file: Path | str | None = field(default_factory=lambda: _of("TOKEN_FILE"))
+    ca_file: Path | str | None = field(default_factory=lambda: _of("CA_FILE"))
+    cert_file: Path | str | None = field(default_factory=lambda: _of("CERT_FILE"))
+    key_file: Path | str | None = field(default_factory=lambda: _of("KEY_FILE"))
+    tls: bool = field(default_factory=lambda: _of("TLS") == "1")
+    _read: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.token and self.token_file:
+            raise InvalidArgumentError("token and token_file are both given; give one of them")
+        if (self.cert_file is None) != (self.key_file is None):
+            raise InvalidArgumentError("cert_file and key_file go together; give both, or neither")
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
+            raise InvalidArgumentError("token has characters that no header can hold; give it as it was printed")
+        self.metadata()
+
+    @property
+    def is_encrypted(self) -> bool:
+        return self.tls or self.ca_file is not None or self.cert_file is not None
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What goes with each call."""
+        token = self._current() if self.token_file else self.token
+        return (("authorization", f"Bearer {token}"),) if token else ()
+
+    def channel(self, library: Any, address: str, options: Any) -> Any:
+        """A channel of `grpc` or `grpc.aio`; the certificates are read anew."""
+        if not self.is_encrypted:
+            return library.insecure_channel(address, options)
+        ca, key, cert = (_bytes(name, getattr(self, name)) for name in ("ca_file", "key_file", "cert_file"))
+        return library.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options)
+
+    def _current(self) -> str:
+        token, until = self._read.get("token", ("", 0.0))
+        now = time.monotonic()
+        if now >= until:
+            found = _bytes("token_file", self.token_file)
+            token = (found or b"").decode("ascii", "replace").strip()
+            self._read["token"] = token, now + _LOOK_S
+        return str(token)
+
+
+def _of(name: str) -> str | None:
+    return os.environ.get(_PREFIX + name) or None
+
+
+def _bytes(name: str, path: Path | str | None) -> bytes | None:
+    try:
+        return None if path is None else Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError(f"{name}: cannot read {path}: {error.strerror}; give a file that can be") from None

@@ -1,0 +1,60 @@
+"""A caller: a name, what it may do, and on which runs."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from gristmill.errors import PermissionDeniedError
+from gristmill_service.access.roles import CALLS, OPEN_CALLS, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """runs: patterns of run names, as a shell's. rank: the only rank that a trainer may be; None: any."""
+
+    name: str
+    roles: frozenset[Role]
+    runs: tuple[str, ...] = ("*",)
+    rank: int | None = None
+
+    def sees(self, run: str) -> bool:
+        return any(fnmatchcase(run, pattern) for pattern in self.runs)
+
+    def check(self, call: str, run: str | None, rank: int | None) -> None:
+        """Raises PermissionDeniedError where it may not make the call, for the run and rank that the call names."""
+        if call in OPEN_CALLS:
+            return
+        allowed = CALLS[call]
+        if not self.roles & (allowed | {"admin"}):
+            has, needs = ", ".join(sorted(self.roles)) or "none", " or ".join(sorted(allowed | {"admin"}))
+            raise PermissionDeniedError(
+                f"{self.name} may not call {call}: its roles are {has} and the call needs {needs}; use a token with "
+                "that role"
+            )
+        if run is not None and not self.sees(run):
+            raise PermissionDeniedError(
+                f"{self.name} may not call {call} for run {run!r}: it may for {', '.join(self.runs)}; use a token for "
+                "that run"
+            )
+        if rank is not None and self.rank is not None and rank != self.rank:
+            raise PermissionDeniedError(
+                f"{self.name} may not call {call} for rank {rank}: it is rank {self.rank}; use that rank's token"
+            )
+
+
+ANYONE = Caller("anyone", frozenset())
+EVERYONE_IS_ADMIN = Caller("anyone", frozenset(["admin"]))
+
+_current: ContextVar[Caller] = ContextVar("gristmill_caller", default=EVERYONE_IS_ADMIN)
+
+
+def begin(caller: Caller) -> None:
+    """The caller is the current one until the next call of the thread or task."""
+    _current.set(caller)
+
+
+def current() -> Caller:
+    """Whose call is being answered."""
+    return _current.get()

@@ -1,0 +1,151 @@
+"""The certificates of both doors, read again when their files change: a new handshake has the new ones."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.settings import Settings
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """cert_file: the chain. client_ca_file: of whom clients must have a certificate; None: they need none."""
+
+    cert_file: Path
+    key_file: Path
+    client_ca_file: Path | None
+
+    @classmethod
+    def of(cls, settings: Settings) -> Certificates | None:
+        if settings.tls_cert_file is None or settings.tls_key_file is None:
+            return None
+        found = cls(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file)
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Raises InvalidArgumentError where a file cannot be read, or certificate and key do not fit together."""
+        for name, path in (
+            ("tls_cert_file", self.cert_file),
+            ("tls_key_file", self.key_file),
+            ("tls_client_ca_file", self.client_ca_file),
+        ):
+            try:
+                _ = path and path.read_bytes()
+            except OSError as error:
+                raise InvalidArgumentError(f"{name}: cannot read {path}: {error.strerror}; give a PEM file") from None
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.cert_file, self.key_file)
+            if self.client_ca_file is not None:
+                context.load_verify_locations(self.client_ca_file)
+        except (ssl.SSLError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"tls_cert_file, tls_key_file: {self.cert_file} and {self.key_file} are no certificate with its key: "
+                f"{error}; give PEM files that belong together"
+            ) from None
+
+    def version(self) -> tuple[int, ...]:
+        files = (self.cert_file, self.key_file, self.client_ca_file)
+        return tuple(os.stat(path).st_mtime_ns for path in files if path is not None)
+
+
+def grpc_credentials(certificates: Certificates) -> grpc.ServerCredentials:
+    """Of a gRPC server."""
+    watch = _Watch(certificates)
+
+    def fetch() -> Any:
+        return _grpc_configuration(certificates) if watch.changed() else None
+
+    return grpc.dynamic_ssl_server_credentials(
+        _grpc_configuration(certificates), fetch, require_client_authentication=certificates.client_ca_file is not None
+    )
+
+
+def _grpc_configuration(certificates: Certificates) -> Any:
+    authority = certificates.client_ca_file
+    return grpc.ssl_server_certificate_configuration(
+        [(certificates.key_file.read_bytes(), certificates.cert_file.read_bytes())],
+        root_certificates=None if authority is None else authority.read_bytes(),
+    )
+
+
+def http_context(certificates: Certificates) -> ssl.SSLContext:
+    """Of an HTTP server."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    _load(context, certificates)
+    watch = _Watch(certificates)
+
+    def before_handshake(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+        if watch.changed():
+            renewed = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            renewed.minimum_version = context.minimum_version
+            _load(renewed, certificates)
+            latest[0] = renewed
+        connection.context = latest[0]
+
+    latest = [context]
+    context.sni_callback = before_handshake
+    return context
+
+
+def peer_credentials(settings: Settings) -> grpc.ChannelCredentials:
+    """Of gRPC connections to other services. This one shows its own certificate."""
+    authority = settings.tls_peer_ca_file
+    assert settings.tls_cert_file is not None
+    assert settings.tls_key_file is not None
+    return grpc.ssl_channel_credentials(
+        None if authority is None else authority.read_bytes(),
+        settings.tls_key_file.read_bytes(),
+        settings.tls_cert_file.read_bytes(),
+    )
+
+
+def peer_context(settings: Settings) -> ssl.SSLContext:
+    """Of HTTP connections to other services. This one shows its own certificate."""
+    context = ssl.create_default_context(cafile=settings.tls_peer_ca_file)
+    assert settings.tls_cert_file is not None
+    context.load_cert_chain(settings.tls_cert_file, settings.tls_key_file)
+    return context
+
+
+def _load(context: ssl.SSLContext, certificates: Certificates) -> None:
+    context.load_cert_chain(certificates.cert_file, certificates.key_file)
+    if certificates.client_ca_file is not None:
+        context.load_verify_locations(certificates.client_ca_file)
+        context.verify_mode = ssl.CERT_REQUIRED
+
+
+class _Watch:
+    """Says once of each change of the files that they changed, and fit together again."""
+
+    def __init__(self, certificates: Certificates) -> None:
+        self._certificates, self._lock = certificates, threading.Lock()
+        self._version = certificates.version()
+
+    def changed(self) -> bool:
+        with self._lock:
+            try:
+                version = self._certificates.version()
+                if version == self._version:
+                    return False
+                self._certificates.check()
+            except (OSError, InvalidArgumentError) as error:
+                # Half of a renewal is written, perhaps.
+                _log.warning("certificates cannot be read; those of before go on", reason=str(error))
+                return False
+            self._version = version
+        _log.info("certificates read again", file=str(self._certificates.cert_file))
+        return True

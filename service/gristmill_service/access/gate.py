@@ -1,0 +1,116 @@
+"""Says who calls, by the token that a call shows, and logs who did what."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+import structlog
+
+from gristmill.errors import GristmillError, PermissionDeniedError, UnauthenticatedError
+from gristmill_service.access import caller
+from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN, Caller
+from gristmill_service.access.roles import AUDITED, OPEN_CALLS
+from gristmill_service.access.tokens import Callers, read_callers
+from gristmill_service.access.web_tokens import WebTokens
+from gristmill_service.settings import Settings
+
+_log = structlog.get_logger("gristmill.audit")
+AUTHORIZATION = "authorization"
+"""The name in gRPC metadata and among HTTP headers of what a caller shows."""
+
+_BEARER = "bearer "
+_MOST_CHARACTERS = 16 << 10
+
+
+class Gate:
+    """Thread-safe. Without a file of tokens everyone may do everything."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises InvalidArgumentError for a file that cannot be read."""
+        self._file = None if settings.tokens_file is None else _CallersFile(settings.tokens_file)
+        self._web_tokens = None
+        if settings.jwks is not None:
+            self._web_tokens = WebTokens(settings.jwks, settings.jwt_issuer or "", settings.jwt_audience or "")
+
+    @property
+    def is_open(self) -> bool:
+        return self._file is None
+
+    @property
+    def asks_issuer(self) -> bool:
+        """Whether `identify` may ask the issuer of web tokens for its keys, which takes seconds where that is away."""
+        return self._web_tokens is not None
+
+    def identify(self, authorization: str | None) -> Caller:
+        """The caller of a call with this header; ANYONE where it has none.
+
+        Raises UnauthenticatedError for a token that is not known.
+        """
+        if self._file is None:
+            return EVERYONE_IS_ADMIN
+        if not authorization:
+            return ANYONE
+        known = self._file.callers()
+        if not authorization[: len(_BEARER)].lower() == _BEARER or len(authorization) > _MOST_CHARACTERS:
+            raise UnauthenticatedError("authorization is no bearer token; send 'Bearer TOKEN'")
+        token = authorization[len(_BEARER) :].strip()
+        if found := known.with_token(token):
+            return found
+        if self._web_tokens is not None and token.count(".") == 2:
+            return self._web_tokens.caller(token, known)
+        raise UnauthenticatedError("the token is not known here; ask who operates the service for one")
+
+    def check(self, found: Caller, call: str, run: str | None, rank: int | None) -> None:
+        """Raises UnauthenticatedError or PermissionDeniedError where the caller may not make the call."""
+        try:
+            if found is ANYONE and call not in OPEN_CALLS:
+                raise UnauthenticatedError(
+                    f"{call} needs a token; send it as 'authorization: Bearer TOKEN' (our clients take it from "
+                    "GRISTMILL_TOKEN or GRISTMILL_TOKEN_FILE)"
+                )
+            found.check(call, run, rank)
+        except (UnauthenticatedError, PermissionDeniedError):
+            _log.warning("refused", caller=found.name, call=call, target=run, rank=rank)
+            raise
+        if call in AUDITED and not self.is_open:
+            _log.info("allowed", caller=found.name, call=call, target=run, rank=rank)
+
+    def visible(self, runs: Iterable[str]) -> list[str]:
+        """Those that the current caller may know of."""
+        found = caller.current()
+        return [run for run in runs if found.sees(run)]
+
+
+class _CallersFile:
+    """Read again when it changes. One that became unreadable leaves who was known before."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._version = self._look()
+        self._callers = read_callers(path)
+
+    def callers(self) -> Callers:
+        version = self._look()
+        if version != self._version:
+            with self._lock:
+                if version != self._version:
+                    self._version = version
+                    self._read()
+        return self._callers
+
+    def _read(self) -> None:
+        try:
+            self._callers = read_callers(self._path)
+            _log.info("tokens read", file=str(self._path), tokens=len(self._callers.tokens))
+        except GristmillError as error:
+            _log.error("tokens cannot be read; those of before go on", reason=str(error))
+
+    def _look(self) -> tuple[int, int, int] | None:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,66 @@
+"""Which roles may make which call, over either door: the one table. A test fails for a call that it does not name."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Role = Literal["worker", "trainer", "viewer", "data_reader", "scraper", "admin"]
+"""worker: submits rollouts and ends runs. trainer: pulls shards, writes columns, acknowledges, commits. viewer: sees
+runs, but no tokens of rows. data_reader: also reads those. scraper: the metrics. admin: everything."""
+
+ROLES: tuple[Role, ...] = get_args(Role)
+
+_WORKER: frozenset[Role] = frozenset(["worker"])
+_TRAINER: frozenset[Role] = frozenset(["trainer"])
+_DATA: frozenset[Role] = frozenset(["data_reader"])
+_SEE: frozenset[Role] = frozenset(["worker", "trainer", "viewer", "data_reader"])
+_ADMIN: frozenset[Role] = frozenset()
+
+CALLS: dict[str, frozenset[Role]] = {
+    # Runs.
+    "create_run": _WORKER | _TRAINER,
+    "get_run": _SEE,
+    "list_runs": _SEE,
+    "list_groups": _SEE,
+    "finish_run": _WORKER,
+    "delete_run": _ADMIN,
+    "announce_policy_version": _TRAINER,
+    "wait_policy_version": _SEE,
+    # Rollouts.
+    "begin_groups": _WORKER,
+    "submit_rows": _WORKER,
+    "stream_rows": _WORKER,
+    "set_rewards": _WORKER,
+    "abort_trajectories": _WORKER,
+    "abort_groups": _WORKER,
+    "seal_batch": _WORKER,
+    # Trainers.
+    "get_batch": _TRAINER,
+    "get_shard": _TRAINER,
+    "read_shard": _TRAINER,
+    "write_columns": _TRAINER,
+    "acknowledge": _TRAINER,
+    "commit": _TRAINER,
+    "resume": _TRAINER,
+    "export_batch": _DATA,
+    # The page.
+    "overview": _SEE,
+    "run_health": _SEE,
+    "run_timeline": _SEE,
+    "batch_picture": _SEE,
+    "batch_scores": _SEE,
+    "batch_breaks": _DATA,
+    # Operation.
+    "metrics": frozenset(["scraper"]),
+    "docs": _SEE,
+}
+"""The roles that may make a call; admin may make every one. gRPC's methods and HTTP's handlers have the same names."""
+
+OPEN_CALLS = frozenset(["get_health", "healthz", "readyz", "index", "asset", "sign_in", "sign_out"])
+"""What anyone may call: probes, and the files of the page, which hold no data."""
+
+AUDITED = frozenset(
+    ("create_run", "finish_run", "delete_run", "seal_batch", "abort_groups", "abort_trajectories", "resume")
+    + ("export_batch", "batch_breaks")
+)
+"""Calls that are logged with their caller: they end or give away something."""

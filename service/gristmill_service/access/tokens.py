@@ -1,0 +1,103 @@
+"""The file of callers: static tokens, of which it holds only digests, and subjects of JSON web tokens.
+
+A token is 256 random bits, so that one SHA-256 of it is as good as a slow one: there is nothing to guess.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.access.caller import Caller
+from gristmill_service.access.roles import Role
+from gristmill_service.validation_messages import place, problems
+
+_PREFIX = "gristmill_"
+"""Scanners for leaked secrets know a token by it."""
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    roles: Annotated[list[Role], Field(min_length=1)]
+    runs: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] = ["*"]
+    rank: Annotated[int, Field(ge=0)] | None = None
+
+    def caller(self, name: str) -> Caller:
+        return Caller(name, frozenset(self.roles), tuple(self.runs), self.rank)
+
+
+class TokenEntry(_Entry):
+    """A static token. sha256: the hexadecimal digest of it."""
+
+    name: Annotated[str, Field(min_length=1)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class SubjectEntry(_Entry):
+    """The callers whose JSON web token has this subject, a pattern as a shell's."""
+
+    subject: Annotated[str, Field(min_length=1)]
+
+
+class Callers(BaseModel):
+    """What the file has."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tokens: list[TokenEntry] = []
+    subjects: list[SubjectEntry] = []
+
+    def with_token(self, token: str) -> Caller | None:
+        """Compares with every digest, each in the same time."""
+        found, digest = None, digest_of(token)
+        for entry in self.tokens:
+            if hmac.compare_digest(entry.sha256, digest):
+                found = entry
+        return None if found is None else found.caller(found.name)
+
+
+def read_callers(path: Path) -> Callers:
+    """Raises InvalidArgumentError naming the file, the entry, and what is expected."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return Callers.model_validate({} if found is None else found)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidArgumentError(f"{path}: cannot read the tokens: {error}; give a YAML file") from None
+    except ValidationError as error:
+        # Never the values: one may be a token that was put there in place of its digest.
+        told = problems(f"{place(item)}: {item['msg'][:1].lower()}{item['msg'][1:]}" for item in error.errors())
+        raise InvalidArgumentError(f"{path}: {told}; `gristmill token create` writes entries") from None
+
+
+def create_token(path: Path, name: str, roles: list[Role], runs: list[str], rank: int | None) -> str:
+    """Adds an entry to the file, which is made where there is none, and returns its token, which is nowhere kept.
+
+    Raises InvalidArgumentError where the name is taken, or a value is wrong.
+    """
+    callers = read_callers(path) if path.exists() else Callers()
+    if any(entry.name == name for entry in callers.tokens):
+        raise InvalidArgumentError(f"{path} has a token named {name!r}; choose another name, or remove its entry")
+    token = _PREFIX + secrets.token_urlsafe(32)
+    try:
+        entry = TokenEntry(name=name, sha256=digest_of(token), roles=roles, runs=runs, rank=rank)
+    except ValidationError as error:
+        told = problems(f"{place(item)}: {item['msg'][:1].lower()}{item['msg'][1:]}" for item in error.errors())
+        raise InvalidArgumentError(told) from None
+    grown = callers.model_copy(update={"tokens": [*callers.tokens, entry]})
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    draft.touch(0o600)
+    draft.write_text(yaml.safe_dump(grown.model_dump(exclude_defaults=True), sort_keys=False), encoding="utf-8")
+    draft.replace(path)
+    return token
+
+
+def digest_of(token: str) -> str:
+    return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()

@@ -1,0 +1,92 @@
+"""Who calls over HTTP, and whether the call is theirs to make."""
+
+from __future__ import annotations
+
+from http.cookies import CookieError, SimpleCookie
+
+import orjson
+from fastapi import Request
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gristmill.errors import GristmillError
+from gristmill_service.access import caller
+from gristmill_service.access.caller import ANYONE
+from gristmill_service.access.gate import AUTHORIZATION, Gate
+from gristmill_service.api.errors import refusal
+from gristmill_service.api.http.bodies import BODY
+
+COOKIE = "gristmill_token"
+"""What a browser that signed in sends in place of the header."""
+
+# Of the other calls run and rank stand in the path or the query.
+_NAMED_IN_BODY = frozenset(["create_run", "acknowledge"])
+
+
+class Authenticated:
+    """ASGI middleware that finds out who calls before anything of a body is read. Only what anyone may call is read for
+    a caller who shows no token."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app, self._gate = app, gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._gate.is_open:
+            await self._app(scope, receive, send)
+            return
+        try:
+            shown = _shown(Headers(scope=scope))
+            identify = self._gate.identify
+            found = await run_in_threadpool(identify, shown) if self._gate.asks_issuer else identify(shown)
+            if found is ANYONE and not _is_open(scope["path"]):
+                self._gate.check(found, "docs", None, None)
+            caller.begin(found)
+        except GristmillError as error:
+            told = refusal(error)
+            headers = {**told.headers, "WWW-Authenticate": "Bearer"} if told.http_status == 401 else told.headers
+            await JSONResponse(told.body, told.http_status, headers)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    return path in ("/", "/healthz", "/readyz", "/v1/session") or path.startswith("/page/")
+
+
+def _shown(headers: Headers) -> str | None:
+    if shown := headers.get(AUTHORIZATION):
+        return shown
+    try:
+        cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+    except CookieError:
+        return None
+    return None if cookie is None else f"Bearer {cookie.value}"
+
+
+async def authorize(request: Request) -> None:
+    """A dependency of every route. Raises PermissionDeniedError where the caller may not make the call."""
+    gate: Gate = request.app.state.context.gate
+    if gate.is_open:
+        return
+    call = request.scope["route"].name
+    named = {**request.query_params, **request.path_params}
+    if call in _NAMED_IN_BODY:
+        named |= _fields(request.scope.get(BODY, b""))
+    run, rank = named.get("run"), named.get("rank")
+    gate.check(caller.current(), call, None if run is None else str(run), int(rank) if _is_number(rank) else None)
+
+
+def _fields(body: bytes) -> dict[str, object]:
+    """What is no object is refused where it is read whole."""
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a rank; what is none is refused by the handler."""
+    return str(value).isascii() and str(value).isdigit()
