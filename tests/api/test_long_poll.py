@@ -185,3 +185,12 @@ def test_a_caller_that_was_woken_for_nothing_goes_on_waiting(kind: str) -> None:
         assert counter.waited.acquire(timeout=10), "it waits again"
         Counter.set(counter, 1)
     assert answers == [1]
+
+
+def test_who_has_hung_up_is_not_read_for_again(kind: str) -> None:
+    """What a reading admits, nobody would hear of."""
+    counter, caller = Counter(), Caller()
+    with asking(LongPoll(1), counter, 1, caller, kind) as answers:
+        counter.value = 1
+        caller.hang_up()
+    assert answers == [0]

@@ -95,6 +95,9 @@ class LongPoll:
             while not question.is_settled(answer) and not self._is_closed and caller.is_active():
                 with _waiting(question, wake), suppress(Empty):
                     woken.get(timeout=max(0.0, deadline - time.monotonic()))
+                if not caller.is_active():
+                    # A reading may admit groups, of which nobody would hear.
+                    break
                 answer = question.read()
                 if time.monotonic() >= deadline:
                     break
@@ -128,6 +131,8 @@ class LongPoll:
                 woken.clear()
                 with _waiting(question, wake), suppress(TimeoutError):
                     await asyncio.wait_for(woken.wait(), max(0.0, deadline - time.monotonic()))
+                if watcher.done():
+                    break
                 answer = await run_in_threadpool(question.read)
                 if time.monotonic() >= deadline:
                     break
