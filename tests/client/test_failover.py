@@ -31,6 +31,7 @@ from gristmill import (
 )
 from gristmill._client import retries
 from gristmill._client.channels import Channels, addresses_of
+from gristmill._client.credentials import Credentials
 from gristmill._client.failures import failure_of
 from gristmill._client.pull import stream
 from gristmill._client.retries import Backoff
@@ -159,7 +160,7 @@ def test_many_clients_spread_over_the_replicas_however_they_are_seeded(monkeypat
     orders = set()
     for _ in range(200):
         random.seed(0)
-        orders.add(tuple(Channels("a:1,b:1,c:1")._addresses))
+        orders.add(tuple(Channels("a:1,b:1,c:1", Credentials())._addresses))
     assert len(orders) == 6
 
 
@@ -321,7 +322,7 @@ def test_calls_that_fail_together_fail_over_once(replicas: StartReplica) -> None
 
 
 def test_a_failure_that_comes_late_moves_nobody() -> None:
-    channels = Channels("a:1,b:1")
+    channels = Channels("a:1,b:1", Credentials())
     (turn, _), (late, _) = channels._current(), channels._current()
     channels._fail_over(turn)
     channels._fail_over(channels._current()[0])

@@ -481,7 +481,15 @@ class TestOneIsCutOff:
 def test_one_that_listens_everywhere_tells_the_others_where_or_does_not_start(
     shared_redis: RedisServer, address: str
 ) -> None:
-    command = [*COMMAND, *on_redis(shared_redis.url), "--grpc-address", address, "--http-address", "127.0.0.1:0"]
+    command = [
+        *COMMAND,
+        *on_redis(shared_redis.url),
+        "--grpc-address",
+        address,
+        "--http-address",
+        "127.0.0.1:0",
+        "--insecure",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from gristmill._client.all_ranks import AllRanksClient, MiniBatch, WholeBatch
+    from gristmill._client.credentials import Credentials
     from gristmill._client.delivery import RowOutcome
     from gristmill._client.groups import Group
     from gristmill._client.rollout_client import RolloutClient
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
         GristmillError,
         InvalidArgumentError,
         NotFoundError,
+        PermissionDeniedError,
         ResourceExhaustedError,
         StaleIncarnationError,
+        UnauthenticatedError,
         UnavailableError,
         UnsupportedError,
     )
@@ -45,6 +48,7 @@ __all__ = [
     "AsyncTrajectory",
     "Batch",
     "BatchFailedError",
+    "Credentials",
     "DeadlineExceededError",
     "FailedPreconditionError",
     "GristmillError",
@@ -53,6 +57,7 @@ __all__ = [
     "MicroBatch",
     "MiniBatch",
     "NotFoundError",
+    "PermissionDeniedError",
     "ResourceExhaustedError",
     "RolloutClient",
     "RowOutcome",
@@ -60,6 +65,7 @@ __all__ = [
     "StaleIncarnationError",
     "TrainerClient",
     "Trajectory",
+    "UnauthenticatedError",
     "UnavailableError",
     "UnsupportedError",
     "WholeBatch",
@@ -70,6 +76,7 @@ _MODULES = {
     "AsyncRolloutClient": "aio",
     "AsyncTrajectory": "aio",
     "Batch": "_client.trainer_batch",
+    "Credentials": "_client.credentials",
     "Group": "_client.groups",
     "MicroBatch": "torch",
     "MiniBatch": "_client.all_ranks",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 from gristmill._client import requests
+from gristmill._client.credentials import Credentials
 from gristmill._client.drivers import Awaited
 from gristmill._client.rollout_client import RolloutClient
 from gristmill._client.rollout_core import RolloutCore
@@ -33,9 +34,10 @@ class AsyncRolloutClient(RolloutCore):
         max_batch_bytes: int = 4 << 20,
         token_rewards: bool = False,
         compression: str | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         limits, encoder = requests.limits(max_batch_rows, max_batch_bytes), requests.encoder(run, compression)
-        connection = Connection(Awaited(), address, timeout_s, "AsyncRolloutClient")
+        connection = Connection(Awaited(), address, timeout_s, "AsyncRolloutClient", credentials)
         super().__init__(connection, encoder, limits, token_rewards)
 
 

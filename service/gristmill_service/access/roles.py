@@ -60,7 +60,16 @@ OPEN_CALLS = frozenset(["get_health", "healthz", "readyz", "index", "asset", "si
 """What anyone may call: probes, and the files of the page, which hold no data."""
 
 AUDITED = frozenset(
-    ("create_run", "finish_run", "delete_run", "seal_batch", "abort_groups", "abort_trajectories", "resume")
-    + ("export_batch", "batch_breaks")
+    (
+        "create_run",
+        "finish_run",
+        "delete_run",
+        "seal_batch",
+        "abort_groups",
+        "abort_trajectories",
+        "resume",
+        "export_batch",
+        "batch_breaks",
+    )
 )
-"""Calls that are logged with their caller: they end or give away something."""
+"""Calls that are logged with their caller: they begin or end something, or give tokens of rows away."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -77,7 +78,7 @@ def read_callers(path: Path) -> Callers:
         raise InvalidArgumentError(f"{path}: {told}; `gristmill token create` writes entries") from None
 
 
-def create_token(path: Path, name: str, roles: list[Role], runs: list[str], rank: int | None) -> str:
+def create_token(path: Path, name: str, roles: Sequence[str], runs: Sequence[str], rank: int | None) -> str:
     """Adds an entry to the file, which is made where there is none, and returns its token, which is nowhere kept.
 
     Raises InvalidArgumentError where the name is taken, or a value is wrong.
@@ -87,7 +88,9 @@ def create_token(path: Path, name: str, roles: list[Role], runs: list[str], rank
         raise InvalidArgumentError(f"{path} has a token named {name!r}; choose another name, or remove its entry")
     token = _PREFIX + secrets.token_urlsafe(32)
     try:
-        entry = TokenEntry(name=name, sha256=digest_of(token), roles=roles, runs=runs, rank=rank)
+        entry = TokenEntry.model_validate(
+            {"name": name, "sha256": digest_of(token), "roles": list(roles), "runs": list(runs), "rank": rank}
+        )
     except ValidationError as error:
         told = problems(f"{place(item)}: {item['msg'][:1].lower()}{item['msg'][1:]}" for item in error.errors())
         raise InvalidArgumentError(told) from None

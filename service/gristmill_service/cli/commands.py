@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import gristmill
-from gristmill_service.cli import export, offline, serve
+from gristmill_service.cli import export, offline, serve, token
 from gristmill_service.cli.watch import commands as watching
 
 app = typer.Typer(
@@ -33,4 +33,5 @@ def about(
 serve.register(app)
 offline.register(app)
 export.register(app)
+token.register(app)
 watching.register(app)

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from gristmill._client.credentials import Credentials
 from gristmill._client.trainer_batch import BatchCore
 from gristmill._client.trainer_core import TrainerCore
 from gristmill._client.transport import TIMEOUT_S
@@ -86,6 +87,7 @@ class AllRanksClient(TrainerCore[WholeBatch]):
         prefetch: int = 1,
         columns: Sequence[str] | None = None,
         timeout_s: float = TIMEOUT_S,
+        credentials: Credentials | None = None,
     ) -> None:
         super().__init__(
             address,
@@ -99,6 +101,7 @@ class AllRanksClient(TrainerCore[WholeBatch]):
             prefetch=prefetch,
             columns=columns,
             timeout_s=timeout_s,
+            credentials=credentials,
         )
 
     def load_state_dict(self, state: Mapping[str, Any], give_up_reason: str | None = None) -> None:

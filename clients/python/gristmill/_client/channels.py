@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 
+from gristmill._client.credentials import Credentials
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 
 MESSAGE_BYTES = 64 << 20
@@ -96,15 +97,15 @@ class Replicas:
     spread over them, also over those that are left when one dies. Each is connected when it is first called.
     """
 
-    _connect: Callable[..., Any]
+    _library: Any
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials) -> None:
         addresses = list(addresses_of(address))
         self.names = ", ".join(addresses)
         self.count = len(addresses)
         # Not in the order of `random`, which many workers seed alike.
         random.SystemRandom().shuffle(addresses)
-        self._addresses = addresses
+        self._addresses, self._credentials = addresses, credentials
         self._options = _OPTIONS + (_ALONE if self.count == 1 else _AMONG_OTHERS)
         self._lock = threading.Lock()
         self._made: dict[str, Any] = {}
@@ -148,7 +149,7 @@ class Replicas:
             yield functools.partial(bind(channel), metadata=named)
 
     @contextmanager
-    def _watched(self, turn: int, named: tuple[tuple[str, str]]) -> Iterator[None]:
+    def _watched(self, turn: int, named: tuple[tuple[str, str], ...]) -> Iterator[None]:
         """Goes on to the next replica where a call of this turn fails because its replica cannot serve."""
         try:
             yield
@@ -158,9 +159,9 @@ class Replicas:
                 self._fail_over(turn)
             raise
 
-    def _named(self) -> tuple[tuple[str, str]]:
-        """Metadata with an id of the next call's own, which the service's log names."""
-        return ((REQUEST_ID, f"{self._id}-{next(self._calls):x}"),)
+    def _named(self) -> tuple[tuple[str, str], ...]:
+        """Metadata with an id of the next call's own, which the service's log names, and the caller's token."""
+        return (REQUEST_ID, f"{self._id}-{next(self._calls):x}"), *self._credentials.metadata()
 
     def _current(self) -> tuple[int, Any]:
         """The channel to call on, and the turn to give to `_fail_over` if that fails."""
@@ -169,7 +170,7 @@ class Replicas:
                 raise FailedPreconditionError("this client is closed; make another")
             address = self._addresses[self._turn % self.count]
             if address not in self._made:
-                self._made[address] = self._connect(address, self._options)
+                self._made[address] = self._credentials.channel(self._library, address, self._options)
             return self._turn, self._made[address]
 
     def _fail_over(self, turn: int) -> None:
@@ -197,7 +198,7 @@ class Replicas:
 class Channels(Replicas):
     """Blocking and thread-safe."""
 
-    _connect = staticmethod(grpc.insecure_channel)
+    _library = grpc
 
     def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Any]:
         bind = _binder("unary_unary", method, options)
@@ -231,7 +232,7 @@ class Channels(Replicas):
 class AsyncChannels(Replicas):
     """For one event loop, that of the calls."""
 
-    _connect = staticmethod(grpc.aio.insecure_channel)
+    _library = grpc.aio
 
     def unary_unary(self, *method: Any, **options: Any) -> Callable[..., Awaitable[Any]]:
         begin = self.begin(*method, **options)

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from gristmill._client.channels import AsyncChannels, Channels, Replicas
+from gristmill._client.credentials import Credentials
 from gristmill._client.sigint import DeferSigint
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class Driver(Protocol):
     def lock(self) -> AbstractContextManager[Any]:
         """Held while state is read or changed that several share, never during a call."""
 
-    def channels(self, address: str) -> Replicas: ...
+    def channels(self, address: str, credentials: Credentials) -> Replicas: ...
 
     def signal(self) -> Signal: ...
 

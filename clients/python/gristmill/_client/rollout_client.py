@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from gristmill._client import requests
+from gristmill._client.credentials import Credentials
 from gristmill._client.delivery import RowOutcome
 from gristmill._client.drivers import block_on
 from gristmill._client.groups import Group
@@ -40,6 +41,8 @@ class RolloutClient:
     token_rewards: whether the run's rewards are one per response token, so that `Trajectory.step` gives steps without a
         reward zeros of that form.
     compression: "zstd" for a slow link (`pip install gristmill[zstd]`): two thirds of the bytes, or fewer.
+    credentials: the token and certificates of calls (`gristmill.Credentials`). None: what the environment has, which is
+        nothing where no variable is set.
 
     Worked example, a worker with its share of an epoch's prompts:
 
@@ -62,10 +65,11 @@ class RolloutClient:
         max_batch_bytes: int = 4 << 20,
         token_rewards: bool = False,
         compression: str | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         limits, encoder = requests.limits(max_batch_rows, max_batch_bytes), requests.encoder(run, compression)
         self.run = run
-        self._transport = Transport(address, timeout_s, "RolloutClient")
+        self._transport = Transport(address, timeout_s, "RolloutClient", credentials)
         self._core = RolloutCore(self._transport, encoder, limits, token_rewards)
         # A client that is forgotten, or whose process ends, still sends what it took. A trajectory needs only the core.
         self._forgotten = weakref.finalize(self._core, _close_forgotten, self._transport, self._core.sender)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gristmill._client.credentials import Credentials
 from gristmill._client.trainer_batch import Batch
 from gristmill._client.trainer_core import TrainerCore
 from gristmill._client.transport import TIMEOUT_S
@@ -37,6 +38,8 @@ class TrainerClient(TrainerCore[Batch]):
     columns: which of the columns that the run declares are wanted; None: all. No byte of the others is streamed, copied
         or converted.
     timeout_s: for how long a call is tried while the service is away. Waiting for a batch is not bounded.
+    credentials: the token and certificates of calls (`gristmill.Credentials`). None: what the environment has, which is
+        nothing where no variable is set.
 
     Worked example:
 
@@ -79,6 +82,7 @@ class TrainerClient(TrainerCore[Batch]):
         prefetch: int = 1,
         columns: Sequence[str] | None = None,
         timeout_s: float = TIMEOUT_S,
+        credentials: Credentials | None = None,
     ) -> None:
         super().__init__(
             address,
@@ -92,6 +96,7 @@ class TrainerClient(TrainerCore[Batch]):
             prefetch=prefetch,
             columns=columns,
             timeout_s=timeout_s,
+            credentials=credentials,
         )
         self.rank = rank
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from gristmill._client.checkpoint import Checkpoint, checkpoint_of
 from gristmill._client.chosen_columns import ChosenColumns
+from gristmill._client.credentials import Credentials
 from gristmill._client.pull import Opened
 from gristmill._client.requests import check_run
 from gristmill._client.shard_reader import ShardReader, Wanted
@@ -53,6 +54,7 @@ class TrainerCore(ABC, Generic[B]):
         prefetch: int,
         columns: Sequence[str] | None,
         timeout_s: float,
+        credentials: Credentials | None,
     ) -> None:
         if model not in MODELS:
             raise InvalidArgumentError(f"model is {model!r}; known are {', '.join(MODELS)}")
@@ -66,7 +68,7 @@ class TrainerCore(ABC, Generic[B]):
         self._columns = ChosenColumns(run, columns)
         self._auto_commit = auto_commit
         self._acknowledges = acknowledges
-        self._transport = Transport(address, timeout_s, type(self).__name__)
+        self._transport = Transport(address, timeout_s, type(self).__name__, credentials)
         self._reader = ShardReader(
             self._transport,
             run,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from gristmill._client.credentials import Credentials
 from gristmill._client.drivers import Blocking, Driver, block_on
 from gristmill._client.failures import failure_of
 from gristmill._client.retries import Retry, WaitBudget
@@ -47,11 +48,13 @@ class ForkGuard:
 
 class Connection:
     """A connection to the replicas that `address` names, with the contract's three services. Nothing is connected
-    before the first call."""
+    before the first call. credentials: None: those of the environment."""
 
-    def __init__(self, driver: Driver, address: str, timeout_s: float, owner: str) -> None:
+    def __init__(
+        self, driver: Driver, address: str, timeout_s: float, owner: str, credentials: Credentials | None = None
+    ) -> None:
         self.driver = driver
-        self.channels = channels = driver.channels(address)
+        self.channels = channels = driver.channels(address, credentials or Credentials())
         self.address = channels.names
         self.timeout_s = timeout_s
         self.fork_guard = ForkGuard(owner)
@@ -116,8 +119,8 @@ class Connection:
 class Transport(Connection):
     """One whose calls block. Thread-safe."""
 
-    def __init__(self, address: str, timeout_s: float, owner: str) -> None:
-        super().__init__(Blocking(), address, timeout_s, owner)
+    def __init__(self, address: str, timeout_s: float, owner: str, credentials: Credentials | None = None) -> None:
+        super().__init__(Blocking(), address, timeout_s, owner, credentials)
 
     def call(self, method: Callable[..., Any], request: Any, *, wait_s: float = 0.0, timeout_s: float = -1.0) -> Any:
         """As `ask`."""

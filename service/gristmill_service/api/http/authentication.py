@@ -74,8 +74,10 @@ async def authorize(request: Request) -> None:
     named = {**request.query_params, **request.path_params}
     if call in _NAMED_IN_BODY:
         named |= _fields(request.scope.get(BODY, b""))
-    run, rank = named.get("run"), named.get("rank")
-    gate.check(caller.current(), call, None if run is None else str(run), int(rank) if _is_number(rank) else None)
+    run, rank = named.get("run"), str(named.get("rank"))
+    # A rank that is no number is refused by the handler.
+    is_rank = rank.isascii() and rank.isdigit()
+    gate.check(caller.current(), call, None if run is None else str(run), int(rank) if is_rank else None)
 
 
 def _fields(body: bytes) -> dict[str, object]:
@@ -85,8 +87,3 @@ def _fields(body: bytes) -> dict[str, object]:
     except orjson.JSONDecodeError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _is_number(value: object) -> bool:
-    """Whether it is a rank; what is none is refused by the handler."""
-    return str(value).isascii() and str(value).isdigit()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
+from functools import partial
+from typing import Any
 
 import structlog
 import uvicorn
@@ -13,13 +16,15 @@ from gristmill.errors import UnavailableError
 from gristmill_service.access.certificates import Certificates, http_context
 from gristmill_service.settings import split_address
 
+_TLS_GOODBYE_S = 1.0
+
 _log = structlog.get_logger(__name__)
 
 
 class HttpServer:
     """Listens from `start` on. Raises UnavailableError from the constructor where the address cannot be had."""
 
-    def __init__(self, app: FastAPI, address: str, grace_s: float, certificates: Certificates | None) -> None:
+    def __init__(self, app: FastAPI, address: str, grace_s: float, certificates: Certificates | None = None) -> None:
         self._socket = _bind(address)
         host, port = split_address(address)[0], self._socket.getsockname()[1]
         scheme = "http" if certificates is None else "https"
@@ -79,6 +84,10 @@ class _Server(uvicorn.Server):
         self._has_begun = has_begun
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.config.ssl is not None:
+            # Else a connection that its caller keeps open and does not read would hold up the end for half a minute.
+            loop: Any = asyncio.get_running_loop()
+            loop.create_server = partial(loop.create_server, ssl_shutdown_timeout=_TLS_GOODBYE_S)
         await super().startup(sockets)
         self._has_begun.set()
 

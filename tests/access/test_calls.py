@@ -1,0 +1,178 @@
+"""Every call of either door has its roles, and is refused to all others."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message_factory import GetMessageClass
+
+from gristmill import RolloutClient
+from gristmill._client.credentials import Credentials
+from gristmill.errors import PermissionDeniedError, UnauthenticatedError
+from gristmill.v1 import rollout_pb2, run_pb2, run_pb2_grpc, trainer_pb2
+from gristmill_service.access.roles import CALLS, OPEN_CALLS, ROLES
+from gristmill_service.api.http import page, rollouts, runs, session, trainers
+from tests.access.conftest import Guarded
+
+METHODS: list[MethodDescriptor] = [
+    method
+    for contract in (run_pb2, rollout_pb2, trainer_pb2)
+    for service in contract.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+]
+ROUTERS = (runs.router, rollouts.router, trainers.router, page.router, page.page, session.router)
+ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+FILLED = {"run": "r", "batch": "0", "model": "policy", "mini_batch": "0", "rank": "0", "name": "app.js"}
+TAKEN = {"CreateRun": run_pb2.CreateRunRequest(run="r", config_json="[]")}
+
+
+def call_of(method: MethodDescriptor) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", method.name).lower()
+
+
+def test_the_table_names_every_call_and_no_other() -> None:
+    found = {call_of(method) for method in METHODS} | {route.name for route in ROUTES}
+    operation = {"metrics", "docs", "healthz", "readyz"}
+    assert found | operation == CALLS.keys() | OPEN_CALLS
+
+
+def allowed(call: str) -> set[str]:
+    return set(ROLES) if call in OPEN_CALLS else {"admin", *CALLS[call]}
+
+
+@pytest.fixture
+def channel(guarded: Guarded) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(guarded.service.grpc_address) as opened:
+        yield opened
+
+
+def status(channel: grpc.Channel, method: MethodDescriptor, token: str | None) -> str:
+    """How the service answers a call for run 'r', which does not exist."""
+    request = TAKEN.get(method.name) or GetMessageClass(method.input_type)(
+        **({"run": "r"} if "run" in method.input_type.fields_by_name else {})
+    )
+    kind = ("stream" if method.client_streaming else "unary") + ("_stream" if method.server_streaming else "_unary")
+    bound = getattr(channel, kind)(f"/{method.containing_service.full_name}/{method.name}")
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    data = request.SerializeToString()
+    try:
+        answer: Any = bound(iter([data]) if method.client_streaming else data, metadata=metadata, timeout=30)
+        if method.server_streaming:
+            list(answer)
+    except grpc.RpcError as error:
+        return str(error.code().name)
+    return "OK"
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_over_grpc_a_call_is_made_by_its_roles_alone(
+    guarded: Guarded, channel: grpc.Channel, method: MethodDescriptor
+) -> None:
+    call = call_of(method)
+    told = {role: status(channel, method, guarded.tokens[role]) for role in ROLES}
+    assert {role for role, code in told.items() if code != "PERMISSION_DENIED"} == allowed(call)
+    assert "UNAUTHENTICATED" not in told.values()
+    assert (status(channel, method, None) == "UNAUTHENTICATED") == (call not in OPEN_CALLS)
+
+
+def answer(guarded: Guarded, method: str, path: str, token: str | None, **more: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    return httpx.request(method, guarded.service.http_url + path, headers=headers, trust_env=False, **more)
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.name)
+def test_over_http_a_call_is_made_by_its_roles_alone(guarded: Guarded, route: APIRoute) -> None:
+    method = next(iter(route.methods or ()))
+    path = route.path.format(**FILLED)
+    body = {"json": {"run": "r"}} if route.name == "create_run" else {}
+    told = {role: answer(guarded, method, path, guarded.tokens[role], **body).status_code for role in ROLES}
+    assert {role for role, code in told.items() if code != 403} == allowed(route.name)
+    assert 401 not in told.values()
+    assert (answer(guarded, method, path, None, **body).status_code == 401) == (route.name not in OPEN_CALLS)
+
+
+@pytest.mark.parametrize(("path", "is_open"), [("/healthz", True), ("/readyz", True), ("/openapi.json", False)])
+def test_probes_need_no_token_and_the_description_does(guarded: Guarded, path: str, is_open: bool) -> None:
+    assert answer(guarded, "GET", path, None).status_code == (200 if is_open else 401)
+    assert answer(guarded, "GET", path, guarded.tokens["viewer"]).status_code == 200
+
+
+def test_metrics_are_for_scrapers(guarded: Guarded) -> None:
+    told = {role: answer(guarded, "GET", "/metrics", guarded.tokens[role]).status_code for role in ROLES}
+    assert {role for role, code in told.items() if code == 200} == {"scraper", "admin"}
+    assert answer(guarded, "GET", "/metrics", None).status_code == 401
+
+
+@pytest.mark.parametrize("shown", ["Bearer nonsense", "Basic dXNlcjpwYXNz", "Bearer", "Bearer " + "x" * 20_000])
+def test_what_is_no_token_of_ours_is_unauthenticated(guarded: Guarded, shown: str) -> None:
+    told = httpx.get(f"{guarded.service.http_url}/v1/runs", headers={"authorization": shown}, trust_env=False)
+    assert (told.status_code, told.headers["www-authenticate"]) == (401, "Bearer")
+    assert told.json()["error"]["type"] == "UnauthenticatedError"
+    assert "nonsense" not in told.text
+
+
+def test_a_body_is_not_waited_for_where_its_caller_is_not_known(guarded: Guarded) -> None:
+    where = urlsplit(guarded.service.http_url)
+    with socket.create_connection((where.hostname, where.port), timeout=20) as opened:
+        opened.sendall(b"POST /v1/runs/r/rows HTTP/1.1\r\nhost: gristmill\r\ncontent-length: 1000000\r\n\r\nx")
+        assert opened.recv(1000).startswith(b"HTTP/1.1 401")
+
+
+def test_runs_of_others_are_neither_shown_nor_served(guarded: Guarded) -> None:
+    address, worker = guarded.service.grpc_address, Credentials(token=guarded.tokens["worker"])
+    config = {"train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}
+    with RolloutClient(address, "math-1", credentials=worker) as client:
+        client.create_run(config)
+        assert client.status().run == "math-1"
+    guarded.service.runs.create("secret", config)
+    calls: list[Callable[[RolloutClient], object]] = [
+        RolloutClient.status,
+        lambda client: client.create_run(config),
+        lambda client: client.begin_groups(["a"], wait_s=0),
+    ]
+    for call in calls:
+        with (
+            RolloutClient(address, "secret", credentials=worker) as client,
+            pytest.raises(PermissionDeniedError, match="for run 'secret': it may for r, math-"),
+        ):
+            call(client)
+    with grpc.insecure_channel(address) as channel:
+        stub: Any = run_pb2_grpc.RunServiceStub(channel)  # type: ignore[no-untyped-call]
+        shown = (("authorization", f"Bearer {guarded.tokens['worker']}"),)
+        assert list(stub.ListRuns(run_pb2.ListRunsRequest(), metadata=shown).runs) == ["math-1"]
+    assert answer(guarded, "GET", "/v1/runs", guarded.tokens["viewer"]).json() == {"runs": ["math-1"]}
+    overview = answer(guarded, "GET", "/v1/overview", guarded.tokens["viewer"]).json()
+    assert [run["run"] for run in overview["runs"]] == ["math-1"]
+    created = answer(guarded, "POST", "/v1/runs", guarded.tokens["worker"], json={"run": "other", "config": config})
+    assert created.status_code == 403
+
+
+def test_a_ranks_token_is_for_that_rank(guarded: Guarded) -> None:
+    token = guarded.tokens["rank 1"]
+    assert answer(guarded, "GET", "/v1/runs/r/shards?rank=0", token).status_code == 403
+    assert answer(guarded, "GET", "/v1/runs/r/shards?rank=1", token).status_code == 404
+    assert answer(guarded, "GET", "/v1/runs/r/batches/0/policy/0/0", token).status_code == 403
+    body: dict[str, Any] = {"model": "policy", "batch": 0, "epoch": 0, "mini_batch": 0}
+    for rank, expected in ((0, 403), (1, 404)):
+        assert answer(guarded, "POST", "/v1/runs/r/ack", token, json={**body, "rank": rank}).status_code == expected
+    method = next(method for method in METHODS if method.name == "Acknowledge")
+    with grpc.insecure_channel(guarded.service.grpc_address) as channel:
+        # The request names rank 0.
+        assert status(channel, method, token) == "PERMISSION_DENIED"
+
+
+def test_a_client_without_a_token_is_told_where_it_takes_one_from(guarded: Guarded) -> None:
+    with (
+        RolloutClient(guarded.service.grpc_address, "r") as client,
+        pytest.raises(UnauthenticatedError, match="GRISTMILL_TOKEN or GRISTMILL_TOKEN_FILE"),
+    ):
+        client.status()

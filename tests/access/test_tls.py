@@ -1,0 +1,180 @@
+"""Connections are encrypted, certificates renewed without a restart, and clients asked for theirs where that is set."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from gristmill import Batch, RolloutClient, Shard, TrainerClient
+from gristmill._client.credentials import Credentials
+from gristmill.errors import InvalidArgumentError, UnavailableError
+from gristmill_service.access.tokens import create_token
+from gristmill_service.service import Service
+from gristmill_service.settings import load_settings
+from tests.access.conftest import Files, Serve
+from tests.redis.servers import RedisServer
+from tests.serving import StartService
+
+CONFIG = {"train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}
+
+
+def serial(address: str, ca_file: Path) -> str:
+    """Of the certificate that is shown."""
+    host, _, port = address.rpartition(":")
+    shown = ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate((host, int(port)), ca_certs=str(ca_file), timeout=10))
+    return shown.hex()
+
+
+def test_rollouts_are_trained_over_tls_by_the_environments_credentials(
+    serve: Serve, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert, key = files.certify("server")
+    tokens = tmp_path / "tokens.yaml"
+    token = create_token(tokens, "all", ["worker", "trainer"], ["*"], None)
+    service = serve(tls_cert_file=cert, tls_key_file=key, tokens_file=tokens)
+    monkeypatch.setenv("GRISTMILL_CA_FILE", str(files.ca_file))
+    monkeypatch.setenv("GRISTMILL_TOKEN", token)
+    with RolloutClient(service.grpc_address, "r") as client:
+        client.create_run(CONFIG)
+        with client.trajectory("a", 0) as trajectory:
+            trajectory.step([1, 2], [3], reward=1.0, is_last_step=True)
+        client.finish()
+    with TrainerClient(service.grpc_address, "r", 0, auto_commit=True) as trainer:
+        (uids,) = [shard.metadata["uids"] for batch in trainer for shard in _acknowledged(batch)]
+    assert uids == ["a"]
+    assert service.http_url.startswith("https://")
+    context = ssl.create_default_context(cafile=files.ca_file)
+    assert httpx.get(f"{service.http_url}/healthz", verify=context, trust_env=False).status_code == 200
+
+
+def _acknowledged(batch: Batch) -> Iterator[Shard]:
+    for shard in batch.mini_batches():
+        yield shard
+        shard.ack()
+
+
+def test_a_client_that_does_not_know_the_authority_is_not_connected(serve: Serve, files: Files) -> None:
+    cert, key = files.certify("server")
+    service = serve(tls_cert_file=cert, tls_key_file=key)
+    for credentials in (Credentials(), Credentials(tls=True)):
+        with (
+            RolloutClient(service.grpc_address, "r", timeout_s=1, credentials=credentials) as client,
+            pytest.raises(UnavailableError),
+        ):
+            client.policy_version()
+
+
+def test_a_renewed_certificate_is_shown_from_the_next_handshake_on(serve: Serve, files: Files) -> None:
+    cert, key = files.certify("server")
+    service = serve(tls_cert_file=cert, tls_key_file=key)
+    doors = [service.grpc_address, urlsplit(service.http_url).netloc]
+    before = [serial(door, files.ca_file) for door in doors]
+    assert before[0] == before[1]
+    # Half of a renewal: certificate and key do not fit together.
+    old_key = key.read_bytes()
+    files.certify("server")
+    new_key = key.read_bytes()
+    key.write_bytes(old_key)
+    assert [serial(door, files.ca_file) for door in doors] == before
+    key.write_bytes(new_key)
+    os.utime(key, (time.time() + 1, time.time() + 1))
+    after = [serial(door, files.ca_file) for door in doors]
+    assert after[0] == after[1] != before[0]
+
+
+def test_clients_show_a_certificate_where_the_service_asks_for_one(serve: Serve, files: Files) -> None:
+    (cert, key), (mine, my_key) = files.certify("server"), files.certify("client")
+    service = serve(tls_cert_file=cert, tls_key_file=key, tls_client_ca_file=files.ca_file)
+    service.runs.create("r", CONFIG)
+    known = Credentials(ca_file=files.ca_file, cert_file=mine, key_file=my_key)
+    with RolloutClient(service.grpc_address, "r", credentials=known) as client:
+        assert client.policy_version() == 0
+    with (
+        RolloutClient(service.grpc_address, "r", timeout_s=1, credentials=Credentials(ca_file=files.ca_file)) as client,
+        pytest.raises(UnavailableError),
+    ):
+        client.policy_version()
+    context = ssl.create_default_context(cafile=files.ca_file)
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"{service.http_url}/healthz", verify=context, trust_env=False)
+    context.load_cert_chain(mine, my_key)
+    assert httpx.get(f"{service.http_url}/healthz", verify=context, trust_env=False).status_code == 200
+
+
+def test_services_on_redis_pass_calls_on_over_tls_with_the_callers_own_token(
+    start_service: StartService, files: Files, tmp_path: Path
+) -> None:
+    cert, key = files.certify("server")
+    tokens, ca = tmp_path / "tokens.yaml", files.ca_file
+    worker, viewer = (create_token(tokens, name, [name], ["*"], None) for name in ("worker", "viewer"))
+    tls = ("--tls-cert-file", cert, "--tls-key-file", key, "--tls-client-ca-file", ca, "--tls-peer-ca-file", ca)
+    with RedisServer(tmp_path / "redis", appendonly="no") as redis:
+        flags = [*map(str, tls), "--tokens-file", str(tokens), "--store", "redis", "--redis-url", redis.url]
+        owner, other = start_service(*flags), start_service(*flags)
+        shown = Credentials(token=worker, ca_file=ca, cert_file=cert, key_file=key)
+        with RolloutClient(owner.grpc_address, "r", credentials=shown) as client:
+            client.create_run(CONFIG)
+        with RolloutClient(other.grpc_address, "r", credentials=shown) as client:
+            assert client.begin_groups(["a"], wait_s=0) == ["a"]
+        context = ssl.create_default_context(cafile=ca)
+        context.load_cert_chain(cert, key)
+        for token, expected in ((worker, 200), (viewer, 403)):
+            told = httpx.post(
+                f"{other.http_url}/v1/runs/r/groups",
+                json={"uids": ["b"]},
+                headers={"authorization": f"Bearer {token}"},
+                verify=context,
+                trust_env=False,
+            )
+            assert told.status_code == expected
+        assert [service.stop() for service in (owner, other)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"grpc_address": "0.0.0.0:1"}, "grpc_address: 0.0.0.0:1 is reached from other machines"),
+        ({"http_address": "[::]:1"}, "http_address: .* is reached from other machines"),
+        ({"grpc_address": "example.org:1"}, "tls_cert_file, tls_key_file and tokens_file; give them, or insecure"),
+        ({"tls_cert_file": "a"}, "tls_cert_file and tls_key_file go together"),
+        ({"tls_client_ca_file": "a"}, "need tls_cert_file and tls_key_file"),
+        ({"jwks": "a"}, "jwks needs jwt_issuer, jwt_audience, and tokens_file"),
+        ({"jwt_issuer": "a"}, "need jwks"),
+    ],
+)
+def test_settings_that_would_leave_a_door_open_are_refused(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        load_settings(settings)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "localhost:1", "unix:/run/gristmill.sock"])
+def test_this_machine_alone_needs_nothing(address: str) -> None:
+    assert load_settings({"grpc_address": address}).grpc_address == address
+
+
+def test_whoever_says_insecure_listens_anywhere() -> None:
+    assert load_settings({"grpc_address": "0.0.0.0:1", "insecure": True}).insecure
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense"])
+def test_files_that_are_no_certificates_are_refused_at_the_start(serve: Serve, files: Files, content: bytes) -> None:
+    cert, key = files.certify("server")
+    key.write_bytes(content)
+    with pytest.raises(InvalidArgumentError, match="are no certificate with its key"):
+        serve(tls_cert_file=cert, tls_key_file=key)
+    key.unlink()
+    with pytest.raises(InvalidArgumentError, match="tls_key_file: cannot read"):
+        serve(tls_cert_file=cert, tls_key_file=key)
+
+
+def test_a_service_without_tls_serves_a_client_without(service: Service, run_name: str) -> None:
+    service.runs.create(run_name, CONFIG)
+    with RolloutClient(service.grpc_address, run_name, credentials=Credentials()) as client:
+        assert client.policy_version() == 0

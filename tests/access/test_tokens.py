@@ -1,0 +1,207 @@
+"""Tokens: made on the command line, kept as digests, read again when their file changes; and those of an issuer."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jwt
+import pytest
+import yaml
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from gristmill import RolloutClient
+from gristmill._client.credentials import Credentials
+from gristmill.errors import InvalidArgumentError, UnauthenticatedError
+from gristmill_service.access.tokens import create_token, read_callers
+from gristmill_service.service import Service
+from tests.access.conftest import Serve
+from tests.cli.terminal import gristmill
+
+
+def status(service: Service, token: str) -> int:
+    headers = {"authorization": f"Bearer {token}"}
+    return httpx.get(f"{service.http_url}/v1/runs", headers=headers, trust_env=False).status_code
+
+
+def test_the_command_prints_a_token_and_keeps_only_its_digest(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.yaml"
+    made = gristmill("token", "create", "rollouts", "--role", "worker", "--run", "math-*", "--tokens-file", path)
+    assert (made.returncode, made.stderr) == (0, "")
+    token = made.stdout.strip()
+    assert yaml.safe_load(path.read_text())["tokens"] == [
+        {
+            "roles": ["worker"],
+            "runs": ["math-*"],
+            "name": "rollouts",
+            "sha256": hashlib.sha256(token.encode()).hexdigest(),
+        }
+    ]
+    assert token not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    again = gristmill("token", "create", "rollouts", "--role", "viewer", "--tokens-file", path)
+    assert again.returncode == 1
+    assert "has a token named 'rollouts'" in again.stderr
+    caller = read_callers(path).with_token(token)
+    assert caller is not None
+    assert (caller.name, list(caller.roles)) == ("rollouts", ["worker"])
+    assert (caller.sees("math-1"), caller.sees("other")) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("tokens: [{name: a, sha256: abc, roles: [worker]}]", r"tokens\.0\.sha256: string should match"),
+        (f"tokens: [{{name: a, sha256: {'0' * 64}, roles: [king]}}]", r"tokens\.0\.roles\.0: input should be 'worker'"),
+        (f"tokens: [{{name: a, sha256: {'0' * 64}, roles: []}}]", r"tokens\.0\.roles: list should have at least 1"),
+        ("people: []", "people: extra inputs are not permitted"),
+        ("tokens: [", "cannot read the tokens"),
+        ("- a", "input should be"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_without_its_values(
+    serve: Serve, tmp_path: Path, content: str, message: str
+) -> None:
+    path = tmp_path / "tokens.yaml"
+    path.write_text(content)
+    with pytest.raises(InvalidArgumentError, match=message) as refused:
+        serve(tokens_file=path)
+    assert "abc" not in str(refused.value)
+
+
+def test_a_file_that_changes_is_read_again_and_a_broken_one_leaves_who_was_known(serve: Serve, tmp_path: Path) -> None:
+    path = tmp_path / "tokens.yaml"
+    first = create_token(path, "first", ["viewer"], ["*"], None)
+    service = serve(tokens_file=path)
+    second = create_token(path, "second", ["viewer"], ["*"], None)
+    assert [status(service, token) for token in (first, second)] == [200, 200]
+    path.write_text("tokens: [")
+    assert [status(service, token) for token in (first, second)] == [200, 200]
+    path.write_text("tokens: []")
+    assert [status(service, token) for token in (first, second)] == [401, 401]
+
+
+def test_a_client_reads_its_token_file_again(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, mine = tmp_path / "tokens.yaml", tmp_path / "token"
+    mine.write_text(create_token(path, "first", ["worker"], ["*"], None) + "\n")
+    service = serve(tokens_file=path)
+    service.runs.create(
+        "r", {"train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}
+    )
+    monkeypatch.setattr("gristmill._client.credentials._LOOK_S", 0.0)
+    monkeypatch.setenv("GRISTMILL_TOKEN_FILE", str(mine))
+    with RolloutClient(service.grpc_address, "r") as client:
+        assert client.status().run == "r"
+        path.unlink()
+        mine.write_text(create_token(path, "second", ["worker"], ["*"], None))
+        assert client.status().run == "r"
+        mine.write_text("stale")
+        with pytest.raises(UnauthenticatedError, match="the token is not known here"):
+            client.status()
+
+
+def test_a_token_is_shown_by_no_representation() -> None:
+    assert "secret" not in repr(Credentials(token="secret"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"token": "a", "token_file": "b"}, "token and token_file are both given"),
+        ({"cert_file": "a"}, "cert_file and key_file go together"),
+        ({"token": "a\nb"}, "characters that no header can hold"),
+        ({"token_file": "/nowhere/token"}, "token_file: cannot read /nowhere/token"),
+    ],
+)
+def test_credentials_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message) as refused:
+        Credentials(**settings)
+    assert "a\nb" not in str(refused.value)
+
+
+# JSON web tokens.
+
+SUBJECT = "system:serviceaccount:rl:trainer-0"
+
+
+class Issuer:
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "jwks.json"
+        self.keys: list[dict[str, Any]] = []
+        self.rotate()
+
+    def rotate(self) -> None:
+        """Signs with a new key from now on."""
+        self._key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+        self._id = f"key-{len(self.keys)}"
+        public = json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(self._key.public_key()))
+        self.keys.append({**public, "kid": self._id, "use": "sig", "alg": "RS256"})
+        self.path.write_text(json.dumps({"keys": self.keys}))
+
+    def token(self, **claims: Any) -> str:
+        found = {"sub": SUBJECT, "iss": "https://issuer", "aud": "gristmill", "exp": time.time() + 600} | claims
+        held = {name: value for name, value in found.items() if value is not None}
+        return jwt.encode(held, self._key, "RS256", headers={"kid": self._id})
+
+
+@pytest.fixture
+def issuer(tmp_path: Path) -> Issuer:
+    return Issuer(tmp_path)
+
+
+@pytest.fixture
+def trusting(serve: Serve, tmp_path: Path, issuer: Issuer) -> Service:
+    """A service that takes the issuer's tokens for service accounts of the namespace rl."""
+    path = tmp_path / "tokens.yaml"
+    path.write_text("subjects: [{subject: 'system:serviceaccount:rl:trainer-*', roles: [trainer], runs: ['math-*']}]")
+    return serve(tokens_file=path, jwks=str(issuer.path), jwt_issuer="https://issuer", jwt_audience="gristmill")
+
+
+def test_a_service_accounts_token_has_its_subjects_roles(trusting: Service, issuer: Issuer) -> None:
+    assert status(trusting, issuer.token()) == 200
+    assert status(trusting, issuer.token(aud=["other", "gristmill"])) == 200
+    issuer.rotate()
+    assert status(trusting, issuer.token()) == 200
+    headers = {"authorization": f"Bearer {issuer.token()}"}
+    told = httpx.delete(f"{trusting.http_url}/v1/runs/math-1", headers=headers, trust_env=False)
+    assert told.status_code == 403
+    assert SUBJECT in told.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        {"exp": 1000},
+        {"exp": None},
+        {"aud": "other"},
+        {"aud": None},
+        {"iss": "https://other"},
+        {"sub": "system:serviceaccount:other:trainer-0"},
+        {"sub": None},
+        {"nbf": 1 << 40},
+    ],
+    ids=str,
+)
+def test_a_token_that_is_not_for_us_is_refused(trusting: Service, issuer: Issuer, claims: dict[str, Any]) -> None:
+    assert status(trusting, issuer.token(**claims)) == 401
+
+
+def test_neither_unsigned_nor_foreign_nor_symmetric_signatures_are_taken(
+    trusting: Service, issuer: Issuer, tmp_path: Path
+) -> None:
+    header, payload, signature = issuer.token().split(".")
+    none = base64.urlsafe_b64encode(b'{"alg":"none","kid":"key-0"}').rstrip(b"=").decode()
+    other = Issuer(Path(os.fspath(tmp_path)) / "..")
+    other.path.unlink()
+    claims = {"sub": SUBJECT, "iss": "https://issuer", "aud": "gristmill", "exp": time.time() + 600}
+    symmetric = jwt.encode(claims, b"0" * 32, "HS256", headers={"kid": "key-0"})
+    forged = payload[:-4] + "AAAA"
+    for token in (f"{none}.{payload}.", other.token(), symmetric, f"{header}.{forged}.{signature}", "a.b.c"):
+        assert status(trusting, token) == 401
