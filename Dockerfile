@@ -8,6 +8,7 @@ RUN python -m venv /opt/gristmill \
     && /opt/gristmill/bin/pip install --no-cache-dir --only-binary :all: -r deploy/requirements.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY clients/python clients/python
+COPY recorder recorder
 COPY service service
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
     && /opt/gristmill/bin/pip install --no-cache-dir --no-deps /wheels/gristmill-*.whl \
