@@ -360,14 +360,18 @@ class Run:
     def groups(self) -> list[GroupAnswer]:
         """Every group that was ever admitted; the decided ones first."""
 
-        def find(state: State) -> tuple[list[tuple[GroupKey, int | str]], dict[int, str], list[GroupAnswer]]:
-            waiting = [GroupAnswer(*key, "complete" if key in state.complete else "open") for key in state.open]
+        def find(state: State) -> tuple[list[tuple[GroupKey, int | str, str]], dict[int, str], list[GroupAnswer]]:
+            waiting = [
+                GroupAnswer(*key, "complete" if key in state.complete else "open", tag=group.tag)
+                for key, group in state.open.items()
+            ]
             # One that is kept may be built yet.
             failed = {number: reason for number, reason in state.failed.items() if number not in state.batches}
-            return list(state.closed.items()), failed, waiting
+            closed = [(key, found, state.closed_tags.get(key, "")) for key, found in state.closed.items()]
+            return closed, failed, waiting
 
         closed, failed, waiting = self._read(find)
-        return [decided(key, found, failed) for key, found in closed] + waiting
+        return [decided(key, found, failed, tag) for key, found, tag in closed] + waiting
 
     def wait(self, condition: Condition, wake: Callable[[], None]) -> None:
         """Has `wake` called once, from any thread, when the condition is met; at once where it is already, or where the

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gristmill_service.run.machine import progress
-from gristmill_service.run.machine.answers import GroupAnswer, ModelProgress, RunStatus
+from gristmill_service.run.machine.answers import GroupAnswer, ModelProgress, RunStatus, TagGroups
 from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.run.machine.state import State
 
@@ -30,6 +30,10 @@ def status(state: State, run: str, run_id: str, *, config_json: str, room: int, 
         rows_accepted=state.rows_accepted,
         rows_duplicate=duplicates,
         groups_dropped=dict(state.groups_dropped),
+        tags={
+            tag: TagGroups(found.open - found.complete, found.complete, found.sealed, found.dropped)
+            for tag, found in sorted(state.tags.items())
+        },
         models=[
             ModelProgress(
                 model,
@@ -43,10 +47,10 @@ def status(state: State, run: str, run_id: str, *, config_json: str, room: int, 
     )
 
 
-def decided(key: GroupKey, found: int | str, failed: Mapping[int, str]) -> GroupAnswer:
+def decided(key: GroupKey, found: int | str, failed: Mapping[int, str], tag: str) -> GroupAnswer:
     """What became of a group: the batch that it was sealed into, or why it was dropped. failed: why batches are."""
     if isinstance(found, str):
-        return GroupAnswer(*key, "dropped", reason=found)
+        return GroupAnswer(*key, "dropped", reason=found, tag=tag)
     if found in failed:
-        return GroupAnswer(*key, "dropped", found, "batch_failed")
-    return GroupAnswer(*key, "sealed", found)
+        return GroupAnswer(*key, "dropped", found, "batch_failed", tag)
+    return GroupAnswer(*key, "sealed", found, tag=tag)
