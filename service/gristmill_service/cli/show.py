@@ -86,8 +86,8 @@ def _table(first: str, *names: str) -> Table:
 
 
 def _total(shards: Sequence[ShardFigures]) -> ShardFigures:
-    names = (field.name for field in fields(ShardFigures) if field.name != "by_tag")
-    return ShardFigures(*(sum(getattr(shard, name) for shard in shards) for name in names), {})
+    names = [field.name for field in fields(ShardFigures) if field.name != "by_tag"]
+    return ShardFigures(**{name: sum(getattr(shard, name) for shard in shards) for name in names}, by_tag={})
 
 
 def read_figures(path: Path) -> ShardFigures:
@@ -143,7 +143,8 @@ def read_figures(path: Path) -> ShardFigures:
 def _row_sums(mask: Array, edges: Array | None) -> Array:
     """Of each row. edges: (rows + 1,) where rows stand one after another; None: mask is (rows, width)."""
     if edges is None:
-        return mask.sum(axis=1, dtype=np.int64)
+        sums: Array = mask.sum(axis=1, dtype=np.int64)
+        return sums
     totals = np.append(0, np.cumsum(mask, dtype=np.int64))
     return np.diff(totals[edges])
 
