@@ -22,7 +22,7 @@ class Metrics:
     """docs/recorder.md says what each is."""
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
 
         def name(of: str) -> str:
             return f"gristmill_recorder_{of}"
@@ -83,4 +83,4 @@ class Metrics:
         self.added_seconds.labels(api).observe(max(0.0, took_s - engine_s))
 
     def text(self) -> bytes:
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)

@@ -14,7 +14,7 @@ from gristmill_recorder.journal import Entry, Journal
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import TrajectoryName
 from gristmill_recorder.recording import REFUSED, Recording, check_same_end, over
-from gristmill_recorder.refusals import Conflict, WrongCall
+from gristmill_recorder.refusals import Busy, Conflict, WrongCall
 
 _log = logging.getLogger("gristmill.recorder")
 
@@ -145,9 +145,13 @@ class Runs:
         """Gives the trajectory up, here and in the service, where its group goes on without it. Idempotent."""
         if (known := self._open.get(name)) is not None:
             known.give_up()
-        # Where no step was delivered, the service may never have heard of the group.
-        with suppress(NotFoundError):
-            client = self.run(name.run).client
+        client = self.run(name.run).client
+        try:
+            await client.abort_trajectory(name.uid, name.sample, round=name.round, reason=reason)
+        except NotFoundError:
+            # Nothing was delivered: the service has to hear of the group, or it would wait for this sample later.
+            if not await client.begin_groups([name.uid], name.round, wait_s=0.0):
+                raise Busy(f"{name}: there is no room for its group now; abort it later") from None
             await client.abort_trajectory(name.uid, name.sample, round=name.round, reason=reason)
 
     async def abandon(self, idle_s: float) -> None:

@@ -48,3 +48,9 @@ def run(service: Service, run_name: str) -> str:
     """A run of the service in which each trajectory is a batch."""
     create_run(service.grpc_address, run_name)
     return run_name
+
+
+@pytest.fixture(scope="module")
+def sglang() -> Iterator[Engine]:
+    with serving(Engine(is_sglang=True)) as engine:
+        yield engine
