@@ -1,5 +1,5 @@
 # gristmill as a service or as a sidecar: `docker run IMAGE serve --help`. Meant to run with a read-only root:
-#   docker run --read-only --shm-size 8g -p 50051:50051 -p 8080:8080 IMAGE
+#   docker run --read-only --shm-size 8g -p 127.0.0.1:50051:50051 -p 127.0.0.1:8080:8080 -e GRISTMILL_INSECURE=true IMAGE
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
 COPY deploy/requirements.txt deploy/requirements.txt
@@ -8,6 +8,7 @@ RUN python -m venv /opt/gristmill \
     && /opt/gristmill/bin/pip install --no-cache-dir --only-binary :all: -r deploy/requirements.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY clients/python clients/python
+COPY recorder recorder
 COPY service service
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
     && /opt/gristmill/bin/pip install --no-cache-dir --no-deps /wheels/gristmill-*.whl \
@@ -26,13 +27,14 @@ COPY --from=build /opt/gristmill /opt/gristmill
 COPY LICENSE /licenses/LICENSE
 # A volume that is mounted here is the user's from the start.
 RUN install -d -o 10001 -g 10001 -m 0700 /var/lib/gristmill
+# It listens beyond its container, which it refuses without TLS and tokens, or GRISTMILL_INSECURE=true from whoever runs it.
 ENV PATH=/opt/gristmill/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
     GRISTMILL_GRPC_ADDRESS=0.0.0.0:50051 GRISTMILL_HTTP_ADDRESS=0.0.0.0:8080 GRISTMILL_LOG_FORMAT=json
 # By number, so that Kubernetes can tell that it is not root.
 USER 10001:10001
 EXPOSE 50051 8080
 HEALTHCHECK --interval=10s --timeout=5s --start-period=600s --retries=6 \
-    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen('http://127.0.0.1:' + os.environ['GRISTMILL_HTTP_ADDRESS'].rpartition(':')[2] + '/healthz', timeout=4)"]
+    CMD ["python", "-c", "import os, ssl, urllib.request as r; tls = 'GRISTMILL_TLS_CERT_FILE' in os.environ; r.urlopen(('https' if tls else 'http') + '://127.0.0.1:' + os.environ['GRISTMILL_HTTP_ADDRESS'].rpartition(':')[2] + '/healthz', timeout=4, context=ssl._create_unverified_context() if tls else None)"]
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["gristmill"]
 CMD ["serve"]

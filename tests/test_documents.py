@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 # `make batch` is a span's name.
 _TARGET = r"(?:^    |`)make (?!batch`)([a-z-]+)"
-_FILE = r"`((?:tests|service|clients|protos|deploy|docs)/[\w./-]+)`"
+_FILE = r"`((?:tests|service|clients|recorder|protos|deploy|docs)/[\w./-]+)`"
 
 
 def found(pattern: str) -> Iterator[object]:
@@ -65,9 +65,8 @@ def test_every_room_of_the_tree_exists(place: Path) -> None:
 
 def test_the_tree_has_every_package() -> None:
     inner = {"__pycache__", "v1"}
-    packages = {path.parent for path in ROOT.glob("service/**/__init__.py")} | {
-        ROOT / "service/gristmill_service/dashboard"
-    }
+    inits = (path for top in ("service", "recorder") for path in ROOT.glob(f"{top}/**/__init__.py"))
+    packages = {path.parent for path in inits} | {ROOT / "service/gristmill_service/dashboard"}
     wanted = {path for path in packages if path.name not in inner}
     assert wanted - {ROOT / "service/gristmill_service/cli/watch"} <= set(rooms())
 
@@ -84,7 +83,10 @@ def test_the_glossary_is_short_and_has_each_word_once() -> None:
 
 def test_no_module_is_longer_than_the_house_rules_say() -> None:
     modules = [
-        path for top in ("service", "clients") for path in (ROOT / top).rglob("*.py") if path.parent.name != "v1"
+        path
+        for top in ("service", "clients", "recorder")
+        for path in (ROOT / top).rglob("*.py")
+        if path.parent.name != "v1"
     ]
     assert modules
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in modules}

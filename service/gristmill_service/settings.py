@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import ByteSize, Field, PositiveInt, SecretStr, ValidationError, field_validator, model_validator
@@ -21,6 +21,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from gristmill.errors import InvalidArgumentError
 
 ENVIRONMENT_PREFIX = "GRISTMILL_"
+_Kind = TypeVar("_Kind", bound=BaseSettings)
 _EVERYWHERE = ("0.0.0.0:", "[::]:", "unix:")
 
 
@@ -231,11 +232,16 @@ def load_settings(flags: Mapping[str, Any]) -> Settings:
 
     Raises InvalidArgumentError naming the setting, where it was given, its value and what is expected.
     """
+    return load(Settings, flags)
+
+
+def load(kind: type[_Kind], flags: Mapping[str, Any]) -> _Kind:
+    """As `load_settings`, for settings of this kind."""
     given = {name: value for name, value in flags.items() if value is not None}
     try:
-        return Settings(**given)
+        return kind(**given)
     except ValidationError as error:
-        raise InvalidArgumentError("; ".join(_explain(item, given) for item in error.errors())) from None
+        raise InvalidArgumentError("; ".join(_explain(item, given, kind) for item in error.errors())) from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -250,23 +256,24 @@ def _read_file(path: Path) -> dict[str, Any]:
     return mapping
 
 
-def _explain(error: ErrorDetails, flags: Mapping[str, Any]) -> str:
+def _explain(error: ErrorDetails, flags: Mapping[str, Any], kind: type[BaseSettings]) -> str:
     reason = error["msg"].removeprefix("Value error, ")
     if not error["loc"]:
         # Several settings do not fit together, and their values may hold a secret.
         return reason
     name = str(error["loc"][0])
+    flag = "--" + name.replace("_", "-")
+    variable = kind.model_config.get("env_prefix", "") + name.upper()
+    if error["type"] == "missing":
+        return f"{flag} or {variable} is needed: {kind.model_fields[name].description}"
+    origin = flag if name in flags else variable if os.environ.get(variable) else _file(flags)
     if error["type"] == "extra_forbidden":
-        return f"{_origin(name, flags)}: unknown setting {name}; known are {', '.join(Settings.model_fields)}"
-    is_secret = Settings.model_fields[name].annotation == SecretStr | None
+        return f"{origin}: unknown setting {name}; known are {', '.join(kind.model_fields)}"
+    is_secret = kind.model_fields[name].annotation == SecretStr | None
     value = "" if is_secret else f" is {error['input']!r}"
-    return f"{_origin(name, flags)}: {name}{value}: {reason[:1].lower()}{reason[1:]}"
+    return f"{origin}: {name}{value}: {reason[:1].lower()}{reason[1:]}"
 
 
-def _origin(name: str, flags: Mapping[str, Any]) -> str:
-    """The flag, the variable or the file that gave a setting its value."""
-    if name in flags:
-        return "--" + name.replace("_", "-")
-    if os.environ.get(variable := ENVIRONMENT_PREFIX + name.upper()):
-        return variable
+def _file(flags: Mapping[str, Any]) -> str:
+    """That which settings were read from."""
     return str(flags.get("config_file") or os.environ[ENVIRONMENT_PREFIX + "CONFIG_FILE"])

@@ -101,6 +101,8 @@ class Door(Protocol):
     def set_rewards(self, run: str, rewards: Sequence[Json]) -> int: ...
     def abort_trajectories(self, run: str, keys: Sequence[Json], reason: str) -> int: ...
     def abort_groups(self, run: str, uids: Sequence[str], reason: str) -> int: ...
+
+    def groups(self, run: str) -> list[Json]: ...
     def seal(self, run: str, batch: int | None = None) -> Json: ...
     def batch(self, run: str, batch: int, wait_s: float = 0.0) -> Json: ...
     def shard(self, run: str, rank: int, *, wait_s: float = 0.0, **fields: Any) -> Json: ...
@@ -142,6 +144,10 @@ class GrpcDoor:
         found = {
             name: getattr(status, name) for name in names if name not in ("config_json", "ranks", "models", "health")
         }
+        found["tags"] = {
+            tag: {name: getattr(own, name) for name in ("open", "complete", "sealed", "dropped")}
+            for tag, own in status.tags.items()
+        }
         found["groups_dropped"], found["failed_batches"] = dict(status.groups_dropped), dict(status.failed_batches)
         models = [{"model": one.model, "next": []} | _progress(one) for one in status.models]
         for rank in status.ranks:
@@ -149,6 +155,10 @@ class GrpcDoor:
         for one in models:
             one["model"] = ("policy", "critic")[one["model"] - 1]
         return {**found, "config": json.loads(status.config_json), "models": models}
+
+    def groups(self, run: str) -> list[Json]:
+        pages = self._call(self.runs.ListGroups, run_pb2.ListGroupsRequest(run=run))
+        return [{"uid": one.uid, "tag": one.tag} for page in pages for one in page.groups]
 
     def names(self) -> list[str]:
         return list(self._call(self.runs.ListRuns, run_pb2.ListRunsRequest()).runs)
@@ -293,6 +303,10 @@ class HttpDoor:
     def get(self, run: str) -> Json:
         found = self.call("GET", f"/runs/{run}").json()
         return {**found, "failed_batches": {int(batch): why for batch, why in found["failed_batches"].items()}}
+
+    def groups(self, run: str) -> list[Json]:
+        found: list[Json] = self.call("GET", f"/runs/{run}/groups").json()["groups"]
+        return found
 
     def names(self) -> list[str]:
         found: list[str] = self.call("GET", "/runs").json()["runs"]

@@ -160,6 +160,14 @@ def test_an_aborted_group_is_dropped_and_counted(door: Door, run: str) -> None:
     assert sum(door.get(run)["groups_dropped"].values()) == 1
 
 
+def test_a_run_says_what_became_of_the_groups_of_each_tag(door: Door, run: str) -> None:
+    door.submit(run, [{**one, "tag": "math"} for one in group("a")])
+    door.submit(run, [row("b", 0) | {"tag": "code"}])
+    none = {"open": 0, "complete": 0, "sealed": 0, "dropped": 0}
+    assert door.get(run)["tags"] == {"math": none | {"complete": 1}, "code": none | {"open": 1}}
+    assert {one["uid"]: one["tag"] for one in door.groups(run)} == {"a": "math", "b": "code"}
+
+
 def test_a_batch_may_be_sealed_before_it_is_full(door: Door, run: str) -> None:
     door.submit(run, group("a"))
     assert door.seal(run, 0) == {"batch": 0, "prompts": 1}

@@ -18,6 +18,7 @@ from tests.api.doors import CONFIG, HttpDoor, group, row, rows_message
 from tests.serving import FREE_PORTS
 
 PATHS = {
+    "/v1/session": {"post", "delete"},
     "/v1/runs": {"get", "post"},
     "/v1/runs/{run}": {"get", "delete"},
     "/v1/runs/{run}/finish": {"post"},

@@ -20,9 +20,12 @@ PUBLIC = {
     "gristmill.aio",
     "gristmill.completions",
     "gristmill.converters",
+    "gristmill.environments",
     "gristmill.errors",
     "gristmill.torch",
 }
+
+EDGES = ("gristmill.adapters.", "gristmill.environments.")
 
 
 def test_all_is_the_public_surface() -> None:
@@ -69,11 +72,9 @@ def test_every_error_of_the_tree_is_public() -> None:
 
 
 def test_the_public_modules_are_few() -> None:
-    """`gristmill.v1` is generated from the contract, and `gristmill.adapters` has a module for each trainer."""
+    """`gristmill.v1` is generated from the contract; two packages have a module for each trainer and environment."""
     found = {module.name for module in pkgutil.walk_packages(gristmill.__path__, "gristmill.")}
-    public = {
-        name for name in found if "._" not in name and not name.startswith(("gristmill.v1", "gristmill.adapters."))
-    }
+    public = {name for name in found if "._" not in name and not name.startswith(("gristmill.v1", *EDGES))}
     assert public == PUBLIC
 
 
@@ -81,7 +82,7 @@ def test_the_documentation_imports_from_public_modules_alone() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     text = "\n".join(page.read_text() for page in pages)
     imported = set(re.findall(r"^ *(?:from|import) (gristmill(?:\.\w+)*)\b", text, re.MULTILINE))
-    imported = {name for name in imported if not name.startswith("gristmill.adapters.")}
+    imported = {name for name in imported if not name.startswith(EDGES)}
     assert {"gristmill", "gristmill.torch"} <= imported <= {"gristmill", *PUBLIC}
     assert not re.findall(r"gristmill\._\w+", text)
 

@@ -194,6 +194,20 @@ def test_show_prints_rows_tokens_padding_and_loss_tokens_of_each_shard(
     assert shown.splitlines()[-1].split()[:4] == ["total", "8", "0", "48"]
 
 
+@pytest.mark.parametrize("layout", [{}, {"layout": "packed"}, {"pad_width": "micro_batch"}])
+def test_show_counts_rows_and_tokens_of_each_tag(config: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
+    config.write_text(json.dumps(CONFIG | {"dp_size": 3} | layout))
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text(lines(row | ({"tag": "[b]math"} if row["uid"] == "p0" else {}) for row in rollouts(prompts=2)))
+    run("batch", file, "--config", config, "--out", tmp_path / "out")
+    shown = [line.split() for line in run("show", tmp_path / "out").stdout.splitlines()]
+    assert shown[:3] == [
+        ["tag", "rows", "tokens", "loss", "tokens"],
+        ["(none)", "2", "12", "6"],
+        ["[b]math", "2", "12", "6"],
+    ]
+
+
 @pytest.mark.parametrize("layout", [{"layout": "packed"}, {"pad_width": "micro_batch"}, {"pad_to_multiple_of": 4}])
 def test_show_counts_padding_of_every_layout(config: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
     config.write_text(json.dumps(CONFIG | {"dp_size": 3, "micro_batch": {"size": 2}} | layout))
@@ -341,7 +355,7 @@ def test_groups_of_a_file_are_as_large_as_their_rows_tell(config: Path, tmp_path
     file.write_text(lines(rows))
     plan = json.loads(run("plan", file, "--config", config).stdout)
     assert [(part["rows"], part["prompts"]) for part in plan["mini_batches"]] == [(3, 1), (1, 1)]
-    assert plan["counts"] == {"misaligned_groups": 0, "incomplete_groups": 1, "lone_survivors": 1}
+    assert plan["counts"] == {"misaligned_groups": 0, "incomplete_groups": 0, "lone_survivors": 1}
     file.write_text(lines([*rows, {**one, "uid": "a", "sample": 2, "reward": 1}]))
     refused = run("plan", file, "--config", config, expect=1).stderr
     assert "uid 'a': the group has 4 samples, and 3 are the most (max_samples_per_prompt: 3 with surplus: 1)" in refused

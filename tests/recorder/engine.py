@@ -69,7 +69,8 @@ def _spoken(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
     text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
-    return Words(message.get("reasoning") or "", text).spoken + "".join(Words(tool=call).spoken for call in calls)
+    reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
+    return Words(reasoning, text).spoken + "".join(Words(tool=call).spoken for call in calls)
 
 
 @dataclass

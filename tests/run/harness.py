@@ -207,6 +207,7 @@ class BuildBatch:
         policy_version: int | None,
         timed: StageTimer,
         written: Written | None = None,
+        begun: Mapping[tuple[int, str], int] | None = None,
     ) -> Built:
         self.entered.set()
         if self._gate is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.monitoring.run_monitor import monitor_of
+from gristmill_service.pipeline import build_batch
 from gristmill_service.run.machine.answers import RewardUpdate
 from gristmill_service.run.machine.events import GroupKey
+from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.run.harness import Bench, group_rows, key, row
 
 
@@ -147,6 +150,14 @@ class TestSurplus:
         bench.submit(row("a", 2))
         bench.make_batches()
         assert samples_of(bench, 0, "a") == [1, 2, 3]
+
+    def test_a_group_that_was_begun_smaller_is_whole_and_one_that_lacks_samples_is_not(self) -> None:
+        bench = Bench(build_batch=build_batch, store=MemoryShardStore(), train_batch_size=3, max_samples_per_prompt=4)
+        bench.run.begin_groups(0, ["a", "b", "c"], [1, 4, 0])
+        bench.submit(row("a"), *(row("b", sample) for sample in range(3)), *group_rows("c"))
+        bench.run.abort_trajectories([key("b", 3)], "")
+        bench.make_batches()
+        assert json.loads(bench.run.batch(0).plan)["counts"]["incomplete_groups"] == 1
 
     def test_what_the_log_did_not_take_is_dropped_when_the_run_is_opened_again(self) -> None:
         bench = Bench(surplus=1)

@@ -223,9 +223,13 @@ def check_invariants(bench: Checked) -> None:
     assert set(state.complete) == {name for name, group in state.open.items() if group.is_complete}
     for group in groups:
         assert group.done == sum(trajectory.is_complete for trajectory in group.trajectories.values())
+    lost = state.failed.keys() - state.batches.keys()
     for tag, counts in state.tags.items():
         own = [key for key, group in state.open.items() if group.tag == tag]
         assert (counts.open, counts.complete) == (len(own), sum(key in state.complete for key in own))
+        closed = [found for key, found in state.closed.items() if state.closed_tags.get(key) == tag]
+        sealed = sum(isinstance(found, int) and (found not in lost) for found in closed)
+        assert (counts.sealed, counts.dropped) == (sealed, len(closed) - sealed)
     if missing_tags(state, config):
         return
     if config.seal_order == "completion" and len(state.batches) < config.max_buffered_batches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 import pytest
 
@@ -87,6 +88,7 @@ def test_one_runs_full_store_and_long_build_delay_no_other_run() -> None:
             policy_version: int | None,
             timed: StageTimer,
             written: Written | None = None,
+            begun: Mapping[tuple[int, str], int] | None = None,
         ) -> Built:
             if run == "slow":
                 gate.wait(PATIENCE_S)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from gristmill.errors import InvalidArgumentError, ResourceExhaustedError
 from gristmill_service.monitoring.health import health
 from gristmill_service.monitoring.run_monitor import monitor_of
-from gristmill_service.run.machine.answers import Position
+from gristmill_service.run.machine.answers import Position, TagGroups
 from gristmill_service.run.machine.conditions import there_is_room
 from gristmill_service.run.machine.events import BatchSealed, GroupKey, TagWait
-from tests.run.harness import Bench, group_rows, key, row
+from gristmill_service.run.machine.trainer_commands import Checkpoint
+from tests.run.harness import Bench, BuildBatch, group_rows, key, row
 
 
 def tags(bench: Bench) -> dict[str, str]:
@@ -86,6 +87,26 @@ class TestNaming:
         bench.make_batches()
         assert bench.build_batch.batches[0].tags == ["math", "math", "code", "code"]
         assert [tag for part in bench.run.export(0) for tag in part.tags or ()] == ["math", "math", "code", "code"]
+
+    def test_groups_and_status_say_what_became_of_the_groups_of_each_tag(self) -> None:
+        bench = Bench(train_batch_size=1, max_buffered_batches=8, build_batch=BuildBatch(fails=[1]))
+        begin(bench, a="math", b="math", c="code", d="code", e="code", f="")
+        bench.submit(*group_rows("a"), *group_rows("b"))
+        bench.make_batches()
+        bench.run.abort_groups(0, ["c"], "crashed")
+        bench.run.resume("policy", Checkpoint(Position(1), give_up_reason="lost"), "second")
+        bench.submit(*group_rows("e"))
+        assert {group.uid: (group.state, group.tag) for group in bench.run.groups()} == {
+            "a": ("dropped", "math"),
+            "b": ("dropped", "math"),
+            "c": ("dropped", "code"),
+            "d": ("open", "code"),
+            "e": ("sealed", "code"),
+            "f": ("open", ""),
+        }
+        tags = bench.run.status().tags
+        assert tags == {"math": TagGroups(0, 0, 0, 2), "code": TagGroups(1, 0, 1, 1)}
+        assert bench.replayed() == bench.state
 
     def test_without_tags_there_are_none(self) -> None:
         bench = Bench(train_batch_size=1)

@@ -4,7 +4,7 @@
 `pip install gristmill[torch]`. Names are imported when first used, so that each costs only those who use it.
 
 The public modules are this one, `gristmill.adapters`, `gristmill.aio`, `gristmill.completions`, `gristmill.converters`,
-`gristmill.errors` and `gristmill.torch`.
+`gristmill.environments`, `gristmill.errors` and `gristmill.torch`.
 """
 
 from __future__ import annotations

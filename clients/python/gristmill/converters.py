@@ -6,6 +6,8 @@ and strings. What they take alike:
 
     round: which time the prompts are sampled; with the uid it names the group.
     attempt: one more than before when trajectories are sampled anew.
+    tags: what environment or task each row is of, by which metrics are told and `tag_shares` counts; a group's are the
+        same.
     policy_version: the version that sampled them, -1 unknown; where the framework says it itself, None takes its word.
     columns: keys that the run declares as columns; each stands in the row under its own name.
     ignore: keys that are to be left out although training may need them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any, get_args
 
 import numpy as np
@@ -145,6 +146,7 @@ def groups_to(views: Iterable[GroupAnswer]) -> run_pb2.ListGroupsResponse:
                 state=_GROUP_STATES[view.state],
                 batch=0 if view.batch is None else view.batch,
                 reason=view.reason,
+                tag=view.tag,
             )
             for view in views
         ]
@@ -170,6 +172,7 @@ def status_to(status: RunStatus, assessment: Assessment) -> run_pb2.RunStatus:
             )
             for progress in status.models
         ],
+        tags={tag: run_pb2.TagGroups(**asdict(found)) for tag, found in status.tags.items()},
         health=_health_to(assessment),
     )
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import gristmill
-from gristmill_service.cli import export, offline, serve, token
+from gristmill_service.cli import export, offline, record, serve, token
 from gristmill_service.cli.watch import commands as watching
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ def about(
 
 
 serve.register(app)
+record.register(app)
 offline.register(app)
 export.register(app)
 token.register(app)

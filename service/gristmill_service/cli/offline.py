@@ -93,16 +93,17 @@ def batch(
 
 
 def show(directory: Annotated[Path, typer.Argument(metavar="DIR", help="What gristmill batch wrote.")]) -> None:
-    """Show what is in the shards under DIR: rows, tokens, padding share and loss tokens of each.
+    """Show what is in the shards under DIR: rows, tokens, padding share and loss tokens of each, and by tag.
 
     Example: gristmill show shards
     """
-    from gristmill_service.cli.show import shard_table
+    from gristmill_service.cli.show import shard_tables
 
     with refusals():
         # Wide enough that a pipe or a log gets every column whole.
         console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-        console.print(shard_table(directory))
+        for table in shard_tables(directory):
+            console.print(table)
 
 
 def _read_settings(path: Path) -> RunConfig:

@@ -10,16 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from inspect import Parameter, Signature
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING
 
 import typer
-from pydantic import ByteSize
-from pydantic.fields import FieldInfo
 
 from gristmill.errors import GristmillError, InvalidArgumentError
+from gristmill_service.cli.flags import flags_of
 from gristmill_service.settings import Settings, load_settings
 
 if TYPE_CHECKING:
@@ -40,24 +37,12 @@ def register(app: typer.Typer) -> None:
     app.command("serve")(serve_command)
 
 
-def _flag(name: str, field: FieldInfo) -> Parameter:
-    """The flag of a setting, whose value is None where it is not given."""
-    kind = next(one for one in get_args(field.annotation) or (field.annotation,) if one is not NoneType)
-    value = field.default.human_readable() if isinstance(field.default, ByteSize) else field.default
-    default = "" if value is None else f" [default: {value}]"
-    choices = "|".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else None
-    option = typer.Option(help=f"{field.description}{default}", metavar=choices)
-    typed: Any = kind if kind in (bool, int, float, Path) else str
-    annotation = Annotated[typed | None, option]
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
 def serve_command(**flags: object) -> None:
     """Take rollouts, make batches of them, and give trainers their shards.
 
     A setting is taken from its flag, else from the environment (--max-waiters is GRISTMILL_MAX_WAITERS), else from the
     file that --config-file or GRISTMILL_CONFIG_FILE names, else it has its default. Runs are created through the API.
-    The service listens on this machine only unless an address says otherwise; it asks nobody who they are.
+    The service listens on this machine only; to listen wider it needs certificates and tokens (docs/security.md).
 
     SIGTERM or Ctrl-C finishes what is being sealed and exits with 0; a second one exits at once. Exit status 2: a wrong
     setting, an address that is taken, or a Redis that does not answer for half a minute.
@@ -70,8 +55,7 @@ def serve_command(**flags: object) -> None:
     raise typer.Exit(serve(settings))
 
 
-# A flag a setting: typer reads a command's flags from its signature.
-serve_command.__signature__ = Signature([_flag(*item) for item in Settings.model_fields.items()])  # type: ignore[attr-defined]
+serve_command.__signature__ = flags_of(Settings)  # type: ignore[attr-defined]
 
 
 def serve(settings: Settings) -> int:

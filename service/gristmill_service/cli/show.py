@@ -5,22 +5,34 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 from safetensors import SafetensorError, safe_open
 
 from gristmill._wire.column_spec import BUILT_IN
+from gristmill._wire.columns import Array
 from gristmill.errors import InvalidArgumentError, NotFoundError
+from gristmill_service.cli.watch.escape import printable
+
+
+class TagFigures(NamedTuple):
+    """Of the real rows of a tag."""
+
+    rows: int
+    tokens: int
+    loss_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class ShardFigures:
     """The figures of one shard. tokens: of real rows. elements: of all `sequences` tensors, padding included.
-    column_bytes: of declared columns."""
+    column_bytes: of declared columns. by_tag: the rows of each tag, "" for those without; empty where none has one."""
 
     rows: int
     padding_rows: int
@@ -28,32 +40,54 @@ class ShardFigures:
     elements: int
     loss_tokens: int
     column_bytes: int
+    by_tag: Mapping[str, TagFigures]
 
     @property
     def padding_share(self) -> float:
         return 1 - self.tokens / self.elements if self.elements else 0.0
 
 
-def shard_table(directory: Path) -> Table:
-    """Returns a table with a line a shard under `directory`, and a total. Raises NotFoundError where there is none."""
+def shard_tables(directory: Path) -> list[Table]:
+    """Returns a table with a line a shard under `directory`, and a total; before it one with a line a tag, where groups
+    have tags. Raises NotFoundError where there is no shard."""
     paths = sorted(directory.rglob("*.safetensors"))
     if not paths:
         raise NotFoundError(
             f"{directory}: no shards (*.safetensors) found; give a directory that gristmill batch wrote"
         )
-    table = Table(box=None, header_style="bold")
-    table.add_column("shard")
-    for name in ("rows", "padding rows", "tokens", "padding share", "loss tokens"):
-        table.add_column(name, justify="right")
+    table = _table("shard", "rows", "padding rows", "tokens", "padding share", "loss tokens")
     figures = [read_figures(path) for path in paths]
     if has_columns := any(shard.column_bytes for shard in figures):
         table.add_column("declared columns", justify="right")
     for path, shard in zip(paths, figures, strict=True):
         table.add_row(str(path.relative_to(directory)), *_cells(shard, has_columns))
-    total = ShardFigures(*(sum(getattr(shard, name) for shard in figures) for name in ShardFigures.__slots__))
     table.add_section()
-    table.add_row("total", *_cells(total, has_columns), style="bold")
+    table.add_row("total", *_cells(_total(figures), has_columns), style="bold")
+    return [*_tag_tables(figures), table]
+
+
+def _tag_tables(shards: Sequence[ShardFigures]) -> list[Table]:
+    tags = sorted({tag for shard in shards for tag in shard.by_tag})
+    if not tags:
+        return []
+    table = _table("tag", "rows", "tokens", "loss tokens")
+    for tag in tags:
+        own = [shard.by_tag[tag] for shard in shards if tag in shard.by_tag]
+        table.add_row(Text(printable(tag) or "(none)"), *(f"{sum(figures):,}" for figures in zip(*own, strict=True)))
+    return [table]
+
+
+def _table(first: str, *names: str) -> Table:
+    table = Table(box=None, header_style="bold")
+    table.add_column(first)
+    for name in names:
+        table.add_column(name, justify="right")
     return table
+
+
+def _total(shards: Sequence[ShardFigures]) -> ShardFigures:
+    names = [field.name for field in fields(ShardFigures) if field.name != "by_tag"]
+    return ShardFigures(**{name: sum(getattr(shard, name) for shard in shards) for name in names}, by_tag={})
 
 
 def read_figures(path: Path) -> ShardFigures:
@@ -66,9 +100,10 @@ def read_figures(path: Path) -> ShardFigures:
                     f"{path}: is a safetensors file but no gristmill shard (no tensor is_padding)"
                 )
             padding = file.get_tensor("is_padding").astype(bool)
-            micro_batches = json.loads(file.metadata()["micro_batches"])
-            lengths = np.zeros(len(padding), np.int64)
-            loss_tokens = elements = column_bytes = 0
+            metadata = file.metadata()
+            micro_batches = json.loads(metadata["micro_batches"])
+            lengths, losses = np.zeros(len(padding), np.int64), np.zeros(len(padding), np.int64)
+            elements = column_bytes = 0
             for name in names:
                 prefix, _, column = name.rpartition("/")
                 rows = micro_batches[int(prefix.removeprefix("micro_batch_"))] if prefix else slice(None)
@@ -77,18 +112,41 @@ def read_figures(path: Path) -> ShardFigures:
                 elif column == "cu_seqlens":
                     lengths[rows] = np.diff(file.get_tensor(name))
                 elif column == "loss_mask":
-                    loss_tokens += int(file.get_tensor(name).sum(dtype=np.int64))
+                    edges = file.get_tensor(f"{prefix}/cu_seqlens") if f"{prefix}/cu_seqlens" in names else None
+                    losses[rows] = _row_sums(file.get_tensor(name), edges)
                 elif column == "sequences":
                     elements += int(np.prod(file.get_slice(name).get_shape()))
                 elif column not in BUILT_IN:
                     column_bytes += _nbytes(file.get_slice(name))
+            tags = np.array(json.loads(metadata["tags"]), object) if "tags" in metadata else None
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         if isinstance(error, InvalidArgumentError):
             raise
         raise InvalidArgumentError(f"{path}: is not a whole shard: {error}") from None
+    real = ~padding
+    by_tag = {}
+    if tags is not None:
+        for tag in sorted(set(tags[real])):
+            own = real & (tags == tag)
+            by_tag[tag] = TagFigures(int(own.sum()), int(lengths[own].sum()), int(losses[own].sum()))
     return ShardFigures(
-        len(padding), int(padding.sum()), int(lengths[~padding].sum()), elements, loss_tokens, column_bytes
+        len(padding),
+        int(padding.sum()),
+        int(lengths[real].sum()),
+        elements,
+        int(losses.sum()),
+        column_bytes,
+        by_tag,
     )
+
+
+def _row_sums(mask: Array, edges: Array | None) -> Array:
+    """Of each row. edges: (rows + 1,) where rows stand one after another; None: mask is (rows, width)."""
+    if edges is None:
+        sums: Array = mask.sum(axis=1, dtype=np.int64)
+        return sums
+    totals = np.append(0, np.cumsum(mask, dtype=np.int64))
+    return np.diff(totals[edges])
 
 
 def _nbytes(tensor: Any) -> int:

@@ -1,4 +1,6 @@
 // Reads the service. What has not changed is not sent again.
+import { signIn } from "./signin.js";
+
 const versions = new Map();
 
 export const paths = {
@@ -29,6 +31,7 @@ export async function readVersion(path) {
 }
 
 async function refusal(answer) {
+  if (answer.status === 401) signIn();
   try {
     return new Refused((await answer.json()).error.message);
   } catch {

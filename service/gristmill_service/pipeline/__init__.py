@@ -52,16 +52,19 @@ def build_batch(
     policy_version: int | None = None,
     timed: StageTimer = no_timer,
     written: Written | None = None,
+    begun: Mapping[tuple[int, str], int] | None = None,
 ) -> BuiltBatch:
     """Returns the plan and the shards of one batch.
 
     written: what trainers wrote, all of it; None while some of it lacks, which gives forward shards: all but what
         depends on the columns that lack.
     policy_version: the current one, for staleness; None (offline) takes the largest in the batch.
+    begun: samples of the groups, by round and uid, that were begun with a number of their own; None (offline): where
+        groups may have such, their rows tell.
     timed: given a stage's name, returns the context that the stage runs within.
     Raises InvalidArgumentError when the rows break a rule or cannot be aligned.
     """
-    scored = score_batch(steps, config, policy_version, timed)
+    scored = score_batch(steps, config, policy_version, timed, begun)
     with timed("schedule"):
         mini_batches = _schedule(scored, config)
     if written is not None:

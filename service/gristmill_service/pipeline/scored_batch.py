@@ -55,10 +55,14 @@ class ScoredBatch:
 
 
 def score_batch(
-    steps: Steps, config: RunConfig, policy_version: int | None, timed: StageTimer = no_timer
+    steps: Steps,
+    config: RunConfig,
+    policy_version: int | None,
+    timed: StageTimer = no_timer,
+    begun: Mapping[tuple[int, str], int] | None = None,
 ) -> ScoredBatch:
-    """Returns all of a batch that depends neither on ranks nor on what trainers write. timed: as `build_batch` takes
-    it."""
+    """Returns all of a batch that depends neither on ranks nor on what trainers write. timed, begun: as `build_batch`
+    takes them."""
     awaits = frozenset(column.name for column in config.written_columns)
     with timed("validate"):
         received = receive(steps, config)
@@ -88,6 +92,7 @@ def score_batch(
             counts=counts
             | stale_tokens
             | masked
+            | {"incomplete_groups": _incomplete(received, config, begun)}
             | _group_counts(received, scores, config)
             | _realigned(received, rows, config),
             awaits=awaits,
@@ -140,9 +145,18 @@ def _realigned(received: Received, rows: Rows, config: RunConfig) -> dict[str, i
     return {"realigned_tokens": tokens, "realigned_loss_tokens": loss_tokens}
 
 
+def _incomplete(received: Received, config: RunConfig, begun: Mapping[tuple[int, str], int] | None) -> int:
+    """Counts the groups that lack samples."""
+    sizes = np.diff(received.group_bounds)
+    if begun is None and config.max_samples_per_prompt is not None:
+        return 0
+    wanted = [(begun or {}).get(group, config.n_samples_per_prompt) for group in received.groups]
+    return int((sizes < wanted).sum())
+
+
 def _group_counts(received: Received, scores: Float64s, config: RunConfig) -> dict[str, int]:
     sizes = np.diff(received.group_bounds)
-    counts = {"incomplete_groups": int((sizes < config.n_samples_per_prompt).sum())}
+    counts = dict[str, int]()
     if config.n_samples_per_prompt > 1:
         counts["lone_survivors"] = int((sizes == 1).sum())
     if config.advantage_estimator == "maxrl" and len(sizes):

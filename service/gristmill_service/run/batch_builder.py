@@ -84,6 +84,7 @@ class BuildBatch(Protocol):
         policy_version: int | None,
         timed: StageTimer,
         written: Written | None = None,
+        begun: Mapping[tuple[int, str], int] | None = None,
     ) -> BuiltBatch: ...
 
 
@@ -216,6 +217,7 @@ class BatchBuilder:
                 policy_version=job.batch.policy_version,
                 timed=self._monitor.timed,
                 written=self._written(job),
+                begun=_own_sizes(job),
             )
             mini_batches: dict[Model, int] = dict.fromkeys(job.config.models, 0)
             for part in built.plan.mini_batches:
@@ -339,6 +341,12 @@ def _is_written(batch: Batch, config: RunConfig) -> bool:
     if batch.mini_batches is None:
         return False
     return len(batch.written) == batch.mini_batches["policy"] * config.dp_size * len(config.written_columns)
+
+
+def _own_sizes(job: _Job) -> dict[tuple[int, str], int]:
+    """Of groups that were begun with a number of samples of their own."""
+    usual = job.config.n_samples_per_prompt
+    return {group.key: group.samples for group in job.batch.groups if group.samples != usual}
 
 
 def _withdrawn(state: State, rows: RowBuffer) -> list[int]:

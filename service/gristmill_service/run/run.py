@@ -47,7 +47,7 @@ from gristmill_service.run.machine.conditions import Condition
 from gristmill_service.run.machine.events import GroupKey, NewGroup
 from gristmill_service.run.machine.ingest import describe_rows
 from gristmill_service.run.machine.state import State
-from gristmill_service.run.machine.status import decided, status
+from gristmill_service.run.machine.status import found_groups, status
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.row_buffer import PickedRow, RowBuffer, values_digest
@@ -359,15 +359,7 @@ class Run:
 
     def groups(self) -> list[GroupAnswer]:
         """Every group that was ever admitted; the decided ones first."""
-
-        def find(state: State) -> tuple[list[tuple[GroupKey, int | str]], dict[int, str], list[GroupAnswer]]:
-            waiting = [GroupAnswer(*key, "complete" if key in state.complete else "open") for key in state.open]
-            # One that is kept may be built yet.
-            failed = {number: reason for number, reason in state.failed.items() if number not in state.batches}
-            return list(state.closed.items()), failed, waiting
-
-        closed, failed, waiting = self._read(find)
-        return [decided(key, found, failed) for key, found in closed] + waiting
+        return self._read(found_groups).answers()
 
     def wait(self, condition: Condition, wake: Callable[[], None]) -> None:
         """Has `wake` called once, from any thread, when the condition is met; at once where it is already, or where the

@@ -20,7 +20,8 @@ _STATES: dict[int, GroupState] = {
 class Group(NamedTuple):
     """One prompt group that was admitted to a run.
 
-    batch: which it was sealed into, None where it was not. reason: why it was dropped, empty where it was not.
+    batch: which it was sealed into, None where it was not. reason: why it was dropped, empty where it was not. tag: its
+    environment or task, empty where it has none.
     """
 
     uid: str
@@ -28,6 +29,7 @@ class Group(NamedTuple):
     state: GroupState
     batch: int | None
     reason: str
+    tag: str = ""
 
     @property
     def is_consumed(self) -> bool:
@@ -41,4 +43,4 @@ def groups_of(pages: Iterable[run_pb2.ListGroupsResponse]) -> list[Group]:
 
 def _group(found: run_pb2.GroupStatus) -> Group:
     state = _STATES[found.state]
-    return Group(found.uid, found.round, state, found.batch if state == "sealed" else None, found.reason)
+    return Group(found.uid, found.round, state, found.batch if state == "sealed" else None, found.reason, found.tag)

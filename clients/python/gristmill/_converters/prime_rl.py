@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gristmill._converters.keys import Choice, Keys, Row, remedy_of
-from gristmill._converters.rows import as_steps, response_start, samples_as_they_come
+from gristmill._converters.rows import as_steps, response_start, samples_as_they_come, tagged
 from gristmill._converters.values import aligned, array_of, attribute, attributes, routes, uid_of, unpacked
 from gristmill._wire.columns import Array
 from gristmill.errors import InvalidArgumentError
@@ -24,7 +24,7 @@ _KEYS = Keys(
     frozenset({"token_ids", "mask", "logprobs", "advantages"}),
     ignored={
         "temperatures": "a setting of the trainer; refused where they differ",
-        "env_name": "a tag of the group, not of its rows",
+        "env_name": "the group's tag, which is given as tags",
     },
     needed={
         "ref_logprobs": "the reference's logprobs",
@@ -43,6 +43,7 @@ def from_prime_rl(
     uids: Sequence[str | int],
     rewards: Sequence[float],
     advantages: bool = False,
+    tags: Sequence[str | None] | None = None,
     round: int = 0,
     attempt: int = 0,
     policy_version: int = -1,
@@ -56,6 +57,7 @@ def from_prime_rl(
 
     uids, rewards: of each trace, which its samples do not know: the episode's group or example, and `trace.reward`.
     advantages: whether rows get prime-rl's too, for a run with `advantage_estimator: none`.
+    tags: one a trace, such as its samples' `env_name`.
     columns: such as `routed_experts` (scope `token`), `ref_logprobs`, `ce_weights` (`response`); of `mm_kwargs` the
         names within it (`items`).
 
@@ -68,7 +70,7 @@ def from_prime_rl(
     aligned("uids", names, len(grouped), _WHAT)
     scores = aligned("rewards", rewards, len(grouped), _WHAT)
     _check([sample for trace in grouped for sample in trace], choice)
-    rows = []
+    rows, own_tags = [], tagged(tags, len(grouped), _WHAT)
     for position, (trace, uid, number) in enumerate(zip(grouped, names, samples_as_they_come(names), strict=True)):
         for branch, sample in enumerate(trace):
             where = f"{_WHAT}: trace {position} (uid {uid!r} sample {number}) branch {branch}"
@@ -81,6 +83,7 @@ def from_prime_rl(
                     "policy_version": policy_version,
                     "reward": _reward(scores[position], where),
                     **_fields(sample, advantages, choice, where),
+                    **own_tags[position],
                 }
             )
     return as_steps(rows)

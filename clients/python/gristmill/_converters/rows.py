@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from gristmill._converters.keys import Row
+from gristmill._converters.values import aligned
 from gristmill._wire.columns import Array
 from gristmill.errors import InvalidArgumentError
 
@@ -21,6 +22,20 @@ def samples_as_they_come(uids: Iterable[str]) -> list[int]:
         samples.append(seen[uid])
         seen[uid] += 1
     return samples
+
+
+def tagged(tags: Sequence[str | None] | None, count: int, what: str) -> list[Row]:
+    """The `tag` of each row, as `gristmill.converters` has it: nothing where there is none."""
+    if tags is None:
+        return [{} for _ in range(count)]
+    if isinstance(tags, str):
+        raise InvalidArgumentError(f"{what}: tags is the string {tags!r}; give one for each")
+    found = []
+    for place, tag in enumerate(aligned("tags", tags, count, what)):
+        if tag is not None and not isinstance(tag, (str, np.str_)):
+            raise InvalidArgumentError(f"{what}: tags[{place}] is {tag!r}; expected the name of an environment or task")
+        found.append({"tag": str(tag)} if tag else {})
+    return found
 
 
 def as_steps(rows: list[Row]) -> list[Row]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gristmill._client.skyrl_output import fields_of_output
 from gristmill._converters.keys import Choice, Row
+from gristmill._converters.rows import tagged
 
 
 def from_skyrl(
     output: Mapping[str, Any],
     *,
     trajectory_ids: Any = None,
+    tags: Sequence[str | None] | None = None,
     round: int = 0,
     attempt: int = 0,
     policy_version: int = -1,
@@ -22,6 +24,7 @@ def from_skyrl(
     """Rows of what a SkyRL generator's `generate` returns; the output's keys are those of `RolloutClient.submit`.
 
     trajectory_ids: those of the generator's input, for outputs that have none (all that are not step-wise).
+    tags: one a row, such as the input's `env_classes`.
     columns: such as `rollout_expert_indices` (scope `token`), `pixel_values` and `image_grid_thw` (`items`). A row that
         has no image leaves these out.
 
@@ -36,9 +39,8 @@ def from_skyrl(
         policy_version=policy_version,
         choice=Choice.of(columns, ignore),
     )
-    count = len(fields["uid"])
-    optional = Choice.of(columns).columns
+    own_tags, optional = tagged(tags, len(fields["uid"]), "generator output"), Choice.of(columns).columns
     return [
-        {name: values[row] for name, values in fields.items() if not (name in optional and values[row] is None)}
-        for row in range(count)
+        {name: values[row] for name, values in fields.items() if not (name in optional and values[row] is None)} | tag
+        for row, tag in enumerate(own_tags)
     ]

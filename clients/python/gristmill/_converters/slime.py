@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from gristmill._converters.keys import Choice, Keys, Row
-from gristmill._converters.rows import as_steps
+from gristmill._converters.rows import as_steps, tagged
 from gristmill._converters.values import array_of, attribute, attributes, routes, uid_of, unpacked, version_of
 from gristmill.errors import InvalidArgumentError
 
@@ -54,6 +54,7 @@ def from_slime(
     samples: Iterable[Any],
     *,
     reward_key: str | None = None,
+    tags: Sequence[str | None] | None = None,
     round: int = 0,
     attempt: int = 0,
     policy_version: int | None = None,
@@ -69,6 +70,7 @@ def from_slime(
     the oldest of `weight_versions` unless that is given.
 
     reward_key: which one, where rewards are mappings (slime's `--reward-key`).
+    tags: one a sample, such as what the data set's `metadata` says.
     columns: such as `teacher_log_probs`; of `multimodal_train_inputs` the names within it.
 
         output = generate_rollout(args, rollout_id, data_source)
@@ -79,7 +81,7 @@ def from_slime(
     numbers = _sample_numbers(flat)
     given = [_given(sample, choice) for sample in flat]
     _KEYS.check({name for values in given for name in values}, choice)
-    rows = []
+    rows, own_tags = [], tagged(tags, len(flat), _WHAT)
     for position, sample in enumerate(flat):
         uid = uid_of(attribute(sample, "group_index"), f"{_WHAT}: sample {position}")
         where = f"{_WHAT}: sample {position} (uid {uid!r} index {attribute(sample, 'index')})"
@@ -92,6 +94,7 @@ def from_slime(
                 "policy_version": _version(sample) if policy_version is None else policy_version,
                 **_fields(sample, reward_key, where),
                 **_columns(given[position], choice, where),
+                **own_tags[position],
             }
         )
     return as_steps(rows)

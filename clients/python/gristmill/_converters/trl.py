@@ -9,7 +9,7 @@ import numpy as np
 
 from gristmill._converters.keys import Choice, Keys, Row
 from gristmill._converters.padding import Padded, check_shape
-from gristmill._converters.rows import samples_as_they_come
+from gristmill._converters.rows import samples_as_they_come, tagged
 from gristmill._converters.values import aligned, array_of, uid_of
 from gristmill._wire.columns import Array
 from gristmill.errors import InvalidArgumentError
@@ -52,6 +52,7 @@ def from_trl(
     rewards: Any,
     num_generations: int | None = None,
     advantages: bool = False,
+    tags: Sequence[str | None] | None = None,
     round: int = 0,
     attempt: int = 0,
     policy_version: int = -1,
@@ -66,6 +67,7 @@ def from_trl(
     uids: each row's prompt; with `num_generations` each group's, whose rows stand together, as TRL's sampler has them.
     rewards: one number a row, of which the output has none: what `_calculate_rewards` returns, weighed and summed.
     advantages: whether rows get TRL's too, for a run with `advantage_estimator: none`.
+    tags: one a row, such as a column of the inputs.
     columns: tensors as wide as the completion or as prompt and completion lose their padding too; those of images are
         cut by `num_images`.
 
@@ -80,7 +82,7 @@ def from_trl(
     names = _uids(uids, num_generations, padding.rows)
     scores = _rewards(rewards, padding.rows)
     images = {name: _by_row(name, tensors[name], given, padding.rows) for name in choice.columns if name in _OF_IMAGES}
-    rows = []
+    rows, own_tags = [], tagged(tags, padding.rows, _WHAT)
     for row, (uid, sample) in enumerate(zip(names, samples_as_they_come(names), strict=True)):
         fields: Row = {
             "uid": uid,
@@ -94,6 +96,7 @@ def from_trl(
             "response_ids": padding.response(tensors["completion_ids"], row),
             "loss_mask": padding.response(tensors.get("tool_mask", tensors["completion_mask"]), row),
             "reward": scores[row],
+            **own_tags[row],
         }
         if "sampling_per_token_logps" in tensors:
             fields["rollout_logprobs"] = padding.response(tensors["sampling_per_token_logps"], row)

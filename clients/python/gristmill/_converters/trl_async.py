@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gristmill._converters.keys import Choice, Keys, Row
-from gristmill._converters.rows import response_start, samples_as_they_come
+from gristmill._converters.rows import response_start, samples_as_they_come, tagged
 from gristmill._converters.values import array_of, attribute, attributes, uid_of, version_of
 from gristmill.errors import InvalidArgumentError
 
@@ -35,6 +35,7 @@ def from_trl_async(
     *,
     num_generations: int,
     advantages: bool = False,
+    tags: Sequence[str | None] | None = None,
     round: int = 0,
     attempt: int = 0,
     policy_version: int | None = None,
@@ -47,6 +48,7 @@ def from_trl_async(
     `metrics["reward"]` the reward, `model_version` the policy version unless that is given. A sample does not say which
     conversation it is of, so that one that was torn in two is refused: `num_generations` samples make a group.
 
+    tags: one a sample.
     advantages: whether rows get TRL's too, for a run with `advantage_estimator: none`.
     """
     choice = Choice.of(columns, ignore)
@@ -54,8 +56,8 @@ def from_trl_async(
     _KEYS.check({name for sample in found for name in attributes(sample)}, choice)
     uids = [uid_of(attribute(sample, "group_id"), f"{_WHAT}: sample {row}") for row, sample in enumerate(found)]
     _check_groups(uids, num_generations)
-    rows = []
-    for sample, uid, number in zip(found, uids, samples_as_they_come(uids), strict=True):
+    rows, own_tags = [], tagged(tags, len(found), _WHAT)
+    for sample, uid, number, tag in zip(found, uids, samples_as_they_come(uids), own_tags, strict=True):
         where = f"{_WHAT}: uid {uid!r} sample {number}"
         version = attribute(sample, "model_version")
         fields: Row = {
@@ -68,6 +70,7 @@ def from_trl_async(
             "policy_version": version_of(version) if policy_version is None else policy_version,
             **_tokens(sample, where),
             "reward": _reward(sample, where),
+            **tag,
         }
         if advantages:
             fields["advantage"] = float(attribute(sample, "advantage"))

@@ -12,7 +12,7 @@ import numpy as np
 
 from gristmill._converters.keys import Choice, Keys, Row, remedy_of
 from gristmill._converters.padding import Padded, Ragged, check_shape
-from gristmill._converters.rows import as_steps, samples_as_they_come
+from gristmill._converters.rows import as_steps, samples_as_they_come, tagged
 from gristmill._converters.values import aligned, array_of, entries_of, uid_of, version_of
 from gristmill._wire.columns import Array
 from gristmill.errors import InvalidArgumentError
@@ -57,6 +57,7 @@ def from_verl(
     uids: Sequence[str | int] | None = None,
     keys: Sequence[str] | None = None,
     token_rewards: bool = False,
+    tags: Sequence[str | None] | None = None,
     round: int = 0,
     attempt: int = 0,
     policy_version: int | None = None,
@@ -74,6 +75,7 @@ def from_verl(
     keys: `KVBatchMeta.keys`, from which uid, sample and step are read (`UID_SESSION_INDEX`); needed where an agent loop
         returned several outputs, in whatever order they are. Without, samples are `session_id`, or numbered as they
         come.
+    tags: one a row, such as `batch.non_tensor_batch["data_source"]`.
     columns: tensors as wide as the response or as prompt and response lose their padding too; of `multi_modal_inputs`
         the names within it.
 
@@ -82,7 +84,7 @@ def from_verl(
     """
     choice = Choice.of(columns, ignore)
     found = _Batch.of(batch, choice)
-    rows = []
+    rows, own_tags = [], tagged(tags, found.layout.rows, _WHAT)
     for row, (uid, sample) in enumerate(_identities(found, uids, keys)):
         where = f"{_WHAT}: row {row} (uid {uid!r} sample {sample})"
         rows.append(
@@ -94,6 +96,7 @@ def from_verl(
                 "policy_version": found.version(row) if policy_version is None else policy_version,
                 **found.fields(row, token_rewards, where),
                 **found.columns(choice.columns, row, where),
+                **own_tags[row],
             }
         )
     return as_steps(rows if keys is None else [rows[row] for row in _step_order(keys)])

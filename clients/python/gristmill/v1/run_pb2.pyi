@@ -255,6 +255,24 @@ class RunStatus(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class TagsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        @property
+        def value(self) -> global___TagGroups: ...
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: global___TagGroups | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     RUN_FIELD_NUMBER: builtins.int
     CONFIG_JSON_FIELD_NUMBER: builtins.int
     POLICY_VERSION_FIELD_NUMBER: builtins.int
@@ -276,6 +294,7 @@ class RunStatus(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     HEALTH_FIELD_NUMBER: builtins.int
+    TAGS_FIELD_NUMBER: builtins.int
     run: builtins.str
     config_json: builtins.str
     policy_version: builtins.int
@@ -320,6 +339,10 @@ class RunStatus(google.protobuf.message.Message):
     def health(self) -> global___RunHealth:
         """As the service judges it, a moment after the rest of this was read."""
 
+    @property
+    def tags(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, global___TagGroups]:
+        """The groups of each tag."""
+
     def __init__(
         self,
         *,
@@ -344,11 +367,41 @@ class RunStatus(google.protobuf.message.Message):
         run_id: builtins.str = ...,
         generation: builtins.int = ...,
         health: global___RunHealth | None = ...,
+        tags: collections.abc.Mapping[builtins.str, global___TagGroups] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["health", b"health"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["batches_freed", b"batches_freed", "batches_published", b"batches_published", "batches_sealed", b"batches_sealed", "config_json", b"config_json", "failed_batches", b"failed_batches", "finished", b"finished", "generation", b"generation", "groups_complete", b"groups_complete", "groups_dropped", b"groups_dropped", "groups_open", b"groups_open", "groups_room", b"groups_room", "health", b"health", "models", b"models", "policy_version", b"policy_version", "ranks", b"ranks", "row_bytes", b"row_bytes", "rows_accepted", b"rows_accepted", "rows_duplicate", b"rows_duplicate", "run", b"run", "run_id", b"run_id", "shard_bytes", b"shard_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batches_freed", b"batches_freed", "batches_published", b"batches_published", "batches_sealed", b"batches_sealed", "config_json", b"config_json", "failed_batches", b"failed_batches", "finished", b"finished", "generation", b"generation", "groups_complete", b"groups_complete", "groups_dropped", b"groups_dropped", "groups_open", b"groups_open", "groups_room", b"groups_room", "health", b"health", "models", b"models", "policy_version", b"policy_version", "ranks", b"ranks", "row_bytes", b"row_bytes", "rows_accepted", b"rows_accepted", "rows_duplicate", b"rows_duplicate", "run", b"run", "run_id", b"run_id", "shard_bytes", b"shard_bytes", "tags", b"tags"]) -> None: ...
 
 global___RunStatus = RunStatus
+
+@typing.final
+class TagGroups(google.protobuf.message.Message):
+    """What became of the groups of a tag, each counted once."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPEN_FIELD_NUMBER: builtins.int
+    COMPLETE_FIELD_NUMBER: builtins.int
+    SEALED_FIELD_NUMBER: builtins.int
+    DROPPED_FIELD_NUMBER: builtins.int
+    open: builtins.int
+    """Admitted and not complete."""
+    complete: builtins.int
+    """Complete and not sealed."""
+    sealed: builtins.int
+    """Sealed into a batch, those of batches that could not be made left out."""
+    dropped: builtins.int
+    def __init__(
+        self,
+        *,
+        open: builtins.int = ...,
+        complete: builtins.int = ...,
+        sealed: builtins.int = ...,
+        dropped: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["complete", b"complete", "dropped", b"dropped", "open", b"open", "sealed", b"sealed"]) -> None: ...
+
+global___TagGroups = TagGroups
 
 @typing.final
 class RunHealth(google.protobuf.message.Message):
@@ -487,6 +540,7 @@ class GroupStatus(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     BATCH_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    TAG_FIELD_NUMBER: builtins.int
     uid: builtins.str
     round: builtins.int
     state: global___GroupState.ValueType
@@ -494,6 +548,8 @@ class GroupStatus(google.protobuf.message.Message):
     """Of a sealed group."""
     reason: builtins.str
     """Of a dropped group; `batch_failed` where it was sealed into a batch that could not be made, once its rows are gone."""
+    tag: builtins.str
+    """Its environment or task; empty where it has none."""
     def __init__(
         self,
         *,
@@ -502,8 +558,9 @@ class GroupStatus(google.protobuf.message.Message):
         state: global___GroupState.ValueType = ...,
         batch: builtins.int = ...,
         reason: builtins.str = ...,
+        tag: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch", b"batch", "reason", b"reason", "round", b"round", "state", b"state", "uid", b"uid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch", b"batch", "reason", b"reason", "round", b"round", "state", b"state", "tag", b"tag", "uid", b"uid"]) -> None: ...
 
 global___GroupStatus = GroupStatus
 

@@ -252,6 +252,7 @@ class Group(BaseModel):
     state: GroupState
     batch: int | None = Field(description="The batch that it was sealed into.")
     reason: str = Field(description="Why it was dropped.")
+    tag: str = Field(description="Its environment or task; empty where it has none.")
 
 
 class Groups(BaseModel):
@@ -260,6 +261,17 @@ class Groups(BaseModel):
 
 class PolicyVersion(Body):
     version: Int32
+
+
+class TagGroups(BaseModel):
+    """What became of the groups of a tag, each counted once."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    open: int = Field(description="Not complete.")
+    complete: int = Field(description="Not sealed.")
+    sealed: int = Field(description="But for those of batches that could not be made.")
+    dropped: int
 
 
 class ModelStatus(BaseModel):
@@ -287,6 +299,7 @@ class RunState(BaseModel):
     rows_accepted: int
     rows_duplicate: int
     groups_dropped: dict[str, int]
+    tags: dict[str, TagGroups] = Field(description="The groups of each tag.")
     models: list[ModelStatus]
     failed_batches: dict[int, str]
 

@@ -33,10 +33,13 @@ def list_runs(context: ContextDep) -> models.RunNames:
 def get_run(run: RunDep) -> models.RunState:
     """A run's state."""
     status = run.status()
-    same = models.RunState.model_fields.keys() - {"config", "models"}
+    same = models.RunState.model_fields.keys() - {"config", "models", "tags"}
     values = {name: getattr(status, name) for name in same}
     return models.RunState(
-        **values, config=orjson.loads(status.config_json), models=[_model(progress) for progress in status.models]
+        **values,
+        config=orjson.loads(status.config_json),
+        models=[_model(progress) for progress in status.models],
+        tags={tag: models.TagGroups.model_validate(found) for tag, found in status.tags.items()},
     )
 
 

@@ -41,10 +41,15 @@ def _run_document(run: RunSnapshot, health: ReportedHealth) -> Json:
         **found,
         **{name: getattr(status, name) for name in _SAME},
         "groups_dropped": dict(status.groups_dropped),
+        "tags": {tag: _tag_document(groups) for tag, groups in status.tags.items()},
         "failed_batches": {str(number): reason for number, reason in status.failed_batches.items()},
         "models": [_model_document(status, model) for model in status.models],
         "config": json.loads(status.config_json),
     }
+
+
+def _tag_document(groups: run_pb2.TagGroups) -> Json:
+    return {"open": groups.open, "complete": groups.complete, "sealed": groups.sealed, "dropped": groups.dropped}
 
 
 def _model_document(status: run_pb2.RunStatus, model: run_pb2.ModelProgress) -> Json:

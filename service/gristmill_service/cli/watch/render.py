@@ -104,6 +104,9 @@ def _lines(status: run_pb2.RunStatus) -> Iterable[tuple[str, str]]:
         "batches",
         f"{status.batches_sealed} sealed, {status.batches_published} published, {status.batches_freed} freed",
     )
+    for tag, groups in sorted(status.tags.items()):
+        counts = f"{groups.open} open, {groups.complete} complete, {groups.sealed} sealed, {groups.dropped} dropped"
+        yield f"tag {tag}", counts
     for number, reason in sorted(status.failed_batches.items()):
         yield f"batch {number}", f"failed: {reason}"
     yield "rows", f"{status.rows_accepted:,} accepted, {status.rows_duplicate:,} came again"

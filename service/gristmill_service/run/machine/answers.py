@@ -104,13 +104,24 @@ GroupState = Literal["open", "complete", "sealed", "dropped"]
 
 @dataclass(frozen=True, slots=True)
 class GroupAnswer:
-    """batch: which it was sealed into; reason: why it was dropped, `batch_failed` with its batch."""
+    """batch: which it was sealed into; reason: why it was dropped, `batch_failed` with its batch. tag: "" for none."""
 
     round: int
     uid: str
     state: GroupState
     batch: int | None = None
     reason: str = ""
+    tag: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TagGroups:
+    """What became of the groups of a tag, each counted once."""
+
+    open: int
+    complete: int
+    sealed: int
+    dropped: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,5 +170,6 @@ class RunStatus:
     rows_accepted: int
     rows_duplicate: int
     groups_dropped: Mapping[str, int]
+    tags: Mapping[str, TagGroups]
     models: Sequence[ModelProgress]
     failed_batches: Mapping[int, str]

@@ -109,10 +109,13 @@ class ModelState:
 
 @dataclass(slots=True)
 class TagGroups:
-    """The groups of a tag that are not sealed; open: the complete ones too."""
+    """What became of the groups of a tag. open: not sealed, the complete ones too. sealed: but for batches that failed
+    and are not kept."""
 
     open: int = 0
     complete: int = 0
+    sealed: int = 0
+    dropped: int = 0
 
 
 @dataclass(slots=True)
@@ -122,7 +125,7 @@ class State:
         order of completion.
     surplus: how many samples of each group may be left out.
     closed: what became of every other group that was ever admitted: the batch it was sealed into, or why it was
-        dropped.
+        dropped. closed_tags: the tags of those that have one.
     tags: every tag that a group ever had. tag_wait: since when the next batch waits for nothing but
         `tag_shares`, in the run's own time. tags_lapsed: whether it is sealed without them.
     batches: those whose rows are held: sealed and not freed. prompts: of every batch ever sealed, how many groups it
@@ -144,6 +147,7 @@ class State:
     open: dict[GroupKey, Group] = field(default_factory=dict)
     complete: dict[GroupKey, None] = field(default_factory=dict)
     closed: dict[GroupKey, int | str] = field(default_factory=dict)
+    closed_tags: dict[GroupKey, str] = field(default_factory=dict)
     tags: dict[str, TagGroups] = field(default_factory=dict)
     tag_wait: float | None = None
     tags_lapsed: bool = False
@@ -236,12 +240,12 @@ def apply(state: State, event: Event) -> list[RowRef]:
         case GroupsAdmitted(groups, at):
             for new in groups:
                 group = state.open[new.key] = Group(new.key, new.samples, at, state.surplus, new.tag)
-                _count_tag(state, group, 1, 0)
+                _count_tag(state, group, opened=1)
             state.now = at
         case GroupTagged(key, tag):
             group = state.open[key]
             group.tag = tag
-            _count_tag(state, group, 1, int(key in state.complete))
+            _count_tag(state, group, opened=1, completed=int(key in state.complete))
         case TagWait(since):
             state.tag_wait = since
         case TagSharesLapsed():
@@ -316,27 +320,38 @@ def _note_completion(state: State, group: Group) -> None:
         # A higher attempt may take back what was complete.
         if group.key in state.complete:
             del state.complete[group.key]
-            _count_tag(state, group, 0, -1)
+            _count_tag(state, group, completed=-1)
     elif group.key not in state.complete:
         state.complete[group.key] = None
-        _count_tag(state, group, 0, 1)
+        _count_tag(state, group, completed=1)
         state.completions += 1
         state.completed_bytes += group.nbytes
 
 
-def _count_tag(state: State, group: Group, opened: int, completed: int) -> None:
-    """Groups of its tag that are open, and complete, more than before."""
+def _count_tag(
+    state: State, group: Group, *, opened: int = 0, completed: int = 0, sealed: int = 0, dropped: int = 0
+) -> None:
+    """Groups of its tag that are open, and so on, more than before."""
     if group.tag:
         counts = state.tags.setdefault(group.tag, TagGroups())
         counts.open += opened
         counts.complete += completed
+        counts.sealed += sealed
+        counts.dropped += dropped
+
+
+def _close(state: State, group: Group, found: int | str) -> None:
+    """found: the batch that it was sealed into, or why it was dropped."""
+    state.closed[group.key] = found
+    if group.tag:
+        state.closed_tags[group.key] = group.tag
 
 
 def _drop_group(state: State, event: GroupDropped) -> list[RowRef]:
     group = state.open.pop(event.group)
-    _count_tag(state, group, -1, -int(event.group in state.complete))
+    _count_tag(state, group, opened=-1, completed=-int(event.group in state.complete), dropped=1)
     state.complete.pop(event.group, None)
-    state.closed[event.group] = event.reason
+    _close(state, group, event.reason)
     state.groups_dropped[event.reason] = state.groups_dropped.get(event.reason, 0) + 1
     state.row_bytes -= group.nbytes
     return group.refs()
@@ -349,9 +364,9 @@ def _apply_batch(
         case BatchSealed(number, keys, version, _):
             groups = [state.open.pop(key) for key in keys]
             for group in groups:
-                _count_tag(state, group, -1, -1)
+                _count_tag(state, group, opened=-1, completed=-1, sealed=1)
                 del state.complete[group.key]
-                state.closed[group.key] = number
+                _close(state, group, number)
             state.tag_wait, state.tags_lapsed = None, False
             state.batches[number] = Batch(version, len(keys), groups)
             state.prompts.append(len(keys))
@@ -392,6 +407,8 @@ def _drop_columns(state: State, number: int) -> list[RowRef]:
 
 def _drop_failed_batch(state: State, number: int) -> list[RowRef]:
     prompts = state.batches[number].prompts
+    for group in state.batches[number].groups:
+        _count_tag(state, group, sealed=-1, dropped=1)
     state.groups_sealed -= prompts
     state.groups_dropped[BATCH_FAILED] = state.groups_dropped.get(BATCH_FAILED, 0) + prompts
     return _remove_batch(state, number)
@@ -400,7 +417,8 @@ def _drop_failed_batch(state: State, number: int) -> list[RowRef]:
 def _give_up_batch(state: State, event: BatchGivenUp) -> list[RowRef]:
     batch = state.batches[event.batch]
     for group in batch.groups:
-        state.closed[group.key] = event.reason
+        _close(state, group, event.reason)
+        _count_tag(state, group, sealed=-1, dropped=1)
     state.failed[event.batch] = GIVEN_UP + event.reason
     state.groups_dropped[event.reason] = state.groups_dropped.get(event.reason, 0) + batch.prompts
     return _remove_batch(state, event.batch)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from gristmill_service.run.machine import progress
-from gristmill_service.run.machine.answers import GroupAnswer, ModelProgress, RunStatus
+from gristmill_service.run.machine.answers import GroupAnswer, ModelProgress, RunStatus, TagGroups
 from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.run.machine.state import State
 
@@ -30,6 +31,10 @@ def status(state: State, run: str, run_id: str, *, config_json: str, room: int, 
         rows_accepted=state.rows_accepted,
         rows_duplicate=duplicates,
         groups_dropped=dict(state.groups_dropped),
+        tags={
+            tag: TagGroups(found.open - found.complete, found.complete, found.sealed, found.dropped)
+            for tag, found in sorted(state.tags.items())
+        },
         models=[
             ModelProgress(
                 model,
@@ -43,10 +48,34 @@ def status(state: State, run: str, run_id: str, *, config_json: str, room: int, 
     )
 
 
-def decided(key: GroupKey, found: int | str, failed: Mapping[int, str]) -> GroupAnswer:
-    """What became of a group: the batch that it was sealed into, or why it was dropped. failed: why batches are."""
-    if isinstance(found, str):
-        return GroupAnswer(*key, "dropped", reason=found)
-    if found in failed:
-        return GroupAnswer(*key, "dropped", found, "batch_failed")
-    return GroupAnswer(*key, "sealed", found)
+class FoundGroups(NamedTuple):
+    """The groups that were ever admitted, copied while the state was read.
+
+    closed: what became of each that is decided, as the state has it, and its tag. failed: why batches are lost.
+    """
+
+    closed: list[tuple[GroupKey, int | str, str]]
+    failed: Mapping[int, str]
+    waiting: list[GroupAnswer]
+
+    def answers(self) -> list[GroupAnswer]:
+        return [self._decided(key, found, tag) for key, found, tag in self.closed] + self.waiting
+
+    def _decided(self, key: GroupKey, found: int | str, tag: str) -> GroupAnswer:
+        if isinstance(found, str):
+            return GroupAnswer(*key, "dropped", reason=found, tag=tag)
+        if found in self.failed:
+            return GroupAnswer(*key, "dropped", found, "batch_failed", tag)
+        return GroupAnswer(*key, "sealed", found, tag=tag)
+
+
+def found_groups(state: State) -> FoundGroups:
+    return FoundGroups(
+        [(key, found, state.closed_tags.get(key, "")) for key, found in state.closed.items()],
+        # One that is kept may be built yet.
+        {number: reason for number, reason in state.failed.items() if number not in state.batches},
+        [
+            GroupAnswer(*key, "complete" if key in state.complete else "open", tag=group.tag)
+            for key, group in state.open.items()
+        ],
+    )

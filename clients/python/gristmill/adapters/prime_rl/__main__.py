@@ -1,0 +1,68 @@
+"""`python -m gristmill.adapters.prime_rl`: the bridge as a process beside prime-rl's trainer."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from gristmill.adapters.prime_rl import Bridge, Encoding, Files, Zmq
+from gristmill.errors import GristmillError
+
+
+def main() -> int:
+    options = _options()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    output_dir: Path = options.output_dir
+    try:
+        transport = (
+            Zmq(options.host, options.port, options.dp_size, processes_per_rank=options.processes_per_rank)
+            if options.transport == "zmq"
+            else Files(output_dir, options.dp_size)
+        )
+        bridge = Bridge(
+            options.address,
+            options.run,
+            output_dir,
+            dp_size=options.dp_size,
+            checkpoint_dir=None if options.no_checkpoints else options.checkpoint_dir or output_dir / "checkpoints",
+            resume_step=options.resume_step,
+            transport=transport,
+            encoding=Encoding(options.temperature, options.env_name, options.pad_to_multiple_of),
+        )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: bridge.stop())
+        bridge.run()
+    except (GristmillError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m gristmill.adapters.prime_rl",
+        description="Feeds prime-rl's trainer with the mini-batches of a gristmill run, in its orchestrator's place.",
+    )
+    add = parser.add_argument
+    add("address", help="the service, host:port; several replicas with commas between")
+    add("--run", required=True, help="the run's name")
+    add("--output-dir", required=True, type=Path, help="prime-rl's run directory, its trainer's output_dir")
+    add("--dp-size", required=True, type=int, help="prime-rl's data-parallel ranks")
+    add("--transport", choices=("filesystem", "zmq"), default="filesystem", help="prime-rl's rollout_transport.type")
+    add("--host", default="127.0.0.1", help="where to listen, with zmq")
+    add("--port", type=int, default=5555, help="the first of two ports, with zmq; prime-rl's rollout_transport.port")
+    add("--processes-per-rank", type=int, default=1, help="the trainer's world size over its dp size, with zmq")
+    add("--no-checkpoints", action="store_true", help="prime-rl writes no checkpoints: it has no [ckpt]")
+    add("--checkpoint-dir", type=Path, help="prime-rl's checkpoints; OUTPUT_DIR/checkpoints unless given")
+    add("--resume-step", type=int, help="prime-rl's resume.step; the newest checkpoint unless given")
+    add("--temperature", type=float, default=1.0, help="of sampling, where rows have no column `temperatures`")
+    add("--env-name", default="rollouts", help="the environment of groups that have no tag")
+    add("--pad-to-multiple-of", type=int, default=1, help="tokens of each micro-batch; prime-rl's model.cp")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

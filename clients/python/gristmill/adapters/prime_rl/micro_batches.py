@@ -1,0 +1,209 @@
+"""prime-rl's micro-batches, as bytes on its wire (`src/prime_rl/transports/rollouts/types.py` of prime-rl 0.8.0)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill._wire.column_spec import ColumnSpec
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError
+from gristmill.torch import MicroBatch as Rows
+from gristmill.torch import Shard
+
+STREAMS = ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
+"""Columns of scope `response` that prime-rl takes a number a token of."""
+TEMPERATURES = "temperatures"
+ROUTED_EXPERTS = "routed_experts"
+COLUMNS = (*STREAMS, TEMPERATURES, ROUTED_EXPERTS)
+"""The declared columns that reach prime-rl's trainer."""
+
+_AGGREGATE = "all"
+"""prime-rl's name for the metrics over all environments."""
+_PADDING_TOKEN = 1
+
+
+class RoutedExperts(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
+    """The experts of each token. shape: (tokens, layers, top_k)."""
+
+    data: bytes
+    shape: list[int]
+    dtype: str
+
+
+class MicroBatch(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
+    """Rows that go through prime-rl's model together, one after another on one axis of tokens.
+
+    Lists have an element a token, on the token itself, but `sequence_lengths` and `seq_lens`, the rows' lengths.
+    """
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+    advantages: list[float]
+    inference_logprobs: list[float]
+    position_ids: list[int]
+    sequence_lengths: list[int]
+    temperatures: list[float]
+    env_names: list[str]
+    seq_lens: list[int]
+    ref_logprobs: list[float] | None = None
+    routed_experts: RoutedExperts | None = None
+    # Of images, which are not supported.
+    mm_kwargs: dict[str, Any] | None = None
+    mm_token_type_ids: list[int] | None = None
+    rl_weights: list[float] | None = None
+    ce_weights: list[float] | None = None
+    ref_kl_weights: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How shards become prime-rl's micro-batches.
+
+    temperature: at which tokens were sampled, where rows do not have a column `temperatures`.
+    env_name: of groups without a tag; of others the tag is the name of their environment.
+    pad_to_multiple_of: tokens of each micro-batch, as context parallelism needs it: its size.
+    """
+
+    temperature: float = 1.0
+    env_name: str = "rollouts"
+    pad_to_multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise InvalidArgumentError(f"temperature is {self.temperature}; logits are divided by it, give one above 0")
+        if self.pad_to_multiple_of < 1:
+            raise InvalidArgumentError(f"pad_to_multiple_of is {self.pad_to_multiple_of}; give 1 or more")
+        _check_env_name(self.env_name)
+
+    def encode(self, shard: Shard) -> bytes:
+        """What prime-rl reads as one rank's step: its micro-batches in msgpack.
+
+        Raises FailedPreconditionError for a shard that is not packed or lacks the sampler's log-probabilities, and
+        InvalidArgumentError for values that prime-rl cannot train.
+        """
+        where = f"{shard.position} rank {shard.metadata['rank']}"
+        micro_batches = []
+        for number, rows in enumerate(shard.micro_batches()):
+            if not rows.is_packed:
+                raise FailedPreconditionError(
+                    f"{where}: it is padded, and prime-rl packs; create the run with layout: packed"
+                )
+            if "rollout_logprobs" not in rows:
+                raise FailedPreconditionError(
+                    f"{where}: its rows have no rollout_logprobs, which prime-rl's loss needs; send them with every row"
+                )
+            micro_batches.append(self._micro_batch(rows, f"{where} micro-batch {number}"))
+        return msgspec.msgpack.encode(micro_batches)
+
+    def _micro_batch(self, rows: Rows, where: str) -> MicroBatch:
+        edges = rows["cu_seqlens"].tolist()
+        lengths = [end - begin for begin, end in pairwise(edges)]
+        padding = -edges[-1] % self.pad_to_multiple_of
+        lengths[-1] += padding
+
+        def padded(values: list[Any], fill: Any) -> list[Any]:
+            return values + [fill] * padding
+
+        streams: dict[str, Any] = {name: padded(rows[name].tolist(), 0.0) for name in STREAMS if name in rows}
+        return MicroBatch(
+            input_ids=padded(rows["sequences"].tolist(), _PADDING_TOKEN),
+            loss_mask=padded(rows["loss_mask"].bool().tolist(), False),
+            advantages=padded(rows["advantages"].tolist(), 0.0),
+            inference_logprobs=padded(rows["rollout_logprobs"].tolist(), 0.0),
+            position_ids=rows["position_ids"].tolist() + list(range(padding)),
+            sequence_lengths=lengths,
+            temperatures=padded(self._temperatures(rows, edges, where), 1.0),
+            env_names=padded(self._env_names(rows, edges), ""),
+            seq_lens=list(lengths),
+            routed_experts=_routed_experts(rows, padding),
+            **streams,
+        )
+
+    def _temperatures(self, rows: Rows, edges: list[int], where: str) -> list[float]:
+        """Each token's. prime-rl divides the logits at a token by that token's, though they are of the next: so tokens
+        before a response, and observations, have that of what is sampled after them."""
+        if TEMPERATURES not in rows:
+            return [self.temperature] * edges[-1]
+        given: NDArray[Any] = rows[TEMPERATURES].double().numpy()
+        if len(given) == len(rows):
+            given = np.repeat(given, np.diff(edges))
+        sampled = rows["loss_mask"].numpy() != 0
+        if not (given[sampled] > 0).all():
+            raise InvalidArgumentError(
+                f"{where}: {TEMPERATURES} has {given[sampled].min()} on a token that is trained; logits are divided by "
+                "it, give what it was sampled at"
+            )
+        found = np.where(given > 0, given, self.temperature)
+        for begin, end in pairwise(edges):
+            is_given = (given[begin:end] > 0).nonzero()[0]
+            if is_given.size:
+                following = is_given[np.searchsorted(is_given, np.arange(end - begin)).clip(max=is_given.size - 1)]
+                found[begin:end] = given[begin:end][following]
+        values: list[float] = found.tolist()
+        return values
+
+    def _env_names(self, rows: Rows, edges: list[int]) -> list[str]:
+        tags = rows.metadata.get("tags", [""] * len(rows))
+        padding = rows["is_padding"].tolist()
+        names = ["" if is_padding else tag or self.env_name for tag, is_padding in zip(tags, padding, strict=True)]
+        for name in set(names):
+            _check_env_name(name)
+        lengths = [end - begin for begin, end in pairwise(edges)]
+        return [name for name, length in zip(names, lengths, strict=True) for _ in range(length)]
+
+
+def check_columns(columns: Iterable[ColumnSpec]) -> None:
+    """Refuses declared columns that prime-rl would read as something else."""
+    for column in columns:
+        if column.scope == "items":
+            raise InvalidArgumentError(
+                f"columns: {column.name} is of scope items, as images are, which every rank of prime-rl needs in the "
+                "same micro-batches; they are not scheduled so, leave the column out"
+            )
+        form = _FORMS.get(column.name)
+        if form is not None and (column.scope not in form.scopes or len(column.shape) != form.axes):
+            raise InvalidArgumentError(
+                f"columns: {column} is for prime-rl of scope {' or '.join(form.scopes)}, and a value of it has "
+                f"{form.axes} axes"
+            )
+        if column.name in _LOSS_WEIGHTS and column.fill:
+            raise InvalidArgumentError(
+                f"columns: {column.name} has fill {column.fill}, with which prime-rl would train prompts and padding; "
+                "leave fill out"
+            )
+
+
+class _Form(NamedTuple):
+    scopes: tuple[str, ...]
+    axes: int = 0
+
+
+_FORMS = {
+    **dict.fromkeys(STREAMS, _Form(("response",))),
+    TEMPERATURES: _Form(("response", "row")),
+    ROUTED_EXPERTS: _Form(("token",), 2),
+}
+_LOSS_WEIGHTS = ("ce_weights", "ref_kl_weights")
+"""Whose losses have no other mask."""
+
+
+def _routed_experts(rows: Rows, padding: int) -> RoutedExperts | None:
+    if ROUTED_EXPERTS not in rows:
+        return None
+    experts = rows[ROUTED_EXPERTS].numpy()
+    shape = [len(experts) + padding, *experts.shape[1:]]
+    row_bytes = experts.itemsize * experts[:1].size
+    return RoutedExperts(experts.tobytes() + bytes(padding * row_bytes), shape, experts.dtype.name)
+
+
+def _check_env_name(name: str) -> None:
+    if name == _AGGREGATE:
+        raise InvalidArgumentError(
+            f"an environment is called {name!r}, as prime-rl's metrics over all environments are; choose another tag"
+        )

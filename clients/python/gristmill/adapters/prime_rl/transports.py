@@ -1,0 +1,144 @@
+"""How a step reaches prime-rl's trainer ranks: by files, or by ZMQ."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from gristmill.adapters.prime_rl.run_directory import rank_file, rank_files, write_whole
+from gristmill.errors import InvalidArgumentError
+
+_log = logging.getLogger("gristmill")
+
+_POLL_MS = 50
+_SUBSCRIBES = b"\x01"
+
+
+class Transport(Protocol):
+    """Where steps go. keeps_steps: whether what was sent outlives the bridge and the trainer."""
+
+    keeps_steps: bool
+
+    def begin(self, is_stopped: Callable[[], bool]) -> None:
+        """Returns when the trainer's ranks can be sent to."""
+
+    def send(self, step: int, ranks: Sequence[bytes]) -> None:
+        """Sends a step, an encoded list of micro-batches to each rank."""
+
+    def lacks(self, step: int) -> bool:
+        """Whether a step that was sent is not there any more, and has to be sent again."""
+
+    def forget(self, after: int) -> None:
+        """Takes back what was sent of the steps after one: other mini-batches come in their place."""
+
+    def trainer_began_anew(self) -> bool:
+        """Whether the trainer was started again since `begin`."""
+
+    def close(self) -> None: ...
+
+
+class Files:
+    """prime-rl's `filesystem` transport: `rollouts/step_N/rank_R.bin` in its run directory.
+
+    A file appears whole, and stays.
+    """
+
+    keeps_steps = True
+
+    def __init__(self, output_dir: Path, dp_size: int) -> None:
+        self._output_dir, self._dp_size = output_dir, dp_size
+
+    def begin(self, is_stopped: Callable[[], bool]) -> None:
+        pass
+
+    def send(self, step: int, ranks: Sequence[bytes]) -> None:
+        for path, data in zip(self._paths(step), ranks, strict=True):
+            write_whole(path, data)
+
+    def lacks(self, step: int) -> bool:
+        # prime-rl's launcher removes the directories of steps that it thinks are of an earlier start.
+        return not all(path.exists() for path in self._paths(step))
+
+    def forget(self, after: int) -> None:
+        for path in rank_files(self._output_dir, after):
+            path.unlink(missing_ok=True)
+
+    def trainer_began_anew(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+    def _paths(self, step: int) -> list[Path]:
+        return [rank_file(self._output_dir, step, rank) for rank in range(self._dp_size)]
+
+
+class Zmq:
+    """prime-rl's `zmq` transport: on `port` each process of the trainer subscribes to its rank's steps, and on the next
+    port it says once, when it starts, that it will.
+
+    Messages name no step and are not kept: the bridge and the trainer begin together, at the trainer's checkpoint.
+
+    host, port: where to listen, as prime-rl's `rollout_transport` has them.
+    processes_per_rank: of the trainer, its world size over `dp_size`.
+    """
+
+    keeps_steps = False
+
+    def __init__(self, host: str, port: int, dp_size: int, *, processes_per_rank: int = 1) -> None:
+        try:
+            import zmq
+        except ImportError as missing:
+            raise ImportError(f"prime-rl's zmq transport needs pyzmq ({missing}): pip install pyzmq") from missing
+        self._topics = [b"data_rank|%d|" % rank for rank in range(dp_size)]
+        self._processes = processes_per_rank
+        self._context = zmq.Context()
+        # Subscribers cannot tell it from a PUB socket, and it sees them come: what is sent before is lost.
+        self._publisher = self._context.socket(zmq.XPUB)
+        self._publisher.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self._ready = self._context.socket(zmq.PULL)
+        self._endpoint = f"tcp://{host}:{port}"
+        try:
+            self._publisher.bind(self._endpoint)
+            self._ready.bind(f"tcp://{host}:{port + 1}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise InvalidArgumentError(
+                f"cannot listen at {self._endpoint} and on the next port: {error}; give a free port, and the same to "
+                "prime-rl's rollout_transport"
+            ) from None
+
+    def begin(self, is_stopped: Callable[[], bool]) -> None:
+        _log.info("waiting for prime-rl's trainer to begin, at %s", self._endpoint)
+        subscribed: Counter[bytes] = Counter()
+        ready: Counter[bytes] = Counter()
+        while not is_stopped() and any(
+            min(subscribed[topic], ready[topic]) < self._processes for topic in self._topics
+        ):
+            if self._publisher.poll(_POLL_MS):
+                message = self._publisher.recv()
+                if message[:1] == _SUBSCRIBES:
+                    subscribed[message[1:]] += 1
+            elif self._ready.poll(0):
+                ready[b"data_rank|%s|" % self._ready.recv()] += 1
+
+    def send(self, step: int, ranks: Sequence[bytes]) -> None:
+        for topic, data in zip(self._topics, ranks, strict=True):
+            self._publisher.send_multipart([topic, data])
+
+    def lacks(self, step: int) -> bool:
+        return False
+
+    def forget(self, after: int) -> None:
+        pass
+
+    def trainer_began_anew(self) -> bool:
+        return bool(self._ready.poll(0))
+
+    def close(self) -> None:
+        for socket in (self._publisher, self._ready):
+            socket.close(linger=0)
+        self._context.term()

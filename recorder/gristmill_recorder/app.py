@@ -1,0 +1,141 @@
+"""The recorder's HTTP application: which path is what."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable
+
+import orjson
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
+from gristmill_recorder.calls import FORMS, Calls, read_body, read_document
+from gristmill_recorder.exchange import unchanged
+from gristmill_recorder.metrics import Metrics
+from gristmill_recorder.names import TrajectoryName, split
+from gristmill_recorder.refusals import Busy, Conflict, RefusalError, UnknownPath, WrongCall
+from gristmill_recorder.runs import Runs
+from gristmill_recorder.settings import RecorderSettings
+from gristmill_recorder.upstream import Upstream, request_headers
+
+_log = logging.getLogger("gristmill.recorder")
+
+_PASSED_ON = frozenset(("v1/embeddings", "v1/messages/count_tokens", "v1/rerank", "v1/score", "tokenize", "detokenize"))
+"""What samples nothing: it is answered by the engine, unrecorded. So is every GET below `v1/models`."""
+_MODELS = "v1/models"
+_REASON_LENGTH = 200
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class RecorderApp:
+    """is_ready: whether calls are taken; False once it is stopping."""
+
+    def __init__(self, settings: RecorderSettings, runs: Runs, upstream: Upstream, metrics: Metrics) -> None:
+        self._settings, self._runs, self._upstream, self._metrics = settings, runs, upstream, metrics
+        self._calls = Calls(settings, runs, upstream, metrics)
+        self._own: dict[str, Handler] = {"healthz": self._alive, "readyz": self._ready, "metrics": self._scraped}
+        self.is_ready = True
+
+    def web_app(self) -> web.Application:
+        app = web.Application(client_max_size=self._settings.max_body_bytes)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        return app
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        try:
+            return await self._route(request)
+        except RefusalError as refusal:
+            self._metrics.refused.labels(type(refusal).__name__).inc()
+            _log.info("refused %s: %s", request.path, refusal)
+            return web.Response(status=refusal.status, body=orjson.dumps(refusal.body), headers=refusal.headers)
+
+    async def _route(self, request: web.Request) -> web.StreamResponse:
+        path = request.raw_path.partition("?")[0]
+        if own := self._own.get(path.lstrip("/")):
+            return await own(request)
+        try:
+            name, rest = split(path, request.headers)
+        except InvalidArgumentError as error:
+            raise WrongCall(str(error)) from None
+        if request.method == "POST" and rest in FORMS:
+            return await self._calls.answer(request, _named(name), rest)
+        # An agent's base URL ends with /v1, with which it may be built.
+        end = rest.removeprefix("v1/")
+        if request.method == "POST" and end == "finish":
+            return await self._finish(request, _named(name))
+        if request.method == "POST" and end == "abort":
+            return await self._abort(request, _named(name))
+        is_of_models = request.method == "GET" and (rest == _MODELS or rest.startswith(f"{_MODELS}/"))
+        if is_of_models or (request.method == "POST" and rest in _PASSED_ON):
+            return await self._pass_on(request, rest)
+        raise UnknownPath(
+            f"{request.method} {path}: not known; recorded are POST {', '.join(FORMS)}, passed on "
+            f"{', '.join(sorted(_PASSED_ON))} and GET {_MODELS}, and a trajectory ends by POST .../finish or .../abort"
+        )
+
+    async def _finish(self, request: web.Request, name: TrajectoryName) -> web.Response:
+        document = await read_document(request) if request.can_read_body else {}
+        reward = _reward(_only(document, "reward"))
+        try:
+            ended = await self._runs.finish(name, reward, self._settings.finish_wait_s)
+        except GristmillError as error:
+            raise Busy(str(error)) from None
+        told = {"steps": ended.steps, "outcome": ended.outcome or "waiting for the service"}
+        return web.Response(
+            status=200 if ended.outcome else 202, body=orjson.dumps(told), content_type="application/json"
+        )
+
+    async def _abort(self, request: web.Request, name: TrajectoryName) -> web.Response:
+        document = await read_document(request) if request.can_read_body else {}
+        reason = _only(document, "reason") or "aborted by its agent"
+        try:
+            await self._runs.abort(name, str(reason)[:_REASON_LENGTH])
+        except UnavailableError as error:
+            raise Busy(str(error)) from None
+        except GristmillError as error:
+            raise Conflict(str(error)) from None
+        return web.Response(body=orjson.dumps({"outcome": "aborted"}), content_type="application/json")
+
+    async def _pass_on(self, request: web.Request, path: str) -> web.Response:
+        body = await read_body(request) if request.can_read_body else None
+        headers = request_headers(request.headers)
+        async with self._upstream.calling(request.method, path, request.query_string, headers, body) as answer:
+            return await unchanged(answer)
+
+    async def _alive(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "alive"})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        if not self.is_ready:
+            raise Busy("the recorder is stopping; send new calls elsewhere or later")
+        return web.json_response({"status": "ready"})
+
+    async def _scraped(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+def _named(name: TrajectoryName | None) -> TrajectoryName:
+    if name is None:
+        raise WrongCall(
+            "the call names no trajectory; its base URL ends with /runs/RUN/uid/UID/sample/N/v1, or it has the headers "
+            "x-gristmill-run, x-gristmill-uid and x-gristmill-sample"
+        )
+    return name
+
+
+def _only(document: dict[str, object], name: str) -> object:
+    """The value of the one field that there may be."""
+    if unknown := sorted(document.keys() - {name}):
+        raise WrongCall(f"unknown field {unknown[0]}; known is {name}")
+    return document.get(name)
+
+
+def _reward(given: object) -> float | None:
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given):
+        raise WrongCall(f"reward is {given!r}; give one finite number, or leave it out for one that comes later")
+    return float(given)

@@ -1,0 +1,151 @@
+"""One call of an agent: to the engine, into the journal, and back, in this order for the answer's last byte."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+from gristmill.completions import Sampled, sampled
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError
+from gristmill_recorder.events import EventSplitter
+from gristmill_recorder.forms import Form, Stream
+from gristmill_recorder.refusals import EngineAway, EngineSlow, NotRecorded, RefusalError
+from gristmill_recorder.upstream import Upstream, answer_headers, request_headers
+
+Record = Callable[[Sequence[Sampled]], None]
+"""Takes what was sampled; when it returns, that outlives the process."""
+
+_STREAM = "text/event-stream"
+_REMEDY = "the recorder asks for what it needs: check --engine, and that the engine's version gives token ids"
+
+
+class AgentGoneError(Exception):
+    """Nobody reads the answer any more."""
+
+
+class Exchange:
+    """engine_s: of its time, how long the engine was waited for. most_bytes: of an answer, or of a stream's event."""
+
+    def __init__(self, request: web.Request, form: Form, record: Record, most_bytes: int) -> None:
+        self._request, self._form, self._record, self._most_bytes = request, form, record, most_bytes
+        self.response = web.StreamResponse()
+        self.engine_s = 0.0
+
+    async def run(self, upstream: Upstream) -> None:
+        """Answers the agent: `response` is to be returned, whether it was sent already or not.
+
+        Raises AgentGoneError, and RefusalError; where parts of a stream were sent already, EngineAway and EngineSlow
+        alone: other refusals are told within the stream. Nothing was recorded then.
+        """
+        headers = request_headers(self._request.headers)
+        if key := headers.pop("x-api-key", None):
+            # Where Anthropic's libraries have the key; engines look for it where OpenAI's have it.
+            headers.setdefault("authorization", f"Bearer {key}")
+        headers["content-type"] = "application/json"
+        body = orjson.dumps(self._form.request)
+        asked = time.perf_counter()
+        async with upstream.calling("POST", self._form.path, self._request.query_string, headers, body) as answer:
+            self.engine_s += time.perf_counter() - asked
+            if answer.status != 200:
+                self.response = await unchanged(answer)
+            elif answer.content_type == _STREAM:
+                await self._stream(answer)
+            else:
+                await self._whole(answer)
+
+    async def _whole(self, answer: aiohttp.ClientResponse) -> None:
+        body = bytearray()
+        async for part in self._parts(answer):
+            body += part
+            if len(body) > self._most_bytes:
+                raise NotRecorded(f"the engine's answer has more than {self._most_bytes} bytes; raise --max-body-bytes")
+        with _recordable():
+            document = orjson.loads(body)
+            self._record(sampled(document))
+            told = orjson.dumps(self._form.whole(document))
+        self.response = web.Response(body=told, headers=answer_headers(answer.headers))
+
+    async def _stream(self, answer: aiohttp.ClientResponse) -> None:
+        self.response = web.StreamResponse(headers=answer_headers(answer.headers))
+        try:
+            await self._events(answer, self._form.stream())
+        except RefusalError as refusal:
+            if not self.response.prepared or isinstance(refusal, (EngineAway, EngineSlow)):
+                raise
+            await self._write(refusal.event())
+        await self._write_eof()
+
+    async def _events(self, answer: aiohttp.ClientResponse, stream: Stream) -> None:
+        """From the event on that completes the answer, what the agent gets is held back until that is recorded."""
+        splitter, held, is_recorded = EventSplitter(self._most_bytes), bytearray(), False
+        async for received in self._parts(answer):
+            told = bytearray()
+            for event in splitter.feed(received):
+                with _recordable():
+                    part = stream.read(event)
+                (held if stream.is_complete else told).extend(part)
+            await self._write(told)
+            if stream.is_over and stream.is_complete and not is_recorded:
+                is_recorded = True
+                await self._end(stream, held)
+        if not is_recorded:
+            await self._end(stream, held)
+
+    async def _end(self, stream: Stream, held: bytearray) -> None:
+        if not stream.has_failed:
+            if not stream.is_complete:
+                raise EngineAway("the engine ended its stream before the answer was complete; make the call again")
+            with _recordable():
+                self._record(stream.sampled())
+        await self._write(held)
+
+    async def _parts(self, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        asked = time.perf_counter()
+        async for part in answer.content.iter_any():
+            self.engine_s += time.perf_counter() - asked
+            yield part
+            asked = time.perf_counter()
+        self.engine_s += time.perf_counter() - asked
+
+    async def _write(self, told: bytes | bytearray) -> None:
+        if not told:
+            return
+        try:
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
+            await self.response.write(bytes(told))
+        except ConnectionError:
+            raise AgentGoneError from None
+
+    async def _write_eof(self) -> None:
+        try:
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
+            await self.response.write_eof()
+        except ConnectionError:
+            raise AgentGoneError from None
+
+
+async def unchanged(answer: aiohttp.ClientResponse) -> web.Response:
+    """The engine's answer as it is: its errors, and what is not recorded."""
+    return web.Response(status=answer.status, body=await answer.read(), headers=answer_headers(answer.headers))
+
+
+@contextmanager
+def _recordable() -> Iterator[None]:
+    """Raises NotRecorded for what the engine answered within the block."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        raise NotRecorded(f"{error}; {_REMEDY}") from None
+    except FailedPreconditionError as error:
+        raise NotRecorded(str(error)) from None
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise NotRecorded(
+            f"the engine's answer is not as its API has it: {type(error).__name__}: {error}; check --upstream"
+        ) from None

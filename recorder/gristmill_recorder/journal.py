@@ -1,0 +1,220 @@
+"""What was answered and is not delivered yet, in a file that outlives the process.
+
+An SQLite database in WAL mode. A change is in the operating system's memory when its method returns, which survives the
+death of the process; `sync`, called each second in a thread of its own, brings it to the disk, so that the death of the
+machine costs a second at most. No change waits for the disk.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
+from gristmill_recorder.names import TrajectoryName
+from gristmill_recorder.rows import Row
+
+_LAYOUT = 1
+_TABLES = """
+CREATE TABLE trajectories (
+    id INTEGER PRIMARY KEY,
+    run TEXT NOT NULL, uid TEXT NOT NULL, sample INTEGER NOT NULL, round INTEGER NOT NULL, attempt INTEGER NOT NULL,
+    next_step INTEGER NOT NULL DEFAULT 0,
+    is_ended INTEGER NOT NULL DEFAULT 0, reward REAL,
+    outcome TEXT, closed_at REAL,
+    UNIQUE (run, uid, sample, round, attempt)
+);
+CREATE INDEX closed ON trajectories (closed_at) WHERE closed_at IS NOT NULL;
+CREATE TABLE steps (
+    trajectory INTEGER NOT NULL, step INTEGER NOT NULL,
+    prompt BLOB NOT NULL, response BLOB NOT NULL, logprobs BLOB,
+    stop_reason TEXT NOT NULL, policy_version INTEGER NOT NULL,
+    PRIMARY KEY (trajectory, step)
+);
+"""
+
+
+@dataclass(slots=True)
+class Entry:
+    """A trajectory as the journal has it.
+
+    id: 0 before it is there. next_step: how many steps it has. rows: of these, those that were not seen delivered.
+    is_ended, reward: what its end said. outcome: what became of it, "" while it is open.
+    """
+
+    name: TrajectoryName
+    id: int = 0
+    next_step: int = 0
+    is_ended: bool = False
+    reward: float | None = None
+    outcome: str = ""
+    rows: list[Row] = field(default_factory=list)
+
+
+class Journal:
+    """For one thread, except for `sync`. One process at a time has it: another one is refused."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UnavailableError where the file cannot be had, InvalidArgumentError where it is no journal, which is
+        left as it is."""
+        with ExitStack() as opened:
+            opened.enter_context(_locked(path))
+            try:
+                self._database = opened.enter_context(closing(_connect(path)))
+                _check_layout(self._database, path)
+                self._disk = opened.enter_context(closing(_connect(path)))
+                _tune(self._database, "OFF")
+                _tune(self._disk, "FULL")
+                _make_tables(self._database)
+            except sqlite3.Error as error:
+                raise InvalidArgumentError(f"journal: {path} cannot be read: {error}; choose another file") from None
+            self._opened = opened.pop_all()
+
+    def find(self, name: TrajectoryName) -> Entry | None:
+        """The trajectory of that name without its rows."""
+        found = self._database.execute(
+            f"{_FIND} WHERE run = ? AND uid = ? AND sample = ? AND round = ? AND attempt = ?", name
+        )
+        entry = found.fetchone()
+        return None if entry is None else _entry(entry)
+
+    def open(self) -> Iterator[Entry]:
+        """The trajectories that are not closed, with the rows that are left of them: for a start."""
+        for found in self._database.execute(f"{_FIND} WHERE closed_at IS NULL ORDER BY id").fetchall():
+            entry = _entry(found)
+            rows = self._database.execute(
+                "SELECT step, prompt, response, logprobs, stop_reason, policy_version FROM steps WHERE trajectory = ? "
+                "ORDER BY step",
+                (entry.id,),
+            )
+            entry.rows = [_row(row) for row in rows]
+            yield entry
+
+    def begin(self, name: TrajectoryName) -> int:
+        """The id of a trajectory that is new."""
+        with self._changing():
+            made = self._database.execute(
+                "INSERT INTO trajectories (run, uid, sample, round, attempt) VALUES (?, ?, ?, ?, ?)", name
+            )
+        assert made.lastrowid is not None
+        return made.lastrowid
+
+    def append(self, trajectory: int, rows: Sequence[Row], delivered: int) -> None:
+        """The next steps of a trajectory, all or none. delivered: how many of its steps the service has: they go."""
+        records = [
+            (trajectory, row.step, row.prompt.data, row.response.data,
+             None if row.logprobs is None else row.logprobs.data, row.stop_reason, row.policy_version)
+            for row in rows
+        ]  # fmt: skip
+        with self._changing():
+            self._database.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?)", records)
+            self._database.execute("DELETE FROM steps WHERE trajectory = ? AND step < ?", (trajectory, delivered))
+            self._database.execute(
+                "UPDATE trajectories SET next_step = ? WHERE id = ?", (rows[-1].step + 1, trajectory)
+            )
+
+    def end(self, trajectory: int, reward: float | None) -> None:
+        """No more steps come."""
+        with self._changing():
+            self._database.execute(
+                "UPDATE trajectories SET is_ended = 1, reward = ? WHERE id = ?", (reward, trajectory)
+            )
+
+    def close_trajectory(self, trajectory: int, outcome: str, *, keeps_rows: bool) -> None:
+        """Nothing is left to do for it. keeps_rows: for a person to look at, until `forget`."""
+        with self._changing():
+            self._database.execute(
+                "UPDATE trajectories SET outcome = ?, closed_at = ? WHERE id = ?", (outcome, time.time(), trajectory)
+            )
+            if not keeps_rows:
+                self._database.execute("DELETE FROM steps WHERE trajectory = ?", (trajectory,))
+
+    def forget(self, before: float) -> None:
+        """Removes what was closed before this time."""
+        with self._changing():
+            self._database.execute(
+                "DELETE FROM steps WHERE trajectory IN (SELECT id FROM trajectories WHERE closed_at < ?)", (before,)
+            )
+            self._database.execute("DELETE FROM trajectories WHERE closed_at < ?", (before,))
+
+    def sync(self) -> None:
+        """Brings all changes to the disk. May be called in another thread, which changes do not wait for."""
+        self._disk.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+    def close(self) -> None:
+        self.sync()
+        self._opened.close()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """One change. Raises FailedPreconditionError where the disk does not take it; then nothing of it was kept."""
+        try:
+            self._database.execute("BEGIN")
+            yield
+            self._database.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+            raise FailedPreconditionError(
+                f"the journal cannot be written: {error}; make room on its disk: what is not recorded is not answered"
+            ) from None
+
+
+_FIND = "SELECT id, run, uid, sample, round, attempt, next_step, is_ended, reward, outcome FROM trajectories"
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    try:
+        lock = path.with_name(f"{path.name}.lock").open("w")
+    except OSError as error:
+        raise UnavailableError(f"journal: cannot write {path}: {error.strerror}; choose another file") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UnavailableError(f"journal: another recorder uses {path}; give each a journal of its own") from None
+        yield
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+
+
+def _tune(database: sqlite3.Connection, synchronous: str) -> None:
+    for pragma in ("journal_mode = WAL", f"synchronous = {synchronous}", "wal_autocheckpoint = 0"):
+        database.execute(f"PRAGMA {pragma}")
+
+
+def _check_layout(database: sqlite3.Connection, path: Path) -> None:
+    (layout,) = database.execute("PRAGMA user_version").fetchone()
+    is_empty = not database.execute("SELECT 1 FROM sqlite_master").fetchone()
+    if layout != _LAYOUT and not (is_empty and layout == 0):
+        raise InvalidArgumentError(
+            f"journal: {path} has the layout {layout} and this version reads {_LAYOUT}; choose another file"
+        )
+
+
+def _make_tables(database: sqlite3.Connection) -> None:
+    if not database.execute("SELECT 1 FROM sqlite_master").fetchone():
+        database.executescript(f"BEGIN;{_TABLES}PRAGMA user_version = {_LAYOUT};COMMIT;")
+
+
+def _entry(found: tuple[int, str, str, int, int, int, int, int, float | None, str | None]) -> Entry:
+    id_, run, uid, sample, round_, attempt, next_step, is_ended, reward, outcome = found
+    name = TrajectoryName(run, uid, sample, round_, attempt)
+    return Entry(name, id_, next_step, bool(is_ended), reward, outcome or "")
+
+
+def _row(found: tuple[int, bytes, bytes, bytes | None, str, int]) -> Row:
+    step, prompt, response, logprobs, stop_reason, policy_version = found
+    values = None if logprobs is None else np.frombuffer(logprobs, np.float32)
+    tokens = np.frombuffer(prompt, np.int32), np.frombuffer(response, np.int32)
+    return Row(step, *tokens, values, stop_reason, policy_version)

@@ -1,0 +1,86 @@
+"""What Prometheus scrapes of a recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from gristmill_recorder.rows import Row
+
+_ADDED = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 2.5)
+_CALLS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class RowBytes:
+    """total: of the steps that are held."""
+
+    total = 0
+
+
+class Metrics:
+    """docs/recorder.md says what each is."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def name(of: str) -> str:
+            return f"gristmill_recorder_{of}"
+
+        self.calls = Counter(
+            name("calls"), "Calls that were answered, by API and status.", ("api", "status"), registry=registry
+        )
+        self.call_seconds = Histogram(
+            name("call_seconds"), "From a call to its answer's last byte.", ("api",), buckets=_CALLS, registry=registry
+        )
+        self.added_seconds = Histogram(
+            name("added_seconds"), "Of that, what the recorder took.", ("api",), buckets=_ADDED, registry=registry
+        )
+        self.journal_seconds = Histogram(
+            name("journal_seconds"), "One append to the journal.", buckets=_ADDED, registry=registry
+        )
+        self.under_way = Gauge(name("calls_under_way"), "Calls that the engine has not answered.", registry=registry)
+        self.cut = Counter(
+            name("cut_calls"), "Calls whose connection was lost, by side; not recorded.", ("side",), registry=registry
+        )
+        self.refused = Counter(
+            name("refused_calls"), "Calls that the recorder refused, by reason.", ("reason",), registry=registry
+        )
+        self.steps = Counter(name("steps"), "Steps that were recorded.", registry=registry)
+        self.tokens = Counter(name("tokens"), "Tokens that were recorded, by kind.", ("kind",), registry=registry)
+        self.row_bytes = RowBytes()
+        held = Gauge(name("row_bytes"), "Bytes of steps that the service does not have yet.", registry=registry)
+        held.set_function(lambda: self.row_bytes.total)
+        self.open = Gauge(name("open_trajectories"), "Trajectories that are being recorded.", registry=registry)
+        self.policy_version = Gauge(
+            name("policy_version"),
+            "That the trainer announced last, as far as is known here.",
+            ("run",),
+            registry=registry,
+        )
+        self.closed = Counter(
+            name("closed_trajectories"), "Trajectories that are over, by outcome.", ("outcome",), registry=registry
+        )
+        self.delivery_failures = Counter(
+            name("delivery_failures"),
+            "Submissions that the service did not take, by code.",
+            ("code",),
+            registry=registry,
+        )
+        self._prompt, self._response = self.tokens.labels("prompt"), self.tokens.labels("response")
+
+    def recorded(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self.steps.inc()
+            self._prompt.inc(len(row.prompt))
+            self._response.inc(len(row.response))
+            self.row_bytes.total += row.nbytes
+
+    def answered(self, api: str, status: int, took_s: float, engine_s: float) -> None:
+        """A call, and how much of its time was the engine's."""
+        self.calls.labels(api, str(status)).inc()
+        self.call_seconds.labels(api).observe(took_s)
+        self.added_seconds.labels(api).observe(max(0.0, took_s - engine_s))
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

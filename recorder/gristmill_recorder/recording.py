@@ -1,0 +1,227 @@
+"""One trajectory that is being recorded: its steps are numbered, journalled, and delivered to the service in order.
+
+The step that was answered last is held back until another one follows or the trajectory ends, as only the end tells
+which step is the last. All else is delivered as it comes, by a task of the trajectory's own while there is anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from gristmill import AsyncRolloutClient, RowOutcome
+from gristmill.completions import Sampled
+from gristmill.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    GristmillError,
+    InvalidArgumentError,
+    NotFoundError,
+)
+from gristmill_recorder.journal import Entry, Journal
+from gristmill_recorder.metrics import Metrics
+from gristmill_recorder.refusals import CallsUnderWay, Conflict, TrajectoryOver
+from gristmill_recorder.rows import Row
+
+_log = logging.getLogger("gristmill.recorder")
+
+_MOST_ROWS = 64
+_PAUSE_S = 1.0
+# All else passes: the service is away, has no room, or is repaired.
+_LASTING = (AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, NotFoundError)
+_OVER = {
+    RowOutcome.SEALED: "sealed: its group went into a batch without it",
+    RowOutcome.DROPPED: "dropped: its group or trajectory was dropped or aborted",
+    RowOutcome.SUPERSEDED: "superseded: a higher attempt of it exists",
+}
+ACCEPTED, ABORTED, REFUSED = "accepted", "aborted", "refused"
+
+
+class Recording:
+    """For one event loop. In the journal from its first answer on. on_closed: called once nothing is left to do."""
+
+    def __init__(
+        self,
+        entry: Entry,
+        journal: Journal,
+        client: AsyncRolloutClient,
+        metrics: Metrics,
+        on_closed: Callable[[Recording], None],
+    ) -> None:
+        self.name = entry.name
+        self.calls = 0
+        self.used_at = time.monotonic()
+        self._entry = entry
+        self._journal, self._client, self._metrics, self._on_closed = journal, client, metrics, on_closed
+        self._waiting = deque(entry.rows)
+        self._delivered = entry.next_step - len(entry.rows)
+        self._task: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()
+        for row in entry.rows:
+            metrics.row_bytes.total += row.nbytes
+
+    @property
+    def outcome(self) -> str:
+        """What became of it, "" while it is open."""
+        return self._entry.outcome
+
+    @property
+    def steps(self) -> int:
+        return self._entry.next_step
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """A call of the trajectory is under way within the block. Raises TrajectoryOver where it would be of no use."""
+        self._check_open()
+        self.calls += 1
+        try:
+            yield
+        finally:
+            self.calls -= 1
+            self.used_at = time.monotonic()
+            if not self.calls and not self._entry.next_step:
+                self._on_closed(self)
+
+    def record(self, choices: Sequence[Sampled], policy_version: int, *, has_logprobs: bool) -> None:
+        """Takes what one call sampled, a step a choice. When it returns the steps are in the journal.
+
+        Raises GristmillError where the answer lacks something or the journal cannot be written, and TrajectoryOver
+        where the trajectory was closed meanwhile; then nothing was recorded.
+        """
+        self._check_open()
+        first = self._entry.next_step
+        rows = [
+            Row.of(choice, first + number, policy_version, has_logprobs=has_logprobs)
+            for number, choice in enumerate(choices)
+        ]
+        if not rows:
+            return
+        with self._metrics.journal_seconds.time():
+            if not self._entry.id:
+                self._entry.id = self._journal.begin(self.name)
+            self._journal.append(self._entry.id, rows, self._delivered)
+        self._entry.next_step += len(rows)
+        self._waiting += rows
+        self._metrics.recorded(rows)
+        self.deliver()
+
+    async def finish(self, reward: float | None, wait_s: float) -> None:
+        """Ends the trajectory with its last step's reward, None for one that `set_reward` gives later. Idempotent.
+
+        Returns when the service has it, or after wait_s: then it is delivered later, whatever becomes of the caller.
+        Raises Conflict where it ended with another reward, or calls are under way.
+        """
+        if self._entry.is_ended:
+            check_same_end(self._entry, reward)
+        else:
+            if self.calls:
+                raise CallsUnderWay(f"{self.name}: {self.calls} calls are under way; finish it when they are answered")
+            self._journal.end(self._entry.id, reward)
+            self._entry.is_ended, self._entry.reward = True, reward
+            self.deliver()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._over.wait(), wait_s)
+
+    def give_up(self) -> None:
+        """Nothing of it is recorded or delivered from now on. Raises Conflict where it has ended."""
+        if self._entry.is_ended:
+            raise Conflict(f"{self.name}: it has ended with {self.steps} steps; abort it in the service")
+        self._close(ABORTED)
+
+    async def stop(self) -> None:
+        """Ends the delivery. What was not delivered stays in the journal."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+
+    def is_abandoned(self, since: float) -> bool:
+        """Whether its agent was not heard of since then, and is expected to be."""
+        return not self.calls and not self._entry.is_ended and self.used_at < since
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that can be delivered is."""
+        return self._task is None
+
+    def _check_open(self) -> None:
+        if self._entry.is_ended:
+            raise TrajectoryOver(f"{self.name}: it has ended; sample it anew under the next attempt (.../attempt/N/v1)")
+        if self._entry.outcome:
+            raise over(self._entry)
+
+    def _due(self) -> list[Row]:
+        """The rows that may go now: all but the last one, until the end says that it is the last."""
+        most = len(self._waiting) - (not self._entry.is_ended)
+        rows = [self._waiting[position] for position in range(min(most, _MOST_ROWS))]
+        if self._entry.is_ended and len(rows) == len(self._waiting):
+            rows[-1].is_last, rows[-1].reward = True, self._entry.reward
+        return rows
+
+    def deliver(self) -> None:
+        """Has what may go delivered, in the background."""
+        if self._task is None and self._due():
+            self._task = asyncio.create_task(self._send(), name=f"deliver {self.name}")
+
+    async def _send(self) -> None:
+        try:
+            while not self._over.is_set() and (rows := self._due()):
+                await self._send_rows(rows)
+        finally:
+            self._task = None
+
+    async def _send_rows(self, rows: Sequence[Row]) -> None:
+        try:
+            outcomes = await self._client.submit_rows([row.fields(self.name) for row in rows])
+        except _LASTING as error:
+            self._metrics.delivery_failures.labels(error.code).inc()
+            _log.error("%s: the service refused its steps: %s", self.name, error)
+            self._close(f"{REFUSED}: {error}")
+            return
+        except GristmillError as error:
+            self._metrics.delivery_failures.labels(error.code).inc()
+            _log.warning("%s: cannot be delivered yet: %s", self.name, error)
+            await asyncio.sleep(_PAUSE_S)
+            return
+        if self._over.is_set():
+            return
+        for row in rows:
+            self._waiting.popleft()
+            self._metrics.row_bytes.total -= row.nbytes
+        self._delivered += len(rows)
+        if lost := next((outcome for outcome in outcomes if outcome in _OVER), None):
+            self._close(_OVER[lost])
+        elif rows[-1].is_last:
+            self._close(ACCEPTED)
+
+    def _close(self, outcome: str) -> None:
+        if self._over.is_set():
+            return
+        try:
+            self._journal.close_trajectory(self._entry.id, outcome, keeps_rows=outcome.startswith(REFUSED))
+        except FailedPreconditionError as error:
+            # After a restart it is delivered again, which changes nothing.
+            _log.error("%s: %s", self.name, error)
+        self._entry.outcome = outcome
+        for row in self._waiting:
+            self._metrics.row_bytes.total -= row.nbytes
+        self._waiting.clear()
+        self._metrics.closed.labels(outcome.partition(":")[0]).inc()
+        self._over.set()
+        self._on_closed(self)
+
+
+def over(entry: Entry) -> TrajectoryOver:
+    """Why calls of a closed trajectory are of no use."""
+    if entry.is_ended and entry.outcome == ACCEPTED:
+        return TrajectoryOver(f"{entry.name}: it has ended; sample it anew under the next attempt (.../attempt/N/v1)")
+    return TrajectoryOver(f"{entry.name}: it is over, {entry.outcome}; stop working on it")
+
+
+def check_same_end(entry: Entry, reward: float | None) -> None:
+    """Raises Conflict where a trajectory has ended with another reward."""
+    if entry.reward != reward:
+        raise Conflict(f"{entry.name}: it has ended with the reward {entry.reward}, and now {reward}; it ends once")

@@ -1,0 +1,72 @@
+"""A step as it is kept until the service has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill.completions import Sampled
+from gristmill.errors import InvalidArgumentError
+from gristmill_recorder.names import TrajectoryName
+
+
+@dataclass(slots=True)
+class Row:
+    """prompt, response: int32 token ids. logprobs: float32, one a token of the response, None where rows have none.
+    reward: None is pending. is_last: whether the trajectory ends with it."""
+
+    step: int
+    prompt: NDArray[np.int32]
+    response: NDArray[np.int32]
+    logprobs: NDArray[np.float32] | None
+    stop_reason: str
+    policy_version: int
+    reward: float | None = 0.0
+    is_last: bool = False
+
+    @classmethod
+    def of(cls, choice: Sampled, step: int, policy_version: int, *, has_logprobs: bool) -> Row:
+        """Raises InvalidArgumentError for what are no token ids or logprobs."""
+        logprobs = None
+        try:
+            prompt, response = np.array(choice.prompt_token_ids, np.int32), np.array(choice.response_ids, np.int32)
+            if has_logprobs:
+                logprobs = np.array(choice.rollout_logprobs, np.float32)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidArgumentError(f"the answer's token ids or logprobs are no numbers: {error}") from None
+        if not len(prompt) or min(prompt.min(), response.min()) < 0:
+            raise InvalidArgumentError(
+                "the answer has an empty prompt, or token ids below 0; check the engine's version"
+            )
+        if logprobs is not None and not (logprobs.shape == response.shape and np.isfinite(logprobs).all()):
+            raise InvalidArgumentError(
+                "the answer does not have one finite logprob a token; start the recorder with --no-logprobs where the "
+                "engine gives none"
+            )
+        return cls(step, prompt, response, logprobs, choice.stop_reason, policy_version)
+
+    @property
+    def nbytes(self) -> int:
+        logprobs = 0 if self.logprobs is None else self.logprobs.nbytes
+        return int(self.prompt.nbytes + self.response.nbytes + logprobs)
+
+    def fields(self, name: TrajectoryName) -> dict[str, Any]:
+        """With the names of a rollouts file. What the assistant said is trained; all else stands in the prompt."""
+        found = {
+            "uid": name.uid,
+            "round": name.round,
+            "sample": name.sample,
+            "attempt": name.attempt,
+            "step": self.step,
+            "is_last_step": self.is_last,
+            "prompt_token_ids": self.prompt,
+            "response_ids": self.response,
+            "loss_mask": np.ones(len(self.response), np.uint8),
+            "reward": self.reward,
+            "stop_reason": self.stop_reason,
+            "policy_version": self.policy_version,
+        }
+        return found if self.logprobs is None else {**found, "rollout_logprobs": self.logprobs}

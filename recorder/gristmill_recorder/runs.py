@@ -1,0 +1,185 @@
+"""The runs that a recorder records for, and the trajectories of each that are open."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from contextlib import suppress
+from typing import NamedTuple
+
+from gristmill import AsyncRolloutClient, DeadlineExceededError, GristmillError, NotFoundError
+from gristmill_recorder.journal import Entry, Journal
+from gristmill_recorder.metrics import Metrics
+from gristmill_recorder.names import TrajectoryName
+from gristmill_recorder.recording import REFUSED, Recording, check_same_end, over
+from gristmill_recorder.refusals import Busy, Conflict, WrongCall
+
+_log = logging.getLogger("gristmill.recorder")
+
+_TIMEOUT_S = 30.0
+_PATIENCE_S = 2.0
+_WATCH_S = 600.0
+_PAUSE_S = 1.0
+_UNKNOWN_VERSION = -1
+
+
+class Run:
+    """policy_version: that the trainer announced last, -1 as long as nothing is known."""
+
+    def __init__(self, name: str, client: AsyncRolloutClient, metrics: Metrics) -> None:
+        self.name, self.client = name, client
+        self.policy_version = _UNKNOWN_VERSION
+        self._shown = metrics.policy_version.labels(name)
+        self._is_known = False
+        self._patient_until = 0.0
+        self._learning: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def check(self) -> None:
+        """Returns when the service has said that it takes what would be recorded, or was silent for a while: what is
+        recorded waits for it. Raises WrongCall where it does not take it."""
+        if self._is_known:
+            return
+        if self._learning is None:
+            self._patient_until = time.monotonic() + _PATIENCE_S
+            self._learning = asyncio.create_task(self._learn(), name=f"learn of {self.name}")
+        learning = self._learning
+        await asyncio.wait((learning,), timeout=max(0.0, self._patient_until - time.monotonic()))
+        if learning.done():
+            # A run that is not there may be made before the next call.
+            self._learning = None
+            learning.result()
+
+    async def _learn(self) -> None:
+        while True:
+            try:
+                status = await self.client.status()
+                break
+            except NotFoundError as error:
+                raise WrongCall(f"{error}; create the run before its agents start") from None
+            except GristmillError as error:
+                _log.warning("run %r: what is recorded waits for the service: %s", self.name, error)
+                await asyncio.sleep(_PAUSE_S)
+        if not json.loads(status.config_json).get("step_wise"):
+            raise WrongCall(f"run {self.name!r} has no steps; create it with step_wise: true, and merge: tree")
+        self._announced(status.policy_version)
+        self._is_known = True
+        self._watch = asyncio.create_task(self._follow_versions(), name=f"versions of {self.name}")
+
+    async def _follow_versions(self) -> None:
+        while True:
+            try:
+                self._announced(await self.client.wait_policy_version(self.policy_version + 1, _WATCH_S))
+            except DeadlineExceededError:
+                continue
+            except GristmillError as error:
+                _log.info("run %r: its policy version is not known now: %s", self.name, error)
+                await asyncio.sleep(_PAUSE_S)
+
+    def _announced(self, version: int) -> None:
+        self.policy_version = version
+        self._shown.set(version)
+
+    async def close(self) -> None:
+        for task in (self._learning, self._watch):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait((task,))
+        with suppress(GristmillError):
+            await self.client.close()
+
+
+class Ended(NamedTuple):
+    """outcome: what became of the trajectory, "" where the service does not have all of it yet."""
+
+    steps: int
+    outcome: str
+
+
+class Runs:
+    """All of a recorder's. For one event loop."""
+
+    def __init__(self, address: str, journal: Journal, metrics: Metrics) -> None:
+        self._address, self._journal, self._metrics = address, journal, metrics
+        self._runs: dict[str, Run] = {}
+        self._open: dict[TrajectoryName, Recording] = {}
+
+    def resume(self) -> int:
+        """Goes on with what the journal has; returns how many trajectories that are."""
+        for entry in self._journal.open():
+            self._add(entry).deliver()
+        return len(self._open)
+
+    def run(self, name: str) -> Run:
+        if name not in self._runs:
+            client = AsyncRolloutClient(self._address, name, timeout_s=_TIMEOUT_S)
+            self._runs[name] = Run(name, client, self._metrics)
+        return self._runs[name]
+
+    def recording(self, name: TrajectoryName) -> Recording:
+        """The trajectory, which begins with its first call. Raises TrajectoryOver where it is closed."""
+        if (known := self._open.get(name)) is not None:
+            return known
+        if (entry := self._journal.find(name)) is not None:
+            raise over(entry)
+        return self._add(Entry(name))
+
+    async def finish(self, name: TrajectoryName, reward: float | None, wait_s: float) -> Ended:
+        """As `Recording.finish`. Raises Conflict also where no call was recorded, or the service refused the steps."""
+        if (known := self._open.get(name)) is not None and known.steps:
+            await known.finish(reward, wait_s)
+            ended = Ended(known.steps, known.outcome)
+        elif (entry := self._journal.find(name)) is not None:
+            if entry.is_ended:
+                check_same_end(entry, reward)
+            ended = Ended(entry.next_step, entry.outcome)
+        else:
+            raise Conflict(f"{name}: no call was recorded, so that there is nothing to train; abort it")
+        if ended.outcome.startswith(REFUSED):
+            raise Conflict(f"{name}: {ended.outcome}")
+        return ended
+
+    async def abort(self, name: TrajectoryName, reason: str) -> None:
+        """Gives the trajectory up, here and in the service, where its group goes on without it. Idempotent."""
+        if (known := self._open.get(name)) is not None:
+            known.give_up()
+        client = self.run(name.run).client
+        try:
+            await client.abort_trajectory(name.uid, name.sample, round=name.round, reason=reason)
+        except NotFoundError:
+            # Nothing was delivered: the service has to hear of the group, or it would wait for this sample later.
+            if not await client.begin_groups([name.uid], name.round, wait_s=0.0):
+                raise Busy(f"{name}: there is no room for its group now; abort it later") from None
+            await client.abort_trajectory(name.uid, name.sample, round=name.round, reason=reason)
+
+    async def abandon(self, idle_s: float) -> None:
+        """Aborts trajectories of which nothing was heard for so long: their groups would wait for them for ever."""
+        late = time.monotonic() - idle_s
+        for recording in [one for one in self._open.values() if one.is_abandoned(late)]:
+            _log.warning("%s: aborted, as no call and no end came for %g s", recording.name, idle_s)
+            try:
+                await self.abort(recording.name, f"the agent was silent for {idle_s:g} s")
+            except GristmillError as error:
+                _log.warning("%s: could not be aborted in the service: %s", recording.name, error)
+
+    async def close(self, grace_s: float) -> None:
+        """Delivers what may go, for so long. All else stays in the journal."""
+        end = time.monotonic() + grace_s
+        while time.monotonic() < end and not all(one.is_idle for one in self._open.values()):
+            await asyncio.sleep(0.02)
+        for recording in [*self._open.values()]:
+            await recording.stop()
+        for run in self._runs.values():
+            await run.close()
+
+    def _add(self, entry: Entry) -> Recording:
+        client = self.run(entry.name.run).client
+        made = self._open[entry.name] = Recording(entry, self._journal, client, self._metrics, self._forget)
+        self._metrics.open.set(len(self._open))
+        return made
+
+    def _forget(self, recording: Recording) -> None:
+        self._open.pop(recording.name, None)
+        self._metrics.open.set(len(self._open))

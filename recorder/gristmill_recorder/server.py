@@ -1,0 +1,100 @@
+"""One recorder in one process, until it is asked to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+
+from aiohttp import web
+
+from gristmill.errors import UnavailableError
+from gristmill_recorder.app import RecorderApp
+from gristmill_recorder.journal import Journal
+from gristmill_recorder.metrics import Metrics
+from gristmill_recorder.runs import Runs
+from gristmill_recorder.settings import RecorderSettings
+from gristmill_recorder.upstream import Upstream
+
+_log = logging.getLogger("gristmill.recorder")
+
+_SYNC_S = 1.0
+_HOUSEKEEPING_S = 60.0
+
+
+async def serve(settings: RecorderSettings) -> None:
+    """Answers agents until SIGTERM or SIGINT; a second one ends the process at once.
+
+    Then calls that are under way are answered, and what may go is delivered, within the grace; all else waits in the
+    journal for the next start. Raises GristmillError where the journal or the address cannot be had.
+    """
+    asked = _stop_asked()
+    journal, metrics = Journal(settings.journal), Metrics()
+    runs = Runs(settings.address, journal, metrics)
+    upstream = Upstream(settings)
+    app = RecorderApp(settings, runs, upstream, metrics)
+    tasks = [asyncio.create_task(_sync(journal)), asyncio.create_task(_keep_house(runs, journal, settings))]
+    try:
+        runner = await _listening(app, settings)
+        if left := runs.resume():
+            _log.info("%d trajectories go on where they stopped", left)
+        print(f"gristmill record is ready: {_url(settings, runner)} in front of {settings.upstream}", flush=True)
+        await asked.wait()
+        app.is_ready = False
+        end = time.monotonic() + settings.shutdown_grace_s
+        await runner.cleanup()
+        await runs.close(max(0.0, end - time.monotonic()))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await upstream.close()
+        journal.close()
+
+
+async def _listening(app: RecorderApp, settings: RecorderSettings) -> web.AppRunner:
+    runner = web.AppRunner(
+        app.web_app(), access_log=None, handler_cancellation=True, shutdown_timeout=settings.shutdown_grace_s
+    )
+    await runner.setup()
+    host, _, port = settings.listen.rpartition(":")
+    try:
+        await web.TCPSite(runner, host.strip("[]"), int(port), backlog=1024).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise UnavailableError(
+            f"listen: cannot listen on {settings.listen}: {error.strerror}; stop who listens there or choose another"
+        ) from None
+    return runner
+
+
+def _url(settings: RecorderSettings, runner: web.AppRunner) -> str:
+    return f"http://{settings.listen.rpartition(':')[0]}:{runner.addresses[0][1]}"
+
+
+def _stop_asked() -> asyncio.Event:
+    asked, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def stop(number: int) -> None:
+        if asked.is_set():
+            os._exit(128 + number)
+        asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    return asked
+
+
+async def _sync(journal: Journal) -> None:
+    while True:
+        await asyncio.sleep(_SYNC_S)
+        await asyncio.to_thread(journal.sync)
+
+
+async def _keep_house(runs: Runs, journal: Journal, settings: RecorderSettings) -> None:
+    while True:
+        journal.forget(time.time() - settings.keep_closed_s)
+        await runs.abandon(settings.idle_abort_s)
+        await asyncio.sleep(_HOUSEKEEPING_S)

@@ -1,0 +1,75 @@
+"""A recorder's settings: their names, defaults and checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ByteSize, Field, PositiveInt, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+ENVIRONMENT_PREFIX = "GRISTMILL_RECORD_"
+
+
+class RecorderSettings(BaseSettings):
+    """A setting that is not an argument is taken from the environment, with the prefix before its name."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, env_prefix=ENVIRONMENT_PREFIX, env_ignore_empty=True
+    )
+
+    upstream: str = Field(description="The engine's URL, without the /v1: http://vllm:8000.")
+    engine: Literal["vllm", "sglang"] = Field("vllm", description="Whose way of asking for token ids the engine has.")
+    address: str = Field(
+        "127.0.0.1:50051", description="The service: HOST:PORT or unix:/PATH, several replicas with commas between."
+    )
+    listen: str = Field("127.0.0.1:8090", description="HOST:PORT for the agents; port 0 picks a free one.")
+    journal: Path = Field(
+        Path("gristmill-record.sqlite3"),
+        description="Where answers are kept until the service has them: a file on a disk of this machine.",
+    )
+    logprobs: bool = Field(
+        True, description="Whether rows have logprobs: all rows of a run do, or none. /v1/responses has none."
+    )
+    max_body_bytes: ByteSize = Field(
+        ByteSize(64 << 20), gt=0, description="The largest request, and the largest answer (64MiB, or bytes)."
+    )
+    max_calls: PositiveInt = Field(4096, description="Calls that may be under way at once; others are told to retry.")
+    max_row_bytes: ByteSize = Field(
+        ByteSize(4 << 30), gt=0, description="Steps that may wait for the service; beyond it calls are told to retry."
+    )
+    connect_timeout_s: float = Field(10.0, gt=0, description="Seconds for a connection to the engine.")
+    silence_timeout_s: float = Field(
+        1800.0, gt=0, description="Seconds that the engine may be silent before or within an answer."
+    )
+    finish_wait_s: float = Field(
+        30.0, ge=0, description="Seconds that an end waits for the service; it is kept and delivered in any case."
+    )
+    idle_abort_s: float = Field(21600.0, gt=0, description="A trajectory without calls and end for so long is aborted.")
+    keep_closed_s: float = Field(
+        86400.0,
+        gt=0,
+        description="How long the journal remembers what became of a trajectory, so that ends may repeat.",
+    )
+    shutdown_grace_s: float = Field(
+        30.0, ge=0, description="Seconds that SIGTERM leaves for calls under way and for delivering what they left."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="The least level that is logged."
+    )
+    log_format: Literal["human", "json"] = Field("human", description="human, or json: one object a line.")
+
+    @field_validator("upstream")
+    @classmethod
+    def _check_upstream(cls, upstream: str) -> str:
+        if not upstream.startswith(("http://", "https://")):
+            raise ValueError("expected http://HOST:PORT or https://HOST")
+        return upstream.rstrip("/").removesuffix("/v1")
+
+    @field_validator("listen")
+    @classmethod
+    def _check_listen(cls, listen: str) -> str:
+        host, _, port = listen.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+            raise ValueError("expected HOST:PORT with a port of 0..65535")
+        return listen

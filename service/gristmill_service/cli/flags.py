@@ -1,0 +1,30 @@
+"""Flags of a command, one a setting."""
+
+from __future__ import annotations
+
+from inspect import Parameter, Signature
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from pydantic import ByteSize
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
+
+
+def flags_of(settings: type[BaseSettings]) -> Signature:
+    """A command's signature, from which typer reads its flags."""
+    return Signature([_flag(*item) for item in settings.model_fields.items()])
+
+
+def _flag(name: str, field: FieldInfo) -> Parameter:
+    """The flag of a setting, whose value is None where it is not given."""
+    kind = next(one for one in get_args(field.annotation) or (field.annotation,) if one is not NoneType)
+    value = field.default.human_readable() if isinstance(field.default, ByteSize) else field.default
+    default = "" if value is None or field.is_required() else f" [default: {value}]"
+    choices = "|".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else None
+    option = typer.Option(help=f"{field.description}{default}", metavar=choices)
+    typed: Any = kind if kind in (bool, int, float, Path) else str
+    annotation = Annotated[typed | None, option]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -1,0 +1,76 @@
+"""`gristmill record`: one recorder in one process. What it needs is imported when it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import typer
+
+from gristmill.errors import GristmillError
+from gristmill_recorder.settings import RecorderSettings
+from gristmill_service.cli.flags import flags_of
+from gristmill_service.settings import load
+
+OK, CANNOT_START = 0, 2
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the command line."""
+    app.command("record")(record_command)
+
+
+def record_command(**flags: object) -> None:
+    """Record an agent's calls of an engine as steps of its trajectory.
+
+    A proxy in front of vLLM or SGLang, for OpenAI's chat completions, completions and responses and Anthropic's
+    messages, streamed or not. An agent sets its base URL and is otherwise left as it is:
+
+      client = openai.OpenAI(base_url="http://127.0.0.1:8090/runs/RUN/uid/UID/sample/0/v1")
+
+    RUN has step_wise: true, and merge: tree for sub-agents, parallel calls and shortened histories. What the model
+    sampled is trained, by the engine's own token ids and logprobs; what users and tools said is context. The trajectory
+    ends when its reward is known:
+
+      curl http://127.0.0.1:8090/runs/RUN/uid/UID/sample/0/finish -d '{"reward": 1.0}'
+
+    What was answered is in the journal before, and is delivered when the service is there and has room for it. The
+    engine's errors are passed on as they are. /metrics, /healthz and /readyz are as the service's.
+
+    A setting is taken from its flag, else from the environment (--upstream is GRISTMILL_RECORD_UPSTREAM). It listens on
+    this machine only unless an address says otherwise; it asks nobody who they are. SIGTERM or Ctrl-C answers the calls
+    that are under way and exits with 0; a second one exits at once. Exit status 2: a wrong setting, an address or a
+    journal that is taken.
+    """
+    try:
+        settings = load(RecorderSettings, flags)
+    except GristmillError as error:
+        print(f"gristmill record: {error}", file=sys.stderr)
+        raise typer.Exit(CANNOT_START) from None
+    raise typer.Exit(record(settings))
+
+
+record_command.__signature__ = flags_of(RecorderSettings)  # type: ignore[attr-defined]
+
+
+def record(settings: RecorderSettings) -> int:
+    """Records until a signal asks to stop. Returns the exit status."""
+    from gristmill_service.logs import configure_logs
+
+    configure_logs(settings.log_level, settings.log_format)
+    try:
+        from gristmill_recorder.server import serve
+    except ModuleNotFoundError as error:
+        if (error.name or "gristmill").startswith("gristmill"):
+            raise
+        print(
+            f"gristmill record: it needs {error.name}, which is not installed; pip install 'gristmill[record]'",
+            file=sys.stderr,
+        )
+        return CANNOT_START
+    try:
+        asyncio.run(serve(settings))
+    except GristmillError as error:
+        print(f"gristmill record: {error}", file=sys.stderr)
+        return CANNOT_START
+    return OK

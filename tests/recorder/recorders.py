@@ -1,0 +1,147 @@
+"""`gristmill record` as a process of a test's own, and what a test does with it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import quote
+
+import openai
+
+from gristmill import RolloutClient, TrainerClient
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 1,
+    "n_samples_per_prompt": 1,
+    "policy_mini_batch_size": 1,
+    "step_wise": True,
+    "merge": "tree",
+    "advantage_estimator": "grpo",
+    "micro_batch": {"size": 16},
+}
+"""Of a run in which each trajectory is a batch."""
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """One that is ready."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+
+    def base(self, run: str, uid: str = "a", sample: int = 0, more: str = "") -> str:
+        """The URL of a trajectory, which an agent's base URL begins with."""
+        return f"{self.url}/runs/{run}/uid/{quote(uid, safe='')}/sample/{sample}{more}"
+
+    def openai(self, run: str, uid: str = "a", sample: int = 0, more: str = "", **options: Any) -> openai.OpenAI:
+        base = f"{self.base(run, uid, sample, more)}/v1"
+        return openai.OpenAI(base_url=base, api_key="key", **{"max_retries": 0, **options})
+
+    def finish(self, run: str, reward: float | None = 1.0, uid: str = "a", sample: int = 0) -> dict[str, Any]:
+        body = {} if reward is None else {"reward": reward}
+        status, told = post(f"{self.base(run, uid, sample)}/finish", body)
+        assert status in (200, 202), told
+        return told
+
+    def metric(self, name: str) -> float:
+        """The sum over a metric's series whose names with labels begin so."""
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
+            lines = [line.decode() for line in answer if line.startswith(f"gristmill_recorder_{name}".encode())]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    def stop(self) -> int:
+        """The exit status after SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=30)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+StartRecorder = Callable[..., Recorder]
+
+
+def start(log: Path, upstream: str, address: str, *flags: str) -> Recorder:
+    """Returns when it is ready."""
+    command = [str(Path(sys.executable).with_name("gristmill")), "record", "--upstream", upstream]
+    command += ["--address", address, "--listen", "127.0.0.1:0", *flags]
+    with log.open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if "is ready" not in line:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        raise RuntimeError(f"gristmill record did not start: {log.read_text()}")
+    return Recorder(process, line.split("ready: ")[1].split()[0], log)
+
+
+def end(recorder: Recorder) -> None:
+    recorder.process.terminate()
+    try:
+        recorder.process.wait(timeout=30)
+    finally:
+        recorder.process.kill()
+        recorder.process.wait()
+        if recorder.process.stdout is not None:
+            recorder.process.stdout.close()
+
+
+def post(url: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, dict[str, Any]]:
+    """Status and body of an answer, whatever it is."""
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"content-type": "application/json", **(headers or {})}
+    )
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, json.load(answer)
+    except HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def create_run(address: str, run: str, **more: Any) -> None:
+    with RolloutClient(address, run, timeout_s=20) as client:
+        client.create_run({**CONFIG, **more})
+
+
+@dataclass(frozen=True)
+class TrainedRow:
+    """tokens: prompt and response without padding. trained: of these, which have loss_mask 1, with their logprobs."""
+
+    tokens: list[int]
+    trained: list[int]
+    logprobs: list[float]
+    reward: float
+
+
+def trained(address: str, run: str) -> list[TrainedRow]:
+    """The rows of the run's first batch as a trainer gets them."""
+    with TrainerClient(address, run, 0, timeout_s=20) as trainer:
+        batch = next(iter(trainer))
+        (shard,) = batch.mini_batches()
+        names = ("sequences", "attention_mask", "loss_mask", "rewards", "is_padding")
+        sequences, attention, masks, rewards, padding = (shard[name].tolist() for name in names)
+        logprobs = shard["rollout_logprobs"].tolist() if "rollout_logprobs" in shard else masks
+    found = []
+    for row in range(len(sequences)):
+        if padding[row]:
+            continue
+        tokens = [token for token, is_there in zip(sequences[row], attention[row], strict=True) if is_there]
+        width = len(masks[row])
+        tail = sequences[row][-width:]
+        kept = [position for position in range(width) if masks[row][position]]
+        own = [logprobs[row][position] for position in kept]
+        found.append(TrainedRow(tokens, [tail[position] for position in kept], own, sum(rewards[row])))
+    return found

@@ -1,0 +1,69 @@
+"""docs/recorder.md: its examples run, and it has every metric and setting that it should have."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gristmill_recorder.calls import FORMS
+from gristmill_recorder.metrics import Metrics
+from gristmill_recorder.settings import RecorderSettings
+from gristmill_service.service import Service
+from tests.recorder.engine import Engine
+from tests.recorder.recorders import Recorder, trained
+
+TEXT = (Path(__file__).parents[2] / "docs/recorder.md").read_text()
+
+
+def snippet(name: str) -> str:
+    found = re.search(rf"<!-- recorder-{name} -->\n```\w+\n(.*?)```", TEXT, re.DOTALL)
+    assert found is not None, name
+    return found[1]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="without curl")
+def test_an_agent_and_its_end_make_a_trajectory(recorder: Recorder, service: Service, run: str) -> None:
+    def here(text: str) -> str:
+        return text.replace("http://127.0.0.1:8090", recorder.url).replace("my-run", run)
+
+    exec(f"{here(snippet('agent'))}agent.close()", {})
+    end = here(snippet("finish")).replace("curl ", "curl --noproxy '*' -fsS ")
+    told = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", end], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert told.stdout == '{"steps":1,"outcome":"accepted"}'
+    assert bytes(trained(service.grpc_address, run)[0].trained[:-1]) == b"hello"
+
+
+def test_a_worker_records_by_the_client(engine: Engine, service: Service, run: str) -> None:
+    code = snippet("client").replace("http://vllm:8000", engine.url).replace("my-run", run)
+    exec(f"{code.replace('127.0.0.1:50051', service.grpc_address)}engine.close()", {})
+    assert bytes(trained(service.grpc_address, run)[0].trained[:-1]) == b"hello"
+
+
+def test_every_metric_is_documented_with_its_labels(recorder: Recorder) -> None:
+    told = {
+        name: (kind, set(re.findall(r"`(\w+)`", labels)))
+        for name, kind, labels in re.findall(
+            r"^\| `(gristmill_recorder_\w+)` \| (\w+) \| ([^|]*)\|", TEXT, re.MULTILINE
+        )
+    }
+    metrics = Metrics()
+    families = list(metrics.registry.collect())
+    names = {family.name + ("_total" if family.type == "counter" else "") for family in families}
+    assert told.keys() == names
+    for collector in vars(metrics).values():
+        if labels := getattr(collector, "_labelnames", None):
+            (family,) = collector.describe()
+            found = told[family.name + ("_total" if family.type == "counter" else "")]
+            assert found == (family.type, set(labels))
+
+
+def test_every_recorded_path_and_every_flag_that_is_named_exists() -> None:
+    assert all(f"/{path}`" in TEXT for path in FORMS)
+    flags = set(re.findall(r"`--(?:no-)?([a-z-]+)", TEXT)) - {"logprobs-mode"}
+    assert flags <= {name.replace("_", "-") for name in RecorderSettings.model_fields}

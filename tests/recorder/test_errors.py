@@ -1,0 +1,232 @@
+"""What goes wrong: the engine's errors are the agent's, what cannot be recorded is refused with the remedy, and a call
+that is cut on either side leaves nothing behind."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from gristmill import RolloutClient
+from gristmill_service.service import Service
+from tests.recorder.engine import FAILURE, Engine
+from tests.recorder.recorders import Recorder, StartRecorder, create_run, post, trained
+
+
+def body(script: str, **more: Any) -> dict[str, Any]:
+    return {"model": "toy", "messages": [{"role": "user", "content": script}], **more}
+
+
+def chat(recorder: Recorder, run: str, document: Any, uid: str = "a") -> tuple[int, dict[str, Any]]:
+    return post(f"{recorder.base(run, uid)}/v1/chat/completions", document)
+
+
+def calling(recorder: Recorder, run: str, script: str, **more: Any) -> http.client.HTTPConnection:
+    """A connection on which a call is under way."""
+    where = urlsplit(recorder.base(run))
+    connection = http.client.HTTPConnection(where.netloc)
+    connection.request("POST", f"{where.path}/v1/chat/completions", json.dumps(body(script, **more)))
+    return connection
+
+
+def told(answer: tuple[int, dict[str, Any]]) -> tuple[int, str]:
+    return answer[0], answer[1]["error"]["message"]
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 429, 500, 503])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engines_error_passes_with_status_body_and_headers(
+    recorder: Recorder, run: str, status: int, stream: bool
+) -> None:
+    with recorder.openai(run) as client, pytest.raises(openai.APIStatusError) as raised:
+        client.chat.completions.create(**body(f"fail {status}", stream=stream))
+    answer = raised.value.response
+    assert (answer.status_code, answer.json(), answer.headers["x-engine"]) == (status, FAILURE, "busy")
+    assert post(f"{recorder.base(run)}/finish", {})[0] == 409
+
+
+def test_a_library_tries_again_by_itself_and_the_last_answer_counts_once(
+    recorder: Recorder, engine: Engine, service: Service, run: str
+) -> None:
+    asked = len(engine.requests)
+    with recorder.openai(run, max_retries=2) as client, pytest.raises(openai.InternalServerError):
+        client.chat.completions.create(**body("fail 503"))
+    assert len(engine.requests) - asked == 3
+    with recorder.openai(run) as client:
+        client.chat.completions.create(**body("say at last"))
+    assert recorder.finish(run)["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"echo": True}, "echo is set"),
+        ({"use_beam_search": True}, "use_beam_search is set"),
+        ({"include_reasoning": False}, "would hide token ids"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "records tokens alone"),
+    ],
+)
+def test_what_would_not_be_recorded_as_it_was_sampled_is_refused_before_the_engine_is_asked(
+    recorder: Recorder, engine: Engine, run: str, more: dict[str, Any], problem: str
+) -> None:
+    asked = len(engine.requests)
+    status, message = told(chat(recorder, run, body("say hi", **more)))
+    assert status == 400
+    assert problem in message
+    assert len(engine.requests) == asked
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_without_token_ids_is_refused_with_the_remedy(recorder: Recorder, run: str, stream: bool) -> None:
+    status, message = told(chat(recorder, run, body("tokenless hello", stream=stream)))
+    assert status == 502
+    assert "token ids" in message
+    assert "check --engine" in message
+    assert post(f"{recorder.base(run)}/finish", {})[0] == 409
+
+
+def test_sglang_gives_its_token_ids_in_an_extension(
+    start_recorder: StartRecorder, sglang: Engine, service: Service, run: str
+) -> None:
+    recorder = start_recorder(sglang.url, service.grpc_address, "--engine", "sglang")
+    with recorder.openai(run) as client:
+        whole = client.chat.completions.create(**body("say hi", n=2))
+        chunks: list[Any] = list(client.chat.completions.create(**body("say ho", n=2, stream=True)))
+    assert not any("sglext" in answer.model_dump() for answer in (whole, *chunks))
+    assert recorder.finish(run)["steps"] == 4
+    rows = trained(service.grpc_address, run)
+    assert [bytes(row.trained[:-1]) for row in rows] == [b"hi", b"hi #1", b"ho", b"ho #1"]
+    # They come with the end of a stream, so that a refusal does too.
+    with recorder.openai(run, "b") as client, pytest.raises(openai.APIError, match="token ids"):
+        list(client.chat.completions.create(**body("tokenless hi", stream=True)))
+
+
+def test_a_stream_that_the_engine_cuts_is_cut_for_the_agent_and_not_recorded(recorder: Recorder, run: str) -> None:
+    before, connection = recorder.metric('cut_calls_total{side="engine"}'), calling(recorder, run, "cut 5", stream=True)
+    with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+        connection.getresponse().read()
+    connection.close()
+    assert recorder.metric('cut_calls_total{side="engine"}') == before + 1
+    assert post(f"{recorder.base(run)}/finish", {})[0] == 409
+
+
+def test_an_agent_that_hangs_up_stops_the_engine_and_is_not_recorded(
+    recorder: Recorder, engine: Engine, run: str
+) -> None:
+    cancelled, asked = engine.cancelled, len(engine.requests)
+    connection = calling(recorder, run, "wait 60 late")
+    while len(engine.requests) == asked:
+        time.sleep(0.01)
+    connection.close()
+    while engine.cancelled == cancelled or recorder.metric("calls_under_way"):
+        time.sleep(0.01)
+    assert post(f"{recorder.base(run)}/finish", {})[0] == 409
+
+
+def test_a_trajectory_does_not_end_while_calls_are_under_way(recorder: Recorder, service: Service, run: str) -> None:
+    with recorder.openai(run) as client, ThreadPoolExecutor(1) as agent:
+        client.chat.completions.create(**body("say hi"))
+        late = agent.submit(lambda: client.chat.completions.create(**body("wait 0.5 late")))
+        while not recorder.metric("calls_under_way"):
+            time.sleep(0.01)
+        status, message = told(post(f"{recorder.base(run)}/finish", {"reward": 1.0}))
+        assert (status, "1 calls are under way" in message) == (409, True)
+        late.result()
+    assert recorder.finish(run)["steps"] == 2
+
+
+def test_an_end_may_be_repeated_and_calls_after_it_are_refused(recorder: Recorder, service: Service, run: str) -> None:
+    with recorder.openai(run) as client:
+        client.chat.completions.create(**body("say hi"))
+        ended = {"steps": 1, "outcome": "accepted"}
+        assert recorder.finish(run, 0.5) == recorder.finish(run, 0.5) == ended
+        status, message = told(post(f"{recorder.base(run)}/finish", {"reward": 0.75}))
+        assert (status, "the reward 0.5, and now 0.75" in message) == (409, True)
+        with pytest.raises(openai.APIStatusError, match="sample it anew under the next attempt") as raised:
+            client.chat.completions.create(**body("say more"))
+    assert raised.value.status_code == 410
+
+
+def test_a_trajectory_that_the_service_has_no_use_for_tells_its_agent_to_stop(
+    recorder: Recorder, service: Service, run: str
+) -> None:
+    with recorder.openai(run) as client, RolloutClient(service.grpc_address, run) as rollouts:
+        client.chat.completions.create(**body("say one"))
+        client.chat.completions.create(**body("say two"))
+        rollouts.abort_group("a", reason="enough")
+        while (answer := chat(recorder, run, body("say three")))[0] == 200:
+            pass
+    assert answer[0] == 410
+    assert "it is over, dropped" in answer[1]["error"]["message"]
+    assert post(f"{recorder.base(run)}/finish", {"reward": 1.0})[1]["outcome"].startswith("dropped")
+
+
+def test_an_agent_may_give_up(recorder: Recorder, service: Service, run_name: str) -> None:
+    create_run(service.grpc_address, run_name, n_samples_per_prompt=2)
+    for sample in range(2):
+        with recorder.openai(run_name, sample=sample) as client:
+            client.chat.completions.create(**body("say hi"))
+    assert post(f"{recorder.base(run_name)}/abort", {"reason": "lost"}) == (200, {"outcome": "aborted"})
+    assert recorder.finish(run_name, sample=1)["outcome"] == "accepted"
+    assert len(trained(service.grpc_address, run_name)) == 1
+    assert chat(recorder, run_name, body("say more"))[0] == 410
+
+
+def test_a_run_that_cannot_take_steps_is_refused_before_the_engine_is_asked(
+    recorder: Recorder, engine: Engine, service: Service, run_name: str
+) -> None:
+    asked = len(engine.requests)
+    assert told(chat(recorder, run_name, body("say hi")))[0] == 400
+    create_run(service.grpc_address, run_name, step_wise=False, merge="none")
+    assert "step_wise: true" in told(chat(recorder, run_name, body("say hi")))[1]
+    assert len(engine.requests) == asked
+
+
+@pytest.mark.parametrize(
+    ("path", "document", "status", "problem"),
+    [
+        ("/v1/chat/completions", {}, 400, "the call names no trajectory"),
+        ("/runs/r/uid/a/v1/chat/completions", {}, 400, "names no sample"),
+        ("/runs/r/uid/a/sample/x/v1/chat/completions", {}, 400, "sample is 'x'"),
+        ("/runs/r/uid/a/sample/0/v1/images/generations", {}, 404, "recorded are POST v1/chat/completions"),
+        ("/runs/r/uid/a/sample/0/finish", {"reward": "high"}, 400, "reward is 'high'"),
+        ("/runs/r/uid/a/sample/0/finish", {"score": 1}, 400, "unknown field score"),
+        ("/runs/r/uid/a/sample/0/finish", [1], 400, "give a JSON object"),
+    ],
+)
+def test_a_wrong_call_is_refused_with_what_is_expected(
+    recorder: Recorder, path: str, document: Any, status: int, problem: str
+) -> None:
+    found = told(post(f"{recorder.url}{path}", document))
+    assert (found[0], problem in found[1]) == (status, True), found
+
+
+def test_limits_refuse_and_say_which(start_recorder: StartRecorder, engine: Engine, service: Service, run: str) -> None:
+    flags = ("--max-calls", "1", "--max-body-bytes", "2000", "--max-row-bytes", "300", "--silence-timeout-s", "0.3")
+    recorder = start_recorder(engine.url, service.grpc_address, *flags)
+    assert told(chat(recorder, run, body("say " + "x" * 3000)))[0] == 413
+    assert "--max-body-bytes" in told(chat(recorder, run, body("say hi", n=20)))[1]
+    with ThreadPoolExecutor(1) as agent:
+        slow = agent.submit(chat, recorder, run, body("wait 60 late"))
+        while not recorder.metric("calls_under_way"):
+            time.sleep(0.01)
+        status, message = told(chat(recorder, run, body("say hi"), uid="b"))
+        assert (status, "--max-calls" in message) == (503, True)
+        status, message = told(slow.result())
+        assert (status, "--silence-timeout-s" in message) == (504, True)
+    for number in range(3):
+        assert chat(recorder, run, body("say hi"), uid=f"uid-{number}")[0] == 200
+    status, message = told(chat(recorder, run, body("say hi")))
+    assert (status, "--max-row-bytes" in message) == (503, True)
+
+
+def test_an_engine_that_is_away_is_told(start_recorder: StartRecorder, service: Service, run: str) -> None:
+    recorder = start_recorder("http://127.0.0.1:9", service.grpc_address)
+    status, message = told(chat(recorder, run, body("say hi")))
+    assert (status, "the engine at http://127.0.0.1:9 cannot be reached" in message) == (502, True)

@@ -1,0 +1,30 @@
+"""Server-sent events are split alike, however they come."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill_recorder.events import EventSplitter
+from gristmill_recorder.refusals import NotRecorded
+
+LINES = st.lists(st.sampled_from(["data: {}", "data:x", ": ping", "event: message", "id: 1", "data: ä"]), min_size=1)
+
+
+@given(st.lists(LINES), st.sampled_from(["\n", "\r\n"]), st.data())
+def test_it_does_not_matter_where_a_stream_was_cut(blocks: list[list[str]], newline: str, data: st.DataObject) -> None:
+    text = "".join(newline.join([*lines, "", ""]) for lines in blocks).encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)))))
+    parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    splitter = EventSplitter(1 << 20)
+    events = [event for part in parts for event in splitter.feed(part)]
+    assert b"".join(event.raw for event in events) == text
+    wanted = [[line[5:].removeprefix(" ") for line in lines if line.startswith("data:")] for lines in blocks]
+    assert [event.data for event in events] == ["\n".join(lines).encode() for lines in wanted]
+
+
+def test_an_event_without_an_end_is_refused() -> None:
+    splitter = EventSplitter(10)
+    with pytest.raises(NotRecorded, match="more than 10 bytes; raise --max-body-bytes"):
+        list(splitter.feed(b"data: 0123456789"))

@@ -1,0 +1,93 @@
+"""The journal gives back what it took, belongs to one recorder, and changes nothing where the disk refuses."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gristmill import FailedPreconditionError, InvalidArgumentError, UnavailableError
+from gristmill.completions import Sampled
+from gristmill_recorder.journal import Journal
+from gristmill_recorder.names import TrajectoryName
+from gristmill_recorder.rows import Row
+
+NAME = TrajectoryName("run", "uid", 0, 0, 0)
+
+
+def row(step: int, *, logprobs: bool = True) -> Row:
+    return Row.of(Sampled([1, 2, step], [3, 4], [-0.5, -1.0], "stop"), step, 7, has_logprobs=logprobs)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    journal = Journal(tmp_path / "journal.sqlite3")
+    yield journal
+    journal.close()
+
+
+def test_steps_come_back_as_they_were_but_those_that_were_delivered(journal: Journal, tmp_path: Path) -> None:
+    trajectory = journal.begin(NAME)
+    journal.append(trajectory, [row(0), row(1, logprobs=False)], 0)
+    journal.append(trajectory, [row(2)], 1)
+    (entry,) = journal.open()
+    assert (entry.name, entry.next_step, entry.is_ended) == (NAME, 3, False)
+    assert [each.step for each in entry.rows] == [1, 2]
+    assert entry.rows[0].logprobs is None
+    for found, given in zip(entry.rows, (row(1, logprobs=False), row(2)), strict=True):
+        assert np.array_equal(found.prompt, given.prompt)
+        assert np.array_equal(found.response, given.response)
+        assert (found.stop_reason, found.policy_version, found.nbytes) == ("stop", 7, given.nbytes)
+
+
+def test_what_is_closed_is_remembered_until_it_is_forgotten(journal: Journal) -> None:
+    trajectory = journal.begin(NAME)
+    journal.append(trajectory, [row(0)], 0)
+    journal.end(trajectory, 0.5)
+    journal.close_trajectory(trajectory, "accepted", keeps_rows=False)
+    found = journal.find(NAME)
+    assert found is not None
+    assert (found.next_step, found.is_ended, found.reward, found.outcome) == (1, True, 0.5, "accepted")
+    assert list(journal.open()) == []
+    journal.forget(before=0.0)
+    assert journal.find(NAME) is not None
+    journal.forget(before=1e12)
+    assert journal.find(NAME) is None
+
+
+def test_it_belongs_to_one_recorder(journal: Journal, tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match=r"another recorder uses .* give each a journal of its own"):
+        Journal(tmp_path / "journal.sqlite3")
+
+
+def test_a_change_that_the_disk_refuses_changes_nothing(journal: Journal, tmp_path: Path) -> None:
+    trajectory = journal.begin(NAME)
+    journal.append(trajectory, [row(0)], 0)
+    with pytest.raises(FailedPreconditionError, match="what is not recorded is not answered"):
+        # A step number that is there is refused as a full disk would be.
+        journal.append(trajectory, [row(1), row(0)], 1)
+    (entry,) = journal.open()
+    assert (entry.next_step, [each.step for each in entry.rows]) == (1, [0])
+
+
+@pytest.mark.parametrize("content", ["other", "no database at all, but long enough to be looked at as one" * 20])
+def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "file"
+    if content == "other":
+        with sqlite3.connect(path) as database:
+            database.execute("CREATE TABLE mine (value)")
+        database.close()
+    else:
+        path.write_text(content)
+    before = path.read_bytes()
+    with pytest.raises(InvalidArgumentError, match="choose another file"):
+        Journal(path)
+    assert path.read_bytes() == before
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match=r"cannot write .*: No such file"):
+        Journal(tmp_path / "nowhere" / "journal")
