@@ -39,8 +39,8 @@ def test_turns_that_workers_submit_are_trained_by_two_ranks_as_by_trl(
 ) -> None:
     more = {"gradient_accumulation_steps": 2, "shuffle_dataset": False}
     settings = {"step_wise": True, "merge": merge, "micro_batch": {"size": 3}, "on_misaligned": "pad"}
-    gristmill = {"address": service.grpc_address, "run": run_name, "rollouts": "workers", "settings": settings}
-    gristmill["old_logprobs"] = "trainer"
+    gristmill: dict[str, Any] = {"address": service.grpc_address, "run": run_name, "rollouts": "workers"}
+    gristmill |= {"settings": settings, "old_logprobs": "trainer"}
     with RolloutClient(service.grpc_address, run_name) as client:
         own = run_settings(config(tmp_path, **more), Gristmill(**gristmill), tokenizer().pad_token_id)
         # As the two ranks' configuration says it, which here is one rank's.
