@@ -153,9 +153,10 @@ class Given:
 def test_an_async_trainer_trains_a_run_as_it_trains_the_same_samples(
     service: Service, run_name: str, args: AsyncGRPOConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = GristmillRolloutWorker(service.grpc_address, run_name, args, {"step_wise": True, "merge": "prefix"})
+    settings = {"step_wise": True, "merge": "prefix", "seal_order": "admission"}
+    worker = GristmillRolloutWorker(service.grpc_address, run_name, args, settings)
     with RolloutClient(service.grpc_address, run_name) as client:
-        client.create_run(async_run_settings(args, {"step_wise": True, "merge": "prefix"}))
+        client.create_run(async_run_settings(args, settings))
         submit(client, KNOWN, turns=True, version=1)
     ours = train(args, tmp_path, worker, monkeypatch)
     theirs = train(args, tmp_path, Given(own_samples()), monkeypatch)
