@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 TRAINERS := trl skyrl verl
-ENVIRONMENTS := verifiers
+ENVIRONMENTS := verifiers atropos
 PACKAGES := $(TRAINERS) $(ENVIRONMENTS)
 
 .PHONY: help setup demo test test-trainers test-environments $(PACKAGES:%=test-%) check manifests bench bench-peers chaos protos format clean
@@ -30,7 +30,7 @@ test: setup  ## Run the tests
 
 test-trainers: $(TRAINERS:%=test-%)  ## Train with the real TRL, SkyRL and verl through their adapters
 
-test-environments: $(ENVIRONMENTS:%=test-%)  ## Feed runs from real environments of verifiers
+test-environments: $(ENVIRONMENTS:%=test-%)  ## Feed runs from real environments of verifiers and Atropos
 
 $(PACKAGES:%=test-%): test-%: .venv-%/.installed
 	.venv-$*/bin/python -m pytest $(wildcard tests/*/$*)

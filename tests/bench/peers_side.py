@@ -17,7 +17,7 @@ from typing import Any, TextIO
 os.environ.setdefault("TQ_NUM_THREADS", str(os.cpu_count()))  # more makes it warn at every call
 
 import numpy as np
-import ray  # type: ignore[import-not-found]
+import ray
 import torch
 import transfer_queue as tq  # type: ignore[import-not-found]
 from tensordict import TensorDict  # type: ignore[import-not-found]

@@ -278,4 +278,6 @@ def test_what_cannot_be_a_shards_column_is_refused(
     shard = next(next(iter(trainer)).forward())
     with pytest.raises(InvalidArgumentError, match=message):
         trainer.write(shard, columns)
+    with pytest.raises(InvalidArgumentError, match="columns is a list; give a mapping"):
+        trainer.write(shard, [columns])  # type: ignore[arg-type]
     assert len(service.runs.get(run_name).batch(0).awaits) == 8

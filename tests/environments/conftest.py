@@ -2,5 +2,7 @@
 
 from importlib.util import find_spec
 
+_PACKAGES = {"atropos": "atroposlib", "verifiers": "verifiers"}
+
 # A package's tests are collected only where it is installed, which is never the virtual environment of `make test`.
-collect_ignore = [folder for folder, package in {"verifiers": "verifiers"}.items() if find_spec(package) is None]
+collect_ignore = [folder for folder, package in _PACKAGES.items() if find_spec(package) is None]

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import gristmill
-from gristmill_service.cli import export, offline, record, serve, token
+from gristmill_service.cli import atropos, export, offline, record, serve, token
 from gristmill_service.cli.watch import commands as watching
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ def about(
 
 serve.register(app)
 record.register(app)
+atropos.register(app)
 offline.register(app)
 export.register(app)
 token.register(app)

@@ -100,7 +100,9 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
 def _column_values(column: Any, pa: Any) -> Callable[[int], Any]:
     """Returns a function of a row's index: NumPy views of list columns, Python values of others."""
     chunk = column.chunk(0) if column.num_chunks else pa.array([], column.type)
-    if not _is_list(chunk.type, pa) or pa.types.is_nested(chunk.type.value_type):
+    is_flat = _is_list(chunk.type, pa) and not pa.types.is_nested(chunk.type.value_type)
+    # NumPy has NaN in place of a null, which is to be refused by its own name.
+    if not is_flat or chunk.values.null_count:
         values: list[Any] = chunk.to_pylist()
         return values.__getitem__
     flat = chunk.values.to_numpy(zero_copy_only=False)

@@ -5,22 +5,21 @@ Owns their order and their waits; the rules of batching are the outbox's. `Rollo
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from gristmill._client import requests
+from gristmill._client.declared_columns import Declared, DeclaredColumns
 from gristmill._client.delivery import RowOutcome
 from gristmill._client.groups import Group, groups_of
 from gristmill._client.outbox import Limits
 from gristmill._client.prefix_dedup import RequestEncoder
 from gristmill._client.sender import Sender
 from gristmill._client.skyrl_output import columns_of_output, unknown_keys
-from gristmill._client.step_writer import Declared, StepWriter
+from gristmill._client.step_writer import StepWriter
 from gristmill._client.trajectory import AsyncTrajectory
 from gristmill._client.transport import Connection
-from gristmill._wire.column_spec import by_name, specs_of
 from gristmill._wire.rows import columns_of, extra_names
 from gristmill._wire.steps import UNKNOWN, TrajectoryKey
 from gristmill._wire.tables import ValueColumns
@@ -35,16 +34,16 @@ class RolloutCore:
         self._token_rewards = token_rewards
         self._connection = connection
         self._encoder = encoder
-        self._declared: Declared | None = None
+        self._declared = DeclaredColumns(self.status, encoder.share)
         self.sender = Sender(connection, encoder, limits)
 
     # The run.
 
     async def create_run(self, config: Mapping[str, Any]) -> list[str]:
         request = requests.create_run(self.run, config)
-        # It may have been deleted, and declare other columns now.
-        self._declared = None
-        return list((await self._connection.ask(self._connection.runs.CreateRun, request)).warnings)
+        warnings = (await self._connection.ask(self._connection.runs.CreateRun, request)).warnings
+        self._declared.created(config)
+        return list(warnings)
 
     async def status(self) -> run_pb2.RunStatus:
         request = run_pb2.GetRunRequest(run=self.run)
@@ -122,25 +121,11 @@ class RolloutCore:
 
     # Trajectories and rows.
 
-    async def _declared_columns(self, given: Collection[str]) -> Declared:
-        """The columns that the run declares; asked for once, and again where rows have others: the run may be another
-        one of that name by now. given: the names of those that rows have."""
-        declared = self._declared
-        if declared is None or not by_name(declared.columns).keys() >= set(given):
-            settings = json.loads((await self.status()).config_json)
-            columns = specs_of(settings.get("columns", ()))
-            # Steps that do not merge, though one begins with the other, are rows with all of their own values.
-            merges = settings.get("merge", "none") != "none" and all(column.merge != "equal" for column in columns)
-            shared = frozenset(column.name for column in columns if merges and column.is_shared)
-            self._encoder.share(shared)
-            declared = self._declared = Declared(columns, shared)
-        return declared
-
     def trajectory(
         self, uid: str, sample: int, round: int = 0, attempt: int = 0, policy_version: int = UNKNOWN
     ) -> AsyncTrajectory:
         writer = StepWriter(TrajectoryKey(round, uid, sample), attempt, policy_version, self._token_rewards)
-        return AsyncTrajectory(self.sender, self.abort_trajectory, self._declared_columns, writer)
+        return AsyncTrajectory(self.sender, self.abort_trajectory, self._declared, writer)
 
     async def submit(
         self,
@@ -151,25 +136,30 @@ class RolloutCore:
         attempt: int = 0,
         policy_version: int = UNKNOWN,
     ) -> list[RowOutcome]:
-        declared = (await self._declared_columns(found)).columns if (found := unknown_keys(generator_output)) else ()
-        columns = columns_of_output(
-            generator_output,
-            trajectory_ids=trajectory_ids,
-            round=round,
-            attempt=attempt,
-            policy_version=policy_version,
-            declared=declared,
-        )
-        return await self._submit(columns)
+        def columns(declared: Declared) -> ValueColumns:
+            return columns_of_output(
+                generator_output,
+                trajectory_ids=trajectory_ids,
+                round=round,
+                attempt=attempt,
+                policy_version=policy_version,
+                declared=declared.columns,
+            )
+
+        return await self._submit(await self._declared.used(unknown_keys(generator_output), columns))
 
     async def submit_rows(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
         rows = list(rows)
-        declared = (await self._declared_columns(found)).columns if (found := extra_names(rows)) else ()
-        return await self._submit(columns_of(rows, step_wise=False, columns=declared))
+
+        def columns(declared: Declared) -> ValueColumns:
+            return columns_of(rows, step_wise=False, columns=declared.columns)
+
+        return await self._submit(await self._declared.used(extra_names(rows), columns))
 
     async def _submit(self, columns: ValueColumns) -> list[RowOutcome]:
         delivery = await self.sender.submit(requests.tables(columns, self._limits))
         if error := self.sender.take_error(delivery):
+            self._declared.forget_if_refused(error)
             raise error
         return [outcome for outcome in delivery.outcomes if outcome is not None]
 
@@ -191,7 +181,11 @@ class RolloutCore:
 
     async def flush(self) -> None:
         self._connection.fork_guard.check()
-        await self.sender.flush()
+        try:
+            await self.sender.flush()
+        except GristmillError as error:
+            self._declared.forget_if_refused(error)
+            raise
 
     async def close(self) -> None:
         if not self._connection.fork_guard.is_here():

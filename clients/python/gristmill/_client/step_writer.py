@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,13 +16,6 @@ from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import UNKNOWN, Extra, Steps, TrajectoryKey
 from gristmill._wire.tables import is_vector, token_ids
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
-
-
-class Declared(NamedTuple):
-    """The columns that a run declares. shared: the names of those whose values a step has from the step before."""
-
-    columns: Sequence[ColumnSpec] = ()
-    shared: frozenset[str] = frozenset()
 
 
 class StepWriter:
@@ -79,8 +72,10 @@ class StepWriter:
                 f"{where}: columns has {clash[0]}, which is no declared column; give it by itself"
             )
         table = from_rows([row], converted=self._converted)
-        if declared:
+        if columns:
             table = self._with_columns(table, {**row, **columns}, declared, shared)
+        else:
+            check_extras(table, declared)
         self._made = table
         if self._token_rewards and table.token_rewards is None:
             # Pending: the zeros do not count, they say that the run's rewards are one per token.

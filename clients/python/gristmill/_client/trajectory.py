@@ -5,16 +5,17 @@ Owns no thread and no connection: those are the client's. `Trajectory` is `Async
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
+from gristmill._client.declared_columns import Declared, DeclaredColumns, checked_names
 from gristmill._client.delivery import Delivery
 from gristmill._client.drivers import block_on
 from gristmill._client.sender import Sender
-from gristmill._client.step_writer import Declared, StepWriter
-from gristmill._wire.steps import TrajectoryKey
+from gristmill._client.step_writer import StepWriter
+from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.completions import sampled
 from gristmill.errors import FailedPreconditionError, GristmillError, InvalidArgumentError, NotFoundError
 
@@ -43,10 +44,9 @@ class AsyncTrajectory:
         self,
         sender: Sender,
         abort: Callable[..., Awaitable[bool]],
-        declared: Callable[[Collection[str]], Awaitable[Declared]],
+        declared: DeclaredColumns,
         writer: StepWriter,
     ) -> None:
-        """declared: gives the columns that the run declares, for the names of those that a step has."""
         self._sender = sender
         self._abort = abort
         self._declared = declared
@@ -77,26 +77,30 @@ class AsyncTrajectory:
         columns: Mapping[str, Any] | None = None,
     ) -> bool:
         if error := self._sender.take_error(self._delivery):
+            self._declared.forget_if_refused(error)
             raise error
         if not self.is_kept:
             return False
-        declared = await self._declared(columns.keys()) if columns else Declared()
-        table = self._writer.table(
-            response_ids,
-            prompt_token_ids=prompt_token_ids,
-            loss_mask=loss_mask,
-            rollout_logprobs=rollout_logprobs,
-            reward=reward,
-            stop_reason=stop_reason,
-            is_last_step=is_last_step,
-            policy_version=policy_version,
-            policy_versions=policy_versions,
-            advantage=advantage,
-            columns=columns or {},
-            declared=declared.columns,
-            shared=declared.shared,
-        )
-        await self._sender.put(table, self._delivery)
+        given = checked_names(columns, self.key)
+
+        def table_of(declared: Declared) -> Steps:
+            return self._writer.table(
+                response_ids,
+                prompt_token_ids=prompt_token_ids,
+                loss_mask=loss_mask,
+                rollout_logprobs=rollout_logprobs,
+                reward=reward,
+                stop_reason=stop_reason,
+                is_last_step=is_last_step,
+                policy_version=policy_version,
+                policy_versions=policy_versions,
+                advantage=advantage,
+                columns=given,
+                declared=declared.columns,
+                shared=declared.shared,
+            )
+
+        await self._sender.put(await self._declared.used(given.keys(), table_of), self._delivery)
         self._writer.written(is_last_step)
         return self.is_kept
 
@@ -194,7 +198,8 @@ class Trajectory:
         policy_version: when it differs from the trajectory's.
         policy_versions: one a response token, -1 unknown, where weights changed while it was sampled.
         columns: values of the columns that the run declares, by name: of each one a row, response token, or prompt and
-            response token, or items, as declared. The first step that has any asks the service what is declared.
+            response token, or items, as declared. The first step that has any asks the service what is declared, unless
+            this client created the run.
 
         Does not wait for the service: rows are sent by a thread a few milliseconds later, and `flush` waits for them.
         Blocks only while too much is under way, or while the service has no room for the trajectory's group.

@@ -23,6 +23,10 @@ def requests(
 
     written: the columns that trainers of the run write. Raises InvalidArgumentError naming the column.
     """
+    if not isinstance(values, Mapping):
+        raise InvalidArgumentError(
+            f"run {run!r}: columns is a {type(values).__name__}; give a mapping from the columns' names to their values"
+        )
     metadata = shard.metadata
     if (metadata["run"], metadata["model"]) != (run, "policy"):
         raise InvalidArgumentError(

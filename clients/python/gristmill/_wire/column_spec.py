@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from gristmill._wire.columns import Array
+from gristmill._wire.lists import check_no_null
 from gristmill.errors import InvalidArgumentError
 
 ColumnDtype = Literal[
@@ -297,6 +298,7 @@ def _plain_array(values: Any, column: ColumnSpec, where: str) -> Array:
             ) from None
         found = np.empty(0, object)
     if found.dtype.kind not in "biuf":
+        check_no_null(values, column.name, where)
         raise InvalidArgumentError(
             f"{where}: {column.name} is no array of numbers, all of one shape; give one {_OF_SCOPE[column.scope]}"
         )

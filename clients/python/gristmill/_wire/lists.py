@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from gristmill._wire.columns import Array
+from gristmill.errors import InvalidArgumentError
 
 _INT32 = np.dtype(np.int32)
 _TYPECODES = {_INT32: "i", np.dtype(np.float32): "f", np.dtype(np.float64): "d"}
@@ -31,6 +32,21 @@ def from_list(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
         return np.frombuffer(array(_TYPECODES[dtype], values), dtype)
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+def check_no_null(values: Any, name: str, where: str) -> None:
+    """Raises InvalidArgumentError naming the first entry that is null, of lists within lists too."""
+    if place := _null_in(values):
+        raise InvalidArgumentError(f"{where}: {name}{place} is null; each is a number")
+
+
+def _null_in(values: Any) -> str:
+    for index, value in enumerate(values if isinstance(values, (list, tuple)) else ()):
+        if value is None:
+            return f"[{index}]"
+        if place := _null_in(value):
+            return f"[{index}]{place}"
+    return ""
 
 
 def size_of(values: Any) -> int:

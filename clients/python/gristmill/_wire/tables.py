@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array, Int64s, Ragged, exact_sum, least
-from gristmill._wire.lists import ConvertedTokens, from_list
+from gristmill._wire.lists import ConvertedTokens, check_no_null, from_list
 from gristmill._wire.steps import FLOAT32_MAX, INT32_MAX, UNKNOWN, Extra, Steps, check, check_text, oldest_versions
 from gristmill.errors import InvalidArgumentError
 
@@ -319,7 +319,9 @@ def _vector(values: Any, name: str, where: str) -> Array:
     try:
         array = np.asarray(values)
     except (ValueError, OverflowError):
-        array = np.empty((0, 0))
+        array = np.empty((0, 0), object)
+    if array.dtype == object:
+        check_no_null(values, name, where)
     if array.ndim != 1:
         raise InvalidArgumentError(f"{where}: {name} is not a flat list of numbers")
     return array

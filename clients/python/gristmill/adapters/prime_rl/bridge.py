@@ -11,8 +11,9 @@ from typing import Any
 
 from gristmill import AllRanksClient, RolloutClient
 from gristmill._wire.column_spec import specs_of
+from gristmill.adapters._ledger import Ledger
 from gristmill.adapters.prime_rl.micro_batches import COLUMNS, Encoding, check_columns
-from gristmill.adapters.prime_rl.run_directory import BROADCAST_MARK, CHECKPOINT_MARK, Ledger, Steps
+from gristmill.adapters.prime_rl.run_directory import BROADCAST_MARK, CHECKPOINT_MARK, LEDGER, Steps
 from gristmill.adapters.prime_rl.session import BeganAnewError, Session, StoppedError, Trainer
 from gristmill.adapters.prime_rl.transports import Files, Transport
 from gristmill.errors import InvalidArgumentError
@@ -94,7 +95,7 @@ class Bridge:
                 self._address, self._run, dp_size=self._dp_size, auto_commit=False, columns=columns
             ) as client,
         ):
-            ledger = Ledger(self._output_dir)
+            ledger = Ledger(self._output_dir / LEDGER)
             Session(client, self._transport, trainer, ledger, self._encoding, self._stopped).train(thread)
 
     def _columns(self) -> list[str]:

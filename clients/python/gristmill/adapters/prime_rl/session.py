@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from threading import Event
 
 from gristmill import AllRanksClient, MiniBatch
+from gristmill.adapters._ledger import Ledger
 from gristmill.adapters.prime_rl.micro_batches import Encoding
-from gristmill.adapters.prime_rl.run_directory import Ledger, Steps
+from gristmill.adapters.prime_rl.run_directory import Steps
 from gristmill.adapters.prime_rl.transports import Transport
 from gristmill.errors import BatchFailedError, FailedPreconditionError
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from gristmill.adapters.prime_rl.run_directory import rank_file, rank_files, write_whole
+from gristmill.adapters._ledger import write_whole
+from gristmill.adapters.prime_rl.run_directory import rank_file, rank_files
 from gristmill.errors import InvalidArgumentError
 
 _log = logging.getLogger("gristmill")

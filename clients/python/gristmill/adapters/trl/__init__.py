@@ -14,7 +14,8 @@ from gristmill.adapters.trl._settings import run_settings
 
 try:
     from gristmill.adapters.trl._trainer import GristmillGRPOTrainer
+    from gristmill.adapters.trl._worker import GristmillRolloutWorker, async_run_settings
 except ImportError as missing:
     raise ImportError(f"this adapter is TRL's ({missing}): pip install 'trl>=1.16' 'gristmill[torch]'") from missing
 
-__all__ = ["Gristmill", "GristmillGRPOTrainer", "run_settings"]
+__all__ = ["Gristmill", "GristmillGRPOTrainer", "GristmillRolloutWorker", "async_run_settings", "run_settings"]

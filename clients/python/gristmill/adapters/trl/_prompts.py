@@ -32,7 +32,7 @@ class Prompts:
         return len(self._loader)
 
     def batches(self, number: int) -> Iterator[Any]:
-        """This rank's rows of each batch from this on, counted from the beginning of training, to its epoch's end."""
+        """This rank's rows of each batch from this one to the end of its epoch; number: in the whole training."""
         epoch, first = divmod(number, len(self))
         while self._drawn < epoch:
             next(iter(self._sampler), None)

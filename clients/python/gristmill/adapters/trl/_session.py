@@ -126,7 +126,8 @@ class Session:
         return takes_none or found.groups_open + found.groups_complete + found.groups_room < train_batch_size
 
     def announce(self, version: int) -> None:
-        if self._accelerator.is_main_process:
+        """Announces a version, unless a later one was before the trainer was killed: versions never go back."""
+        if self._accelerator.is_main_process and version > self.rollouts.policy_version():
             self._trainer.announce_policy_version(version)
 
     def close(self) -> None:

@@ -279,7 +279,8 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return generation_batch if self.model.training else super()._prepare_inputs(generation_batch)
 
     def _compute_loss(self, model: Any, inputs: Inputs) -> torch.Tensor:
-        loss: torch.Tensor = super()._compute_loss(model, inputs)
+        with _uneven_rows(self.accelerator):
+            loss: torch.Tensor = super()._compute_loss(model, inputs)
         weight: float = inputs.get(LOSS_WEIGHT, 1.0)
         return loss * weight
 
@@ -317,6 +318,25 @@ class _Steps(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         control.should_save |= self._trainer.stepped()
         return control
+
+
+@contextmanager
+def _uneven_rows(accelerator: Any) -> Iterator[None]:
+    """Within it `gather` takes one number a row of ranks with different rows, as TRL's clip ratios are: NaN stands for
+    those that a rank lacks, which TRL leaves out of minima and maxima."""
+    gather = accelerator.gather
+
+    def gathered(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 1:
+            tensor = accelerator.pad_across_processes(tensor, pad_index=torch.nan)
+        found: torch.Tensor = gather(tensor)
+        return found
+
+    accelerator.gather = gathered
+    try:
+        yield
+    finally:
+        del accelerator.gather
 
 
 def _scored_by_workers(prompts: list[Any], **_: Any) -> list[float]:

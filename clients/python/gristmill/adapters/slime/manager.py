@@ -1,0 +1,73 @@
+"""slime's RolloutManager with the run's batches in the place of its own schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gristmill.adapters.slime.feed import Feed
+
+
+class FromGristmill:
+    """The methods that go before slime's in `RolloutManager` (slime/ray/rollout.py); mixed in by `swap`."""
+
+    args: Any
+    data_source: Any
+    rollout_id: int
+    train_parallel_config: Mapping[str, int]
+    _feed: Feed | None = None
+
+    def generate(self, rollout_id: int) -> Any:
+        """Boxes with the train data of each rank, as slime's train actors take them."""
+        if self._feed is None:
+            self._feed = Feed(self.args, self.train_parallel_config, rollout_id)
+        self._feed.begin(rollout_id)
+        if self._feed.options.rollouts == "slime":
+            if not self._feed.has_batch:
+                return super().generate(rollout_id)  # type: ignore[misc]
+            # Its prompts are not to be sampled again.
+            self.data_source.get_samples(self.args.rollout_batch_size)
+        self.rollout_id = rollout_id
+        return self._split_train_data_by_dp(None)
+
+    def _convert_samples_to_train_data(self, samples: Any) -> None:
+        """slime calls it with what its rollout function returned."""
+        assert self._feed is not None, "generate makes it"
+        self._feed.submit(samples, self.rollout_id)
+
+    def _split_train_data_by_dp(self, data: None) -> list[Any]:
+        """slime calls it with what the method above returned."""
+        assert self._feed is not None, "generate makes it"
+        return [self._boxed(rank) for rank in self._feed.next(self.rollout_id)]
+
+    def _boxed(self, rank: dict[str, Any]) -> Any:
+        """As slime puts a rank's data where the rank fetches it."""
+        import ray
+        from slime.utils.misc import Box
+
+        transport = getattr(self.args, "rollout_data_transport", "object-store")
+        return Box(ray.put(rank, _tensor_transport="nixl") if transport == "nixl" else ray.put(rank))
+
+    def save(self, rollout_id: int) -> None:
+        super().save(rollout_id)  # type: ignore[misc]
+        if self._feed is not None:
+            self._feed.saved(rollout_id)
+
+    def dispose(self) -> None:
+        if self._feed is not None:
+            self._feed.finish()
+            self._feed.close()
+        super().dispose()  # type: ignore[misc]
+
+
+def swap() -> None:
+    """Puts a RolloutManager that is fed by gristmill in the place of slime's, for what is imported afterwards.
+
+    slime has an argument for the functions that it calls, and none for this class; `create_rollout_manager` looks it up
+    in its module when it is called.
+    """
+    import ray
+    import slime.ray.rollout as module
+
+    plain = module.RolloutManager.__ray_metadata__.modified_class.__ray_actor_class__
+    module.RolloutManager = ray.remote(type("RolloutManager", (FromGristmill, plain), {}))

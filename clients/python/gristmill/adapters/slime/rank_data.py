@@ -1,0 +1,158 @@
+"""A batch's shards as slime's train data: of each rank what `RolloutManager._split_train_data_by_dp` makes, with the
+service's partition and micro-batches in the place of slime's (slime/ray/rollout.py of slime 0.3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gristmill._client.jagged_rows import Part
+from gristmill.torch import Shard
+
+ADVANTAGES, RETURNS = "gristmill_advantages", "gristmill_returns"
+"""Per-token credit, which `gristmill.adapters.slime.advantages` takes from the train data."""
+TEACHER_LOGPROBS, ROUTED_EXPERTS = "teacher_log_probs", "rollout_routed_experts"
+"""Columns, called as slime calls them."""
+
+# Tensors of responses by their name in slime and in shards; those that a shard lacks are left out.
+_OF_RESPONSES = {
+    "loss_masks": ("loss_mask", torch.int32),
+    "rollout_log_probs": ("rollout_logprobs", torch.float32),
+    TEACHER_LOGPROBS: (TEACHER_LOGPROBS, torch.float32),
+    ADVANTAGES: ("advantages", torch.float32),
+    RETURNS: ("returns", torch.float32),
+}
+_PER_RANK = ("partition", "rollout_ids", "micro_batch_indices", "num_microbatches", "global_batch_sizes")
+
+MiniBatches = Sequence[Sequence[Shard]]
+"""The shards of a batch by mini-batch and rank."""
+Data = dict[str, Any]
+
+
+def rank_data(mini_batches: MiniBatches, *, images: Sequence[str] = (), per_token: bool = False) -> list[Data]:
+    """Returns the train data of each rank, in the order of ranks.
+
+    Lists have an element a row, over all mini-batches, each of which is a training step: `tokens` int64 (tokens,),
+    `loss_masks` int32 (response,), `rollout_log_probs` float32 (response,), `rewards` the advantage on the row's last
+    token, and so on. `partition` says where each row stands in `total_lengths` and `raw_reward`, which are of the whole
+    batch: trained rows in the plan's order, padding rows behind them. The response of a padding row is one token, which
+    is not trained.
+
+    images: columns of scope `items`, which become `multimodal_train_inputs`. per_token: whether the advantages and
+    returns of tokens go with it.
+    """
+    order = _Order(mini_batches)
+    ranks = [_of_rank([shards[rank] for shards in mini_batches], order, images) for rank in range(len(mini_batches[0]))]
+    lengths, rewards = [0] * order.count, [0.0] * order.count
+    for rank in ranks:
+        for place, tokens, reward in zip(rank["partition"], rank["tokens"], rank.pop("raw_reward"), strict=True):
+            lengths[place], rewards[place] = len(tokens), reward
+    left_out = () if per_token else (ADVANTAGES, RETURNS)
+    whole = {"total_lengths": lengths, "raw_reward": rewards}
+    return [{name: values for name, values in rank.items() if name not in left_out} | whole for rank in ranks]
+
+
+class _Order:
+    """Where the rows of a whole batch stand, and which trajectories they are of; padding rows have one each."""
+
+    def __init__(self, mini_batches: MiniBatches) -> None:
+        keys = [key for shards in mini_batches for shard in shards for key in _keys(shard)]
+        real = sorted(key for key in keys if key[0] >= 0)
+        self._places = {row: place for place, (row, _) in enumerate(real)}
+        self._trajectories: dict[Any, int] = {}
+        for _, trajectory in real:
+            self._trajectories.setdefault(trajectory, len(self._trajectories))
+        self.count = len(keys)
+        self._padding = iter(range(len(real), self.count))
+
+    def places(self, shard: Shard) -> list[int]:
+        return [self._places[row] if row >= 0 else next(self._padding) for row, _ in _keys(shard)]
+
+    def trajectories(self, shard: Shard, places: list[int]) -> list[int]:
+        """places: of the shard's rows."""
+        return [
+            # Behind those of all rows, of which there are no more than there are rows.
+            self._trajectories[trajectory] if row >= 0 else place
+            for (row, trajectory), place in zip(_keys(shard), places, strict=True)
+        ]
+
+
+def _keys(shard: Shard) -> list[tuple[int, tuple[str, int, int]]]:
+    """Of each row its number, and its trajectory."""
+    trajectories = zip(shard.metadata["uids"], shard.metadata["rounds"], shard["sample"].tolist(), strict=True)
+    return list(zip(shard["row"].tolist(), trajectories, strict=True))
+
+
+def _of_rank(shards: Sequence[Shard], order: _Order, images: Sequence[str]) -> Data:
+    data: Data = {name: [] for name in _PER_RANK}
+    for shard in shards:
+        begin, micro_batches = len(data["partition"]), shard.metadata["micro_batches"]
+        places = order.places(shard)
+        data["partition"] += places
+        data["micro_batch_indices"] += [[begin + row for row in rows] for rows in micro_batches]
+        data["num_microbatches"].append(len(micro_batches))
+        data["global_batch_sizes"].append(shard.metadata["loss_denominators"]["trajectories"])
+        data["rollout_ids"] += order.trajectories(shard, places)
+        for name, values in _of_rows(shard, images).items():
+            data.setdefault(name, []).extend(values)
+    data["rollout_mask_sums"] = torch.tensor(data["rollout_mask_sums"], dtype=torch.float32)
+    return data
+
+
+def _of_rows(shard: Shard, images: Sequence[str]) -> dict[str, list[Any]]:
+    """What there is one a row."""
+    found: dict[str, list[Any]] = {
+        "tokens": _rows(shard, "sequences", "row", torch.int64),
+        "source_names": [tag or "unknown" for tag in shard.metadata.get("tags", [""] * len(shard))],
+        "truncated": [int(reason == "length") for reason in shard.metadata["stop_reasons"]],
+        "sample_indices": shard["row"].tolist(),
+        "rollout_mask_sums": shard.metadata["loss_denominators"]["trajectory_tokens"],
+        "raw_reward": _last(_rows(shard, "rewards", "response", torch.float32)),
+    }
+    for name, (ours, dtype) in _OF_RESPONSES.items():
+        if _has(shard, ours):
+            found[name] = _rows(shard, ours, "response", dtype)
+    found["response_lengths"] = [len(mask) for mask in found["loss_masks"]]
+    found["rewards"] = _last(found[ADVANTAGES])
+    if _has(shard, ROUTED_EXPERTS):
+        found[ROUTED_EXPERTS] = _routed_experts(shard)
+    if images:
+        found["multimodal_train_inputs"] = _images(shard, images)
+    return found
+
+
+def _has(shard: Shard, name: str) -> bool:
+    return name in shard or f"micro_batch_000/{name}" in shard
+
+
+def _rows(shard: Shard, name: str, part: Part, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """That part of each row, in memory of its own: it goes to another process."""
+    values, offsets = shard.jagged(name, part)
+    rows = torch.split(values.to(dtype=dtype), offsets.diff().tolist())
+    return [row.clone() for row in rows]
+
+
+def _last(rows: Sequence[torch.Tensor]) -> list[float]:
+    return [float(row[-1]) for row in rows]
+
+
+def _routed_experts(shard: Shard) -> list[torch.Tensor]:
+    """The experts of each token but the last, which predicts nothing. A padding row has the first top_k: a replayed
+    router wants distinct ones."""
+    rows = [row[:-1] for row in _rows(shard, ROUTED_EXPERTS, "row")]
+    for row, is_padding in zip(rows, shard["is_padding"].tolist(), strict=True):
+        if is_padding:
+            row[:] = torch.arange(row.shape[-1])
+    return rows
+
+
+def _images(shard: Shard, names: Sequence[str]) -> list[dict[str, torch.Tensor] | None]:
+    """By row; None where a row has none."""
+    edges = {name: shard[f"{name}_offsets"].tolist() for name in names}
+    rows = [
+        {name: shard[name][edges[name][row] : edges[name][row + 1]].clone() for name in names}
+        for row in range(len(shard))
+    ]
+    return [row if any(map(len, row.values())) else None for row in rows]

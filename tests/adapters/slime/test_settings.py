@@ -1,0 +1,121 @@
+"""slime's arguments become the settings of a run, and what has no equal is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gristmill import InvalidArgumentError
+from gristmill.adapters.slime.settings import Options, run_settings
+from gristmill_service.config import parse_config
+from tests.adapters.slime.samples import PARALLEL, arguments
+
+OPTIONS = Options("here", "run")
+
+
+def settings(options: Options = OPTIONS, **changes: Any) -> dict[str, Any]:
+    return run_settings(arguments(**changes), PARALLEL, options)
+
+
+def test_the_run_is_scheduled_as_slime_would() -> None:
+    config = parse_config(settings())
+    assert (config.train_batch_size, config.n_samples_per_prompt, config.policy_mini_batch_size) == (4, 2, 2)
+    assert (config.layout, config.loss_reduction, config.advantage_estimator) == ("packed", "none", "grpo")
+    assert (config.dp_size, config.micro_batch.max_tokens) == (2, 24)
+    assert not config.grpo_norm_by_std
+
+
+def test_parallel_sizes_are_those_of_the_train_actors() -> None:
+    parallel = {"dp_size": 4, "cp_size": 2, "vpp_size": 2, "microbatch_group_size_per_vp_stage": 3}
+    made = run_settings(arguments(), parallel, OPTIONS)
+    assert (made["dp_size"], made["cp_size"], made["vpp_size"], made["microbatch_group_size"]) == (4, 2, 2, 3)
+
+
+def test_micro_batches_of_a_size_are_taken_too() -> None:
+    assert settings(use_dynamic_batch_size=False, micro_batch_size=3)["micro_batch"] == {"size": 3}
+
+
+def test_batches_between_two_checkpoints_find_room() -> None:
+    assert settings()["max_buffered_batches"] == 4
+    assert settings(save_interval=20)["max_buffered_batches"] == 22
+
+
+def test_the_user_s_settings_go_before_what_is_only_a_default() -> None:
+    made = settings(Options("here", "run", settings={"merge": "prefix", "balance": "flops", "step_wise": True}))
+    assert (made["merge"], made["balance"]) == ("prefix", "flops")
+
+
+def test_columns_are_declared_that_slime_s_training_reads() -> None:
+    own = {"name": "difficulty", "dtype": "float32", "scope": "row"}
+    made = settings(
+        Options("here", "run", settings={"columns": [own]}),
+        use_rollout_routing_replay=True,
+        num_layers=48,
+        moe_router_topk=8,
+        use_opd=True,
+        opd_type="sglang",
+    )
+    assert [column["name"] for column in made["columns"]] == [
+        "rollout_routed_experts",
+        "teacher_log_probs",
+        "difficulty",
+    ]
+    assert made["columns"][0]["shape"] == [48, 8]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"advantage_estimator": "ppo"}, "--advantage-estimator is ppo, and gristmill computes advantages"),
+        ({"use_critic": True}, "--use-critic"),
+        ({"rewards_normalization": False}, "--disable-rewards-normalization"),
+        ({"normalize_advantages": True}, "--normalize-advantages .*whiten: batch"),
+        ({"custom_reward_post_process_path": "a.b"}, "--custom-reward-post-process-path"),
+        ({"custom_convert_samples_to_train_data_path": "a.b"}, "--custom-convert-samples-to-train-data-path"),
+        ({"global_batch_size": 3}, "--global-batch-size is 3 and --n-samples-per-prompt 2"),
+        ({"rollout_top_p": 0.9}, "--rollout-top-p"),
+        ({"log_passrate": True}, "--log-passrate"),
+        ({"debug_rollout_only": True}, "--debug-rollout-only"),
+        ({"save_interval": 5, "rollout_global_dataset": False}, "--disable-rollout-global-dataset"),
+    ],
+)
+def test_arguments_without_an_equal_are_refused_naming_the_remedy(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=reason):
+        settings(**changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"dp_size": 8}, "dp_size follows from slime's arguments, where it is 2"),
+        ({"loss_reduction": "token_mean"}, "loss_reduction follows from slime's arguments, where it is 'none'"),
+        ({"advantage_estimator": "gae"}, "--custom-advantage-function-path gristmill.adapters.slime.advantages"),
+        ({"update_epochs_per_batch": 2}, "slime makes one pass"),
+        ({"critic_mini_batch_size": 2}, "slime's critic is not supported"),
+        ({"surplus": 1}, "it is for rollouts: workers"),
+        ({"zero_variance_filter": "replace"}, "use mask"),
+    ],
+)
+def test_settings_that_contradict_slime_are_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=reason):
+        settings(Options("here", "run", settings=given))
+
+
+def test_workers_of_one_s_own_may_sample_more() -> None:
+    given = {"surplus": 1, "zero_variance_filter": "replace"}
+    assert settings(Options("here", "run", rollouts="workers", settings=given))["surplus"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (None, "its file has no mapping `gristmill`"),
+        ({"address": "here"}, "gristmill: run must be given"),
+        ({"address": "here", "run": "r", "port": 1}, "unknown option 'port'; known are address, run, rollouts"),
+        ({"address": "here", "run": "r", "rollouts": "both"}, "rollouts is 'both'; it is slime or workers"),
+    ],
+)
+def test_options_are_checked(given: Any, reason: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=reason):
+        Options.of(arguments(gristmill=given))
