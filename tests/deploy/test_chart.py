@@ -113,3 +113,38 @@ def test_values_that_would_not_do_what_they_say_are_refused(flags: tuple[str, ..
 )
 def test_values_that_do_are_rendered(flags: tuple[str, ...]) -> None:
     assert only(render(*flags), "StatefulSet", "gristmill")
+
+
+ACCESS = ("--set", "access.tokensSecret=tokens,access.tlsSecret=tls")
+
+
+def test_with_certificates_and_tokens_nothing_is_left_open() -> None:
+    resources = render(*REDIS, *ACCESS, "--set", "access.scrapeTokenSecret=scraper,monitoring.monitor=true")
+    spec = pod(only(resources, "StatefulSet", "gristmill"))
+    (container,) = spec["containers"]
+    given = {one["name"]: one.get("value") for one in container["env"]}
+    assert "GRISTMILL_INSECURE" not in given
+    host = "$(POD_NAME).gristmill-replicas.gristmill.svc"
+    assert given["GRISTMILL_ADVERTISE_HTTP_URL"] == f"https://{host}:8080"
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    secrets = {volume["name"]: volume["secret"]["secretName"] for volume in spec["volumes"]}
+    assert (secrets, mounts.keys()) == ({"tokens": "tokens", "tls": "tls"}, {"tokens", "tls"})
+    for name in ("GRISTMILL_TOKENS_FILE", "GRISTMILL_TLS_CERT_FILE", "GRISTMILL_TLS_KEY_FILE"):
+        assert str(given[name]).startswith(tuple(mounts.values()))
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+    (scraped,) = only(resources, "ServiceMonitor")["spec"]["endpoints"]
+    assert (scraped["scheme"], scraped["authorization"]) == (
+        "https",
+        {"credentials": {"name": "scraper", "key": "token"}},
+    )
+
+
+def test_without_them_the_service_is_told_that_its_network_is_trusted() -> None:
+    (container,) = pod(only(render(*REDIS), "StatefulSet", "gristmill"))["containers"]
+    assert {"name": "GRISTMILL_INSECURE", "value": "true"} in container["env"]
+    assert "grpc" in container["startupProbe"]
+
+
+def test_a_scraper_without_a_token_is_refused_before_its_target_is_down() -> None:
+    assert "access.scrapeTokenSecret" in refusal(*REDIS, *ACCESS, "--set", "monitoring.monitor=true")

@@ -67,6 +67,31 @@ limits:
   memory: {{ $memory }}
 {{- end }}
 
+{{/* Certificates and tokens; without both, what it takes to be reached without them. */}}
+{{- define "gristmill.accessEnv" -}}
+{{- if .Values.access.tokensSecret }}
+- name: GRISTMILL_TOKENS_FILE
+  value: /etc/gristmill/tokens/tokens.yaml
+{{- end }}
+{{- if .Values.access.tlsSecret }}
+- name: GRISTMILL_TLS_CERT_FILE
+  value: /etc/gristmill/tls/tls.crt
+- name: GRISTMILL_TLS_KEY_FILE
+  value: /etc/gristmill/tls/tls.key
+- name: GRISTMILL_TLS_PEER_CA_FILE
+  value: /etc/gristmill/tls/ca.crt
+{{- end }}
+{{- if not (and .Values.access.tokensSecret .Values.access.tlsSecret) }}
+- name: GRISTMILL_INSECURE
+  value: "true"
+{{- end }}
+{{- end }}
+
+{{/* A probe over HTTP. Takes a dict of Values and path. */}}
+{{- define "gristmill.httpProbe" -}}
+httpGet: {path: {{ .path }}, port: http{{ if .Values.access.tlsSecret }}, scheme: HTTPS{{ end }}}
+{{- end }}
+
 {{- define "gristmill.redisUrl" -}}
 {{- if .Values.redis.bundled.enabled -}}
 redis://{{ include "gristmill.name" . }}-redis:6379/0
@@ -86,6 +111,7 @@ redis://{{ include "gristmill.name" . }}-redis:6379/0
 {{- if and .Values.redis.url .Values.redis.bundled.enabled }}{{ fail "redis.url and redis.bundled.enabled are both set: unset one" }}{{ end -}}
 {{- if and .Values.redis.url .Values.networkPolicy.enabled (not .Values.networkPolicy.egress) (not $journal) }}{{ fail "networkPolicy.egress is empty, so that pods cannot reach redis.url: add a rule for it, or set networkPolicy.enabled: false" }}{{ end -}}
 {{- if le (int .Values.terminationGracePeriodSeconds) $grace }}{{ fail (printf "terminationGracePeriodSeconds is %d, and settings.shutdown_grace_s %d: give the pod longer, or it is killed while it finishes" (int .Values.terminationGracePeriodSeconds) $grace) }}{{ end -}}
+{{- if and .Values.access.tokensSecret .Values.monitoring.monitor (not .Values.access.scrapeTokenSecret) }}{{ fail "access.tokensSecret asks Prometheus for a token, too: set access.scrapeTokenSecret, or monitoring.monitor: false" }}{{ end -}}
 {{- if gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas) }}{{ fail "autoscaling.minReplicas is more than autoscaling.maxReplicas" }}{{ end -}}
 {{- if eq (int .Values.ports.grpc) (int .Values.ports.http) }}{{ fail "ports.grpc and ports.http are the same: give each its own" }}{{ end -}}
 {{- end }}

@@ -5,12 +5,15 @@ All of these take the gristmill subchart's context: .Subcharts.gristmill.
 */}}
 {{- define "gristmill.sidecar.container" -}}
 {{- if ne .Values.mode "sidecar" }}{{ fail "set mode: sidecar for gristmill, or it would bring a service of its own" }}{{ end -}}
+{{- if or .Values.access.tokensSecret .Values.access.tlsSecret }}{{ fail "access is for mode: service; a sidecar's network policy keeps everyone else out" }}{{ end -}}
 name: gristmill
 image: {{ include "gristmill.image" . }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 restartPolicy: Always
 args: [serve]
 env:
+  - name: GRISTMILL_INSECURE
+    value: "true"
   - name: GRISTMILL_GRPC_ADDRESS
     value: {{ if eq .Values.sidecar.listen "socket" }}unix:{{ .Values.sidecar.directory }}/grpc.sock{{ else }}0.0.0.0:{{ .Values.ports.grpc }}{{ end }}
   # The kubelet's probes and Prometheus come from outside of the pod.
