@@ -41,8 +41,7 @@ class Calls:
     async def answer(self, request: web.Request, name: TrajectoryName, path: str) -> web.StreamResponse:
         """Raises RefusalError where it is not answered; then nothing was recorded."""
         began = time.perf_counter()
-        recording = self._runs.recording(name)
-        with self._counted(), recording.calling():
+        with self._counted(), self._runs.recording(name).calling() as recording:
             document = await read_document(request)
             run = self._runs.run(name.run)
             await run.check()

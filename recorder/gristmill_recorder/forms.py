@@ -83,7 +83,7 @@ class ChatForm:
             raise WrongCall("include_reasoning is false, so that the engine would hide token ids; leave it out")
         refuse_media(document.get("messages"))
         _refuse(document, "prompt_embeds", "they have no token ids")
-        self.choices = (document.get("n") or 1) * (1 if self._is_chat else _prompts(document.get("prompt")))
+        self.choices = _count(document.get("n")) * (1 if self._is_chat else _prompts(document.get("prompt")))
         self._keeps_logprobs = _wants_logprobs(document)
         self._keeps_ids = bool(document.get(_IDS))
         self._keeps_extension = any(document.get(name) for name in _SGLANG_IDS)
@@ -254,6 +254,11 @@ def _refuse(document: Document, name: str, reason: str) -> None:
 def _wants_logprobs(document: Document) -> bool:
     asked = document.get("logprobs")
     return asked is not None and asked is not False
+
+
+def _count(given: Any) -> int:
+    """How many choices are asked for; the engine refuses what is no number."""
+    return given if isinstance(given, int) and given > 0 else 1
 
 
 def _prompts(prompt: Any) -> int:

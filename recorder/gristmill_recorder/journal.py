@@ -97,28 +97,23 @@ class Journal:
             entry.rows = [_row(row) for row in rows]
             yield entry
 
-    def begin(self, name: TrajectoryName) -> int:
-        """The id of a trajectory that is new."""
-        with self._changing():
-            made = self._database.execute(
-                "INSERT INTO trajectories (run, uid, sample, round, attempt) VALUES (?, ?, ?, ?, ?)", name
-            )
-        assert made.lastrowid is not None
-        return made.lastrowid
+    def append(self, entry: Entry, rows: Sequence[Row], delivered: int) -> None:
+        """The next steps of a trajectory, all or none; the first make it. Completes the entry's `id` and `next_step`.
 
-    def append(self, trajectory: int, rows: Sequence[Row], delivered: int) -> None:
-        """The next steps of a trajectory, all or none. delivered: how many of its steps the service has: they go."""
-        records = [
-            (trajectory, row.step, row.prompt.data, row.response.data,
-             None if row.logprobs is None else row.logprobs.data, row.stop_reason, row.policy_version)
-            for row in rows
-        ]  # fmt: skip
+        delivered: how many of its steps the service has: they go.
+        """
+        id_, next_step = entry.id, rows[-1].step + 1
         with self._changing():
-            self._database.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?)", records)
-            self._database.execute("DELETE FROM steps WHERE trajectory = ? AND step < ?", (trajectory, delivered))
-            self._database.execute(
-                "UPDATE trajectories SET next_step = ? WHERE id = ?", (rows[-1].step + 1, trajectory)
-            )
+            if not id_:
+                made = self._database.execute(
+                    "INSERT INTO trajectories (run, uid, sample, round, attempt) VALUES (?, ?, ?, ?, ?)", entry.name
+                )
+                assert made.lastrowid is not None
+                id_ = made.lastrowid
+            self._database.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?)", _records(id_, rows))
+            self._database.execute("DELETE FROM steps WHERE trajectory = ? AND step < ?", (id_, delivered))
+            self._database.execute("UPDATE trajectories SET next_step = ? WHERE id = ?", (next_step, id_))
+        entry.id, entry.next_step = id_, next_step
 
     def end(self, trajectory: int, reward: float | None) -> None:
         """No more steps come."""
@@ -211,6 +206,12 @@ def _entry(found: tuple[int, str, str, int, int, int, int, int, float | None, st
     id_, run, uid, sample, round_, attempt, next_step, is_ended, reward, outcome = found
     name = TrajectoryName(run, uid, sample, round_, attempt)
     return Entry(name, id_, next_step, bool(is_ended), reward, outcome or "")
+
+
+def _records(trajectory: int, rows: Sequence[Row]) -> Iterator[tuple[object, ...]]:
+    for row in rows:
+        logprobs = None if row.logprobs is None else row.logprobs.data
+        yield trajectory, row.step, row.prompt.data, row.response.data, logprobs, row.stop_reason, row.policy_version
 
 
 def _row(found: tuple[int, bytes, bytes, bytes | None, str, int]) -> Row:

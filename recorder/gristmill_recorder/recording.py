@@ -74,12 +74,12 @@ class Recording:
         return self._entry.next_step
 
     @contextmanager
-    def calling(self) -> Iterator[None]:
+    def calling(self) -> Iterator[Recording]:
         """A call of the trajectory is under way within the block. Raises TrajectoryOver where it would be of no use."""
         self._check_open()
         self.calls += 1
         try:
-            yield
+            yield self
         finally:
             self.calls -= 1
             self.used_at = time.monotonic()
@@ -101,10 +101,7 @@ class Recording:
         if not rows:
             return
         with self._metrics.journal_seconds.time():
-            if not self._entry.id:
-                self._entry.id = self._journal.begin(self.name)
-            self._journal.append(self._entry.id, rows, self._delivered)
-        self._entry.next_step += len(rows)
+            self._journal.append(self._entry, rows, self._delivered)
         self._waiting += rows
         self._metrics.recorded(rows)
         self.deliver()
@@ -126,10 +123,13 @@ class Recording:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._over.wait(), wait_s)
 
-    def give_up(self) -> None:
-        """Nothing of it is recorded or delivered from now on. Raises Conflict where it has ended."""
+    def check_not_ended(self) -> None:
+        """Raises Conflict where it has ended, so that it cannot be given up here."""
         if self._entry.is_ended:
             raise Conflict(f"{self.name}: it has ended with {self.steps} steps; abort it in the service")
+
+    def give_up(self) -> None:
+        """Nothing of it is recorded or delivered from now on."""
         self._close(ABORTED)
 
     async def stop(self) -> None:
@@ -201,7 +201,8 @@ class Recording:
         if self._over.is_set():
             return
         try:
-            self._journal.close_trajectory(self._entry.id, outcome, keeps_rows=outcome.startswith(REFUSED))
+            if self._entry.id:
+                self._journal.close_trajectory(self._entry.id, outcome, keeps_rows=outcome.startswith(REFUSED))
         except FailedPreconditionError as error:
             # After a restart it is delivered again, which changes nothing.
             _log.error("%s: %s", self.name, error)

@@ -144,7 +144,7 @@ class Runs:
     async def abort(self, name: TrajectoryName, reason: str) -> None:
         """Gives the trajectory up, here and in the service, where its group goes on without it. Idempotent."""
         if (known := self._open.get(name)) is not None:
-            known.give_up()
+            known.check_not_ended()
         client = self.run(name.run).client
         try:
             await client.abort_trajectory(name.uid, name.sample, round=name.round, reason=reason)
@@ -153,6 +153,8 @@ class Runs:
             if not await client.begin_groups([name.uid], name.round, wait_s=0.0):
                 raise Busy(f"{name}: there is no room for its group now; abort it later") from None
             await client.abort_trajectory(name.uid, name.sample, round=name.round, reason=reason)
+        if known is not None:
+            known.give_up()
 
     async def abandon(self, idle_s: float) -> None:
         """Aborts trajectories of which nothing was heard for so long: their groups would wait for them for ever."""
@@ -181,5 +183,7 @@ class Runs:
         return made
 
     def _forget(self, recording: Recording) -> None:
-        self._open.pop(recording.name, None)
+        # Another one may have its name by now.
+        if self._open.get(recording.name) is recording:
+            del self._open[recording.name]
         self._metrics.open.set(len(self._open))

@@ -35,11 +35,11 @@ async def serve(settings: RecorderSettings) -> None:
     runs = Runs(settings.address, journal, metrics)
     upstream = Upstream(settings)
     app = RecorderApp(settings, runs, upstream, metrics)
+    if left := runs.resume():
+        _log.info("%d trajectories go on where they stopped", left)
     tasks = [asyncio.create_task(_sync(journal)), asyncio.create_task(_keep_house(runs, journal, settings))]
     try:
         runner = await _listening(app, settings)
-        if left := runs.resume():
-            _log.info("%d trajectories go on where they stopped", left)
         print(f"gristmill record is ready: {_url(settings, runner)} in front of {settings.upstream}", flush=True)
         await asked.wait()
         app.is_ready = False
@@ -97,4 +97,4 @@ async def _keep_house(runs: Runs, journal: Journal, settings: RecorderSettings) 
     while True:
         journal.forget(time.time() - settings.keep_closed_s)
         await runs.abandon(settings.idle_abort_s)
-        await asyncio.sleep(_HOUSEKEEPING_S)
+        await asyncio.sleep(min(_HOUSEKEEPING_S, settings.idle_abort_s))

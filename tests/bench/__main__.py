@@ -23,6 +23,7 @@ from tests.bench import (
     pipeline,
     plot,
     pulls,
+    record,
     redis,
     replicas,
     serving,
@@ -52,6 +53,7 @@ SOURCES = (
     page,
     metrics,
     neighbours,
+    record,
 )
 ELSEWHERE = ("peers", "chaos")
 """Measured by `make bench-peers` and by `python -m tests.chaos.deletions`; a run of all figures here leaves them."""

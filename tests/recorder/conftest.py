@@ -1,4 +1,4 @@
-"""Engines, services and recorders for tests."""
+"""Engines, a service and recorders for tests. Those of most tests are started once: each test has a run of its own."""
 
 from __future__ import annotations
 
@@ -8,19 +8,34 @@ from pathlib import Path
 import pytest
 
 from gristmill_service.service import Service
+from gristmill_service.settings import Settings
 from tests.recorder.engine import Engine, serving
 from tests.recorder.recorders import Recorder, StartRecorder, create_run, end, start
+from tests.serving import FREE_PORTS
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
     with serving(Engine()) as engine:
         yield engine
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def sglang() -> Iterator[Engine]:
+    with serving(Engine(is_sglang=True)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def service() -> Iterator[Service]:
+    running = Service(Settings(**FREE_PORTS, store="memory", shutdown_grace_s=5))
+    running.start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
 def recorder(engine: Engine, service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorder]:
-    """In front of the engine, for a module's tests."""
     directory = tmp_path_factory.mktemp("recorder")
     journal = str(directory / "journal.sqlite3")
     running = start(directory / "log", engine.url, service.grpc_address, "--journal", journal)
@@ -48,9 +63,3 @@ def run(service: Service, run_name: str) -> str:
     """A run of the service in which each trajectory is a batch."""
     create_run(service.grpc_address, run_name)
     return run_name
-
-
-@pytest.fixture(scope="module")
-def sglang() -> Iterator[Engine]:
-    with serving(Engine(is_sglang=True)) as engine:
-        yield engine

@@ -78,6 +78,7 @@ class Engine:
     """One that listens at `url` and remembers what it was asked. is_sglang: whose form it answers in."""
 
     is_sglang: bool = False
+    port: int = 0
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[Mapping[str, str]] = field(default_factory=list)
@@ -369,8 +370,7 @@ def serving(engine: Engine) -> Iterator[Engine]:
     async def serve() -> AsyncIterator[None]:
         runner = web.AppRunner(engine.app(), handler_cancellation=True)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
+        await web.TCPSite(runner, "127.0.0.1", engine.port, reuse_address=True).start()
         engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         yield
         await runner.cleanup()

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import openai
 
-from gristmill import RolloutClient, TrainerClient
+from gristmill import RolloutClient, Shard, TrainerClient
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 1,
@@ -128,13 +128,25 @@ class TrainedRow:
 
 def trained(address: str, run: str) -> list[TrainedRow]:
     """The rows of the run's first batch as a trainer gets them."""
+    (rows,) = batches(address, run, 1)
+    return rows
+
+
+def batches(address: str, run: str, count: int) -> list[list[TrainedRow]]:
+    """The rows of the run's first batches, each of one mini-batch."""
     with TrainerClient(address, run, 0, timeout_s=20) as trainer:
-        batch = next(iter(trainer))
-        (shard,) = batch.mini_batches()
-        names = ("sequences", "attention_mask", "loss_mask", "rewards", "is_padding")
-        sequences, attention, masks, rewards, padding = (shard[name].tolist() for name in names)
-        logprobs = shard["rollout_logprobs"].tolist() if "rollout_logprobs" in shard else masks
-    found = []
+        found = []
+        for _, batch in zip(range(count), trainer, strict=False):
+            (shard,) = batch.mini_batches()
+            found.append(list(_rows(shard)))
+            shard.ack()
+    return found
+
+
+def _rows(shard: Shard) -> Iterator[TrainedRow]:
+    names = ("sequences", "attention_mask", "loss_mask", "rewards", "is_padding")
+    sequences, attention, masks, rewards, padding = (shard[name].tolist() for name in names)
+    logprobs = shard["rollout_logprobs"].tolist() if "rollout_logprobs" in shard else masks
     for row in range(len(sequences)):
         if padding[row]:
             continue
@@ -143,5 +155,4 @@ def trained(address: str, run: str) -> list[TrainedRow]:
         tail = sequences[row][-width:]
         kept = [position for position in range(width) if masks[row][position]]
         own = [logprobs[row][position] for position in kept]
-        found.append(TrainedRow(tokens, [tail[position] for position in kept], own, sum(rewards[row])))
-    return found
+        yield TrainedRow(tokens, [tail[position] for position in kept], own, sum(rewards[row]))

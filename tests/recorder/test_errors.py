@@ -15,7 +15,7 @@ import pytest
 
 from gristmill import RolloutClient
 from gristmill_service.service import Service
-from tests.recorder.engine import FAILURE, Engine
+from tests.recorder.engine import FAILURE, Engine, serving
 from tests.recorder.recorders import Recorder, StartRecorder, create_run, post, trained
 
 
@@ -157,8 +157,8 @@ def test_a_trajectory_that_the_service_has_no_use_for_tells_its_agent_to_stop(
     recorder: Recorder, service: Service, run: str
 ) -> None:
     with recorder.openai(run) as client, RolloutClient(service.grpc_address, run) as rollouts:
+        rollouts.begin_groups(["a"])
         client.chat.completions.create(**body("say one"))
-        client.chat.completions.create(**body("say two"))
         rollouts.abort_group("a", reason="enough")
         while (answer := chat(recorder, run, body("say three")))[0] == 200:
             pass
@@ -207,26 +207,37 @@ def test_a_wrong_call_is_refused_with_what_is_expected(
     assert (found[0], problem in found[1]) == (status, True), found
 
 
-def test_limits_refuse_and_say_which(start_recorder: StartRecorder, engine: Engine, service: Service, run: str) -> None:
+def test_limits_refuse_and_say_which(start_recorder: StartRecorder, service: Service, run: str) -> None:
     flags = ("--max-calls", "1", "--max-body-bytes", "2000", "--max-row-bytes", "300", "--silence-timeout-s", "0.3")
-    recorder = start_recorder(engine.url, service.grpc_address, *flags)
-    assert told(chat(recorder, run, body("say " + "x" * 3000)))[0] == 413
-    assert "--max-body-bytes" in told(chat(recorder, run, body("say hi", n=20)))[1]
-    with ThreadPoolExecutor(1) as agent:
-        slow = agent.submit(chat, recorder, run, body("wait 60 late"))
-        while not recorder.metric("calls_under_way"):
-            time.sleep(0.01)
-        status, message = told(chat(recorder, run, body("say hi"), uid="b"))
-        assert (status, "--max-calls" in message) == (503, True)
-        status, message = told(slow.result())
-        assert (status, "--silence-timeout-s" in message) == (504, True)
-    for number in range(3):
-        assert chat(recorder, run, body("say hi"), uid=f"uid-{number}")[0] == 200
+    with serving(Engine()) as engine:
+        recorder = start_recorder(engine.url, service.grpc_address, *flags)
+        assert told(chat(recorder, run, body("say " + "x" * 3000)))[0] == 413
+        assert "--max-body-bytes" in told(chat(recorder, run, body("say hi", n=20)))[1]
+        with ThreadPoolExecutor(1) as agent:
+            slow = agent.submit(chat, recorder, run, body("wait 60 late"))
+            while not recorder.metric("calls_under_way"):
+                time.sleep(0.01)
+            status, message = told(chat(recorder, run, body("say hi"), uid="b"))
+            assert (status, "--max-calls" in message) == (503, True)
+            status, message = told(slow.result())
+            assert (status, "--silence-timeout-s" in message) == (504, True)
     status, message = told(chat(recorder, run, body("say hi")))
-    assert (status, "--max-row-bytes" in message) == (503, True)
+    assert (status, f"the engine at {engine.url} cannot be reached" in message) == (502, True)
+    with serving(Engine(port=int(engine.url.rpartition(":")[2]))):
+        for number in range(3):
+            assert chat(recorder, run, body("say hi"), uid=f"uid-{number}")[0] == 200
+        status, message = told(chat(recorder, run, body("say hi")))
+        assert (status, "--max-row-bytes" in message) == (503, True)
 
 
-def test_an_engine_that_is_away_is_told(start_recorder: StartRecorder, service: Service, run: str) -> None:
-    recorder = start_recorder("http://127.0.0.1:9", service.grpc_address)
-    status, message = told(chat(recorder, run, body("say hi")))
-    assert (status, "the engine at http://127.0.0.1:9 cannot be reached" in message) == (502, True)
+def test_an_agent_that_falls_silent_is_aborted_and_its_group_goes_on(
+    start_recorder: StartRecorder, engine: Engine, service: Service, run_name: str
+) -> None:
+    create_run(service.grpc_address, run_name, n_samples_per_prompt=2)
+    recorder = start_recorder(engine.url, service.grpc_address, "--idle-abort-s", "0.5")
+    for sample in range(2):
+        with recorder.openai(run_name, sample=sample) as client:
+            client.chat.completions.create(**body("say hi"))
+    recorder.finish(run_name, sample=1)
+    assert len(trained(service.grpc_address, run_name)) == 1
+    assert recorder.metric('closed_trajectories_total{outcome="aborted"}') == 1

@@ -11,7 +11,7 @@ import pytest
 
 from gristmill import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from gristmill.completions import Sampled
-from gristmill_recorder.journal import Journal
+from gristmill_recorder.journal import Entry, Journal
 from gristmill_recorder.names import TrajectoryName
 from gristmill_recorder.rows import Row
 
@@ -30,9 +30,9 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 
 def test_steps_come_back_as_they_were_but_those_that_were_delivered(journal: Journal, tmp_path: Path) -> None:
-    trajectory = journal.begin(NAME)
-    journal.append(trajectory, [row(0), row(1, logprobs=False)], 0)
-    journal.append(trajectory, [row(2)], 1)
+    begun = Entry(NAME)
+    journal.append(begun, [row(0), row(1, logprobs=False)], 0)
+    journal.append(begun, [row(2)], 1)
     (entry,) = journal.open()
     assert (entry.name, entry.next_step, entry.is_ended) == (NAME, 3, False)
     assert [each.step for each in entry.rows] == [1, 2]
@@ -44,10 +44,10 @@ def test_steps_come_back_as_they_were_but_those_that_were_delivered(journal: Jou
 
 
 def test_what_is_closed_is_remembered_until_it_is_forgotten(journal: Journal) -> None:
-    trajectory = journal.begin(NAME)
-    journal.append(trajectory, [row(0)], 0)
-    journal.end(trajectory, 0.5)
-    journal.close_trajectory(trajectory, "accepted", keeps_rows=False)
+    begun = Entry(NAME)
+    journal.append(begun, [row(0)], 0)
+    journal.end(begun.id, 0.5)
+    journal.close_trajectory(begun.id, "accepted", keeps_rows=False)
     found = journal.find(NAME)
     assert found is not None
     assert (found.next_step, found.is_ended, found.reward, found.outcome) == (1, True, 0.5, "accepted")
@@ -64,13 +64,13 @@ def test_it_belongs_to_one_recorder(journal: Journal, tmp_path: Path) -> None:
 
 
 def test_a_change_that_the_disk_refuses_changes_nothing(journal: Journal, tmp_path: Path) -> None:
-    trajectory = journal.begin(NAME)
-    journal.append(trajectory, [row(0)], 0)
+    begun = Entry(NAME)
+    journal.append(begun, [row(0)], 0)
     with pytest.raises(FailedPreconditionError, match="what is not recorded is not answered"):
         # A step number that is there is refused as a full disk would be.
-        journal.append(trajectory, [row(1), row(0)], 1)
+        journal.append(begun, [row(1), row(0)], 1)
     (entry,) = journal.open()
-    assert (entry.next_step, [each.step for each in entry.rows]) == (1, [0])
+    assert (entry.next_step, [each.step for each in entry.rows]) == (begun.next_step, [0]) == (1, [0])
 
 
 @pytest.mark.parametrize("content", ["other", "no database at all, but long enough to be looked at as one" * 20])

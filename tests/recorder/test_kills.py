@@ -11,7 +11,7 @@ import openai
 from gristmill_recorder.journal import Journal
 from gristmill_service.service import Service
 from tests.recorder.engine import END, Engine, prompt_of
-from tests.recorder.recorders import Recorder, StartRecorder, create_run, post, trained
+from tests.recorder.recorders import StartRecorder, batches, create_run, post, trained
 from tests.serving import StartService
 
 AWAY = "127.0.0.1:9"
@@ -22,64 +22,58 @@ def ask(client: openai.OpenAI, *texts: str, **more: Any) -> Any:
     return client.chat.completions.create(model="toy", messages=messages, **more)
 
 
-def until(recorder: Recorder, name: str, value: float) -> None:
-    while recorder.metric(name) != value:
-        time.sleep(0.02)
-
-
 def test_what_was_answered_outlives_a_kill_before_it_was_submitted(
     start_recorder: StartRecorder, engine: Engine, service: Service, run: str
 ) -> None:
-    first = start_recorder(engine.url, AWAY)
+    first = start_recorder(engine.url, AWAY, "--finish-wait-s", "0")
+    with first.openai(run, "ended") as client:
+        ask(client, "say done")
+    end = f"{first.base(run, 'ended')}/finish"
+    assert post(end, {"reward": 1.0}) == (202, {"steps": 1, "outcome": "waiting for the service"})
     with first.openai(run) as client:
         ask(client, "say one")
         ask(client, "say one", "say two", n=2)
     first.kill()
     second = start_recorder(engine.url, service.grpc_address)
+    while not second.metric('closed_trajectories_total{outcome="accepted"}'):
+        time.sleep(0.02)
+    assert second.finish(run, reward=1.0, uid="ended") == {"steps": 1, "outcome": "accepted"}
+    assert post(f"{second.base(run, 'ended')}/finish", {"reward": 2.0})[0] == 409
     with second.openai(run) as client:
         ask(client, "say three")
     assert second.finish(run, reward=3.0) == {"steps": 4, "outcome": "accepted"}
-    rows = trained(service.grpc_address, run)
+    (done,), rows = batches(service.grpc_address, run, 2)
+    assert bytes(done.trained[:-1]) == b"done"
     assert [bytes(row.trained[:-1]) for row in rows] == [b"one", b"two", b"two #1", b"three"]
-    assert rows[1].tokens == [
-        *prompt_of([{"role": "user", "content": f"say {n}"} for n in ("one", "two")]),
-        *b"two",
-        END,
-    ]
+    prompt = prompt_of([{"role": "user", "content": f"say {number}"} for number in ("one", "two")])
+    assert rows[1].tokens == [*prompt, *b"two", END]
     assert rows[-1].reward == 3.0
 
 
-def test_an_end_that_was_answered_is_delivered_by_the_next_start(
-    start_recorder: StartRecorder, engine: Engine, service: Service, run: str
+def test_steps_that_the_service_had_already_count_once(
+    start_recorder: StartRecorder, engine: Engine, service: Service, run: str, tmp_path: Path
 ) -> None:
-    first = start_recorder(engine.url, AWAY, "--finish-wait-s", "0")
+    """A kill and a stop within a conversation: it goes on where it was."""
+    first = start_recorder(engine.url, service.grpc_address)
     with first.openai(run) as client:
-        ask(client, "say one")
-    end = f"{first.base(run)}/finish"
-    assert post(end, {"reward": 1.0}) == (202, {"steps": 1, "outcome": "waiting for the service"})
+        ask(client, "say 0")
+        ask(client, "say 0", "say 1")
+    while not service.runs.get(run).status().rows_accepted:
+        time.sleep(0.01)
     first.kill()
     second = start_recorder(engine.url, service.grpc_address)
-    until(second, 'closed_trajectories_total{outcome="accepted"}', 1)
-    assert second.finish(run, reward=1.0) == {"steps": 1, "outcome": "accepted"}
-    assert post(f"{second.base(run)}/finish", {"reward": 2.0})[0] == 409
-    assert len(trained(service.grpc_address, run)) == 1
-
-
-def test_steps_that_the_service_had_already_count_once(
-    start_recorder: StartRecorder, engine: Engine, service: Service, run: str
-) -> None:
-    """Killed at every point of a conversation, it goes on where it was."""
-    for turn in range(2):
-        recorder = start_recorder(engine.url, service.grpc_address)
-        with recorder.openai(run) as client:
-            ask(client, *(f"say {number}" for number in range(turn + 1)))
-        while turn % 2 and service.runs.get(run).status().rows_accepted < turn:
-            time.sleep(0.01)
-        recorder.kill()
-    recorder = start_recorder(engine.url, service.grpc_address)
-    assert recorder.finish(run) == {"steps": 2, "outcome": "accepted"}
-    assert [bytes(row.trained[:-1]) for row in trained(service.grpc_address, run)] == [b"0", b"1"]
+    with second.openai(run) as client:
+        ask(client, *(f"say {number}" for number in range(3)))
+    assert second.stop() == 0
     assert service.runs.get(run).status().rows_accepted == 2
+    journal = Journal(tmp_path / "journal.sqlite3")
+    (left,) = journal.open()
+    journal.close()
+    assert bytes(left.rows[-1].response.astype("u1")[:-1]) == b"2"
+    third = start_recorder(engine.url, service.grpc_address)
+    assert third.finish(run) == {"steps": 3, "outcome": "accepted"}
+    assert [bytes(row.trained[:-1]) for row in trained(service.grpc_address, run)] == [b"0", b"1", b"2"]
+    assert service.runs.get(run).status().rows_accepted == 3
 
 
 def test_calls_are_answered_while_the_service_is_away_and_delivered_when_it_is_back(
@@ -99,18 +93,3 @@ def test_calls_are_answered_while_the_service_is_away_and_delivered_when_it_is_b
     assert recorder.finish("my-run")["steps"] == 3
     rows = trained(after.grpc_address, "my-run")
     assert [bytes(row.trained[:-1]) for row in rows] == [b"one", b"two", b"three"]
-
-
-def test_a_stop_delivers_what_may_go_and_keeps_the_rest(
-    start_recorder: StartRecorder, engine: Engine, service: Service, run: str, tmp_path: Path
-) -> None:
-    first = start_recorder(engine.url, service.grpc_address)
-    with first.openai(run) as client:
-        ask(client, "say one")
-        ask(client, "say two")
-    assert first.stop() == 0
-    assert service.runs.get(run).status().rows_accepted == 1
-    journal = Journal(tmp_path / "journal.sqlite3")
-    (left,) = journal.open()
-    journal.close()
-    assert bytes(left.rows[-1].response.astype("u1")[:-1]) == b"two"

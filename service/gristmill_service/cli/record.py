@@ -56,6 +56,7 @@ record_command.__signature__ = flags_of(RecorderSettings)  # type: ignore[attr-d
 def record(settings: RecorderSettings) -> int:
     """Records until a signal asks to stop. Returns the exit status."""
     from gristmill_service.logs import configure_logs
+    from gristmill_service.process_tuning import tune_process
 
     configure_logs(settings.log_level, settings.log_format)
     try:
@@ -68,6 +69,7 @@ def record(settings: RecorderSettings) -> int:
             file=sys.stderr,
         )
         return CANNOT_START
+    tune_process()
     try:
         asyncio.run(serve(settings))
     except GristmillError as error:
