@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 TRAINERS := trl skyrl verl
-ENVIRONMENTS := verifiers atropos
+ENVIRONMENTS := verifiers verifiers_v1 atropos
 PACKAGES := $(TRAINERS) $(ENVIRONMENTS)
 
 .PHONY: help setup demo test test-trainers test-environments $(PACKAGES:%=test-%) check manifests bench bench-peers chaos protos format clean

@@ -1,0 +1,142 @@
+"""Environments of `verifiers.v1` (tasksets, harnesses, agents) feed a run. Written against verifiers 0.4.0.
+
+An agent's model calls are intercepted by verifiers, whose training client renders each prompt to token ids and samples
+from vLLM's `/inference/v1/generate`. Its record is a graph of messages that have their tokens. From it each call
+becomes a step: sub-agents and compacted histories are a tree, and what was sampled once is trained once.
+
+    env = vf.load_environment(vf.SingleAgentEnvConfig(taskset={"id": "gsm8k-v1"}))
+    context = vf.ModelContext("Qwen/Qwen3-4B", vf.TrainClientConfig(base_url="http://127.0.0.1:8000/v1"))
+    async with AsyncRolloutClient("127.0.0.1:50051", run="my-run") as client:
+        await feed(client, env, context)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gristmill.aio import AsyncRolloutClient
+from gristmill.environments.feeding import Feeder, Progress, Prompt, Rollout, RunShape
+from gristmill.errors import FailedPreconditionError, UnsupportedError
+
+Row = dict[str, Any]
+
+
+async def feed(
+    client: AsyncRolloutClient,
+    env: Any,
+    context: Any,
+    *,
+    tasks: Iterable[Any] | None = None,
+    round: int = 0,
+    tag: str | None = None,
+    concurrent_groups: int = 16,
+    on_group: Callable[[Progress], None] | None = None,
+) -> Progress:
+    """Rolls out tasks of an environment into the client's run, each as a group of as many samples as the run wants.
+
+    As `gristmill.environments.verifiers.feed`, of which all holds but for the arguments. An episode that the
+    environment does not call complete is a failure; it is tried again as often as the environment's own `retries` say.
+    Advantages are the run's.
+
+    env: a `verifiers.v1.Env`; it is served while this runs.
+    context: a `verifiers.v1.ModelContext` with the model, a `TrainClientConfig` and the sampling.
+    tasks: `verifiers.v1.Task`; all of the environment's taskset unless given.
+    tag: in place of the environment's id.
+
+    Raises FailedPreconditionError where calls have no token ids, and UnsupportedError where an episode has several
+    trainable agents, images, routed experts or sampling masks.
+    """
+    shape = await RunShape.of(client)
+    if shape.gives_advantages:
+        raise FailedPreconditionError(
+            f"run {client.run!r}: it takes advantages (advantage_estimator: none) and the environment gives rewards; "
+            "create it with another estimator"
+        )
+
+    async def roll_out(task: Any, count: int) -> Sequence[Rollout]:
+        slots = env.slots(task, count)
+        return [rollout_of(await env.run_slot(slot, context), env.complete) for slot in slots]
+
+    name = tag or env.config.env_id
+    feeder = Feeder(client, shape, roll_out, concurrent_groups=concurrent_groups, on_group=on_group)
+    found = env.taskset if tasks is None else tasks
+    async with env.serving():
+        return await feeder.feed((Prompt(f"{name}/{task.key}", name, task) for task in found), round)
+
+
+def rollout_of(episode: Any, is_complete: Callable[[Any], bool]) -> Rollout:
+    """An episode's one trainable trace as rows, a model call each."""
+    if not is_complete(episode):
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        last = errors[-1] if errors else None
+        return Rollout((), last.type, f"{last.type}: {last.message}") if last else Rollout((), "not complete")
+    traces = [trace for trace in episode.traces if trace.agent.trainable]
+    if len(traces) != 1:
+        names = ", ".join(trace.agent.name for trace in traces) or "none"
+        raise UnsupportedError(
+            f"environment {episode.env.id!r}: an episode has {len(traces)} trainable traces ({names}) and one is fed; "
+            "set trainable = False on the agents of the others in the environment's setup"
+        )
+    (trace,) = traces
+    steps = _steps(trace)
+    if not steps:
+        return Rollout((), f"nothing sampled: {trace.stop_condition}")
+    steps[-1]["reward"] = float(trace.reward)
+    return Rollout(steps)
+
+
+def _steps(trace: Any) -> list[Row]:
+    """Parents stand before their children. A compaction that its harness did not go on from is left out."""
+    kept = {id(node) for branch in trace.branches if branch.trainable for node in branch.nodes}
+    reasons = {call.node: call.finish_reason for call in trace.calls}
+    sampled = [(number, node) for number, node in enumerate(trace.nodes) if node.sampled and id(node) in kept]
+    if not all(node.token_ids for _, node in sampled):
+        raise FailedPreconditionError(
+            "a model call has no token ids, and text is not made tokens again; give a context with a TrainClientConfig "
+            "and an engine that serves /inference/v1/generate"
+        )
+    return [_step(trace, node, reasons.get(number) or "stop") for number, node in sampled if any(node.mask)]
+
+
+def _step(trace: Any, node: Any, stop_reason: str) -> Row:
+    """A node has the tokens that it adds: those of the template, then those that were sampled."""
+    mask = np.array(node.mask, bool)
+    before: list[list[int]] = []
+    parent = node.parent
+    while parent is not None:
+        _check_carried(trace.nodes[parent])
+        before.append(trace.nodes[parent].token_ids)
+        parent = trace.nodes[parent].parent
+    _check_carried(node)
+    start = int(mask.argmax())
+    prompt = [token for tokens in reversed(before) for token in tokens] + node.token_ids[:start]
+    return {
+        "reward": 0.0,
+        "prompt_token_ids": prompt,
+        "response_ids": node.token_ids[start:],
+        "loss_mask": mask[start:].astype(np.uint8),
+        "rollout_logprobs": _spread(node.logprobs, mask[start:]) if node.logprobs else None,
+        "stop_reason": stop_reason,
+    }
+
+
+def _spread(values: Sequence[float], mask: Any) -> Any:
+    """Values of sampled tokens, at their places."""
+    spread = np.zeros(len(mask))
+    spread[mask] = values
+    return spread
+
+
+def _check_carried(node: Any) -> None:
+    parts = node.message.content if isinstance(node.message.content, list) else []
+    if any(part.type == "image_url" for part in parts):
+        raise UnsupportedError("images are not submitted from here; submit rows with images as declared columns")
+    for name in ("routed_experts", "sampling_mask"):
+        if getattr(node, name) is not None:
+            raise UnsupportedError(
+                f"the engine gave {name}, which is not submitted from here; switch it off in the engine, or submit "
+                "rows with it as a declared column"
+            )

@@ -1,0 +1,110 @@
+"""Traces of verifiers.v1 as steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import verifiers.v1 as vf
+
+from gristmill.environments.verifiers_v1 import rollout_of
+from gristmill.errors import FailedPreconditionError, UnsupportedError
+
+ANSWER = vf.AssistantMessage(content="answer")
+
+
+def said(parent: int | None, role: str, tokens: list[int], sampled: int = 0, **more: Any) -> vf.MessageNode:
+    """A message that adds these tokens, of which the last so many were sampled."""
+    message = ANSWER if role == "assistant" else vf.UserMessage(content="question")
+    mask = [False] * (len(tokens) - sampled) + [True] * sampled
+    logprobs = [-0.25] * sampled
+    tokens_of_it = {"token_ids": tokens, "mask": mask, "logprobs": logprobs}
+    return vf.MessageNode(parent=parent, message=message, sampled=bool(sampled), **tokens_of_it, **more)
+
+
+def trace_of(*nodes: vf.MessageNode, trainable: bool = True, **fields: Any) -> vf.Trace:
+    agent = vf.AgentInfo(config=vf.AgentConfig(), trainable=trainable)
+    task = vf.TraceTask(type="Task", data=vf.TaskData())
+    trace = vf.Trace(task=task, agent=agent, nodes=list(nodes), ok=True, **fields)
+    trace.record_reward("right", 0.5, weight=2.0)
+    return trace
+
+
+def episode_of(*traces: vf.Trace, ok: bool = True) -> vf.Episode:
+    return vf.Episode(task=vf.TraceTask(type="Task", data=vf.TaskData()), traces=list(traces), ok=ok)
+
+
+def steps(*traces: vf.Trace) -> list[tuple[list[int], list[int], float]]:
+    found = rollout_of(episode_of(*traces), lambda episode: episode.ok).steps
+    return [(row["prompt_token_ids"], row["response_ids"], row["reward"]) for row in found]
+
+
+CONVERSATION = (
+    said(None, "user", [1, 2]),
+    said(0, "assistant", [3, 4, 5], sampled=2),
+    said(1, "user", [6]),
+    said(2, "assistant", [7, 8], sampled=1),
+)
+
+
+def test_each_sampled_message_is_a_step_and_the_last_has_the_reward() -> None:
+    assert steps(trace_of(*CONVERSATION)) == [([1, 2, 3], [4, 5], 0.0), ([1, 2, 3, 4, 5, 6, 7], [8], 1.0)]
+
+
+def test_what_goes_on_from_an_earlier_message_is_a_branch() -> None:
+    branch = said(1, "assistant", [9, 10], sampled=1)
+    assert steps(trace_of(*CONVERSATION, branch))[-1] == ([1, 2, 3, 4, 5, 9], [10], 1.0)
+
+
+def test_a_compaction_that_was_not_gone_on_from_is_left_out() -> None:
+    attempt = said(3, "assistant", [9], sampled=1, semantic_parents=[vf.ParentLink(node=3, type="compaction_attempt")])
+    other = said(3, "user", [11])
+    found = steps(trace_of(*CONVERSATION, attempt, other, said(5, "assistant", [12], sampled=1)))
+    assert [response for _, response, _ in found] == [[4, 5], [8], [12]]
+
+
+def test_log_probabilities_and_the_stop_reason_are_those_of_the_call() -> None:
+    trace = trace_of(*CONVERSATION, calls=[vf.ModelCall(node=3, finish_reason="length")])
+    first, last = rollout_of(episode_of(trace), lambda episode: True).steps
+    assert (first["rollout_logprobs"].tolist(), first["loss_mask"].tolist()) == ([-0.25, -0.25], [1, 1])
+    assert (first["stop_reason"], last["stop_reason"]) == ("stop", "length")
+
+
+def test_a_judge_is_not_trained() -> None:
+    assert len(steps(trace_of(*CONVERSATION), trace_of(*CONVERSATION, trainable=False))) == 2
+
+
+def test_an_episode_that_failed_tells_the_kind_of_error() -> None:
+    trace = trace_of(*CONVERSATION)
+    trace.record_error(vf.SandboxError("gone"))
+    failed = rollout_of(episode_of(trace, ok=False), lambda episode: episode.ok)
+    assert (failed.steps, failed.failure, failed.detail) == ((), "SandboxError", "SandboxError: gone")
+
+
+@pytest.mark.parametrize(
+    ("traces", "message"),
+    [
+        ([trace_of(*CONVERSATION), trace_of(*CONVERSATION)], "2 trainable traces"),
+        ([trace_of(*CONVERSATION, trainable=False)], "0 trainable traces"),
+        (
+            [trace_of(said(None, "assistant", [1, 2], 1, routed_experts=np.zeros((2, 1, 1), np.uint8)))],
+            "routed_experts",
+        ),
+    ],
+)
+def test_what_rows_cannot_hold_is_refused(traces: list[vf.Trace], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        steps(*traces)
+
+
+def test_images_are_refused() -> None:
+    picture = vf.UserMessage(content=[{"type": "image_url", "image_url": {"url": "data:"}}])
+    seen = vf.MessageNode(message=picture, token_ids=[1], mask=[False])
+    with pytest.raises(UnsupportedError, match="images are not submitted"):
+        steps(trace_of(seen, said(0, "assistant", [2], sampled=1)))
+
+
+def test_a_call_without_token_ids_is_refused() -> None:
+    with pytest.raises(FailedPreconditionError, match="no token ids"):
+        steps(trace_of(said(None, "user", []), vf.MessageNode(parent=0, message=ANSWER, sampled=True)))
