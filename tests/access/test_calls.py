@@ -154,15 +154,21 @@ def test_runs_of_others_are_neither_shown_nor_served(guarded: Guarded) -> None:
     assert [run["run"] for run in overview["runs"]] == ["math-1"]
     created = answer(guarded, "POST", "/v1/runs", guarded.tokens["worker"], json={"run": "other", "config": config})
     assert created.status_code == 403
+    # Not what the standard says JSON is, and read by the handler all the same.
+    body = b'{"run": "other", "config": {"train_batch_size": NaN}}'
+    odd = answer(guarded, "POST", "/v1/runs", guarded.tokens["worker"], content=body)
+    assert odd.status_code == 403
 
 
 def test_a_ranks_token_is_for_that_rank(guarded: Guarded) -> None:
     token = guarded.tokens["rank 1"]
     assert answer(guarded, "GET", "/v1/runs/r/shards?rank=0", token).status_code == 403
     assert answer(guarded, "GET", "/v1/runs/r/shards?rank=1", token).status_code == 404
-    assert answer(guarded, "GET", "/v1/runs/r/batches/0/policy/0/0", token).status_code == 403
+    for written in ("0", "+0", "00", "%200"):
+        assert answer(guarded, "GET", f"/v1/runs/r/batches/0/policy/0/{written}", token).status_code == 403
+        assert answer(guarded, "GET", f"/v1/runs/r/shards?rank=1&rank={written}", token).status_code in (403, 422)
     body: dict[str, Any] = {"model": "policy", "batch": 0, "epoch": 0, "mini_batch": 0}
-    for rank, expected in ((0, 403), (1, 404)):
+    for rank, expected in ((0, 403), (0.0, 403), ("+0", 403), (1, 404), ("1", 404)):
         assert answer(guarded, "POST", "/v1/runs/r/ack", token, json={**body, "rank": rank}).status_code == expected
     method = next(method for method in METHODS if method.name == "Acknowledge")
     with grpc.insecure_channel(guarded.service.grpc_address) as channel:

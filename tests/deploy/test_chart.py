@@ -128,7 +128,7 @@ def test_with_certificates_and_tokens_nothing_is_left_open() -> None:
     assert given["GRISTMILL_ADVERTISE_HTTP_URL"] == f"https://{host}:8080"
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     secrets = {volume["name"]: volume["secret"]["secretName"] for volume in spec["volumes"]}
-    assert (secrets, mounts.keys()) == ({"tokens": "tokens", "tls": "tls"}, {"tokens", "tls"})
+    assert (secrets, set(mounts)) == ({"tokens": "tokens", "tls": "tls"}, {"tokens", "tls"})
     for name in ("GRISTMILL_TOKENS_FILE", "GRISTMILL_TLS_CERT_FILE", "GRISTMILL_TLS_KEY_FILE"):
         assert str(given[name]).startswith(tuple(mounts.values()))
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from http.cookies import CookieError, SimpleCookie
 
-import orjson
 from fastapi import Request
+from pydantic import TypeAdapter, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -16,7 +17,10 @@ from gristmill_service.access import caller
 from gristmill_service.access.caller import ANYONE
 from gristmill_service.access.gate import AUTHORIZATION, Gate
 from gristmill_service.api.errors import refusal
+from gristmill_service.api.http import models
 from gristmill_service.api.http.bodies import BODY
+
+_RANK = TypeAdapter(models.Int32)
 
 COOKIE = "gristmill_token"
 """What a browser that signed in sends in place of the header."""
@@ -74,16 +78,23 @@ async def authorize(request: Request) -> None:
     named = {**request.query_params, **request.path_params}
     if call in _NAMED_IN_BODY:
         named |= _fields(request.scope.get(BODY, b""))
-    run, rank = named.get("run"), str(named.get("rank"))
-    # A rank that is no number is refused by the handler.
-    is_rank = rank.isascii() and rank.isdigit()
-    gate.check(caller.current(), call, None if run is None else str(run), int(rank) if is_rank else None)
+    run = named.get("run")
+    gate.check(caller.current(), call, None if run is None else str(run), _rank(named.get("rank")))
 
 
 def _fields(body: bytes) -> dict[str, object]:
-    """What is no object is refused where it is read whole."""
+    """Read as the handlers' models are, so that no body says one thing here and another one there. What is no object is
+    refused where it is read whole."""
     try:
-        found = orjson.loads(body)
-    except orjson.JSONDecodeError:
+        found = json.loads(body)
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _rank(value: object) -> int | None:
+    """Read as the handlers do, which take '+1' and 1.0, too; what is no rank is refused there."""
+    try:
+        return _RANK.validate_python(value)
+    except ValidationError:
+        return None
