@@ -438,6 +438,14 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
         ({"name": "x", "dtype": "int16", "scope": "row", "shape": 3}, "it is a list of sizes, as"),
         ({"name": "x", "dtype": "int64", "scope": "row", "shape": [1 << 23]}, "at most 16777216"),
         ({"name": "x", "dtype": "float32", "scope": "token", "shape": [1 << 15]}, "131072 bytes; at most 65536"),
+        (
+            {"name": "x", "dtype": "int8", "scope": "row", "shape": [4097], "merge": "sum"},
+            "one value of shape .4097. has 4097 bytes, and merge: sum adds values of at most 4096",
+        ),
+        (
+            {"name": "x", "dtype": "int16", "scope": "token", "shape": [4096], "fill": -1},
+            "has 8192 bytes, and tokens without one are filled with 0 beyond 4096; leave fill out",
+        ),
         ({"name": "x", "dtype": "int8", "scope": "row", "fill": 128}, "fill is 128, which int8 does not hold"),
         ({"name": "x", "dtype": "int8", "scope": "row", "fill": 10**400}, "fill is 1000000.* int8 does not hold"),
         ({"name": "x", "dtype": "float64", "scope": "row", "fill": 10**400}, "which float64 does not hold"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import resource
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from gristmill._wire.rows import from_rows, to_rows
 from gristmill._wire.steps import Extra, Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import BuiltBatch, build_batch
+from gristmill_service.pipeline import BuiltBatch, build_batch, extra_columns
 from gristmill_service.pipeline.iovec import join
 from gristmill_service.storage import row_tables
 from tests import naive
@@ -169,6 +170,39 @@ def test_values_that_stand_with_the_step_before_are_laid_out_as_if_each_step_had
     one, other = built(whole, config), built(held, config)
     assert [naive.shard_bytes(shard) for shard in one.shards] == [naive.shard_bytes(shard) for shard in other.shards]
     assert list(to_rows(made_whole(held, specs), specs)) == list(to_rows(whole, specs))
+
+
+@SLOW
+@given(batches_with_columns())
+def test_large_values_of_rows_are_laid_out_as_small_ones_are(drawn: tuple[list[Row], dict[str, Any]]) -> None:
+    rows, config = drawn
+    table = from_rows(rows, columns=specs_of(config["columns"]))
+    small = built(table, config)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(extra_columns, "_GATHERED_BYTES", 0)
+        large = built(table, config)
+        assert [naive.shard_bytes(shard) for shard in small.shards] == [
+            naive.shard_bytes(shard) for shard in large.shards
+        ]
+
+
+def test_large_values_that_no_row_has_take_no_memory() -> None:
+    columns = [
+        {"name": "image", "dtype": "uint8", "scope": "row", "shape": [1 << 24], "fill": 7, "required": False},
+        {"name": "states", "dtype": "float16", "scope": "token", "shape": [1 << 15], "required": False},
+    ]
+    config = CONFIG | {"train_batch_size": 64, "policy_mini_batch_size": 64, "merge": "none", "columns": columns}
+    one = {"step": 0, "is_last_step": True, "prompt_token_ids": [1], "reward": 1.0}
+    lengths = {uid: 20_000 if not uid else 1 for uid in range(64)}
+    rows = [
+        {**one, "uid": str(uid), "sample": 0, "response_ids": [2] * count, "loss_mask": [1] * count}
+        for uid, count in lengths.items()
+    ]
+    table = from_rows(rows, columns=specs_of(columns))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    batch = built(table, config | {"micro_batch": {"size": 64}})
+    assert sum(shard.size for shard in batch.shards) > 70 << 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
 
 
 TWO_STEPS: list[Row] = [

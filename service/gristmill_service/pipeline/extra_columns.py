@@ -23,6 +23,9 @@ from gristmill_service.pipeline.merge import Rows
 
 Bools = NDArray[np.bool_]
 
+# A row's element of more bytes is not copied.
+_GATHERED_BYTES = 4096
+
 _FLOAT64_MAX = float(np.finfo(np.float64).max)
 
 
@@ -47,7 +50,9 @@ def shard_tensors(specs: Sequence[ColumnSpec], steps: Steps, rows: Rows) -> list
     for spec in specs:
         extra = _of(spec, steps)
         given = extra.given[rows.steps]
-        if spec.scope == "row":
+        if spec.scope == "row" and spec.element_bytes > _GATHERED_BYTES and spec.merge != "sum":
+            found.append(LargeRowValues(spec, extra.values, _visits(spec, given, rows), rows))
+        elif spec.scope == "row":
             found.append(RowValues(spec.name, spec.name, _row_values(spec, extra.values, given, rows)))
         elif spec.scope == "items":
             items = Items(spec, extra, _last_given(given, rows) if spec.merge != "concat" else None, rows)
@@ -220,6 +225,25 @@ class RowValues(ShardTensor):
         return Cut(list(values.shape), memory.whole(), memory)
 
 
+class LargeRowValues(ShardTensor):
+    """The same where elements are cut from what came, and the fill is one. visits: (rows,) whose element each row has,
+    -1 for none."""
+
+    def __init__(self, spec: ColumnSpec, values: Ragged, visits: Int64s, rows: Rows) -> None:
+        self.name = self.column = spec.name
+        self.dtype, self.itemsize = safetensors_name(spec.storage), spec.storage.itemsize
+        self._shape, unit = list(spec.shape), spec.element_bytes
+        self._values, self._fill = Region(values.values), Region(np.full(spec.shape, spec.fill_value, spec.storage))
+        has = visits >= 0
+        units = np.full(len(rows) + 1, unit)
+        # The padding row's is the last.
+        self._runs = self._fill.runs(0, units)
+        self._runs[:-1][has] = self._values.runs(unit * values.starts[rows.steps[visits[has]]], units[:-1][has])
+
+    def cut(self, rows: Int64s) -> Cut:
+        return Cut([len(rows), *self._shape], self._runs[rows])
+
+
 class Items(ShardTensor):
     """The rows' items, one row after another. visits: (rows,) whose items each row has, -1 for none; None: those of all
     its visits."""
@@ -261,6 +285,11 @@ class ItemOffsets(ShardTensor):
         return Cut([len(rows) + 1], memory.whole(), memory)
 
 
+def _visits(spec: ColumnSpec, given: Bools, rows: Rows) -> Int64s:
+    """Whose element each row has, -1 for none; (rows,)."""
+    return _first_given(given, rows) if spec.merge == "first" else _last_given(given, rows)
+
+
 def _row_values(spec: ColumnSpec, values: Ragged, given: Bools, rows: Rows) -> Array:
     """Each row's element, the fill where none of its visits has one and in the padding row; (rows + 1, *shape)."""
     found = np.full((len(rows) + 1, *spec.shape), spec.fill_value, spec.storage)
@@ -269,7 +298,7 @@ def _row_values(spec: ColumnSpec, values: Ragged, given: Bools, rows: Rows) -> A
         # Where rows share a step it counts once, so that sums over rows are those over steps.
         found[has] = _sums(spec, values, given & rows.is_first, rows)[has[:-1]]
         return found
-    visits = _first_given(given, rows) if spec.merge == "first" else _last_given(given, rows)
+    visits = _visits(spec, given, rows)
     has = visits >= 0
     found[:-1][has] = values.values[values.starts[rows.steps[visits[has]]]]
     return found

@@ -6,9 +6,10 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from gristmill.errors import NotFoundError
+from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError
 from gristmill_service.pipeline.iovec import join
 from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.storage.memory_room import memory_room
 from gristmill_service.storage.shard_store import ShardLocation, ShardSource
 
 _PIECE = 1 << 20
@@ -28,6 +29,10 @@ class MemoryShardStore:
         self._lock = threading.Lock()
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
+        shards, room = list(shards), memory_room()
+        if (size := sum(shard.size for shard in shards)) > room.available:
+            kind = FailedPreconditionError if size > room.total else ResourceExhaustedError
+            raise kind(f"run {run!r}: batch {batch} has {size} bytes and there is memory for {room.available}")
         joined = {shard.address: join(shard.iovec()) for shard in shards}
         with self._lock:
             self._batches[run, batch] = _Published(plan, joined)

@@ -28,6 +28,7 @@ from gristmill.errors import (
 )
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.storage.file_names import directory_name
+from gristmill_service.storage.memory_room import MemoryRoom, memory_room
 from gristmill_service.storage.shard_files import write_shards
 from gristmill_service.storage.shard_store import ShardLocation, ShardSource
 
@@ -54,6 +55,7 @@ class SharedMemoryShardStore:
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
         final, shards = self._path(run, batch), list(shards)
+        self._check_room(run, batch, sum(shard.size for shard in shards))
         partial = final.with_name(f".{final.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -70,22 +72,31 @@ class SharedMemoryShardStore:
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                self._check_ever_fits(run, batch, sum(shard.size for shard in shards))
-                raise ResourceExhaustedError(
-                    f"run {run!r}: batch {batch} does not fit into {self._root.parent}, which is full; give it "
-                    "more room, or lower max_buffered_batches"
-                ) from None
+                # Others took the room that there was.
+                raise self._full(run, batch) from None
             with _explained(partial):
                 raise
         return len(plan) + sum(sizes.values())
 
-    def _check_ever_fits(self, run: str, batch: int, size: int) -> None:
-        found = os.statvfs(self._root)
-        if size > (room := found.f_blocks * found.f_frsize):
+    def _check_room(self, run: str, batch: int, size: int) -> None:
+        """Before anything is written: what fills memory to its end takes others with it."""
+        with _explained(self._root):
+            found = os.statvfs(self._root)
+        tmpfs = MemoryRoom(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+        room = tmpfs.within(memory_room())
+        if size > room.total:
             raise FailedPreconditionError(
-                f"run {run!r}: batch {batch} has {size} bytes and {self._root.parent} has {room} in all; give it "
-                "more, or lower train_batch_size"
+                f"run {run!r}: batch {batch} has {size} bytes and {self._root.parent} has {room.total} in all; give it "
+                "more, lower train_batch_size, or pad less (layout: packed, pad_width: micro_batch)"
             )
+        if size > room.available:
+            raise self._full(run, batch)
+
+    def _full(self, run: str, batch: int) -> ResourceExhaustedError:
+        return ResourceExhaustedError(
+            f"run {run!r}: batch {batch} does not fit into {self._root.parent}, which is full; give it more room, or "
+            "lower max_buffered_batches"
+        )
 
     def plan(self, run: str, batch: int) -> bytes:
         self._shards(run, batch)

@@ -35,6 +35,7 @@ MOST_AXES = 8
 MOST_ELEMENT_BYTES = 1 << 24
 # Padding has them, too: a few tokens must not ask for gigabytes.
 MOST_TOKEN_BYTES = 1 << 16
+MOST_REPEATED_BYTES = 1 << 12
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _MERGES: dict[ColumnScope, tuple[ColumnMerge, ...]] = {
     "row": ("last", "first", "sum", "equal"),
@@ -191,6 +192,8 @@ class ColumnSpec:
                 f"{where}: one value of shape {list(self.shape)} has {self.element_bytes} bytes; at most "
                 f"{most}, and at most {MOST_AXES} axes, are possible"
             )
+        if self.element_bytes > MOST_REPEATED_BYTES:
+            self._check_repeated(where)
         for name in ("required", "allow_nonfinite"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentError(f"{where}: {name} is {getattr(self, name)!r:.80}; it is true or false")
@@ -199,6 +202,19 @@ class ColumnSpec:
             raise InvalidArgumentError(f"{where}: merge: sum adds numbers, and its dtype is bool; use another")
         if self.source == "trainer":
             self._check_written(where)
+
+    def _check_repeated(self, where: str) -> None:
+        """Of large values, what has to be made rather than cut from what came."""
+        size = f"one value of shape {list(self.shape)} has {self.element_bytes} bytes"
+        if self.merge == "sum":
+            raise InvalidArgumentError(
+                f"{where}: {size}, and merge: sum adds values of at most {MOST_REPEATED_BYTES}; use last or first"
+            )
+        if self.fill and self.scope in ("token", "response"):
+            raise InvalidArgumentError(
+                f"{where}: {size}, and tokens without one are filled with 0 beyond {MOST_REPEATED_BYTES}; leave fill "
+                "out"
+            )
 
     def _check_written(self, where: str) -> None:
         if self.scope not in ("row", "response"):
