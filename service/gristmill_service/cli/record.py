@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 
 import typer
@@ -61,6 +60,8 @@ def record(settings: RecorderSettings) -> int:
 
     configure_logs(settings.log_level, settings.log_format)
     try:
+        import uvloop
+
         from gristmill_recorder.server import serve
     except ModuleNotFoundError as error:
         if (error.name or "gristmill").startswith("gristmill"):
@@ -72,7 +73,7 @@ def record(settings: RecorderSettings) -> int:
         return CANNOT_START
     tune_process()
     try:
-        asyncio.run(serve(settings))
+        uvloop.run(serve(settings))
     except GristmillError as error:
         print(f"gristmill record: {error}", file=sys.stderr)
         return CANNOT_START
