@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
-TRAINERS := trl skyrl verl
+TRAINERS := trl skyrl verl transformers
 ENVIRONMENTS := verifiers verifiers_v1 atropos
 PACKAGES := $(TRAINERS) $(ENVIRONMENTS)
 
@@ -28,7 +28,7 @@ demo: setup  ## Watch a small multi-turn RL run train through gristmill (under 4
 test: setup  ## Run the tests
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
-test-trainers: $(TRAINERS:%=test-%)  ## Train with the real TRL, SkyRL and verl through their adapters
+test-trainers: $(TRAINERS:%=test-%)  ## Train with the real TRL, SkyRL and verl through their adapters, and models of transformers on trees
 
 test-environments: $(ENVIRONMENTS:%=test-%)  ## Feed runs from real environments of verifiers and Atropos
 

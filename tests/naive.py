@@ -232,3 +232,70 @@ def _own_tokens(row: dict[str, Any]) -> dict[str, Any]:
             assert not outside.any(), f"{column} has values outside the row's response"
             own[column] = row[column][len(row[column]) - response :]
     return own
+
+
+def may_share(row: Merged) -> int:
+    """How many tokens of a row stand before the first that it trains, or would train if no mask were 0."""
+    return len(row.steps[0]["prompt_token_ids"]) + row.trained.index(True)
+
+
+def tokens_of(row: Merged) -> list[int]:
+    tokens: list[int] = row.steps[-1]["prompt_token_ids"] + row.steps[-1]["response_ids"]
+    return tokens
+
+
+def in_common(one: list[int], other: list[int]) -> int:
+    count = 0
+    while count < min(len(one), len(other)) and one[count] == other[count]:
+        count += 1
+    return count
+
+
+def distinct_tokens(rows: list[Merged]) -> int:
+    """The tokens of a prompt group's rows. A row that goes on with all of the row before it, of its trajectory, shares
+    that; each other what it may with the one most like it, of those that may share less."""
+    chains: list[list[Merged]] = []
+    for row in rows:
+        before = chains[-1][-1] if chains else None
+        goes_on = (
+            before is not None
+            and before.steps[0]["sample"] == row.steps[0]["sample"]
+            and tokens_of(before) == tokens_of(row)[: may_share(row)][: len(tokens_of(before))]
+        )
+        if goes_on:
+            chains[-1].append(row)
+        else:
+            chains.append([row])
+    found = 0
+    seen: list[list[int]] = []
+    for chain in sorted(chains, key=lambda chain: may_share(chain[0])):
+        head, whole = tokens_of(chain[0])[: may_share(chain[0])], tokens_of(chain[-1])
+        found += len(whole) - max((in_common(head, other) for other in seen), default=0)
+        seen.append(whole)
+    return found
+
+
+@dataclass
+class Axis:
+    """A micro-batch of a prefix tree, token by token. paths: of each row the tokens that it is made of, found by going
+    from its end to a root. tensors: of the micro-batch."""
+
+    tensors: dict[str, np.ndarray]
+    paths: list[list[int]]
+
+
+def axes(shard: Any) -> list[tuple[list[int], Axis]]:
+    """Of each micro-batch of a shard: its rows (-1 for padding rows), and its axis."""
+    tensors, metadata = read_shard(shard)
+    found = []
+    for index, positions in enumerate(metadata["micro_batches"]):
+        prefix = f"micro_batch_{index:03d}/"
+        own = {name.removeprefix(prefix): values for name, values in tensors.items() if name.startswith(prefix)}
+        paths = []
+        for end in own["row_ends"].tolist():
+            path = [end]
+            while (parent := int(own["parents"][path[-1]])) >= 0:
+                path.append(parent)
+            paths.append(path[::-1])
+        found.append((tensors["row"][positions].tolist(), Axis(own, paths)))
+    return found

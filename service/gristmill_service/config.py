@@ -19,10 +19,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fai
 from pydantic import ValidationError as PydanticValidationError
 from pydantic_core import PydanticCustomError
 
-from gristmill._wire.column_spec import ColumnScope, ColumnSpec, specs_of
+from gristmill._wire.column_spec import ColumnSpec, specs_of
 from gristmill._wire.steps import LONGEST_TAG
 from gristmill.errors import InvalidArgumentError
-from gristmill_service import group_rules
+from gristmill_service import column_rules, group_rules
 from gristmill_service.validation_messages import place, problems, shown
 
 LossReduction = Literal[
@@ -179,7 +179,7 @@ class RunConfig(BaseModel):
     max_buffered_bytes: Bytes = 4 << 30
     tag_shares: dict[Tag, TagShare] = Field(default={})
     tag_timeout_s: Seconds | None = None
-    layout: Literal["left_padded", "packed"] = "left_padded"
+    layout: Literal["left_padded", "packed", "prefix_tree"] = "left_padded"
     pad_width: Literal["batch", "mini_batch", "shard", "micro_batch"] = "shard"
     pad_to_multiple_of: Size = 1
     pad_token_id: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -201,6 +201,11 @@ class RunConfig(BaseModel):
     def padding_row_tokens(self) -> int:
         """The length of a padding row: one prompt and one response token, or what `pad_to_multiple_of` asks for."""
         return max(2, self.pad_to_multiple_of)
+
+    @property
+    def has_token_axis(self) -> bool:
+        """Whether the rows of a micro-batch stand on one token axis."""
+        return self.layout != "left_padded"
 
     @property
     def shared_columns(self) -> frozenset[str]:
@@ -279,8 +284,9 @@ def parse_config(mapping: object, source: str = "configuration") -> RunConfig:
         if "columns" in mapping:
             mapping = mapping | {"columns": _columns(mapping["columns"])}
         config = RunConfig.model_validate(mapping)
-        _check_kl(config)
-        _check_written(config)
+        column_rules.check_kl(config)
+        column_rules.check_written(config)
+        column_rules.check_tree(config)
         _refuse_wrong_combinations(config)
     except PydanticValidationError as error:
         raise InvalidArgumentError(f"{source}: {problems(_explain(error))}") from None
@@ -412,69 +418,6 @@ def _check_balance(config: RunConfig) -> None:
         )
     if config.flops is not None and config.flops.linear == 0 and config.flops.quadratic == 0:
         raise InvalidArgumentError("flops: linear and quadratic are both 0, so every row would cost nothing; set one")
-
-
-def _check_kl(config: RunConfig) -> None:
-    kl = config.kl_in_reward
-    if config.advantage_estimator == "gae":
-        _check_declared(config, "values", "response", "advantage_estimator: gae is computed of it")
-    if kl is None:
-        return
-    if (kl.estimator is None) == (kl.column is None):
-        raise InvalidArgumentError("kl_in_reward: give exactly one of estimator (k1, k2 or k3) and column")
-    if config.advantage_estimator == "none":
-        raise InvalidArgumentError(
-            "kl_in_reward changes the rewards that advantages are computed of, and with advantage_estimator: none you "
-            "send them; leave kl_in_reward out, or use another estimator"
-        )
-    if kl.column is not None:
-        if config.advantage_estimator in ("gae", "reinforce++"):
-            raise InvalidArgumentError(
-                f"kl_in_reward: column holds a sum a row, and advantage_estimator: {config.advantage_estimator} needs "
-                "the KL of each token, whatever rows the steps became; give estimator: k1, k2 or k3"
-            )
-        _check_declared(config, kl.column, "row", "kl_in_reward takes a row's KL from it")
-        _check_summed(config, kl.column)
-        return
-    needed = ["ref_logprobs"] if config.kl_from == "rollout_logprobs" else ["ref_logprobs", config.kl_from]
-    for name in needed:
-        _check_declared(config, name, "response", f"kl_in_reward: {kl.estimator} is computed of it")
-
-
-def _check_written(config: RunConfig) -> None:
-    """Groups that alignment drops have no shard that could be written for."""
-    if config.on_misaligned == "drop_trailing" and config.whiten == "batch" and config.written_columns:
-        raise InvalidArgumentError(
-            f"columns: {config.written_columns[0].name} has source: trainer, and with on_misaligned: drop_trailing it "
-            "is not written for groups that are dropped, over whose tokens whiten: batch goes too; use whiten: "
-            "mini_batch, or on_misaligned: pad"
-        )
-
-
-def _check_summed(config: RunConfig, name: str) -> None:
-    """Refuses sums of steps of which a row that several became would have one alone."""
-    (column,) = (column for column in config.columns if column.name == name)
-    if config.merge != "none" and column.source == "rollout" and column.merge != "sum":
-        raise InvalidArgumentError(
-            f"columns: {name} has merge: {column.merge}, so with merge: {config.merge} a row would have the KL of "
-            "one of its steps; set merge: sum for it"
-        )
-
-
-def _check_declared(config: RunConfig, name: str, scope: ColumnScope, why: str) -> None:
-    """Refuses a setting that needs a column which the run does not declare, or declares otherwise."""
-    declared = [column for column in config.columns if column.name == name]
-    if not declared:
-        raise InvalidArgumentError(
-            f"columns: {name} is missing, and {why}; declare it with scope: {scope} and dtype: float32"
-        )
-    (column,) = declared
-    if column.scope != scope or column.dtype not in ("float32", "float64") or column.shape or not column.required:
-        raise InvalidArgumentError(
-            f"columns: {name} has scope: {column.scope}, dtype: {column.dtype}, shape: {list(column.shape)}, required: "
-            f"{str(column.required).lower()}, and {why}; make it scope: {scope}, dtype: float32 or float64, one number "
-            "each, and required"
-        )
 
 
 def _without_effect(config: RunConfig) -> Iterator[str]:

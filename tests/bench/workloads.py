@@ -133,10 +133,10 @@ def _steps(rng: np.random.Generator, trajectories: list[Turns], samples: int) ->
                 # What a chat template does when it strips the last turn's thinking: the sequence differs from there on.
                 sequence = sequence.copy()
                 sequence[-(length + len(observation)) :] += 1
-    return _table(rng, keys, rows, np.array(responses, np.int64))
+    return table(rng, keys, rows, np.array(responses, np.int64))
 
 
-def _table(
+def table(
     rng: np.random.Generator, keys: list[tuple[str, int, int, bool]], rows: list[np.ndarray], responses: np.ndarray
 ) -> Steps:
     count, tokens = len(keys), Ragged.from_arrays(rows, np.int32)

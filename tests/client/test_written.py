@@ -83,7 +83,7 @@ def roll_out(address: str, run: str, *uids: str, **settings: Any) -> None:
 def of_tokens(micro: MicroBatch) -> torch.Tensor:
     """A number of each token, with noise on padding; as `response_mask`, float32."""
     sequences = micro["sequences"]
-    own = sequences if micro.is_packed else sequences[:, -micro["response_mask"].shape[1] :]
+    own = sequences if micro.is_packed or micro.is_tree else sequences[:, -micro["response_mask"].shape[1] :]
     return torch.where(micro["response_mask"] == 1, own / 8, torch.tensor(99.0))
 
 
@@ -116,7 +116,9 @@ def check(shard: Shard) -> None:
         assert {"advantages", "returns", "rewards"} <= micro.tensors.keys()
 
 
-@pytest.mark.parametrize("layout", [{}, {"layout": "packed"}, {"pad_width": "micro_batch"}, {"balance": "tokens"}])
+@pytest.mark.parametrize(
+    "layout", [{}, {"layout": "packed"}, {"layout": "prefix_tree"}, {"pad_width": "micro_batch"}, {"balance": "tokens"}]
+)
 def test_a_batch_is_read_forward_written_and_then_trained(
     address: str, layout: dict[str, Any], run_name: str, trainers: Trainers
 ) -> None:

@@ -221,6 +221,27 @@ def test_show_counts_padding_of_every_layout(config: Path, tmp_path: Path, layou
     assert total[5] == "12"
 
 
+def test_show_counts_the_tokens_that_stand_in_shards_of_a_prefix_tree(config: Path, tmp_path: Path) -> None:
+    config.write_text(json.dumps(CONFIG | {"layout": "prefix_tree", "merge": "none", "micro_batch": {"size": 8}}))
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text(lines(rollouts(prompts=2)))
+    (plan,) = [json.loads(line) for line in run("plan", file, "--config", config).stdout.splitlines()]
+    run("batch", file, "--config", config, "--out", tmp_path / "out")
+    shown = run("show", tmp_path / "out").stdout.splitlines()
+    assert shown[0].split()[-2:] == ["distinct", "tokens"]
+    total, metrics = shown[-1].split(), plan["metrics"]
+    assert [total[3], total[-1]] == [str(metrics["tokens"]), str(metrics["distinct_tokens"])]
+    assert metrics["distinct_tokens"] < metrics["tokens"]
+
+
+def test_a_lengths_file_is_not_planned_as_a_prefix_tree(config: Path, tmp_path: Path) -> None:
+    config.write_text(json.dumps(CONFIG | {"layout": "prefix_tree", "merge": "none", "step_wise": False}))
+    file = tmp_path / "lengths.jsonl"
+    file.write_text(lines({"uid": f"p{n // 2}", "sample": n % 2, "prompt_len": 3, "response_len": 2} for n in range(4)))
+    said = run("plan", file, "--config", config, expect=1).stderr
+    assert "plans by the tokens that rows share" in " ".join(said.split())
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -65,6 +65,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "a width a mini-batch": {"pad_width": "mini_batch"},
     "a width a micro-batch": {"pad_width": "micro_batch"},
     "packed": {"layout": "packed"},
+    "a prefix tree": {"layout": "prefix_tree", "merge": "none", "flops": {"linear": 1.0, "quadratic": 0.001}},
+    "a prefix tree of paths": {"layout": "prefix_tree", "merge": "tree", "retokenised_tail": 3},
     "by tokens, balanced": {"micro_batch": {"max_tokens": 24_000}, "balance": "tokens"},
     "groups dropped": {"micro_batch": {"max_tokens": 24_000}, "on_misaligned": "drop_trailing", "dp_size": 7},
     "mini-batches of rows": {"mini_batch_unit": "sequence", "policy_mini_batch_size": 12},
@@ -123,13 +125,15 @@ def in_file(data: bytes) -> list[list[int]]:
     return found
 
 
-NAMES = ("sequences", "attention_mask", "response_mask", "loss_mask", "cu_seqlens")
+NAMES = ("sequences", "attention_mask", "response_mask", "loss_mask", "cu_seqlens", "row_ends")
 
 
 def block(tensors: dict[str, Any]) -> Any:
-    if "cu_seqlens" in tensors:
-        starts = tensors["cu_seqlens"][:-1]
-        lengths = widths = np.diff(tensors["cu_seqlens"])
+    if "attention_mask" not in tensors:
+        # Of a tree what each row brings.
+        edges = tensors["cu_seqlens"] if "cu_seqlens" in tensors else np.append(0, tensors["row_ends"] + 1)
+        starts, lengths = edges[:-1], np.diff(edges)
+        widths = lengths
         responses, trained = (
             np.add.reduceat(tensors[name].astype(int), starts) for name in ("response_mask", "loss_mask")
         )

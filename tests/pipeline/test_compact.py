@@ -111,8 +111,8 @@ def test_restored_memory_is_ones_own_and_may_be_written_to() -> None:
 
 def test_a_newer_version_is_refused_by_name() -> None:
     data = bytearray(compacted([3]))
-    data[7] = 2
-    with pytest.raises(InvalidArgumentError, match=r"version 2 came, and this gristmill reads version 1; upgrade it"):
+    data[7] = 3
+    with pytest.raises(InvalidArgumentError, match=r"version 3 came, and this gristmill reads versions 1 and 2; upgra"):
         restore([bytes(data)])
 
 

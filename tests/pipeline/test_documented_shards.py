@@ -24,7 +24,10 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pad_width": "batch", "pad_to_multiple_of": 4},
     {"pad_width": "micro_batch"},
     {"layout": "packed"},
+    {"layout": "prefix_tree"},
 ]
+# Those that tell where rows stand on the axis of one layout.
+OF_AXES = {"packed": {"cu_seqlens"}, "prefix_tree": {"parents", "segment_starts", "segment_parents", "row_ends"}}
 COLUMNS: list[dict[str, Any]] = [
     {"name": "experts", "dtype": "int16", "scope": "token", "shape": [2, 3], "required": False},
     {"name": "teacher", "dtype": "bfloat16", "scope": "response", "shape": [2]},
@@ -62,21 +65,24 @@ def tensors_listed() -> Iterator[dict[str, str]]:
     """The lines about built-in tensors; those with one shape have it in both layouts."""
     for line in tables("tensor", "dtype"):
         shape = line.get("shape", "")
-        yield {"left_padded": shape, "packed": shape, **line, "tensor": line["tensor"].rpartition("/")[2]}
+        found = {"left_padded": shape, "packed": shape, **line, "tensor": line["tensor"].rpartition("/")[2]}
+        yield {"prefix_tree": found["packed"], **found}
 
 
 def documented(layout: str) -> dict[str, Entry]:
     """Every tensor that the page says this layout may have, without the micro-batch before its name."""
     found = {}
+    others = set().union(*(names for other, names in OF_AXES.items() if other != layout))
     for line in tensors_listed():
-        if (shape := line[layout]) and (layout == "packed" or line["tensor"] != "cu_seqlens"):
+        if (shape := line[layout]) and line["tensor"] not in others:
             found[line["tensor"]] = Entry(_DTYPES[line["dtype"]], _words(shape))
-    for spec in COLUMNS:
+    for spec in columns_of(layout):
         for line in tables("scope", "tensor"):
             if spec["scope"] == line["scope"]:
                 name = line["tensor"].replace("NAME", spec["name"])
                 dtype = _DTYPES[spec["dtype"] if name == spec["name"] else "int64"]
-                found[name] = Entry(dtype, _words(line[layout], spec.get("shape", ())))
+                shape = line["packed" if layout == "prefix_tree" else layout]
+                found[name] = Entry(dtype, _words(shape, spec.get("shape", ())))
     return found | {"experts_given": Entry("U8", ("rows",))}
 
 
@@ -85,7 +91,12 @@ def _words(shape: str, inner: Any = ()) -> tuple[Any, ...]:
     return tuple(part for word in words for part in (inner if word == "..." else [word]))
 
 
-def rows() -> list[Row]:
+def columns_of(layout: str) -> list[dict[str, Any]]:
+    """The declared columns that the layout takes."""
+    return [spec for spec in COLUMNS if layout != "prefix_tree" or spec["scope"] != "items"]
+
+
+def rows(layout: str = "left_padded") -> list[Row]:
     """Two prompts of three samples, with all that a row may bring; the ranks of two need padding rows."""
     found = []
     for prompt, sample in product(range(2), range(3)):
@@ -111,6 +122,8 @@ def rows() -> list[Row]:
                 "values": [0.5] * count,
             }
         )
+        if layout == "prefix_tree":
+            del found[-1]["images"]
     return found
 
 
@@ -127,8 +140,9 @@ SETTINGS: dict[str, Any] = {
 
 def shards(source: str = "rollout", **changes: Any) -> dict[str, bytes]:
     """The files of both models, by model and rank."""
-    config = SETTINGS | {"columns": [*COLUMNS, column("values", source)]} | changes
-    return {f"{at.model} {at.rank}": data for at, data in files(built(rows(), config)).items()}
+    layout = changes.get("layout", "left_padded")
+    config = SETTINGS | {"columns": [*columns_of(layout), column("values", source)]} | changes
+    return {f"{at.model} {at.rank}": data for at, data in files(built(rows(layout), config)).items()}
 
 
 def entries(data: bytes) -> dict[str, Entry]:
@@ -187,14 +201,16 @@ def test_padding_rows_have_what_the_page_says() -> None:
 
 @pytest.mark.parametrize("changes", LAYOUTS, ids=str)
 def test_tensors_that_are_there_only_sometimes_are_marked_so(changes: dict[str, Any]) -> None:
+    layout = changes.get("layout", "left_padded")
     plain = [
         {name: value for name, value in row.items() if name not in ("rollout_logprobs", "policy_versions")}
-        for row in rows()
+        for row in rows(layout)
     ]
-    config = SETTINGS | {"advantage_estimator": "grpo", "columns": [*COLUMNS, column("values", "rollout")]} | changes
+    columns = [*columns_of(layout), column("values", "rollout")]
+    config = SETTINGS | {"advantage_estimator": "grpo", "columns": columns} | changes
     left = {name.rpartition("/")[2] for data in files(built(plain, config)).values() for name in entries(data)}
     absent = {line["tensor"] for line in tensors_listed() if line["holds"].startswith("only ")}
-    assert absent == documented(changes.get("layout", "left_padded")).keys() - left
+    assert absent == documented(layout).keys() - left
 
 
 @pytest.mark.parametrize("changes", LAYOUTS, ids=str)
@@ -212,9 +228,10 @@ def test_all_metadata_is_on_the_page(tmp_path: Path) -> None:
     page = {name for line in tables("name") for name in re.findall(r"\w+", line["name"])}
     of = "of `loss_denominators`"
     divisors = {name: line["is"] for line in tables(of) for name in re.findall(r"\w+", line[of])}
-    for data in shards().values():
+    for data in [*shards().values(), *shards(layout="prefix_tree").values()]:
         found = metadata(data, tmp_path)
-        assert found.keys() == page
+        assert found.keys() | {"response_lengths"} == page
+        assert ("response_lengths" in found) == ("images" not in load(data))
         assert found["loss_denominators"].keys() == divisors.keys()
         count = len(found["uids"])
         for name, told in divisors.items():

@@ -1,7 +1,7 @@
 """Training through gristmill is training without it: the same loss and the same gradients, to 1e-9.
 
 A small causal transformer in float64 takes a clipped GRPO step over a batch, once row by row in one process, and once
-from the shards of every rank, padded or packed, merged or not, with padding rows present.
+from the shards of every rank, padded, packed or as a prefix tree, merged or not, with padding rows present.
 """
 
 from __future__ import annotations
@@ -45,6 +45,12 @@ class Transformer(torch.nn.Module):
 
         allowed: bool (rows, tokens, tokens), which tokens may be attended besides causality.
         """
+        logprobs = self.of_following(sequences, position_ids, allowed)
+        picked = logprobs[:, :-1].gather(-1, sequences[:, 1:, None]).squeeze(-1)
+        return torch.cat([torch.zeros_like(picked[:, :1]), picked], dim=1)
+
+    def of_following(self, sequences: torch.Tensor, position_ids: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+        """Log probabilities of what may follow each token; (rows, tokens, vocabulary)."""
         hidden = self.tokens(sequences) + self.positions(position_ids)
         size = sequences.shape[1]
         # Every token sees itself, so that no softmax is over nothing.
@@ -53,9 +59,8 @@ class Transformer(torch.nn.Module):
             query, key, value = layer(hidden).chunk(3, dim=-1)
             weights = (query @ key.transpose(1, 2) / WIDTH**0.5).masked_fill(~mask, -torch.inf).softmax(-1)
             hidden = hidden + torch.tanh(weights @ value)
-        logprobs = self.head(hidden).log_softmax(-1)
-        picked = logprobs[:, :-1].gather(-1, sequences[:, 1:, None]).squeeze(-1)
-        return torch.cat([torch.zeros_like(picked[:, :1]), picked], dim=1)
+        found: torch.Tensor = self.head(hidden).log_softmax(-1)
+        return found
 
 
 def clipped_loss(
@@ -67,15 +72,20 @@ def clipped_loss(
     return -torch.where(mask.bool(), gain, torch.zeros_like(gain)).sum()
 
 
-def batch_rows(prefix_holds: bool = True, forks: bool = False) -> list[Row]:
-    """prefix_holds: whether every prompt begins with the sequence before. forks: or with an earlier one."""
+def batch_rows(prefix_holds: bool = True, forks: bool = False, is_shared: bool = False) -> list[Row]:
+    """prefix_holds: whether every prompt begins with the sequence before. forks: or with an earlier one. is_shared:
+    whether the samples of a prompt have it in common, and begin with the same sampled token."""
     rng = random.Random(5)
     rows: list[Row] = []
     for prompt, sample in itertools.product(range(4), range(SAMPLES)):
         sequence = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 5))]
+        if is_shared:
+            sequence = [prompt, 1, 2, 3]
         turns = rng.randint(1, 4)
         for step in range(turns):
             response = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 5))]
+            if is_shared:
+                response[0] = 4
             rows.append(
                 {
                     "uid": f"p{prompt}",
@@ -172,7 +182,7 @@ def through_gristmill(rows: list[Row], config: dict[str, Any]) -> tuple[list[tor
                 own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
             else:
                 own = {name: value[positions] for name, value in tensors.items()}
-            loss = packed_loss(own) if config["layout"] == "packed" else padded_loss(own)
+            loss = LOSSES[config["layout"]](own)
             losses[shard.address.mini_batch] = losses[shard.address.mini_batch] + loss
     return losses, sum(part.padding_rows for part in batch.plan.mini_batches)
 
@@ -196,6 +206,21 @@ def packed_loss(own: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return clipped_loss(logprobs[0], own["rollout_logprobs"].double(), own["advantages"].double(), own["loss_mask"])
 
 
+def tree_loss(own: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    parents = own["parents"].tolist()
+    allowed = torch.eye(len(parents), dtype=torch.bool)
+    for token, parent in enumerate(parents):
+        if parent >= 0:
+            allowed[token] |= allowed[parent]
+    logprobs = MODEL.of_following(own["sequences"].long()[None], own["position_ids"].long()[None], allowed[None])[0]
+    # Each token's, as the one before it on its path predicts it; what begins a path is trained in no row.
+    picked = logprobs[own["parents"].long(), own["sequences"].long()]
+    return clipped_loss(picked, own["rollout_logprobs"].double(), own["advantages"].double(), own["loss_mask"])
+
+
+LOSSES = {"left_padded": padded_loss, "packed": packed_loss, "prefix_tree": tree_loss}
+
+
 def gradients(losses: list[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
     return [torch.autograd.grad(loss, tuple(MODEL.parameters()), retain_graph=True) for loss in losses]
 
@@ -204,8 +229,10 @@ torch.manual_seed(0)
 MODEL = Transformer()
 
 
-@pytest.mark.parametrize("layout", ["left_padded", "packed"])
-@pytest.mark.parametrize("dp_size", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("layout", "dp_size"),
+    [*itertools.product(["left_padded", "packed"], [1, 2, 3, 5]), ("prefix_tree", 2), ("prefix_tree", 5)],
+)
 @pytest.mark.parametrize(
     ("merge", "loss_reduction"),
     [
@@ -217,7 +244,8 @@ MODEL = Transformer()
 def test_loss_and_gradients_are_those_of_training_without_gristmill(
     layout: str, dp_size: int, loss_reduction: str, merge: str
 ) -> None:
-    rows = batch_rows(prefix_holds=merge != "prefix that breaks", forks=merge == "tree")
+    is_tree = layout == "prefix_tree"
+    rows = batch_rows(prefix_holds=merge != "prefix that breaks", forks=merge == "tree", is_shared=is_tree)
     config = settings(
         layout=layout, dp_size=dp_size, loss_reduction=loss_reduction, merge=merge.removesuffix(" that breaks")
     )
@@ -241,7 +269,7 @@ def test_the_rows_of_a_tree_share_steps() -> None:
     assert plan.rows < len(rows) < sum(map(len, plan.steps))
 
 
-@pytest.mark.parametrize("layout", ["left_padded", "packed"])
+@pytest.mark.parametrize("layout", ["left_padded", "packed", "prefix_tree"])
 @pytest.mark.parametrize("merge", ["prefix", "tree"])
 def test_tails_that_were_tokenised_anew_leave_the_loss_of_all_other_tokens(merge: str, layout: str) -> None:
     rng, rows = random.Random(8), batch_rows(forks=merge == "tree")

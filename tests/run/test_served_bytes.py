@@ -71,7 +71,12 @@ def deliveries(draw: st.DrawFn, count: int) -> list[list[tuple[int, bool]]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches_and_settings(seal_order="admission") | batches_with_columns(seal_order="admission"), st.data())
+@given(
+    batches_and_settings(seal_order="admission")
+    | batches_and_settings(seal_order="admission", layout="prefix_tree")
+    | batches_with_columns(seal_order="admission"),
+    st.data(),
+)
 def test_a_run_serves_what_the_offline_pipeline_makes_of_the_same_rows(
     runs: Runs, drawn: tuple[list[Row], dict[str, object]], data: st.DataObject
 ) -> None:

@@ -3,4 +3,4 @@
 from importlib.util import find_spec
 
 # A trainer's tests are collected only where the trainer is installed, which is never the environment of `make test`.
-collect_ignore = [trainer for trainer in ("trl", "skyrl", "verl") if find_spec(trainer) is None]
+collect_ignore = [trainer for trainer in ("trl", "skyrl", "verl", "transformers") if find_spec(trainer) is None]

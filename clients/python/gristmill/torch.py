@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ except ImportError as missing:
 from gristmill._client.device_copies import Copies, Copy, side_stream
 from gristmill._client.jagged_rows import Jagged, Part, jagged
 from gristmill._client.jagged_rows import join as join_jagged
+from gristmill._torch.token_tree import TokenTree
+from gristmill._torch.tree_attention import register_tree_attention as register_tree_attention
+from gristmill._torch.tree_attention import tree_attention as tree_attention
 
 Tensors = dict[str, torch.Tensor]
 
@@ -52,7 +56,10 @@ _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
 }
 # Metadata with one value a row, also within loss_denominators.
-_OF_ROWS = ("uids", "rounds", "stop_reasons", "row_tokens", "prompt_tokens", "trajectory_tokens")
+_OF_ROWS = (
+    *("uids", "rounds", "stop_reasons", "response_lengths"),
+    *("row_tokens", "prompt_tokens", "trajectory_tokens"),
+)
 
 
 class Conversion:
@@ -147,11 +154,47 @@ class Rows:
         """Whether the rows stand on one token axis, cut by `cu_seqlens`, instead of one a line with padding."""
         return "cu_seqlens" in self._raw
 
+    @property
+    def is_tree(self) -> bool:
+        """Whether the rows stand on one token axis on which what they share stands once."""
+        return "parents" in self._raw
+
+    @cached_property
+    def tree(self) -> TokenTree:
+        """Who attends to whom on that axis. Raises FailedPreconditionError where there is none."""
+        if not self.is_tree:
+            raise FailedPreconditionError(
+                "these rows have no tree; it is had by the micro-batches of layout: prefix_tree"
+            )
+        return TokenTree(*(self[name] for name in ("parents", "segment_starts", "segment_parents", "row_ends")))
+
     def position_ids(self) -> torch.Tensor:
         """Each token's place in its row; int64, shaped as `sequences`. 0 on padding, which nothing attends to."""
-        if self.is_packed:
+        if self.is_packed or self.is_tree:
             return self["position_ids"].long()
         return (self["attention_mask"].long().cumsum(-1) - 1).clamp_(min=0)
+
+    def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
+        """The log probability of each token of `advantages` and the other response tensors, shaped as these.
+
+        logits: shaped as `sequences`, and the vocabulary, of a causal model. Differentiable. Values outside of
+        `response_mask` mean nothing.
+        """
+        self._check_shape(logits, "logits", tuple(self["sequences"].shape))
+        if self.is_tree:
+            return self.tree.logprobs(logits, self["sequences"])
+        return self.response_logprobs(token_logprobs(logits, self["sequences"]))
+
+    def before_responses(self, output: torch.Tensor) -> torch.Tensor:
+        """The part of per-token model output that stands before each token of the response tensors, such as the entropy
+        with which it was chosen, or a critic's value; shaped as these.
+
+        output: shaped as `sequences`, further dimensions allowed.
+        """
+        if not self.is_tree:
+            return self.response_logprobs(output)
+        self._check_shape(output, "output", tuple(self["sequences"].shape))
+        return self.tree.at_parents(output)
 
     def response_logprobs(self, log_probs: torch.Tensor) -> torch.Tensor:
         """The part of per-token model output that belongs to `advantages`, `loss_mask` and the other response tensors.
@@ -160,8 +203,14 @@ class Rows:
             all up to it, as a causal model gives it (the last position predicts a token that is not there).
         Padded, this is `log_probs[:, -max_response - 1 : -1]`, (rows, max_response, ...); packed, each value moves to
         the token that it is of, (tokens, ...), and the first position gets 0. Values outside of `response_mask` mean
-        nothing.
+        nothing. With `layout: prefix_tree` several tokens may follow one, which has no *next* token: use `logprobs`,
+        or `before_responses` for what does not depend on it; raises FailedPreconditionError.
         """
+        if self.is_tree:
+            raise FailedPreconditionError(
+                "with layout: prefix_tree several tokens may follow one, so that log_probs cannot be of the next; "
+                "use micro.logprobs(logits), or micro.before_responses(output) for what is not of the next token"
+            )
         self._check_shape(log_probs, "log_probs", tuple(self["sequences"].shape))
         if self.is_packed:
             return torch.cat([torch.zeros_like(log_probs[:1]), log_probs[:-1]])
@@ -175,11 +224,16 @@ class Rows:
         """Cuts per-token output into each row's response: its last `response_len` tokens.
 
         output: (rows, width, ...) with any width that holds the responses, such as max_response or max_total, right-
-            aligned as `response_mask` is; packed: (tokens, ...). Padding rows give an empty tensor.
-        Returns views, one a row. Raises InvalidArgumentError naming both shapes.
+            aligned as `response_mask` is; packed or a tree: (tokens, ...). Padding rows give an empty tensor.
+        Returns views, of a tree copies, one a row. Raises InvalidArgumentError naming both shapes.
 
             old = micro.unpad(micro.response_logprobs(log_probs))     # old[i]: the log probs of row i's response
         """
+        if self.is_tree:
+            self._check_shape(output, "output", tuple(self["sequences"].shape))
+            paths = [self.tree.path(row) for row in range(len(self))]
+            lengths = self.metadata["response_lengths"]
+            return [output[path[len(path) - length :]] for path, length in zip(paths, lengths, strict=True)]
         if self.is_packed:
             self._check_shape(output, "output", tuple(self["sequences"].shape))
             edges = self._raw["cu_seqlens"].tolist()
@@ -204,7 +258,8 @@ class Rows:
         part: what of each row: all its tokens, its prompt, or its response. Padded, what stands at responses alone has
             no other part; packed, it has 0, or the column's `fill`, on prompts.
         The response of a padding row is its last token, though `response_mask` is 0 there, so that no row is empty.
-        Raises KeyError for a name that there is not, and InvalidArgumentError for a tensor or a part without tokens.
+        Raises KeyError for a name that there is not, and InvalidArgumentError for a tensor or a part without tokens,
+        and where rows share tokens (`layout: prefix_tree`).
 
             input_ids = shard.jagged("sequences").nested()                    # torch.nested, layout torch.jagged
             advantages = shard.jagged("advantages", "response").nested()

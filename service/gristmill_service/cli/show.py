@@ -31,12 +31,14 @@ class TagFigures(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardFigures:
-    """The figures of one shard. tokens: of real rows. elements: of all `sequences` tensors, padding included.
-    column_bytes: of declared columns. by_tag: the rows of each tag, "" for those without; empty where none has one."""
+    """The figures of one shard. tokens: of real rows. distinct_tokens: what of them stands there, fewer where rows
+    share some. elements: of all `sequences` tensors, padding included. column_bytes: of declared columns. by_tag: the
+    rows of each tag, "" for those without; empty where none has one."""
 
     rows: int
     padding_rows: int
     tokens: int
+    distinct_tokens: int
     elements: int
     loss_tokens: int
     column_bytes: int
@@ -44,7 +46,7 @@ class ShardFigures:
 
     @property
     def padding_share(self) -> float:
-        return 1 - self.tokens / self.elements if self.elements else 0.0
+        return 1 - self.distinct_tokens / self.elements if self.elements else 0.0
 
 
 def shard_tables(directory: Path) -> list[Table]:
@@ -57,12 +59,14 @@ def shard_tables(directory: Path) -> list[Table]:
         )
     table = _table("shard", "rows", "padding rows", "tokens", "padding share", "loss tokens")
     figures = [read_figures(path) for path in paths]
+    if has_tree := any(shard.distinct_tokens < shard.tokens for shard in figures):
+        table.add_column("distinct tokens", justify="right")
     if has_columns := any(shard.column_bytes for shard in figures):
         table.add_column("declared columns", justify="right")
     for path, shard in zip(paths, figures, strict=True):
-        table.add_row(str(path.relative_to(directory)), *_cells(shard, has_columns))
+        table.add_row(str(path.relative_to(directory)), *_cells(shard, has_tree, has_columns))
     table.add_section()
-    table.add_row("total", *_cells(_total(figures), has_columns), style="bold")
+    table.add_row("total", *_cells(_total(figures), has_tree, has_columns), style="bold")
     return [*_tag_tables(figures), table]
 
 
@@ -104,6 +108,7 @@ def read_figures(path: Path) -> ShardFigures:
             micro_batches = json.loads(metadata["micro_batches"])
             lengths, losses = np.zeros(len(padding), np.int64), np.zeros(len(padding), np.int64)
             elements = column_bytes = 0
+            has_axis = "micro_batch_000/row_ends" in names
             for name in names:
                 prefix, _, column = name.rpartition("/")
                 rows = micro_batches[int(prefix.removeprefix("micro_batch_"))] if prefix else slice(None)
@@ -111,9 +116,10 @@ def read_figures(path: Path) -> ShardFigures:
                     lengths[rows] = file.get_tensor(name).sum(axis=1, dtype=np.int64)
                 elif column == "cu_seqlens":
                     lengths[rows] = np.diff(file.get_tensor(name))
+                elif column == "row_ends":
+                    lengths[rows] = file.get_tensor(f"{prefix}/position_ids")[file.get_tensor(name)] + 1
                 elif column == "loss_mask":
-                    edges = file.get_tensor(f"{prefix}/cu_seqlens") if f"{prefix}/cu_seqlens" in names else None
-                    losses[rows] = _row_sums(file.get_tensor(name), edges)
+                    losses[rows] = _row_sums(file.get_tensor(name), _edges(file, prefix, names))
                 elif column == "sequences":
                     elements += int(np.prod(file.get_slice(name).get_shape()))
                 elif column not in BUILT_IN:
@@ -124,6 +130,7 @@ def read_figures(path: Path) -> ShardFigures:
             raise
         raise InvalidArgumentError(f"{path}: is not a whole shard: {error}") from None
     real = ~padding
+    tokens = int(lengths[real].sum())
     by_tag = {}
     if tags is not None:
         for tag in sorted(set(tags[real])):
@@ -132,12 +139,20 @@ def read_figures(path: Path) -> ShardFigures:
     return ShardFigures(
         len(padding),
         int(padding.sum()),
-        int(lengths[real].sum()),
+        tokens,
+        elements - int(lengths[padding].sum()) if has_axis else tokens,
         elements,
         int(losses.sum()),
         column_bytes,
         by_tag,
     )
+
+
+def _edges(file: Any, prefix: str, names: Sequence[str]) -> Array | None:
+    """Where on a token axis what is each row's own begins, and where the last one's ends; None where there is none."""
+    if f"{prefix}/row_ends" in names:
+        return np.append(0, file.get_tensor(f"{prefix}/row_ends") + 1)
+    return file.get_tensor(f"{prefix}/cu_seqlens") if f"{prefix}/cu_seqlens" in names else None
 
 
 def _row_sums(mask: Array, edges: Array | None) -> Array:
@@ -157,7 +172,7 @@ def _nbytes(tensor: Any) -> int:
     return math.prod(shape) * bits // 8
 
 
-def _cells(shard: ShardFigures, has_columns: bool) -> list[str]:
+def _cells(shard: ShardFigures, has_tree: bool, has_columns: bool) -> list[str]:
     cells = [
         f"{shard.rows:,}",
         f"{shard.padding_rows:,}",
@@ -165,4 +180,5 @@ def _cells(shard: ShardFigures, has_columns: bool) -> list[str]:
         f"{shard.padding_share:.1%}",
         f"{shard.loss_tokens:,}",
     ]
+    cells += [f"{shard.distinct_tokens:,}"] if has_tree else []
     return [*cells, f"{shard.column_bytes / 1e6:,.1f} MB"] if has_columns else cells

@@ -113,9 +113,9 @@ export class BatchView {
 
 function facts(told) {
   const merged = told.merge === "none" ? some(told.rows, "row") : `${some(told.rows_received, "row")} merged into ${count(told.rows)}`;
-  const { tokens = 0, padding_rows = 0, padding_share = 0, barrier_ratio = 1 } = told.metrics;
+  const { tokens = 0, distinct_tokens: distinct = tokens, padding_rows = 0, padding_share = 0, barrier_ratio = 1 } = told.metrics;
   const dropped = told.dropped_uids ? ` · ${told.dropped_uids} groups dropped` : "";
   const columns = told.columns.length ? ` · with ${told.columns.join(", ")}` : "";
-  return `${some(told.prompts, "group")} · ${merged} · ${count(tokens)} tokens · ${share(padding_share)} padding · ` +
+  return `${some(told.prompts, "group")} · ${merged} · ${count(tokens)} tokens${distinct < tokens ? `, ${count(distinct)} distinct` : ""} · ${share(padding_share)} padding · ` +
     `${some(padding_rows, "padding row")} · ${barrier_ratio.toFixed(2)} × the mean load at barriers · ${told.layout}${dropped}${columns}`;
 }

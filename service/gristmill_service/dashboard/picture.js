@@ -8,7 +8,7 @@ const GAP = 10, HEAD = 18, ALL_BARS = 470, MOST_RANKS = 16;
 
 export function showPicture(parent, told) {
   const widest = Math.max(1, ...told.mini_batches.flatMap(part => part.shards.map(shard =>
-    shard.trained.reduce((most, _, bar) => Math.max(most, total(shard, bar)), 0))));
+    shard.trained.reduce((most, _, bar) => Math.max(most, extent(told, shard, bar)), 0))));
   const bars = told.mini_batches.map(part => Math.max(1, ...part.shards.map(shard => shard.trained.length)));
   const lines = Math.ceil(Math.max(1, ...told.mini_batches.map(part => part.shards.length)) / MOST_RANKS);
   const height = Math.min(9, Math.max(1, ALL_BARS / lines / bars.reduce((sum, one) => sum + one, 0)));
@@ -26,10 +26,13 @@ export function showPicture(parent, told) {
 
 const leftOut = told => told.mini_batches.length < told.mini_batches_in_all;
 const total = (shard, bar) => PARTS.reduce((sum, name) => sum + shard[name][bar], 0);
+// What a row shares with the one before it stands there: its bar begins where it branches off.
+const indented = told => told.layout === "prefix_tree" && told.rows_per_bar === 1;
+const extent = (told, shard, bar) => (indented(told) ? shard.shared[bar] : 0) + total(shard, bar);
 
 function scale(told, widest) {
   const rows = told.rows_per_bar > 1 ? `a bar is ${told.rows_per_bar} rows; ` : "";
-  return `${rows}the widest bar is ${count(widest)} tokens`;
+  return `${rows}the widest bar is ${count(widest)} tokens${indented(told) ? "; a row begins where it leaves the row before it" : ""}`;
 }
 
 function panel(told, part, { widest, height, bars, words }) {
@@ -52,7 +55,11 @@ function panel(told, part, { widest, height, bars, words }) {
     const order = paddingFirst ? ["padding", ...PARTS.slice(0, 3)] : PARTS, gap = height >= 4 ? 1 : 0;
     for (let bar = 0; bar < shard.trained.length; bar += 1) {
       const y = snap(top + HEAD + bar * height), tallness = snap(top + HEAD + (bar + 1) * height) - y - gap;
-      let x = left;
+      let x = left + (indented(told) ? shard.shared[bar] / widest * wide : 0);
+      if (x > left) {
+        context.fillStyle = paint.grid;
+        context.fillRect(left, y + tallness / 2, x - left, 1);
+      }
       for (const name of order) {
         const long = shard[name][bar] / widest * wide;
         context.fillStyle = paint[name];
@@ -62,7 +69,7 @@ function panel(told, part, { widest, height, bars, words }) {
     }
   }
   function outline(context, { left, top, wide }, rank, bar, colour) {
-    const long = total(part.shards[rank], bar) / widest * wide;
+    const long = extent(told, part.shards[rank], bar) / widest * wide;
     context.strokeStyle = colour;
     context.lineWidth = 1.5;
     context.strokeRect(left - 1, top + HEAD + bar * height - 1.5, long + 2, height + 2);
@@ -82,7 +89,8 @@ function panel(told, part, { widest, height, bars, words }) {
       return most ? [next, Math.min(most - 1, Math.max(0, bar + down))] : null;
     },
     tell: ([rank, bar]) => `mini-batch ${part.index}, rank ${rank}, ${named(told, part.shards[rank], bar)}: ` +
-      PARTS.map(name => `${name} ${count(part.shards[rank][name][bar])}`).join(", "),
+      [...(told.layout === "prefix_tree" ? ["shared"] : []), ...PARTS]
+        .map(name => `${name} ${count(part.shards[rank][name][bar])}`).join(", "),
   });
   return { title, shape };
 }
@@ -102,9 +110,10 @@ function covered(shard, bar) {
 
 function shardTable(told) {
   const sum = values => values.reduce((total, value) => total + value, 0);
-  return table(["mini-batch", "rank", "rows", "prompt", "observation", "trained", "padding", "padding share"],
+  const kinds = [...(told.layout === "prefix_tree" ? ["shared"] : []), ...PARTS];
+  return table(["mini-batch", "rank", "rows", ...kinds, "padding share"],
     told.mini_batches.flatMap(part => part.shards.map((shard, rank) => {
-      const sums = ["prompt", "observation", "trained", "padding"].map(name => sum(shard[name]));
-      return [part.index, rank, shard.rows, ...sums, share(sums[3] / Math.max(1, sum(sums)))];
+      const sums = kinds.map(name => sum(shard[name])), own = sum(sums.slice(-PARTS.length));
+      return [part.index, rank, shard.rows, ...sums, share(sums.at(-1) / Math.max(1, own))];
     })), "Tokens of each shard");
 }

@@ -13,6 +13,9 @@ class ShardPicture(Document):
     the last step that it is made of, and how many they are; -1 for padding rows, null where a bar is several rows."""
 
     rows: int
+    shared: list[int] = Field(
+        description="With layout prefix_tree the tokens that stand with the row before, else 0; in none of the others."
+    )
     prompt: list[int]
     observation: list[int] = Field(description="Response tokens with loss_mask 0.")
     trained: list[int]

@@ -37,10 +37,12 @@ class DrawnBars(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """A shard: its rows, -1 for padding rows, and where its micro-batches begin among them."""
+    """A shard: its rows, -1 for padding rows, where its micro-batches begin among them, and the tokens of each row that
+    stand with the row before it."""
 
     rows: Int64s
     starts: Int64s
+    shared: Int64s
 
 
 class ShardBars:
@@ -54,8 +56,7 @@ class ShardBars:
         self._parts = [np.append(values, 0) for values in (rows.prompts, observed, rows.trained)]
         self._lengths = np.append(rows.lengths, padding_row)
         loads = loads_of(rows.lengths, config.flops)
-        if config.flops is not None and loads.sum():
-            loads = loads * (rows.lengths.sum() / loads.sum())
+        self._load_scale = 1.0 if config.flops is None or not loads.sum() else rows.lengths.sum() / loads.sum()
         self._loads = np.append(loads, 0.0)
 
     def drawn(self, own: Sequence[MiniBatchDocument], chosen: Sequence[MiniBatchDocument]) -> DrawnBars:
@@ -87,11 +88,17 @@ class ShardBars:
 
     def _shard(self, rank: _Rank, widths: Int64s, per_bar: int, per_cell: int) -> ShardPicture:
         prompt, observation, trained = (values[rank.rows] for values in self._parts)
-        loads = np.add.reduceat(self._loads[rank.rows], rank.starts) if len(rank.rows) else np.empty(0)
+        loads = self._load_scale * (self._loads[rank.rows] - loads_of(rank.shared, self._config.flops))
+        loads = np.add.reduceat(loads, rank.starts) if len(rank.rows) else np.empty(0)
+        widths = widths - rank.shared
+        # What is shared is a row's first, none of which it trains.
+        observation = observation - np.maximum(rank.shared - prompt, 0)
+        prompt = np.maximum(prompt - rank.shared, 0)
         labels = self._labels(rank.rows) if per_bar == 1 else [None] * 6
         row, group, sample, first, last, steps = labels
         return ShardPicture(
             rows=len(rank.rows),
+            shared=_sums(rank.shared, per_bar),
             prompt=_sums(prompt, per_bar),
             observation=_sums(observation, per_bar),
             trained=_sums(trained, per_bar),
@@ -115,7 +122,7 @@ class ShardBars:
 
     def _widths(self, rank: _Rank, part: Sequence[_Rank], every: Sequence[Sequence[_Rank]]) -> Int64s:
         """The width at which each row is laid out: as the widest of those that share a width with it."""
-        if self._config.layout == "packed":
+        if self._config.has_token_axis:
             return self._lengths[rank.rows]
         match self._config.pad_width:
             case "micro_batch":
@@ -138,7 +145,7 @@ class ShardBars:
 def _rank(planned: RankDocument) -> _Rank:
     rows = np.array(planned.rows, np.int64)
     starts = np.array([positions[0] for positions in planned.micro_batches if positions], np.int64)
-    return _Rank(rows, starts)
+    return _Rank(rows, starts, np.array(planned.shared or [0] * len(rows), np.int64))
 
 
 def _share(count: int, most: int) -> int:

@@ -81,11 +81,7 @@ def build_batch(
         laid_out,
         lambda: collect_stats(scored, mini_batches, laid_out, config, steps.tokens.total),
         scored.awaits,
-        {
-            shard.address: form_of(shard, scored, config)
-            for shard in laid_out
-            if scored.awaits and shard.address.model == "policy"
-        },
+        {shard.address: form_of(shard) for shard in laid_out if scored.awaits and shard.address.model == "policy"},
     )
 
 
@@ -96,4 +92,4 @@ def plan_batch(steps: Steps, config: RunConfig, *, batch: int) -> PlanDocument:
 
 
 def _schedule(scored: ScoredBatch, config: RunConfig) -> list[MiniBatchPlan]:
-    return schedule(scored.rows.lengths, scored.row_group_bounds, config)
+    return schedule(scored.rows.lengths, scored.row_group_bounds, config, scored.sharing)

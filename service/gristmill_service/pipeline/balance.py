@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 from gristmill._wire.columns import Int64s
 from gristmill_service.config import Flops
 from gristmill_service.pipeline.plan import MiniBatchPlan, RankPlan
+from gristmill_service.pipeline.sharing import Sharing
 
 Loads = NDArray[np.float64]
+SharedLoads = Callable[[RankPlan], Loads]
 
 # Barrier ratio at which no better packing is looked for. First-fit reaches it where there are many steps.
 _EVEN_ENOUGH = 1.001
@@ -76,39 +78,59 @@ def balanced_by_rows(loads: Loads, per_micro_batch: int, dp_size: int) -> tuple[
     spread = _spread([1] * short, loads[last].tolist(), [(short + index) // dp_size for index in range(dp_size)])
     assert spread is not None
     packed[last] = full + np.array(spread, dtype=np.int64)
+    return dealt_in_rows(packed, loads, full, dp_size)
+
+
+def dealt_in_rows(packed: Int64s, loads: Loads, full: int, dp_size: int) -> tuple[Int64s, Int64s]:
+    """Returns each row's rank and micro-step: micro-batches are dealt by load, the last `dp_size` as the last step.
+
+    packed, loads: (rows,) each one's micro-batch, and its load there. full: how many micro-batches stand before those.
+    """
     totals = _totals(packed, loads, full + dp_size)
     order = np.append(_heaviest_first(totals[:full]), full + _heaviest_first(totals[full:]))
     rank, step = _deal(totals, order, dp_size)
     return rank[packed], step[packed]
 
 
-def more_even(balanced: tuple[RankPlan, ...], plain: tuple[RankPlan, ...], loads: Loads) -> tuple[RankPlan, ...]:
+def shared_loads(sharing: Sharing, flops: Flops | None) -> SharedLoads:
+    """Returns what rows of a rank do not cost, since the row before them in their micro-batch has it.
+
+    A row of n tokens costs what `loads_of` says, and so do its first k: the rest costs the difference, attention to
+    the shared ones included.
+    """
+    return lambda rank: loads_of(sharing.shared(rank.rows, rank.bounds[:-1]), flops)
+
+
+def more_even(
+    balanced: tuple[RankPlan, ...], plain: tuple[RankPlan, ...], loads: Loads, shared: SharedLoads | None = None
+) -> tuple[RankPlan, ...]:
     """Returns the plan under which ranks wait less: `balanced`, unless `plain` happens to be more even.
 
-    loads: (rows,) of the batch.
+    loads: (rows,) of the batch. shared: as `shared_loads` gives it.
     """
     padded = np.append(loads, 0.0)
-    times = [float(_micro_batch_loads(ranks, padded).max(axis=0).sum()) for ranks in (balanced, plain)]
+    times = [float(_micro_batch_loads(ranks, padded, shared).max(axis=0).sum()) for ranks in (balanced, plain)]
     return plain if times[1] < times[0] * (1 - _ROUNDING) else balanced
 
 
-def barrier_ratio(mini_batches: Iterable[MiniBatchPlan], loads: Loads) -> float:
+def barrier_ratio(mini_batches: Iterable[MiniBatchPlan], loads: Loads, shared: SharedLoads | None = None) -> float:
     """Returns the sum over micro-steps of the slowest rank's load, by the mean load of a rank; 1 where no rank waits.
 
-    loads: (rows,) of the batch; padding rows cost nothing.
+    loads: (rows,) of the batch; padding rows cost nothing. shared: as `shared_loads` gives it.
     """
     slowest = mean = 0.0
     padded = np.append(loads, 0.0)
     for mini_batch in mini_batches:
-        by_rank = _micro_batch_loads(mini_batch.ranks, padded)
+        by_rank = _micro_batch_loads(mini_batch.ranks, padded, shared)
         slowest += float(by_rank.max(axis=0).sum())
         mean += float(by_rank.sum()) / len(by_rank)
     return slowest / mean if mean else 1.0
 
 
-def _micro_batch_loads(ranks: Sequence[RankPlan], padded: Loads) -> Loads:
+def _micro_batch_loads(ranks: Sequence[RankPlan], padded: Loads, shared: SharedLoads | None) -> Loads:
     """Returns what each micro-batch costs, (ranks, micro-steps). padded: (rows + 1,), where PADDING finds 0 at -1."""
-    return np.array([np.add.reduceat(padded[rank.rows], rank.bounds[:-1]) for rank in ranks])
+    own = [padded[rank.rows] - (0.0 if shared is None else shared(rank)) for rank in ranks]
+    return np.array([np.add.reduceat(each, rank.bounds[:-1]) for each, rank in zip(own, ranks, strict=True)])
 
 
 def _slowest(loads: Loads, dp_size: int) -> float:

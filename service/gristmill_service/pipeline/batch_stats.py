@@ -17,7 +17,7 @@ from gristmill_service.pipeline.scored_batch import ScoredBatch
 from gristmill_service.pipeline.tag_metrics import Figures, tag_metrics
 
 ROW_KINDS = ("submitted", "merged", "trained", "padding")
-TOKEN_KINDS = (*ROW_KINDS, "loss", "realigned")
+TOKEN_KINDS = (*ROW_KINDS, "loss", "realigned", "distinct")
 CAUSES = ("prompt", "response", "truncated", "column", "further")
 LEVELS = ("laid_out", "packed", "micro_batch", "shard", "mini_batch", "batch")
 
@@ -28,11 +28,13 @@ class BatchStats:
 
     rows, tokens: by kind. `submitted` is what came in, `merged` what went into other rows, `trained` what is trained
         on, `loss` its tokens with loss_mask 1, `padding` what fills up, `realigned` what was sampled and stands in no
-        row, since a prompt has other tokens in its place.
+        row, since a prompt has other tokens in its place; `distinct` what of `trained` is laid out, where rows share
+        tokens less than all.
     dropped_rows, dropped_tokens: by reason, stale or misaligned; what alignment drops is counted as merged rows.
     mismatches: by cause; see `_causes`.
     column_bytes: of the shards of all models, by declared column.
-    padding: the share of elements that is padding, as it is laid out, and as each `pad_width` would have it.
+    padding: the share of elements that is padding, as it is laid out, and as `packed` and each `pad_width` would have
+        it.
     staleness: of each trajectory with a known policy version, how many versions it is behind.
     tags: figures of each tag that groups have, as in the plan.
     """
@@ -62,6 +64,7 @@ def collect_stats(
     fresh, merged = steps.tokens.total, int(rows.lengths.sum())
     trained = sum(int(rows.lengths[part.start : part.kept_end].sum()) for part in policy)
     trained_rows = sum(part.rows for part in policy)
+    distinct = trained - (0 if scored.sharing is None else scored.sharing.shared_tokens(policy))
     return BatchStats(
         rows={
             "submitted": scored.rows_received,
@@ -73,15 +76,16 @@ def collect_stats(
             "submitted": tokens_submitted,
             "merged": fresh - merged,
             "trained": trained,
-            "padding": elements - trained,
+            "padding": elements - distinct,
             "realigned": scored.counts.get("realigned_tokens", 0),
+            "distinct": distinct,
             "loss": sum(int(scored.loss_tokens[part.start : part.kept_end].sum()) for part in policy),
         },
         dropped_rows={"stale": scored.rows_received - len(steps), "misaligned": len(rows) - trained_rows},
         dropped_tokens={"stale": tokens_submitted - fresh, "misaligned": merged - trained},
         mismatches=_causes(scored, config),
         column_bytes=dict(sum((Counter(shard.column_bytes) for shard in laid_out), Counter())),
-        padding=_padding(scored, policy, config, trained, elements),
+        padding=_padding(scored, policy, config, trained, 1 - distinct / elements) if elements else {},
         staleness=scored.staleness,
         tags=tag_metrics(scored, policy, laid_out),
     )
@@ -109,10 +113,8 @@ def _cause(scored: ScoredBatch, mismatch: Mismatch) -> str:
 
 
 def _padding(
-    scored: ScoredBatch, policy: Sequence[MiniBatchPlan], config: RunConfig, trained: int, elements: int
+    scored: ScoredBatch, policy: Sequence[MiniBatchPlan], config: RunConfig, trained: int, laid_out: float
 ) -> dict[str, float]:
-    if not elements:
-        return {}
     lengths = np.append(scored.rows.lengths, config.padding_row_tokens)
     ranks = [rank for part in policy for rank in part.ranks]
     placed = lengths[np.concatenate([rank.rows for rank in ranks])]
@@ -123,9 +125,9 @@ def _padding(
         "mini_batch": begins[: -1 : len(policy[0].ranks)],
         "batch": begins[:1],
     }
-    sizes = {"laid_out": elements, "packed": int(placed.sum())}
-    sizes |= {level: _elements(placed, edge, config.pad_to_multiple_of) for level, edge in edges.items()}
-    return {level: 1 - trained / size for level, size in sizes.items()}
+    sizes = {level: _elements(placed, edge, config.pad_to_multiple_of) for level, edge in edges.items()}
+    shares = {level: 1 - trained / size for level, size in [("packed", int(placed.sum())), *sizes.items()]}
+    return {"laid_out": laid_out, **shares}
 
 
 def _elements(lengths: Int64s, begins: Int64s, multiple: int) -> int:

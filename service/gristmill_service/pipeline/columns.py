@@ -67,26 +67,58 @@ class Runs:
         """Returns the runs of the rows `begin:end`."""
         return self.iovec[self.edges[begin] : self.edges[end]]
 
+    def without(self, nbytes: Int64s) -> Runs:
+        """The same without so many bytes at the beginning of each row; (rows,), no more than it has."""
+        lengths = self.iovec[:, 1]
+        ends = np.cumsum(lengths)
+        cuts = np.append(0, ends)[self.edges[:-1]] + nbytes
+        left_out = np.clip(np.repeat(cuts, np.diff(self.edges)) - (ends - lengths), 0, lengths)
+        iovec = np.stack([self.iovec[:, 0] + left_out, lengths - left_out], axis=1)
+        return Runs(iovec, self.edges, self.memory)
+
 
 class Placement:
     """Places rows: the order in which they are laid out, and how much fill stands before each.
 
-    rows: (n,) row indices, -1 for padding rows. leads: per scope (n,) elements before the row's own.
+    rows: (n,) row indices, -1 for padding rows. leads: per scope (n,) elements before the row's own. shared: (n,) the
+    tokens with which a row begins as the one before it does, and that stand there alone; None where all of every row
+    are laid out.
     """
 
-    def __init__(self, rows: Int64s, leads: dict[Scope, Int64s], geometry: Geometry) -> None:
-        self.rows, self.leads, self.geometry = rows, leads, geometry
+    def __init__(
+        self, rows: Int64s, leads: dict[Scope, Int64s], geometry: Geometry, shared: Int64s | None = None
+    ) -> None:
+        self.rows, self.leads, self.geometry, self.shared = rows, leads, geometry, shared
 
     @cached_property
     def bare(self) -> Placement:
         """The same rows with nothing before them."""
         nothing = np.zeros(len(self.rows), np.int64)
-        return Placement(self.rows, {"sequence": nothing, "response": nothing}, self.geometry)
+        return Placement(self.rows, {"sequence": nothing, "response": nothing}, self.geometry, self.shared)
 
     @cached_property
     def lengths(self) -> dict[Scope, Int64s]:
-        """The number of elements that are each row's own, (n,) per scope."""
+        """The number of elements that a row has, (n,) per scope."""
         return {scope: self.geometry.of(scope)[self.rows] for scope in SCOPES}
+
+    @cached_property
+    def own(self) -> dict[Scope, Int64s]:
+        """The number of those that are laid out, which are its last; (n,) per scope."""
+        if self.shared is None:
+            return self.lengths
+        return {
+            scope: np.minimum(lengths, self.lengths["sequence"] - self.shared)
+            for scope, lengths in self.lengths.items()
+        }
+
+    def left_out(self, scope: Scope) -> Int64s | None:
+        """The elements that are left out at the beginning of each row, its lead included; (n,)."""
+        if self.shared is None:
+            return None
+        # Before what is laid out of a response may stand what is left of the prompt, but not where rows are bare.
+        laid_out = np.minimum(self.lengths["sequence"] - self.shared, self.leads[scope] + self.lengths[scope])
+        left_out: Int64s = self.leads[scope] + self.lengths[scope] - laid_out
+        return left_out
 
     @cached_property
     def visit_counts(self) -> Int64s:
@@ -128,9 +160,14 @@ class Column(ABC):
     def runs(self, placement: Placement) -> Runs:
         """Returns, of each row, `lead` elements of fill and then its values."""
 
+    def laid_out(self, placement: Placement) -> Runs:
+        """Returns the same without what the row before has."""
+        runs, elements = self.runs(placement), placement.left_out(self.scope)
+        return runs if elements is None else runs.without(self.itemsize * math.prod(self.shape) * elements)
+
     def compact(self, placement: Placement) -> tuple[Runs, ...]:
         """Returns what travels of each row, as `form` has it: runs for each thing, one after another."""
-        return (self.runs(placement.bare),)
+        return (self.laid_out(placement.bare),)
 
 
 class Tokens(Column):
@@ -243,11 +280,12 @@ class StepScalars(Column):
     def compact(self, placement: Placement) -> tuple[Runs, ...]:
         visits = placement.visits
         ends = np.append(0, np.cumsum(self._advances[visits]))
-        chosen = np.flatnonzero(self._present[visits])
-        edges = np.searchsorted(chosen, placement.visit_edges)
-        counts = np.diff(edges)
         # A row ends where its last visit does.
-        before = np.repeat(ends[placement.visit_edges[1:]], counts) - ends[1:][chosen] + 1
+        behind = np.repeat(ends[placement.visit_edges[1:]], placement.visit_counts) - ends[1:] + 1
+        is_own = behind <= np.repeat(placement.own["response"], placement.visit_counts)
+        chosen = np.flatnonzero(self._present[visits] & is_own)
+        edges = np.searchsorted(chosen, placement.visit_edges)
+        counts, before = np.diff(edges), behind[chosen]
         numbers = _lines(counts.astype(np.uint32))
         places = _lines(before.astype(np.uint32), edges)
         return numbers, places, Runs(self._of(visits[chosen]), edges, (self._values,))

@@ -67,9 +67,8 @@ class CompactShard:
         described = list(self._parts())
         parts = np.array([part for part, _ in described], PART)
         parts["nbytes"] = [int(iovec[:, 1].sum()) for _, iovec in described]
-        placement, begin, end = self._compaction.placement, self._blocks[0].begin, self._blocks[-1].end
-        rows, geometry = placement.rows[begin:end], placement.geometry
-        self._head = Region(compact_shards.head(parts, geometry.lengths[rows], geometry.responses[rows], self._size))
+        own, rows = self._compaction.placement.own, slice(self._blocks[0].begin, self._blocks[-1].end)
+        self._head = Region(compact_shards.head(parts, own["sequence"][rows], own["response"][rows], self._size))
         return coalesced(np.concatenate([self._head.whole(), *(iovec for _, iovec in described)]))
 
     def _parts(self) -> Iterator[tuple[tuple[Any, ...], Iovec]]:

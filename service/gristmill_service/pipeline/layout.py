@@ -1,7 +1,8 @@
 """The last stage makes shards of a plan and columns, each a safetensors file described as runs of memory.
 
 A shard is never assembled: its `iovec` names slices of the batch's own buffers and of constants, in file order. The
-same input gives the same bytes. Layouts: `left_padded` (SkyRL #1285) and `packed`.
+same input gives the same bytes. Layouts: `left_padded` (SkyRL #1285), `packed`, and `prefix_tree`, which is packed but
+for the tokens that the row before has.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from gristmill_service.pipeline.extra_columns import Cut, ShardTensor
 from gristmill_service.pipeline.iovec import Iovec, Region
 from gristmill_service.pipeline.plan import MiniBatchPlan
 from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.sharing import Sharing
+from gristmill_service.pipeline.token_tree import axis_tensors, branches, tree_columns
 
 ITEMSIZES = (8, 4, 2, 1)
 """The order of tensors in a file, by the bytes of their numbers, so that each is aligned."""
@@ -107,16 +110,31 @@ class Shard:
 class Layout:
     """Lays out the shards of one model's mini-batches, in plan order. begins: where each one's rows begin."""
 
-    def __init__(self, mini_batches: Sequence[MiniBatchPlan], geometry: Geometry, config: RunConfig) -> None:
-        self._config = config
+    def __init__(
+        self,
+        mini_batches: Sequence[MiniBatchPlan],
+        geometry: Geometry,
+        config: RunConfig,
+        sharing: Sharing | None = None,
+    ) -> None:
+        """sharing: what rows share, where that stands once."""
         placed = np.concatenate([rank.rows for mini_batch in mini_batches for rank in mini_batch.ranks])
         self._blocks = _blocks(mini_batches, placed, geometry, config)
         blocks = [block for blocks in self._blocks for block in blocks]
-        self.placement = Placement(
-            placed, {scope: _leads(placed, blocks, scope, geometry) for scope in SCOPES}, geometry
-        )
+        edges = [*(block.begin for block in blocks), blocks[-1].end]
+        shared = None if sharing is None else sharing.shared(placed, np.array(edges[:-1]))
+        leads = {scope: _leads(placed, blocks, scope, geometry) for scope in SCOPES}
+        self.placement = Placement(placed, leads, geometry, shared)
+        self._branches = None if shared is None else branches(shared, self.placement.own["sequence"], edges)
         self.begins = [blocks[0].begin for blocks in self._blocks]
-        self._token_ends = np.append(0, np.cumsum(self.placement.lengths["sequence"]))
+        self._token_ends = np.append(0, np.cumsum(self.placement.own["sequence"]))
+
+    @property
+    def tree_columns(self) -> list[Column]:
+        """Those that tell how rows stand on an axis that they share; none where they do not."""
+        if self._branches is None or self.placement.shared is None:
+            return []
+        return tree_columns(self._branches, self.placement.shared)
 
     def place(self, columns: Sequence[Column], per_row: Mapping[int, PerRow], tensors: Sequence[ShardTensor]) -> Placed:
         """Places each tensor for all rows of all shards at once: what a shard takes of them is a slice.
@@ -130,7 +148,7 @@ class Layout:
             gathered = PerRow(small.names, small.values.take(self.placement.rows, axis=1))
             dtype = safetensors_name(small.values.dtype)
             own = [tensor for tensor in tensors if tensor.itemsize == itemsize]
-            return Part(itemsize, dtype, gathered, mine, [column.runs(self.placement) for column in mine], own)
+            return Part(itemsize, dtype, gathered, mine, [column.laid_out(self.placement) for column in mine], own)
 
         parts = [part(itemsize) for itemsize in ITEMSIZES]
         used = [one for one in parts if one.itemsize == 4 or one.per_row.names or one.columns or one.tensors]
@@ -140,13 +158,13 @@ class Layout:
         """Returns the shard number `index` in plan order. placed: what `place` gave. metadata: JSON by name."""
         blocks = self._blocks[index]
         begin, end = blocks[0].begin, blocks[-1].end
-        cu_seqlens = self._cu_seqlens(blocks)
+        axes = [self._axis(block) for block in blocks]
         cuts = [[tensor.cut(self.placement.rows[begin:end]) for tensor in part.tensors] for part in placed.parts]
-        header, size = self._header(blocks, placed, cuts, cu_seqlens, metadata)
+        header, size = self._header(blocks, placed, cuts, axes, metadata)
         own: list[bytes] = []
         for part in placed.parts:
             small = [part.per_row.values[:, begin:end].tobytes()]
-            small += [lengths.tobytes() for lengths in cu_seqlens] if part.itemsize == 4 else []
+            small += [values.tobytes() for axis in axes for values in axis.values()] if part.itemsize == 4 else []
             own.append(b"".join(small if own else [header, *small]))
         regions = [Region(small) for small in own]
         return Shard(
@@ -162,11 +180,14 @@ class Layout:
             ),
         )
 
-    def _cu_seqlens(self, blocks: Sequence[Block]) -> list[NDArray[np.int32]]:
-        """Returns the row ends of each block that is packed."""
+    def _axis(self, block: Block) -> dict[str, NDArray[np.int32]]:
+        """Returns the tensors that tell where rows stand on a token axis, where there is one."""
+        if block.widths is not None:
+            return {}
+        if self._branches is not None:
+            return axis_tensors(self._branches.between(block.begin, block.end))
         ends = self._token_ends
-        packed = [block for block in blocks if block.widths is None]
-        return [(ends[block.begin : block.end + 1] - ends[block.begin]).astype(np.int32) for block in packed]
+        return {"cu_seqlens": (ends[block.begin : block.end + 1] - ends[block.begin]).astype(np.int32)}
 
     def _elements(self, block: Block, scope: Scope) -> int:
         """Counts a tensor's values. A packed one has one per token, whatever its scope."""
@@ -179,7 +200,7 @@ class Layout:
         blocks: Sequence[Block],
         placed: Placed,
         cuts: Sequence[Sequence[Cut]],
-        cu_seqlens: Sequence[NDArray[np.int32]],
+        axes: Sequence[Mapping[str, NDArray[np.int32]]],
         metadata: dict[str, str],
     ) -> tuple[bytes, int]:
         """Returns the safetensors header, and the size of the whole file."""
@@ -197,8 +218,9 @@ class Layout:
             for name in part.per_row.names:
                 add(name, part.dtype, [rows], part.itemsize)
             if part.itemsize == 4:
-                for block, lengths in zip(blocks, cu_seqlens, strict=False):
-                    add(f"{block.prefix}cu_seqlens", "I32", [len(lengths)], 4)
+                for block, axis in zip(blocks, axes, strict=True):
+                    for name, values in axis.items():
+                        add(block.prefix + name, "I32", [len(values)], 4)
             for block, shape in zip(blocks, shapes, strict=True):
                 for column in part.columns:
                     add(block.prefix + column.name, column.dtype, [*shape[column.scope], *column.shape], part.itemsize)
@@ -222,7 +244,7 @@ def _blocks(
 ) -> list[list[Block]]:
     """Returns each shard's blocks, in plan order. placed: the rows of all of them."""
     ranks = [rank for mini_batch in mini_batches for rank in mini_batch.ranks]
-    own_micro_batches = config.layout == "packed" or config.pad_width == "micro_batch"
+    own_micro_batches = config.has_token_axis or config.pad_width == "micro_batch"
     bounds = [rank.bounds if own_micro_batches else np.array([0, len(rank.rows)]) for rank in ranks]
     begins = np.cumsum([0, *(len(rank.rows) for rank in ranks)])
     edges = [(begin + edges).tolist() for begin, edges in zip(begins.tolist(), bounds, strict=False)]
@@ -248,7 +270,7 @@ def _widths(
     edges: per shard where its blocks begin among the placed rows, and where the last one ends.
     """
     counts = np.array([len(of_shard) - 1 for of_shard in edges])
-    if config.layout == "packed":
+    if config.has_token_axis:
         return repeat(None, int(counts.sum()))
     dp_size = len(edges) // len(mini_batches)
     shards_apart = {"batch": len(edges), "mini_batch": dp_size}.get(config.pad_width, 1)

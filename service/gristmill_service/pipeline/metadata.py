@@ -20,20 +20,22 @@ Labels = dict[str, NDArray[Any]]
 
 
 def row_labels(scored: ScoredBatch) -> Labels:
-    """Returns each row's uid, round and stop reason, and its tag where any group has one, the padding row's at the end;
-    (rows + 1,) each."""
+    """Returns each row's uid, round and stop reason, its tag where any group has one, and, where tokens stand once for
+    several rows, the length of its response, which no mask tells; the padding row's at the end; (rows + 1,) each."""
     received, rows = scored.received, scored.rows
     uids = [uid for _, uid in received.groups]
     # A group that was dropped is one of the batch too: who looks for it must not find padding.
     taken = {*uids, *(uid for _, uid in scored.stale)}
     groups = np.append(scored.row_groups, len(uids))
     lasts = np.append(rows.last, len(received.steps))
+    lengths = {} if scored.sharing is None else {"response_lengths": np.append(rows.response_lengths, 0)}
     tags = {"tags": _objects([*received.tags, ""])[groups]} if any(received.tags) else {}
     return {
         "uids": _objects([*uids, _unused("padding", taken)])[groups],
         "rounds": np.array([*(round_ for round_, _ in received.groups), -1])[groups],
         "stop_reasons": _objects([*received.steps.stop_reasons, "padding"])[lasts],
         **tags,
+        **lengths,
     }
 
 

@@ -6,7 +6,7 @@ Knows rows and tokens only: ranks, prompt groups and what happens when there are
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import numpy as np
@@ -59,17 +59,39 @@ def split_until(micro_batches: Sequence[Sequence[int]], target: int, tokens_of: 
     Only those with two rows or more are halved, and the later one on a tie. The first half stays in place, the second
     is appended. `tokens_of[row]` is positive, so no half is empty. Those never halved keep their rows' order.
     """
+    return split_by(
+        micro_batches,
+        target,
+        lambda rows: sum(map(tokens_of.__getitem__, rows)),
+        lambda rows: _halve(rows, tokens_of),
+    )
+
+
+def split_by(
+    micro_batches: Sequence[Sequence[int]],
+    target: int,
+    tokens_in: Callable[[Sequence[int]], int],
+    halve: Callable[[Sequence[int]], tuple[list[int], list[int]]],
+) -> list[list[int]]:
+    """The same, with the tokens in a micro-batch, and its halves, as these tell."""
+
+    def entry(rows: Sequence[int], place: int) -> tuple[int, int]:
+        """Of the heap: most tokens first, the later place on a tie."""
+        return -tokens_in(rows), -place
+
     result = [list(rows) for rows in micro_batches]
-    heap = [_by_tokens(rows, place, tokens_of) for place, rows in enumerate(result) if len(rows) > 1]
+    if len(result) >= target:
+        return result
+    heap = [entry(rows, place) for place, rows in enumerate(result) if len(rows) > 1]
     heapq.heapify(heap)
     while heap and len(result) < target:
         place = -heapq.heappop(heap)[1]
-        first, second = _halve(result[place], tokens_of)
+        first, second = halve(result[place])
         result[place] = first
         result.append(second)
         for rows, at in ((first, place), (second, len(result) - 1)):
             if len(rows) > 1:
-                heapq.heappush(heap, _by_tokens(rows, at, tokens_of))
+                heapq.heappush(heap, entry(rows, at))
     return result
 
 
@@ -80,11 +102,6 @@ def _doubled(room: Sequence[int], cap: int) -> list[int]:
         doubled += [*room[level : 2 * level], *[cap] * level]
         level *= 2
     return doubled
-
-
-def _by_tokens(rows: Sequence[int], place: int, tokens_of: Sequence[int]) -> tuple[int, int]:
-    """Returns a heap entry: most tokens first, the later place on a tie."""
-    return -sum(map(tokens_of.__getitem__, rows)), -place
 
 
 def _halve(rows: Sequence[int], tokens_of: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -13,10 +13,11 @@ import msgspec
 import numpy as np
 
 from gristmill_service.config import Model, RunConfig
-from gristmill_service.pipeline.balance import barrier_ratio, loads_of
+from gristmill_service.pipeline.balance import barrier_ratio, loads_of, shared_loads
 from gristmill_service.pipeline.layout import Shard
-from gristmill_service.pipeline.plan import MiniBatchPlan
+from gristmill_service.pipeline.plan import MiniBatchPlan, RankPlan
 from gristmill_service.pipeline.scored_batch import ScoredBatch
+from gristmill_service.pipeline.sharing import Sharing
 from gristmill_service.pipeline.tag_metrics import tag_metrics, tags_short
 
 
@@ -25,11 +26,14 @@ class RankDocument:
     """A rank's shard of a mini-batch.
 
     rows: row indices in micro-batch order, -1 for padding rows. micro_batches: of each the positions in `rows`.
+    shared: with `layout: prefix_tree`, with how many tokens each row begins as the one before it in its micro-batch,
+    which stand there alone; the plans of others are without.
     """
 
     rank: int
     rows: list[int]
     micro_batches: list[list[int]]
+    shared: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,8 @@ class PlanDocument:
 
 def encode_plan(plan: PlanDocument) -> bytes:
     """Returns the plan as JSON, in UTF-8 and on one line."""
-    text = msgspec.json.encode(plan)
+    # Within a JSON string quotes are escaped, so that no name can look like this.
+    text = msgspec.json.encode(plan).replace(b',"shared":null', b"")
     return text if plan.steps is not None else text.removesuffix(b',"steps":null}') + b"}"
 
 
@@ -138,10 +143,13 @@ def _mini_batch(mini_batch: MiniBatchPlan, scored: ScoredBatch) -> MiniBatchDocu
         padding_rows=mini_batch.padding_rows,
         loss_tokens=int(scored.loss_tokens[mini_batch.start : mini_batch.kept_end].sum()),
         micro_batches_per_rank=mini_batch.micro_batches_per_rank,
-        ranks=[
-            RankDocument(index, rank.rows.tolist(), rank.micro_batches) for index, rank in enumerate(mini_batch.ranks)
-        ],
+        ranks=[_rank(index, rank, scored.sharing) for index, rank in enumerate(mini_batch.ranks)],
     )
+
+
+def _rank(index: int, rank: RankPlan, sharing: Sharing | None) -> RankDocument:
+    shared = None if sharing is None else sharing.shared(rank.rows, rank.bounds[:-1]).tolist()
+    return RankDocument(index, rank.rows.tolist(), rank.micro_batches, shared)
 
 
 def _counts(scored: ScoredBatch, dropped: int, config: RunConfig) -> dict[str, int]:
@@ -180,15 +188,20 @@ def _performance(
 ) -> dict[str, int | float]:
     """Returns what tells of the cost of the policy's shards: padding counts, and is given separately.
 
-    The barrier ratio is by FLOPs where the configuration has `flops`, else by tokens.
+    The barrier ratio is by FLOPs where the configuration has `flops`, else by tokens. Where rows share tokens, these
+    count once for loads and padding, and `distinct_tokens` says how many there are.
     """
     kept = sum(int(scored.rows.lengths[part.start : part.kept_end].sum()) for part in policy)
     figures: dict[str, int | float] = {"tokens": kept, "padding_rows": sum(part.padding_rows for part in policy)}
-    figures["barrier_ratio"] = barrier_ratio(policy, loads_of(scored.rows.lengths, config.flops))
+    distinct, shared = kept, None
+    if scored.sharing is not None:
+        figures["distinct_tokens"] = distinct = kept - scored.sharing.shared_tokens(policy)
+        shared = shared_loads(scored.sharing, config.flops)
+    figures["barrier_ratio"] = barrier_ratio(policy, loads_of(scored.rows.lengths, config.flops), shared)
     if laid_out is not None:
         elements = sum(shard.sequence_elements for shard in laid_out if shard.address.model == "policy")
-        figures["padding_tokens"] = elements - kept
-        figures["padding_share"] = (elements - kept) / elements if elements else 0.0
+        figures["padding_tokens"] = elements - distinct
+        figures["padding_share"] = (elements - distinct) / elements if elements else 0.0
         figures["shard_bytes"] = sum(shard.size for shard in laid_out)
     return figures
 

@@ -1,7 +1,8 @@
 """Scheduling decides which row trains in which mini-batch, on which DP rank, in which micro-batch.
 
 Owns the specification's sections 5 and 6: mini-batch boundaries, padding, alignment, and what is dropped or refused
-when micro-batches cannot be aligned. Sees the lengths of rows, never their data; the layout never changes a plan.
+when micro-batches cannot be aligned. Sees the lengths of rows and, for `layout: prefix_tree`, what they share, never
+their data; no other layout changes a plan.
 """
 
 from __future__ import annotations
@@ -18,15 +19,9 @@ from numpy.typing import NDArray
 from gristmill._wire.columns import Int64s
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import Model, RunConfig
-from gristmill_service.pipeline.balance import (
-    Loads,
-    balanced_by_rows,
-    balanced_by_tokens,
-    loads_of,
-    more_even,
-)
-from gristmill_service.pipeline.packing import first_fit, split_until
 from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan, RankPlan
+from gristmill_service.pipeline.row_packing import RowPacking, SharingRows, WholeRows
+from gristmill_service.pipeline.sharing import Sharing
 
 Count = TypeVar("Count", int, Int64s)
 
@@ -35,33 +30,27 @@ class MisalignedError(InvalidArgumentError):
     """A mini-batch cannot be aligned for this `dp_size`; for another it may."""
 
 
-def schedule(lengths: Int64s, group_bounds: Int64s, config: RunConfig) -> list[MiniBatchPlan]:
+def schedule(
+    lengths: Int64s, group_bounds: Int64s, config: RunConfig, sharing: Sharing | None = None
+) -> list[MiniBatchPlan]:
     """Returns the mini-batches of one batch: the policy's, then the critic's.
 
     lengths: (rows,) tokens, prompt and response, of each row in batch order; every one is positive.
     group_bounds: (groups + 1,) row bounds of the prompt groups, from 0 to the number of rows; no group is empty.
+    sharing: what rows share, where that stands once; caps and loads are then of what is distinct.
 
     Raises MisalignedError when a mini-batch cannot be aligned and `on_misaligned` forbids padding.
     """
     divide = _divide_groups if config.mini_batch_unit == "prompt" else _divide_rows
     parts = chain.from_iterable(divide(group_bounds, model, config) for model in config.models)
     flops = config.flops if config.balance == "flops" else None
-    rows = _Rows(lengths, lengths.tolist(), None if config.balance == "none" else loads_of(lengths, flops))
+    rows = WholeRows(lengths, flops) if sharing is None else SharingRows(lengths, flops, sharing)
     if config.token_cap is not None:
         return [_plan_by_tokens(part, rows, config.token_cap, config) for part in parts]
     if config.micro_batch.count is not None:
-        return [_plan_by_count(part, rows, config.micro_batch.count, config.dp_size) for part in parts]
-    return [_plan_by_size(part, rows.loads, config) for part in parts]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    """The batch's rows: tokens of each, as an array and (where they are read one by one) as a list, and, to balance,
-    what each costs."""
-
-    lengths: Int64s
-    tokens: list[int]
-    loads: Loads | None
+        no_cap = int(lengths.sum())
+        return [_plan_by_count(part, rows, config.micro_batch.count, no_cap, config) for part in parts]
+    return [_plan_by_size(part, rows, config) for part in parts]
 
 
 # --- Mini-batch boundaries (section 5)
@@ -112,7 +101,7 @@ def _divide_rows(group_bounds: Int64s, model: Model, config: RunConfig) -> Itera
 # --- Alignment and ranks (section 6)
 
 
-def _plan_by_size(part: _Part, loads: Loads | None, config: RunConfig) -> MiniBatchPlan:
+def _plan_by_size(part: _Part, batch: RowPacking, config: RunConfig) -> MiniBatchPlan:
     """Gives every rank as many rows, contiguous unless balanced, in micro-batches of `micro_batch.size`."""
     per_micro_batch = config.micro_batch.size
     assert per_micro_batch is not None
@@ -126,11 +115,11 @@ def _plan_by_size(part: _Part, loads: Loads | None, config: RunConfig) -> MiniBa
         micro_batches = _ceil_div(micro_batches, multiple) * multiple
         count = (micro_batches - 1) * per_micro_batch + 1
     bounds = np.minimum(np.arange(micro_batches + 1, dtype=np.int64) * per_micro_batch, count)
-    own = np.arange(part.start, part.start + kept_rows)
+    own = batch.between(part.start, part.start + kept_rows)
     padded = np.append(own, np.full(config.dp_size * count - kept_rows, PADDING))
     ranks = tuple(RankPlan(rows, bounds) for rows in padded.reshape(config.dp_size, count))
-    if loads is not None:
-        ranks = more_even(_balanced_rows(own, loads, per_micro_batch, bounds, config.dp_size), ranks, loads)
+    if config.balance != "none":
+        ranks = batch.more_even(_balanced_rows(own, batch, per_micro_batch, bounds, config.dp_size), ranks)
     if config.micro_batch.full:
         ranks = tuple(_filled(rank, per_micro_batch) for rank in ranks)
     return _plan(part, kept, ranks)
@@ -144,59 +133,43 @@ def _filled(rank: RankPlan, per_micro_batch: int) -> RankPlan:
 
 
 def _balanced_rows(
-    own: Int64s, loads: Loads, per_micro_batch: int, bounds: Int64s, dp_size: int
+    own: Int64s, batch: RowPacking, per_micro_batch: int, bounds: Int64s, dp_size: int
 ) -> tuple[RankPlan, ...]:
     """Returns the rows placed by load, padding dealt evenly. own: the mini-batch's rows; bounds: of every rank."""
-    rank, step = balanced_by_rows(loads[own], per_micro_batch, dp_size)
+    rank, step = batch.balanced_by_rows(own, per_micro_batch, dp_size)
     rows = np.full((dp_size, bounds[-1]), PADDING, dtype=np.int64)
     real = np.bincount(rank, minlength=dp_size)  # rows of each rank, before padding
     rows[np.arange(bounds[-1]) < real[:, None]] = own[np.lexsort((step, rank))]
     return tuple(RankPlan(shard, bounds) for shard in rows)
 
 
-def _plan_by_tokens(part: _Part, batch: _Rows, cap: int, config: RunConfig) -> MiniBatchPlan:
+def _plan_by_tokens(part: _Part, batch: RowPacking, cap: int, config: RunConfig) -> MiniBatchPlan:
     """Packs first-fit under the cap, splits until aligned, and deals micro-batches to ranks in turn or by load."""
-    numbers = first_fit(batch.tokens[part.start : part.end], cap)
+    own = batch.between(part.start, part.end)
+    numbers = batch.first_fit(own, cap)
     counts = np.maximum.accumulate(numbers)[part.ends - 1] + 1  # micro-batches of each prefix of whole groups
     kept = _kept_groups(part, _ceil_div(counts, config.align_to) * config.align_to <= part.ends, config)
     packed: list[list[int]] = [[] for _ in range(int(counts[kept - 1]))]
-    for row, number in enumerate(numbers[: _rows_of(part, kept)].tolist(), start=part.start):
+    kept_rows = _rows_of(part, kept)
+    for row, number in zip(own[:kept_rows].tolist(), numbers[:kept_rows].tolist(), strict=True):
         packed[number].append(row)
     target = _ceil_div(len(packed), config.align_to) * config.align_to
-    micro_batches = split_until(packed, target, batch.tokens)
+    micro_batches = batch.split_until(packed, target)
     micro_batches += [[PADDING]] * (target - len(micro_batches))
-    if batch.loads is not None:
-        return _plan(part, kept, _balanced(micro_batches, batch, batch.loads, cap, config.dp_size))
+    if config.balance != "none":
+        return _plan(part, kept, batch.balanced(micro_batches, cap, config.dp_size))
     return _plan(part, kept, tuple(_rank(micro_batches[rank :: config.dp_size]) for rank in range(config.dp_size)))
 
 
-def _balanced(
-    micro_batches: Sequence[Sequence[int]], batch: _Rows, loads: Loads, cap: int, dp_size: int
-) -> tuple[RankPlan, ...]:
-    """Places the same rows in as many micro-batches by load. Within a micro-batch rows stand in row order."""
-    unsorted = np.fromiter(chain.from_iterable(micro_batches), dtype=np.int64)
-    by_row = np.argsort(unsorted, kind="stable")
-    rows = unsorted[by_row]
-    packed = np.repeat(np.arange(len(micro_batches)), list(map(len, micro_batches)))[by_row]
-    real = rows != PADDING
-    rank, step = balanced_by_tokens(
-        np.where(real, batch.lengths[rows], 0), np.where(real, loads[rows], 0.0), packed, cap, dp_size
-    )
-    steps = len(micro_batches) // dp_size
-    sizes = np.bincount(rank * steps + step, minlength=len(micro_batches)).reshape(dp_size, steps)
-    shards = np.split(rows[np.lexsort((step, rank))], sizes.sum(axis=1).cumsum()[:-1])
-    return tuple(RankPlan(*each) for each in zip(shards, np.insert(sizes.cumsum(axis=1), 0, 0, axis=1), strict=True))
-
-
-def _plan_by_count(part: _Part, batch: _Rows, count: int, dp_size: int) -> MiniBatchPlan:
-    """Gives every rank `count` micro-batches: rows go to the ranks in contiguous chunks, which are cut likewise."""
-    own = np.arange(part.start, part.end)
+def _plan_by_count(part: _Part, batch: RowPacking, count: int, no_cap: int, config: RunConfig) -> MiniBatchPlan:
+    """Gives every rank `count` micro-batches: rows go to the ranks in contiguous chunks, which are cut likewise.
+    no_cap: more tokens than a micro-batch can have."""
+    dp_size, own = config.dp_size, batch.between(part.start, part.end)
     dealt = [rows for chunk in np.array_split(own, dp_size) for rows in np.array_split(chunk, count)]
     micro_batches = [rows.tolist() or [PADDING] for rows in dealt]
     ranks = tuple(_rank(micro_batches[rank * count : (rank + 1) * count]) for rank in range(dp_size))
-    if batch.loads is not None:
-        no_cap = int(batch.lengths.sum())
-        ranks = more_even(_balanced(micro_batches, batch, batch.loads, no_cap, dp_size), ranks, batch.loads)
+    if config.balance != "none":
+        ranks = batch.more_even(batch.balanced(batch.apart(micro_batches), no_cap, dp_size), ranks)
     return _plan(part, len(part.groups), ranks)
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s
 from gristmill._wire.steps import Extra, Steps
+from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline import advantage, filters
 from gristmill_service.pipeline.advantage import Float64s
@@ -17,6 +18,7 @@ from gristmill_service.pipeline.credit import Credit, credit
 from gristmill_service.pipeline.credit_columns import credit_columns
 from gristmill_service.pipeline.joins import Mismatch
 from gristmill_service.pipeline.merge import Rows, merge, realigned_tokens, row_loss_tokens
+from gristmill_service.pipeline.sharing import Sharing, find_sharing
 from gristmill_service.pipeline.stage_timer import StageTimer, no_timer
 from gristmill_service.pipeline.validate import Received, receive
 
@@ -32,6 +34,7 @@ class ScoredBatch:
     staleness: (trajectories with a known policy version,) versions behind the current one, of each one's oldest step.
     stale: (round, uid) of groups dropped as stale. counts: what each rule met, by name.
     awaits: names of the columns that trainers have to write yet.
+    sharing: what rows share, where that stands once (`layout: prefix_tree`).
     """
 
     received: Received
@@ -47,6 +50,7 @@ class ScoredBatch:
     stale: list[tuple[int, str]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     awaits: frozenset[str] = frozenset()
+    sharing: Sharing | None = None
 
     @property
     def row_groups(self) -> Int64s:
@@ -77,6 +81,7 @@ def score_batch(
         trained, masked = filters.trained_steps(received, scores, config)
         groups = received.trajectory_groups[rows.trajectories]
         loss_tokens = row_loss_tokens(rows, received.steps.loss_mask, trained)
+        row_group_bounds = np.searchsorted(groups, np.arange(len(received.groups) + 1))
         scored = ScoredBatch(
             received=received,
             rows=rows,
@@ -85,7 +90,7 @@ def score_batch(
             scores=scores,
             credit=None,
             loss_tokens=loss_tokens,
-            row_group_bounds=np.searchsorted(groups, np.arange(len(received.groups) + 1)),
+            row_group_bounds=row_group_bounds,
             rows_received=len(steps),
             staleness=filters.staleness(received, policy_version),
             stale=stale,
@@ -96,8 +101,21 @@ def score_batch(
             | _group_counts(received, scores, config)
             | _realigned(received, rows, config),
             awaits=awaits,
+            sharing=_sharing(received, rows, row_group_bounds, config),
         )
         return scored if awaits & credit_columns(config) else _credited(scored, config)
+
+
+def _sharing(received: Received, rows: Rows, row_group_bounds: Int64s, config: RunConfig) -> Sharing | None:
+    if config.layout != "prefix_tree":
+        return None
+    tokens = received.steps.tokens
+    if tokens.total and not tokens.values.size:
+        raise InvalidArgumentError(
+            "layout: prefix_tree plans by the tokens that rows share, and these have lengths alone; give rows with "
+            "tokens, or another layout"
+        )
+    return find_sharing(rows, tokens, row_group_bounds)
 
 
 def with_columns(scored: ScoredBatch, extras: Mapping[str, Extra], config: RunConfig) -> ScoredBatch:

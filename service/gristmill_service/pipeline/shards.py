@@ -64,9 +64,9 @@ class _ShardBuilder:
         own = [mini_batch for mini_batch in mini_batches if mini_batch.model == model]
         if not own:
             return []
-        layout = Layout(own, self._geometry, self._config)
+        layout = Layout(own, self._geometry, self._config, self._scored.sharing)
         denominators = [self._denominators(mini_batch) for mini_batch in own]
-        columns = [*self._shared, *self._advantages(model, own, denominators), *self._extras]
+        columns = [*layout.tree_columns, *self._shared, *self._advantages(model, own, denominators), *self._extras]
         placed = layout.place(columns, self._per_row, self._tensors)
         metadata = Metadata(self._labels, denominators, layout.placement.rows, self._config, self._run, self._batch)
         return [
@@ -81,7 +81,7 @@ class _ShardBuilder:
         columns: list[Column] = [Tokens(steps.tokens, longest, self._config.pad_token_id)]
         if self._config.layout == "packed":
             columns.append(Positions(longest))
-        else:
+        elif self._config.layout == "left_padded":
             columns.append(Presence("attention_mask", "sequence", longest))
         columns.append(Presence("response_mask", "response", longest))
         unfiltered = self._scored.trained[rows.steps]

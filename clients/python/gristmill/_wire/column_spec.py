@@ -48,6 +48,7 @@ _MERGES: dict[ColumnScope, tuple[ColumnMerge, ...]] = {
 SHARD_TENSORS = (
     *("sequences", "attention_mask", "position_ids", "response_mask", "loss_mask", "rewards", "advantages", "returns"),
     *("rollout_logprobs", "token_policy_version", "cu_seqlens"),
+    *("parents", "segment_starts", "segment_parents", "row_ends"),
     *("row", "sample", "step_first", "step_last", "policy_version", "is_last_step", "is_padding"),
 )
 """The tensors of shards that need no declaration."""
@@ -55,7 +56,6 @@ SHARD_TENSORS = (
 BUILT_IN = frozenset(
     (
         *SHARD_TENSORS,
-        *("parents", "segment_starts", "segment_parents", "row_ends"),
         *("uid", "uids", "round", "rounds", "step", "steps", "attempt", "attempts", "prompt_token_ids", "response_ids"),
         *("reward", "advantage", "stop_reason", "stop_reasons", "policy_versions", "prompt_len", "response_len"),
         *("tag", "tags", "n_samples", "trajectory_ids", "samples", "loss_masks", "rollout_metrics"),

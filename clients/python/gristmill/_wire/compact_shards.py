@@ -22,6 +22,8 @@ from gristmill._wire.columns import Int64s
 from gristmill.errors import InvalidArgumentError
 
 VERSION = 1
+COUNTING_VERSION = 2
+"""That of shards with a part of form `COUNTING`, which those who know version 1 alone cannot read."""
 PACKED = -1
 """The width of tensors whose rows stand one after another, each as wide as its sequence."""
 
@@ -69,6 +71,8 @@ class Form(IntEnum):
     SPARSE = 4
     """Per row how many values it has (uint32), then of all of them how far before the row's end they stand (uint32, 1
     is the last position), then the values; 0 elsewhere."""
+    COUNTING = 5
+    """Per row its first value and the one after it (int32 each); the others count up from there."""
 
 
 def head(parts: NDArray[Any], lengths: Int64s, responses: Int64s, size: int) -> bytes:
@@ -78,7 +82,8 @@ def head(parts: NDArray[Any], lengths: Int64s, responses: Int64s, size: int) -> 
     size: bytes of the whole file.
     """
     table = parts.tobytes() + lengths.astype("<u4").tobytes() + responses.astype("<u4").tobytes()
-    fixed = (_MAGIC, VERSION, len(parts), len(lengths))
+    version = COUNTING_VERSION if (parts["form"] == Form.COUNTING).any() else VERSION
+    fixed = (_MAGIC, version, len(parts), len(lengths))
     return _HEAD.pack(*fixed, zlib.crc32(_HEAD.pack(*fixed, 0, 0, size) + table), 0, size) + table
 
 
@@ -251,9 +256,10 @@ def _read_head(source: _Pieces) -> tuple[NDArray[Any], NDArray[np.uint32], int]:
     magic, version, parts, rows, checksum, reserved, size = _HEAD.unpack(source.take(0, _HEAD.size))
     if magic != _MAGIC:
         raise _wrong(f"it begins with {magic!r}")
-    if version != VERSION:
+    if version not in (VERSION, COUNTING_VERSION):
         raise InvalidArgumentError(
-            f"a compact shard of version {version} came, and this gristmill reads version {VERSION}; upgrade it"
+            f"a compact shard of version {version} came, and this gristmill reads versions {VERSION} and "
+            f"{COUNTING_VERSION}; upgrade it"
         )
     nbytes = parts * PART.itemsize + 2 * 4 * rows
     if source.size < _HEAD.size + nbytes:
@@ -276,7 +282,7 @@ def _check_part(part: Part, rows: int) -> None:
         )
     if not part.begin <= part.end <= rows:
         raise _wrong(f"a part has the rows {part.begin} to {part.end} of {rows}")
-    if part.form == Form.POSITIONS and part.element_bytes != 4:
+    if part.form in (Form.POSITIONS, Form.COUNTING) and part.element_bytes != 4:
         raise _wrong(f"a part of form {part.form} has elements of {part.element_bytes} bytes")
     if part.fill >= 1 << (8 * part.itemsize):
         raise _wrong(f"a part is filled with {part.fill}, in {part.itemsize} bytes each")
@@ -298,6 +304,7 @@ def _check_bytes(part: Part, rows: _Rows) -> None:
         is_right = part.nbytes >= 4 * count and (part.nbytes - 4 * count) % (4 + item) == 0
     else:
         needed = {Form.VALUES: rows.total * item, Form.CONSTANTS: count * item, Form.POSITIONS: 0}
+        needed[Form.COUNTING] = 8 * count
         is_right = part.nbytes == needed[Form(part.form)]
     if not is_right:
         raise _wrong(f"a part of form {part.form} with {count} rows of {rows.total} tokens has {part.nbytes} bytes")
@@ -344,6 +351,16 @@ def _write_positions(source: _Pieces, part: Part, rows: _Rows, target: NDArray[n
             tensor[start : start + count] = counting[:count]
 
 
+def _write_counting(source: _Pieces, part: Part, rows: _Rows, target: NDArray[np.uint8]) -> None:
+    tensor = _elements(part, target)[:, 0]
+    firsts, seconds = source.array(part.at, 2 * len(rows.own), _UNSIGNED[4]).reshape(-1, 2).T
+    starts, counts = rows.starts[rows.own > 0], rows.own[rows.own > 0]
+    counted = np.arange(rows.total) - np.repeat(np.cumsum(counts) - counts, counts)
+    counted += np.repeat(seconds[rows.own > 0].astype(np.int64), counts) - 1
+    tensor[rows.mask] = counted
+    tensor[starts] = firsts[rows.own > 0]
+
+
 def _write_sparse(source: _Pieces, part: Part, rows: _Rows, target: NDArray[np.uint8]) -> None:
     count = len(rows.own)
     values = (part.nbytes - 4 * count) // (4 + part.element_bytes)
@@ -376,6 +393,7 @@ _WRITERS: dict[int, Callable[[_Pieces, Part, _Rows, NDArray[np.uint8]], None]] =
     Form.CONSTANTS: _write_constants,
     Form.POSITIONS: _write_positions,
     Form.SPARSE: _write_sparse,
+    Form.COUNTING: _write_counting,
 }
 
 

@@ -1,0 +1,1 @@
+"""What `gristmill.torch` offers for `layout: prefix_tree`."""

@@ -1,0 +1,340 @@
+"""`layout: prefix_tree`: what rows share stands once, and every trained token keeps its own numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gristmill._wire.columns import Ragged
+from gristmill._wire.compact_shards import restore
+from gristmill._wire.rows import from_rows
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.config import parse_config
+from gristmill_service.pipeline import BuiltBatch, build_batch, plan_batch
+from gristmill_service.pipeline.iovec import join
+from tests import naive
+from tests.pipeline import trees
+from tests.strategies import Row
+
+LAW = settings(deadline=None, max_examples=80)
+RANDOM = st.integers(0, 2**32).map(Random)
+
+
+def drawn(random: Random, **fixed: Any) -> tuple[list[Row], dict[str, Any]]:
+    rows = trees.rollouts(random)
+    return rows, trees.settings(random, rows, **fixed)
+
+
+def built(rows: list[Row], config: dict[str, Any]) -> BuiltBatch:
+    return build_batch(from_rows(rows), parse_config(config), run="r", batch=0)
+
+
+def merged(rows: list[Row], config: dict[str, Any]) -> list[naive.Merged]:
+    return naive.merged(rows, config["merge"], config.get("retokenised_tail", 0))
+
+
+@LAW
+@given(RANDOM)
+def test_every_row_is_the_path_to_its_end(random: Random) -> None:
+    rows, config = drawn(random)
+    expected = merged(rows, config)
+    for shard in built(rows, config).shards:
+        for numbers, axis in naive.axes(shard):
+            own = axis.tensors
+            assert sorted({token for path in axis.paths for token in path}) == list(range(len(own["sequences"])))
+            for number, path in zip(numbers, axis.paths, strict=True):
+                assert own["position_ids"][path].tolist() == list(range(len(path)))
+                tokens = (
+                    naive.tokens_of(expected[number])
+                    if number >= 0
+                    else [config["pad_token_id"]] * max(2, config["pad_to_multiple_of"])
+                )
+                assert own["sequences"][path].tolist() == tokens
+
+
+@LAW
+@given(RANDOM)
+def test_every_trained_token_stands_once_with_its_own_numbers(random: Random) -> None:
+    rows, config = drawn(random)
+    expected, by_trajectory = merged(rows, config), naive.advantages(rows, config)
+    for shard in built(rows, config).shards:
+        for numbers, axis in naive.axes(shard):
+            own = axis.tensors
+            trained: list[int] = []
+            for number, path in zip(numbers, axis.paths, strict=True):
+                if number < 0:
+                    continue
+                row = expected[number]
+                masks = row.standing(lambda step: step["loss_mask"], only_trained=True)
+                prompt = len(path) - len(masks)
+                sampled = [at for at, is_trained in enumerate(row.trained) if is_trained]
+                trained += [path[prompt + at] for at in sampled]
+                places = [path[prompt + at] for at in sampled]
+                assert own["loss_mask"][places].tolist() == [masks[at] for at in sampled]
+                assert own["response_mask"][places].all()
+                np.testing.assert_allclose(own["rewards"][places], [row.rewards()[at] for at in sampled], rtol=1e-6)
+                if "rollout_logprobs" in own:
+                    logprobs = row.standing(lambda step: step["rollout_logprobs"])
+                    assert own["rollout_logprobs"][places].tolist() == [logprobs[at] for at in sampled]
+                if shard.address.model == "critic" or config["loss_reduction"] == "none":
+                    want = by_trajectory[row.steps[-1]["uid"], row.steps[-1]["sample"]]
+                    np.testing.assert_allclose(own["advantages"][places], want, rtol=1e-5, atol=1e-9)
+            assert len(trained) == len(set(trained)), "a position is trained by two rows"
+            assert set(np.flatnonzero(own["loss_mask"])) <= set(trained)
+
+
+@LAW
+@given(RANDOM)
+def test_a_group_in_one_micro_batch_has_each_token_once(random: Random) -> None:
+    rows, config = drawn(random, dp_size=1, micro_batch={"size": 1000}, vpp_size=1, critic_mini_batch_size=None)
+    expected = merged(rows, config)
+    plan = built(rows, config).plan
+    by_group = groupby(expected, key=lambda row: row.steps[0]["uid"])
+    assert plan.metrics["distinct_tokens"] == sum(naive.distinct_tokens(list(group)) for _, group in by_group)
+    assert plan.metrics["tokens"] == sum(len(naive.tokens_of(row)) for row in expected)
+
+
+@LAW
+@given(RANDOM)
+def test_segments_are_the_longest_runs_without_a_branch(random: Random) -> None:
+    rows, config = drawn(random)
+    for shard in built(rows, config).shards:
+        for _, axis in naive.axes(shard):
+            parents = axis.tensors["parents"].tolist()
+            children = [[at for at, parent in enumerate(parents) if parent == token] for token in range(len(parents))]
+            starts = [
+                token
+                for token, parent in enumerate(parents)
+                if parent != token - 1 or parent < 0 or len(children[parent]) > 1
+            ]
+            assert axis.tensors["segment_starts"].tolist() == starts
+            segment_of = np.searchsorted(starts, np.arange(len(parents)), side="right") - 1
+            expected = [segment_of[parents[start]] if parents[start] >= 0 else -1 for start in starts]
+            assert axis.tensors["segment_parents"].tolist() == expected
+            # What follows a token on the axis is its descendant up to the first that is no deeper.
+            for token, parent in enumerate(parents):
+                assert parent < token
+                assert not any(parents[between] < parent for between in range(parent + 1, token) if parent >= 0)
+
+
+@LAW
+@given(RANDOM)
+def test_caps_count_distinct_tokens_and_all_else_of_scheduling_stands(random: Random) -> None:
+    rows, config = drawn(random)
+    checked, expected = parse_config(config), merged(rows, config)
+    batch = built(rows, config)
+    for part in batch.plan.mini_batches:
+        found = sorted(row for rank in part.ranks for row in rank.rows if row >= 0)
+        assert found == list(range(part.start, part.end))
+        assert len({len(rank.micro_batches) for rank in part.ranks}) == 1
+        assert part.micro_batches_per_rank * checked.dp_size % checked.align_to == 0
+        if checked.micro_batch.size is not None:
+            assert len({len(rank.rows) for rank in part.ranks}) == 1
+        if checked.micro_batch.count is not None:
+            assert part.micro_batches_per_rank == checked.micro_batch.count
+    for shard in batch.shards:
+        for numbers, axis in naive.axes(shard):
+            assert numbers
+            if checked.token_cap is not None and len(numbers) > 1:
+                assert len(axis.tensors["sequences"]) <= checked.token_cap
+            assert checked.micro_batch.size is None or len(numbers) <= checked.micro_batch.size
+    trained = [shard for shard in batch.shards if shard.address.model == "policy"]
+    axes = [axis for shard in trained for axis in naive.axes(shard)]
+    elements = sum(len(axis.tensors["sequences"]) for _, axis in axes)
+    padding = sum(checked.padding_row_tokens for numbers, _ in axes for number in numbers if number < 0)
+    metrics = batch.plan.metrics
+    assert (metrics["padding_tokens"], metrics["distinct_tokens"]) == (padding, elements - padding)
+    assert metrics["tokens"] == sum(len(naive.tokens_of(row)) for row in expected)
+    stats = batch.stats()
+    assert (stats.tokens["distinct"], stats.tokens["padding"]) == (elements - padding, padding)
+    assert stats.padding["laid_out"] == pytest.approx(metrics["padding_share"])
+
+
+@LAW
+@given(RANDOM)
+def test_a_group_that_fits_under_the_cap_is_in_one_micro_batch(random: Random) -> None:
+    rows, config = drawn(random, dp_size=1, vpp_size=1, micro_batch={"max_tokens": 200}, balance="none")
+    plan = built(rows, config).plan
+    uids = [row.steps[0]["uid"] for row in merged(rows, config)]
+    for part in plan.mini_batches:
+        (rank,) = part.ranks
+        of_group: dict[str, set[int]] = {}
+        families: dict[str, int] = {}
+        for number, positions in enumerate(rank.micro_batches):
+            for at in positions:
+                uid = uids[rank.rows[at]]
+                of_group.setdefault(uid, set()).add(number)
+                assert rank.shared is not None
+                families[uid] = families.get(uid, 0) + (rank.shared[at] == 0)
+        # Rows that share nothing are families of their own, which may be packed apart.
+        assert all(len(numbers) <= families[uid] for uid, numbers in of_group.items())
+
+
+@LAW
+@given(RANDOM)
+def test_the_order_of_arrival_changes_no_byte_and_the_compact_form_is_the_file(random: Random) -> None:
+    rows, config = drawn(random)
+    groups = [list(group) for _, group in groupby(rows, key=lambda row: row["uid"])]
+    shuffled = [row for group in groups for row in random.sample(group, len(group))]
+    for one, other in zip(built(rows, config).shards, built(shuffled, config).shards, strict=True):
+        assert naive.shard_bytes(one) == naive.shard_bytes(other)
+        compact = join(one.compact())
+        assert restore([compact[:50], compact[50:]]).tobytes() == naive.shard_bytes(one)
+
+
+def group(*samples: tuple[list[int], list[int]], uid: str = "p") -> list[Row]:
+    """A prompt group of single turns: each sample's prompt and response."""
+    return [
+        {
+            "uid": uid,
+            "sample": sample,
+            "step": 0,
+            "is_last_step": True,
+            "prompt_token_ids": prompt,
+            "response_ids": response,
+            "loss_mask": [1] * len(response),
+            "rollout_logprobs": [-1.0 - sample] * len(response),
+            "reward": float(sample),
+        }
+        for sample, (prompt, response) in enumerate(samples)
+    ]
+
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 1,
+    "n_samples_per_prompt": 3,
+    "policy_mini_batch_size": 1,
+    "step_wise": True,
+    "layout": "prefix_tree",
+    "micro_batch": {"max_tokens": 100},
+}
+
+
+def only_axis(rows: list[Row], **changes: Any) -> dict[str, list[Any]]:
+    (shard,) = built(rows, CONFIG | changes).shards
+    ((_, axis),) = naive.axes(shard)
+    return {name: values.tolist() for name, values in axis.tensors.items()}
+
+
+def test_a_prompt_that_samples_share_stands_once() -> None:
+    found = only_axis(group(([1, 2, 3], [7, 8]), ([1, 2, 3], [9]), ([1, 2, 3], [6, 5])))
+    assert found["sequences"] == [1, 2, 3, 7, 8, 9, 6, 5]
+    assert found["position_ids"] == [0, 1, 2, 3, 4, 3, 3, 4]
+    assert found["parents"] == [-1, 0, 1, 2, 3, 2, 2, 6]
+    assert found["segment_starts"] == [0, 3, 5, 6]
+    assert found["segment_parents"] == [-1, 0, 0, 0]
+    assert found["row_ends"] == [4, 5, 7]
+    assert found["response_mask"] == found["loss_mask"] == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert found["rewards"] == [0, 0, 0, 0, 0, 1, 0, 2]
+
+
+def test_what_samples_happen_to_sample_alike_keeps_a_position_each() -> None:
+    found = only_axis(group(([1, 2], [7, 8]), ([1, 2], [7, 8]), ([1, 2], [7, 9])))
+    assert found["sequences"] == [1, 2, 7, 8, 7, 8, 7, 9]
+    assert found["rollout_logprobs"] == [0, 0, -1, -1, -2, -2, -3, -3]
+    assert sorted(set(found["advantages"][2:])) == pytest.approx([-1, 0, 1], abs=1e-5)
+
+
+def test_turns_that_are_not_merged_are_one_path_and_each_trains_its_own() -> None:
+    rows = group(([1], [2]), ([1, 2, 3], [4]), ([1, 2, 3, 4], [5, 6]))
+    rows = [row | {"sample": 0, "step": step, "is_last_step": step == 2} for step, row in enumerate(rows)]
+    found = only_axis(rows, n_samples_per_prompt=1)
+    assert found["sequences"] == [1, 2, 3, 4, 5, 6]
+    assert found["segment_starts"] == [0]
+    assert found["row_ends"] == [1, 3, 5]
+    assert found["loss_mask"] == [0, 1, 0, 1, 1, 1]
+    assert found["rewards"] == [0, 0, 0, 1, 0, 2]
+
+
+def test_rows_that_branch_late_stand_before_those_that_branch_early() -> None:
+    steps = [([1, 2, 3, 4], [9]), ([1, 2], [8]), ([1, 2, 3], [7])]
+    rows = [row | {"sample": 0, "step": step, "is_last_step": step == 2} for step, row in enumerate(group(*steps))]
+    batch = built(rows, CONFIG | {"n_samples_per_prompt": 1})
+    # The row of step 1 may share least, and those that go on after what it has follow it.
+    assert batch.plan.mini_batches[0].ranks[0].rows == [1, 2, 0]
+    assert batch.plan.mini_batches[0].ranks[0].shared == [0, 2, 3]
+    assert only_axis(rows, n_samples_per_prompt=1)["sequences"] == [1, 2, 8, 3, 7, 4, 9]
+
+
+def test_other_groups_share_nothing_even_where_their_prompts_are_alike() -> None:
+    rows = [*group(([1, 2], [3])), *group(([1, 2], [4]), uid="q")]
+    found = only_axis(rows, train_batch_size=2, policy_mini_batch_size=2, n_samples_per_prompt=1)
+    assert found["parents"] == [-1, 0, 1, -1, 3, 4]
+
+
+def test_a_family_with_more_tokens_than_the_cap_is_cut_and_shares_in_each_part() -> None:
+    rows = group(*(([1, 2, 3, 4], [10 + sample, 20]) for sample in range(6)))
+    plan = built(rows, CONFIG | {"n_samples_per_prompt": 6, "micro_batch": {"max_tokens": 8}}).plan
+    (rank,) = plan.mini_batches[0].ranks
+    assert rank.micro_batches == [[0, 1], [2, 3], [4, 5]]
+    assert (plan.metrics["tokens"], plan.metrics["distinct_tokens"]) == (36, 24)
+
+
+def test_a_row_longer_than_the_cap_stands_alone() -> None:
+    rows = group(([1, 2], [3] * 9), ([1, 2], [4]), ([1, 2], [5]))
+    (rank,) = built(rows, CONFIG | {"micro_batch": {"max_tokens": 5}}).plan.mini_batches[0].ranks
+    assert rank.micro_batches == [[0], [1, 2]]
+
+
+def test_splitting_for_alignment_cuts_between_families_where_it_can() -> None:
+    rows = []
+    for prompt in range(4):
+        rows += group(*(([prompt] * 6, [9, sample]) for sample in range(3)), uid=f"p{prompt}")
+    sizes = {"train_batch_size": 4, "policy_mini_batch_size": 4, "dp_size": 2}
+    plan = built(rows, CONFIG | sizes | {"micro_batch": {"max_tokens": 1000}}).plan
+    assert [rank.rows for rank in plan.mini_batches[0].ranks] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    assert plan.metrics["distinct_tokens"] == 4 * (6 + 3 * 2)
+
+
+@pytest.mark.parametrize(
+    ("column", "problem"),
+    [
+        ({"name": "images", "dtype": "float32", "scope": "items"}, "images has scope: items"),
+        ({"name": "mrope", "dtype": "int64", "scope": "token", "merge": "equal"}, "mrope has merge: equal"),
+    ],
+)
+def test_columns_that_tell_rows_apart_whose_tokens_are_alike_are_refused(column: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{problem}, and with layout: prefix_tree"):
+        parse_config(CONFIG | {"columns": [column]})
+
+
+def test_lengths_alone_are_not_planned() -> None:
+    steps = from_rows(group(([1, 2], [3])))
+    lengths = replace(steps, tokens=Ragged(steps.tokens.values[:0], np.zeros(1, np.int64), steps.tokens.lengths))
+    with pytest.raises(InvalidArgumentError, match="plans by the tokens that rows share, and these have lengths alone"):
+        plan_batch(lengths, parse_config(CONFIG), batch=0)
+
+
+@LAW
+@given(RANDOM)
+def test_a_token_has_the_declared_values_of_the_row_that_brings_it(random: Random) -> None:
+    rows, config = drawn(random, merge="none", retokenised_tail=0)
+    config["columns"] = [
+        {"name": "routes", "dtype": "int16", "scope": "token", "shape": [2]},
+        {"name": "teacher", "dtype": "float32", "scope": "response", "fill": 5},
+    ]
+    for number, row in enumerate(rows):
+        tokens = len(row["prompt_token_ids"]) + len(row["response_ids"])
+        row["routes"] = [[number, at] for at in range(tokens)]
+        row["teacher"] = [float(number)] * len(row["response_ids"])
+    checked = parse_config(config)
+    batch = build_batch(from_rows(rows, columns=checked.columns), checked, run="r", batch=0)
+    for shard in batch.shards:
+        for numbers, axis in naive.axes(shard):
+            brought: set[int] = set()
+            for number, path in zip(numbers, axis.paths, strict=True):
+                own = [at for at, token in enumerate(path) if token not in brought]
+                brought.update(path)
+                if number < 0:
+                    continue
+                places = [path[at] for at in own]
+                assert axis.tensors["routes"][places].tolist() == [[number, at] for at in own]
+                prompt = len(rows[number]["prompt_token_ids"])
+                assert axis.tensors["teacher"][places].tolist() == [5.0 if at < prompt else float(number) for at in own]
