@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Awaitable, Callable
 
+import numpy as np
 import orjson
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -26,6 +26,7 @@ _PASSED_ON = frozenset(("v1/embeddings", "v1/messages/count_tokens", "v1/rerank"
 """What samples nothing: it is answered by the engine, unrecorded. So is every GET below `v1/models`."""
 _MODELS = "v1/models"
 _REASON_LENGTH = 200
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -136,6 +137,6 @@ def _only(document: dict[str, object], name: str) -> object:
 def _reward(given: object) -> float | None:
     if given is None:
         return None
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given):
-        raise WrongCall(f"reward is {given!r}; give one finite number, or leave it out for one that comes later")
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not abs(given) <= _FLOAT32_MAX:
+        raise WrongCall(f"reward is {given!r}; give one number that float32 holds, or none for one that comes later")
     return float(given)

@@ -49,11 +49,9 @@ class Calls:
             version = _version(request, run.policy_version)
             record = partial(recording.record, policy_version=version, has_logprobs=self._settings.logprobs)
             exchange = Exchange(request, form, record, self._settings.max_body_bytes)
-            try:
-                await self._run(exchange, request)
-            finally:
-                took = time.perf_counter() - began
-                self._metrics.answered(form.api, exchange.response.status, took, exchange.engine_s)
+            await self._run(exchange, request)
+            took = time.perf_counter() - began
+            self._metrics.answered(form.api, exchange.response.status, took, exchange.engine_s)
             return exchange.response
 
     async def _run(self, exchange: Exchange, request: web.Request) -> None:

@@ -31,7 +31,7 @@ class Run:
     def __init__(self, name: str, client: AsyncRolloutClient, metrics: Metrics) -> None:
         self.name, self.client = name, client
         self.policy_version = _UNKNOWN_VERSION
-        self._shown = metrics.policy_version.labels(name)
+        self._metrics = metrics
         self._is_known = False
         self._patient_until = 0.0
         self._learning: asyncio.Task[None] | None = None
@@ -80,7 +80,7 @@ class Run:
 
     def _announced(self, version: int) -> None:
         self.policy_version = version
-        self._shown.set(version)
+        self._metrics.policy_version.labels(self.name).set(version)
 
     async def close(self) -> None:
         for task in (self._learning, self._watch):

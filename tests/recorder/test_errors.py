@@ -196,6 +196,7 @@ def test_a_run_that_cannot_take_steps_is_refused_before_the_engine_is_asked(
         ("/runs/r/uid/a/sample/x/v1/chat/completions", {}, 400, "sample is 'x'"),
         ("/runs/r/uid/a/sample/0/v1/images/generations", {}, 404, "recorded are POST v1/chat/completions"),
         ("/runs/r/uid/a/sample/0/finish", {"reward": "high"}, 400, "reward is 'high'"),
+        ("/runs/r/uid/a/sample/0/finish", {"reward": 1e39}, 400, "reward is 1e+39"),
         ("/runs/r/uid/a/sample/0/finish", {"score": 1}, 400, "unknown field score"),
         ("/runs/r/uid/a/sample/0/finish", [1], 400, "give a JSON object"),
     ],
