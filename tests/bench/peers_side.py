@@ -19,8 +19,8 @@ os.environ.setdefault("TQ_NUM_THREADS", str(os.cpu_count()))  # more makes it wa
 import numpy as np
 import ray
 import torch
-import transfer_queue as tq  # type: ignore[import-not-found]
-from tensordict import TensorDict  # type: ignore[import-not-found]
+import transfer_queue as tq
+from tensordict import TensorDict
 
 Columns = dict[str, list[Any]]
 NAMES = ("prompt_token_ids", "response_ids", "rollout_logprobs")

@@ -1,0 +1,56 @@
+"""Registers the trainer with verl, once verl's trainers are there. `import verl` imports this module in every process,
+workers too: it imports nothing of its own, and verl's trainers are imported no earlier than without it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+_log = logging.getLogger("gristmill")
+
+_TRAINERS = "verl.trainer.ppo.v1"
+_ADAPTER = "gristmill.adapters.verl.trainer"
+
+
+class _AfterTrainers(MetaPathFinder):
+    """Finds the package of verl's trainers as it is found without it, and registers ours when it has been imported."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _TRAINERS or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                _register()
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def _register() -> None:
+    try:
+        import_module(_ADAPTER)
+    except (ImportError, AttributeError) as error:
+        # Whoever uses another trainer of verl's has nothing to do with what is missing here.
+        _log.warning("trainer.v1.trainer_mode=gristmill is not available: %s", error)
+
+
+def install() -> None:
+    """Registers the trainer now where verl's trainers are imported already, else when they are."""
+    if _TRAINERS in sys.modules:
+        _register()
+    elif not any(isinstance(finder, _AfterTrainers) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterTrainers())
+
+
+install()

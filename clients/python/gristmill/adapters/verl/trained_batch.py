@@ -1,0 +1,84 @@
+"""A batch while it is trained: what was computed of it before its updates, and verl's metrics of it afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from verl.protocol import DataProto
+from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
+from verl.utils.debug.metrics import calculate_debug_metrics
+
+from gristmill._client.jagged_rows import Jagged, join
+from gristmill.adapters.verl.tensor_dicts import MiniBatchData
+
+_OF_RESPONSES = (
+    "response_mask",
+    "advantages",
+    "returns",
+    "rm_scores",
+    "values",
+    "entropy",
+    "old_log_probs",
+    "rollout_log_probs",
+)
+
+
+class TrainedBatch:
+    """plan: the service's. computed: by mini-batch, what workers gave for its responses before the first update, under
+    verl's names."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self.plan = plan
+        self.computed: dict[int, dict[str, torch.Tensor]] = {}
+        self._parts: list[MiniBatchData] = []
+
+    def add(self, mini_batch: int, part: MiniBatchData) -> None:
+        """Gives a mini-batch of the policy what was computed of it."""
+        for name, values in self.computed.get(mini_batch, {}).items():
+            part.data[name] = values
+        if len(self._parts) == mini_batch:
+            # The first of its epochs.
+            self._parts.append(part)
+
+    def metrics(self, actor: DictConfig, timing_raw: dict[str, float], n_gpus: int) -> dict[str, Any]:
+        """Those that verl makes of a batch, of its rows without padding. actor: verl's settings of it."""
+        real = torch.cat([part.is_real for part in self._parts])
+        lengths = torch.cat([part.lengths for part in self._parts])[real]
+        data = {name: self._padded(name)[real] for name in _OF_RESPONSES if name in self._parts[0].data}
+        responses = torch.cat([part.responses for part in self._parts])[real]
+        prompts = lengths - responses
+        data |= {
+            "token_level_scores": data["rm_scores"],
+            "token_level_rewards": data["rm_scores"],
+            "returns": data.get("returns", data["advantages"]),
+            "prompt_length": prompts.float(),
+            "response_length": responses.float(),
+            # Read for their widths alone.
+            "prompts": torch.zeros(1).expand(len(prompts), int(prompts.max())),
+            "responses": torch.zeros(1).expand(len(responses), data["response_mask"].shape[1]),
+        }
+        batch = DataProto(
+            batch=TensorDict(data, batch_size=len(lengths)), meta_info={"global_token_num": lengths.tolist()}
+        )
+        found: dict[str, Any] = compute_data_metrics(batch=batch, use_critic="values" in data)
+        found |= compute_timing_metrics(batch=batch, timing_raw=timing_raw)
+        found |= compute_throughout_metrics(batch=batch, timing_raw=timing_raw, n_gpus=n_gpus)
+        if "entropy" in data:
+            found["actor/entropy"] = agg_loss(
+                loss_mat=data["entropy"],
+                loss_mask=data["response_mask"],
+                loss_agg_mode=actor.loss_agg_mode,
+                loss_scale_factor=actor.loss_scale_factor,
+            ).item()
+            if "rollout_log_probs" in data:
+                found |= calculate_debug_metrics(batch)
+        found |= {f"gristmill/{name}": value for name, value in self.plan["metrics"].items()}
+        return found
+
+    def _padded(self, name: str) -> torch.Tensor:
+        rows = join(Jagged(part.data[name].values(), part.data[name].offsets()) for part in self._parts)
+        return rows.nested().to_padded_tensor(0.0)
