@@ -22,6 +22,8 @@ CPU = [
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
     "ray_kwargs.ray_init.num_cpus=12",
     "+ray_kwargs.ray_init.num_gpus=2",
+    # Whatever other clusters this machine has.
+    "+ray_kwargs.ray_init.address=local",
     "critic.strategy=fsdp2",
     "actor_rollout_ref.actor.strategy=fsdp2",
     "actor_rollout_ref.actor.use_torch_compile=False",
