@@ -309,35 +309,36 @@ class Shard(Rows):
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """The shard's micro-batches in order, as views. Every rank has the same number of them."""
+        of_rows, own_of = self._by_micro_batch()
         for index, positions in enumerate(self.metadata["micro_batches"]):
             # Rows stand in micro-batch order, so that a micro-batch is a slice.
             begin, end = positions[0], positions[-1] + 1
-            prefix = f"micro_batch_{index:03d}/"
-            own = {name.removeprefix(prefix): raw for name, raw in self._raw.items() if name.startswith(prefix)}
-            cut = {name: raw[begin:end] for name, raw in self._raw.items() if "/" not in name}
-            items = self._items(begin, end)
-            cut |= items
+            prefix = f"micro_batch_{index:03d}"
+            own = own_of.get(prefix, {})
+            items = _items(of_rows, begin, end)
+            cut = {name: raw[begin:end] for name, raw in of_rows.items()} | items
             copies = {
-                name: copy.rows(begin, end) for name, copy in self._copies.items() if name in cut.keys() - items.keys()
+                name: self._copies[name].rows(begin, end)
+                for name in of_rows
+                if name in self._copies and name not in items
             }
-            copies |= {name: self._copies[prefix + name] for name in own if prefix + name in self._copies}
+            copies |= {name: self._copies[f"{prefix}/{name}"] for name in own if f"{prefix}/{name}" in self._copies}
             yield MicroBatch(cut | own, _metadata_of(self.metadata, begin, end), self._convert, copies)
+
+    def _by_micro_batch(self) -> tuple[Tensors, dict[str, Tensors]]:
+        """The tensors with a line a row of the shard, and by micro-batch those of its own."""
+        of_rows: Tensors = {}
+        own: dict[str, Tensors] = {}
+        for path, raw in self._raw.items():
+            prefix, _, name = path.rpartition("/")
+            (own.setdefault(prefix, {}) if prefix else of_rows)[name] = raw
+        return of_rows, own
 
     def jagged(self, name: str, part: Part = "row") -> Jagged:
         """As that of any rows; over all micro-batches, also where each has tensors of its own."""
         if self.is_per_micro_batch:
             return join_jagged(micro.jagged(name, part) for micro in self.micro_batches())
         return super().jagged(name, part)
-
-    def _items(self, begin: int, end: int) -> Tensors:
-        """The columns with any number of items a row, of these rows."""
-        found: Tensors = {}
-        for name, items in self._raw.items():
-            if (of_rows := self._raw.get(f"{name}_offsets")) is not None and of_rows.dtype == torch.int64:
-                offsets = of_rows[begin : end + 1]
-                found[name] = items[int(offsets[0]) : int(offsets[-1])]
-                found[f"{name}_offsets"] = offsets - offsets[0]
-        return found
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._raw and self.is_per_micro_batch and f"micro_batch_000/{name}" in self._raw:
@@ -424,6 +425,17 @@ def open_shard(
     convert.check(name.rpartition("/")[2] for name in tensors)
     position = Position(metadata["batch"], 0, metadata["mini_batch"])
     return Shard(tensors, metadata, convert, position, is_mapped=True)
+
+
+def _items(tensors: Tensors, begin: int, end: int) -> Tensors:
+    """The columns with any number of items a row, of these rows."""
+    found: Tensors = {}
+    for name, items in tensors.items():
+        if (of_rows := tensors.get(f"{name}_offsets")) is not None and of_rows.dtype == torch.int64:
+            offsets = of_rows[begin : end + 1]
+            found[name] = items[int(offsets[0]) : int(offsets[-1])]
+            found[f"{name}_offsets"] = offsets - offsets[0]
+    return found
 
 
 def _metadata_of(metadata: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
