@@ -7,7 +7,7 @@ TRAINERS := trl skyrl verl transformers
 ENVIRONMENTS := verifiers verifiers_v1 atropos
 PACKAGES := $(TRAINERS) $(ENVIRONMENTS)
 
-.PHONY: help setup demo test test-trainers test-environments $(PACKAGES:%=test-%) check manifests bench bench-peers chaos protos format clean
+.PHONY: help setup demo test test-trainers test-environments $(PACKAGES:%=test-%) check manifests bench bench-peers bench-trl chaos protos format clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -69,6 +69,9 @@ $(PEERS)/.installed: Makefile
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check \
 		'TransferQueue==0.1.11' 'ray==2.60.0' 'torch==2.13.*' 'tensordict==0.15.3' 'numpy==2.4.6'
 	@touch $@
+
+bench-trl: .venv-trl/.installed  ## Measure TRL's adapter beside TRL's own preparation of a batch
+	.venv-trl/bin/python -m tests.bench.adapters_trl
 
 chaos: setup  ## Kill things 1,000 times and prove that nothing was lost; writes build/chaos.json
 	$(BIN)/python -m tests.chaos

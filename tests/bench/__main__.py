@@ -57,8 +57,9 @@ SOURCES = (
     neighbours,
     record,
 )
-ELSEWHERE = ("peers", "chaos")
-"""Measured by `make bench-peers` and by `python -m tests.chaos.deletions`; a run of all figures here leaves them."""
+ELSEWHERE = ("peers", "chaos", "adapters_trl")
+"""Measured by `make bench-peers`, `make bench-trl` and `python -m tests.chaos.deletions`; a run of all figures leaves
+them."""
 
 
 def main(names: list[str]) -> int:

@@ -13,6 +13,8 @@ from gristmill import RolloutClient
 from gristmill.converters import from_trl
 
 _UNUSED = ("sampling_per_token_logps",)
+_TYPES = dict.fromkeys(("prompt_ids", "completion_ids"), torch.int32)
+_TYPES |= dict.fromkeys(("prompt_mask", "completion_mask", "tool_mask"), torch.uint8)
 
 
 class Generations:
@@ -67,7 +69,7 @@ class Generations:
         count, first = len(rewards), len(rewards) * self._accelerator.process_index
         uids = [_uid(number, (first + row) // self._samples) for row in range(count)]
         rows = from_trl(
-            _expanded(given),
+            _compact(given),
             uids=uids,
             rewards=rewards,
             policy_version=version,
@@ -88,9 +90,9 @@ def _uid(number: int, group: int) -> str:
     return f"{number}-{group}"
 
 
-def _expanded(output: Mapping[str, Any]) -> dict[str, Any]:
-    """With ratios that are one a sequence on each of its tokens."""
-    found = dict(output)
+def _compact(output: Mapping[str, Any]) -> dict[str, Any]:
+    """In the types that rows have, all rows at once, and with ratios that are one a sequence on each of its tokens."""
+    found = {name: value.to(_TYPES[name]) if name in _TYPES else value for name, value in output.items()}
     if (ratio := found.get("importance_sampling_ratio")) is not None:
         found["importance_sampling_ratio"] = ratio.expand_as(found["completion_ids"])
     return found
