@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ _TABLES = """
 CREATE TABLE trajectories (
     id INTEGER PRIMARY KEY,
     run TEXT NOT NULL, uid TEXT NOT NULL, sample INTEGER NOT NULL, round INTEGER NOT NULL, attempt INTEGER NOT NULL,
-    next_step INTEGER NOT NULL DEFAULT 0,
+    next_step INTEGER NOT NULL DEFAULT 0, delivered INTEGER NOT NULL DEFAULT 0,
     is_ended INTEGER NOT NULL DEFAULT 0, reward REAL,
     outcome TEXT, closed_at REAL,
     UNIQUE (run, uid, sample, round, attempt)
@@ -34,24 +35,30 @@ CREATE TABLE trajectories (
 CREATE INDEX closed ON trajectories (closed_at) WHERE closed_at IS NOT NULL;
 CREATE TABLE steps (
     trajectory INTEGER NOT NULL, step INTEGER NOT NULL,
-    prompt BLOB NOT NULL, response BLOB NOT NULL, logprobs BLOB,
+    shared INTEGER NOT NULL, rest BLOB NOT NULL, response BLOB NOT NULL, logprobs BLOB,
     stop_reason TEXT NOT NULL, policy_version INTEGER NOT NULL,
     PRIMARY KEY (trajectory, step)
 );
 """
+# A prompt is as many tokens as it shares with the step before, and the rest: a conversation is written once.
+_STEPS = (
+    "SELECT step, shared, rest, response, logprobs, stop_reason, policy_version FROM steps WHERE trajectory = ? "
+    "ORDER BY step"
+)
 
 
 @dataclass(slots=True)
 class Entry:
     """A trajectory as the journal has it.
 
-    id: 0 before it is there. next_step: how many steps it has. rows: of these, those that were not seen delivered.
-    is_ended, reward: what its end said. outcome: what became of it, "" while it is open.
+    id: 0 before it is there. next_step: how many steps it has. delivered: how many of these the service has, as far as
+    was seen. rows: the others. is_ended, reward: what its end said. outcome: what became of it, "" while it is open.
     """
 
     name: TrajectoryName
     id: int = 0
     next_step: int = 0
+    delivered: int = 0
     is_ended: bool = False
     reward: float | None = None
     outcome: str = ""
@@ -89,18 +96,17 @@ class Journal:
         """The trajectories that are not closed, with the rows that are left of them: for a start."""
         for found in self._database.execute(f"{_FIND} WHERE closed_at IS NULL ORDER BY id").fetchall():
             entry = _entry(found)
-            rows = self._database.execute(
-                "SELECT step, prompt, response, logprobs, stop_reason, policy_version FROM steps WHERE trajectory = ? "
-                "ORDER BY step",
-                (entry.id,),
-            )
-            entry.rows = [_row(row) for row in rows]
+            before: Row | None = None
+            for record in self._database.execute(_STEPS, (entry.id,)):
+                before = _row(record, before)
+                if before.step >= entry.delivered:
+                    entry.rows.append(before)
             yield entry
 
-    def append(self, entry: Entry, rows: Sequence[Row], delivered: int) -> None:
+    def append(self, entry: Entry, rows: Sequence[Row], before: Row | None) -> None:
         """The next steps of a trajectory, all or none; the first make it. Completes the entry's `id` and `next_step`.
 
-        delivered: how many of its steps the service has: they go.
+        before: the step before them, if there is one. Takes note of the entry's `delivered`.
         """
         id_, next_step = entry.id, rows[-1].step + 1
         with self._changing():
@@ -110,9 +116,11 @@ class Journal:
                 )
                 assert made.lastrowid is not None
                 id_ = made.lastrowid
-            self._database.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?)", _records(id_, rows))
-            self._database.execute("DELETE FROM steps WHERE trajectory = ? AND step < ?", (id_, delivered))
-            self._database.execute("UPDATE trajectories SET next_step = ? WHERE id = ?", (next_step, id_))
+            records = _records(id_, rows, before)
+            self._database.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?)", records)
+            self._database.execute(
+                "UPDATE trajectories SET next_step = ?, delivered = ? WHERE id = ?", (next_step, entry.delivered, id_)
+            )
         entry.id, entry.next_step = id_, next_step
 
     def end(self, trajectory: int, reward: float | None) -> None:
@@ -162,7 +170,7 @@ class Journal:
             ) from None
 
 
-_FIND = "SELECT id, run, uid, sample, round, attempt, next_step, is_ended, reward, outcome FROM trajectories"
+_FIND = "SELECT id, run, uid, sample, round, attempt, next_step, delivered, is_ended, reward, outcome FROM trajectories"
 
 
 @contextmanager
@@ -202,20 +210,25 @@ def _make_tables(database: sqlite3.Connection) -> None:
         database.executescript(f"BEGIN;{_TABLES}PRAGMA user_version = {_LAYOUT};COMMIT;")
 
 
-def _entry(found: tuple[int, str, str, int, int, int, int, int, float | None, str | None]) -> Entry:
-    id_, run, uid, sample, round_, attempt, next_step, is_ended, reward, outcome = found
+def _entry(found: tuple[Any, ...]) -> Entry:
+    id_, run, uid, sample, round_, attempt, next_step, delivered, is_ended, reward, outcome = found
     name = TrajectoryName(run, uid, sample, round_, attempt)
-    return Entry(name, id_, next_step, bool(is_ended), reward, outcome or "")
+    return Entry(name, id_, next_step, delivered, bool(is_ended), reward, outcome or "")
 
 
-def _records(trajectory: int, rows: Sequence[Row]) -> Iterator[tuple[object, ...]]:
+def _records(trajectory: int, rows: Sequence[Row], before: Row | None) -> Iterator[tuple[Any, ...]]:
     for row in rows:
+        shared = 0 if before is None else before.shared(row.prompt)
         logprobs = None if row.logprobs is None else row.logprobs.data
-        yield trajectory, row.step, row.prompt.data, row.response.data, logprobs, row.stop_reason, row.policy_version
+        rest, response = row.prompt[shared:].data, row.response.data
+        yield trajectory, row.step, shared, rest, response, logprobs, row.stop_reason, row.policy_version
+        before = row
 
 
-def _row(found: tuple[int, bytes, bytes, bytes | None, str, int]) -> Row:
-    step, prompt, response, logprobs, stop_reason, policy_version = found
+def _row(found: tuple[Any, ...], before: Row | None) -> Row:
+    step, shared, rest, response, logprobs, stop_reason, policy_version = found
+    prompt, sampled = np.frombuffer(rest, np.int32), np.frombuffer(response, np.int32)
+    if before is not None and shared:
+        prompt = np.concatenate([np.concatenate([before.prompt, before.response])[:shared], prompt])
     values = None if logprobs is None else np.frombuffer(logprobs, np.float32)
-    tokens = np.frombuffer(prompt, np.int32), np.frombuffer(response, np.int32)
-    return Row(step, *tokens, values, stop_reason, policy_version)
+    return Row(step, prompt, sampled, values, stop_reason, policy_version)

@@ -58,7 +58,6 @@ class Recording:
         self._entry = entry
         self._journal, self._client, self._metrics, self._on_closed = journal, client, metrics, on_closed
         self._waiting = deque(entry.rows)
-        self._delivered = entry.next_step - len(entry.rows)
         self._task: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
         for row in entry.rows:
@@ -101,7 +100,7 @@ class Recording:
         if not rows:
             return
         with self._metrics.journal_seconds.time():
-            self._journal.append(self._entry, rows, self._delivered)
+            self._journal.append(self._entry, rows, self._waiting[-1] if self._waiting else None)
         self._waiting += rows
         self._metrics.recorded(rows)
         self.deliver()
@@ -191,7 +190,7 @@ class Recording:
         for row in rows:
             self._waiting.popleft()
             self._metrics.row_bytes.total -= row.nbytes
-        self._delivered += len(rows)
+        self._entry.delivered += len(rows)
         if lost := next((outcome for outcome in outcomes if outcome in _OVER), None):
             self._close(_OVER[lost])
         elif rows[-1].is_last:

@@ -53,6 +53,11 @@ class Row:
         logprobs = 0 if self.logprobs is None else self.logprobs.nbytes
         return int(self.prompt.nbytes + self.response.nbytes + logprobs)
 
+    def shared(self, prompt: NDArray[np.int32]) -> int:
+        """How many tokens a later prompt begins with that this step's prompt and response begin with, too."""
+        own = _common(self.prompt, prompt)
+        return own if own < len(self.prompt) else own + _common(self.response, prompt[own:])
+
     def fields(self, name: TrajectoryName) -> dict[str, Any]:
         """With the names of a rollouts file. What the assistant said is trained; all else stands in the prompt."""
         found = {
@@ -70,3 +75,10 @@ class Row:
             "policy_version": self.policy_version,
         }
         return found if self.logprobs is None else {**found, "rollout_logprobs": self.logprobs}
+
+
+def _common(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
+    """The number of tokens that both begin with."""
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
+    return int(differs.argmax()) if differs.any() else length

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gristmill import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from gristmill.completions import Sampled
@@ -29,23 +33,55 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
     journal.close()
 
 
-def test_steps_come_back_as_they_were_but_those_that_were_delivered(journal: Journal, tmp_path: Path) -> None:
+def test_steps_come_back_as_they_were_but_those_that_were_delivered(journal: Journal) -> None:
     begun = Entry(NAME)
-    journal.append(begun, [row(0), row(1, logprobs=False)], 0)
-    journal.append(begun, [row(2)], 1)
+    journal.append(begun, [row(0), row(1, logprobs=False)], None)
+    begun.delivered = 1
+    journal.append(begun, [row(2)], row(1))
     (entry,) = journal.open()
-    assert (entry.name, entry.next_step, entry.is_ended) == (NAME, 3, False)
+    assert (entry.name, entry.next_step, entry.delivered, entry.is_ended) == (NAME, 3, 1, False)
     assert [each.step for each in entry.rows] == [1, 2]
     assert entry.rows[0].logprobs is None
-    for found, given in zip(entry.rows, (row(1, logprobs=False), row(2)), strict=True):
-        assert np.array_equal(found.prompt, given.prompt)
-        assert np.array_equal(found.response, given.response)
-        assert (found.stop_reason, found.policy_version, found.nbytes) == ("stop", 7, given.nbytes)
+    for found, wanted in zip(entry.rows, (row(1, logprobs=False), row(2)), strict=True):
+        assert np.array_equal(found.prompt, wanted.prompt)
+        assert np.array_equal(found.response, wanted.response)
+        assert (found.stop_reason, found.policy_version, found.nbytes) == ("stop", 7, wanted.nbytes)
+
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+
+
+@given(st.lists(st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=3), max_size=4))
+def test_a_prompt_comes_back_whatever_it_shares_with_the_step_before(calls: list[list[tuple[Any, Any]]]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        journal, entry = Journal(Path(directory) / "journal"), Entry(NAME)
+        rows: list[Row] = []
+        for call in calls:
+            made = [
+                Row.of(Sampled(prompt, response, None, ""), len(rows) + number, -1, has_logprobs=False)
+                for number, (prompt, response) in enumerate(call)
+            ]
+            journal.append(entry, made, rows[-1] if rows else None)
+            rows += made
+        found = [each for opened in journal.open() for each in opened.rows]
+        journal.close()
+    assert [(each.prompt.tolist(), each.response.tolist()) for each in found] == [one for call in calls for one in call]
+
+
+def test_a_conversation_is_written_once(journal: Journal, tmp_path: Path) -> None:
+    """Each turn begins with all before: written whole, they would be 2 MB."""
+    entry, before, tokens = Entry(NAME), None, list(range(1000))
+    for step in range(100):
+        turn = Row.of(Sampled(tokens, [step] * 50, None, ""), step, -1, has_logprobs=False)
+        journal.append(entry, [turn], before)
+        before, tokens = turn, [*tokens, *[step] * 50, 7, 7]
+    journal.sync()
+    assert (tmp_path / "journal.sqlite3").stat().st_size < 200_000
 
 
 def test_what_is_closed_is_remembered_until_it_is_forgotten(journal: Journal) -> None:
     begun = Entry(NAME)
-    journal.append(begun, [row(0)], 0)
+    journal.append(begun, [row(0)], None)
     journal.end(begun.id, 0.5)
     journal.close_trajectory(begun.id, "accepted", keeps_rows=False)
     found = journal.find(NAME)
@@ -65,10 +101,10 @@ def test_it_belongs_to_one_recorder(journal: Journal, tmp_path: Path) -> None:
 
 def test_a_change_that_the_disk_refuses_changes_nothing(journal: Journal, tmp_path: Path) -> None:
     begun = Entry(NAME)
-    journal.append(begun, [row(0)], 0)
+    journal.append(begun, [row(0)], None)
     with pytest.raises(FailedPreconditionError, match="what is not recorded is not answered"):
         # A step number that is there is refused as a full disk would be.
-        journal.append(begun, [row(1), row(0)], 1)
+        journal.append(begun, [row(1), row(0)], row(0))
     (entry,) = journal.open()
     assert (entry.next_step, [each.step for each in entry.rows]) == (begun.next_step, [0]) == (1, [0])
 
