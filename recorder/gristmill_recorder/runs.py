@@ -9,7 +9,14 @@ import time
 from contextlib import suppress
 from typing import NamedTuple
 
-from gristmill import AsyncRolloutClient, DeadlineExceededError, GristmillError, NotFoundError
+from gristmill import (
+    AsyncRolloutClient,
+    DeadlineExceededError,
+    GristmillError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
 from gristmill_recorder.journal import Entry, Journal
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import TrajectoryName
@@ -59,6 +66,8 @@ class Run:
                 break
             except NotFoundError as error:
                 raise WrongCall(f"{error}; create the run before its agents start") from None
+            except (PermissionDeniedError, UnauthenticatedError) as error:
+                raise WrongCall(f"the recorder's token does not do for run {self.name!r}: {error}") from None
             except GristmillError as error:
                 _log.warning("run %r: what is recorded waits for the service: %s", self.name, error)
                 await asyncio.sleep(_PAUSE_S)

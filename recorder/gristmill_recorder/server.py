@@ -10,7 +10,7 @@ import time
 
 from aiohttp import web
 
-from gristmill.errors import UnavailableError
+from gristmill import AsyncRolloutClient, UnavailableError
 from gristmill_recorder.app import RecorderApp
 from gristmill_recorder.journal import Journal
 from gristmill_recorder.metrics import Metrics
@@ -31,6 +31,8 @@ async def serve(settings: RecorderSettings) -> None:
     journal for the next start. Raises GristmillError where the journal or the address cannot be had.
     """
     asked = _stop_asked()
+    # What is wrong with the service's address or the certificates for it is told now, not with the first call.
+    await AsyncRolloutClient(settings.address, "any").close()
     journal, metrics = Journal(settings.journal), Metrics()
     runs = Runs(settings.address, journal, metrics)
     upstream = Upstream(settings)

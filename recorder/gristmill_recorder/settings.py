@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ByteSize, Field, PositiveInt, field_validator
+from pydantic import ByteSize, Field, PositiveInt, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 ENVIRONMENT_PREFIX = "GRISTMILL_RECORD_"
@@ -24,6 +25,11 @@ class RecorderSettings(BaseSettings):
         "127.0.0.1:50051", description="The service: HOST:PORT or unix:/PATH, several replicas with commas between."
     )
     listen: str = Field("127.0.0.1:8090", description="HOST:PORT for the agents; port 0 picks a free one.")
+    insecure: bool = Field(
+        False,
+        description="Listen beyond this machine: on a network where whoever reaches the port may record and end "
+        "trajectories.",
+    )
     journal: Path = Field(
         Path("gristmill-record.sqlite3"),
         description="Where answers are kept until the service has them: a file on a disk of this machine.",
@@ -73,3 +79,20 @@ class RecorderSettings(BaseSettings):
         if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
             raise ValueError("expected HOST:PORT with a port of 0..65535")
         return listen
+
+    @model_validator(mode="after")
+    def _check_reach(self) -> RecorderSettings:
+        host = self.listen.rpartition(":")[0].strip("[]")
+        if not self.insecure and not _is_of_this_machine(host):
+            raise ValueError(
+                f"listen: {self.listen} is reached from other machines, and a recorder asks nobody who they are; give "
+                "insecure where the network keeps everyone else out"
+            )
+        return self
+
+
+def _is_of_this_machine(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -36,8 +36,9 @@ def record_command(**flags: object) -> None:
     What was answered is in the journal before, and is delivered when the service is there and has room for it. The
     engine's errors are passed on as they are. /metrics, /healthz and /readyz are as the service's.
 
-    A setting is taken from its flag, else from the environment (--upstream is GRISTMILL_RECORD_UPSTREAM). It listens on
-    this machine only unless an address says otherwise; it asks nobody who they are. SIGTERM or Ctrl-C answers the calls
+    A setting is taken from its flag, else from the environment (--upstream is GRISTMILL_RECORD_UPSTREAM); what it shows
+    the service is taken from GRISTMILL_TOKEN and the like (docs/security.md). It listens on this machine only, as it
+    asks nobody who they are; to listen wider it needs --insecure. SIGTERM or Ctrl-C answers the calls
     that are under way and exits with 0; a second one exits at once. Exit status 2: a wrong setting, an address or a
     journal that is taken.
     """
