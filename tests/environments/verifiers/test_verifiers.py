@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import subprocess
 import sys
@@ -52,6 +53,13 @@ async def exact(completion: vf.Messages, answer: str) -> float:
 
 
 EXACT = vf.Rubric(funcs=[exact])
+
+
+def documented(name: str) -> str:
+    """A block of the document."""
+    text = (Path(__file__).parents[3] / "docs/environments.md").read_text(encoding="utf-8")
+    (code,) = re.findall(rf"<!-- {name} -->\n```python\n(.*?)```", text, re.DOTALL)
+    return str(code)
 
 
 class Guessing(vf.MultiTurnEnv):
@@ -237,6 +245,38 @@ def test_an_engine_without_token_ids_is_refused_and_says_the_remedy(
     env = vf.SingleTurnEnv(dataset=asking("tokenless 2"), rubric=EXACT)
     with pytest.raises(FailedPreconditionError, match=r"the engine gave no token ids.*such as vLLM"):
         asyncio.run(run_feed(service, run_name, env, engine))
+
+
+def test_the_documented_worker_feeds_a_run(
+    service: Service, engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env = vf.SingleTurnEnv(dataset=asking(*[f"say {n}" for n in range(8)]), rubric=EXACT, env_id="wordle")
+    monkeypatch.setattr(vf, "load_environment", lambda name: env, raising=False)
+    code = documented("environments-verifiers").replace("127.0.0.1:50051", service.grpc_address)
+    exec(code.replace("http://127.0.0.1:8000", engine.url), {"__name__": "worker"})
+    assert capsys.readouterr().out.count("Progress(groups=") == 3
+    status = service.runs.get("my-run").status()
+    assert (status.finished, status.batches_sealed, status.rows_accepted) == (True, 3, 96)
+
+
+def test_a_part_of_the_examples_is_fed_under_another_name_through_a_client_that_stays_open(
+    service: Service, run_name: str, engine: Engine
+) -> None:
+    env = vf.SingleTurnEnv(dataset=asking("say 1", "say 2", "say 3"), rubric=EXACT, env_id="sums")
+
+    async def work() -> Progress:
+        async with AsyncRolloutClient(service.grpc_address, run_name) as client:
+            await client.create_run(CONFIG)
+            chat = vf.OpenAIChatCompletionsClient(client_of(engine))
+            part = env.get_dataset().select([0, 2])
+            progress = await feed(client, env, engine=chat, model="toy", examples=part, tag="odd")
+            assert not chat.client.is_closed()
+            await chat.close()
+            return progress
+
+    assert asyncio.run(work()).groups == 2
+    shard = shard_of(service, run_name)
+    assert (trained(shard), set(shard.metadata["tags"])) == ({"odd/0": "1.", "odd/2": "3."}, {"odd"})
 
 
 _SCRIPT = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from gristmill import AsyncRolloutClient, FailedPreconditionError, Shard, TrainerClient, UnavailableError
+from gristmill import AsyncRolloutClient, FailedPreconditionError, RolloutClient, Shard, TrainerClient, UnavailableError
 from gristmill.environments.feeding import Progress
 from gristmill.environments.verifiers_v1 import feed
 from gristmill_service.service import Service
@@ -126,6 +127,27 @@ def test_an_environment_trains_what_was_sampled_with_its_tasks_rewards(
     expected = {(said.format(1, 2), f"0{END}2{END}", 1.0), (said.format(2, 3), f"0{END}3{END}", 0.0)}
     assert rows == expected
     assert set(shard["rollout_logprobs"][shard["loss_mask"].bool()].tolist()) == {-0.5}
+
+
+def test_the_documented_worker_feeds_a_run(
+    service: Service, engine: tuple[Engine, str], env: vf.Env, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = (Path(__file__).parents[3] / "docs/environments.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"<!-- environments-verifiers-v1 -->\n```python\n(.*?)```", document, re.DOTALL)
+    replaced = {
+        "127.0.0.1:50051": service.grpc_address,
+        "http://127.0.0.1:8000/v1": engine[1],
+        "Qwen/Qwen3-4B": str(tokenizer_in(tmp_path)),
+        "gsm8k-v1": "guessing-v1",
+        "docker": "subprocess",
+    }
+    for told, here in replaced.items():
+        code = code.replace(told, here)
+    with RolloutClient(service.grpc_address, "my-run") as client:
+        client.create_run(CONFIG)
+        exec(code, {"__name__": "worker"})
+        assert client.status().rows_accepted == 8
+    assert "Progress(groups=2" in capsys.readouterr().out
 
 
 def test_an_engine_that_is_away_ends_the_feeding(
