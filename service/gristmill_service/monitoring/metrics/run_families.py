@@ -149,7 +149,7 @@ _SERIES: Sequence[_Series] = (
     _Series("gristmill_throttled_seconds_total", "Seconds during which workers waited for room.", (),
             _one(lambda found: found.counted.throttled)),
     _Series("gristmill_rank_pulls_total", "Shards that the rank was given.", _RANK, _ranks("pulls")),
-    _Series("gristmill_rank_pulled_bytes_total", "Bytes of the shards that the rank was given.", _RANK,
+    _Series("gristmill_rank_pulled_bytes_total", "Bytes of the files of the shards that the rank was given.", _RANK,
             _ranks("nbytes")),
     _Series("gristmill_rank_acknowledged_total", "Shards that the rank acknowledged.", _RANK, _ranks("acknowledged")),
     _Series("gristmill_rank_wait_seconds_total", "Seconds during which the rank had nothing to train on.", _RANK,
