@@ -145,6 +145,17 @@ BAD_BODIES: dict[str, tuple[bytes, dict[str, str], str]] = {
     "rows no list": (b'{"rows": 3}', {}, "the one field rows"),
     "row no object": (b'{"rows": [3]}', {}, "row 0: expected a mapping"),
     "unknown field": (json.dumps({"rows": [row("a", 0, colour=1)]}).encode(), {}, "unknown field colour"),
+    "another framework's field": (
+        json.dumps({"rows": [row("a", 0, responses=[4], response_ids=...)]}).encode(),
+        {},
+        "give responses as response_ids",
+    ),
+    "text for tokens": (
+        json.dumps({"rows": [row("a", 0, response_ids="Hello")]}).encode(),
+        {},
+        "response_ids is a string: give token ids",
+    ),
+    "protobuf that does not say so": (b"\x0a\x03\xff\xff\xff", {}, "the header content-type: application/x-protobuf"),
     "missing field": (json.dumps({"rows": [row("a", 0, loss_mask=...)]}).encode(), {}, "loss_mask is missing"),
     "foreign protobuf": (b"\xff\xff\xff", {"Content-Type": "application/x-protobuf"}, "not a gristmill.v1.Rows"),
     "foreign gzip": (b"\x00\x01", {"Content-Encoding": "gzip"}, "not gzip"),
@@ -169,6 +180,20 @@ def test_a_field_of_the_wrong_type_is_named_with_its_value(http_door: HttpDoor, 
     answer = http_door.client.post(f"/v1/runs/{run_name}/groups", json={"uids": "a"})
     assert answer.status_code == 422
     assert "body.uids: input should be a valid list, got 'a'" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "came"),
+    [({}, "without content-type"), ({"Content-Type": "text/plain"}, "as content-type 'text/plain'")],
+)
+def test_a_body_that_does_not_say_that_it_is_json_is_told_to(
+    http_door: HttpDoor, run_name: str, headers: dict[str, str], came: str
+) -> None:
+    body = json.dumps({"run": run_name, "config": CONFIG}).encode()
+    answer = http_door.client.post("/v1/runs", content=body, headers=headers)
+    assert answer.status_code == 422
+    message = answer.json()["error"]["message"]
+    assert message == f"the body came {came}; send JSON with the header content-type: application/json"
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v2", 404), ("PATCH", "/v1/runs", 405)])

@@ -124,6 +124,18 @@ class Rows:
         self._converted: Tensors = {}
         self.metadata = metadata
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._size()}>"
+
+    def _size(self) -> str:
+        """How many rows there are, and how they stand, for a person."""
+        padding = int((self._raw["is_padding"] != 0).sum())
+        rows = f"{len(self)} rows{f', {padding} of them padding' if padding else ''}"
+        if (sequences := self._raw.get("sequences")) is None:
+            return rows
+        shape = "packed" if self.is_packed else "padded to"
+        return f"{rows}, {shape} {sequences.shape[-1]} tokens"
+
     def __len__(self) -> int:
         """Rows, padding rows included."""
         return len(self._raw["row"])
@@ -301,6 +313,14 @@ class Shard(Rows):
         self.position = position
         self.is_mapped, self.is_forward = is_mapped, is_forward
         self._acknowledge = acknowledge
+
+    def __repr__(self) -> str:
+        count = len(self.metadata["micro_batches"])
+        kind = "forward " if self.is_forward else ""
+        return (
+            f"<Shard {self.position} rank {self.metadata['rank']}: {kind}{self._size()}, "
+            f"{count} micro-batch{'es' * (count != 1)}>"
+        )
 
     @property
     def is_per_micro_batch(self) -> bool:

@@ -36,6 +36,10 @@ class MiniBatch(tuple[Shard, ...]):
         made.position, made._acknowledge = position, acknowledge
         return made
 
+    def __repr__(self) -> str:
+        rows = sum(map(len, self))
+        return f"<MiniBatch {self.position}: {rows} rows in the shards of {len(self)} ranks>"
+
     def ack(self) -> None:
         """Says that the optimizer step on this mini-batch is made: every rank moves on to the next. As `Shard.ack`."""
         if self._acknowledge is None:

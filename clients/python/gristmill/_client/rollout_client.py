@@ -74,6 +74,9 @@ class RolloutClient:
         # A client that is forgotten, or whose process ends, still sends what it took. A trajectory needs only the core.
         self._forgotten = weakref.finalize(self._core, _close_forgotten, self._transport, self._core.sender)
 
+    def __repr__(self) -> str:
+        return repr(self._core)
+
     # The run.
 
     def create_run(self, config: Mapping[str, Any]) -> list[str]:

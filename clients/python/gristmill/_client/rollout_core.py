@@ -37,6 +37,9 @@ class RolloutCore:
         self._declared = DeclaredColumns(self.status, encoder.share)
         self.sender = Sender(connection, encoder, limits)
 
+    def __repr__(self) -> str:
+        return f"<{self._connection.owner} of run {self.run!r} {self._connection.state}>"
+
     # The run.
 
     async def create_run(self, config: Mapping[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ from gristmill._client.step_writer import plain
 from gristmill._converters.keys import Choice, Keys
 from gristmill._converters.values import routes
 from gristmill._wire.column_spec import ColumnSpec
+from gristmill._wire.foreign_names import renamings
 from gristmill._wire.lists import size_of
 from gristmill._wire.tables import ValueColumns, is_vector
 from gristmill.errors import InvalidArgumentError
@@ -44,6 +45,14 @@ _KEYS = Keys(
         "image_grid_thw": "the sizes of every row's images",
     },
 )
+# Fields of a row, and what the output calls their columns.
+_PLURALS = {
+    "loss_mask": "loss_masks",
+    "reward": "rewards",
+    "stop_reason": "stop_reasons",
+    "uid": "uids",
+    "sample": "samples",
+}
 # These need no conversion by NumPy's array protocol.
 _PLAIN = frozenset([list, np.ndarray, str])
 
@@ -93,6 +102,9 @@ def fields_of_output(
 ) -> dict[str, list[Any]]:
     """The fields of a row, and the columns chosen, with one value a row each."""
     _check_names(output, trajectory_ids)
+    unknown = set(unknown_keys(output)) - {*choice.columns, *choice.ignore}
+    if hints := renamings(unknown, output, _KEYS.fields, _PLURALS):
+        raise InvalidArgumentError(f"generator output: unknown key {min(unknown)}{hints}")
     _KEYS.check((name for name, values in output.items() if values is not None), choice, remedy)
     given = _given(output, trajectory_ids, choice)
     count = _length(given, "response_ids")
@@ -178,7 +190,8 @@ def _check_names(output: Mapping[str, Any], trajectory_ids: Any) -> None:
     given = {name for name, values in output.items() if values is not None}
     for name in ("prompt_token_ids", "response_ids"):
         if name not in given:
-            raise InvalidArgumentError(f"generator output: {name} is missing; every row needs it")
+            hints = renamings(given - _KEYS.fields, given, (name,))
+            raise InvalidArgumentError(f"generator output: {name} is missing; every row needs it{hints}")
     if trajectory_ids is None and not {"trajectory_ids", "uids"} & given:
         raise InvalidArgumentError(
             "generator output: nothing says which trajectories the rows belong to; give trajectory_ids, those of the "

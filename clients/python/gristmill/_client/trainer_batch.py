@@ -48,6 +48,13 @@ class BatchCore(Generic[S]):
         self._count: int = sum(mini_batch["model"] == model for mini_batch in plan["mini_batches"])
         self._epochs = epochs
 
+    def __repr__(self) -> str:
+        epochs = f" in each of {self._epochs} epochs" if self._epochs > 1 else ""
+        awaits = f", awaits {', '.join(sorted(self.awaits))}" if self.awaits else ""
+        parts = f"{self._count} mini-batch{'es' * (self._count != 1)}{epochs}"
+        size = f"{self.plan['prompts']} prompts, {self.plan['rows']} rows"
+        return f"<{type(self).__name__} {self.number}: {size}, {parts}{awaits}>"
+
     def __len__(self) -> int:
         """Optimizer steps that the batch is: its mini-batches, once an epoch."""
         return self._count * self._epochs

@@ -89,6 +89,10 @@ class TrainerCore(ABC, Generic[B]):
         self._incarnation = 0
         self._run_id, self._generation = "", 0
 
+    def __repr__(self) -> str:
+        place = "not asked yet where it is" if self._position is None else f"next is {self._position}"
+        return f"<{type(self).__name__} of {self._name} {self._transport.state}: {self.model}, {place}>"
+
     # Which ranks.
 
     @abstractmethod

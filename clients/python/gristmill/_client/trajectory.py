@@ -53,6 +53,11 @@ class AsyncTrajectory:
         self._writer = writer
         self._delivery = Delivery()
 
+    def __repr__(self) -> str:
+        count = self._writer.next_step
+        state = "ended" if self._writer.is_ended else "open" if self.is_kept else "not kept by the service"
+        return f"<AsyncTrajectory {self.key}: {count} step{'s' * (count != 1)}, {state}>"
+
     @property
     def key(self) -> TrajectoryKey:
         return self._writer.key
@@ -163,6 +168,9 @@ class Trajectory:
 
     def __init__(self, awaited: AsyncTrajectory) -> None:
         self._awaited = awaited
+
+    def __repr__(self) -> str:
+        return repr(self._awaited).replace("Async", "", 1)
 
     @property
     def key(self) -> TrajectoryKey:

@@ -95,6 +95,11 @@ class Connection:
                 return answer
             await self.sleep(budget.pause_s())
 
+    @property
+    def state(self) -> str:
+        """Where it leads, and whether it is closed, for a person."""
+        return f"at {self.address}{', closed' if self._closed.is_set() else ''}"
+
     async def sleep(self, seconds: float) -> None:
         """Raises FailedPreconditionError when the client is closed meanwhile."""
         await self.driver.pause(seconds, self._closed)

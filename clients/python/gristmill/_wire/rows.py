@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gristmill._wire.column_spec import BFLOAT16, ColumnSpec, from_bfloat16
+from gristmill._wire.foreign_names import renamings
 from gristmill._wire.lists import ConvertedTokens
 from gristmill._wire.steps import Extra, Steps
 from gristmill._wire.tables import ARRAYS, SCALARS, ValueColumns, describe
@@ -113,8 +114,9 @@ def _names(rows: Sequence[Mapping[str, Any]], required: Sequence[str], known: Co
             unknown = row.keys() - known
             if unknown:
                 raise InvalidArgumentError(
-                    f"{describe(row, position)}: unknown field {sorted(unknown)[0]}; known are "
-                    f"{', '.join(sorted(known))}; declare others as columns of the run"
+                    f"{describe(row, position)}: unknown field {sorted(unknown)[0]}"
+                    f"{renamings(unknown, row, known)}; known are {', '.join(sorted(known))}; declare others as "
+                    "columns of the run"
                 )
             names |= row.keys()
             seen = row.keys()

@@ -18,6 +18,7 @@ from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array, Int64s, Ragged, exact_sum, least
 from gristmill._wire.lists import ConvertedTokens, check_no_null, from_list
 from gristmill._wire.steps import FLOAT32_MAX, INT32_MAX, UNKNOWN, Extra, Steps, check, check_text, oldest_versions
+from gristmill._wire.unlike_numbers import unlike_numbers
 from gristmill.errors import InvalidArgumentError
 
 SCALARS: dict[str, tuple[type, Any]] = {
@@ -322,8 +323,8 @@ def _vector(values: Any, name: str, where: str) -> Array:
         array = np.empty((0, 0), object)
     if array.dtype == object:
         check_no_null(values, name, where)
-    if array.ndim != 1:
-        raise InvalidArgumentError(f"{where}: {name} is not a flat list of numbers")
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iufb"):
+        raise unlike_numbers(values, name, where)
     return array
 
 
@@ -364,8 +365,6 @@ def _version_array(values: Any, name: str, where: str) -> NDArray[np.int32]:
 
 def _mask(values: Any, name: str, where: str) -> NDArray[np.uint8]:
     array = _vector(values, name, where)
-    if array.size and array.dtype.kind not in "iubf":
-        raise InvalidArgumentError(f"{where}: {name} holds {array.dtype} values; each is 0 or 1")
     good = (array == 0) | (array == 1)
     if not good.all():
         bad = int((~good).argmax())

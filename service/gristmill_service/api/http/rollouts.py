@@ -127,7 +127,10 @@ def _parse(body: bytes) -> Any:
         # Python writes NaN and Infinity, which JSON has not: read once more, so that their row can be named.
         with suppress(ValueError, RecursionError):
             return json.loads(body)
-        raise InvalidArgumentError(f'the body is not JSON: {error}; send {{"rows": [...]}}') from None
+        raise InvalidArgumentError(
+            f'the body is not JSON: {error}; send {{"rows": [...]}}, or a message and the header content-type: '
+            f"{PROTOBUF}"
+        ) from None
 
 
 def _key(trajectory: models.Trajectory) -> TrajectoryKey:

@@ -1,0 +1,51 @@
+"""What other frameworks call the fields of a row, so that who moves over is told the name here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+_MOST = 8
+_OURS = {
+    "prompt_token_ids": "prompt prompts prompt_ids prompt_tokens query_ids queries",
+    "response_ids": "response responses response_tokens response_token_ids completion_ids completion_tokens "
+    "completions output_ids output_token_ids",
+    "loss_mask": "loss_masks response_mask response_masks completion_mask action_mask assistant_masks",
+    "rollout_logprobs": "logprobs log_probs old_logprobs old_log_probs rollout_log_probs completion_logprobs "
+    "response_logprobs sampling_logprobs action_log_probs old_per_token_logps sampling_per_token_logps",
+    "reward": "rewards score scores reward_score token_level_rewards token_level_scores",
+    "advantage": "advantages",
+    "stop_reason": "stop_reasons finish_reason finish_reasons",
+    "uid": "uids prompt_id prompt_uid group_id group_index instance_id task_id",
+    "sample": "samples sample_id sample_index sample_idx repetition_id rollout_id rollout_index",
+    "step": "turn turn_id step_id step_index",
+    "is_last_step": "done dones is_last terminated last_step",
+    "policy_version": "model_version weight_version policy_step",
+    "policy_versions": "weight_versions model_versions",
+    "tag": "tags data_source env_class env_name env_id",
+}
+_NAMES = {foreign: ours for ours, names in _OURS.items() for foreign in names.split()}
+# Prompt and response in one.
+_WHOLE = frozenset({"input_ids", "tokens", "token_ids", "sequences"})
+_MADE_HERE = frozenset({"attention_mask", "position_ids", "returns"})
+
+
+def renamings(
+    unknown: Iterable[str], given: Collection[str], known: Collection[str], plurals: Mapping[str, str] | None = None
+) -> str:
+    """What to do about fields that are unknown here and known elsewhere, with a semicolon before each; "" where they
+    are known nowhere.
+
+    given: all fields that there are; known: those that there may be. plurals: names of ours that are others there.
+    """
+    plurals = plurals or {}
+    found = []
+    for name in sorted(unknown, key=str):
+        ours = plurals.get(name) or _NAMES.get(name, "")
+        ours = plurals.get(ours, ours)
+        if ours in known and ours not in given:
+            found.append(f"; give {name} as {ours}")
+        elif name in _WHOLE:
+            found.append(f"; give the prompt of {name} as prompt_token_ids and the rest as response_ids")
+        elif name in _MADE_HERE:
+            found.append(f"; leave {name} out, it is made here")
+    return "".join(found[:_MOST])

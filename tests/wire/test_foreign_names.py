@@ -1,0 +1,81 @@
+"""Fields under another framework's names are refused with the name that they have here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gristmill._client.skyrl_output import columns_of_output
+from gristmill._wire.foreign_names import renamings
+from gristmill._wire.rows import from_rows
+from gristmill._wire.tables import ARRAYS, SCALARS
+from gristmill.errors import InvalidArgumentError
+
+ROW: dict[str, Any] = {
+    "uid": "a",
+    "sample": 0,
+    "prompt_token_ids": [1, 2],
+    "response_ids": [3],
+    "loss_mask": [1],
+    "reward": 1.0,
+}
+OUTPUT: dict[str, Any] = {"prompt_token_ids": [[1]], "response_ids": [[2]], "uids": ["a"]}
+FIELDS = (*SCALARS, *ARRAYS)
+
+
+def refused(row: dict[str, Any]) -> str:
+    with pytest.raises(InvalidArgumentError) as refusal:
+        from_rows([row], step_wise=False)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("responses", "response_ids"),
+        ("completion_ids", "response_ids"),
+        ("prompts", "prompt_token_ids"),
+        ("response_mask", "loss_mask"),
+        ("rewards", "reward"),
+        ("data_source", "tag"),
+    ],
+)
+def test_a_row_with_another_name_gets_the_right_one(theirs: str, ours: str) -> None:
+    row = {name: value for name, value in ROW.items() if name != ours} | {theirs: ROW.get(ours, "math")}
+    assert f"unknown field {theirs}; give {theirs} as {ours}; known are " in refused(row)
+
+
+@pytest.mark.parametrize("theirs", ["old_log_probs", "logprobs", "rollout_log_probs", "sampling_per_token_logps"])
+def test_log_probabilities_of_the_sampler_have_one_name(theirs: str) -> None:
+    assert f"give {theirs} as rollout_logprobs" in refused(ROW | {theirs: [0.0]})
+
+
+def test_all_names_of_a_row_are_told_at_once() -> None:
+    row = {"uid": "a", "sample": 0, "prompts": [1], "responses": [2], "response_mask": [1], "attention_mask": [1, 1]}
+    told = refused(row)
+    assert "; leave attention_mask out, it is made here" in told
+    assert "; give prompts as prompt_token_ids; give response_mask as loss_mask; give responses as response_ids" in told
+
+
+def test_prompt_and_response_in_one_are_to_be_cut() -> None:
+    assert "give the prompt of input_ids as prompt_token_ids and the rest as response_ids" in refused(
+        ROW | {"input_ids": [1, 2, 3]}
+    )
+
+
+def test_a_field_that_is_there_already_is_not_proposed_again() -> None:
+    assert "unknown field responses; known are" in refused(ROW | {"responses": [3]})
+
+
+def test_many_foreign_names_make_no_long_message() -> None:
+    assert renamings([f"logprobs{index}" for index in range(99)], (), FIELDS) == ""
+    assert len(renamings(["responses"] * 99, (), FIELDS)) < 400
+
+
+def test_a_generator_output_has_names_of_its_own() -> None:
+    for theirs, ours in (("response_mask", "loss_masks"), ("loss_mask", "loss_masks"), ("scores", "rewards")):
+        with pytest.raises(InvalidArgumentError, match=f"unknown key {theirs}; give {theirs} as {ours}"):
+            columns_of_output(OUTPUT | {theirs: [[1]]})
+    with pytest.raises(InvalidArgumentError, match=r"response_ids is missing.*; give responses as response_ids"):
+        columns_of_output({"prompt_token_ids": [[1]], "responses": [[2]]})
