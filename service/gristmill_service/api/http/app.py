@@ -109,7 +109,7 @@ async def _tell_invalid(request: Request, error: Exception) -> JSONResponse:
     """Tells what pydantic found in the form of every refusal."""
     assert isinstance(error, RequestValidationError)
     # A body that is not said to be JSON is not read as such, so that all of it is of the wrong kind.
-    if any(item["loc"] == ("body",) and isinstance(item["input"], bytes | str) for item in error.errors()):
+    if any(item["loc"] == ("body",) and isinstance(item["input"], bytes) for item in error.errors()):
         kind = request.headers.get("content-type")
         came = "without content-type" if kind is None else f"as content-type {shown(kind)}"
         reason = f"the body came {came}; send JSON with the header content-type: application/json"
