@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import gristmill
-from gristmill_service.cli import atropos, export, offline, record, serve, token
+from gristmill_service.cli import atropos, doctor, export, offline, record, runs, serve, token
 from gristmill_service.cli.watch import commands as watching
 
 app = typer.Typer(
@@ -36,4 +36,6 @@ atropos.register(app)
 offline.register(app)
 export.register(app)
 token.register(app)
+runs.register(app)
 watching.register(app)
+doctor.register(app)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import structlog
 
@@ -16,6 +16,9 @@ from gristmill.errors import UnavailableError
 from gristmill_service.settings import Settings
 from gristmill_service.storage.run_store import RunStore
 from gristmill_service.storage.shard_store import ShardStore
+
+if TYPE_CHECKING:
+    from gristmill_service.storage.redis.connection import RedisAddress
 
 _log = structlog.get_logger(__name__)
 
@@ -100,23 +103,15 @@ def _local_shard_store(settings: Settings) -> ShardStore:
 
 
 def _in_redis(settings: Settings, opened: ExitStack) -> Storage:
-    from gristmill_service.storage.redis.connection import RedisAddress, connect
+    from gristmill_service.storage.redis.connection import connect
     from gristmill_service.storage.redis.durability import Durability
     from gristmill_service.storage.redis.run_store import RedisRunStore
     from gristmill_service.storage.redis.server_check import check_server
     from gristmill_service.storage.redis.shard_store import RedisShardStore
 
-    assert settings.redis_url is not None, "checked with the settings"
-    password = settings.redis_password
-    address = RedisAddress(
-        url=settings.redis_url,
-        username=settings.redis_username,
-        password=None if password is None else password.get_secret_value(),
-        ca_file=settings.redis_ca_file,
-    )
     durability = Durability(settings.redis_min_replicas, settings.redis_wait_aof)
     try:
-        client = connect(address)
+        client = connect(redis_address(settings))
         opened.callback(client.close)
         warnings = check_server(client, durability)
     except UnavailableError as error:
@@ -127,3 +122,17 @@ def _in_redis(settings: Settings, opened: ExitStack) -> Storage:
     opened.callback(runs.close)
     shards = RedisShardStore(client, runs, settings.redis_prefix)
     return Storage(shards, runs, runs.advertise, runs.room, opened.close)
+
+
+def redis_address(settings: Settings) -> RedisAddress:
+    """Where the Redis of settings with `store: redis` is, and how to enter."""
+    from gristmill_service.storage.redis.connection import RedisAddress
+
+    assert settings.redis_url is not None, "checked with the settings"
+    password = settings.redis_password
+    return RedisAddress(
+        url=settings.redis_url,
+        username=settings.redis_username,
+        password=None if password is None else password.get_secret_value(),
+        ca_file=settings.redis_ca_file,
+    )

@@ -71,6 +71,11 @@ class DeclaredColumns:
         """The run has this configuration, which the service has taken."""
         self._know(Declared.of(config))
 
+    def deleted(self) -> None:
+        """The run is gone; another of its name may declare others."""
+        self._know(Declared())
+        self._known = None
+
     async def _changed_from(self, before: Declared) -> Declared | None:
         """None where they have not changed, or cannot be had."""
         with suppress(GristmillError):

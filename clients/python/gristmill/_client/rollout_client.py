@@ -98,6 +98,15 @@ class RolloutClient:
         """
         return block_on(self._core.finish())
 
+    def delete_run(self) -> bool:
+        """Deletes the run at once, with all that it holds: rows, plans, shards and its state; returns whether there was
+        one. Idempotent.
+
+        Rows that this client has not sent yet are dropped with it. Other workers and the trainer's ranks get
+        NotFoundError. A run that is created under the name later is another one to every checkpoint.
+        """
+        return block_on(self._core.delete_run())
+
     def policy_version(self) -> int:
         """The version that the trainer announced last."""
         return block_on(self._core.policy_version())

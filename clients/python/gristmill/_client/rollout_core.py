@@ -23,7 +23,7 @@ from gristmill._client.transport import Connection
 from gristmill._wire.rows import columns_of, extra_names
 from gristmill._wire.steps import UNKNOWN, TrajectoryKey
 from gristmill._wire.tables import ValueColumns
-from gristmill.errors import DeadlineExceededError, GristmillError
+from gristmill.errors import DeadlineExceededError, GristmillError, NotFoundError
 from gristmill.v1 import rollout_pb2, run_pb2
 
 
@@ -57,6 +57,17 @@ class RolloutCore:
         await self.flush()
         request = run_pb2.FinishRunRequest(run=self.run)
         return int((await self._connection.ask(self._connection.runs.FinishRun, request)).batches)
+
+    async def delete_run(self) -> bool:
+        self.sender.withdraw(lambda key: True)
+        await self.sender.wait_for(lambda key: True)
+        try:
+            await self._connection.ask(self._connection.runs.DeleteRun, run_pb2.DeleteRunRequest(run=self.run))
+        except NotFoundError:
+            return False
+        finally:
+            self._declared.deleted()
+        return True
 
     async def policy_version(self) -> int:
         return await self._ask_policy_version(0, 0.0)

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
-from gristmill.errors import DeadlineExceededError, GristmillError, UnavailableError
-
-NEEDS_PERSON, UNREACHABLE = 1, 2
-
-AddressOption = Annotated[
-    str,
-    typer.Option(
-        envvar="GRISTMILL_ADDRESS",
-        help="The service, or any of its replicas: HOST:PORT or unix:/PATH, several with commas between.",
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
-_ADDRESS = "127.0.0.1:50051"
+from gristmill_service.cli.asking import ADDRESS, NEEDS_PERSON, AddressOption, JsonOption, early_ends
 
 
 def register(app: typer.Typer) -> None:
@@ -34,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
 def status(
     run: Annotated[str | None, typer.Argument(help="One run, whole; all runs without it.", show_default=False)] = None,
-    address: AddressOption = _ADDRESS,
+    address: AddressOption = ADDRESS,
     as_json: JsonOption = False,
     stuck_after_s: Annotated[
         float,
@@ -53,13 +37,13 @@ def status(
     """
     from gristmill_service.cli.watch.status import show_status
 
-    with _exits():
+    with early_ends():
         is_well = show_status(address, run, stuck_after_s, as_json=as_json)
     raise typer.Exit(0 if is_well else NEEDS_PERSON)
 
 
 def top(
-    address: AddressOption = _ADDRESS,
+    address: AddressOption = ADDRESS,
     as_json: JsonOption = False,
     interval_s: Annotated[
         float, typer.Option("--interval", min=0.1, metavar="SECONDS", help="Between snapshots.")
@@ -71,13 +55,13 @@ def top(
     """
     from gristmill_service.cli.watch.top import show_top
 
-    with _exits():
+    with early_ends():
         show_top(address, interval_s, as_json=as_json)
 
 
 def tail(
     run: Annotated[str, typer.Argument(help="The run.", show_default=False)],
-    address: AddressOption = _ADDRESS,
+    address: AddressOption = ADDRESS,
     as_json: JsonOption = False,
     interval_s: Annotated[
         float, typer.Option("--interval", min=0.05, metavar="SECONDS", help="Between snapshots.")
@@ -92,26 +76,5 @@ def tail(
     """
     from gristmill_service.cli.watch.tail import show_tail
 
-    with _exits():
+    with early_ends():
         show_tail(address, run, interval_s, as_json=as_json)
-
-
-@contextmanager
-def _exits() -> Iterator[None]:
-    """Turns what ends a command early into its exit status. Ctrl-C is how a person ends one that goes on: 0."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise typer.Exit(0) from None
-    except BrokenPipeError:
-        # Whoever reads has enough. Python would fail again when it writes the rest at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
-    except (UnavailableError, DeadlineExceededError) as error:
-        from gristmill_service.cli.watch.snapshot import reason_of
-
-        print(f"unreachable: {reason_of(error)}", file=sys.stderr)
-        raise typer.Exit(UNREACHABLE) from None
-    except GristmillError as error:
-        print(f"refused: {error}", file=sys.stderr)
-        raise typer.Exit(NEEDS_PERSON) from None

@@ -57,10 +57,10 @@ class ServiceClient:
     def snapshot(self, run: str | None = None) -> Snapshot:
         """All runs, or one. Raises UnavailableError or DeadlineExceededError where no replica answers, and
         NotFoundError where there is no such run."""
-        replicas = self._read_replicas()
+        replicas = self.replicas()
         if not any(replica.is_reached for replica in replicas):
             raise UnavailableError("; ".join(replica.problem for replica in replicas))
-        names = [run] if run is not None else sorted(self._names())
+        names = [run] if run is not None else sorted(self.names())
         runs = [found for name in names if (found := self._run(name, is_asked_for=run is not None)) is not None]
         return Snapshot(time.monotonic(), replicas, runs)
 
@@ -69,6 +69,21 @@ class ServiceClient:
         answer: run_pb2.GetRunResponse = self._any.call(self._any.runs.GetRun, run_pb2.GetRunRequest(run=run))
         return answer.status
 
+    def create(self, run: str, config_json: str) -> run_pb2.CreateRunResponse:
+        """Raises InvalidArgumentError naming the setting, and AlreadyExistsError where the run has other settings."""
+        request = run_pb2.CreateRunRequest(run=run, config_json=config_json)
+        answer: run_pb2.CreateRunResponse = self._any.call(self._any.runs.CreateRun, request)
+        return answer
+
+    def delete(self, run: str) -> None:
+        """Raises NotFoundError where there is no such run."""
+        self._any.call(self._any.runs.DeleteRun, run_pb2.DeleteRunRequest(run=run))
+
+    def names(self) -> list[str]:
+        """The runs that the caller may see."""
+        answer: run_pb2.ListRunsResponse = self._any.call(self._any.runs.ListRuns, run_pb2.ListRunsRequest())
+        return list(answer.runs)
+
     def groups(self, run: str) -> list[run_pb2.GroupStatus]:
         """Every group that was ever admitted, the decided ones first, as they were decided."""
         pages = self._any.call(
@@ -76,10 +91,6 @@ class ServiceClient:
             run_pb2.ListGroupsRequest(run=run),
         )
         return [group for page in pages for group in page.groups]
-
-    def _names(self) -> list[str]:
-        answer: run_pb2.ListRunsResponse = self._any.call(self._any.runs.ListRuns, run_pb2.ListRunsRequest())
-        return list(answer.runs)
 
     def _run(self, name: str, *, is_asked_for: bool) -> RunSnapshot | None:
         """None for one that was deleted since its name was listed."""
@@ -92,8 +103,9 @@ class ServiceClient:
         except CANNOT_BE_REACHED as error:
             return RunSnapshot(name, None, reason_of(error))
 
-    def _read_replicas(self) -> list[ReplicaSnapshot]:
-        """All at once: one that hangs delays the others' answers by no more than its own."""
+    def replicas(self) -> list[ReplicaSnapshot]:
+        """Each replica of the address, asked all at once: one that hangs delays the others' answers by no more than
+        its own."""
         with ThreadPoolExecutor(len(self._replicas)) as pool:
             return list(pool.map(_read_replica, self._replicas, self._replicas.values()))
 

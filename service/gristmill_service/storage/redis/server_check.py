@@ -29,6 +29,13 @@ def check_server(client: Client, durability: Durability = SERVER_ALONE) -> list[
     return [f"Redis at {', '.join(names)}: {finding}" for finding, names in findings.items()]
 
 
+def has_bound(client: Client) -> dict[str, bool]:
+    """By server that lets us see it, whether it has a `maxmemory`."""
+    with translated(client):
+        memories = {name: _info(server).get("maxmemory") for name, server in _servers(client)}
+    return {name: memory != 0 for name, memory in memories.items() if memory is not None}
+
+
 def _servers(client: Client) -> list[tuple[str, redis.Redis]]:
     if isinstance(client, redis.RedisCluster):
         primaries = cast(Any, client).get_primaries()

@@ -1,0 +1,1 @@
+"""What `gristmill doctor` looks at: the service's addresses, this machine, and Redis."""

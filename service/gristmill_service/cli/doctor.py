@@ -1,0 +1,91 @@
+"""`gristmill doctor`: what stands between here and a service that works. What is heavy is imported when it runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from inspect import Parameter, Signature
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.cli.asking import NEEDS_PERSON, JsonOption, early_ends
+from gristmill_service.cli.flags import flags_of
+from gristmill_service.settings import Settings, load_settings, split_address
+
+if TYPE_CHECKING:
+    from gristmill_service.cli.checks.check import Check
+
+_AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="GRISTMILL_ADDRESS",
+        help="The service, or all of its replicas: HOST:PORT or unix:/PATH, several with commas between "
+        "[default: where --grpc-address listens]",
+    ),
+]
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the command line."""
+    app.command("doctor")(doctor)
+
+
+def doctor(*, address: str | None, as_json: bool, **flags: object) -> None:
+    """Check what a service needs, a line a check, each with what to do where it is wrong.
+
+    Takes the flags, the environment and the file of `gristmill serve`, and checks: these settings; whether each replica
+    answers over gRPC and over HTTP, takes the credentials of the environment, and has the version and the clock of this
+    machine; the size and the room of shared memory and journal here; and the settings of Redis.
+
+    Exit status 0: all is well. 1: something is wrong.
+
+    Example: gristmill doctor --address host1:50051,host2:50051 --store redis --redis-url redis://redis:6379
+    """
+    with early_ends():
+        checks = []
+        for check in _checks(address, flags):
+            checks.append(check)
+            if not as_json:
+                print(check, flush=True)
+        if as_json:
+            told = [{"what": one.what, "ok": one.is_well, "found": one.found, "remedy": one.remedy} for one in checks]
+            print(json.dumps({"checks": told}))
+    raise typer.Exit(0 if all(check.is_well for check in checks) else NEEDS_PERSON)
+
+
+doctor.__signature__ = Signature(  # type: ignore[attr-defined]
+    [
+        Parameter("address", Parameter.KEYWORD_ONLY, default=None, annotation=_AddressOption),
+        Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption),
+        *flags_of(Settings).parameters.values(),
+    ]
+)
+
+
+def _checks(address: str | None, flags: dict[str, object]) -> Iterator[Check]:
+    from gristmill_service.cli.checks.check import Check
+    from gristmill_service.cli.checks.machine_checks import check_machine
+    from gristmill_service.cli.checks.redis_checks import check_redis
+    from gristmill_service.cli.checks.replica_checks import check_replicas
+
+    try:
+        settings = load_settings(flags)
+        yield Check("settings", "fit together")
+    except InvalidArgumentError as error:
+        yield Check("settings", str(error), "correct them, and check again: the rest is checked with the defaults")
+        settings = Settings.model_construct()
+    yield from check_machine(settings)
+    yield from check_redis(settings)
+    yield from check_replicas(address or _reached(settings.grpc_address), split_address(settings.http_address)[1])
+
+
+def _reached(listens: str) -> str:
+    """Where this machine reaches what listens there."""
+    if listens.startswith("unix:"):
+        return listens
+    host, port = split_address(listens)
+    host = _EVERYWHERE.get(host, host)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

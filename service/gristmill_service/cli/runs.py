@@ -1,0 +1,150 @@
+"""`gristmill runs`: a service's runs from the command line. What is heavy is imported when a command runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.cli.asking import ADDRESS, AddressOption, JsonOption, early_ends
+
+_runs = typer.Typer(no_args_is_help=True, help="Create, list, show and delete runs.")
+_OWNER = "gristmill runs"
+
+RunArgument = Annotated[str, typer.Argument(help="The run.", show_default=False)]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands to the command line."""
+    app.add_typer(_runs, name="runs")
+
+
+@_runs.callback()
+def about() -> None:
+    """Create, list, show and delete runs.
+
+    Exit status 1: refused, for the reason that is told. 2: the service cannot be reached.
+    """
+
+
+@_runs.command("create")
+def create(
+    run: RunArgument,
+    config: Annotated[
+        Path, typer.Option("--config", metavar="CONFIG", help="The run's settings, YAML or JSON.", show_default=False)
+    ],
+    address: AddressOption = ADDRESS,
+    as_json: JsonOption = False,
+) -> None:
+    """Create a run with the settings in CONFIG.
+
+    The same settings again change nothing; a run of this name with other settings stays as it is, and the command is
+    refused.
+
+    Example: gristmill runs create my-run --config run.yaml
+    """
+    from gristmill_service.cli.watch.snapshot import connect
+    from gristmill_service.config import read_config
+
+    with early_ends():
+        settings = read_config(config).model_dump_json(exclude_defaults=True)
+        with connect(address, _OWNER) as client:
+            answer = client.create(run, settings)
+    for warning in answer.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"run": run, "created": answer.created, "warnings": list(answer.warnings)}))
+    else:
+        print(f"run {run!r} is created" if answer.created else f"run {run!r} exists already, with these settings")
+
+
+@_runs.command("list")
+def list_runs(address: AddressOption = ADDRESS, as_json: JsonOption = False) -> None:
+    """List the runs that there are, each with its state and the reason for it.
+
+    Example: gristmill runs list --json | jq -r '.runs[] | select(.state == "finished").run'
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    from gristmill_service.cli.watch.escape import printable
+    from gristmill_service.cli.watch.reported_health import health_of
+    from gristmill_service.cli.watch.snapshot import connect
+    from gristmill_service.cli.watch.status import console
+
+    with early_ends():
+        with connect(address, _OWNER) as client:
+            runs = client.snapshot().runs
+        healths = [health_of(run) for run in runs]
+        if as_json:
+            told = [
+                {"run": run.run, "state": health.state, "summary": health.summary}
+                for run, health in zip(runs, healths, strict=True)
+            ]
+            print(json.dumps({"runs": told}))
+            return
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for name in ("run", "state", "why"):
+            table.add_column(name, overflow="fold")
+        for run, health in zip(runs, healths, strict=True):
+            table.add_row(*map(Text, (printable(run.run), health.state, printable(health.summary))))
+        console().print(table if runs else "no runs")
+
+
+@_runs.command("show")
+def show(run: RunArgument, address: AddressOption = ADDRESS, as_json: JsonOption = False) -> None:
+    """Show a run whole: its state, what holds it up, its counts, and its settings.
+
+    Example: gristmill runs show my-run --json | jq .config
+    """
+    import yaml
+    from rich.text import Text
+
+    from gristmill_service.cli.watch.escape import printable
+    from gristmill_service.cli.watch.json_documents import snapshot_document
+    from gristmill_service.cli.watch.render import details
+    from gristmill_service.cli.watch.reported_health import healths_of
+    from gristmill_service.cli.watch.snapshot import connect
+    from gristmill_service.cli.watch.status import console
+
+    with early_ends():
+        with connect(address, _OWNER) as client:
+            snapshot = client.snapshot(run)
+        healths = healths_of(snapshot)
+        if as_json:
+            print(json.dumps(snapshot_document(snapshot, healths)["runs"][0]))
+            return
+        screen = console()
+        screen.print(details(snapshot, healths[0]))
+        if (status := snapshot.runs[0].status) is not None:
+            settings = yaml.safe_dump(json.loads(status.config_json), sort_keys=False, allow_unicode=True)
+            screen.print(Text("settings", "bold"), *map(printable, settings.splitlines()), sep="\n  ", markup=False)
+
+
+@_runs.command("delete")
+def delete(
+    run: RunArgument,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    address: AddressOption = ADDRESS,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete a run and all that it holds: rows, plans, shards and its state. Nothing brings it back.
+
+    Asks first on a terminal; elsewhere it needs --yes. Who waits for the run is told that it is gone.
+
+    Example: gristmill runs delete my-run --yes
+    """
+    from gristmill_service.cli.watch.snapshot import connect
+
+    with early_ends():
+        if not yes:
+            if not sys.stdin.isatty():
+                raise InvalidArgumentError(f"all that run {run!r} holds would be lost; give --yes to delete it")
+            typer.confirm(f"Delete run {run!r} at {address} and all that it holds?", abort=True, err=True)
+        with connect(address, _OWNER) as client:
+            client.delete(run)
+    print(json.dumps({"run": run, "deleted": True}) if as_json else f"run {run!r} is deleted")

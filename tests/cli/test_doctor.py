@@ -1,0 +1,86 @@
+"""`gristmill doctor`: what is wrong is named with its remedy, and only what is wrong fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gristmill_service.cli.checks import replica_checks
+from gristmill_service.service import Service
+from tests.cli.terminal import gristmill
+from tests.redis.servers import RedisServer
+
+
+def addresses(service: Service) -> tuple[str, ...]:
+    return "--address", service.grpc_address, "--http-address", service.http_url.removeprefix("http://")
+
+
+def checked(*arguments: object) -> tuple[int, dict[str, dict[str, Any]]]:
+    """The exit status, and what was found, by what was looked at."""
+    told = gristmill("doctor", "--json", *arguments)
+    return told.returncode, {check["what"]: check for check in json.loads(told.stdout)["checks"]}
+
+
+def test_all_is_well(service: Service) -> None:
+    told = gristmill("doctor", "--store", "memory", *addresses(service))
+    assert (told.returncode, told.stderr) == (0, "")
+    lines = told.stdout.splitlines()
+    assert all(line.startswith("ok     ") for line in lines)
+    for what in ("settings", "gRPC at", "version of", "credentials", "HTTP at", "clock at"):
+        assert sum(line.startswith(f"ok     {what}") for line in lines) == 1
+
+
+def test_a_service_that_is_away_is_wrong_over_both_doors() -> None:
+    status, found = checked("--store", "memory", "--address", "127.0.0.1:1", "--http-address", "127.0.0.1:1")
+    assert status == 1
+    for door in ("gRPC", "HTTP"):
+        assert "gristmill serve" in found[f"{door} at 127.0.0.1:1"]["remedy"]
+
+
+def test_a_wrong_setting_is_told_and_the_rest_is_checked_all_the_same(service: Service) -> None:
+    status, found = checked("--store", "memory", "--max-waiters", 0, "--address", service.grpc_address)
+    assert status == 1
+    assert "max_waiters" in found["settings"]["found"]
+    assert found[f"gRPC at {service.grpc_address}"]["ok"]
+
+
+def test_shared_memory_that_cannot_be_written_to_is_wrong(service: Service, tmp_path: Path) -> None:
+    status, found = checked("--shared-memory-dir", tmp_path / "none", *addresses(service))
+    assert status == 1
+    place = found[f"shared memory in {tmp_path / 'none'}"]
+    assert not place["ok"]
+    assert "--shared-memory-dir" in place["remedy"]
+
+
+def test_a_journal_is_looked_for_where_it_will_be_made(service: Service, tmp_path: Path) -> None:
+    journal = tmp_path / "later" / "journal"
+    _, found = checked("--store", "memory", "--journal-dir", journal, *addresses(service))
+    assert f"journal in {tmp_path}" in found
+
+
+def test_settings_of_redis_that_lose_rows_are_wrong(service: Service, tmp_path: Path) -> None:
+    with RedisServer(tmp_path, appendonly="no", arguments=["maxmemory-policy allkeys-lru"]) as redis:
+        told = gristmill("doctor", "--store", "redis", "--redis-url", redis.url, *addresses(service))
+    assert told.returncode == 1
+    wrong = "\n".join(line for line in told.stdout.splitlines() if line.startswith("WRONG  Redis at"))
+    for words in ("is allkeys-lru", "set it to noeviction", "appendonly is no", "maxmemory is not set"):
+        assert words in wrong
+
+
+def test_a_clock_that_differs_is_told_with_its_direction() -> None:
+    assert replica_checks.clock("host:8080", 1.4).is_well
+    behind = replica_checks.clock("host:8080", -42.0)
+    assert "42 s behind this machine's" in behind.found
+    assert "NTP" in behind.remedy
+
+
+@pytest.mark.parametrize("version", ["", "9.9.9"])
+def test_another_version_is_wrong(version: str) -> None:
+    from gristmill_service.cli.watch.snapshot import ReplicaSnapshot
+
+    checks = {check.what: check for check in replica_checks.over_grpc(ReplicaSnapshot("h:1", True, version=version))}
+    assert checks["gRPC at h:1"].is_well
+    assert checks["version of h:1"].remedy == "install one version everywhere"
