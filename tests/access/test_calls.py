@@ -154,6 +154,14 @@ def test_runs_of_others_are_neither_shown_nor_served(guarded: Guarded) -> None:
     assert [run["run"] for run in overview["runs"]] == ["math-1"]
     created = answer(guarded, "POST", "/v1/runs", guarded.tokens["worker"], json={"run": "other", "config": config})
     assert created.status_code == 403
+    # The path is what is gone by, and of what the body names alone the body.
+    acknowledged = {"run": "math-1", "rank": 0, "position": {"batch": 0}}
+    for run in ("secret", "nowhere"):
+        odd = answer(guarded, "POST", f"/v1/runs/{run}/ack?run=math-1", guarded.tokens["trainer"], json=acknowledged)
+        assert odd.status_code == 403
+    asked = {"run": "other", "config": config}
+    odd = answer(guarded, "POST", "/v1/runs?run=math-1", guarded.tokens["worker"], json=asked)
+    assert odd.status_code == 403
     # Not what the standard says JSON is, and read by the handler all the same.
     body = b'{"run": "other", "config": {"train_batch_size": NaN}}'
     odd = answer(guarded, "POST", "/v1/runs", guarded.tokens["worker"], content=body)

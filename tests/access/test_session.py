@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+from typing import Any
+
+import grpc
 import httpx
 import pytest
 import structlog
 
+from gristmill.v1 import run_pb2, run_pb2_grpc
 from tests.access.conftest import Guarded
 
 
@@ -56,3 +61,54 @@ def test_who_ended_or_took_something_is_logged_and_who_was_refused(guarded: Guar
     told = [(line["event"], line["caller"], line["call"], line["target"]) for line in lines if "caller" in line]
     assert told == [("allowed", "admin", "delete_run", "math-9"), ("refused", "viewer", "delete_run", "math-9")]
     assert not any(token in str(lines) for token in guarded.tokens.values())
+
+
+@pytest.mark.parametrize("path", ["/", "/page/app.js", "/healthz", "/readyz"])
+def test_a_browser_whose_token_was_withdrawn_still_reaches_the_page(browser: httpx.Client, path: str) -> None:
+    with browser:
+        assert browser.get(path, headers={"cookie": "gristmill_token=withdrawn"}).status_code == 200
+        assert browser.get(path, headers={"authorization": "Bearer withdrawn"}).status_code == 200
+
+
+def test_a_browser_whose_token_was_withdrawn_signs_in_and_out_again(guarded: Guarded, browser: httpx.Client) -> None:
+    stale = {"cookie": "gristmill_token=withdrawn"}
+    with browser:
+        assert browser.get("/v1/overview", headers=stale).status_code == 401
+        assert browser.post("/v1/session", headers=stale, json={"token": guarded.tokens["viewer"]}).status_code == 200
+        assert browser.delete("/v1/session", headers=stale).status_code == 204
+
+
+def test_cookies_of_other_programs_are_passed_over(guarded: Guarded, browser: httpx.Client) -> None:
+    cookie = f'{{"a": 1}}=b; c="d; gristmill_token={guarded.tokens["viewer"]}'
+    with browser:
+        assert browser.get("/v1/overview", headers={"cookie": cookie}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "content", [b'"gristmill_misplaced"', b"token=gristmill_misplaced", b'{"token": ["gristmill_misplaced"]}']
+)
+def test_a_token_in_the_wrong_place_is_not_told_again(browser: httpx.Client, content: bytes) -> None:
+    with browser, structlog.testing.capture_logs() as lines:
+        told = browser.post("/v1/session", content=content)
+    assert told.status_code == 422
+    assert "misplaced" not in told.text
+    assert "misplaced" not in str(lines)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_of_callers_who_are_not_known_little_is_read(browser: httpx.Client, is_packed: bool) -> None:
+    content = b" " * 100_000
+    headers = {"content-encoding": "gzip"} if is_packed else {}
+    with browser:
+        told = browser.post("/v1/session", content=gzip.compress(content) if is_packed else content, headers=headers)
+    assert told.status_code == 413
+    assert "of a caller who is not known" in told.text
+
+
+def test_a_name_of_megabytes_is_cut_in_the_log(guarded: Guarded) -> None:
+    with grpc.insecure_channel(guarded.service.grpc_address) as channel, structlog.testing.capture_logs() as lines:
+        stub: Any = run_pb2_grpc.RunServiceStub(channel)  # type: ignore[no-untyped-call]
+        with pytest.raises(grpc.RpcError):
+            stub.CreateRun(run_pb2.CreateRunRequest(run="x" * 1_000_000))
+    (refused,) = [line for line in lines if line["event"] == "refused"]
+    assert len(str(refused)) < 1000

@@ -6,21 +6,25 @@ import base64
 import hashlib
 import json
 import os
+import queue
 import stat
 import time
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import jwt
 import pytest
+import structlog
 import yaml
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from gristmill import RolloutClient
 from gristmill._client.credentials import Credentials
 from gristmill.errors import InvalidArgumentError, UnauthenticatedError
-from gristmill_service.access.tokens import create_token, read_callers
+from gristmill.v1 import rollout_pb2, rollout_pb2_grpc
+from gristmill_service.access.tokens import create_token, digest_of, read_callers
 from gristmill_service.service import Service
 from tests.access.conftest import Serve
 from tests.cli.terminal import gristmill
@@ -205,3 +209,94 @@ def test_neither_unsigned_nor_foreign_nor_symmetric_signatures_are_taken(
     forged = payload[:-4] + "AAAA"
     for token in (f"{none}.{payload}.", other.token(), symmetric, f"{header}.{forged}.{signature}", "a.b.c"):
         assert status(trusting, token) == 401
+
+
+SECRET = "gristmill_put_here_in_place_of_its_digest"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        f"tokens:\n - name: a\n   sha256: {SECRET}]: [x",
+        f"tokens: [{{name: 2026-13-01, sha256: {SECRET}}}]",
+        "[" * 5000,
+        "",
+        "\x00",
+    ],
+    ids=["broken", "no date", "deep", "empty", "no text"],
+)
+def test_a_file_that_cannot_be_read_leaves_who_was_known_and_is_not_logged(
+    serve: Serve, tmp_path: Path, content: str
+) -> None:
+    path = tmp_path / "tokens.yaml"
+    token = create_token(path, "first", ["viewer"], ["*"], None)
+    service = serve(tokens_file=path)
+    with structlog.testing.capture_logs() as lines:
+        path.write_text(content)
+        assert [status(service, token) for _ in range(2)] == [200, 200]
+    assert [line["event"] for line in lines if line["log_level"] == "error"] == [
+        "tokens cannot be read; those of before go on"
+    ]
+    assert SECRET not in str(lines)
+
+
+def test_a_file_is_read_again_where_its_times_are_kept(serve: Serve, tmp_path: Path) -> None:
+    path = tmp_path / "tokens.yaml"
+    first = create_token(path, "first", ["viewer"], ["*"], None)
+    before = path.stat()
+    service = serve(tokens_file=path)
+    path.write_text(path.read_text().replace(digest_of(first), digest_of("another")))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert [status(service, token) for token in (first, "another")] == [401, 200]
+
+
+def test_a_link_to_another_directory_is_followed(serve: Serve, tmp_path: Path) -> None:
+    """As Kubernetes changes what it mounts."""
+    tokens = {}
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        tokens[name] = create_token(tmp_path / name / "tokens.yaml", name, ["viewer"], ["*"], None)
+    data, path = tmp_path / "..data", tmp_path / "tokens.yaml"
+    data.symlink_to("one")
+    path.symlink_to("..data/tokens.yaml")
+    service = serve(tokens_file=path)
+    assert [status(service, token) for token in tokens.values()] == [200, 401]
+    fresh = tmp_path / "..data_new"
+    fresh.symlink_to("two")
+    fresh.replace(data)
+    assert [status(service, token) for token in tokens.values()] == [401, 200]
+
+
+def test_a_stream_ends_when_its_token_is_withdrawn(serve: Serve, tmp_path: Path) -> None:
+    path = tmp_path / "tokens.yaml"
+    token = create_token(path, "worker", ["worker"], ["*"], None)
+    service = serve(tokens_file=path)
+    asked: queue.Queue[rollout_pb2.StreamRowsRequest | None] = queue.Queue()
+    with grpc.insecure_channel(service.grpc_address) as channel:
+        stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]
+        shown = (("authorization", f"Bearer {token}"),)
+        answers = stub.StreamRows(iter(asked.get, None), metadata=shown, timeout=30)
+        asked.put(rollout_pb2.StreamRowsRequest(run="r"))
+        assert next(answers).error.code == grpc.StatusCode.NOT_FOUND.value[0]
+        path.write_text("tokens: []")
+        asked.put(rollout_pb2.StreamRowsRequest(run="r"))
+        with pytest.raises(grpc.RpcError) as refused:
+            next(answers)
+        asked.put(None)
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("content", [None, "", "two\nlines", "n\u00f6"])
+def test_a_client_goes_on_with_its_token_while_the_file_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
+    path = tmp_path / "token"
+    path.write_text("first")
+    monkeypatch.setattr("gristmill._client.credentials._LOOK_S", 0.0)
+    credentials = Credentials(token_file=path)
+    path.unlink() if content is None else path.write_text(content, encoding="utf-8")
+    assert credentials.metadata() == (("authorization", "Bearer first"),)
+    with pytest.raises(InvalidArgumentError, match="token_file"):
+        Credentials(token_file=path)
+    path.write_text("second")
+    assert credentials.metadata() == (("authorization", "Bearer second"),)

@@ -23,6 +23,7 @@ AUTHORIZATION = "authorization"
 
 _BEARER = "bearer "
 _MOST_CHARACTERS = 16 << 10
+_MOST_OF_A_NAME = 200
 
 
 class Gate:
@@ -73,7 +74,8 @@ class Gate:
                 )
             found.check(call, run, rank)
         except (UnauthenticatedError, PermissionDeniedError):
-            _log.warning("refused", caller=found.name, call=call, target=run, rank=rank)
+            # Cut: whoever is refused may send names of megabytes.
+            _log.warning("refused", caller=found.name, call=call, target=run and run[:_MOST_OF_A_NAME], rank=rank)
             raise
         if call in AUDITED and not self.is_open:
             _log.info("allowed", caller=found.name, call=call, target=run, rank=rank)
@@ -108,9 +110,10 @@ class _CallersFile:
         except GristmillError as error:
             _log.error("tokens cannot be read; those of before go on", reason=str(error))
 
-    def _look(self) -> tuple[int, int, int] | None:
+    def _look(self) -> tuple[int, ...] | None:
         try:
             found = os.stat(self._path)
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        # Also when its mode was changed, or its content together with its time.
+        return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino

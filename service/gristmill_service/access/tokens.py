@@ -69,13 +69,25 @@ def read_callers(path: Path) -> Callers:
     """Raises InvalidArgumentError naming the file, the entry, and what is expected."""
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return Callers.model_validate({} if found is None else found)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InvalidArgumentError(f"{path}: cannot read the tokens: {error}; give a YAML file") from None
+        if found is None:
+            # As of a file that is being written: it must lock nobody out.
+            raise InvalidArgumentError(f"{path} is empty; write 'tokens: []' where nobody is to be known")
+        return Callers.model_validate(found)
+    except OSError as error:
+        raise InvalidArgumentError(f"{path}: cannot read the tokens: {error.strerror}; give a YAML file") from None
+    except yaml.MarkedYAMLError as error:
+        # Not as it prints itself, with the line.
+        line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+        raise InvalidArgumentError(f"{path}: cannot read the tokens: {error.problem}{line}; give a YAML file") from None
     except ValidationError as error:
         # Never the values: one may be a token that was put there in place of its digest.
         told = problems(f"{place(item)}: {item['msg'][:1].lower()}{item['msg'][1:]}" for item in error.errors())
         raise InvalidArgumentError(f"{path}: {told}; `gristmill token create` writes entries") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        # Of what YAML takes for a date or a number and is none, or of what is no text; what they say may have a value.
+        raise InvalidArgumentError(
+            f"{path}: cannot read the tokens: {type(error).__name__}; give a YAML file in UTF-8"
+        ) from None
 
 
 def create_token(path: Path, name: str, roles: Sequence[str], runs: Sequence[str], rank: int | None) -> str:
@@ -83,7 +95,7 @@ def create_token(path: Path, name: str, roles: Sequence[str], runs: Sequence[str
 
     Raises InvalidArgumentError where the name is taken, or a value is wrong.
     """
-    callers = read_callers(path) if path.exists() else Callers()
+    callers = read_callers(path) if path.exists() and path.stat().st_size else Callers()
     if any(entry.name == name for entry in callers.tokens):
         raise InvalidArgumentError(f"{path} has a token named {name!r}; choose another name, or remove its entry")
     token = _PREFIX + secrets.token_urlsafe(32)

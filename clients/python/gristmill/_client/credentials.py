@@ -22,7 +22,7 @@ class Credentials:
     """How a client connects, and as whom. What is not given is taken from the environment.
 
     token: sent with every call (GRISTMILL_TOKEN). token_file: of which it is the content, read again every few seconds
-        (GRISTMILL_TOKEN_FILE).
+        (GRISTMILL_TOKEN_FILE); while it cannot be read, the token of before goes on.
     ca_file: the authority that signed the service's certificate, PEM (GRISTMILL_CA_FILE); connections are encrypted.
     cert_file, key_file: the client's own certificate, for a service that asks for one (GRISTMILL_CERT_FILE,
         GRISTMILL_KEY_FILE).
@@ -45,7 +45,7 @@ class Credentials:
             raise InvalidArgumentError("token and token_file are both given; give one of them")
         if (self.cert_file is None) != (self.key_file is None):
             raise InvalidArgumentError("cert_file and key_file go together; give both, or neither")
-        if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
+        if self.token and not _is_header(self.token):
             raise InvalidArgumentError("token has characters that no header can hold; give it as it was printed")
         self.metadata()
 
@@ -69,10 +69,24 @@ class Credentials:
         token, until = self._read.get("token", ("", 0.0))
         now = time.monotonic()
         if now >= until:
-            found = _bytes("token_file", self.token_file)
-            token = (found or b"").decode("ascii", "replace").strip()
+            try:
+                token = self._in_file()
+            except InvalidArgumentError:
+                # While it is replaced, perhaps. A token that is no longer good the service refuses.
+                if not token:
+                    raise
             self._read["token"] = token, now + _LOOK_S
         return str(token)
+
+    def _in_file(self) -> str:
+        token = (_bytes("token_file", self.token_file) or b"").decode("ascii", "replace").strip()
+        if not _is_header(token):
+            raise InvalidArgumentError(f"token_file: {self.token_file} has no token; give a file with one and no more")
+        return token
+
+
+def _is_header(token: str) -> bool:
+    return bool(token) and token.isascii() and token.isprintable()
 
 
 def _of(name: str) -> str | None:

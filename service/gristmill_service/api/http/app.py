@@ -114,13 +114,16 @@ async def _tell_invalid(request: Request, error: Exception) -> JSONResponse:
         came = "without content-type" if kind is None else f"as content-type {shown(kind)}"
         reason = f"the body came {came}; send JSON with the header content-type: application/json"
     else:
-        reason = f"{problems(_explain(error))}; see /docs for what is expected"
+        # A token that stands in the wrong place is not told again, nor logged.
+        is_secret = getattr(request.scope.get("route"), "name", "") == "sign_in"
+        reason = f"{problems(_explain(error, is_secret=is_secret))}; see /docs for what is expected"
     return await _tell(request, InvalidArgumentError(reason))
 
 
-def _explain(error: RequestValidationError) -> Iterator[str]:
+def _explain(error: RequestValidationError, *, is_secret: bool) -> Iterator[str]:
     for item in error.errors():
-        value = "" if item["type"] in ("missing", "json_invalid") else f", got {shown(item['input'])}"
+        has_none = is_secret or item["type"] in ("missing", "json_invalid")
+        value = "" if has_none else f", got {shown(item['input'])}"
         yield f"{place(item)}: {item['msg'][:1].lower()}{item['msg'][1:]}{value}"
 
 

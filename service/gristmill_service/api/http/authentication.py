@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from http.cookies import CookieError, SimpleCookie
 
 from fastapi import Request
 from pydantic import TypeAdapter, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
+from starlette.requests import cookie_parser
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gristmill.errors import GristmillError
 from gristmill_service.access import caller
-from gristmill_service.access.caller import ANYONE
+from gristmill_service.access.caller import ANYONE, Caller
 from gristmill_service.access.gate import AUTHORIZATION, Gate
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.http import models
@@ -41,18 +41,24 @@ class Authenticated:
             await self._app(scope, receive, send)
             return
         try:
-            shown = _shown(Headers(scope=scope))
-            identify = self._gate.identify
-            found = await run_in_threadpool(identify, shown) if self._gate.asks_issuer else identify(shown)
-            if found is ANYONE and not _is_open(scope["path"]):
-                self._gate.check(found, "docs", None, None)
-            caller.begin(found)
+            caller.begin(await self._identify(scope))
         except GristmillError as error:
             told = refusal(error)
             headers = {**told.headers, "WWW-Authenticate": "Bearer"} if told.http_status == 401 else told.headers
             await JSONResponse(told.body, told.http_status, headers)(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+    async def _identify(self, scope: Scope) -> Caller:
+        """Raises UnauthenticatedError where the caller shows no token that is known, and needs one."""
+        if _is_open(scope["path"]):
+            # Whatever is shown: a browser whose cookie has expired must still reach the page to sign in again.
+            return ANYONE
+        shown, identify = _shown(Headers(scope=scope)), self._gate.identify
+        found = await run_in_threadpool(identify, shown) if self._gate.asks_issuer else identify(shown)
+        if found is ANYONE:
+            self._gate.check(found, "docs", None, None)
+        return found
 
 
 def _is_open(path: str) -> bool:
@@ -62,11 +68,9 @@ def _is_open(path: str) -> bool:
 def _shown(headers: Headers) -> str | None:
     if shown := headers.get(AUTHORIZATION):
         return shown
-    try:
-        cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-    except CookieError:
-        return None
-    return None if cookie is None else f"Bearer {cookie.value}"
+    # Not SimpleCookie, which gives up at what another program of the same host has set.
+    cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE)
+    return None if cookie is None else f"Bearer {cookie}"
 
 
 async def authorize(request: Request) -> None:
@@ -75,9 +79,9 @@ async def authorize(request: Request) -> None:
     if gate.is_open:
         return
     call = request.scope["route"].name
-    named = {**request.query_params, **request.path_params}
-    if call in _NAMED_IN_BODY:
-        named |= _fields(request.scope.get(BODY, b""))
+    body = _fields(request.scope.get(BODY, b"")) if call in _NAMED_IN_BODY else {}
+    # The path is what the handler goes by, whatever else names a run.
+    named = {**request.query_params, **body, **request.path_params}
     run = named.get("run")
     gate.check(caller.current(), call, None if run is None else str(run), _rank(named.get("rank")))
 

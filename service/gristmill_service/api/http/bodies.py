@@ -10,20 +10,32 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gristmill.errors import GristmillError, InvalidArgumentError, ResourceExhaustedError
+from gristmill_service.access import caller
+from gristmill_service.access.caller import ANYONE
 from gristmill_service.api.errors import refusal
 
 TOO_LARGE = 413
+_MOST_OF_ANYONE = 64 << 10
 BODY = "gristmill.body"
 """The key under which a request's scope has its body, decompressed, for whoever passes the request on."""
 
 
 class BoundedBodies:
-    """ASGI middleware. `refuse_too_large` raises ResourceExhaustedError for a size that is."""
+    """ASGI middleware. `refuse_too_large` raises ResourceExhaustedError for a size that is. Callers who are not known
+    sign in, which takes little."""
 
     def __init__(self, app: ASGIApp, limit: int, refuse_too_large: Callable[[int], None]) -> None:
         self._app = app
         self._limit = limit
-        self._refuse_too_large = refuse_too_large
+        self._refuse = refuse_too_large
+
+    def _refuse_too_large(self, size: int) -> None:
+        if caller.current() is ANYONE and size > _MOST_OF_ANYONE:
+            raise ResourceExhaustedError(
+                f"the request has more than the {_MOST_OF_ANYONE} bytes that are read of a caller who is not known; "
+                "show a token"
+            )
+        self._refuse(size)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -66,7 +78,8 @@ class BoundedBodies:
     def _decompress(self, body: bytes) -> bytes:
         decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
         try:
-            found = decompressor.decompress(body, self._limit + 1)
+            most = _MOST_OF_ANYONE if caller.current() is ANYONE else self._limit
+            found = decompressor.decompress(body, most + 1)
         except zlib.error as error:
             raise InvalidArgumentError(f"the body is not gzip as content-encoding says: {error}") from None
         self._refuse_too_large(len(found))

@@ -93,7 +93,8 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
             try:
                 found = self._identify(context)
                 if takes_stream:
-                    asked = (allowed(found, _checked(one)) for one in request)
+                    # Anew for each: a stream may be open for days, and its caller's token be withdrawn.
+                    asked = (allowed(self._identify(context), _checked(one)) for one in request)
                 else:
                     asked = allowed(found, _checked(request))
                 try:
