@@ -9,7 +9,9 @@ import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
+from safetensors.numpy import load, save
 
 from gristmill.v1 import rows_pb2
 from gristmill_service.service import Service
@@ -31,8 +33,8 @@ def wire(service: Service) -> Iterator[socket.socket]:
         yield opened
 
 
-def head(path: str, *headers: str) -> bytes:
-    return "\r\n".join([f"POST {path} HTTP/1.1", "Host: a", *headers, "", ""]).encode()
+def head(path: str, *headers: str, method: str = "POST") -> bytes:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: a", *headers, "", ""]).encode()
 
 
 def cut(wire: socket.socket, data: bytes, *, half_closed: bool) -> None:
@@ -92,6 +94,23 @@ class TestNothingOfACutRequestIsUsed:
         headers = ("Content-Type: application/json", f"Content-Length: {len(body) + 1}")
         cut(wire, head(f"/v1/runs/{run}/rows", *headers) + body, half_closed=half_closed)
         assert settled(http_door, run)["rows_accepted"] == 0
+
+    def test_columns_of_a_body_that_is_not_whole_are_not_written(
+        self, http_door: HttpDoor, run_name: str, wire: socket.socket, half_closed: bool
+    ) -> None:
+        columns = [{"name": "values", "dtype": "float32", "scope": "response", "source": "trainer"}]
+        http_door.create(run_name, {**CONFIG, "advantage_estimator": "gae", "columns": columns})
+        for uid in "ab":
+            http_door.submit(run_name, group(uid))
+        before = http_door.batch(run_name, 0, wait_s=20.0)
+        mask = load(http_door.read(run_name, 0, 0, 0))["response_mask"]
+        body = save({"values": mask.astype(np.float32)})
+        path = f"/v1/runs/{run_name}/batches/0/policy/0/0?incarnation=1"
+        headers = ("Content-Type: application/octet-stream", f"Content-Length: {len(body) + 1}")
+        cut(wire, head(path, *headers, method="PUT") + body, half_closed=half_closed)
+        settled(http_door, run_name)
+        assert http_door.batch(run_name, 0) == before
+        assert http_door.write(run_name, (0, 0, 0), 1, body) == len(before["awaits"]) - 1
 
 
 def test_a_gzip_body_that_ends_early_or_goes_on_is_refused(http_door: HttpDoor, run: str) -> None:

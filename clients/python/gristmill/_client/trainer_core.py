@@ -333,7 +333,8 @@ class TrainerCore(ABC, Generic[B]):
         from gristmill._client.written_columns import requests
 
         self._transport.check_usable()
-        for name, request in requests(shard, columns, self._columns.written, self.run, self._incarnation):
+        written = self._columns.written
+        for name, request in requests(shard, columns, written, self.run, self._incarnation, self._dp_size):
             self._transport.call(self._transport.trainers.WriteColumns, request)
             self._reader.kept.wrote(request, name)
 

@@ -17,11 +17,12 @@ from gristmill.v1 import trainer_pb2
 
 
 def requests(
-    shard: Shard, values: Mapping[str, Any], written: Mapping[str, ColumnSpec], run: str, incarnation: int
+    shard: Shard, values: Mapping[str, Any], written: Mapping[str, ColumnSpec], run: str, incarnation: int, dp_size: int
 ) -> Iterator[tuple[str, trainer_pb2.WriteColumnsRequest]]:
     """The calls that write these columns for a shard, one a column, with its name; none where it has its columns.
 
-    written: the columns that trainers of the run write. Raises InvalidArgumentError naming the column.
+    written: the columns that trainers of the run write. dp_size: as many ranks as the trainer has now. Raises
+    InvalidArgumentError naming the column.
     """
     if not isinstance(values, Mapping):
         raise InvalidArgumentError(
@@ -33,6 +34,11 @@ def requests(
             f"run {run!r}: the shard is of the {metadata['model']} of run {metadata['run']!r}; columns are written for "
             "the policy's shards, by whoever computes them: read these with a TrainerClient of its own, "
             "acknowledges=False"
+        )
+    if metadata["dp_size"] != dp_size:
+        raise InvalidArgumentError(
+            f"run {run!r}: the shard was cut for {metadata['dp_size']} ranks and the trainer has {dp_size} since it "
+            "was resumed; write what is computed of the shards of now, which iterating the trainer again gives"
         )
     for name in values:
         if name not in written:
