@@ -101,6 +101,25 @@ def test_forward_shards_are_the_train_shards_without_what_depends_on_the_columns
             np.testing.assert_array_equal(found[name], value)
 
 
+@SLOW
+@given(batches())
+def test_what_is_written_is_judged_by_the_tokens_that_the_shard_trains_and_what_rollouts_gave_of_them(
+    drawn: tuple[list[Row], dict[str, Any]],
+) -> None:
+    rows, config = drawn
+    config |= {"kl_in_reward": {"coef": 0.5, "estimator": "k3"}}
+    forward = built(rows, config)
+    sent = {column.name for column in parse_config(config).columns if column.source == "rollout"}
+    for address, form in forward.forms.items():
+        tensors = load(files(forward)[address])
+        trained = form.own_values(ColumnSpec("loss_mask", "uint8", "response"), tensors, "shard") == 1
+        assert form.rows.trained.tolist() == trained.tolist()
+        assert form.rows.given.keys() == {"old_logprobs", "ref_logprobs"} & sent
+        for name, values in form.rows.given.items():
+            own = form.own_values(ColumnSpec(name, "float32", "response"), tensors, "shard")
+            assert values[trained].tolist() == own[trained].tolist()
+
+
 ROWS: list[Row] = [
     {
         "uid": f"p{prompt}",
@@ -129,14 +148,15 @@ SPEC = ColumnSpec.of(column("values"))
     [
         (np.zeros((4, 2), np.float32), r"values is F32 \[4, 2\] and has to be F32 \[4, 3\]"),
         (np.zeros((4, 3), np.float64), r"values is F64 \[4, 3\] and has to be F32 \[4, 3\]"),
-        (np.full((4, 3), np.nan, np.float32), "values is not finite"),
+        (np.full((4, 3), np.nan, np.float32), r"uid 'p0' sample 0 step 0: values\[0\] is not finite"),
         (None, "values is missing"),
     ],
 )
 def test_what_is_not_in_the_shards_shape_is_refused(values: Any, message: str) -> None:
     form = built(ROWS, CONFIG).forms[FIRST]
+    tensors = {} if values is None else {"values": values}
     with pytest.raises(InvalidArgumentError, match=message):
-        form.own_values(SPEC, {} if values is None else {"values": values}, "shard")
+        form.rows.check(SPEC, form.own_values(SPEC, tensors, "shard"), parse_config(CONFIG), lambda name: None, "shard")
 
 
 def test_what_is_not_finite_on_padding_does_not_matter() -> None:

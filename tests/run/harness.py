@@ -28,6 +28,7 @@ from gristmill_service.pipeline.schedule import MisalignedError
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.pipeline.written import ShardForm, Written
+from gristmill_service.pipeline.written_rows import WrittenRows
 from gristmill_service.run.batch_builder import BuildBatch as Pipeline
 from gristmill_service.run.machine.admission import RowBudget
 from gristmill_service.run.machine.answers import ColumnPlace
@@ -174,7 +175,10 @@ class Built:
         """Nothing is counted of a batch that the pipeline did not make."""
 
 
-_ONE_ROW = ShardForm([], np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.bool_))
+_ONE = np.ones(1, np.int64)
+_ONE_ROW = ShardForm(
+    [], 0 * _ONE, _ONE, 0 * _ONE, _ONE == 1, WrittenRows(["a"], 0 * _ONE, 0 * _ONE, _ONE, np.empty(0, np.bool_), {})
+)
 
 
 class BuildBatch:

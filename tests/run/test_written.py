@@ -191,7 +191,8 @@ class TestCompletion:
         assert train_shards(bench.run) == as_sent_with_rows()
 
     def test_values_of_which_no_advantage_can_be_made_fail_the_batch(self) -> None:
-        bench = forwarded(kl_in_reward={"coef": 1e39, "estimator": "k1"})
+        # Each token's KL is a number of float32, and their sum is none.
+        bench = forwarded(kl_in_reward={"coef": 7e37, "estimator": "k1"})
         write_all(bench.run)
         bench.make_batches()
         assert "float32 does not hold" in bench.run.status().failed_batches[0]
@@ -243,7 +244,10 @@ class TestWrites:
                 {"tensors": {"values": np.zeros((2, 4), np.float32)}},
                 r"values is F32 \[2, 4\] and has to be F32 \[1, 4\]",
             ),
-            ({"tensors": {"values": np.full((1, 4), np.inf, np.float32)}}, "values is not finite"),
+            (
+                {"tensors": {"values": np.array([[0, 1, 2, np.inf]], np.float32)}},
+                r"uid 'a' sample 0 step 1: values\[3\] is not finite",
+            ),
             ({"mini_batch": 2}, "there is no mini-batch 2"),
             ({"rank": 2}, "rank is 2 and dp_size is 2"),
             ({"incarnation": 0}, "incarnation is 0"),
@@ -288,10 +292,47 @@ class TestWrites:
         assert len(bench.run.batch(0).awaits) == 8
         write(bench.run, 0, 0)
 
+    @pytest.mark.parametrize("kl_from", ["old_logprobs", "rollout_logprobs"])
+    @pytest.mark.parametrize("last", ["old_logprobs", "ref_logprobs", "both"])
+    def test_log_probabilities_whose_kl_overflows_are_refused_with_their_row(self, kl_from: str, last: str) -> None:
+        bench = forwarded(
+            kl_in_reward={"coef": 0.5, "estimator": "k3"},
+            kl_from=kl_from,
+            columns=[column("ref_logprobs"), column("old_logprobs")],
+            advantage_estimator="reinforce++",
+        )
+        # The third token is an observation, of which anything may be written.
+        sent = {"old_logprobs": [-1, -2, 0, -1], "ref_logprobs": [-1, 800, 900, 0]}
+        tensors = {name: np.array([values], np.float32) for name, values in sent.items()}
+        if kl_from == "rollout_logprobs":
+            bench.run.write(0, 0, 0, 1, {"old_logprobs": tensors.pop("old_logprobs")})
+        elif last != "both":
+            first = next(name for name in tensors if name != last)
+            bench.run.write(0, 0, 0, 1, {first: tensors.pop(first)})
+        held = encode_state(bench.state)
+        message = r"uid 'a' sample 0 step 1: \w+\[1\] is .*, and the KL is inf, of log-probabilities -2.0 and 800.0"
+        with pytest.raises(InvalidArgumentError, match=message):
+            bench.run.write(0, 0, 0, 1, tensors)
+        assert encode_state(bench.state) == held
+        if "ref_logprobs" in tensors:
+            tensors["ref_logprobs"][0, 1] = 0
+            bench.run.write(0, 0, 0, 1, tensors)
+
+    def test_a_rows_sum_that_float32_cannot_hold_times_its_coefficient_is_refused(self) -> None:
+        bench = forwarded(
+            advantage_estimator="grpo",
+            kl_in_reward={"coef": 10.0, "column": "kl"},
+            columns=[column("kl", scope="row")],
+        )
+        with pytest.raises(
+            InvalidArgumentError, match=r"uid 'a' sample 0 step 1: kl is 9.9.*e\+37, .* the coefficient 10"
+        ):
+            bench.run.write(0, 0, 0, 1, {"kl": np.array([1e38], np.float32)})
+
     def test_what_float32_cannot_hold_is_refused_before_it_fails_the_batch(self) -> None:
         bench = forwarded(columns=[column("values", dtype="float64"), column("ref_logprobs")])
         sent = {"values": np.full((1, 4), -1e300)}
-        with pytest.raises(InvalidArgumentError, match=r"values has 1e\+300, which float32 does not hold"):
+        with pytest.raises(InvalidArgumentError, match=r"values\[0\] is -1e\+300, which float32 does not hold"):
             bench.run.write(0, 0, 0, 1, sent)
         assert len(bench.run.batch(0).awaits) == 8
 

@@ -81,7 +81,11 @@ def build_batch(
         laid_out,
         lambda: collect_stats(scored, mini_batches, laid_out, config, steps.tokens.total),
         scored.awaits,
-        {shard.address: form_of(shard) for shard in laid_out if scored.awaits and shard.address.model == "policy"},
+        {
+            shard.address: form_of(shard, scored, config)
+            for shard in laid_out
+            if scored.awaits and shard.address.model == "policy"
+        },
     )
 
 

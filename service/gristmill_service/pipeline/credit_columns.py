@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from gristmill._wire.columns import Array
 from gristmill._wire.steps import FLOAT32_MAX, Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
@@ -24,15 +23,6 @@ def credit_columns(config: RunConfig) -> frozenset[str]:
     of_rows = () if reference is None or reference.column is None else (reference.column,)
     values = ("values",) if config.advantage_estimator == "gae" else ()
     return reward_columns(config).union(values, of_rows)
-
-
-def check_written(name: str, values: Array, config: RunConfig, where: str) -> None:
-    """The same of what a trainer writes; values: the rows' own."""
-    if name in credit_columns(config) and values.size and not np.abs(values).max() <= FLOAT32_MAX:
-        raise InvalidArgumentError(
-            f"{where}: {name} has {np.abs(values).max()}, which float32 does not hold; shards have credit in float32, "
-            "scale it down"
-        )
 
 
 def check_credit_columns(steps: Steps, config: RunConfig) -> None:

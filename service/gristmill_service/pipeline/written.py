@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._wire.column_spec import ColumnSpec, is_finite
+from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array, Int64s, Ragged, starts_of
 from gristmill._wire.steps import Extra
 from gristmill.errors import InvalidArgumentError
@@ -23,8 +23,10 @@ from gristmill_service.pipeline.columns import safetensors_name
 from gristmill_service.pipeline.layout import Shard
 from gristmill_service.pipeline.merge import Rows
 from gristmill_service.pipeline.plan import MiniBatchPlan
+from gristmill_service.pipeline.scored_batch import ScoredBatch
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.pipeline.validate import Received
+from gristmill_service.pipeline.written_rows import StepPlaces, WrittenRows, places, written_rows
 
 Written = Mapping[ShardAddress, Mapping[str, Array]]
 """Of each of the policy's shards, by column, its rows' own values one after another; (n, *shape)."""
@@ -46,7 +48,8 @@ class ShardForm:
 
     blocks: in the order of the rows. leads, lengths: int64 (rows,) elements before each row's own, and how many its own
     are. elsewhere: int64 (rows,), tokens of each response before these, which stand with the row before it, where no
-    value of this row is read: zeros take their place. is_real: bool (rows,), False of padding rows.
+    value of this row is read: zeros take their place. is_real: bool (rows,), False of padding rows. rows: what
+    is known of the others.
     """
 
     blocks: Sequence[FormBlock]
@@ -54,6 +57,7 @@ class ShardForm:
     lengths: Int64s
     elsewhere: Int64s
     is_real: NDArray[np.bool_]
+    rows: WrittenRows
 
     def own_values(self, column: ColumnSpec, tensors: Mapping[str, Array], where: str) -> Array:
         """The rows' own values of a column as it was written; (n, *shape), a copy.
@@ -65,11 +69,6 @@ class ShardForm:
             found = _tensor(tensors, column.name, (len(self.is_real),), column, where)[self.is_real]
         else:
             found = np.concatenate([self._of_block(block, column, tensors, where) for block in self.blocks])
-        if not column.allow_nonfinite and not is_finite(found):
-            raise InvalidArgumentError(
-                f"{where}: {column.name} is not finite in a row's own values; write finite ones, or declare "
-                "allow_nonfinite: true"
-            )
         return found
 
     def names(self, column: ColumnSpec) -> list[str]:
@@ -81,15 +80,15 @@ class ShardForm:
         rows = slice(block.begin, block.end)
         leads, lengths, is_real = self.leads[rows], self.lengths[rows], self.is_real[rows]
         starts, counts = starts_of(leads + lengths) + leads, np.where(is_real, lengths, 0)
-        own: Array = values.reshape(-1, *column.shape)[_places(starts, counts)]
+        own: Array = values.reshape(-1, *column.shape)[places(starts, counts)]
         if not (elsewhere := np.where(is_real, self.elsewhere[rows], 0)).any():
             return own
         whole = np.zeros((int((elsewhere + counts).sum()), *column.shape), own.dtype)
-        whole[_places(starts_of(elsewhere + counts) + elsewhere, counts)] = own
+        whole[places(starts_of(elsewhere + counts) + elsewhere, counts)] = own
         return whole
 
 
-def form_of(shard: Shard) -> ShardForm:
+def form_of(shard: Shard, scored: ScoredBatch, config: RunConfig) -> ShardForm:
     begin, end = shard.blocks[0].begin, shard.blocks[-1].end
     placement = shard.placed.placement
     lengths = placement.own["response"][begin:end].copy()
@@ -109,7 +108,9 @@ def form_of(shard: Shard) -> ShardForm:
         )
         for block in shard.blocks
     ]
-    return ShardForm(blocks, leads, lengths, elsewhere, placement.rows[begin:end] >= 0)
+    rows = placement.rows[begin:end]
+    is_real = rows >= 0
+    return ShardForm(blocks, leads, lengths, elsewhere, is_real, written_rows(rows[is_real], scored, config))
 
 
 def values_of_steps(
@@ -143,22 +144,10 @@ def _of_rows(column: ColumnSpec, values: Array, order: Int64s, rows: Rows, respo
 
 def _of_responses(column: ColumnSpec, values: Array, order: Int64s, rows: Rows, responses: Int64s) -> Extra:
     """Each token has the value of the row that trains it. responses: int64 (steps,), tokens of each step's response."""
-    lengths = rows.response_lengths[order]
-    # Where each row's values begin; of rows in no shard, whose visits bring nothing, anywhere.
-    begins, is_placed = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.bool_)
-    begins[order], is_placed[order] = starts_of(lengths), True
-    counts = np.where(rows.per_visit(is_placed), rows.kept - rows.shared, 0)
-    sources = _places(rows.per_visit(begins) + rows.starts + rows.shared, counts)
+    own = StepPlaces.of(order, rows, responses)
     of_steps = np.zeros((int(responses.sum()), *column.shape), column.storage)
-    of_steps[_places(starts_of(responses)[rows.steps] + rows.shared, counts)] = values[sources]
+    of_steps[own.in_steps] = values[own.in_rows]
     return Extra(Ragged.from_lengths(of_steps, responses), np.ones(len(responses), np.bool_))
-
-
-def _places(starts: Int64s, counts: Int64s) -> Int64s:
-    """The numbers from each start on, as many as its count, one after another."""
-    total = int(counts.sum())
-    places: Int64s = np.arange(total) + np.repeat(starts - starts_of(counts), counts)
-    return places
 
 
 def _tensor(tensors: Mapping[str, Array], name: str, shape: tuple[int, ...], column: ColumnSpec, where: str) -> Array:

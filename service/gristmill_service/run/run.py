@@ -54,7 +54,7 @@ from gristmill_service.run.row_buffer import PickedRow, RowBuffer, values_digest
 from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.workers import TaskQueue
 from gristmill_service.run.writer import Writer
-from gristmill_service.run.written_columns import SentColumns
+from gristmill_service.run.written_columns import SentColumns, written_before
 from gristmill_service.storage.run_store import LogLostError, RunLog
 from gristmill_service.storage.shard_store import ShardsLostError, ShardStore
 
@@ -324,7 +324,8 @@ class Run:
         self._writer.check_open()
         sent = SentColumns(self.name, batch, ShardAddress("policy", mini_batch, rank), tensors, self.config)
         new = self._read(lambda state: columns.unwritten(state, batch, incarnation, sent.digests))
-        with sent.staged(new, self._builder.forms.get(batch, {}), self._writer) as stored:
+        others = written_before(batch, self._writer, self._log)
+        with sent.staged(new, self._builder.forms.get(batch, {}), self._writer, others) as stored:
             return self._execute(trainer_commands.WriteColumns(batch, incarnation, stored))
 
     def acknowledge(self, model: Model, rank: int, position: Position, incarnation: int, commit: bool) -> Moved:

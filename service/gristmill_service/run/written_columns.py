@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -15,13 +15,14 @@ from gristmill._wire.steps import UNKNOWN, Extra, Steps
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.columns import safetensors_name
-from gristmill_service.pipeline.credit_columns import check_written
 from gristmill_service.pipeline.shard_address import ShardAddress
 from gristmill_service.pipeline.written import ShardForm
 from gristmill_service.run.machine.answers import ColumnPlace
 from gristmill_service.run.machine.events import WrittenColumn
-from gristmill_service.run.row_buffer import row_digests
+from gristmill_service.run.machine.state import State
+from gristmill_service.run.row_buffer import RowBuffer, row_digests
 from gristmill_service.run.writer import Writer
+from gristmill_service.storage.run_store import RunLog
 
 
 class _Sent(NamedTuple):
@@ -53,10 +54,14 @@ class SentColumns:
 
     @contextmanager
     def staged(
-        self, new: Sequence[ColumnPlace], forms: Mapping[ShardAddress, ShardForm], writer: Writer
+        self,
+        new: Sequence[ColumnPlace],
+        forms: Mapping[ShardAddress, ShardForm],
+        writer: Writer,
+        others: Callable[[ColumnPlace], Array | None],
     ) -> Iterator[dict[ColumnPlace, WrittenColumn]]:
         """Within it, those of the columns that are new are put into the run's log; afterwards they are gone where no
-        event refers to them. forms: of the batch's shards.
+        event refers to them. forms: of the batch's shards. others: gives what was written before, or None.
 
         Raises InvalidArgumentError for values that are not as the shard is.
         """
@@ -64,6 +69,14 @@ class SentColumns:
         if new and form is None:
             raise UnavailableError(f"{self._where}: is being published again; write once its forward shards are there")
         values = {place: self._own_values(self._columns[place], form) for place in new if form is not None}
+        for place, own in values.items():
+            assert form is not None, "there are values"
+
+            def other(name: str) -> Array | None:
+                beside = ColumnPlace(self._address.mini_batch, self._address.rank, name)
+                return values[beside] if beside in values else others(beside)
+
+            form.rows.check(self._columns[place].spec, own, self._config, other, self._where)
         stored: dict[ColumnPlace, WrittenColumn] = {}
         try:
             for place, own in values.items():
@@ -80,9 +93,26 @@ class SentColumns:
                 raise InvalidArgumentError(
                     f"{self._where}: {name[:200]!r} is no tensor of this shard; it has {', '.join(names)}"
                 )
-        values = form.own_values(sent.spec, sent.tensors, self._where)
-        check_written(sent.spec.name, values, self._config, self._where)
-        return values
+        return form.own_values(sent.spec, sent.tensors, self._where)
+
+
+def written_before(batch: int, writer: Writer, log: RunLog) -> Callable[[ColumnPlace], Array | None]:
+    """Gives what was written of a batch that waits for columns, by its place, or None."""
+
+    def find(place: ColumnPlace) -> Array | None:
+        held = writer.read(lambda state, rows: _held(state, rows, batch, place))
+        if held is None:
+            return None
+        number, table = held
+        return values_of(log.get(number) if table is None else table, place.column)
+
+    return find
+
+
+def _held(state: State, rows: RowBuffer, batch: int, place: ColumnPlace) -> tuple[int, Steps | None] | None:
+    held = state.batches.get(batch)
+    column = None if held is None else held.written.get(place)
+    return None if column is None else (column.table, rows.table(column.table))
 
 
 def table_of(name: str, values: Array) -> Steps:
