@@ -33,7 +33,7 @@ test-trainers: $(TRAINERS:%=test-%)  ## Train with the real TRL, SkyRL and verl 
 test-environments: $(ENVIRONMENTS:%=test-%)  ## Feed runs from real environments of verifiers and Atropos
 
 $(PACKAGES:%=test-%): test-%: .venv-%/.installed
-	.venv-$*/bin/python -m pytest $(wildcard tests/*/$*)
+	.venv-$*/bin/python -m pytest $(if $(QUICK),-m "not slow") $(wildcard tests/*/$*)
 
 # The packages exclude one another: each has a virtual environment of its own (1 to 2 GB), made from the two lists in its
 # folder of tests. What no-deps.txt names comes without its requirements, which ask for CUDA.

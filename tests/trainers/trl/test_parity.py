@@ -37,14 +37,13 @@ MICRO_BATCHES: dict[str, dict[str, Any]] = {
     "a fixed number": {"micro_batch": {"count": 3}, "pad_width": "batch"},
 }
 LOSSES: dict[str, dict[str, Any]] = {
-    "dapo": {},
     "grpo": {"loss_type": "grpo", "scale_rewards": "none"},
+    "cut off completions masked": {"mask_truncated_completions": True},
     "dr_grpo": {"loss_type": "dr_grpo"},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
     "sapo": {"loss_type": "sapo"},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     "vespo": {"loss_type": "vespo", "pad_to_multiple_of": 8},
-    "cut off completions masked": {"mask_truncated_completions": True},
 }
 SEVERAL_STEPS: dict[str, dict[str, Any]] = {
     "two steps of a generation": {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 2},
@@ -88,7 +87,15 @@ def by_workers(
     return trained(GristmillGRPOTrainer, directory, more, gristmill=gristmill, **named)
 
 
-@pytest.mark.parametrize("settings", MICRO_BATCHES.values(), ids=MICRO_BATCHES)
+def cases(known: dict[str, dict[str, Any]], *, quick: int) -> list[Any]:
+    """Parameters, of which the first few are for every change."""
+    return [
+        pytest.param(more, id=name, marks=[pytest.mark.slow] if place >= quick else [])
+        for place, (name, more) in enumerate(known.items())
+    ]
+
+
+@pytest.mark.parametrize("settings", cases(MICRO_BATCHES, quick=3))
 def test_what_trl_generates_is_trained_as_by_trl(
     service: Service, run_name: str, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
@@ -97,15 +104,22 @@ def test_what_trl_generates_is_trained_as_by_trl(
     assert difference(ours, trained(GRPOTrainer, tmp_path, {}), weights(policy())) < BOUND
 
 
-@pytest.mark.parametrize("more", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("more", cases(LOSSES, quick=2))
 def test_every_loss_is_trls(service: Service, run_name: str, tmp_path: Path, more: dict[str, Any]) -> None:
     gristmill = Gristmill(service.grpc_address, run_name, settings={"micro_batch": {"size": 3}})
     ours = trained(GristmillGRPOTrainer, tmp_path, more, gristmill=gristmill)
     assert difference(ours, trained(GRPOTrainer, tmp_path, more), weights(policy())) < BOUND
 
 
-@pytest.mark.parametrize("more", SEVERAL_STEPS.values(), ids=SEVERAL_STEPS)
-@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_a_loss_reduction_of_the_run_takes_the_place_of_trls(service: Service, run_name: str, tmp_path: Path) -> None:
+    settings = {"loss_reduction": "token_mean", "micro_batch": {"size": 3}}
+    gristmill = Gristmill(service.grpc_address, run_name, settings=settings)
+    ours = trained(GristmillGRPOTrainer, tmp_path, {}, gristmill=gristmill)
+    assert difference(ours, trained(GRPOTrainer, tmp_path, {}), weights(policy())) < BOUND
+
+
+@pytest.mark.parametrize("more", cases(SEVERAL_STEPS, quick=1))
+@pytest.mark.parametrize("beta", [0.5, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_generations_are_trained_in_as_many_steps_as_by_trl(
     service: Service,
     run_name: str,

@@ -57,7 +57,7 @@ class Session:
         )
         try:
             if accelerator.is_main_process:
-                self.rollouts.create_run(settings)
+                self.rollouts.create_run(settings if checkpoint is None else self._as_created(settings))
             accelerator.wait_for_everyone()
             self._trainer.load_state_dict(state)
             accelerator.wait_for_everyone()
@@ -66,6 +66,12 @@ class Session:
         except BaseException:
             self.close()
             raise
+
+    def _as_created(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings with the number of ranks that the run has: it is cut anew for others when they load their state,
+        but for nothing else."""
+        config = json.loads(self.rollouts.status().config_json)
+        return dict(settings) | {"dp_size": config.get("dp_size", 1)}
 
     @property
     def position(self) -> Position:

@@ -28,7 +28,13 @@ def run_settings(args: Any, gristmill: Gristmill, pad_token_id: int) -> dict[str
     """
     check(args, gristmill)
     derived = _derived(args, gristmill, pad_token_id)
-    defaults = {"micro_batch": {"size": args.per_device_train_batch_size}, "pad_width": "micro_batch"}
+    defaults: dict[str, Any] = {
+        "micro_batch": {"size": args.per_device_train_batch_size},
+        "pad_width": "micro_batch",
+    }
+    if gristmill.rollouts == "trainer" and args.save_strategy == "steps" and args.save_steps >= 1:
+        # Those since the last checkpoint are kept, and one more is generated.
+        defaults["max_buffered_batches"] = int(args.save_steps) // steps_a_batch(args) + 2
     for name in gristmill.settings:
         if name in derived:
             raise InvalidArgumentError(
@@ -145,9 +151,6 @@ def _derived(args: Any, gristmill: Gristmill, pad_token_id: int) -> dict[str, An
     if gristmill.rollouts == "trainer":
         # Batches take what TRL generated together, in its order.
         found["seal_order"] = "admission"
-        if args.save_strategy == "steps" and args.save_steps >= 1:
-            # Those since the last checkpoint are kept, and one more is generated.
-            found["max_buffered_batches"] = int(args.save_steps) // steps_a_batch(args) + 2
     source = "rollout" if gristmill.rollouts == "trainer" else "trainer"
     if names := logprob_columns(args, gristmill):
         column = {"dtype": "float32", "scope": "response", "source": source}

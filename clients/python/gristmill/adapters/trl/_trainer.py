@@ -140,6 +140,10 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self.gristmill.publish_weights is not None or self.gristmill.rollouts == "trainer":
             self.session.announce(version)
 
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The rows of an optimizer step, for `Trainer`'s log."""
+        return int(super().get_total_train_batch_size(args)) * self._trl_accumulation
+
     # What is trained.
 
     def get_train_dataloader(self) -> _Shards:
