@@ -8,7 +8,10 @@ import json
 import os
 import queue
 import stat
+import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,10 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from gristmill import RolloutClient
 from gristmill._client.credentials import Credentials
-from gristmill.errors import InvalidArgumentError, UnauthenticatedError
+from gristmill.errors import InvalidArgumentError, UnauthenticatedError, UnavailableError
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc
-from gristmill_service.access.tokens import create_token, digest_of, read_callers
+from gristmill_service.access.tokens import Callers, create_token, digest_of, read_callers
+from gristmill_service.access.web_tokens import WebTokens
 from gristmill_service.service import Service
 from tests.access.conftest import Serve
 from tests.cli.terminal import gristmill
@@ -300,3 +304,63 @@ def test_a_client_goes_on_with_its_token_while_the_file_is_away(
         Credentials(token_file=path)
     path.write_text("second")
     assert credentials.metadata() == (("authorization", "Bearer second"),)
+
+
+class Publisher(BaseHTTPRequestHandler):
+    """Tells an issuer's keys, or hangs, or tells something else."""
+
+    content: bytes | None
+    asked: threading.Event
+    goes_on: threading.Event
+
+    def do_GET(self) -> None:
+        self.asked.set()
+        if self.content is None:
+            self.goes_on.wait(30)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.content or b"")
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def publisher() -> Iterator[tuple[str, type[Publisher]]]:
+    told: Any = type("Told", (Publisher,), {"content": b"", "asked": threading.Event(), "goes_on": threading.Event()})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), told)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/", told
+    told.goes_on.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_keys_outlive_their_issuers_garbage_and_one_call_alone_waits_for_it(
+    publisher: tuple[str, type[Publisher]], issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, told = publisher
+    monkeypatch.setattr("gristmill_service.access.web_tokens._PAUSE_S", 0.0)
+    monkeypatch.setattr("gristmill_service.access.web_tokens._KEEP_S", 0.0)
+    keys = WebTokens(url, "https://issuer", "gristmill")
+    callers = Callers.model_validate({"subjects": [{"subject": SUBJECT, "roles": ["trainer"]}]})
+    for garbage in (b"", b"<html>", b"[]", b'{"keys": []}', b"\xff"):
+        told.content = garbage
+        with pytest.raises(UnavailableError, match="cannot be had"):
+            keys.caller(issuer.token(), callers)
+    told.content = issuer.path.read_bytes()
+    assert keys.caller(issuer.token(), callers).name == SUBJECT
+    known = issuer.token()
+    issuer.rotate()
+    with pytest.raises(UnauthenticatedError, match="no key 'key-1'"):
+        keys.caller(issuer.token(), callers)
+    told.content = None
+    told.asked.clear()
+    waiting = threading.Thread(target=lambda: keys.caller(known, callers))
+    waiting.start()
+    assert told.asked.wait(30)
+    assert keys.caller(known, callers).name == SUBJECT
+    assert waiting.is_alive()
+    told.goes_on.set()
+    waiting.join()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ from gristmill_service.access.tokens import Callers
 _ALGORITHMS = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
 # Clocks of a cluster differ by so much.
 _LEEWAY_S = 10
+_KEEP_S = 300.0
+# Whoever sends tokens of keys that nobody has makes the issuer be asked no oftener.
+_PAUSE_S = 5.0
 
 
 class WebTokens:
@@ -26,7 +31,7 @@ class WebTokens:
         except ImportError:
             raise InvalidArgumentError("jwks needs PyJWT; pip install 'gristmill[jwt]'") from None
         self._jwt, self._issuer, self._audience = jwt, issuer, audience
-        self._published = jwt.PyJWKClient(jwks, timeout=5) if "://" in jwks else None
+        self._published = _Published(jwks) if "://" in jwks else None
         self._file = None if self._published else Path(jwks)
         if self._file is not None:
             self._keys()
@@ -44,8 +49,6 @@ class WebTokens:
                 leeway=_LEEWAY_S,
                 options={"require": ["exp", "sub", "aud", "iss"]},
             )
-        except jwt.PyJWKClientConnectionError as error:
-            raise UnavailableError(f"the keys of {self._issuer} cannot be had: {error}; retry") from None
         except jwt.PyJWTError as error:
             raise UnauthenticatedError(f"the token is not valid: {error}; get a new one") from None
         subject = str(claims["sub"])
@@ -55,9 +58,9 @@ class WebTokens:
         raise UnauthenticatedError(f"no entry of tokens_file is for the subject {subject!r}; add one under subjects")
 
     def _key(self, token: str) -> Any:
-        if self._published is not None:
-            return self._published.get_signing_key_from_jwt(token)
         asked = self._jwt.get_unverified_header(token).get("kid")
+        if self._published is not None:
+            return self._published.key(asked)
         keys = self._keys()
         found = [key for key in keys if key.key_id == asked] if asked else keys
         if len(found) != 1:
@@ -70,3 +73,41 @@ class WebTokens:
             return list(self._jwt.PyJWKSet.from_dict(json.loads(self._file.read_text(encoding="utf-8"))).keys)
         except (OSError, ValueError, self._jwt.PyJWTError) as error:
             raise InvalidArgumentError(f"jwks: cannot read {self._file}: {error}; give a JWKS document") from None
+
+
+class _Published:
+    """An issuer's keys. Thread-safe. One call alone waits for the issuer: the others go by the keys that there are, so
+    that an issuer that hangs holds no thread but one."""
+
+    def __init__(self, url: str) -> None:
+        import jwt
+
+        self._jwt, self._url = jwt, url
+        self._client = jwt.PyJWKClient(url, cache_jwk_set=False, timeout=5)
+        self._lock = threading.Lock()
+        self._keys: dict[str, Any] = {}
+        self._asked, self._failure = float("-inf"), "they are being asked for"
+
+    def key(self, name: object) -> Any:
+        """Raises UnavailableError where a key is not known and the issuer does not tell its keys."""
+        found, age = self._keys.get(str(name)), time.monotonic() - self._asked
+        if age >= (_PAUSE_S if found is None else _KEEP_S) and self._lock.acquire(blocking=False):
+            try:
+                self._ask()
+            finally:
+                self._lock.release()
+            found = self._keys.get(str(name))
+        if found is not None:
+            return found
+        if self._failure:
+            raise UnavailableError(f"the keys at {self._url} cannot be had: {self._failure}; retry")
+        raise self._jwt.InvalidTokenError(f"no key {str(name)[:100]!r} at {self._url}")
+
+    def _ask(self) -> None:
+        """Keeps the keys of before where the issuer does not answer, or answers with something else."""
+        try:
+            self._keys = {str(key.key_id): key for key in self._client.get_signing_keys()}
+            self._failure = ""
+        except (self._jwt.PyJWTError, OSError, ValueError, RecursionError) as error:
+            self._failure = str(error)[:200] or type(error).__name__
+        self._asked = time.monotonic()
