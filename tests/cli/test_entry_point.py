@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.terminal import gristmill
+
 _HIDES = """
 import sys
 
@@ -43,6 +45,18 @@ def test_a_module_of_our_own_that_is_missing_is_no_matter_of_extras() -> None:
     ended = without("gristmill", "serve")
     assert ended.returncode == 1
     assert "ModuleNotFoundError" in ended.stderr
+
+
+def test_a_shell_completes_commands_and_flags() -> None:
+    for typed, completed in (("gristmill runs de", {"delete"}), ("gristmill status --js", {"--json"})):
+        asked = gristmill(_GRISTMILL_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=str(typed.count(" ")))
+        assert set(asked.stdout.split()) == completed
+
+
+def test_a_refusal_is_one_line_in_a_pipe_however_long(tmp_path: Path) -> None:
+    told = gristmill("runs", "create", "any", "--config", tmp_path / f"{'long' * 60}.yaml").stderr
+    assert told.startswith("refused: ")
+    assert len(told.splitlines()) == 1
 
 
 def test_the_installed_command_is_this_entry_point() -> None:

@@ -10,9 +10,7 @@ import gristmill
 from gristmill_service.cli import atropos, doctor, export, offline, record, runs, serve, token
 from gristmill_service.cli.watch import commands as watching
 
-app = typer.Typer(
-    name="gristmill", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
-)
+app = typer.Typer(name="gristmill", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def _tell_version(asked: bool) -> None:
