@@ -22,7 +22,9 @@ from gristmill._client.requests import check_run
 from gristmill._client.shard_reader import ShardReader, Wanted
 from gristmill._client.transport import Transport
 from gristmill._wire.addresses import MODELS, Position
-from gristmill._wire.column_spec import specs_of, tensor_names
+from gristmill._wire.column_spec import ColumnSpec, specs_of, tensor_names
+from gristmill._wire.row_codec import decode
+from gristmill._wire.rows import to_rows
 from gristmill.errors import BatchFailedError, FailedPreconditionError, InvalidArgumentError
 from gristmill.torch import Conversion, Shard
 from gristmill.v1 import run_pb2, trainer_pb2
@@ -78,6 +80,7 @@ class TrainerCore(ABC, Generic[B]):
             ahead=prefetch,
             place=lambda: self.position,
         )
+        self._declared: Sequence[ColumnSpec] = ()
         self._dp_size = 0
         self._ranks = range(0)
         self._epochs = 1
@@ -231,7 +234,7 @@ class TrainerCore(ABC, Generic[B]):
         )
         config = json.loads(answer.status.config_json)
         self._epochs, self._dp_size = config.get("update_epochs_per_batch", 1), dp_size or config.get("dp_size", 1)
-        columns = specs_of(config.get("columns", ()))
+        columns = self._declared = specs_of(config.get("columns", ()))
         self._columns.declare(columns)
         self._convert.check(name for column in columns for name in tensor_names(column))
         return answer.status
@@ -337,6 +340,16 @@ class TrainerCore(ABC, Generic[B]):
         for name, request in requests(shard, columns, written, self.run, self._incarnation, self._dp_size):
             self._transport.call(self._transport.trainers.WriteColumns, request)
             self._reader.kept.wrote(request, name)
+
+    def rows(self, batch: int) -> list[dict[str, Any]]:
+        """The rows of a sealed batch as they were submitted, in the batch's order, each as `submit_rows` takes it: what
+        a trainer that comes back need not sample again. Raises NotFoundError for a batch that is freed or not sealed.
+        """
+        request = trainer_pb2.ExportBatchRequest(run=self.run, batch=batch)
+        pages = self._transport.call(
+            lambda request, timeout: list(self._transport.trainers.ExportBatch(request, timeout=timeout)), request
+        )
+        return [row for page in pages for row in to_rows(decode(page.rows), self._declared)]
 
     def acknowledge(self, position: Position, following: Position) -> None:
         """Called by `ack`. `following` is the position after it."""

@@ -1,0 +1,72 @@
+"""SkyRL's fully asynchronous trainer: it samples while it trains."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer, GeneratedOutputGroup
+from skyrl.train.generators.base import GeneratorOutput
+
+from gristmill.adapters.skyrl._session import Part
+from gristmill.adapters.skyrl._trainer import GristmillPPOTrainer
+
+
+class GristmillFullyAsyncPPOTrainer(GristmillPPOTrainer, FullyAsyncRayPPOTrainer):  # type: ignore[misc]
+    """`FullyAsyncRayPPOTrainer` on the batches of a run, as GristmillPPOTrainer is `RayPPOTrainer`.
+
+    Each group has the version of the weights that sampled it; the run counts those that are staler than SkyRL allows.
+    """
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._groups: list[GeneratedOutputGroup] = []
+
+    async def _collect_generation_mini_batch(self, generation_output_group_buffer: Any, *more: Any) -> Any:
+        """After a restart, first the groups of the batches that the run holds."""
+        if not self._held:
+            return await super()._collect_generation_mini_batch(generation_output_group_buffer, *more)
+        chosen = _Chosen(generation_output_group_buffer, set(self._held[0]))
+        try:
+            return await super()._collect_generation_mini_batch(chosen, *more)
+        finally:
+            chosen.give_back()
+
+    def convert_generation_group_mini_batch_to_training_input(
+        self, cur_generation_group_mini_batch: list[GeneratedOutputGroup], *more: Any
+    ) -> TrainingInputBatch:
+        self._groups = cur_generation_group_mini_batch
+        return super().convert_generation_group_mini_batch_to_training_input(cur_generation_group_mini_batch, *more)
+
+    def _parts(self, output: GeneratorOutput, uids: list[str]) -> list[Part]:
+        return [
+            Part(
+                group.generator_output,
+                [group.uid] * len(group.generator_output["response_ids"]),
+                group.global_step_when_scheduled - 1,
+            )
+            for group in self._groups
+        ]
+
+
+class _Chosen:
+    """A buffer of groups that gives those of some prompts, in their order, and keeps the others."""
+
+    def __init__(self, buffer: asyncio.Queue[GeneratedOutputGroup], uids: set[str]) -> None:
+        self._buffer, self._uids = buffer, uids
+        self._others: list[GeneratedOutputGroup] = []
+
+    async def get(self) -> GeneratedOutputGroup:
+        while True:
+            group = await self._buffer.get()
+            if group.uid in self._uids:
+                return group
+            self._others.append(group)
+
+    def qsize(self) -> int:
+        return self._buffer.qsize() + len(self._others)
+
+    def give_back(self) -> None:
+        for group in self._others:
+            self._buffer.put_nowait(group)

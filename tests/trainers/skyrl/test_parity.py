@@ -1,0 +1,78 @@
+"""One step through gristmill changes the weights as SkyRL alone does, from the same rollouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from skyrl.train.trainer import RayPPOTrainer
+
+from gristmill.adapters.skyrl import Gristmill, GristmillPPOTrainer
+from gristmill_service.service import Service
+from tests.trainers.skyrl.play import Recorded, config, difference, first_weights, save_model
+from tests.trainers.skyrl.training import Trained, train
+
+BOUND = 1e-4
+MERGED = {"generator__merge_stepwise_output": True}
+# SkyRL 0.3.0 pads mini-batches of an odd number of rows for its forward pass and leaves the padding in, so that the
+# log-probabilities of later mini-batches are those of other rows; not so where the forward pass is of the batch whole.
+WHOLE_FORWARD = {"trainer__recompute_old_logprobs_per_minibatch": False}
+ONE_TURN = {"generator__step_wise_trajectories": False}
+REFERENCE = {"trainer__ref__model__path": "{directory}/reference"}
+CASES: dict[str, dict[str, Any]] = {
+    "steps": WHOLE_FORWARD,
+    "merged steps": WHOLE_FORWARD | MERGED,
+    "merged steps, micro-batches of tokens": WHOLE_FORWARD | MERGED | {"trainer__max_tokens_per_microbatch": 40},
+    "one turn, rloo, sequence mean": ONE_TURN
+    | {"trainer__algorithm__advantage_estimator": "rloo", "trainer__algorithm__loss_reduction": "sequence_mean"},
+    "one turn, maxrl, prompt mean, twice over": ONE_TURN
+    | {
+        "trainer__algorithm__advantage_estimator": "maxrl",
+        "trainer__algorithm__loss_reduction": "prompt_mean",
+        "trainer__update_epochs_per_batch": 2,
+    },
+    "KL in the loss": ONE_TURN
+    | REFERENCE
+    | {"trainer__algorithm__use_kl_loss": True, "trainer__algorithm__kl_loss_coef": 0.1},
+    "KL in rewards": ONE_TURN
+    | REFERENCE
+    | {"trainer__algorithm__use_kl_in_reward": True, "trainer__algorithm__kl_loss_coef": 0.1},
+    "a critic": ONE_TURN
+    | {
+        "trainer__algorithm__advantage_estimator": "gae",
+        "trainer__algorithm__lambd": 0.9,
+        "trainer__critic__model__path": "{directory}/model",
+    },
+}
+
+
+def trained(
+    ray_address: str, directory: Path, name: str, kind: Any, more: dict[str, Any], ranks: int, **named: Any
+) -> Trained:
+    placement = {f"trainer__placement__{model}_num_gpus_per_node": ranks for model in ("policy", "critic", "ref")}
+    overrides = {
+        key: value.format(directory=directory) if isinstance(value, str) else value for key, value in more.items()
+    }
+    cfg = config(directory, **placement, **overrides, trainer__export_path=directory / name)
+    return train(ray_address, kind, cfg, Recorded(cfg), prompts=4, **named)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("parity")
+    save_model(directory / "model")
+    save_model(directory / "reference", seed=1)
+    return directory
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("more", CASES.values(), ids=CASES)
+def test_an_update_is_skyrls_own(
+    service: Service, run_name: str, ray_address: str, directory: Path, more: dict[str, Any], ranks: int
+) -> None:
+    gristmill = Gristmill(service.grpc_address, run_name)
+    native = trained(ray_address, directory, "native", RayPPOTrainer, more, ranks)
+    ours = trained(ray_address, directory, "ours", GristmillPPOTrainer, more, ranks, gristmill=gristmill)
+    first = first_weights(config(directory))
+    assert difference(ours.policy, native.policy, first) < BOUND
