@@ -211,6 +211,18 @@ def test_all_ranks_go_on_behind_a_batch_that_failed(client: RolloutClient, train
     assert client.status().batches_freed == 1
 
 
+def test_what_was_sampled_before_is_had_again(client: RolloutClient, trainer: AllRanksClient) -> None:
+    roll_out(client, "ab")
+    rows = trainer.rows(0)
+    assert [(row["uid"], row["sample"]) for row in rows] == [(uid, sample) for uid in "ab" for sample in range(4)]
+    assert rows[1]["response_ids"] == [4, 4]
+    assert rows[1]["reward"] == 1.0
+    with pytest.raises(FailedPreconditionError, match="batch 1 is not sealed yet"):
+        trainer.rows(1)
+    client.submit_rows([row | {"uid": f"again-{row['uid']}"} for row in rows])
+    assert {group.uid for group in client.groups()} == {"a", "b", "again-a", "again-b"}
+
+
 # Columns that the controller writes.
 
 

@@ -343,7 +343,8 @@ class TrainerCore(ABC, Generic[B]):
 
     def rows(self, batch: int) -> list[dict[str, Any]]:
         """The rows of a sealed batch as they were submitted, in the batch's order, each as `submit_rows` takes it: what
-        a trainer that comes back need not sample again. Raises NotFoundError for a batch that is freed or not sealed.
+        a trainer that comes back need not sample again. Raises NotFoundError for a batch that is freed, and
+        FailedPreconditionError for one that is not sealed yet.
         """
         request = trainer_pb2.ExportBatchRequest(run=self.run, batch=batch)
         pages = self._transport.call(
