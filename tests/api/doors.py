@@ -104,7 +104,7 @@ class Door(Protocol):
 
     def groups(self, run: str) -> list[Json]: ...
     def seal(self, run: str, batch: int | None = None) -> Json: ...
-    def batch(self, run: str, batch: int, wait_s: float = 0.0) -> Json: ...
+    def batch(self, run: str, batch: int, wait_s: float = 0.0, ranks: Sequence[int] = ()) -> Json: ...
     def shard(self, run: str, rank: int, *, wait_s: float = 0.0, **fields: Any) -> Json: ...
     def read(self, run: str, batch: int, mini_batch: int, rank: int, model: str = "policy") -> bytes: ...
     def write(self, run: str, place: tuple[int, int, int], incarnation: int, tensors: bytes) -> int: ...
@@ -206,8 +206,8 @@ class GrpcDoor:
         answer = self._call(self.rollouts.SealBatch, rollout_pb2.SealBatchRequest(run=run, batch=batch))
         return {"batch": answer.batch, "prompts": answer.prompts}
 
-    def batch(self, run: str, batch: int, wait_s: float = 0.0) -> Json:
-        request = trainer_pb2.GetBatchRequest(run=run, batch=batch, wait_s=wait_s)
+    def batch(self, run: str, batch: int, wait_s: float = 0.0, ranks: Sequence[int] = ()) -> Json:
+        request = trainer_pb2.GetBatchRequest(run=run, batch=batch, wait_s=wait_s, ranks=ranks)
         answer = self._call(self.trainers.GetBatch, request)
         plan = {"plan": json.loads(answer.plan_json)} if answer.plan_json else {}
         awaits = {"awaits": [_awaited(one) for one in answer.awaits]} if answer.awaits else {}
@@ -345,8 +345,8 @@ class HttpDoor:
         found: Json = self.call("POST", f"/runs/{run}/seal", {"batch": batch}).json()
         return found
 
-    def batch(self, run: str, batch: int, wait_s: float = 0.0) -> Json:
-        found: Json = self.call("GET", f"/runs/{run}/batches/{batch}", wait_s=wait_s).json()
+    def batch(self, run: str, batch: int, wait_s: float = 0.0, ranks: Sequence[int] = ()) -> Json:
+        found: Json = self.call("GET", f"/runs/{run}/batches/{batch}", wait_s=wait_s, rank=ranks).json()
         return found
 
     def shard(self, run: str, rank: int, *, wait_s: float = 0.0, **fields: Any) -> Json:

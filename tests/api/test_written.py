@@ -37,6 +37,7 @@ def test_a_batch_is_forward_until_its_columns_are_written_and_published_then(doo
     assert batch["awaits"] == [
         {"mini_batch": mini_batch, "rank": rank, "column": "values"} for _, mini_batch, rank in PLACES
     ]
+    assert door.batch(run, 0, ranks=[1])["awaits"] == [one for one in batch["awaits"] if one["rank"] == 1]
     assert door.shard(run, 0)["state"] == "pending"
     found = door.shard(run, 0, forward=True)
     assert (found["state"], found["incarnation"]) == ("forward", 1)

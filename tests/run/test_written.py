@@ -131,6 +131,14 @@ class TestWaiting:
         assert not {"advantages", "returns", "rewards", *NAMES} & shard(bench.run, 0, 0).keys()
         assert bench.run.status().batches_published == 0
 
+    @pytest.mark.parametrize("ranks", [(), (1,), (1, 1, 0), (5,)])
+    def test_it_tells_what_it_waits_for_of_the_ranks_that_are_asked_for(self, ranks: tuple[int, ...]) -> None:
+        bench = forwarded()
+        write(bench.run, 0, 1, ("values",))
+        every = [ColumnPlace(*place, name) for place in PLACES for name in ("ref_logprobs", "values")]
+        every.remove(ColumnPlace(0, 1, "values"))
+        assert bench.run.batch(0, ranks).awaits == [place for place in every if not ranks or place.rank in ranks]
+
     def test_it_cannot_be_acknowledged(self) -> None:
         bench = forwarded()
         with pytest.raises(FailedPreconditionError, match="not published yet, and waits for ref_logprobs, values"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
 
@@ -151,11 +152,19 @@ def _counts(state: State, room: Room) -> RunCounts:
 
 def _awaiting(state: State) -> AwaitingBatch | None:
     for number in state.batches_awaiting:
-        missing = state.missing(number)
-        shards = list(dict.fromkeys((place.mini_batch, place.rank) for place in missing))
-        columns = tuple(dict.fromkeys(place.column for place in missing))
-        in_all = len({(place.mini_batch, place.rank) for place in state.batches[number].places(state.dp_size)})
-        return AwaitingBatch(number, columns, shards[:SHOWN_SHARDS], len(shards), in_all)
+        batch = state.batches[number]
+        in_all = (batch.mini_batches or {}).get("policy", 0) * state.dp_size
+        of_shard = Counter((place.mini_batch, place.rank) for place in batch.written)
+        of_column = Counter(place.column for place in batch.written)
+        whole = sum(count == len(batch.awaits) for count in of_shard.values())
+        lacking = (
+            (mini_batch, rank)
+            for mini_batch in range(in_all // state.dp_size)
+            for rank in range(state.dp_size)
+            if of_shard[mini_batch, rank] < len(batch.awaits)
+        )
+        columns = tuple(name for name in batch.awaits if of_column[name] < in_all)
+        return AwaitingBatch(number, columns, list(islice(lacking, SHOWN_SHARDS)), in_all - whole, in_all)
     return None
 
 

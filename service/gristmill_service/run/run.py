@@ -7,7 +7,7 @@ the writer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
@@ -218,10 +218,12 @@ class Run:
     def announce(self, version: int) -> None:
         self._execute(trainer_commands.AnnounceVersion(version))
 
-    def batch(self, number: int) -> BatchAnswer:
+    def batch(self, number: int, ranks: Collection[int] = ()) -> BatchAnswer:
+        """ranks: of whose shards it tells what they lack; none: of all."""
+
         def find(state: State) -> tuple[BatchState, list[ColumnPlace]]:
             found = progress.batch_state(state, number)
-            return found, state.missing(number) if found is BatchState.FORWARD else []
+            return found, state.missing(number, ranks) if found is BatchState.FORWARD else []
 
         found, awaits = self._read(find)
         if found not in _THERE:

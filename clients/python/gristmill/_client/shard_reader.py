@@ -152,7 +152,7 @@ class ShardReader:
         """Who waits for what it wrote itself would wait for ever where that is lost."""
         batch = wanted.position.batch
         if self.kept.knows(batch):
-            request = trainer_pb2.GetBatchRequest(run=self._run, batch=batch)
+            request = trainer_pb2.GetBatchRequest(run=self._run, batch=batch, ranks=wanted.ranks)
             answer: trainer_pb2.GetBatchResponse = self._transport.call(self._transport.trainers.GetBatch, request)
             self.kept.check(self._run, wanted.ranks, answer.awaits)
 

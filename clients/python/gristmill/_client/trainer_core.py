@@ -283,7 +283,9 @@ class TrainerCore(ABC, Generic[B]):
         return self._batch(number, json.loads(answer.plan_json), awaits)
 
     def _ask_batch(self, number: int, wait_s: float) -> trainer_pb2.GetBatchResponse:
-        request = trainer_pb2.GetBatchRequest(run=self.run, batch=number, wait_s=wait_s)
+        # A critic waits for what the policy's ranks are awaited for, all of them.
+        ranks = self._ranks if self.model == "policy" else ()
+        request = trainer_pb2.GetBatchRequest(run=self.run, batch=number, wait_s=wait_s, ranks=ranks)
         response: trainer_pb2.GetBatchResponse = self._transport.call(
             self._transport.trainers.GetBatch, request, wait_s=wait_s
         )

@@ -55,18 +55,24 @@ class GetBatchRequest(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     BATCH_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
     run: builtins.str
     batch: builtins.int
     wait_s: builtins.float
     """Seconds to wait at most; 0 answers at once. The server may answer earlier, with BATCH_STATE_PENDING."""
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of which ranks' shards `awaits` tells; none: of all."""
+
     def __init__(
         self,
         *,
         run: builtins.str = ...,
         batch: builtins.int = ...,
         wait_s: builtins.float = ...,
+        ranks: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch", b"batch", "run", b"run", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch", b"batch", "ranks", b"ranks", "run", b"run", "wait_s", b"wait_s"]) -> None: ...
 
 global___GetBatchRequest = GetBatchRequest
 
@@ -82,7 +88,7 @@ class GetBatchResponse(google.protobuf.message.Message):
     """When published, or forward: the plan, a JSON object as `gristmill plan` prints it."""
     @property
     def awaits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AwaitedColumn]:
-        """When forward: the columns that lack yet."""
+        """When forward: the columns that lack yet, of the ranks that were asked for."""
 
     def __init__(
         self,

@@ -38,10 +38,15 @@ _Wait = Annotated[float, Query(description="Seconds to wait; the service may ans
 
 @router.get("/batches/{batch}", responses={200: {"model": models.Batch}})
 async def get_batch(
-    request: Request, run: RunDep, context: ContextDep, batch: models.Int64, wait_s: _Wait = 0.0
+    request: Request,
+    run: RunDep,
+    context: ContextDep,
+    batch: models.Int64,
+    wait_s: _Wait = 0.0,
+    rank: Annotated[list[models.Int32], Query(description="Of whose shards awaits tells; else of all.")] = [],  # noqa: B006
 ) -> Response:
     """A batch's plan, waiting until it is published, or until it waits for columns that trainers write."""
-    view = await context.long_poll.ask_async(ask_batch(run, batch), wait_s, gone(request))
+    view = await context.long_poll.ask_async(ask_batch(run, batch, rank), wait_s, gone(request))
     # The plan is JSON already, and may be large.
     plan = b',"plan":' + view.plan if view.plan else b""
     awaits = b',"awaits":' + orjson.dumps([place._asdict() for place in view.awaits]) if view.awaits else b""

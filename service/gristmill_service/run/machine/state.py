@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from gristmill_service.config import Model, RunConfig
@@ -72,10 +72,10 @@ class Batch:
     awaits: tuple[str, ...] = ()
     written: dict[ColumnPlace, WrittenColumn] = field(default_factory=dict)
 
-    def places(self, dp_size: int) -> Iterator[ColumnPlace]:
-        """Where it awaits columns, written or not."""
+    def places(self, ranks: Collection[int]) -> Iterator[ColumnPlace]:
+        """Where it awaits columns of these ranks, written or not."""
         for mini_batch in range((self.mini_batches or {}).get("policy", 0)):
-            for rank in range(dp_size):
+            for rank in ranks:
                 for column in self.awaits:
                     yield ColumnPlace(mini_batch, rank, column)
 
@@ -216,10 +216,11 @@ class State:
         """Whether all columns are written that the batch awaits."""
         return not self.lacking(number)
 
-    def missing(self, number: int) -> list[ColumnPlace]:
-        """What trainers have to write yet for the batch."""
+    def missing(self, number: int, ranks: Collection[int] = ()) -> list[ColumnPlace]:
+        """What trainers have to write yet for the batch. ranks: of which; none: of all."""
         batch = self.batches[number]
-        return [place for place in batch.places(self.dp_size) if place not in batch.written]
+        asked = sorted(set(ranks) & set(range(self.dp_size))) if ranks else range(self.dp_size)
+        return [place for place in batch.places(asked) if place not in batch.written]
 
     @property
     def batches_kept(self) -> list[int]:
