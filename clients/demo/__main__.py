@@ -21,7 +21,7 @@ from typing import NoReturn
 import torch
 from rich.console import Console
 
-from experiment import BEST_SUCCESS, BLIND_SUCCESS, DP_SIZE, RUN, RUN_CONFIG, WORKERS, Experiment
+from experiment import BEST_SUCCESS, BLIND_SUCCESS, DP_SIZE, LAYOUTS, RUN, WORKERS, Experiment
 from game import LARGEST, MAX_REPLY_TOKENS, MAX_TURNS, Episode, decode
 from gristmill import RolloutClient
 from plot import plot
@@ -43,7 +43,7 @@ def main() -> int:
         try:
             with tempfile.TemporaryDirectory(prefix="gristmill-demo-") as directory:
                 began = time.monotonic()
-                experiment = Experiment(Path(directory), arguments.seed, arguments.batches)
+                experiment = Experiment(Path(directory), arguments.seed, arguments.batches, arguments.layout)
                 reports = run(experiment, console)
         except KeyboardInterrupt:
             console.print("stopped; nothing is left running")
@@ -63,7 +63,7 @@ def run(experiment: Experiment, console: Console) -> list[BatchReport]:
         _introduce(service, console)
         console.print(f"Games of the untrained policy: {_games(experiment)}")
         with RolloutClient(service.grpc_address, RUN) as client:
-            for warning in client.create_run(RUN_CONFIG):
+            for warning in client.create_run(experiment.run_config):
                 console.print(f"gristmill warns: {warning}")
             workers = _start(children, experiment, service.grpc_address)
             reports = _follow(children, workers, client, LiveTable(console, experiment.batches))
@@ -164,6 +164,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python clients/demo", description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--batches", type=int, default=220, help="batches to train on (default: 220)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0], help="of the shards (default: %(default)s)")
     parser.add_argument("--least-rise", type=float, default=0.5, help="a smaller rise of the mean reward is a failure")
     parser.add_argument("--picture", type=Path, default=PICTURE, help=f"where the picture goes (default: {PICTURE})")
     arguments = parser.parse_args()

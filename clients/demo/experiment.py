@@ -38,13 +38,22 @@ RUN_CONFIG: dict[str, Any] = {
 }
 
 
+LAYOUTS = ("left_padded", "prefix_tree")
+
+
 @dataclass(frozen=True)
 class Experiment:
-    """Given to every process of the demonstration. `directory` is theirs alone and goes when it ends."""
+    """Given to every process of the demonstration. `directory` is theirs alone and goes when it ends. layout: one of
+    `LAYOUTS`."""
 
     directory: Path
     seed: int
     batches: int
+    layout: str
+
+    @property
+    def run_config(self) -> dict[str, Any]:
+        return RUN_CONFIG | {"layout": self.layout}
 
     @property
     def weights(self) -> Path:

@@ -50,17 +50,21 @@ class Policy(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(REPLY_CHARACTERS))
 
-    def forward(self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-        """Logits (rows, length, reply characters) from left-padded rows; what stands at padding means nothing."""
-        length = sequences.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool).tril()
-        own = torch.eye(length, dtype=torch.bool)  # padding sees itself, else its softmax would be NaN
-        visible = ((causal & attention_mask.bool()[:, None, :]) | own)[:, None]
+    def forward(self, sequences: Tensor, visible: Tensor, position_ids: Tensor) -> Tensor:
+        """Logits (rows, length, reply characters). visible: bool (rows, length, length), which characters each sees."""
         hidden = self.tokens(sequences) + self.positions(position_ids)
         for block in self.blocks:
-            hidden = block(hidden, visible)
+            hidden = block(hidden, visible[:, None])
         logits: Tensor = self.head(self.norm(hidden))
         return logits
+
+
+def causal(attention_mask: Tensor) -> Tensor:
+    """What the characters of left-padded rows see: themselves and those before them; (rows, length, length)."""
+    length = attention_mask.shape[1]
+    before = torch.ones(length, length, dtype=torch.bool).tril()
+    own = torch.eye(length, dtype=torch.bool)  # padding sees itself, else its softmax would be NaN
+    return (before & attention_mask.bool()[:, None, :]) | own
 
 
 def next_logprobs(logits: Tensor, sequences: Tensor) -> Tensor:
@@ -93,7 +97,7 @@ def speak(policy: Policy, contexts: list[list[int]], max_tokens: int, generator:
     replies = [Reply([], []) for _ in contexts]
     for _ in range(max_tokens):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        logprobs = policy(sequences, mask, positions)[:, -1].log_softmax(-1)
+        logprobs = policy(sequences, causal(mask), positions)[:, -1].log_softmax(-1)
         chosen = torch.multinomial(logprobs.exp(), 1, generator=generator)
         spoken = chosen[:, 0].tolist(), logprobs.gather(1, chosen)[:, 0].tolist()
         for reply, token, logprob in zip(replies, *spoken, strict=True):

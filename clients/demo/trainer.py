@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from experiment import DP_SIZE, RUN, Experiment
 from game import REWARDS
 from gristmill import Batch, MicroBatch, TrainerClient
-from policy import Policy, entropies, load_weights, next_logprobs, save_weights
+from policy import Policy, causal, entropies, load_weights, next_logprobs, save_weights
 
 LEARNING_RATE = 2e-3
 CLIP = 0.2
@@ -80,14 +80,24 @@ class Trainer:
 
     def _loss(self, micro: MicroBatch, loss_tokens: int) -> Tensor:
         """PPO's clipped loss against the logprobs of the rollout, and a little entropy so that it goes on trying."""
-        sequences = micro["sequences"]
-        logits = self._parallel(sequences, micro["attention_mask"], micro.position_ids())
-        logprobs = micro.response_logprobs(next_logprobs(logits, sequences))
+        logits, logprobs = self._of_tree(micro) if micro.is_tree else self._of_rows(micro)
         mask, advantages = micro["loss_mask"], micro["advantages"]
         ratio = ((logprobs - micro["rollout_logprobs"]) * mask).exp()
         gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages) * mask
-        entropy = micro.response_logprobs(entropies(logits)) * mask
+        entropy = micro.before_responses(entropies(logits)) * mask
         return -gain.sum() - ENTROPY_WEIGHT * entropy.sum() / loss_tokens
+
+    def _of_rows(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Logits, and the logprobs of the response tensors."""
+        sequences = micro["sequences"]
+        logits = self._parallel(sequences, causal(micro["attention_mask"]), micro.position_ids())
+        return logits, micro.response_logprobs(next_logprobs(logits, sequences))
+
+    def _of_tree(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The same where what rows share stands once."""
+        sequences = micro["sequences"]
+        logits = self._parallel(sequences[None], micro.tree.mask[None], micro.position_ids()[None])[0]
+        return logits, micro.tree.logprobs(logits, sequences.clamp(max=logits.shape[-1] - 1))
 
     def _counts(self, micro: MicroBatch) -> Tensor:
         real = micro["is_padding"] == 0

@@ -74,8 +74,11 @@ def demos(tmp_path: Path) -> Iterator[list[Demo]]:
             demo.process.communicate(timeout=30)
 
 
-def test_a_short_run_trains_every_batch_and_leaves_only_its_picture(tmp_path: Path, demos: list[Demo]) -> None:
-    demo = Demo(tmp_path, "--batches", "4", "--least-rise", "-9")
+@pytest.mark.parametrize("layout", ["left_padded", "prefix_tree"])
+def test_a_short_run_trains_every_batch_and_leaves_only_its_picture(
+    tmp_path: Path, demos: list[Demo], layout: str
+) -> None:
+    demo = Demo(tmp_path, "--batches", "4", "--least-rise", "-9", "--layout", layout)
     demos.append(demo)
 
     assert demo.end() == 0, demo.output

@@ -94,6 +94,29 @@ def test_the_keyboard_walks_through_rows_and_shards(open_page: OpenPage, run: st
     assert "rank 1, padding row: prompt 0, observation 0, trained 0, padding 8" in readout.inner_text()
 
 
+def test_what_rows_of_a_prefix_tree_share_is_told(open_page: OpenPage, service: Service, run_name: str) -> None:
+    config = stage.CONFIG | {"layout": "prefix_tree", "merge": "none", "micro_batch": {"size": 4}, "dp_size": 1}
+    stage.published(service.runs, run_name, config, [two_groups("a", "b")])
+    page = drawn(open_page(f"#/{run_name}"))
+    shards = page.locator("section[aria-label=Shards]")
+    # Five tokens of the second row are the first's: its bar begins behind them.
+    shards.locator("canvas").first.hover(position={"x": 900, "y": 30})
+    assert "sample 0, step 1): shared 5, prompt 2, observation 0, trained 1, padding 0" in shards.inner_text()
+    page.get_by_text("The same as a table").click()
+    assert shards.locator("tbody tr").first.inner_text().split("\t") == [
+        "0",
+        "0",
+        "4",
+        "8",
+        "10",
+        "0",
+        "8",
+        "0",
+        "0.0%",
+    ]
+    assert "52 tokens, 36 distinct" in shards.inner_text()
+
+
 def test_the_picture_is_there_as_a_table(open_page: OpenPage, run: str) -> None:
     page = drawn(open_page(f"#/{run}"))
     page.get_by_text("The same as a table").click()

@@ -19,6 +19,8 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch, plan_batch
 from gristmill_service.pipeline.iovec import join
+from gristmill_service.pipeline.plan import PADDING
+from gristmill_service.pipeline.schedule import MisalignedError
 from tests import naive
 from tests.pipeline import trees
 from tests.strategies import Row
@@ -291,6 +293,36 @@ def test_splitting_for_alignment_cuts_between_families_where_it_can() -> None:
     plan = built(rows, CONFIG | sizes | {"micro_batch": {"max_tokens": 1000}}).plan
     assert [rank.rows for rank in plan.mini_batches[0].ranks] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
     assert plan.metrics["distinct_tokens"] == 4 * (6 + 3 * 2)
+
+
+@LAW
+@given(RANDOM)
+def test_whole_trailing_groups_are_dropped_where_that_aligns(random: Random) -> None:
+    rows, config = drawn(random, dp_size=3, vpp_size=1, micro_batch={"max_tokens": 60}, critic_mini_batch_size=None)
+    try:
+        batch = built(rows, config | {"on_misaligned": "drop_trailing"})
+    except MisalignedError:
+        return
+    uids = [row.steps[0]["uid"] for row in merged(rows, config)]
+    for part in batch.plan.mini_batches:
+        kept = [row for rank in part.ranks for row in rank.rows]
+        assert PADDING not in kept
+        assert sorted(kept) == list(range(part.start, part.start + part.rows))
+        assert {uids[row] for row in kept}.isdisjoint(batch.plan.dropped_uids)
+    trained = sum(
+        len(naive.tokens_of(row)) for row in merged(rows, config) if row.steps[0]["uid"] not in batch.plan.dropped_uids
+    )
+    assert batch.plan.metrics["tokens"] == trained
+
+
+def test_a_batch_of_which_all_groups_are_stale_has_no_shards() -> None:
+    rows = group(([1, 2], [3]), ([1, 2], [4])) + group(([1, 2], [3]), uid="q")
+    rows = [row | {"policy_version": 0 if row["uid"] == "p" else 5} for row in rows]
+    config = CONFIG | {"train_batch_size": 2, "max_staleness": 1, "stale": "drop"}
+    plan = built(rows, config).plan
+    assert (plan.dropped_uids, plan.metrics["distinct_tokens"]) == (["p"], 3)
+    steps, checked = from_rows(rows[:2]), parse_config(config | {"train_batch_size": 1})
+    assert build_batch(steps, checked, run="r", batch=0, policy_version=9).shards == []
 
 
 @pytest.mark.parametrize(

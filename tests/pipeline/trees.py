@@ -84,6 +84,9 @@ def settings(random: Random, rows: list[Row], **fixed: Any) -> dict[str, Any]:
         config["critic_mini_batch_size"] = random.choice(sizes)
     if random.random() < 0.3:
         config |= {"vpp_size": 2, "microbatch_group_size": random.choice([1, 2, 3])}
+    elif random.random() < 0.2 and not fixed.keys() & {"dp_size", "micro_batch"}:
+        config |= {"mini_batch_unit": "sequence", "micro_batch": {"size": random.randint(1, 3)}}
+        config |= {"policy_mini_batch_size": config["dp_size"] * random.randint(1, 4), "critic_mini_batch_size": None}
     balance = random.choice(["none", "none", "tokens", "flops"])
     config |= {"balance": balance} | ({"flops": {"linear": 1.0, "quadratic": 0.5}} if balance == "flops" else {})
     config |= fixed

@@ -178,7 +178,10 @@ class Rows:
             raise FailedPreconditionError(
                 "these rows have no tree; it is had by the micro-batches of layout: prefix_tree"
             )
-        return TokenTree(*(self[name] for name in ("parents", "segment_starts", "segment_parents", "row_ends")))
+        # What is read number by number stays in this machine's memory.
+        return TokenTree(
+            self["parents"], *(self._raw[name] for name in ("segment_starts", "segment_parents", "row_ends"))
+        )
 
     def position_ids(self) -> torch.Tensor:
         """Each token's place in its row; int64, shaped as `sequences`. 0 on padding, which nothing attends to."""

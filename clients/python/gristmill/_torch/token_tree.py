@@ -24,7 +24,7 @@ class TokenTree:
 
     parents: int32 (tokens,), the token before each, -1 at a root. segment_starts, segment_parents: int32 (segments,),
     where runs without a branch begin, and the segment that each follows, -1 for none. row_ends: int32 (rows,), each
-    row's last token. All on one device, that of what is computed of them.
+    row's last token. What is computed of them is on the device of `parents`.
     """
 
     def __init__(
