@@ -77,7 +77,7 @@ def test_the_page_of_the_api_describes_a_plan_and_plans_are_as_it_says(http_door
     assert [*plan, "steps"] == list(schemas["PlanDocument"]["properties"])
     (first, *_), part = plan["mini_batches"], schemas["MiniBatchDocument"]
     assert list(first) == list(part["properties"])
-    assert list(first["ranks"][0]) == list(schemas["RankDocument"]["properties"])
+    assert [*first["ranks"][0], "shared"] == list(schemas["RankDocument"]["properties"])
     assert models.Batch.model_validate(found).plan is not None
 
 
