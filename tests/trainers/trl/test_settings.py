@@ -70,6 +70,14 @@ def test_log_probabilities_that_the_loss_needs_are_columns(
     assert [(column["name"], column["source"]) for column in found] == columns
 
 
+def test_columns_that_workers_bring_stand_beside_those_of_the_loss(tmp_path: Path) -> None:
+    verdicts = {"name": "verdict", "dtype": "int32", "scope": "row"}
+    gristmill = Gristmill("127.0.0.1:1", "run", "workers", settings={"columns": [verdicts]})
+    settings = run_settings(config(tmp_path, beta=0.1), gristmill, pad_token_id=0)
+    assert [column["name"] for column in settings["columns"]] == ["ref_per_token_logps", "verdict"]
+    parse_config(settings)
+
+
 @pytest.mark.parametrize(
     ("more", "gristmill", "message"),
     [
@@ -87,6 +95,11 @@ def test_log_probabilities_that_the_loss_needs_are_columns(
         ({}, Gristmill("a:1", "run", settings={"dp_size": 2}), "dp_size follows from GRPOConfig, where it is 1"),
         ({}, Gristmill("a:1", "run", settings={"tag_shares": {"math": {"min": 0.5}}}), "let workers generate"),
         ({}, Gristmill("a:1", "run", settings={"zero_variance_filter": "replace"}), "use mask, or let workers"),
+        (
+            {},
+            Gristmill("a:1", "run", "workers", settings={"columns": [{"name": "values", "source": "trainer"}]}),
+            "columns of source: trainer are those of log-probabilities",
+        ),
         (
             {"beta": 0.1},
             Gristmill("a:1", "run", settings={"loss_reduction": "trajectory_mean"}),

@@ -43,6 +43,7 @@ KILLED = [
 ]
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("more", KILLED)
 def test_a_trainer_that_is_killed_and_resumed_ends_with_the_weights_of_one_that_was_not(
     service: Service, run_name: str, tmp_path: Path, more: dict[str, Any]
@@ -80,3 +81,16 @@ def test_ranks_that_are_killed_and_resumed_end_with_the_weights_of_those_that_we
     }
     config = LEARNING | {"max_steps": 8, "save_strategy": "steps", "steps_per_generation": 4} | steps
     check_resumed(service, run_name, tmp_path, config, ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_ranks_that_are_killed_are_continued_by_one(service: Service, run_name: str, tmp_path: Path) -> None:
+    two = {"optim": "sgd", "learning_rate": 5.0, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    config = LEARNING | two | {"steps_per_generation": 8, "max_steps": 8, "save_strategy": "steps", "save_steps": 3}
+    job, path = job_of(service, run_name, tmp_path / "job", config=config), tmp_path / "job"
+    assert run(replace(job, kill_at=5), path, ranks=2) == 1
+    one = config | {"gradient_accumulation_steps": 8, "steps_per_generation": 16}
+    assert run(replace(job, config=one, resume=True), path) == 0, said(path)
+    status = service.runs.get(run_name).status()
+    assert (status.batches_freed, status.rows_accepted) == (4, 4 * 64)

@@ -35,12 +35,15 @@ def run_settings(args: Any, gristmill: Gristmill, pad_token_id: int) -> dict[str
     if gristmill.rollouts == "trainer" and args.save_strategy == "steps" and args.save_steps >= 1:
         # Those since the last checkpoint are kept, and one more is generated.
         defaults["max_buffered_batches"] = int(args.save_steps) // steps_a_batch(args) + 2
-    for name in gristmill.settings:
+    more = dict(gristmill.settings)
+    if columns := [*derived.get("columns", ()), *more.pop("columns", ())]:
+        derived["columns"] = columns
+    for name in more:
         if name in derived:
             raise InvalidArgumentError(
                 f"settings: {name} follows from GRPOConfig, where it is {derived[name]!r}; change it there"
             )
-    return derived | defaults | dict(gristmill.settings)
+    return derived | defaults | more
 
 
 def check(args: Any, gristmill: Gristmill) -> None:
@@ -98,6 +101,11 @@ def _rules(args: Any, gristmill: Gristmill) -> Iterator[tuple[bool, str]]:
         reduction != "none" and (args.loss_type not in TOKEN_MEANS or args.beta != 0 or bool(entropy)),
         f"settings: loss_reduction: {reduction} is in the advantages, where loss_type: {args.loss_type!r}, beta: "
         f"{args.beta} and an entropy bonus do not see it; use loss_type: 'dapo', beta: 0 and no bonus, or leave it out",
+    )
+    yield (
+        any(column.get("source") == "trainer" for column in gristmill.settings.get("columns", ())),
+        "settings: columns of source: trainer are those of log-probabilities, which the adapter declares and writes; "
+        "have rows bring the others",
     )
     for name in _OF_WORKERS:
         yield (
