@@ -381,6 +381,9 @@ def test_warnings_name_settings_that_do_not_go_together() -> None:
     assert parse_config(crowded | {"dp_size": 2}).warnings() == []
     lone = GOOD | {"n_samples_per_prompt": 1, "max_samples_per_prompt": 2}
     assert "max_samples_per_prompt: 2 with n_samples_per_prompt: 1: a group of one" in parse_config(lone).warnings()[0]
+    cut = GOOD | {"layout": "prefix_tree", "n_samples_per_prompt": 4, "micro_batch": {"size": 3}}
+    assert "cuts every group of 4 samples" in parse_config(cut).warnings()[0]
+    assert parse_config(cut | {"micro_batch": {"size": 4}}).warnings() == []
     waits = GOOD | {"tag_shares": {"math": {"min": 0.5}}}
     assert "where a tag stops coming no batch is sealed" in parse_config(waits).warnings()[0]
     assert parse_config(waits | {"tag_timeout_s": 60.0}).warnings() == []

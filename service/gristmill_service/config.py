@@ -256,6 +256,13 @@ class RunConfig(BaseModel):
                 "on_misaligned: drop_trailing with seal_order: completion drops the groups that finished last, which "
                 "are the slowest and longest; use seal_order: admission or on_misaligned: pad to keep them"
             )
+        size = self.micro_batch.size
+        if self.layout == "prefix_tree" and size is not None and size < self.n_samples_per_prompt:
+            found.append(
+                f"layout: prefix_tree with micro_batch: {{size: {size}}} cuts every group of "
+                f"{self.n_samples_per_prompt} samples, so that its prompt stands in several micro-batches; use "
+                "micro_batch: {max_tokens: ...}, which counts distinct tokens, or a larger size"
+            )
         found += _without_effect(self)
         found += group_rules.warnings(self)
         return found
