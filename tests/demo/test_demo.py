@@ -47,7 +47,7 @@ class Demo:
 
     def end(self) -> int:
         """The exit status, once it has ended by itself."""
-        self.output += self.process.communicate(timeout=60)[0]
+        self.output += self.process.communicate(timeout=240)[0]
         return self.process.returncode
 
     def descendants(self) -> dict[int, str]:
