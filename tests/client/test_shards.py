@@ -152,7 +152,9 @@ def test_jagged_rows_become_a_nested_tensor(changes: dict[str, Any]) -> None:
     rows = shard_of(**changes).jagged("sequences", "response").nested()
     assert rows.is_nested
     assert rows.layout == torch.jagged
-    assert [row.tolist() for row in rows.unbind()] == [row["response_ids"] for row in ROWS]
+    responses: list[Any] = [row["response_ids"] for row in ROWS]
+    assert [row.tolist() for row in rows.unbind()] == responses
+    assert rows.to_padded_tensor(0).shape == (len(ROWS), max(map(len, responses)))
 
 
 @pytest.mark.parametrize("changes", LAYOUTS)

@@ -24,7 +24,12 @@ class Jagged(NamedTuple):
 
     def nested(self) -> torch.Tensor:
         """The same as a nested tensor of layout `torch.jagged`, over the same memory."""
-        return torch.nested.nested_tensor_from_jagged(self.values, self.offsets)
+        lengths = self.offsets.diff()
+        # Without them `to_padded_tensor` would make every row as long as all together.
+        shortest, longest = int(lengths.min()), int(lengths.max())
+        return torch.nested.nested_tensor_from_jagged(
+            self.values, self.offsets, min_seqlen=shortest, max_seqlen=longest
+        )
 
 
 def jagged(rows: Rows, name: str, part: Part) -> Jagged:
