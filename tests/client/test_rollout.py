@@ -387,7 +387,7 @@ def test_a_trajectory_is_extended_by_what_is_new(faulty: FaultyService, client: 
 
 @pytest.mark.parametrize(
     ("observation", "message"),
-    [([-1], r"step 1: observation_ids\[0\] is -1"), (["a"], "step 1: observation_ids holds <U1 values")],
+    [([-1], r"step 1: observation_ids\[0\] is -1"), (["a"], "step 1: observation_ids holds strings: give token ids")],
 )
 def test_an_observation_is_refused_by_name(client: RolloutClient, observation: list[Any], message: str) -> None:
     trajectory = client.trajectory("a", 0)
