@@ -25,6 +25,11 @@ def place(item: Any) -> str:
     return ".".join(part if part.isprintable() and len(part) <= 100 else shown(part) for part in map(str, item["loc"]))
 
 
+def complaint(item: Any) -> str:
+    """Returns what is wrong with which part of the input, without its value: an error of pydantic's in our form."""
+    return f"{place(item)}: {item['msg'][:1].lower()}{item['msg'][1:]}"
+
+
 def shown(value: object) -> str:
     """Returns the value as Python writes it, cut short where it is long."""
     try:

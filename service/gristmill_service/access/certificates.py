@@ -83,17 +83,12 @@ def _grpc_configuration(certificates: Certificates) -> Any:
 
 def http_context(certificates: Certificates) -> ssl.SSLContext:
     """Of an HTTP server."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    _load(context, certificates)
+    context = _server_context(certificates)
     watch = _Watch(certificates)
 
     def before_handshake(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
         if watch.changed():
-            renewed = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            renewed.minimum_version = context.minimum_version
-            _load(renewed, certificates)
-            latest[0] = renewed
+            latest[0] = _server_context(certificates)
         connection.context = latest[0]
 
     latest = [context]
@@ -121,11 +116,14 @@ def peer_context(settings: Settings) -> ssl.SSLContext:
     return context
 
 
-def _load(context: ssl.SSLContext, certificates: Certificates) -> None:
+def _server_context(certificates: Certificates) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_cert_chain(certificates.cert_file, certificates.key_file)
     if certificates.client_ca_file is not None:
         context.load_verify_locations(certificates.client_ca_file)
         context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 class _Watch:

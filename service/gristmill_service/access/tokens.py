@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.access.caller import Caller
 from gristmill_service.access.roles import Role
-from gristmill_service.validation_messages import place, problems
+from gristmill_service.validation_messages import complaint, problems
 
 _PREFIX = "gristmill_"
 """Scanners for leaked secrets know a token by it."""
@@ -81,7 +81,7 @@ def read_callers(path: Path) -> Callers:
         raise InvalidArgumentError(f"{path}: cannot read the tokens: {error.problem}{line}; give a YAML file") from None
     except ValidationError as error:
         # Never the values: one may be a token that was put there in place of its digest.
-        told = problems(f"{place(item)}: {item['msg'][:1].lower()}{item['msg'][1:]}" for item in error.errors())
+        told = problems(map(complaint, error.errors()))
         raise InvalidArgumentError(f"{path}: {told}; `gristmill token create` writes entries") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         # Of what YAML takes for a date or a number and is none, or of what is no text; what they say may have a value.
@@ -104,7 +104,7 @@ def create_token(path: Path, name: str, roles: Sequence[str], runs: Sequence[str
             {"name": name, "sha256": digest_of(token), "roles": list(roles), "runs": list(runs), "rank": rank}
         )
     except ValidationError as error:
-        told = problems(f"{place(item)}: {item['msg'][:1].lower()}{item['msg'][1:]}" for item in error.errors())
+        told = problems(map(complaint, error.errors()))
         raise InvalidArgumentError(told) from None
     grown = callers.model_copy(update={"tokens": [*callers.tokens, entry]})
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")

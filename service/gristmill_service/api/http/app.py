@@ -29,7 +29,7 @@ from gristmill_service.api.http.same_origin import SameOrigin
 from gristmill_service.monitoring.batch_view import BatchViewCache
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.storage.run_store import OwnedElsewhereError
-from gristmill_service.validation_messages import place, problems, shown
+from gristmill_service.validation_messages import complaint, problems, shown
 
 _log = structlog.get_logger(__name__)
 
@@ -124,7 +124,7 @@ def _explain(error: RequestValidationError, *, is_secret: bool) -> Iterator[str]
     for item in error.errors():
         has_none = is_secret or item["type"] in ("missing", "json_invalid")
         value = "" if has_none else f", got {shown(item['input'])}"
-        yield f"{place(item)}: {item['msg'][:1].lower()}{item['msg'][1:]}{value}"
+        yield complaint(item) + value
 
 
 async def _tell_status(request: Request, error: Exception) -> JSONResponse:
