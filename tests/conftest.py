@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, register_random, settings
 
-from gristmill._client import retries
+from gristmill._client.connection import retries
 from tests.serving import FREE_PORTS, ServiceProcess, StartService
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import load
 
-from gristmill_service.pipeline.iovec import join
+from gristmill_service.pipeline.layout.iovec import join
 
 Row = dict[str, Any]
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from gristmill_service.config import Model, RunConfig, parse_config
-from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan
-from gristmill_service.pipeline.schedule import schedule
+from gristmill_service.pipeline.scheduling.plan import PADDING, MiniBatchPlan
+from gristmill_service.pipeline.scheduling.schedule import schedule
 
 Groups = list[list[int]]  # per prompt group, the lengths of its rows
 

@@ -16,7 +16,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from gristmill import RolloutClient
-from gristmill._client.credentials import Credentials
+from gristmill._client.connection.credentials import Credentials
 from gristmill.errors import PermissionDeniedError, UnauthenticatedError
 from gristmill.v1 import rollout_pb2, run_pb2, run_pb2_grpc, trainer_pb2
 from gristmill_service.access.roles import CALLS, OPEN_CALLS, ROLES

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from gristmill import Batch, RolloutClient, Shard, TrainerClient
-from gristmill._client.credentials import Credentials
+from gristmill._client.connection.credentials import Credentials
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill_service.access.tokens import create_token
 from gristmill_service.service import Service

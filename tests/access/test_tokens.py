@@ -24,7 +24,7 @@ import yaml
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from gristmill import RolloutClient
-from gristmill._client.credentials import Credentials
+from gristmill._client.connection.credentials import Credentials
 from gristmill.errors import InvalidArgumentError, UnauthenticatedError, UnavailableError
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc
 from gristmill_service.access.tokens import Callers, create_token, digest_of, read_callers
@@ -103,7 +103,7 @@ def test_a_client_reads_its_token_file_again(serve: Serve, tmp_path: Path, monke
     service.runs.create(
         "r", {"train_batch_size": 1, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}
     )
-    monkeypatch.setattr("gristmill._client.credentials._LOOK_S", 0.0)
+    monkeypatch.setattr("gristmill._client.connection.credentials._LOOK_S", 0.0)
     monkeypatch.setenv("GRISTMILL_TOKEN_FILE", str(mine))
     with RolloutClient(service.grpc_address, "r") as client:
         assert client.status().run == "r"
@@ -296,7 +296,7 @@ def test_a_client_goes_on_with_its_token_while_the_file_is_away(
 ) -> None:
     path = tmp_path / "token"
     path.write_text("first")
-    monkeypatch.setattr("gristmill._client.credentials._LOOK_S", 0.0)
+    monkeypatch.setattr("gristmill._client.connection.credentials._LOOK_S", 0.0)
     credentials = Credentials(token_file=path)
     path.unlink() if content is None else path.write_text(content, encoding="utf-8")
     assert credentials.metadata() == (("authorization", "Bearer first"),)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from gristmill._client.pull import stream
-from gristmill._client.transport import Transport
+from gristmill._client.connection.transport import Transport
+from gristmill._client.trainer.pull import stream
 from gristmill._wire.addresses import ShardAddress
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
 from gristmill_service.api.rpc.streams import Streams

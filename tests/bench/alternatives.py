@@ -25,7 +25,7 @@ from gristmill._wire.columns import Ragged
 from gristmill._wire.compact_shards import restore
 from gristmill._wire.steps import Steps
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.iovec import join
+from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.storage.journal.event_log import EventLog
 from tests.bench.workloads import workload
 

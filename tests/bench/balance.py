@@ -11,8 +11,8 @@ import numpy as np
 
 from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig, parse_config
-from gristmill_service.pipeline.balance import barrier_ratio, loads_of
-from gristmill_service.pipeline.schedule import schedule
+from gristmill_service.pipeline.scheduling.balance import barrier_ratio, loads_of
+from gristmill_service.pipeline.scheduling.schedule import schedule
 from tests.bench.figures import Figure, seconds
 
 REFERENCE = Path(__file__).parents[1] / "reference" / "balance.json"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from gristmill._client.transport import Transport
+from gristmill._client.connection.transport import Transport
 from gristmill.v1 import run_pb2
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.journal.run_store import JournalRunStore

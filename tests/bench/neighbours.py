@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from gristmill._client.transport import Transport
+from gristmill._client.connection.transport import Transport
 from gristmill.errors import GristmillError
 from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
 from tests.bench.figures import Figure

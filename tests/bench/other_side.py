@@ -24,7 +24,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from gristmill._client.transport import Transport
+from gristmill._client.connection.transport import Transport
 from gristmill._wire.addresses import Position
 from gristmill.v1 import run_pb2, trainer_pb2
 from tests.bench.pipeline import TMPFS

@@ -15,8 +15,8 @@ from safetensors.numpy import load
 
 from gristmill._wire.compact_shards import restore
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.iovec import join
-from gristmill_service.pipeline.layout import Shard
+from gristmill_service.pipeline.layout.iovec import join
+from gristmill_service.pipeline.layout.shard import Shard
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from gristmill._client.transport import Transport
+from gristmill._client.connection.transport import Transport
 from gristmill.v1 import run_pb2, trainer_pb2
 from gristmill_service.config import RunConfig
 from tests.bench.figures import Figure, seconds

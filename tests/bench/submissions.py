@@ -11,7 +11,7 @@ from dataclasses import replace
 import grpc
 import numpy as np
 
-from gristmill._client.transport import Transport
+from gristmill._client.connection.transport import Transport
 from gristmill._wire.columns import Ragged
 from gristmill._wire.row_codec import encode
 from gristmill._wire.steps import Steps

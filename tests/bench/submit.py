@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from gristmill import RolloutClient, TrainerClient
-from gristmill._client import requests
-from gristmill._client.skyrl_output import columns_of_output
-from gristmill._client.transport import Transport
+from gristmill._client.connection.transport import Transport
+from gristmill._client.rollout import requests
+from gristmill._client.rollout.skyrl_output import columns_of_output
 from gristmill._wire.submit_codec import encode
 from gristmill.v1 import run_pb2
 from tests.bench.bare import Bare, bare

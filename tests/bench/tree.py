@@ -13,10 +13,10 @@ from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.steps import Steps, check
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.merge import Rows, merge_rows
-from gristmill_service.pipeline.schedule import schedule
-from gristmill_service.pipeline.sharing import find_sharing
-from gristmill_service.pipeline.validate import receive
+from gristmill_service.pipeline.rows.merge import Rows, merge_rows
+from gristmill_service.pipeline.rows.sharing import find_sharing
+from gristmill_service.pipeline.rows.validate import receive
+from gristmill_service.pipeline.scheduling.schedule import schedule
 from tests.bench.figures import Figure
 from tests.bench.rollouts import rollouts
 from tests.bench.workloads import DP_SIZE, Workload, table

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gristmill import RolloutClient
-from gristmill._client.transport import Transport
+from gristmill._client.connection.transport import Transport
 from gristmill.v1 import run_pb2
 from tests.chaos.contents import Contents
 from tests.chaos.failovers import MODES

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from gristmill import RolloutClient
-from gristmill._client.transport import Transport
+from gristmill._client.connection.transport import Transport
 from gristmill._wire.addresses import Position
 from gristmill._wire.row_codec import decode
 from gristmill._wire.rows import from_rows

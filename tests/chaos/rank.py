@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
-from gristmill._client.failures import failure_of
-from gristmill._client.transport import Transport
+from gristmill._client.connection.failures import failure_of
+from gristmill._client.connection.transport import Transport
 from gristmill._wire.addresses import Position
 from gristmill._wire.compact_shards import restore
 from gristmill.errors import BatchFailedError, GristmillError

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from gristmill._client.groups import Group
+from gristmill._client.rollout.groups import Group
 from gristmill._wire.addresses import Position
 from tests.chaos.contents import SAMPLES, Contents, digest
 from tests.chaos.expected import expected_effects

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from gristmill._client.groups import Group
+from gristmill._client.rollout.groups import Group
 from gristmill._wire.addresses import Position
 from tests.chaos.__main__ import share
 from tests.chaos.campaign import Report, rollbacks_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from gristmill._client.transport import Transport
+from gristmill._client.connection.transport import Transport
 from gristmill._wire.addresses import Position
 from gristmill.errors import FailedPreconditionError
 from gristmill.v1 import run_pb2, trainer_pb2

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import product, zip_longest
 from math import isclose
 
-from gristmill._client.groups import Group
+from gristmill._client.rollout.groups import Group
 from gristmill._wire.addresses import Position
 from tests.chaos.contents import SAMPLES, Contents
 from tests.chaos.expected import expected_effects

@@ -17,7 +17,7 @@ from gristmill import (
     TrainerClient,
     Trajectory,
 )
-from gristmill._client import requests
+from gristmill._client.rollout import requests
 from gristmill_service.service import Service
 from tests.client.faulty import FaultyService, serving
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from gristmill import FailedPreconditionError, InvalidArgumentError, RolloutClient, TrainerClient
-from gristmill._client.transport import Transport
+from gristmill._client.connection.transport import Transport
 from gristmill.v1 import run_pb2, run_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from gristmill_service.service import Service
 from tests.client.faulty import Fault, refuse

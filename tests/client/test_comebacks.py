@@ -21,7 +21,7 @@ from gristmill import (
 )
 from gristmill._wire import addresses
 from gristmill.torch import Shard
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Position, ShardAnswer
 from gristmill_service.run.run import Run
 from gristmill_service.service import Service
@@ -108,7 +108,7 @@ def test_a_trainer_goes_on_within_its_batch_when_the_service_is_killed(
     before = start_service(*flags)
     fill(before.grpc_address, "run", "abcd", length=200_000)
     if not is_mapped:
-        monkeypatch.setattr("gristmill._client.pull.is_mappable", lambda path, size: False)
+        monkeypatch.setattr("gristmill._client.trainer.pull.is_mappable", lambda path, size: False)
     with TrainerClient(before.grpc_address, "run", 0, auto_commit=False, prefetch=prefetch) as trainer:
         batch = next(iter(trainer))
         [*expected] = batch.forward()
@@ -145,7 +145,7 @@ def test_a_shard_that_is_withdrawn_while_it_is_asked_for_or_read_is_waited_for(
         return read(self, batch, address)
 
     # Nothing that happens in the run ends the wait.
-    monkeypatch.setattr("gristmill._client.retries.LONGEST_WAIT_S", 0.2)
+    monkeypatch.setattr("gristmill._client.connection.retries.LONGEST_WAIT_S", 0.2)
     monkeypatch.setattr(run, "shard", found)
     monkeypatch.setattr(run, "read_shard", read_or_withdrawn)
     with TrainerClient(service.grpc_address, run_name, 0, prefetch=prefetch) as trainer:

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gristmill import InvalidArgumentError, RolloutClient, RowOutcome
-from gristmill._client.delivery import Delivery
-from gristmill._client.failures import failure_of
-from gristmill._client.outbox import Limits, Outbox
-from gristmill._client.prefix_dedup import PreviousSteps
+from gristmill._client.connection.failures import failure_of
+from gristmill._client.rollout.delivery import Delivery
+from gristmill._client.rollout.outbox import Limits, Outbox
+from gristmill._client.rollout.prefix_dedup import PreviousSteps
 from gristmill._wire.row_codec import Sent
 from gristmill._wire.row_codec import encode as encode_message
 from gristmill._wire.rows import from_rows, to_rows
@@ -246,7 +246,7 @@ def test_the_service_makes_the_rows_that_were_given(
     service: Service, monkeypatch: pytest.MonkeyPatch, batch: list[Row], data: st.DataObject
 ) -> None:
     """Rows as short as these are shortened as well, in requests of any number of steps, some of which are forgotten."""
-    monkeypatch.setattr("gristmill._client.prefix_dedup._LEAST_TOKENS", 1)
+    monkeypatch.setattr("gristmill._client.rollout.prefix_dedup._LEAST_TOKENS", 1)
     run = f"deltas-{next(_names)}"
     prompts = len({row["uid"] for row in batch})
     find = prefix_expansion.rows_before

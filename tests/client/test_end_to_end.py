@@ -26,7 +26,7 @@ from gristmill import (
     StaleIncarnationError,
     TrainerClient,
 )
-from gristmill._client import requests
+from gristmill._client.rollout import requests
 from gristmill._wire.addresses import Position
 from gristmill.v1 import rollout_pb2, trainer_pb2, trainer_pb2_grpc
 from gristmill_service.api import messages
@@ -625,7 +625,7 @@ def test_shards_are_mapped_where_the_service_shares_memory_and_streamed_where_no
         mapped = next(next(iter(trainer)).forward())
         mapped["rewards"].zero_()
         again = trainer.open_shard(mapped.position)
-        monkeypatch.setattr("gristmill._client.pull.is_mappable", lambda path, size: False)
+        monkeypatch.setattr("gristmill._client.trainer.pull.is_mappable", lambda path, size: False)
         streamed = trainer.open_shard(mapped.position)
     assert (again.is_mapped, streamed.is_mapped) == (True, False)
     assert again["rewards"].any()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from gristmill._client.skyrl_output import columns_of_output
+from gristmill._client.rollout.skyrl_output import columns_of_output
 from gristmill._wire.row_codec import encode
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps

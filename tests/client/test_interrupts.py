@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gristmill import RolloutClient
-from gristmill._client.sigint import DeferSigint
+from gristmill._client.connection.sigint import DeferSigint
 from gristmill_service.service import Service
 from tests.serving import StartService
 from tests.strategies import Row

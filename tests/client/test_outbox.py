@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gristmill._client.delivery import Delivery, PendingRow, RowOutcome, row_sizes, tables_of
-from gristmill._client.failures import Failure
-from gristmill._client.outbox import Limits, Outbox
+from gristmill._client.connection.failures import Failure
+from gristmill._client.rollout.delivery import Delivery, PendingRow, RowOutcome, row_sizes, tables_of
+from gristmill._client.rollout.outbox import Limits, Outbox
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps, concat
 from gristmill.errors import (

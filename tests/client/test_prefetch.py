@@ -20,12 +20,12 @@ from gristmill import (
     TrainerClient,
     UnavailableError,
 )
-from gristmill._client import shard_reader
-from gristmill._client.prefetch import Prefetch
-from gristmill._client.pull import stream
-from gristmill._client.transport import Transport
+from gristmill._client.connection.transport import Transport
+from gristmill._client.trainer import shard_reader
+from gristmill._client.trainer.prefetch import Prefetch
+from gristmill._client.trainer.pull import stream
 from gristmill._wire.addresses import Position, ShardAddress
-from gristmill_service.pipeline import shard_address
+from gristmill_service.pipeline.layout import shard_address
 from gristmill_service.run.run import Run
 from gristmill_service.service import Service
 from tests.client.test_comebacks import CONFIG, uids_of

@@ -24,7 +24,7 @@ from gristmill.torch import Conversion, Shard, map_shard, open_shard, parse_shar
 from gristmill.v1 import trainer_pb2
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.iovec import join
+from gristmill_service.pipeline.layout.iovec import join
 from tests import naive
 from tests.strategies import Row, batches_and_settings
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load
 
 from gristmill import errors
-from gristmill._client.failures import Failure, failure_of
-from gristmill._client.pull import stream
-from gristmill._client.retries import Backoff, Retry, WaitBudget
-from gristmill._client.transport import Transport
+from gristmill._client.connection.failures import Failure, failure_of
+from gristmill._client.connection.retries import Backoff, Retry, WaitBudget
+from gristmill._client.connection.transport import Transport
+from gristmill._client.trainer.pull import stream
 from gristmill._wire.addresses import ShardAddress
 from gristmill._wire.rows import from_rows
 from gristmill.errors import (
@@ -32,7 +32,7 @@ from gristmill.errors import (
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.iovec import join
+from gristmill_service.pipeline.layout.iovec import join
 from tests.client.test_shards import CONFIG, ROWS, shard_bytes
 
 

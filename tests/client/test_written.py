@@ -217,7 +217,7 @@ class Lose(Command[None]):
 def test_a_rank_that_waits_for_what_it_wrote_is_told_that_it_is_lost_and_writes_it_again(
     trained: int, service: Service, run_name: str, trainers: Trainers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gristmill._client.retries.LONGEST_WAIT_S", 0.2)
+    monkeypatch.setattr("gristmill._client.connection.retries.LONGEST_WAIT_S", 0.2)
     roll_out(service.grpc_address, run_name, dp_size=1, critic_mini_batch_size=None)
     trainer = trainers(0, prefetch=0)
     batch, found = next(iter(trainer)), list[int]()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from gristmill.errors import UnavailableError
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import Position
 from tests.faults.replicas import CREATED, Join, Replica, keys, published
 from tests.faults.services import CONFIG, Service, Services, group, on_redis, owner, patiently

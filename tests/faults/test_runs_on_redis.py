@@ -18,7 +18,7 @@ from gristmill.errors import (
     UnavailableError,
 )
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Position
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.journal.run_store import JournalRunStore

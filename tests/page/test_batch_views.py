@@ -20,7 +20,7 @@ from gristmill_service.config import parse_config
 from gristmill_service.monitoring.batch_models import BatchBreaks, BatchPicture, BatchScores
 from gristmill_service.monitoring.batch_summary import summarize
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.service import Service
 from tests.bench.workloads import uniform, workload
 from tests.page import stage

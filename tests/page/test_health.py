@@ -14,7 +14,7 @@ from gristmill._wire.rows import from_rows
 from gristmill_service.config import RunConfig
 from gristmill_service.monitoring.health import health, timeline
 from gristmill_service.monitoring.health_models import Overview, RunHealth
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.run import Run

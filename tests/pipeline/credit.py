@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from gristmill._wire.columns import Ragged
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline.advantage import Float64s
-from gristmill_service.pipeline.trained_tokens import TrainedTokens, trained_tokens
-from gristmill_service.pipeline.validate import receive
+from gristmill_service.pipeline.credit.advantage import Float64s
+from gristmill_service.pipeline.credit.trained_tokens import TrainedTokens, trained_tokens
+from gristmill_service.pipeline.rows.validate import receive
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.advantage import group_advantages, trajectory_scores
+from gristmill_service.pipeline.credit.advantage import group_advantages, trajectory_scores
 from gristmill_service.pipeline.scored_batch import score_batch
 from tests.strategies import Row
 

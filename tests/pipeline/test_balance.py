@@ -15,9 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.pipeline.balance import barrier_ratio, loads_of
-from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan
-from gristmill_service.pipeline.schedule import schedule
+from gristmill_service.pipeline.scheduling.balance import barrier_ratio, loads_of
+from gristmill_service.pipeline.scheduling.plan import PADDING, MiniBatchPlan
+from gristmill_service.pipeline.scheduling.schedule import schedule
 from tests.pipeline.test_schedule_laws import (
     ANY_BATCH,
     BY_SIZE,

@@ -19,8 +19,8 @@ from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.iovec import Region, coalesced, cut, join
-from gristmill_service.pipeline.layout import Shard
+from gristmill_service.pipeline.layout.iovec import Region, coalesced, cut, join
+from gristmill_service.pipeline.layout.shard import Shard
 from tests import naive
 from tests.strategies import Row, batches_and_settings
 

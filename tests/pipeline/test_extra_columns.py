@@ -20,8 +20,9 @@ from gristmill._wire.rows import from_rows, to_rows
 from gristmill._wire.steps import Extra, Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline import BuiltBatch, build_batch, extra_columns
-from gristmill_service.pipeline.iovec import join
+from gristmill_service.pipeline import BuiltBatch, build_batch
+from gristmill_service.pipeline.layout import extra_columns
+from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.storage import row_tables
 from tests import naive
 from tests.pipeline.test_laws import SLOW

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import KlEstimator, RunConfig, parse_config
-from gristmill_service.pipeline.advantage import Float64s, advantages, trajectory_scores
-from gristmill_service.pipeline.kl import (
+from gristmill_service.pipeline.credit.advantage import Float64s, advantages, trajectory_scores
+from gristmill_service.pipeline.credit.kl import (
     kl,
     kl_in_rewards,
     kl_in_scores,
@@ -23,15 +23,15 @@ from gristmill_service.pipeline.kl import (
     kl_of_tokens,
     kl_of_trajectories,
 )
-from gristmill_service.pipeline.scored_batch import score_batch
-from gristmill_service.pipeline.token_credit import reinforce_plus_plus
-from gristmill_service.pipeline.trained_tokens import (
+from gristmill_service.pipeline.credit.token_credit import reinforce_plus_plus
+from gristmill_service.pipeline.credit.trained_tokens import (
     TrainedTokens,
     credited_rewards,
     response_rewards,
     reward_column,
     trained_tokens,
 )
+from gristmill_service.pipeline.scored_batch import score_batch
 from tests.pipeline.credit import BATCHES, LOGPROBS, Token, Trajectory, column, flat, rewarded, tokens_of
 from tests.strategies import rollouts
 

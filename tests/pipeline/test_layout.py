@@ -15,7 +15,7 @@ from safetensors.numpy import load
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch
-from gristmill_service.pipeline.columns import CONSTANTS
+from gristmill_service.pipeline.layout.columns import CONSTANTS
 from tests import naive
 from tests.strategies import Row, batches_and_settings
 

@@ -12,8 +12,8 @@ from gristmill._wire.columns import Ragged
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch
-from gristmill_service.pipeline.joins import extends
 from gristmill_service.pipeline.plan_document import MismatchDocument
+from gristmill_service.pipeline.rows.joins import extends
 from tests import naive
 from tests.strategies import Row
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill_service.pipeline.packing import first_fit, split_until
+from gristmill_service.pipeline.scheduling.packing import first_fit, split_until
 from tests.plans import naive_first_fit, naive_split
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)

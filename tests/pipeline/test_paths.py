@@ -11,10 +11,10 @@ from gristmill._wire.compact_shards import restore
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch, scored_batch
-from gristmill_service.pipeline.iovec import join
-from gristmill_service.pipeline.joins import Mismatch
-from gristmill_service.pipeline.merge import Rows, rows_of_paths
-from gristmill_service.pipeline.validate import Received
+from gristmill_service.pipeline.layout.iovec import join
+from gristmill_service.pipeline.rows.joins import Mismatch
+from gristmill_service.pipeline.rows.merge import Rows, rows_of_paths
+from gristmill_service.pipeline.rows.validate import Received
 from tests import naive
 from tests.strategies import Row
 

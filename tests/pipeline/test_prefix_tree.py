@@ -18,9 +18,9 @@ from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch, plan_batch
-from gristmill_service.pipeline.iovec import join
-from gristmill_service.pipeline.plan import PADDING
-from gristmill_service.pipeline.schedule import MisalignedError
+from gristmill_service.pipeline.layout.iovec import join
+from gristmill_service.pipeline.scheduling.plan import PADDING
+from gristmill_service.pipeline.scheduling.schedule import MisalignedError
 from tests import naive
 from tests.pipeline import trees
 from tests.strategies import Row

@@ -14,8 +14,8 @@ import pytest
 
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config
-from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan
-from gristmill_service.pipeline.schedule import schedule
+from gristmill_service.pipeline.scheduling.plan import PADDING, MiniBatchPlan
+from gristmill_service.pipeline.scheduling.schedule import schedule
 from tests.plans import Groups, micro_batches, of, planned, real_rows, settings_of, shards
 
 REFERENCE = Path(__file__).parents[1] / "reference"

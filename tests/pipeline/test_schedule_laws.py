@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import Flops, MicroBatch
-from gristmill_service.pipeline.plan import PADDING, MiniBatchPlan
-from gristmill_service.pipeline.schedule import schedule
+from gristmill_service.pipeline.scheduling.plan import PADDING, MiniBatchPlan
+from gristmill_service.pipeline.scheduling.schedule import schedule
 from tests.plans import (
     Batch,
     Groups,

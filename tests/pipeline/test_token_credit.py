@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.pipeline.advantage import Float64s
-from gristmill_service.pipeline.token_credit import (
+from gristmill_service.pipeline.credit.advantage import Float64s
+from gristmill_service.pipeline.credit.token_credit import (
     PIECE,
     discounted_sums,
     gae,
@@ -23,7 +23,7 @@ from gristmill_service.pipeline.token_credit import (
     whiten,
     whitened,
 )
-from gristmill_service.pipeline.trained_tokens import (
+from gristmill_service.pipeline.credit.trained_tokens import (
     TrainedTokens,
     credited_rewards,
     response_rewards,

@@ -16,7 +16,7 @@ from gristmill._wire.steps import Steps, concat
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch
-from gristmill_service.pipeline.iovec import join
+from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.storage import row_tables
 from tests import naive
 from tests.run.harness import CONFIG, Bench, row

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch
-from gristmill_service.pipeline.merge import merge_rows
 from gristmill_service.pipeline.plan_document import MismatchDocument
-from gristmill_service.pipeline.validate import receive
+from gristmill_service.pipeline.rows.merge import merge_rows
+from gristmill_service.pipeline.rows.validate import receive
 from tests import naive
 from tests.pipeline.test_merge import built, merged_rows, trajectory
 from tests.strategies import Row

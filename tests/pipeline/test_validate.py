@@ -9,7 +9,7 @@ import pytest
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig, parse_config
-from gristmill_service.pipeline.validate import receive
+from gristmill_service.pipeline.rows.validate import receive
 from tests.strategies import Row
 
 

@@ -22,10 +22,10 @@ from gristmill.errors import (
 )
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.monitoring.run_monitor import Monitor
-from gristmill_service.pipeline.iovec import Iovec, Region, join
+from gristmill_service.pipeline.layout.iovec import Iovec, Region, join
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocument
-from gristmill_service.pipeline.schedule import MisalignedError
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.schedule import MisalignedError
 from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.pipeline.written import ShardForm, Written
 from gristmill_service.pipeline.written_rows import WrittenRows

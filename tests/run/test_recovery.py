@@ -27,8 +27,8 @@ from gristmill.errors import (
 )
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.iovec import join
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.iovec import join
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Outcome, Position, RewardUpdate
 from gristmill_service.run.machine.codec import decode_state, encode_state
 from gristmill_service.run.machine.state import State, apply

@@ -16,7 +16,7 @@ from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import BatchFailedError
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.iovec import join
+from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.pipeline.plan_document import decode_plan
 from gristmill_service.run.machine.answers import BatchState, Position, RewardUpdate
 from gristmill_service.run.run import Run

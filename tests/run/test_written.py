@@ -22,7 +22,7 @@ from gristmill.errors import (
 )
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, ColumnPlace, Position
 from gristmill_service.run.machine.codec import encode_state
 from gristmill_service.run.machine.trainer_commands import Checkpoint

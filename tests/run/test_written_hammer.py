@@ -22,7 +22,7 @@ from gristmill.errors import (
     StaleIncarnationError,
     UnavailableError,
 )
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.run import Run

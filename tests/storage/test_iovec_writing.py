@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gristmill_service.pipeline.iovec import Iovec, Region
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.iovec import Iovec, Region
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.storage import shard_files
 from gristmill_service.storage.shard_files import write_shards
 

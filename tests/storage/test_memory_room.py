@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gristmill.errors import FailedPreconditionError, ResourceExhaustedError
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.storage import memory_room as rooms
 from gristmill_service.storage import memory_shards, shared_memory
 from gristmill_service.storage.memory_room import UNKNOWN, MemoryRoom, memory_room

@@ -14,8 +14,8 @@ import redis
 from gristmill._wire.compact_shards import restore
 from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError, UnavailableError
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.iovec import Iovec
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.iovec import Iovec
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.storage.redis import shard_store
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore

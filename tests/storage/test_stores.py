@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from gristmill._wire.compact_shards import PART, Form, head
 from gristmill.errors import NotFoundError, ResourceExhaustedError, UnavailableError
-from gristmill_service.pipeline import iovec
-from gristmill_service.pipeline.iovec import Iovec, Region
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout import iovec
+from gristmill_service.pipeline.layout.iovec import Iovec, Region
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.shard_files import write_file

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gristmill._client.skyrl_output import columns_of_output
+from gristmill._client.rollout.skyrl_output import columns_of_output
 from gristmill._wire.foreign_names import renamings
 from gristmill._wire.rows import from_rows
 from gristmill._wire.tables import ARRAYS, SCALARS

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from gristmill._client.all_ranks import AllRanksClient, MiniBatch, WholeBatch
-    from gristmill._client.credentials import Credentials
-    from gristmill._client.delivery import RowOutcome
-    from gristmill._client.groups import Group
-    from gristmill._client.rollout_client import RolloutClient
-    from gristmill._client.trainer_batch import Batch
-    from gristmill._client.trainer_client import TrainerClient
-    from gristmill._client.trajectory import Trajectory
+    from gristmill._client.connection.credentials import Credentials
+    from gristmill._client.rollout.delivery import RowOutcome
+    from gristmill._client.rollout.groups import Group
+    from gristmill._client.rollout.rollout_client import RolloutClient
+    from gristmill._client.rollout.trajectory import Trajectory
+    from gristmill._client.trainer.all_ranks import AllRanksClient, MiniBatch, WholeBatch
+    from gristmill._client.trainer.trainer_batch import Batch
+    from gristmill._client.trainer.trainer_client import TrainerClient
     from gristmill.aio import AsyncRolloutClient, AsyncTrajectory
     from gristmill.errors import (
         AlreadyExistsError,
@@ -72,20 +72,20 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AllRanksClient": "_client.all_ranks",
+    "AllRanksClient": "_client.trainer.all_ranks",
     "AsyncRolloutClient": "aio",
     "AsyncTrajectory": "aio",
-    "Batch": "_client.trainer_batch",
-    "Credentials": "_client.credentials",
-    "Group": "_client.groups",
+    "Batch": "_client.trainer.trainer_batch",
+    "Credentials": "_client.connection.credentials",
+    "Group": "_client.rollout.groups",
     "MicroBatch": "torch",
-    "MiniBatch": "_client.all_ranks",
-    "RolloutClient": "_client.rollout_client",
-    "RowOutcome": "_client.delivery",
+    "MiniBatch": "_client.trainer.all_ranks",
+    "RolloutClient": "_client.rollout.rollout_client",
+    "RowOutcome": "_client.rollout.delivery",
     "Shard": "torch",
-    "TrainerClient": "_client.trainer_client",
-    "Trajectory": "_client.trajectory",
-    "WholeBatch": "_client.all_ranks",
+    "TrainerClient": "_client.trainer.trainer_client",
+    "Trajectory": "_client.rollout.trajectory",
+    "WholeBatch": "_client.trainer.all_ranks",
 }
 
 

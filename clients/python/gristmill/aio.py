@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 
-from gristmill._client import requests
-from gristmill._client.credentials import Credentials
-from gristmill._client.drivers import Awaited
-from gristmill._client.rollout_client import RolloutClient
-from gristmill._client.rollout_core import RolloutCore
-from gristmill._client.trajectory import AsyncTrajectory, Trajectory
-from gristmill._client.transport import TIMEOUT_S, Connection
+from gristmill._client.connection.credentials import Credentials
+from gristmill._client.connection.drivers import Awaited
+from gristmill._client.connection.transport import TIMEOUT_S, Connection
+from gristmill._client.rollout import requests
+from gristmill._client.rollout.rollout_client import RolloutClient
+from gristmill._client.rollout.rollout_core import RolloutCore
+from gristmill._client.rollout.trajectory import AsyncTrajectory, Trajectory
 
 __all__ = ["AsyncRolloutClient", "AsyncTrajectory"]
 

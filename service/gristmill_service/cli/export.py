@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from gristmill._client.transport import Transport
+from gristmill._client.connection.transport import Transport
 from gristmill._wire.column_spec import ColumnSpec, specs_of
 from gristmill._wire.row_codec import decode
 from gristmill.errors import InvalidArgumentError

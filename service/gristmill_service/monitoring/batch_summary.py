@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.steps import Steps, TrajectoryKey, concat
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline import advantage, filters
-from gristmill_service.pipeline.advantage import Float64s
-from gristmill_service.pipeline.joins import breaks, mismatch
-from gristmill_service.pipeline.merge import merge_rows, visit_loss_tokens
-from gristmill_service.pipeline.validate import Received, receive
+from gristmill_service.pipeline.credit import advantage
+from gristmill_service.pipeline.credit.advantage import Float64s
+from gristmill_service.pipeline.rows import filters
+from gristmill_service.pipeline.rows.joins import breaks, mismatch
+from gristmill_service.pipeline.rows.merge import merge_rows, visit_loss_tokens
+from gristmill_service.pipeline.rows.validate import Received, receive
 
 KEPT_BREAKS = 200
 """Breaks that are held of a batch: where thousands break, they break alike."""

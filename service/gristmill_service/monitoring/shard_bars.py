@@ -13,8 +13,8 @@ from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
 from gristmill_service.monitoring.batch_models import MiniBatchPicture, ShardPicture
 from gristmill_service.monitoring.batch_summary import BatchSummary
-from gristmill_service.pipeline.balance import loads_of
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, RankDocument
+from gristmill_service.pipeline.scheduling.balance import loads_of
 
 
 class Largest(NamedTuple):

@@ -1,9 +1,9 @@
 """The pipeline turns steps into a plan and shards.
 
 It is pure: functions of arrays to arrays, without I/O, clock, randomness or global state; the same input gives the
-same bytes. Each stage is a module, in the order in which data flows:
+same bytes. Data flows one way, through one room after another:
 
-    steps -> validate -> filters -> merge -> advantage -> schedule -> layout -> shards
+    steps -> rows (validate, filter, merge) -> credit -> scheduling -> layout -> shards
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.batch_stats import BatchStats, collect_stats
-from gristmill_service.pipeline.layout import Shard
-from gristmill_service.pipeline.plan import MiniBatchPlan
+from gristmill_service.pipeline.layout.batch_shards import shards
+from gristmill_service.pipeline.layout.shard import Shard
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.pipeline.plan_document import PlanDocument, plan_document
-from gristmill_service.pipeline.schedule import schedule
+from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
+from gristmill_service.pipeline.scheduling.schedule import schedule
 from gristmill_service.pipeline.scored_batch import ScoredBatch, score_batch, with_columns
-from gristmill_service.pipeline.shard_address import ShardAddress
-from gristmill_service.pipeline.shards import shards
 from gristmill_service.pipeline.stage_timer import StageTimer, no_timer
 from gristmill_service.pipeline.written import ShardForm, Written, form_of, values_of_steps
 

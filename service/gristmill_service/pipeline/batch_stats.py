@@ -10,9 +10,9 @@ import numpy as np
 
 from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.joins import Mismatch, breaks
-from gristmill_service.pipeline.layout import Shard
-from gristmill_service.pipeline.plan import MiniBatchPlan
+from gristmill_service.pipeline.layout.shard import Shard
+from gristmill_service.pipeline.rows.joins import Mismatch, breaks
+from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
 from gristmill_service.pipeline.scored_batch import ScoredBatch
 from gristmill_service.pipeline.tag_metrics import Figures, tag_metrics
 

@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 
 from gristmill_service.config import Model, RunConfig
-from gristmill_service.pipeline.balance import barrier_ratio, loads_of, shared_loads
-from gristmill_service.pipeline.layout import Shard
-from gristmill_service.pipeline.plan import MiniBatchPlan, RankPlan
+from gristmill_service.pipeline.layout.shard import Shard
+from gristmill_service.pipeline.rows.sharing import Sharing
+from gristmill_service.pipeline.scheduling.balance import barrier_ratio, loads_of, shared_loads
+from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan, RankPlan
 from gristmill_service.pipeline.scored_batch import ScoredBatch
-from gristmill_service.pipeline.sharing import Sharing
 from gristmill_service.pipeline.tag_metrics import tag_metrics, tags_short
 
 

@@ -12,15 +12,16 @@ from gristmill._wire.columns import Int64s
 from gristmill._wire.steps import Extra, Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline import advantage, filters
-from gristmill_service.pipeline.advantage import Float64s
-from gristmill_service.pipeline.credit import Credit, credit
-from gristmill_service.pipeline.credit_columns import credit_columns
-from gristmill_service.pipeline.joins import Mismatch
-from gristmill_service.pipeline.merge import Rows, merge, realigned_tokens, row_loss_tokens
-from gristmill_service.pipeline.sharing import Sharing, find_sharing
+from gristmill_service.pipeline.credit import advantage
+from gristmill_service.pipeline.credit.advantage import Float64s
+from gristmill_service.pipeline.credit.assignment import Credit, credit
+from gristmill_service.pipeline.credit.credit_columns import credit_columns
+from gristmill_service.pipeline.rows import filters
+from gristmill_service.pipeline.rows.joins import Mismatch
+from gristmill_service.pipeline.rows.merge import Rows, merge, realigned_tokens, row_loss_tokens
+from gristmill_service.pipeline.rows.sharing import Sharing, find_sharing
+from gristmill_service.pipeline.rows.validate import Received, receive
 from gristmill_service.pipeline.stage_timer import StageTimer, no_timer
-from gristmill_service.pipeline.validate import Received, receive
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,13 +19,13 @@ from gristmill._wire.columns import Array, Int64s, Ragged, starts_of
 from gristmill._wire.steps import Extra
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.columns import safetensors_name
-from gristmill_service.pipeline.layout import Shard
-from gristmill_service.pipeline.merge import Rows
-from gristmill_service.pipeline.plan import MiniBatchPlan
+from gristmill_service.pipeline.layout.columns import safetensors_name
+from gristmill_service.pipeline.layout.shard import Shard
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.rows.merge import Rows
+from gristmill_service.pipeline.rows.validate import Received
+from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
 from gristmill_service.pipeline.scored_batch import ScoredBatch
-from gristmill_service.pipeline.shard_address import ShardAddress
-from gristmill_service.pipeline.validate import Received
 from gristmill_service.pipeline.written_rows import StepPlaces, WrittenRows, places, written_rows
 
 Written = Mapping[ShardAddress, Mapping[str, Array]]

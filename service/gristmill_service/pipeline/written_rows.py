@@ -17,9 +17,9 @@ from gristmill._wire.columns import Array, Int64s, Ragged, starts_of
 from gristmill._wire.steps import FLOAT32_MAX
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.credit_columns import credit_columns
-from gristmill_service.pipeline.kl import kl
-from gristmill_service.pipeline.merge import Rows
+from gristmill_service.pipeline.credit.credit_columns import credit_columns
+from gristmill_service.pipeline.credit.kl import kl
+from gristmill_service.pipeline.rows.merge import Rows
 from gristmill_service.pipeline.scored_batch import ScoredBatch
 
 

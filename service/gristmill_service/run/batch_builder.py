@@ -24,9 +24,9 @@ from gristmill.errors import (
 from gristmill_service import tracing
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.batch_stats import BatchStats
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.pipeline.plan_document import PlanDocument, encode_plan
-from gristmill_service.pipeline.schedule import MisalignedError
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.schedule import MisalignedError
 from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.pipeline.written import ShardForm, Written
 from gristmill_service.run.effects import Effects

@@ -19,8 +19,8 @@ from gristmill._wire.row_codec import Prefixes, Sent
 from gristmill._wire.steps import Steps, TrajectoryKey, check, check_text
 from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service.config import Model, RunConfig
-from gristmill_service.pipeline.credit_columns import check_credit_columns
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.credit.credit_columns import check_credit_columns
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run import prefix_expansion, recovery
 from gristmill_service.run.batch_builder import BatchBuilder, BuildBatch
 from gristmill_service.run.housekeeping import Housekeeping

@@ -28,7 +28,7 @@ from gristmill.errors import (
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.pipeline import build_batch as build_with_pipeline
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.batch_builder import BuildBatch
 from gristmill_service.run.machine.admission import RowBudget
 from gristmill_service.run.run import MakeMonitor, Run, Shared

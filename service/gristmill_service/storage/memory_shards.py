@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError
-from gristmill_service.pipeline.iovec import join
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.iovec import join
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.storage.memory_room import memory_room
 from gristmill_service.storage.shard_store import ShardLocation, ShardSource
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
 
-from gristmill_service.pipeline import iovec
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout import iovec
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.storage.shard_store import ShardSource
 
 

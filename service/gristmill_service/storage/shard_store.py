@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gristmill.errors import UnavailableError
-from gristmill_service.pipeline.iovec import Iovec
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.iovec import Iovec
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 
 
 class ShardsLostError(UnavailableError):

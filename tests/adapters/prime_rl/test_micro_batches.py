@@ -18,7 +18,7 @@ from gristmill.adapters.prime_rl.micro_batches import MicroBatch, check_columns
 from gristmill.torch import Conversion, Shard, parse_shard
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.iovec import join
+from gristmill_service.pipeline.layout.iovec import join
 from tests.adapters.prime_rl.make_golden import DATA, PAD_TO_MULTIPLE_OF
 from tests.adapters.prime_rl.rollouts import COLUMNS, CONFIG, rows
 

@@ -16,7 +16,7 @@ from gristmill.converters import from_slime
 from gristmill.torch import Conversion, Shard, parse_shard
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.iovec import join
+from gristmill_service.pipeline.layout.iovec import join
 from tests.adapters.slime.golden import GOLDEN, plain
 from tests.adapters.slime.samples import PARALLEL, DataSource, arguments, generate
 from tests.client.converters.stand_ins import Sample, Status

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gristmill._client.skyrl_output import columns_of_output
+from gristmill._client.rollout.skyrl_output import columns_of_output
 from gristmill._wire.column_spec import specs_of
 from gristmill._wire.extras import check_extras
 from gristmill._wire.row_codec import encode

@@ -22,7 +22,7 @@ from gristmill.adapters.verl.tensor_dicts import mini_batch_data
 from gristmill.torch import Conversion, Shard, parse_shard
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.iovec import join
+from gristmill_service.pipeline.layout.iovec import join
 from tests.trainers.verl import tiny_model
 from tests.trainers.verl.rollouts import Row, native, rollouts
 from tests.trainers.verl.verl_settings import CPU, batches, model, sgd

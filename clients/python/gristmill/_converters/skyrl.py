@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gristmill._client.skyrl_output import fields_of_output
+from gristmill._client.rollout.skyrl_output import fields_of_output
 from gristmill._converters.keys import Choice, Row
 from gristmill._converters.rows import tagged
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gristmill._client.step_writer import plain
+from gristmill._client.rollout.step_writer import plain
 from gristmill._wire.columns import Array
 from gristmill.errors import InvalidArgumentError
 

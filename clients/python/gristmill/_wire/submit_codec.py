@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from gristmill._client.channels import MESSAGE_BYTES
+from gristmill._client.connection.channels import MESSAGE_BYTES
 from gristmill._wire import row_codec
 from gristmill._wire.columns import Array, Int64s, Ragged, bytes_of
 from gristmill._wire.steps import Steps

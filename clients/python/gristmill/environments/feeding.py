@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from gristmill._client.delivery import RowOutcome
+from gristmill._client.rollout.delivery import RowOutcome
 from gristmill.aio import AsyncRolloutClient
 from gristmill.errors import AlreadyExistsError, GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
 

@@ -19,7 +19,7 @@ from gristmill_service.api.http.dependencies import ContextDep, RunDep, gone
 from gristmill_service.api.questions import ask_batch, ask_shard
 from gristmill_service.api.shard_columns import file_with
 from gristmill_service.config import Model
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.rollout_lines import json_lines
 from gristmill_service.run.machine.answers import Position, ShardAnswer
 from gristmill_service.run.machine.trainer_commands import Checkpoint

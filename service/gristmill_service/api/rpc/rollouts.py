@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import structlog
 
-from gristmill._client.transport import SUBMIT_ROWS
+from gristmill._client.connection.transport import SUBMIT_ROWS
 from gristmill._wire import row_codec
 from gristmill._wire.submit_codec import Submission
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc

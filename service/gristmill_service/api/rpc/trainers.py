@@ -14,7 +14,7 @@ from gristmill_service.api.context import ApiContext
 from gristmill_service.api.questions import ask_batch, ask_shard
 from gristmill_service.api.rpc.streams import Streams
 from gristmill_service.api.shard_columns import compact_with, file_with
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchAnswer, BatchState
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 

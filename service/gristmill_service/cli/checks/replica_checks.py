@@ -12,7 +12,7 @@ import httpx
 
 import gristmill
 from gristmill import Credentials
-from gristmill._client.channels import addresses_of
+from gristmill._client.connection.channels import addresses_of
 from gristmill.errors import GristmillError
 from gristmill_service.cli.checks.check import Check
 from gristmill_service.cli.watch.snapshot import ReplicaSnapshot, connect

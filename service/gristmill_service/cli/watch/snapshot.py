@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from gristmill._client.channels import addresses_of
-from gristmill._client.transport import Transport
+from gristmill._client.connection.channels import addresses_of
+from gristmill._client.connection.transport import Transport
 from gristmill.errors import DeadlineExceededError, GristmillError, NotFoundError, UnavailableError
 from gristmill.v1 import run_pb2
 

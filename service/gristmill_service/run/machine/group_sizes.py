@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.validate import sizes_of
+from gristmill_service.pipeline.rows.validate import sizes_of
 from gristmill_service.run.machine.events import GroupKey, NewGroup
 from gristmill_service.run.machine.groups import Group
 from gristmill_service.run.machine.state import State

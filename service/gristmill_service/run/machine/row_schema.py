@@ -7,7 +7,7 @@ from dataclasses import replace
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.validate import check_advantage_schema
+from gristmill_service.pipeline.rows.validate import check_advantage_schema
 from gristmill_service.run.machine.answers import RewardUpdate
 from gristmill_service.run.machine.events import RowSchema, StoredRow
 

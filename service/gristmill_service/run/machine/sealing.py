@@ -11,7 +11,7 @@ import numpy as np
 from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import FailedPreconditionError
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.advantage import all_equal, trajectory_scores
+from gristmill_service.pipeline.credit.advantage import all_equal, trajectory_scores
 from gristmill_service.run.machine.admission import Room
 from gristmill_service.run.machine.events import (
     BatchSealed,

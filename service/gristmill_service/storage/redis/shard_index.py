@@ -8,7 +8,7 @@ import msgspec
 
 from gristmill.errors import FailedPreconditionError
 from gristmill_service.config import Model
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.storage.redis.shard_keys import ShardKeys
 
 VERSION = 1

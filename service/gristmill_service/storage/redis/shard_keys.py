@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from urllib.parse import quote
 
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 
 
 class ShardKeys:

@@ -20,8 +20,8 @@ import structlog
 
 from gristmill._wire.compact_shards import restore
 from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError, UnavailableError
-from gristmill_service.pipeline.iovec import cut, join
-from gristmill_service.pipeline.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.iovec import cut, join
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.storage.redis.connection import Client, translated
 from gristmill_service.storage.redis.key_removals import KeyRemovals
 from gristmill_service.storage.redis.publications import Publications, is_left_behind

@@ -15,8 +15,8 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils
 
-from gristmill._client.jagged_rows import Jagged, Part
-from gristmill._client.jagged_rows import join as join_rows
+from gristmill._client.trainer.jagged_rows import Jagged, Part
+from gristmill._client.trainer.jagged_rows import join as join_rows
 from gristmill.torch import Shard
 
 # verl's name, ours, what of each row, verl's dtype, and what stands in a row that fills up.

@@ -1,0 +1,148 @@
+"""Connections to the service: calls with deadlines and retries, by whichever driver.
+
+Owns no call of the contract and no state of a run. Every call of the contract may be repeated safely, which is why all
+of them are retried here in the same way.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from gristmill._client.connection.credentials import Credentials
+from gristmill._client.connection.drivers import Blocking, Driver, block_on
+from gristmill._client.connection.failures import failure_of
+from gristmill._client.connection.retries import Retry, WaitBudget
+from gristmill.errors import FailedPreconditionError
+from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2_grpc, trainer_pb2_grpc
+
+T = TypeVar("T")
+
+TIMEOUT_S = 120.0
+"""For how long a call is tried again by default."""
+
+SUBMIT_ROWS = "/gristmill.v1.RolloutService/SubmitRows"
+"""Called with requests that are bytes already, as `gristmill._wire.submit_codec` writes them."""
+
+
+class ForkGuard:
+    """Remembers in which process a client was made: gRPC's threads and connections do not survive a fork."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._pid = name, os.getpid()
+
+    def is_here(self) -> bool:
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        if not self.is_here():
+            raise FailedPreconditionError(
+                f"this {self._name} was made in process {self._pid} and is used in its fork {os.getpid()}, which gRPC "
+                "does not survive; make the client after the fork, or start processes by spawn"
+            )
+
+
+class Connection:
+    """A connection to the replicas that `address` names, with the contract's three services. Nothing is connected
+    before the first call. credentials: None: those of the environment."""
+
+    def __init__(
+        self, driver: Driver, address: str, timeout_s: float, owner: str, credentials: Credentials | None = None
+    ) -> None:
+        self.driver = driver
+        self.channels = channels = driver.channels(address, credentials or Credentials())
+        self.address = channels.names
+        self.timeout_s = timeout_s
+        self.fork_guard = ForkGuard(owner)
+        self._closed = threading.Event()
+        self.owner = owner
+        self.runs: Any = run_pb2_grpc.RunServiceStub(channels)  # type: ignore[no-untyped-call]
+        self.rollouts: Any = rollout_pb2_grpc.RolloutServiceStub(channels)  # type: ignore[no-untyped-call]
+        self.trainers: Any = trainer_pb2_grpc.TrainerServiceStub(channels)  # type: ignore[no-untyped-call]
+        answer = rollout_pb2.SubmitRowsResponse.FromString
+        self.submit_rows = channels.unary_unary(SUBMIT_ROWS, response_deserializer=answer)
+        self.begin_submit_rows = channels.begin(SUBMIT_ROWS, response_deserializer=answer)
+
+    async def ask(
+        self, method: Callable[..., Any], request: Any, *, wait_s: float = 0.0, timeout_s: float = -1.0
+    ) -> Any:
+        """The answer, retried for `timeout_s` (the connection's own unless given) over what the service waits.
+
+        Raises the error of gristmill.errors that the last attempt ended with. `timeout_s=0` makes one attempt.
+        """
+        self.check_usable()
+        retry = Retry(self.timeout_s if timeout_s < 0 else timeout_s, self.channels.count)
+        while True:
+            try:
+                return await self.driver.call(method, request, timeout=retry.attempt_s(wait_s))
+            except grpc.RpcError as call:
+                pause_s = retry.pause_s(failure_of(call, self.address))
+            except KeyboardInterrupt:
+                self.channels.reconnect()
+                raise
+            await self.sleep(pause_s)
+
+    async def ask_until(self, ask: Callable[[float], Awaitable[T]], is_final: Callable[[T], bool], wait_s: float) -> T:
+        """The answer of `ask(seconds that the service may wait)` once it is final, or as it is after `wait_s`."""
+        budget = WaitBudget(wait_s)
+        while True:
+            answer = await ask(budget.next_wait_s())
+            if is_final(answer) or budget.is_over():
+                return answer
+            await self.sleep(budget.pause_s())
+
+    @property
+    def state(self) -> str:
+        """Where it leads, and whether it is closed, for a person."""
+        return f"at {self.address}{', closed' if self._closed.is_set() else ''}"
+
+    async def sleep(self, seconds: float) -> None:
+        """Raises FailedPreconditionError when the client is closed meanwhile."""
+        await self.driver.pause(seconds, self._closed)
+        self.check_usable()
+
+    def check_usable(self) -> None:
+        self.fork_guard.check()
+        if self._closed.is_set():
+            raise self.closed_error()
+
+    def closed_error(self) -> FailedPreconditionError:
+        return FailedPreconditionError(f"this {self.owner} is closed; make another")
+
+    async def disconnect(self) -> None:
+        """Idempotent. Calls that others wait in end with an error. Does nothing in a fork."""
+        if self.fork_guard.is_here():
+            self._closed.set()
+            for channel in self.channels.take_all():
+                await self.driver.call(channel.close)
+
+
+class Transport(Connection):
+    """One whose calls block. Thread-safe."""
+
+    def __init__(self, address: str, timeout_s: float, owner: str, credentials: Credentials | None = None) -> None:
+        super().__init__(Blocking(), address, timeout_s, owner, credentials)
+
+    def call(self, method: Callable[..., Any], request: Any, *, wait_s: float = 0.0, timeout_s: float = -1.0) -> Any:
+        """As `ask`."""
+        return block_on(self.ask(method, request, wait_s=wait_s, timeout_s=timeout_s))
+
+    def wait(self, ask: Callable[[float], T], is_final: Callable[[T], bool], wait_s: float) -> T:
+        """As `ask_until`."""
+
+        async def asked(seconds: float) -> T:
+            return ask(seconds)
+
+        return block_on(self.ask_until(asked, is_final, wait_s))
+
+    def pause(self, seconds: float) -> None:
+        """As `sleep`."""
+        block_on(self.sleep(seconds))
+
+    def close(self) -> None:
+        """As `disconnect`."""
+        block_on(self.disconnect())

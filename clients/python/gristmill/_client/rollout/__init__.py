@@ -1,0 +1,1 @@
+"""The clients of rollout workers, and what they hand over. Not public."""

@@ -1,0 +1,328 @@
+"""Rows on their way to the service: which are sent next, which are sent again and when, and the outcome of each.
+
+A state machine without threads, clock or I/O, which the sender drives: it takes the `next_message`, sends it, and
+reports by `on_outcomes` or `on_failure`. Several messages may be under way at a time, of different trajectories, so
+that rows of a trajectory arrive in the order they were added; after a failure, one by one until all is well again. No
+row leaves it without an outcome or an error.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from gristmill._client.connection.channels import MESSAGE_BYTES
+from gristmill._client.connection.failures import Failure, with_message
+from gristmill._client.connection.retries import Backoff
+from gristmill._client.rollout.delivery import (
+    Delivery,
+    Group,
+    PendingRow,
+    Prefix,
+    RowOutcome,
+    error_of,
+    form_of,
+    row_sizes,
+)
+from gristmill._wire.columns import Int64s
+from gristmill._wire.steps import Steps, TrajectoryKey
+from gristmill.errors import (
+    AlreadyExistsError,
+    GristmillError,
+    InvalidArgumentError,
+    PrefixUnknownError,
+    ResourceExhaustedError,
+)
+
+_WHOLE = Prefix()
+# A message is a little more than its rows' buffers.
+_MESSAGE_RESERVE = 64 << 10
+
+
+@dataclass(slots=True)
+class _Parked:
+    """A group that the service has no room for now; not_before is infinite while some of it is being sent."""
+
+    entries: deque[PendingRow]
+    backoff: Backoff
+    not_before: float = inf
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a message is full, how long a row waits for others, and how much may wait."""
+
+    message_rows: int
+    message_bytes: int
+    linger_s: float
+    queue_messages: int = 8
+
+
+class Outbox:
+    def __init__(self, limits: Limits, timeout_s: float, replicas: int = 1) -> None:
+        self._limits = limits
+        self._replicas = replicas
+        self._timeout_s = timeout_s
+        self._fresh: deque[PendingRow] = deque()
+        self._fresh_bytes = 0
+        self._again: deque[list[PendingRow]] = deque()
+        self._parked: dict[Group, _Parked] = {}
+        self._outage = Backoff(replicas)
+        self._held_until = 0.0
+        self._last_number = 0
+        self._urgent_number = 0
+        self._pending: dict[int, PendingRow] = {}
+        self._messages = 0
+        self._being_sent: set[TrajectoryKey] = set()
+        self._unreported: dict[int, Delivery] = {}
+
+    # For producers.
+
+    def _check_sizes(self, table: Steps) -> Int64s:
+        """Bytes of each row on the wire. Raises InvalidArgumentError for a row that no message can hold."""
+        sizes = row_sizes(table)
+        most = MESSAGE_BYTES - _MESSAGE_RESERVE
+        if len(sizes) and int(sizes.max()) > most:
+            row = int(sizes.argmax())
+            raise InvalidArgumentError(
+                f"{table.name(row)}: the row has {sizes[row]} bytes and a message holds {most}; shorten its prompt, "
+                "response or columns"
+            )
+        return sizes
+
+    def has_room(self, table: Steps) -> bool:
+        """Whether the rows may be added now. Not while one of their groups waits for the service to have room: that
+        holds back who is ahead of the trainer, and nobody else."""
+        many = self._limits.queue_messages
+        if len(self._fresh) >= many * self._limits.message_rows:
+            return False
+        if self._fresh_bytes >= many * self._limits.message_bytes:
+            return False
+        return not self._parked or not any(table.key(row)[:2] in self._parked for row in range(len(table)))
+
+    def add(self, table: Steps, delivery: Delivery, now: float) -> bool:
+        """Puts the rows at the end. Returns whether that may have made a message due earlier."""
+        form, sizes, was_empty = form_of(table), self._check_sizes(table).tolist(), not self._fresh
+        for row in range(len(table)):
+            self._last_number = number = self._last_number + 1
+            index = len(delivery.outcomes)
+            entry = PendingRow(table, row, table.key(row), form, sizes[row], delivery, index, number, now)
+            delivery.outcomes.append(None)
+            delivery.pending += 1
+            self._pending[number] = entry
+            self._fresh.append(entry)
+            self._fresh_bytes += sizes[row]
+        return was_empty or self._is_full()
+
+    @property
+    def pending_rows(self) -> int:
+        return len(self._pending)
+
+    def flush(self) -> int:
+        """Makes all rows that are here due at once. Returns the number of the last row, for `is_concluded`."""
+        self._urgent_number = self._last_number
+        return self._last_number
+
+    def is_concluded(self, number: int) -> bool:
+        """Whether every row up to this number has an outcome or an error."""
+        return not self._pending or next(iter(self._pending)) > number
+
+    def is_sending(self, is_meant: Callable[[TrajectoryKey], bool]) -> bool:
+        """Whether rows of the trajectories that are meant have neither outcome nor error yet."""
+        return any(is_meant(entry.key) for entry in self._pending.values())
+
+    def withdraw(self, is_meant: Callable[[TrajectoryKey], bool]) -> None:
+        """Takes back rows that are not being sent at this moment, as dropped."""
+        withdrawn = self._extract(lambda entry: is_meant(entry.key))
+        for entry in withdrawn:
+            self._conclude(entry, RowOutcome.DROPPED)
+        self._release(withdrawn)
+
+    def take_error(self, delivery: Delivery) -> GristmillError | None:
+        """Why rows of the delivery were not taken. `take_errors` then leaves them out: each error is raised once."""
+        self._unreported.pop(id(delivery), None)
+        return error_of(delivery.failures) if delivery.failures else None
+
+    def take_errors(self) -> GristmillError | None:
+        """Why rows were not taken, for all deliveries whose errors nobody took yet."""
+        failures = {key: error for delivery in self._unreported.values() for key, error in delivery.failures.items()}
+        self._unreported.clear()
+        return error_of(failures) if failures else None
+
+    # For the sender.
+
+    def next_message(self, now: float) -> list[PendingRow]:
+        """The next message's rows, all of one form; empty when none is due, or has to wait for one under way."""
+        if now < self._held_until or self._is_blocked():
+            return []
+        entries = self._again.popleft() if self._again else self._take_parked(now) or self._take_fresh(now)
+        for entry in entries:
+            entry.expires = min(entry.expires, now + self._timeout_s)
+            self._being_sent.add(entry.key)
+        self._messages += bool(entries)
+        return entries
+
+    def attempt_s(self, entries: Sequence[PendingRow], now: float) -> float:
+        """The time that an attempt at these rows gets."""
+        return self._outage.attempt_s(min(entry.expires for entry in entries) - now)
+
+    def due_in(self, now: float) -> float | None:
+        """Seconds until there is a `next_message`; None when there is none, or not before an answer comes."""
+        if self._is_blocked():
+            return None
+        times = [parked.not_before for parked in self._parked.values()]
+        if self._again:
+            times.append(now)
+        if self._fresh:
+            times.append(now if self._is_full() or self._is_urgent() else self._fresh[0].added + self._limits.linger_s)
+        soonest = min(times, default=inf)
+        return None if soonest == inf else max(soonest, self._held_until) - now
+
+    def on_outcomes(self, entries: Sequence[PendingRow], outcomes: Sequence[RowOutcome]) -> None:
+        """The service answered."""
+        self._returned(entries)
+        self._outage = Backoff(self._replicas)
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            self._conclude(entry, outcome)
+        self._release(entries)
+
+    def on_failure(self, entries: list[PendingRow], failure: Failure, now: float) -> None:
+        """The attempt failed, and nothing of it was kept: sends the rows again later, in smaller messages so that one
+        bad row does not take others with it, or gives them up."""
+        self._returned(entries)
+        error = failure.error
+        if isinstance(error, PrefixUnknownError) and any(entry.prefix != _WHOLE for entry in entries):
+            for entry in entries:
+                entry.prefix = _WHOLE
+            self._again.appendleft(entries)
+        elif failure.may_retry:
+            expired = [entry for entry in entries if entry.expires <= now]
+            if expired:
+                self._fail(expired, with_message(error, f"{error} (gave up after {self._timeout_s:g} s)"))
+            entries = [entry for entry in entries if entry.number in self._pending]
+            if entries and isinstance(error, ResourceExhaustedError):
+                self._wait_for_room(entries, failure, now)
+            elif entries:
+                self._held_until = self._next_attempt(entries, self._outage, failure, now)
+                self._again.appendleft(entries)
+        elif len(entries) > 1 and isinstance(error, (InvalidArgumentError, AlreadyExistsError)):
+            middle = len(entries) // 2
+            self._again.extendleft((entries[middle:], entries[:middle]))
+        else:
+            self._fail(entries, error)
+
+    def _fail(self, entries: Sequence[PendingRow], error: GristmillError) -> None:
+        """Gives the rows up, and those that follow in their trajectories: one with a hole is of no use."""
+        lost = {(entry.key, id(entry.delivery)) for entry in entries}
+        followers = self._extract(lambda entry: (entry.key, id(entry.delivery)) in lost)
+        for entry in (*entries, *followers):
+            self._pending.pop(entry.number, None)
+            entry.delivery.pending -= 1
+            entry.delivery.failures.setdefault(entry.key, error)
+            self._unreported[id(entry.delivery)] = entry.delivery
+        self._release(entries)
+
+    def _is_blocked(self) -> bool:
+        """Whether what is next has to wait until a message that is under way has returned."""
+        if not self._messages:
+            return False
+        if self._again or self._parked:
+            return True
+        return bool(self._fresh) and self._fresh[0].key in self._being_sent
+
+    def _returned(self, entries: Sequence[PendingRow]) -> None:
+        self._messages -= bool(entries)
+        self._being_sent.difference_update(entry.key for entry in entries)
+
+    def _take_fresh(self, now: float) -> list[PendingRow]:
+        fresh, taken = self._fresh, list[PendingRow]()
+        if not fresh:
+            return taken
+        if not (self._is_full() or self._is_urgent() or fresh[0].added + self._limits.linger_s <= now):
+            return taken
+        taken = self._fill(fresh)
+        self._fresh_bytes -= sum(entry.size for entry in taken)
+        return taken
+
+    def _take_parked(self, now: float) -> list[PendingRow]:
+        for parked in self._parked.values():
+            if parked.not_before <= now:
+                parked.not_before = inf
+                return self._fill(parked.entries)
+        return []
+
+    def _fill(self, source: deque[PendingRow]) -> list[PendingRow]:
+        """As many rows of one form as fit a message; at least one."""
+        taken, room = [source.popleft()], self._limits.message_bytes
+        room -= taken[0].size
+        while source and len(taken) < self._limits.message_rows:
+            if source[0].size > room or source[0].form != taken[0].form or source[0].key in self._being_sent:
+                break
+            room -= source[0].size
+            taken.append(source.popleft())
+        return taken
+
+    def _is_full(self) -> bool:
+        """Whether a message can be filled."""
+        return len(self._fresh) >= self._limits.message_rows or self._fresh_bytes >= self._limits.message_bytes
+
+    def _is_urgent(self) -> bool:
+        return self._fresh[0].number <= self._urgent_number
+
+    def _wait_for_room(self, entries: list[PendingRow], failure: Failure, now: float) -> None:
+        """Parks the group that has no room; of several groups, finds by halving which it is."""
+        groups = list(dict.fromkeys(entry.group for entry in entries))
+        if len(groups) > 1:
+            first = set(groups[: len(groups) // 2])
+            halves = ([e for e in entries if e.group not in first], [e for e in entries if e.group in first])
+            self._again.extendleft(halves)
+            return
+        (group,) = groups
+        parked = self._parked.setdefault(group, _Parked(deque(), Backoff()))
+        waiting = (*entries, *parked.entries, *self._extract(lambda entry: entry.group == group, parked=False))
+        # Halved messages may have put a trajectory's later rows before its earlier ones.
+        parked.entries = deque(sorted(waiting, key=lambda entry: entry.number))
+        for entry in parked.entries:
+            entry.expires = min(entry.expires, now + self._timeout_s)
+        parked.not_before = self._next_attempt(entries, parked.backoff, failure, now)
+
+    @staticmethod
+    def _next_attempt(entries: Sequence[PendingRow], backoff: Backoff, failure: Failure, now: float) -> float:
+        """A last attempt is made when the first of the rows expires."""
+        pause_s = backoff.pause_s(failure.pushback_s, is_of_replica=failure.is_of_replica)
+        return min(now + pause_s, min(entry.expires for entry in entries))
+
+    def _release(self, entries: Iterable[PendingRow]) -> None:
+        """Lets the rows go on that waited for room with these."""
+        if self._parked:
+            for group in {entry.group for entry in entries} & self._parked.keys():
+                rest = self._parked.pop(group).entries
+                while rest:
+                    self._again.append(self._fill(rest))
+
+    def _conclude(self, entry: PendingRow, outcome: RowOutcome) -> None:
+        self._pending.pop(entry.number, None)
+        entry.delivery.pending -= 1
+        entry.delivery.outcomes[entry.index] = outcome
+        entry.delivery.is_kept &= outcome.is_kept
+
+    def _extract(self, is_meant: Callable[[PendingRow], bool], *, parked: bool = True) -> list[PendingRow]:
+        """Removes the queued rows that are meant, in order."""
+        found: list[PendingRow] = []
+
+        def rest_of(entries: Iterable[PendingRow]) -> list[PendingRow]:
+            rest: list[PendingRow] = []
+            for entry in entries:
+                (found if is_meant(entry) else rest).append(entry)
+            return rest
+
+        if parked:
+            for waiting in self._parked.values():
+                waiting.entries = deque(rest_of(waiting.entries))
+            self._parked = {group: w for group, w in self._parked.items() if w.entries or w.not_before == inf}
+        self._again = deque(rest for message in self._again if (rest := rest_of(message)))
+        self._fresh = deque(rest_of(self._fresh))
+        self._fresh_bytes = sum(entry.size for entry in self._fresh)
+        return found

@@ -1,0 +1,153 @@
+"""Requests and answers of the rollout calls. Makes no calls."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gristmill._client.connection.channels import MESSAGE_BYTES
+from gristmill._client.rollout.outbox import Limits
+from gristmill._client.rollout.prefix_dedup import RequestEncoder
+from gristmill._client.rollout.step_writer import plain
+from gristmill._wire import submit_codec
+from gristmill._wire.steps import INT32_MAX, Steps, TrajectoryKey, check_tag
+from gristmill._wire.tables import ValueColumns
+from gristmill.errors import InvalidArgumentError
+from gristmill.v1 import rollout_pb2, run_pb2
+
+_log = logging.getLogger("gristmill")
+
+_T = TypeVar("_T")
+
+# Waiting for room paces producers, so that only a long wait is warned of; seconds, at least, between two warnings.
+ROOM_NOTICE_S = 30.0
+
+# A row waits so long for others to share its message.
+_LINGER_S = 0.003
+
+
+def limits(max_batch_rows: int, max_batch_bytes: int) -> Limits:
+    if max_batch_rows < 1:
+        raise InvalidArgumentError(f"max_batch_rows is {max_batch_rows}; a message has at least one row")
+    if not 1 <= max_batch_bytes <= MESSAGE_BYTES // 2:
+        raise InvalidArgumentError(f"max_batch_bytes is {max_batch_bytes}; expected 1 to {MESSAGE_BYTES // 2}")
+    return Limits(max_batch_rows, max_batch_bytes, _LINGER_S)
+
+
+def encoder(run: str, compression: str | None) -> RequestEncoder:
+    if compression not in (None, "zstd"):
+        raise InvalidArgumentError(f"compression is {compression!r}; known are None and 'zstd'")
+    if compression:
+        submit_codec.check_zstd()
+    return RequestEncoder(check_run(run), compression is not None)
+
+
+def tables(columns: ValueColumns, limits: Limits) -> Iterator[Steps]:
+    """The rows as tables that fill a message each, which also holds their names."""
+    return columns.tables(limits.message_rows, limits.message_bytes * 7 // 8)
+
+
+def check_run(run: str) -> str:
+    if not isinstance(run, str) or not run:
+        raise InvalidArgumentError(f"run is {run!r}; name the run with a string that is not empty")
+    return run
+
+
+def create_run(run: str, config: Mapping[str, Any]) -> run_pb2.CreateRunRequest:
+    try:
+        return run_pb2.CreateRunRequest(run=run, config_json=json.dumps(dict(config), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"run {run!r}: config is not JSON: {error}; use plain values") from None
+
+
+def begin_groups(
+    run: str,
+    uids: Sequence[str],
+    round_: int,
+    n_samples: int | Mapping[str, int] | None,
+    tag: str | Mapping[str, str] | None,
+) -> rollout_pb2.BeginGroupsRequest:
+    if isinstance(uids, str):
+        raise InvalidArgumentError(f"uids is the string {uids!r}; give a list of uids")
+    sizes = _one_each(uids, n_samples, 0)
+    for uid, size in zip(uids, sizes, strict=False):
+        if isinstance(size, bool) or not hasattr(size, "__index__") or not 0 <= size <= INT32_MAX:
+            raise InvalidArgumentError(f"uid {uid!r}: n_samples is {size!r}; give how many samples make the group")
+    tags = _one_each(uids, tag, "")
+    for uid, name in zip(uids, tags, strict=False):
+        if not isinstance(name, str):
+            raise InvalidArgumentError(f"uid {uid!r}: tag is {name!r}; name the environment or task with a string")
+        check_tag(name, f"uid {uid!r}")
+    return rollout_pb2.BeginGroupsRequest(run=run, round=round_, uids=uids, n_samples=sizes, tags=tags)
+
+
+def _one_each(uids: Sequence[str], given: _T | Mapping[str, _T] | None, default: _T) -> list[_T]:
+    """What was given for all groups, or by uid; nothing where nothing was given."""
+    if given is None:
+        return []
+    return [given.get(uid, default) if isinstance(given, Mapping) else given for uid in uids]
+
+
+def admitted(uids: Sequence[str], answer: rollout_pb2.BeginGroupsResponse) -> list[str]:
+    states = zip(uids, answer.admissions, strict=True)
+    return [uid for uid, state in states if state == rollout_pb2.GROUP_ADMISSION_ADMITTED]
+
+
+def waits_for_room(answer: rollout_pb2.BeginGroupsResponse) -> bool:
+    """Whether none is admitted, and one may be later."""
+    states = set(answer.admissions)
+    admits = rollout_pb2.GROUP_ADMISSION_ADMITTED in states
+    return not admits and rollout_pb2.GROUP_ADMISSION_NO_ROOM in states
+
+
+class RoomWait:
+    """One wait for room. Warns why there is none, with the first answer after each ROOM_NOTICE_S of waiting."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._began = self._warned = time.monotonic()
+
+    def is_over(self, answer: rollout_pb2.BeginGroupsResponse) -> bool:
+        if not waits_for_room(answer):
+            return True
+        now = time.monotonic()
+        if now - self._warned >= ROOM_NOTICE_S:
+            self._warned = now
+            _log.warning("run %r: no room for groups for %.0f s now: %s", self._run, now - self._began, answer.reason)
+        return False
+
+
+def set_reward(run: str, key: TrajectoryKey, step: int | None, reward: Any) -> rollout_pb2.SetRewardsRequest:
+    values = plain(reward, "reward", str(key))
+    array = np.asarray(values, np.float64) if np.size(values) else np.empty(0)
+    if array.ndim > 1 or not array.size or not np.isfinite(array).all():
+        raise InvalidArgumentError(f"{key}: reward is {reward!r}; expected a finite number, or one per response token")
+    message = rollout_pb2.Reward(trajectory=trajectory_key(key), step=step)
+    if array.ndim:
+        message.token_values = array.tobytes()
+    else:
+        message.value = float(array)
+    return rollout_pb2.SetRewardsRequest(run=run, rewards=[message])
+
+
+def abort_trajectory(run: str, key: TrajectoryKey, reason: str) -> rollout_pb2.AbortTrajectoriesRequest:
+    return rollout_pb2.AbortTrajectoriesRequest(run=run, trajectories=[trajectory_key(key)], reason=reason)
+
+
+def trajectory_key(key: TrajectoryKey) -> rollout_pb2.TrajectoryKey:
+    return rollout_pb2.TrajectoryKey(uid=key.uid, round=key.round, sample=key.sample)
+
+
+def wait_of(wait_s: float | None) -> float:
+    """None waits as long as it takes."""
+    if wait_s is None:
+        return inf
+    if not wait_s >= 0:
+        raise InvalidArgumentError(f"wait_s is {wait_s}; give the seconds to wait, 0 or more, or None for no limit")
+    return wait_s

@@ -1,0 +1,224 @@
+"""The calls of rollout workers, written once: `AsyncRolloutClient` awaits them, `RolloutClient` runs them to their end.
+
+Owns their order and their waits; the rules of batching are the outbox's. `RolloutClient` says what each means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from gristmill._client.connection.transport import Connection
+from gristmill._client.rollout import requests
+from gristmill._client.rollout.declared_columns import Declared, DeclaredColumns
+from gristmill._client.rollout.delivery import RowOutcome
+from gristmill._client.rollout.groups import Group, groups_of
+from gristmill._client.rollout.outbox import Limits
+from gristmill._client.rollout.prefix_dedup import RequestEncoder
+from gristmill._client.rollout.sender import Sender
+from gristmill._client.rollout.skyrl_output import columns_of_output, unknown_keys
+from gristmill._client.rollout.step_writer import StepWriter
+from gristmill._client.rollout.trajectory import AsyncTrajectory
+from gristmill._wire.rows import columns_of, extra_names
+from gristmill._wire.steps import UNKNOWN, TrajectoryKey
+from gristmill._wire.tables import ValueColumns
+from gristmill.errors import DeadlineExceededError, GristmillError, NotFoundError
+from gristmill.v1 import rollout_pb2, run_pb2
+
+
+class RolloutCore:
+    def __init__(self, connection: Connection, encoder: RequestEncoder, limits: Limits, token_rewards: bool) -> None:
+        self.run = encoder.run
+        self._limits = limits
+        self._token_rewards = token_rewards
+        self._connection = connection
+        self._encoder = encoder
+        self._declared = DeclaredColumns(self.status, encoder.share)
+        self.sender = Sender(connection, encoder, limits)
+
+    def __repr__(self) -> str:
+        return f"<{self._connection.owner} of run {self.run!r} {self._connection.state}>"
+
+    # The run.
+
+    async def create_run(self, config: Mapping[str, Any]) -> list[str]:
+        request = requests.create_run(self.run, config)
+        warnings = (await self._connection.ask(self._connection.runs.CreateRun, request)).warnings
+        self._declared.created(config)
+        return list(warnings)
+
+    async def status(self) -> run_pb2.RunStatus:
+        request = run_pb2.GetRunRequest(run=self.run)
+        status: run_pb2.RunStatus = (await self._connection.ask(self._connection.runs.GetRun, request)).status
+        return status
+
+    async def finish(self) -> int:
+        await self.flush()
+        request = run_pb2.FinishRunRequest(run=self.run)
+        return int((await self._connection.ask(self._connection.runs.FinishRun, request)).batches)
+
+    async def delete_run(self) -> bool:
+        self.sender.withdraw(lambda key: True)
+        await self.sender.wait_for(lambda key: True)
+        try:
+            await self._connection.ask(self._connection.runs.DeleteRun, run_pb2.DeleteRunRequest(run=self.run))
+        except NotFoundError:
+            return False
+        finally:
+            self._declared.deleted()
+        return True
+
+    async def policy_version(self) -> int:
+        return await self._ask_policy_version(0, 0.0)
+
+    async def wait_policy_version(self, at_least: int, timeout_s: float) -> int:
+        version = await self._connection.ask_until(
+            lambda wait_s: self._ask_policy_version(at_least, wait_s), lambda version: version >= at_least, timeout_s
+        )
+        if version < at_least:
+            raise DeadlineExceededError(
+                f"run {self.run!r}: the policy version is {version} after {timeout_s:g} s and not yet {at_least}; wait "
+                "longer, or check that the trainer announces its versions"
+            )
+        return version
+
+    async def _ask_policy_version(self, at_least: int, wait_s: float) -> int:
+        request = run_pb2.WaitPolicyVersionRequest(run=self.run, at_least=at_least, wait_s=wait_s)
+        response = await self._connection.ask(self._connection.runs.WaitPolicyVersion, request, wait_s=wait_s)
+        return int(response.version)
+
+    # Prompt groups.
+
+    async def begin_groups(
+        self,
+        uids: Sequence[str],
+        round: int = 0,
+        wait_s: float | None = None,
+        *,
+        n_samples: int | Mapping[str, int] | None = None,
+        tag: str | Mapping[str, str] | None = None,
+    ) -> list[str]:
+        request, wait_s = requests.begin_groups(self.run, uids, round, n_samples, tag), requests.wait_of(wait_s)
+        answer = await self._ask_groups(request, 0.0)
+        if requests.waits_for_room(answer) and wait_s:
+            answer = await self._connection.ask_until(
+                lambda part_s: self._ask_groups(request, part_s), requests.RoomWait(self.run).is_over, wait_s
+            )
+        return requests.admitted(request.uids, answer)
+
+    async def _ask_groups(
+        self, request: rollout_pb2.BeginGroupsRequest, wait_s: float
+    ) -> rollout_pb2.BeginGroupsResponse:
+        request.wait_s = wait_s
+        response: rollout_pb2.BeginGroupsResponse = await self._connection.ask(
+            self._connection.rollouts.BeginGroups, request, wait_s=wait_s
+        )
+        return response
+
+    async def groups(self) -> list[Group]:
+        ask = self._connection.driver.collecting(self._connection.runs.ListGroups)
+        return groups_of(await self._connection.ask(ask, run_pb2.ListGroupsRequest(run=self.run)))
+
+    async def abort_group(self, uid: str, *, round: int = 0, reason: str = "") -> bool:
+        self.sender.withdraw(lambda key: key[:2] == (round, uid))
+        await self.sender.wait_for(lambda key: key[:2] == (round, uid))
+        request = rollout_pb2.AbortGroupsRequest(run=self.run, round=round, uids=[uid], reason=reason)
+        return bool((await self._connection.ask(self._connection.rollouts.AbortGroups, request)).changed)
+
+    async def seal(self, batch: int | None = None) -> tuple[int, int]:
+        await self.flush()
+        request = rollout_pb2.SealBatchRequest(run=self.run, batch=batch)
+        timeout_s = 0.0 if batch is None else self._connection.timeout_s
+        response = await self._connection.ask(self._connection.rollouts.SealBatch, request, timeout_s=timeout_s)
+        return int(response.batch), int(response.prompts)
+
+    # Trajectories and rows.
+
+    def trajectory(
+        self, uid: str, sample: int, round: int = 0, attempt: int = 0, policy_version: int = UNKNOWN
+    ) -> AsyncTrajectory:
+        writer = StepWriter(TrajectoryKey(round, uid, sample), attempt, policy_version, self._token_rewards)
+        return AsyncTrajectory(self.sender, self.abort_trajectory, self._declared, writer)
+
+    async def submit(
+        self,
+        generator_output: Mapping[str, Any],
+        *,
+        trajectory_ids: Sequence[Any] | None = None,
+        round: int = 0,
+        attempt: int = 0,
+        policy_version: int = UNKNOWN,
+    ) -> list[RowOutcome]:
+        def columns(declared: Declared) -> ValueColumns:
+            return columns_of_output(
+                generator_output,
+                trajectory_ids=trajectory_ids,
+                round=round,
+                attempt=attempt,
+                policy_version=policy_version,
+                declared=declared.columns,
+            )
+
+        return await self._submit(await self._declared.used(unknown_keys(generator_output), columns))
+
+    async def submit_rows(self, rows: Iterable[Mapping[str, Any]]) -> list[RowOutcome]:
+        rows = list(rows)
+
+        def columns(declared: Declared) -> ValueColumns:
+            return columns_of(rows, step_wise=False, columns=declared.columns)
+
+        return await self._submit(await self._declared.used(extra_names(rows), columns))
+
+    async def _submit(self, columns: ValueColumns) -> list[RowOutcome]:
+        delivery = await self.sender.submit(requests.tables(columns, self._limits))
+        if error := self.sender.take_error(delivery):
+            self._declared.forget_if_refused(error)
+            raise error
+        return [outcome for outcome in delivery.outcomes if outcome is not None]
+
+    async def set_reward(self, uid: str, sample: int, reward: Any, *, round: int = 0, step: int | None = None) -> bool:
+        key = TrajectoryKey(round, uid, sample)
+        request = requests.set_reward(self.run, key, step, reward)
+        await self.sender.wait_for(lambda found: found == key)
+        return bool((await self._connection.ask(self._connection.rollouts.SetRewards, request)).changed)
+
+    async def abort_trajectory(self, uid: str, sample: int, *, round: int = 0, reason: str = "") -> bool:
+        key = TrajectoryKey(round, uid, sample)
+        self.sender.withdraw(lambda found: found == key)
+        # Also the rest of its group, which may be what makes the group known.
+        await self.sender.wait_for(lambda found: found[:2] == key[:2])
+        request = requests.abort_trajectory(self.run, key, reason)
+        return bool((await self._connection.ask(self._connection.rollouts.AbortTrajectories, request)).changed)
+
+    # The end.
+
+    async def flush(self) -> None:
+        self._connection.fork_guard.check()
+        try:
+            await self.sender.flush()
+        except GristmillError as error:
+            self._declared.forget_if_refused(error)
+            raise
+
+    async def close(self) -> None:
+        if not self._connection.fork_guard.is_here():
+            return
+        try:
+            await self.sender.flush()
+        finally:
+            await self.sender.close()
+            await self._connection.disconnect()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self.close()
+        except GristmillError as failed:
+            if error is None:
+                raise
+            error.add_note(f"closing the {self._connection.owner}: {failed}")

@@ -1,0 +1,1 @@
+"""Credit: what the rewards of trajectories become on each trained token."""

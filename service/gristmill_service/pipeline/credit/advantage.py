@@ -1,0 +1,183 @@
+"""The third stage finds scores of trajectories, their advantages within the prompt group, and the scale of the loss.
+
+Scores come from the steps as received, so that merging cannot change them. All arithmetic is float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill._wire.columns import Int64s
+from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.rows.validate import Received
+from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
+
+MAXRL_EPSILON = 1e-6
+
+Float64s = NDArray[np.float64]
+
+
+def trajectory_scores(rewards: Float64s, trajectory_bounds: Int64s, mode: str) -> Float64s:
+    """Returns each trajectory's score: its last step's reward, or the exact sum over its steps (`trajectory_score`).
+
+    rewards: float64 (steps,), trajectories one after another; trajectory_bounds: (trajectories + 1,).
+    """
+    if mode == "last_step":
+        return rewards[trajectory_bounds[1:] - 1]
+    if len(trajectory_bounds) == 1:
+        return np.empty(0, np.float64)
+    scores = np.add.reduceat(rewards, trajectory_bounds[:-1])
+    # Two terms have one sum, whatever zeros stand between them; three and more depend on the order of addition.
+    terms = np.add.reduceat(rewards != 0, trajectory_bounds[:-1], dtype=np.int64)
+    several = np.flatnonzero(terms > 2)
+    if several.size:
+        numbers = rewards.tolist()
+        edges = zip(trajectory_bounds[several].tolist(), trajectory_bounds[several + 1].tolist(), strict=True)
+        scores[several] = [math.fsum(numbers[begin:end]) for begin, end in edges]
+    return scores
+
+
+def all_equal(scores: Float64s) -> bool:
+    """Tells whether a group of two or more trajectories has nothing to compare: no estimator learns from it."""
+    return bool(flat(scores))
+
+
+def flat(scores: Float64s) -> NDArray[np.bool_]:
+    """Tells of each group whether it is `all_equal`. scores: (..., trajectories of each); the result: (...)."""
+    equal: NDArray[np.bool_] = (scores == scores[..., :1]).all(axis=-1)
+    return equal if scores.shape[-1] > 1 else np.zeros_like(equal)
+
+
+def by_size(group_bounds: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
+    """Yields groups of one size after another: which ones, (groups,), and their trajectories, (groups, that many)."""
+    sizes = np.diff(group_bounds)
+    for size in np.flatnonzero(np.bincount(sizes)).tolist():
+        groups = np.flatnonzero(sizes == size)
+        yield groups, group_bounds[groups][:, np.newaxis] + np.arange(size)
+
+
+def group_advantages(scores: Float64s, config: RunConfig) -> Float64s:
+    """Returns one advantage a trajectory, of prompt groups of one size. scores, result: (..., trajectories of each).
+
+    `grpo`: Shao et al. 2024 (DeepSeekMath, outcome supervision); `rloo`: Ahmadian et al. 2024; `maxrl`: centred
+    reward over mean reward. Equal scores give exactly 0 by comparison, not by arithmetic, which leaves 1e-10 even in
+    float64. A lone survivor of a larger group has no baseline and gets 0. A group's bits do not depend on the others.
+    """
+    if scores.shape[-1] == 1:
+        if config.n_samples_per_prompt > 1:
+            return np.zeros(scores.shape)
+        return _GROUP_OF_ONE[config.advantage_estimator](scores, config)
+    result = np.zeros(scores.shape)
+    differ = ~flat(scores)
+    result[differ] = _ESTIMATORS[config.advantage_estimator](scores[differ], config)
+    return result
+
+
+def _grpo(scores: Float64s, config: RunConfig) -> Float64s:
+    centered: Float64s = scores - scores.mean(axis=-1, keepdims=True)
+    if not config.grpo_norm_by_std:
+        return centered
+    std = np.sqrt((centered * centered).sum(axis=-1, keepdims=True) / (scores.shape[-1] - 1))
+    normed: Float64s = centered / (std + config.grpo_epsilon)
+    return normed
+
+
+def _rloo(scores: Float64s, config: RunConfig) -> Float64s:
+    others: Float64s = (scores.sum(axis=-1, keepdims=True) - scores) / (scores.shape[-1] - 1)
+    return scores - others
+
+
+def _maxrl(scores: Float64s, config: RunConfig) -> Float64s:
+    mean = scores.mean(axis=-1, keepdims=True)
+    relative: Float64s = (scores - mean) / (mean + MAXRL_EPSILON)
+    return relative
+
+
+def _grpo_of_one(scores: Float64s, config: RunConfig) -> Float64s:
+    return scores / (1.0 + config.grpo_epsilon) if config.grpo_norm_by_std else scores.copy()
+
+
+_Estimator = Callable[[Float64s, RunConfig], Float64s]
+_ESTIMATORS: dict[str, _Estimator] = {"grpo": _grpo, "rloo": _rloo, "maxrl": _maxrl}
+_GROUP_OF_ONE: dict[str, _Estimator] = {
+    "grpo": _grpo_of_one,
+    "rloo": lambda scores, config: np.zeros(scores.shape),
+    "maxrl": lambda scores, config: scores.copy(),
+}
+
+
+def advantages(received: Received, scores: Float64s, config: RunConfig) -> Float64s:
+    """Returns one advantage a trajectory of the batch; those that clients gave with `advantage_estimator: none`.
+
+    They are zeros where clients gave one per token instead: those travel as a column.
+    """
+    result = np.zeros(len(scores))
+    if config.advantage_estimator == "none":
+        given = received.steps.advantages
+        return result if given is None else given[received.trajectory_bounds[:-1]]
+    for _, trajectories in by_size(received.group_bounds):
+        result[trajectories] = group_advantages(scores[trajectories], config)
+    return result
+
+
+class Denominators:
+    """The denominators of one mini-batch: what the tokens of its loss are divided by, over all its ranks.
+
+    Counts are of the kept, real rows, and at least 1. `row_tokens, prompt_tokens, trajectory_tokens` are int64, one a
+    kept row: the loss tokens of the row, of its prompt group and of its trajectory within the mini-batch.
+    """
+
+    def __init__(self, mini_batch: MiniBatchPlan, loss_tokens: Int64s, groups: Int64s, trajectories: Int64s) -> None:
+        kept = slice(mini_batch.start, mini_batch.kept_end)
+        tokens = loss_tokens[kept]
+        self.start = mini_batch.start
+        self.loss_tokens = max(1, int(tokens.sum()))
+        self.rows = max(1, len(tokens))
+        self.row_tokens = np.maximum(1, tokens)
+        self.prompts, self.prompt_tokens = _summed(tokens, groups[kept])
+        self.trajectories, self.trajectory_tokens = _summed(tokens, trajectories[kept])
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """The denominators of the whole mini-batch."""
+        return {
+            "loss_tokens": self.loss_tokens,
+            "rows": self.rows,
+            "prompts": self.prompts,
+            "trajectories": self.trajectories,
+        }
+
+    def scale(self, config: RunConfig) -> Float64s:
+        """Returns what `loss_reduction` multiplies each kept row's advantage by; float64 (kept rows,).
+
+        Summing the token losses of all ranks then gives the reduction.
+        """
+        match config.loss_reduction:
+            case "none":
+                divisor: Int64s | float = 1
+            case "token_mean":
+                divisor = self.loss_tokens
+            case "sequence_mean":
+                divisor = self.rows * self.row_tokens
+            case "seq_mean_token_sum_norm":
+                divisor = float(self.rows * (config.max_seq_len or 1))  # may be beyond int64
+            case "prompt_mean":
+                divisor = self.prompts * self.prompt_tokens
+            case "trajectory_mean":
+                divisor = self.trajectories * self.trajectory_tokens
+        scale: Float64s = np.ones(len(self.row_tokens)) / divisor
+        return scale
+
+
+def _summed(tokens: Int64s, owners: Int64s) -> tuple[int, Int64s]:
+    """Returns the number of owners, and each row's owner's tokens; both at least 1. An owner's rows are together."""
+    if not len(tokens):
+        return 1, tokens
+    first = np.flatnonzero(np.append(True, owners[1:] != owners[:-1]))
+    sums = np.maximum(1, np.add.reduceat(tokens, first))
+    return len(first), np.repeat(sums, np.diff(first, append=len(tokens)))

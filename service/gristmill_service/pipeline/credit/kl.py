@@ -1,0 +1,103 @@
+"""The KL of the policy against a reference as part of the reward (`kl_in_reward`).
+
+Estimators with credit per token subtract it from each trained token's reward; `grpo`, `rloo` and `maxrl` subtract the
+sum over a trajectory's trained tokens from its score. All arithmetic is float64.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from gristmill._wire.columns import Int64s, Ragged, exact_sum
+from gristmill._wire.steps import FLOAT32_MAX
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.config import KlEstimator
+from gristmill_service.pipeline.credit.advantage import Float64s
+from gristmill_service.pipeline.credit.trained_tokens import TrainedTokens
+from gristmill_service.pipeline.rows.merge import Rows
+from gristmill_service.pipeline.rows.validate import Received
+
+
+def kl(logprobs: Float64s, reference: Float64s, estimator: KlEstimator) -> Float64s:
+    """Returns each token's estimate, with d = logprob - reference: k1 = d, k2 = d²/2, k3 = exp(-d) - 1 + d.
+
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html. Nothing is clamped, as SkyRL and verl
+    clamp k3 to 10 and its exponent to 20. exp(-d) - 1 is taken at once (expm1): the difference of its terms would leave
+    nothing of a small d's k3, which is about d²/2.
+    """
+    with np.errstate(over="ignore"):
+        difference: Float64s = logprobs - reference
+        match estimator:
+            case "k1":
+                return difference
+            case "k2":
+                return difference * difference / 2
+            case "k3":
+                estimate: Float64s = np.expm1(-difference) + difference
+                return estimate
+
+
+def kl_of_tokens(tokens: TrainedTokens, logprobs: Ragged, reference: Ragged, estimator: KlEstimator) -> Float64s:
+    """Returns the estimate at each trained token; float64 (trained tokens,).
+
+    logprobs, reference: response columns of the steps, `old_logprobs` (or `rollout_logprobs`) and `ref_logprobs`; what
+    they hold where nothing is trained is not read. Raises InvalidArgumentError naming a token whose estimate overflows.
+    """
+    estimates = kl(tokens.take(logprobs), tokens.take(reference), estimator)
+    infinite = np.flatnonzero(~np.isfinite(estimates))
+    if infinite.size:
+        token = int(infinite[0])
+        before, after = (tokens.take(column)[token] for column in (logprobs, reference))
+        raise InvalidArgumentError(
+            f"{tokens.name(token, estimator)} is {estimates[token]}: the log-probability is {before} and the "
+            f"reference's {after}; check that both are of the same tokens, or use k1 or k2"
+        )
+    return estimates
+
+
+def kl_in_rewards(tokens: TrainedTokens, rewards: Float64s, estimates: Float64s, coef: float) -> Float64s:
+    """Returns the rewards of the response tokens less `coef` times the estimates at the trained ones."""
+    result = rewards.copy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        result[tokens.places] -= coef * estimates
+    return result
+
+
+def kl_of_trajectories(tokens: TrainedTokens, estimates: Float64s) -> Float64s:
+    """Returns the exact sum over each trajectory's trained tokens, 0 where it has none; float64 (trajectories,)."""
+    return _exact_sums(estimates, tokens.bounds)
+
+
+def kl_of_rows(sums: Float64s, rows: Rows, loss_tokens: Int64s, trajectories: int) -> Float64s:
+    """Returns the exact sum of its rows' sums for each trajectory; float64 (trajectories,).
+
+    sums: float64 (rows,), the row column that `kl_in_reward: {column: ...}` names. Rows without a trained token
+    (`loss_tokens` 0) do not count, whatever the column has.
+    """
+    counted = np.where(loss_tokens > 0, sums, 0)
+    return _exact_sums(counted, np.searchsorted(rows.trajectories, np.arange(trajectories + 1)))
+
+
+def kl_in_scores(received: Received, scores: Float64s, sums: Float64s, coef: float) -> Float64s:
+    """Returns the trajectories' scores less `coef` times their sums; equal scores and sums stay equal.
+
+    Raises InvalidArgumentError naming a trajectory whose score is beyond float32, as a reward would be.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        result: Float64s = scores - coef * sums
+    outside = np.flatnonzero(~(np.abs(result) <= FLOAT32_MAX))
+    if outside.size:
+        trajectory = int(outside[0])
+        key = received.steps.key(int(received.trajectory_bounds[trajectory]))
+        raise InvalidArgumentError(
+            f"{key}: score is {result[trajectory]} with a KL of {sums[trajectory]} in it, which float32 does not hold; "
+            "lower the coefficient of kl_in_reward"
+        )
+    return result
+
+
+def _exact_sums(numbers: Float64s, bounds: Int64s) -> Float64s:
+    runs = pairwise(bounds.tolist())
+    return np.array([exact_sum(numbers[begin:end]) for begin, end in runs], np.float64)

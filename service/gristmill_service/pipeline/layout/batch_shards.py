@@ -1,0 +1,214 @@
+"""Makes the shards of a scheduled batch: the columns of each, its per-row tensors and its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill._wire.columns import Int64s, Ragged
+from gristmill._wire.steps import FLOAT32_MAX, UNKNOWN
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.config import Model, RunConfig
+from gristmill_service.pipeline.credit.advantage import Denominators, Float64s
+from gristmill_service.pipeline.credit.assignment import TokenCredit
+from gristmill_service.pipeline.credit.credit_columns import reward_columns
+from gristmill_service.pipeline.credit.token_credit import whiten
+from gristmill_service.pipeline.layout.columns import (
+    Column,
+    Geometry,
+    Positions,
+    Presence,
+    RowScalars,
+    StepScalars,
+    StepTokens,
+    Tokens,
+)
+from gristmill_service.pipeline.layout.extra_columns import shard_tensors, token_columns
+from gristmill_service.pipeline.layout.iovec import Region
+from gristmill_service.pipeline.layout.metadata import Metadata, row_labels
+from gristmill_service.pipeline.layout.shard import Layout, PerRow, Shard
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.scheduling.plan import PADDING, MiniBatchPlan, RankPlan
+from gristmill_service.pipeline.scored_batch import ScoredBatch
+
+
+def shards(
+    scored: ScoredBatch, mini_batches: Sequence[MiniBatchPlan], config: RunConfig, *, run: str, batch: int
+) -> list[Shard]:
+    """Returns every shard of the batch, policy first, in plan order. No token is copied until a shard is read."""
+    builder = _ShardBuilder(scored, config, run, batch)
+    return [shard for model in config.models for shard in builder.model_shards(model, mini_batches)]
+
+
+class _ShardBuilder:
+    """Builds the shards of one batch, and holds what they share."""
+
+    def __init__(self, scored: ScoredBatch, config: RunConfig, run: str, batch: int) -> None:
+        self._scored, self._config, self._run, self._batch = scored, config, run, batch
+        self._geometry = Geometry(scored.rows, config.padding_row_tokens)
+        # Widths are rounded up; a row never needs a longer run of fill than the widest padded row.
+        self._longest = int(self._geometry.lengths.max()) + config.pad_to_multiple_of
+        self._zeros = Region(np.zeros(4 * self._longest, np.uint8))
+        self._shared = self._shared_columns()
+        steps, rows = scored.received.steps, scored.rows
+        present = [column for column in config.columns if column.name not in scored.awaits]
+        self._extras = token_columns(present, steps, rows, self._geometry, self._longest)
+        self._tensors = shard_tensors(present, steps, rows)
+        self._per_row = self._per_row_tensors()
+        self._labels = row_labels(scored)
+
+    def model_shards(self, model: Model, mini_batches: Sequence[MiniBatchPlan]) -> list[Shard]:
+        own = [mini_batch for mini_batch in mini_batches if mini_batch.model == model]
+        if not own:
+            return []
+        layout = Layout(own, self._geometry, self._config, self._scored.sharing)
+        denominators = [self._denominators(mini_batch) for mini_batch in own]
+        columns = [*layout.tree_columns, *self._shared, *self._advantages(model, own, denominators), *self._extras]
+        placed = layout.place(columns, self._per_row, self._tensors)
+        metadata = Metadata(self._labels, denominators, layout.placement.rows, self._config, self._run, self._batch)
+        return [
+            layout.shard(index, address, placed, metadata.of(address, rank, layout.begins[index], divisors))
+            for index, (address, rank, divisors) in enumerate(_addressed(own, denominators))
+        ]
+
+    def _shared_columns(self) -> list[Column]:
+        """Returns the columns that every mini-batch cuts from in the same way: all but the advantages."""
+        steps, rows = self._scored.received.steps, self._scored.rows
+        geometry, longest, zeros = self._geometry, self._longest, self._zeros
+        columns: list[Column] = [Tokens(steps.tokens, longest, self._config.pad_token_id)]
+        if self._config.layout == "packed":
+            columns.append(Positions(longest))
+        elif self._config.layout == "left_padded":
+            columns.append(Presence("attention_mask", "sequence", longest))
+        columns.append(Presence("response_mask", "response", longest))
+        unfiltered = self._scored.trained[rows.steps]
+        columns.append(StepTokens("loss_mask", rows.trained(steps.loss_mask), geometry, zeros, unfiltered))
+        columns += self._rewards()
+        if steps.logprobs is not None:
+            columns.append(StepTokens("rollout_logprobs", rows.standing(steps.logprobs), geometry, zeros))
+        if steps.token_versions is not None:
+            unknown = np.full(longest, UNKNOWN, np.int32)
+            versions = rows.standing(steps.token_versions)
+            columns.append(StepTokens("token_policy_version", versions, geometry, Region(unknown)))
+            columns[-1].fill = int(unknown.view(np.uint32)[0])
+        return columns
+
+    def _rewards(self) -> list[Column]:
+        """Returns the rewards; with a KL in them they come with the advantages."""
+        scored, geometry, zeros = self._scored, self._geometry, self._zeros
+        if scored.credit is None and reward_columns(self._config):
+            return []
+        steps, rows = scored.received.steps, scored.rows
+        changed = None if scored.credit is None else scored.credit.token_rewards
+        token_rewards = changed or steps.token_rewards
+        if token_rewards is None:
+            return [StepScalars("rewards", steps.rewards[rows.steps], geometry, zeros, rows.owns_reward)]
+        return [StepTokens("rewards", rows.trained(_float32(token_rewards)), geometry, zeros)]
+
+    def _advantages(
+        self, model: Model, mini_batches: Sequence[MiniBatchPlan], denominators: Sequence[Denominators]
+    ) -> list[Column]:
+        """Returns advantages scaled by the loss reduction for the policy, and raw for the critic; returns beside them
+        where they are of tokens; nothing while columns lack that they are computed of."""
+        if (credit := self._scored.credit) is None:
+            return []
+        scale = np.ones(len(self._scored.rows))
+        if model == "policy":
+            for mini_batch, divisors in zip(mini_batches, denominators, strict=True):
+                scale[mini_batch.start : mini_batch.kept_end] = divisors.scale(self._config)
+        if credit.of_tokens is not None:
+            return self._of_tokens(credit.of_tokens, mini_batches, scale)
+        tokens = self._scored.received.steps.token_advantages
+        if tokens is None:
+            values: Float64s = credit.advantages[self._scored.rows.trajectories] * scale
+            self._check_fits(values)
+            return [RowScalars("advantages", values, self._zeros)]
+        scaled = self._scaled(self._scored.rows.standing(tokens), scale)
+        return [StepTokens("advantages", scaled, self._geometry, self._zeros)]
+
+    def _of_tokens(self, credit: TokenCredit, mini_batches: Sequence[MiniBatchPlan], scale: Float64s) -> list[Column]:
+        """Returns the advantages and returns of tokens. scale: float64 (rows,)."""
+        tokens, rows = credit.tokens, self._scored.rows
+        row_of_token = rows.trained_in(tokens.edges)[tokens.places]
+        advantages = credit.advantages
+        if self._config.whiten == "mini_batch":
+            advantages = whiten(advantages, _mini_batch_of_rows(mini_batches, len(rows))[row_of_token])
+        found = {"advantages": advantages * scale[row_of_token], "returns": credit.returns}
+        return [
+            StepTokens(name, rows.standing(tokens.response(numbers, name)), self._geometry, self._zeros)
+            for name, numbers in found.items()
+        ]
+
+    def _check_fits(self, advantages: Float64s) -> None:
+        """Refuses an advantage that float32 does not hold: finite scores may be so far apart."""
+        outside = np.flatnonzero(~(np.abs(advantages) <= FLOAT32_MAX))
+        if outside.size:
+            row = int(outside[0])
+            raise InvalidArgumentError(
+                f"{self._scored.received.steps.key(int(self._scored.rows.first[row]))}: advantage is "
+                f"{advantages[row]}, which float32 does not hold; scale the rewards down"
+            )
+
+    def _scaled(self, tokens: Ragged, scale: Float64s) -> Ragged:
+        """Returns the column times its rows' scale, in float64, as float32; itself where there is nothing to scale.
+
+        tokens: (visits,). scale: (rows,).
+        """
+        if (scale == 1).all():
+            return tokens
+        compact = tokens.compact()
+        values = compact.values * np.repeat(self._scored.rows.per_visit(scale), compact.lengths)
+        return Ragged(values.astype(np.float32), compact.starts, compact.lengths)
+
+    def _denominators(self, mini_batch: MiniBatchPlan) -> Denominators:
+        scored = self._scored
+        return Denominators(mini_batch, scored.loss_tokens, scored.row_groups, scored.rows.trajectories)
+
+    def _per_row_tensors(self) -> dict[int, PerRow]:
+        """Returns every row's integers and flags, the padding row's at -1."""
+        rows, steps = self._scored.rows, self._scored.received.steps
+        integers: dict[str, NDArray[Any]] = {
+            "row": np.arange(len(rows)),
+            "sample": steps.samples[rows.first],
+            "step_first": steps.steps[rows.first],
+            "step_last": steps.steps[rows.last],
+            "policy_version": rows.policy_versions,
+        }
+        flags: dict[str, NDArray[Any]] = {
+            "is_last_step": steps.is_last_steps[rows.last],
+            "is_padding": np.zeros(len(rows)),
+        }
+        return {4: _stacked(integers, np.int32, PADDING), 1: _stacked(flags, np.uint8, 1)}
+
+
+def _addressed(
+    mini_batches: Sequence[MiniBatchPlan], denominators: Sequence[Denominators]
+) -> Iterator[tuple[ShardAddress, RankPlan, Denominators]]:
+    """Yields the addresses of one model's shards, in plan order, with their rank's plan and denominators."""
+    for mini_batch, divisors in zip(mini_batches, denominators, strict=True):
+        for index, rank in enumerate(mini_batch.ranks):
+            yield ShardAddress(mini_batch.model, mini_batch.index, index), rank, divisors
+
+
+def _mini_batch_of_rows(mini_batches: Sequence[MiniBatchPlan], rows: int) -> Int64s:
+    """Returns the mini-batch that trains each row, -1 for rows that were dropped; int64 (rows,)."""
+    found = np.full(rows, -1)
+    for number, mini_batch in enumerate(mini_batches):
+        found[mini_batch.start : mini_batch.kept_end] = number
+    return found
+
+
+def _stacked(values: dict[str, NDArray[Any]], dtype: Any, padding: int) -> PerRow:
+    """Returns a line of each, and the padding row's value at its end."""
+    lines = np.array([np.append(line, padding) for line in values.values()], dtype)
+    return PerRow(list(values), lines)
+
+
+def _float32(column: Ragged) -> Ragged:
+    if column.values.dtype == np.float32:
+        return column
+    with np.errstate(over="ignore"):
+        return Ragged(column.values.astype(np.float32), column.starts, column.lengths)

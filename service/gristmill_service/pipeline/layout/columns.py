@@ -1,0 +1,366 @@
+"""Columns declare the tensors of a shard: what each is per token, where it stands, and what fills the rest.
+
+A column turns rows into runs of memory, cut from the batch's own buffers or from shared constants, so that laying out
+copies nothing and makes no Python object a row. Adding a column is adding a declaration here; no stage knows their
+names.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill._wire import tensor_file
+from gristmill._wire.columns import Int64s, Ragged
+from gristmill._wire.compact_shards import Form
+from gristmill_service.pipeline.layout.iovec import Iovec, Region
+from gristmill_service.pipeline.rows.merge import Rows
+
+Scope = Literal["sequence", "response"]
+SCOPES: tuple[Scope, Scope] = ("sequence", "response")
+
+# A value that a row repeats stands in memory this often, and longer rows read it again: more would be written and read
+# once, at the speed of fresh memory, and fewer make more runs.
+CONSTANTS = 256
+
+
+class Geometry:
+    """Knows where rows stand, and the steps on their paths. Arrays of rows have the padding row at -1; it makes a visit
+    of its own, at -1 of the arrays of visits, so that it needs no case of its own. All int64.
+
+    lengths, responses: (rows + 1,) tokens of the row and of its response.
+    last: (rows + 1,) the step whose tokens are the row's; the padding row's is none.
+    begins, counts: (rows + 1,) the row's first visit, and how many it makes, one after another.
+    advances: (visits + 1,) response tokens from the end of the row's visit before, or from where its response begins,
+        to the end of this one: its observation, and what of its step is kept.
+    """
+
+    def __init__(self, rows: Rows, padding_tokens: int) -> None:
+        self.lengths = np.append(rows.lengths, padding_tokens)
+        self.responses = np.append(rows.response_lengths, 1)
+        self.last = np.append(rows.last, -1)
+        self.begins = rows.edges
+        self.counts = np.append(np.diff(rows.edges), 1)
+        ends = np.append(rows.ends, 1)
+        self.advances = np.diff(ends, prepend=0)
+        self.advances[self.begins] = ends[self.begins]
+
+    def of(self, scope: Scope) -> Int64s:
+        return self.lengths if scope == "sequence" else self.responses
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Runs:
+    """The runs of many rows in order: row i's are `iovec[edges[i]:edges[i + 1]]`. Keeps their memory alive."""
+
+    iovec: Iovec
+    edges: Int64s
+    memory: tuple[Region, ...]
+
+    def of(self, begin: int, end: int) -> Iovec:
+        """Returns the runs of the rows `begin:end`."""
+        return self.iovec[self.edges[begin] : self.edges[end]]
+
+    def without(self, nbytes: Int64s) -> Runs:
+        """The same without so many bytes at the beginning of each row; (rows,), no more than it has."""
+        lengths = self.iovec[:, 1]
+        ends = np.cumsum(lengths)
+        cuts = np.append(0, ends)[self.edges[:-1]] + nbytes
+        left_out = np.clip(np.repeat(cuts, np.diff(self.edges)) - (ends - lengths), 0, lengths)
+        iovec = np.stack([self.iovec[:, 0] + left_out, lengths - left_out], axis=1)
+        return Runs(iovec, self.edges, self.memory)
+
+
+class Placement:
+    """Places rows: the order in which they are laid out, and how much fill stands before each.
+
+    rows: (n,) row indices, -1 for padding rows. leads: per scope (n,) elements before the row's own. shared: (n,) the
+    tokens with which a row begins as the one before it does, and that stand there alone; None where all of every row
+    are laid out.
+    """
+
+    def __init__(
+        self, rows: Int64s, leads: dict[Scope, Int64s], geometry: Geometry, shared: Int64s | None = None
+    ) -> None:
+        self.rows, self.leads, self.geometry, self.shared = rows, leads, geometry, shared
+
+    @cached_property
+    def bare(self) -> Placement:
+        """The same rows with nothing before them."""
+        nothing = np.zeros(len(self.rows), np.int64)
+        return Placement(self.rows, {"sequence": nothing, "response": nothing}, self.geometry, self.shared)
+
+    @cached_property
+    def lengths(self) -> dict[Scope, Int64s]:
+        """The number of elements that a row has, (n,) per scope."""
+        return {scope: self.geometry.of(scope)[self.rows] for scope in SCOPES}
+
+    @cached_property
+    def own(self) -> dict[Scope, Int64s]:
+        """The number of those that are laid out, which are its last; (n,) per scope."""
+        if self.shared is None:
+            return self.lengths
+        return {
+            scope: np.minimum(lengths, self.lengths["sequence"] - self.shared)
+            for scope, lengths in self.lengths.items()
+        }
+
+    def left_out(self, scope: Scope) -> Int64s | None:
+        """The elements that are left out at the beginning of each row, its lead included; (n,)."""
+        if self.shared is None:
+            return None
+        # Before what is laid out of a response may stand what is left of the prompt, but not where rows are bare.
+        laid_out = np.minimum(self.lengths["sequence"] - self.shared, self.leads[scope] + self.lengths[scope])
+        left_out: Int64s = self.leads[scope] + self.lengths[scope] - laid_out
+        return left_out
+
+    @cached_property
+    def visit_counts(self) -> Int64s:
+        """The number of steps on each row's path, (n,)."""
+        return self.geometry.counts[self.rows]
+
+    @cached_property
+    def visit_edges(self) -> Int64s:
+        """Where each row's visits begin among `visits`, and where the last one's end, (n + 1,)."""
+        return np.append(0, np.cumsum(self.visit_counts))
+
+    @cached_property
+    def visits(self) -> Int64s:
+        """The visits of all rows in order."""
+        starts = self.geometry.begins[self.rows] - self.visit_edges[:-1]
+        visits: Int64s = np.arange(self.visit_edges[-1]) + np.repeat(starts, self.visit_counts)
+        return visits
+
+
+def safetensors_name(dtype: np.dtype[Any]) -> str:
+    """The type's name in a shard's header. uint16 holds the bits of bfloat16."""
+    return tensor_file.NAMES[dtype]
+
+
+class Column(ABC):
+    """One tensor of a shard. name, dtype: as in the shard, the dtype as safetensors names it. scope: over the whole
+    sequence, or the response only. shape: of one element. itemsize: bytes of one number.
+    form, fill: how it travels without its padding, and the bits of that (`gristmill._wire.compact_shards`)."""
+
+    name: str
+    dtype: str
+    itemsize: int
+    scope: Scope
+    shape: tuple[int, ...] = ()
+    form: Form = Form.VALUES
+    fill: int = 0
+
+    @abstractmethod
+    def runs(self, placement: Placement) -> Runs:
+        """Returns, of each row, `lead` elements of fill and then its values."""
+
+    def laid_out(self, placement: Placement) -> Runs:
+        """Returns the same without what the row before has."""
+        runs, elements = self.runs(placement), placement.left_out(self.scope)
+        return runs if elements is None else runs.without(self.itemsize * math.prod(self.shape) * elements)
+
+    def compact(self, placement: Placement) -> tuple[Runs, ...]:
+        """Returns what travels of each row, as `form` has it: runs for each thing, one after another."""
+        return (self.laid_out(placement.bare),)
+
+
+class Tokens(Column):
+    """`sequences`: prompt and response, filled with `pad_token_id`."""
+
+    name, dtype, itemsize, scope = "sequences", "I32", 4, "sequence"
+
+    def __init__(self, tokens: Ragged, longest: int, pad_token_id: int) -> None:
+        self.fill = pad_token_id
+        self._values, self._fill = Region(tokens.values), Region(np.full(longest, pad_token_id, np.int32))
+        self._starts = tokens.starts
+
+    def runs(self, placement: Placement) -> Runs:
+        rows, geometry = placement.rows, placement.geometry
+        lengths = 4 * placement.lengths["sequence"]
+        is_real = rows >= 0
+        iovec = _pairs(len(rows))
+        iovec[:, 0] = self._fill.runs(0, 4 * placement.leads["sequence"])
+        iovec[is_real, 1] = self._values.runs(4 * self._starts[geometry.last[rows[is_real]]], lengths[is_real])
+        iovec[~is_real, 1] = self._fill.runs(0, lengths[~is_real])
+        return _two_a_row(iovec, self._fill, self._values)
+
+
+class Presence(Column):
+    """`attention_mask` and `response_mask`: 1 where the row has a token; a padding row has a sequence, no response."""
+
+    dtype, itemsize, form = "U8", 1, Form.CONSTANTS
+
+    def __init__(self, name: str, scope: Scope, longest: int) -> None:
+        self.name, self.scope = name, scope
+        # Zeros, then ones: any "absent, then present" is one run of it.
+        self._longest, self._step = longest, Region(np.append(np.zeros(longest, np.uint8), np.ones(longest, np.uint8)))
+
+    def runs(self, placement: Placement) -> Runs:
+        absent, present = placement.leads[self.scope], placement.lengths[self.scope]
+        if self.scope == "response":
+            is_padding = placement.rows < 0
+            absent, present = absent + is_padding * present, present * ~is_padding
+        iovec = self._step.runs(self._longest - absent, absent + present)
+        return Runs(iovec, np.arange(len(iovec) + 1), (self._step,))
+
+    def compact(self, placement: Placement) -> tuple[Runs, ...]:
+        return (_lines((placement.rows >= 0) | (self.scope == "sequence")),)
+
+
+class StepTokens(Column):
+    """An element per response token of each step, fill on observations between steps and in padding rows.
+
+    values: (visits,), `Rows.standing` or `Rows.trained` of the steps' own: each visit's end where what it keeps of its
+        step ends, and fill stands before them.
+    zeros: memory of the fill.
+    present: bool (visits,), whether a visit's values count; others are fill (how filters mask).
+    """
+
+    scope = "response"
+
+    def __init__(
+        self, name: str, values: Ragged, geometry: Geometry, zeros: Region, present: NDArray[np.bool_] | None = None
+    ) -> None:
+        self.name, self.dtype = name, safetensors_name(values.values.dtype)
+        self.itemsize, self.shape = values.values.itemsize, values.values.shape[1:]
+        self._item = item = self.itemsize * math.prod(self.shape)
+        self._values, self._zeros = Region(values.values), zeros
+        # Of every visit the zeros before its values, and these.
+        lengths = np.append(values.lengths, 1)
+        self._of_visit = _pairs(len(lengths))
+        self._of_visit[:, 0] = zeros.runs(0, item * (geometry.advances - lengths))
+        absent = np.append(np.zeros(len(values), np.bool_) if present is None else ~present, True)
+        some = values if present is None else values.take(present)
+        self._of_visit[~absent, 1] = self._values.runs(item * some.starts, item * some.lengths)
+        self._of_visit[absent, 1] = zeros.runs(0, item * lengths[absent])
+
+    def runs(self, placement: Placement) -> Runs:
+        iovec = self._of_visit.take(placement.visits, axis=0)
+        iovec[placement.visit_edges[:-1], 0, 1] += self._item * placement.leads["response"]
+        return _two_a_row(iovec, self._values, self._zeros, edges=placement.visit_edges)
+
+
+class StepScalars(Column):
+    """A number per step on the last of its response tokens that are kept, 0 elsewhere: rewards given one a step.
+
+    values: (visits,) each visit's step's. present: bool (visits,), whether it stands there (`Rows.owns_reward`); true
+    of a row's last.
+    """
+
+    dtype, itemsize, scope, form = "F32", 4, "response", Form.SPARSE
+
+    def __init__(
+        self, name: str, values: NDArray[np.float64], geometry: Geometry, zeros: Region, present: NDArray[np.bool_]
+    ) -> None:
+        self.name = name
+        self._values, self._zeros = Region(np.append(values, 0).astype(np.float32)), zeros
+        self._advances, self._present = geometry.advances, np.append(present, True)
+        # By their bits: -0.0 is a value.
+        self._is_set = (self._values.array.view(np.int32) != 0) & self._present
+
+    def runs(self, placement: Placement) -> Runs:
+        visits, edges = placement.visits, placement.visit_edges
+        # Where visits end among the elements of all rows. Those without a value are fill, but a row's last ends it.
+        leads = np.cumsum(placement.leads["response"])
+        ends = np.cumsum(self._advances[visits]) + np.repeat(leads, placement.visit_counts)
+        is_set = self._is_set[visits]
+        is_set[edges[1:] - 1] = True
+        chosen = np.flatnonzero(is_set)
+        iovec = _pairs(len(chosen))
+        iovec[:, 0] = self._zeros.runs(0, 4 * (np.diff(ends[chosen], prepend=0) - 1))
+        iovec[:, 1] = self._of(visits[chosen])
+        return _two_a_row(iovec, self._values, self._zeros, edges=np.searchsorted(chosen, edges))
+
+    def compact(self, placement: Placement) -> tuple[Runs, ...]:
+        visits = placement.visits
+        ends = np.append(0, np.cumsum(self._advances[visits]))
+        # A row ends where its last visit does.
+        behind = np.repeat(ends[placement.visit_edges[1:]], placement.visit_counts) - ends[1:] + 1
+        is_own = behind <= np.repeat(placement.own["response"], placement.visit_counts)
+        chosen = np.flatnonzero(self._present[visits] & is_own)
+        edges = np.searchsorted(chosen, placement.visit_edges)
+        counts, before = np.diff(edges), behind[chosen]
+        numbers = _lines(counts.astype(np.uint32))
+        places = _lines(before.astype(np.uint32), edges)
+        return numbers, places, Runs(self._of(visits[chosen]), edges, (self._values,))
+
+    def _of(self, visits: Int64s) -> Iovec:
+        return self._values.runs(4 * visits, np.full(len(visits), 4))
+
+
+class RowScalars(Column):
+    """A number per row on each of its response positions: advantages of trajectories."""
+
+    dtype, itemsize, scope, form = "F32", 4, "response", Form.CONSTANTS
+
+    def __init__(self, name: str, values: NDArray[np.float64], zeros: Region) -> None:
+        self.name = name
+        self._values, self._zeros = np.append(values, 0).astype(np.float32), zeros
+
+    def runs(self, placement: Placement) -> Runs:
+        lengths = placement.lengths["response"]
+        constants, starts = _constants(self._values[placement.rows], lengths)
+        # A row's fill, then its value in as many runs as it takes.
+        counts = 1 - (-lengths // CONSTANTS)
+        edges = np.append(0, np.cumsum(counts))
+        nbytes = np.full(edges[-1], 4 * CONSTANTS)
+        nbytes[edges[1:] - 1] = 4 * (lengths - (counts - 2) * CONSTANTS)
+        nbytes[edges[:-1]] = 0
+        iovec = constants.runs(np.repeat(4 * starts, counts), nbytes)
+        iovec[edges[:-1]] = self._zeros.runs(0, 4 * placement.leads["response"])
+        return Runs(iovec, edges, (constants, self._zeros))
+
+    def compact(self, placement: Placement) -> tuple[Runs, ...]:
+        return (_lines(self._values[placement.rows]),)
+
+
+class Positions(Column):
+    """`position_ids` of the packed layout: 0, 1, ... in every row."""
+
+    name, dtype, itemsize, scope, form = "position_ids", "I32", 4, "sequence", Form.POSITIONS
+
+    def __init__(self, longest: int) -> None:
+        self._positions = Region(np.arange(longest, dtype=np.int32))
+
+    def runs(self, placement: Placement) -> Runs:
+        iovec = self._positions.runs(0, 4 * placement.lengths["sequence"])
+        return Runs(iovec, np.arange(len(iovec) + 1), (self._positions,))
+
+    def compact(self, placement: Placement) -> tuple[Runs, ...]:
+        return ()
+
+
+def _constants(values: NDArray[np.float32], lengths: Int64s) -> tuple[Region, Int64s]:
+    """Returns memory with `values[i]` for each i as often as `lengths[i]`, `CONSTANTS` times at most, and where. Equal
+    neighbours share theirs."""
+    # By their bits: -0.0 is not 0.0 here.
+    bits = values.view(np.int32)
+    first = np.append(True, bits[1:] != bits[:-1])[: len(bits)]
+    begins = np.flatnonzero(first)
+    longest = np.minimum(np.maximum.reduceat(lengths, begins), CONSTANTS) if len(begins) else lengths
+    starts = (np.cumsum(longest) - longest)[np.cumsum(first) - 1]
+    return Region(np.repeat(values[begins], longest)), starts
+
+
+def _pairs(count: int) -> NDArray[np.int64]:
+    """Returns room for two runs each: fill, then values."""
+    return np.empty((count, 2, 2), np.int64)
+
+
+def _two_a_row(pairs: NDArray[np.int64], *memory: Region, edges: Int64s | None = None) -> Runs:
+    """Makes runs from pairs of them. edges: where a row has several pairs."""
+    edges = np.arange(len(pairs) + 1) if edges is None else edges
+    return Runs(pairs.reshape(-1, 2), 2 * edges, memory)
+
+
+def _lines(values: NDArray[Any], edges: Int64s | None = None) -> Runs:
+    """Makes a run for each value. edges: where a row has several values, or none."""
+    edges = np.arange(len(values) + 1) if edges is None else edges
+    memory, item = Region(values), values.itemsize
+    return Runs(memory.runs(item * np.arange(len(values)), np.full(len(values), item)), edges, (memory,))

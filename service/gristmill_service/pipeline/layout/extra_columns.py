@@ -1,0 +1,349 @@
+"""Columns that the run declares (specification, section 8), as tensors of a shard: per token, per row, or as items.
+
+Values stand where the rows were received, as built-in ones do: a column names slices of the batch's own buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill._wire import extras
+from gristmill._wire.column_spec import ColumnSpec, from_bfloat16, to_bfloat16
+from gristmill._wire.columns import Array, Int64s, Ragged
+from gristmill._wire.steps import Extra, Steps, no_extra
+from gristmill_service.pipeline.layout.columns import Column, Geometry, Placement, Runs, StepTokens, safetensors_name
+from gristmill_service.pipeline.layout.iovec import Iovec, Region
+from gristmill_service.pipeline.rows.merge import Rows
+
+Bools = NDArray[np.bool_]
+
+# A row's element of more bytes is not copied.
+_GATHERED_BYTES = 4096
+
+_FLOAT64_MAX = float(np.finfo(np.float64).max)
+
+
+def token_columns(
+    specs: Sequence[ColumnSpec], steps: Steps, rows: Rows, geometry: Geometry, longest: int
+) -> list[Column]:
+    """The tensors with an element a token, or a response token. longest: elements of the widest row."""
+    found: list[Column] = []
+    for spec in specs:
+        if spec.scope in ("response", "token"):
+            extra, fill = _of(spec, steps), _fill(spec, longest)
+            if spec.scope == "response":
+                found.append(_response(spec, extra, rows, geometry, fill))
+            else:
+                found.append(TokenValues(spec, extra, extras.left_out_of(spec, extra, steps), rows, geometry, fill))
+    return found
+
+
+def shard_tensors(specs: Sequence[ColumnSpec], steps: Steps, rows: Rows) -> list[ShardTensor]:
+    """The tensors of which a shard has one, whatever its micro-batches are."""
+    found: list[ShardTensor] = []
+    for spec in specs:
+        extra = _of(spec, steps)
+        given = extra.given[rows.steps]
+        if spec.scope == "row" and spec.element_bytes > _GATHERED_BYTES and spec.merge != "sum":
+            found.append(LargeRowValues(spec, extra.values, _visits(spec, given, rows), rows))
+        elif spec.scope == "row":
+            found.append(RowValues(spec.name, spec.name, _row_values(spec, extra.values, given, rows)))
+        elif spec.scope == "items":
+            items = Items(spec, extra, _last_given(given, rows) if spec.merge != "concat" else None, rows)
+            found += [items, ItemOffsets(items)]
+        if not spec.required:
+            of_rows = np.append(_any(given, rows), False).astype(np.uint8)
+            found.append(RowValues(f"{spec.name}_given", spec.name, of_rows))
+    return found
+
+
+def _of(spec: ColumnSpec, steps: Steps) -> Extra:
+    return steps.extras.get(spec.name) or no_extra(len(steps), spec.empty())
+
+
+def _fill(spec: ColumnSpec, longest: int) -> Region:
+    numbers = longest * math.prod(spec.shape)
+    if spec.fill_value.tobytes().strip(b"\0"):
+        return Region(np.full(numbers, spec.fill_value, spec.storage))
+    # Memory that is never touched: reading it takes none.
+    return Region(np.zeros(numbers, spec.storage))
+
+
+def _fill_bits(spec: ColumnSpec) -> int:
+    return int.from_bytes(spec.fill_value.tobytes(), "little")
+
+
+def _any(given: Bools, rows: Rows) -> Bools:
+    """Whether any visit of each row is one; bool (rows,)."""
+    return np.logical_or.reduceat(given, rows.edges[:-1]) if len(rows) else given
+
+
+def _last_given(given: Bools, rows: Rows) -> Int64s:
+    """The last of each row's visits that is one, -1 where none is; int64 (rows,)."""
+    visits = np.where(given, np.arange(len(given)), -1)
+    return np.maximum.reduceat(visits, rows.edges[:-1]) if len(rows) else visits
+
+
+def _first_given(given: Bools, rows: Rows) -> Int64s:
+    visits = np.where(given, np.arange(len(given)), len(given))
+    found = np.minimum.reduceat(visits, rows.edges[:-1]) if len(rows) else visits
+    return np.where(found == len(given), -1, found)
+
+
+def _response(spec: ColumnSpec, extra: Extra, rows: Rows, geometry: Geometry, fill: Region) -> Column:
+    column = StepTokens(spec.name, rows.standing(extra.values), geometry, fill, extra.given[rows.steps])
+    column.fill = _fill_bits(spec)
+    return column
+
+
+class TokenValues(Column):
+    """An element per token of a row: of the first step on its path that holds the token, or of the path's last step.
+
+    missing: int64 (steps,), of how many of a step's first tokens the values are the step before's.
+    """
+
+    scope = "sequence"
+
+    def __init__(
+        self, spec: ColumnSpec, extra: Extra, missing: Int64s, rows: Rows, geometry: Geometry, fill: Region
+    ) -> None:
+        self.name, self.dtype, self.itemsize = spec.name, safetensors_name(spec.storage), spec.storage.itemsize
+        self.shape, self.fill = spec.shape, _fill_bits(spec)
+        self._unit, self._fill = spec.element_bytes, fill
+        self._values = Region(extra.values.values)
+        pieces = _first_pieces(rows, missing) if spec.merge == "first" else _last_pieces(rows)
+        lengths = self._unit * (pieces.ends - pieces.begins)
+        self._pieces = np.concatenate([fill.runs(0, lengths), fill.runs(0, self._unit * geometry.lengths[-1:])])
+        given = np.append(extra.given[pieces.steps], False)
+        of_given = pieces.steps[given[:-1]]
+        starts = extra.values.starts[of_given] + pieces.begins[given[:-1]] - missing[of_given]
+        self._pieces[given] = self._values.runs(self._unit * starts, lengths[given[:-1]])
+        # The padding row's is the last.
+        self._begins, self._counts = pieces.edges, np.append(np.diff(pieces.edges), 1)
+
+    def runs(self, placement: Placement) -> Runs:
+        counts = self._counts[placement.rows]
+        ends = np.cumsum(counts)
+        edges = np.append(0, ends + np.arange(1, len(ends) + 1))
+        iovec = np.empty((edges[-1], 2), np.int64)
+        is_piece = np.ones(len(iovec), np.bool_)
+        is_piece[edges[:-1]] = False
+        iovec[edges[:-1]] = self._fill.runs(0, self._unit * placement.leads["sequence"])
+        from_first = np.repeat(self._begins[placement.rows] - (ends - counts), counts)
+        iovec[is_piece] = self._pieces[np.arange(len(from_first)) + from_first]
+        return Runs(iovec, edges, (self._values, self._fill))
+
+
+class _Pieces(NamedTuple):
+    """Row r's tokens are, one after another, tokens `begins[p]:ends[p]` of step `steps[p]` for its pieces p in
+    `edges[r]:edges[r + 1]`. All int64."""
+
+    edges: Int64s
+    steps: Int64s
+    begins: Int64s
+    ends: Int64s
+
+
+def _last_pieces(rows: Rows) -> _Pieces:
+    return _Pieces(np.arange(len(rows) + 1), rows.last, np.zeros(len(rows), np.int64), rows.lengths)
+
+
+def _first_pieces(rows: Rows, missing: Int64s) -> _Pieces:
+    """Each visit brings the tokens from the end of the one before on."""
+    ends = rows.per_visit(rows.prompt_lengths) + rows.ends
+    begins = np.append(0, ends[:-1])[: len(ends)]
+    begins[rows.edges[:-1]] = 0
+    inherited = np.flatnonzero(begins < missing[rows.steps])
+    if not len(inherited):
+        return _Pieces(rows.edges, rows.steps, begins, ends)
+    return _with_inherited(_Pieces(rows.edges, rows.steps, begins, ends), missing, inherited.tolist())
+
+
+def _with_inherited(pieces: _Pieces, missing: Int64s, inherited: Sequence[int]) -> _Pieces:
+    """What a step leaves to the step before is cut from there: a few rows, those that begin with a later step."""
+    counts = np.ones(len(pieces.steps), np.int64)
+    made: list[NDArray[np.int64]] = []
+    at = 0
+    flat = np.stack(pieces[1:], axis=1)
+    for piece in inherited:
+        step, begin, end = flat[piece].tolist()
+        parts = _chain(step, begin, end, missing)
+        made += [flat[at:piece], np.array(parts, np.int64).reshape(-1, 3)]
+        counts[piece], at = len(parts), piece + 1
+    steps, begins, ends = np.concatenate([*made, flat[at:]]).T
+    edges = np.append(0, np.cumsum(counts))[pieces.edges]
+    return _Pieces(edges, steps, begins, ends)
+
+
+def _chain(step: int, begin: int, end: int, missing: Int64s) -> list[tuple[int, int, int]]:
+    parts = []
+    while begin < end:
+        own = max(begin, min(int(missing[step]), end))
+        if own < end:
+            parts.append((step, own, end))
+        step, end = step - 1, own
+    return parts[::-1]
+
+
+class Cut(NamedTuple):
+    """A tensor as one shard has it. memory: kept alive with the runs."""
+
+    shape: list[int]
+    iovec: Iovec
+    memory: Region | None = None
+
+
+class ShardTensor(ABC):
+    """A tensor of which a shard has one. name, dtype, itemsize: as `Column` has them. column: the declared column."""
+
+    name: str
+    column: str
+    dtype: str
+    itemsize: int
+
+    @abstractmethod
+    def cut(self, rows: Int64s) -> Cut:
+        """What the shard of these rows has of it. rows: -1 is a padding row."""
+
+
+class RowValues(ShardTensor):
+    """An element per row. values: (rows + 1, *shape), the padding row's last."""
+
+    def __init__(self, name: str, column: str, values: Array) -> None:
+        self.name, self.column, self._values = name, column, values
+        self.dtype, self.itemsize = safetensors_name(values.dtype), values.itemsize
+
+    def cut(self, rows: Int64s) -> Cut:
+        values = self._values[rows]
+        memory = Region(values)
+        return Cut(list(values.shape), memory.whole(), memory)
+
+
+class LargeRowValues(ShardTensor):
+    """The same where elements are cut from what came, and the fill is one. visits: (rows,) whose element each row has,
+    -1 for none."""
+
+    def __init__(self, spec: ColumnSpec, values: Ragged, visits: Int64s, rows: Rows) -> None:
+        self.name = self.column = spec.name
+        self.dtype, self.itemsize = safetensors_name(spec.storage), spec.storage.itemsize
+        self._shape, unit = list(spec.shape), spec.element_bytes
+        self._values, self._fill = Region(values.values), Region(np.full(spec.shape, spec.fill_value, spec.storage))
+        has = visits >= 0
+        units = np.full(len(rows) + 1, unit)
+        # The padding row's is the last.
+        self._runs = self._fill.runs(0, units)
+        self._runs[:-1][has] = self._values.runs(unit * values.starts[rows.steps[visits[has]]], units[:-1][has])
+
+    def cut(self, rows: Int64s) -> Cut:
+        return Cut([len(rows), *self._shape], self._runs[rows])
+
+
+class Items(ShardTensor):
+    """The rows' items, one row after another. visits: (rows,) whose items each row has, -1 for none; None: those of all
+    its visits."""
+
+    def __init__(self, spec: ColumnSpec, extra: Extra, visits: Int64s | None, rows: Rows) -> None:
+        self.name = self.column = spec.name
+        self.dtype, self.itemsize = safetensors_name(spec.storage), spec.storage.itemsize
+        self._shape, self._unit = list(spec.shape), spec.element_bytes
+        self._values = Region(extra.values.values)
+        of_visit = extra.values.take(rows.steps)
+        lengths = of_visit.lengths
+        if visits is None:
+            self._edges, self._lengths, starts = rows.edges, lengths, of_visit.starts
+        else:
+            self._edges = np.arange(len(rows) + 1)
+            self._lengths, starts = np.where(visits < 0, 0, lengths[visits]), of_visit.starts[visits]
+        self._runs = self._values.runs(self._unit * starts, self._unit * self._lengths)
+        totals = np.append(0, np.cumsum(self._lengths))[self._edges]
+        self.counts = np.append(np.diff(totals), 0)
+        """Of each row how many; int64 (rows + 1,), the padding row's last."""
+
+    def cut(self, rows: Int64s) -> Cut:
+        real = rows[rows >= 0]
+        parts = [self._runs[self._edges[row] : self._edges[row + 1]] for row in real.tolist()]
+        iovec = np.concatenate(parts) if parts else self._runs[:0]
+        return Cut([int(self.counts[rows].sum()), *self._shape], iovec)
+
+
+class ItemOffsets(ShardTensor):
+    """Where each row's items begin among the shard's, and where the last one's end."""
+
+    dtype, itemsize = "I64", 8
+
+    def __init__(self, items: Items) -> None:
+        self.name, self.column, self._items = f"{items.name}_offsets", items.name, items
+
+    def cut(self, rows: Int64s) -> Cut:
+        memory = Region(np.append(0, np.cumsum(self._items.counts[rows])))
+        return Cut([len(rows) + 1], memory.whole(), memory)
+
+
+def _visits(spec: ColumnSpec, given: Bools, rows: Rows) -> Int64s:
+    """Whose element each row has, -1 for none; (rows,)."""
+    return _first_given(given, rows) if spec.merge == "first" else _last_given(given, rows)
+
+
+def _row_values(spec: ColumnSpec, values: Ragged, given: Bools, rows: Rows) -> Array:
+    """Each row's element, the fill where none of its visits has one and in the padding row; (rows + 1, *shape)."""
+    found = np.full((len(rows) + 1, *spec.shape), spec.fill_value, spec.storage)
+    if spec.merge == "sum":
+        has = np.append(_any(given, rows), False)
+        # Where rows share a step it counts once, so that sums over rows are those over steps.
+        found[has] = _sums(spec, values, given & rows.is_first, rows)[has[:-1]]
+        return found
+    visits = _visits(spec, given, rows)
+    has = visits >= 0
+    found[:-1][has] = values.values[values.starts[rows.steps[visits[has]]]]
+    return found
+
+
+def _sums(spec: ColumnSpec, values: Ragged, given: Bools, rows: Rows) -> Array:
+    """Each row's sum; what the column's type does not hold becomes the nearest that it does. (rows, *shape)."""
+    exact: Any = np.float64 if spec.is_float else np.int64
+    terms = np.zeros((len(given), *spec.shape), exact)
+    chosen = values.values[values.starts[rows.steps[given]]]
+    terms[given] = from_bfloat16(chosen) if spec.dtype == "bfloat16" else chosen
+    if not len(rows):
+        return terms.astype(spec.storage)
+    if not spec.is_float:
+        limits = np.iinfo(spec.storage)
+        return np.clip(_int64_sums(terms, rows.edges[:-1]), limits.min, limits.max).astype(spec.storage)
+    sums, most = _float64_sums(terms, rows.edges[:-1]), _most(spec)
+    sums = np.where(np.isfinite(sums), np.clip(sums, -most, most), sums)
+    return to_bfloat16(sums) if spec.dtype == "bfloat16" else sums.astype(spec.storage)
+
+
+def _most(spec: ColumnSpec) -> float:
+    """The largest finite number of a column of floats."""
+    if spec.dtype == "bfloat16":
+        return float(from_bfloat16(np.array([0x7F7F], np.uint16))[0])
+    return float(np.finfo(spec.storage).max)
+
+
+def _int64_sums(terms: NDArray[np.int64], begins: Int64s) -> NDArray[np.int64]:
+    """Sums of runs of the first axis, which stop at what int64 holds."""
+    # Two halves, of which neither overflows; the higher one with what the lower one carries.
+    low = np.add.reduceat(terms & 0xFFFFFFFF, begins)
+    high = np.add.reduceat(terms >> 32, begins) + (low >> 32)
+    limits = np.iinfo(np.int64)
+    sums = (high << 32) + (low & 0xFFFFFFFF)
+    return np.select([high > limits.max >> 32, high < limits.min >> 32], [limits.max, limits.min], sums)
+
+
+def _float64_sums(terms: NDArray[np.float64], begins: Int64s) -> NDArray[np.float64]:
+    """Sums of runs of the first axis, which stop at what float64 holds; not finite where a term is not."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums: NDArray[np.float64] = np.add.reduceat(terms, begins)
+        if np.isfinite(sums).all():
+            return sums
+        # So small that no sum of steps overflows, as none of their parts does on the way.
+        scaled = np.clip(np.add.reduceat(np.ldexp(terms, -32), begins), *np.ldexp([-_FLOAT64_MAX, _FLOAT64_MAX], -32))
+    is_finite = np.logical_and.reduceat(np.isfinite(terms), begins)
+    return np.where(is_finite & ~np.isfinite(sums), np.ldexp(scaled, 32), sums)

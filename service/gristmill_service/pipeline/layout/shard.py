@@ -1,0 +1,297 @@
+"""The last stage makes shards of a plan and columns, each a safetensors file described as runs of memory.
+
+A shard is never assembled: its `iovec` names slices of the batch's own buffers and of constants, in file order. The
+same input gives the same bytes. Layouts: `left_padded` (SkyRL #1285), `packed`, and `prefix_tree`, which is packed but
+for the tokens that the row before has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, repeat
+from math import prod
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from gristmill._wire.column_spec import BUILT_IN
+from gristmill._wire.columns import Int64s
+from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.layout.columns import SCOPES, Column, Geometry, Placement, Runs, Scope, safetensors_name
+from gristmill_service.pipeline.layout.compact import Block, Compaction, CompactShard
+from gristmill_service.pipeline.layout.extra_columns import Cut, ShardTensor
+from gristmill_service.pipeline.layout.iovec import Iovec, Region
+from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.pipeline.layout.token_tree import axis_tensors, branches, tree_columns
+from gristmill_service.pipeline.rows.sharing import Sharing
+from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
+
+ITEMSIZES = (8, 4, 2, 1)
+"""The order of tensors in a file, by the bytes of their numbers, so that each is aligned."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PerRow:
+    """Tensors of a value per row, of one dtype. values: (names, rows + 1), the padding row's last."""
+
+    names: Sequence[str]
+    values: NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """The numbers of one size in files, for all rows of all shards of a model, in their order.
+
+    dtype, per_row: of the values per row, (names, n). columns, runs: with an element a token. tensors: one a shard.
+    """
+
+    itemsize: int
+    dtype: str
+    per_row: PerRow
+    columns: Sequence[Column]
+    runs: Sequence[Runs]
+    tensors: Sequence[ShardTensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """The tensors of a model's shards: as they stand in files, by the size of their numbers, and as they travel.
+    placement: where their rows stand."""
+
+    placement: Placement
+    parts: Sequence[Part]
+    compaction: Compaction
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """One shard's file: the bytes that are its own (header, per-row tensors), and its blocks of what is placed.
+
+    own, cuts: of each part, the bytes before its tensors per token, and the tensors after these.
+    """
+
+    address: ShardAddress
+    own: Sequence[Region]
+    cuts: Sequence[Sequence[Cut]]
+    blocks: Sequence[Block]
+    placed: Placed
+    size: int
+    sequence_elements: int
+    """The elements of all `sequences` tensors, padding included."""
+    without_padding: CompactShard
+
+    def iovec(self) -> Iovec:
+        runs = []
+        for own, cuts, part in zip(self.own, self.cuts, self.placed.parts, strict=True):
+            runs.append(own.whole())
+            runs += [columns.of(block.begin, block.end) for block in self.blocks for columns in part.runs]
+            runs += [cut.iovec for cut in cuts]
+        return np.concatenate(runs)
+
+    def compact(self) -> Iovec:
+        return self.without_padding.iovec
+
+    @property
+    def column_bytes(self) -> dict[str, int]:
+        """Bytes that each declared column takes of the file."""
+        found: dict[str, int] = {}
+        for part, cuts in zip(self.placed.parts, self.cuts, strict=True):
+            for column, runs in zip(part.columns, part.runs, strict=True):
+                if column.name not in BUILT_IN:
+                    found[column.name] = sum(int(runs.of(one.begin, one.end)[:, 1].sum()) for one in self.blocks)
+            for tensor, cut in zip(part.tensors, cuts, strict=True):
+                found[tensor.column] = found.get(tensor.column, 0) + int(cut.iovec[:, 1].sum())
+        return found
+
+
+class Layout:
+    """Lays out the shards of one model's mini-batches, in plan order. begins: where each one's rows begin."""
+
+    def __init__(
+        self,
+        mini_batches: Sequence[MiniBatchPlan],
+        geometry: Geometry,
+        config: RunConfig,
+        sharing: Sharing | None = None,
+    ) -> None:
+        """sharing: what rows share, where that stands once."""
+        placed = np.concatenate([rank.rows for mini_batch in mini_batches for rank in mini_batch.ranks])
+        self._blocks = _blocks(mini_batches, placed, geometry, config)
+        blocks = [block for blocks in self._blocks for block in blocks]
+        edges = [*(block.begin for block in blocks), blocks[-1].end]
+        shared = None if sharing is None else sharing.shared(placed, np.array(edges[:-1]))
+        leads = {scope: _leads(placed, blocks, scope, geometry) for scope in SCOPES}
+        self.placement = Placement(placed, leads, geometry, shared)
+        self._branches = None if shared is None else branches(shared, self.placement.own["sequence"], edges)
+        self.begins = [blocks[0].begin for blocks in self._blocks]
+        self._token_ends = np.append(0, np.cumsum(self.placement.own["sequence"]))
+
+    @property
+    def tree_columns(self) -> list[Column]:
+        """Those that tell how rows stand on an axis that they share; none where they do not."""
+        if self._branches is None or self.placement.shared is None:
+            return []
+        return tree_columns(self._branches, self.placement.shared)
+
+    def place(self, columns: Sequence[Column], per_row: Mapping[int, PerRow], tensors: Sequence[ShardTensor]) -> Placed:
+        """Places each tensor for all rows of all shards at once: what a shard takes of them is a slice.
+
+        per_row: by the size of its numbers.
+        """
+
+        def part(itemsize: int) -> Part:
+            mine = [column for column in columns if column.itemsize == itemsize]
+            small = per_row.get(itemsize, _NO_VALUES)
+            gathered = PerRow(small.names, small.values.take(self.placement.rows, axis=1))
+            dtype = safetensors_name(small.values.dtype)
+            own = [tensor for tensor in tensors if tensor.itemsize == itemsize]
+            return Part(itemsize, dtype, gathered, mine, [column.laid_out(self.placement) for column in mine], own)
+
+        parts = [part(itemsize) for itemsize in ITEMSIZES]
+        used = [one for one in parts if one.itemsize == 4 or one.per_row.names or one.columns or one.tensors]
+        return Placed(self.placement, used, Compaction(self.placement, columns))
+
+    def shard(self, index: int, address: ShardAddress, placed: Placed, metadata: dict[str, str]) -> Shard:
+        """Returns the shard number `index` in plan order. placed: what `place` gave. metadata: JSON by name."""
+        blocks = self._blocks[index]
+        begin, end = blocks[0].begin, blocks[-1].end
+        axes = [self._axis(block) for block in blocks]
+        cuts = [[tensor.cut(self.placement.rows[begin:end]) for tensor in part.tensors] for part in placed.parts]
+        header, size = self._header(blocks, placed, cuts, axes, metadata)
+        own: list[bytes] = []
+        for part in placed.parts:
+            small = [part.per_row.values[:, begin:end].tobytes()]
+            small += [values.tobytes() for axis in axes for values in axis.values()] if part.itemsize == 4 else []
+            own.append(b"".join(small if own else [header, *small]))
+        regions = [Region(small) for small in own]
+        return Shard(
+            address=address,
+            own=regions,
+            cuts=cuts,
+            blocks=blocks,
+            placed=placed,
+            size=size,
+            sequence_elements=sum(self._elements(block, "sequence") for block in blocks),
+            without_padding=CompactShard(
+                placed.compaction, [part.itemsize for part in placed.parts], blocks, regions, cuts, size
+            ),
+        )
+
+    def _axis(self, block: Block) -> dict[str, NDArray[np.int32]]:
+        """Returns the tensors that tell where rows stand on a token axis, where there is one."""
+        if block.widths is not None:
+            return {}
+        if self._branches is not None:
+            return axis_tensors(self._branches.between(block.begin, block.end))
+        ends = self._token_ends
+        return {"cu_seqlens": (ends[block.begin : block.end + 1] - ends[block.begin]).astype(np.int32)}
+
+    def _elements(self, block: Block, scope: Scope) -> int:
+        """Counts a tensor's values. A packed one has one per token, whatever its scope."""
+        if block.widths is None:
+            return int(self._token_ends[block.end] - self._token_ends[block.begin])
+        return block.widths[scope] * (block.end - block.begin)
+
+    def _header(
+        self,
+        blocks: Sequence[Block],
+        placed: Placed,
+        cuts: Sequence[Sequence[Cut]],
+        axes: Sequence[Mapping[str, NDArray[np.int32]]],
+        metadata: dict[str, str],
+    ) -> tuple[bytes, int]:
+        """Returns the safetensors header, and the size of the whole file."""
+        entries: dict[str, Any] = {"__metadata__": metadata}
+        rows, shapes = blocks[-1].end - blocks[0].begin, [self._shapes(block) for block in blocks]
+        offset = 0
+
+        def add(name: str, dtype: str, shape: list[int], itemsize: int) -> None:
+            nonlocal offset
+            end = offset + itemsize * prod(shape)
+            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+            offset = end
+
+        for part, own in zip(placed.parts, cuts, strict=True):
+            for name in part.per_row.names:
+                add(name, part.dtype, [rows], part.itemsize)
+            if part.itemsize == 4:
+                for block, axis in zip(blocks, axes, strict=True):
+                    for name, values in axis.items():
+                        add(block.prefix + name, "I32", [len(values)], 4)
+            for block, shape in zip(blocks, shapes, strict=True):
+                for column in part.columns:
+                    add(block.prefix + column.name, column.dtype, [*shape[column.scope], *column.shape], part.itemsize)
+            for tensor, cut in zip(part.tensors, own, strict=True):
+                add(tensor.name, tensor.dtype, cut.shape, tensor.itemsize)
+        text = orjson.dumps(entries)
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text, 8 + len(text) + offset
+
+    def _shapes(self, block: Block) -> dict[Scope, list[int]]:
+        if block.widths is None:
+            return {scope: [self._elements(block, scope)] for scope in SCOPES}
+        return {scope: [block.end - block.begin, block.widths[scope]] for scope in SCOPES}
+
+
+_NO_VALUES = PerRow((), np.empty((0, 1), np.uint8))
+
+
+def _blocks(
+    mini_batches: Sequence[MiniBatchPlan], placed: Int64s, geometry: Geometry, config: RunConfig
+) -> list[list[Block]]:
+    """Returns each shard's blocks, in plan order. placed: the rows of all of them."""
+    ranks = [rank for mini_batch in mini_batches for rank in mini_batch.ranks]
+    own_micro_batches = config.has_token_axis or config.pad_width == "micro_batch"
+    bounds = [rank.bounds if own_micro_batches else np.array([0, len(rank.rows)]) for rank in ranks]
+    begins = np.cumsum([0, *(len(rank.rows) for rank in ranks)])
+    edges = [(begin + edges).tolist() for begin, edges in zip(begins.tolist(), bounds, strict=False)]
+    widths = _widths(mini_batches, edges, placed, geometry, config)
+    return [
+        [
+            Block(f"micro_batch_{index:03d}/" if own_micro_batches else "", begin, end, next(widths))
+            for index, (begin, end) in enumerate(pairwise(of_shard))
+        ]
+        for of_shard in edges
+    ]
+
+
+def _widths(
+    mini_batches: Sequence[MiniBatchPlan],
+    edges: Sequence[Sequence[int]],
+    placed: Int64s,
+    geometry: Geometry,
+    config: RunConfig,
+) -> Iterator[dict[Scope, int] | None]:
+    """Yields each block's widths, in order. `pad_width` says over which rows widths are taken, padding rows included.
+
+    edges: per shard where its blocks begin among the placed rows, and where the last one ends.
+    """
+    counts = np.array([len(of_shard) - 1 for of_shard in edges])
+    if config.has_token_axis:
+        return repeat(None, int(counts.sum()))
+    dp_size = len(edges) // len(mini_batches)
+    shards_apart = {"batch": len(edges), "mini_batch": dp_size}.get(config.pad_width, 1)
+    if config.pad_width == "micro_batch":
+        begins, blocks = np.concatenate([of_shard[:-1] for of_shard in edges]), np.ones(int(counts.sum()), np.int64)
+    else:
+        begins = np.array([of_shard[0] for of_shard in edges[::shards_apart]])
+        blocks = np.add.reduceat(counts, np.arange(0, len(edges), shards_apart))
+    multiple = config.pad_to_multiple_of
+    found = [
+        np.repeat(-(-np.maximum.reduceat(geometry.of(scope)[placed], begins) // multiple) * multiple, blocks).tolist()
+        for scope in SCOPES
+    ]
+    return (dict(zip(SCOPES, pair, strict=True)) for pair in zip(*found, strict=True))
+
+
+def _leads(rows: Int64s, blocks: Sequence[Block], scope: Scope, geometry: Geometry) -> Int64s:
+    """Counts the elements before each row's own: padding, or, packed, the prompt before a response's column."""
+    own = geometry.of(scope)[rows]
+    counts = [block.end - block.begin for block in blocks]
+    if any(block.widths is None for block in blocks):
+        return geometry.lengths[rows] - own
+    widths = np.array([block.widths[scope] for block in blocks if block.widths is not None], np.int64)
+    return np.repeat(widths, counts) - own

@@ -1,0 +1,127 @@
+"""The token axis of `layout: prefix_tree`: where rows that share their beginnings stand, and who follows whom.
+
+A micro-batch's rows stand on its axis in their order, each with what the row before it has not. So the axis is the tree
+of their tokens, walked depth first: a token is followed by what continues its own row, then by what branches off later
+rows, the deepest first. A token's descendants are the tokens after it up to the first that is no deeper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill._wire.columns import Int64s
+from gristmill._wire.compact_shards import Form
+from gristmill_service.pipeline.layout.columns import Column, Placement, Runs
+from gristmill_service.pipeline.layout.iovec import Region
+
+ROOT = -1
+
+
+class Branches(NamedTuple):
+    """Of each row, on the axis of its micro-batch: where its own tokens begin, how many they are, and the token that
+    the first of them follows, -1 where that is the row's first. All int64 (rows,)."""
+
+    begins: Int64s
+    counts: Int64s
+    parents: Int64s
+
+    def between(self, begin: int, end: int) -> Branches:
+        return Branches(*(values[begin:end] for values in self))
+
+
+def branches(shared: Int64s, counts: Int64s, edges: Sequence[int]) -> Branches:
+    """Returns where rows stand.
+
+    shared: int64 (rows,), with how many tokens each begins as the one before it in its micro-batch. counts: int64
+    (rows,), its other tokens. edges: where micro-batches begin among the rows, and where the last one ends.
+    """
+    ends = np.cumsum(counts)
+    firsts = np.array(edges, np.int64)
+    begins = ends - counts - np.repeat(np.append(0, ends)[firsts[:-1]], firsts[1:] - firsts[:-1])
+    return Branches(begins, counts, _parents(shared.tolist(), begins.tolist()))
+
+
+def _parents(shared: list[int], begins: list[int]) -> Int64s:
+    """A row's first own token follows one of the last row before it that shares less."""
+    found: list[int] = []
+    # Rows on the way to the last one, each of which shares more than the one before it.
+    path: list[tuple[int, int]] = []
+    for common, begin in zip(shared, begins, strict=True):
+        while path and path[-1][0] >= common:
+            path.pop()
+        found.append(path[-1][1] + common - 1 - path[-1][0] if common else ROOT)
+        path.append((common, begin))
+    return np.array(found, np.int64)
+
+
+def axis_tensors(rows: Branches) -> dict[str, NDArray[np.int32]]:
+    """Returns the tensors that tell of a micro-batch's axis as a whole, of its rows.
+
+    segment_starts: (segments,), where each run of tokens without a branch begins. segment_parents: (segments,), the
+    segment whose last token that first one follows, -1 for none. row_ends: (rows,), each row's last token.
+    """
+    begins, counts, parents = rows
+    attached = np.unique(parents[parents >= 0], return_counts=True)
+    only = dict(zip(*(values.tolist() for values in attached), strict=True))
+    goes_on = np.array(
+        [
+            parent == begin - 1 and only.get(parent) == 1
+            for begin, parent in zip(begins.tolist(), parents.tolist(), strict=True)
+        ],
+        np.bool_,
+    )
+    starts = np.unique(np.concatenate([begins[~goes_on], parents[~goes_on & (parents >= 0)] + 1]))
+    followed = starts - 1
+    at = np.searchsorted(begins, starts)
+    is_begin = begins[np.minimum(at, len(begins) - 1)] == starts
+    followed[is_begin] = parents[at[is_begin]]
+    found = {
+        "segment_starts": starts,
+        "segment_parents": np.searchsorted(starts, followed, side="right") - 1,
+        "row_ends": begins + counts - 1,
+    }
+    return {name: values.astype(np.int32) for name, values in found.items()}
+
+
+class Counting(Column):
+    """Integers of which each row's own tokens have `firsts`, then `seconds`, and from there on count up: depths, and
+    the tokens that tokens follow.
+
+    firsts, seconds: int64 (n,), of the placed rows. counts: int64 (n,), each one's own tokens.
+    """
+
+    dtype, itemsize, scope, form = "I32", 4, "sequence", Form.COUNTING
+
+    def __init__(self, name: str, firsts: Int64s, seconds: Int64s, counts: Int64s) -> None:
+        self.name, self._counts = name, counts
+        self._firsts, self._seconds = firsts.astype(np.int32), seconds
+        self._numbers = Region(np.arange(int((seconds + counts).max(initial=0)), dtype=np.int32))
+        self._begins = Region(self._firsts)
+
+    def laid_out(self, placement: Placement) -> Runs:
+        return self.runs(placement)
+
+    def runs(self, placement: Placement) -> Runs:
+        count = len(self._counts)
+        iovec = np.empty((count, 2, 2), np.int64)
+        iovec[:, 0] = self._begins.runs(4 * np.arange(count), np.full(count, 4))
+        iovec[:, 1] = self._numbers.runs(4 * self._seconds, 4 * (self._counts - 1))
+        return Runs(iovec.reshape(-1, 2), 2 * np.arange(count + 1), (self._begins, self._numbers))
+
+    def compact(self, placement: Placement) -> tuple[Runs, ...]:
+        count = len(self._counts)
+        numbers = Region(np.stack([self._firsts, self._seconds.astype(np.int32)], axis=1))
+        return (Runs(numbers.runs(8 * np.arange(count), np.full(count, 8)), np.arange(count + 1), (numbers,)),)
+
+
+def tree_columns(rows: Branches, shared: Int64s) -> list[Column]:
+    """Returns `position_ids`, a token's depth in its row, and `parents`, the token before it on the axis, which is the
+    one whose output predicts it; -1 at a root."""
+    return [
+        Counting("position_ids", shared, shared + 1, rows.counts),
+        Counting("parents", rows.parents, rows.begins, rows.counts),
+    ]

@@ -1,0 +1,1 @@
+"""Rows as they are received: judged, filtered, and merged where one continues another."""

@@ -1,0 +1,290 @@
+"""The second stage makes one row of the steps of a trajectory that extend each other.
+
+A step's full tokens are a prefix of a later step's prompt exactly when the two can be one sequence. The merged row
+is then the last step's own tokens, read again from the first step's response on: nothing is concatenated, the stage
+yields indices. Source: SkyRL #1479. Where several steps go on from one, each has a row of its own, and they share the
+path to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill._wire.columns import Int64s, Ragged
+from gristmill._wire.steps import UNKNOWN
+from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.rows.joins import Joins, Mismatch, breaks, find_joins, joins_before, mismatch
+from gristmill_service.pipeline.rows.validate import Received
+
+REPORTED_MISMATCHES = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Training rows as paths of steps: row r visits `steps[edges[r]:edges[r + 1]]`, all of one trajectory, in order.
+
+    Its tokens are those of the last step on its path; the first `prompt_lengths[r]` of them are its prompt, and the
+    rest its response. What each visit v adds to the response: from `starts[v]` of it on stand the first `kept[v]`
+    tokens of the response of step `steps[v]`; what stands before, from where the visit before ends, is observation. Of
+    those tokens an earlier row trains the first `shared[v]`: here they have loss_mask 0.
+
+    Where several rows may share steps, each token is trained once: `shared` is the most that any earlier row kept, but
+    no more than `kept`. Of a path's last step all is kept, and nothing shared, so that it ends the row.
+
+    edges: int64 (rows + 1,).
+    steps: int64 (visits,), indices of the batch's steps as received; each is on a path, some on several.
+    starts, kept, shared: int64 (visits,), in tokens. starts is 0 where a path begins, and nowhere less than where the
+        visit before ends.
+    trajectories, prompt_lengths, lengths: int64 (rows,). policy_versions: int32 (rows,), of its oldest step.
+    """
+
+    edges: Int64s
+    steps: Int64s
+    starts: Int64s
+    kept: Int64s
+    shared: Int64s
+    trajectories: Int64s
+    prompt_lengths: Int64s
+    lengths: Int64s
+    policy_versions: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.edges) - 1
+
+    @property
+    def first(self) -> Int64s:
+        """The first step on each row's path; int64 (rows,)."""
+        return self.steps[self.edges[:-1]]
+
+    @property
+    def last(self) -> Int64s:
+        """The last step on each row's path, whose tokens are the row's; int64 (rows,)."""
+        return self.steps[self.edges[1:] - 1]
+
+    @property
+    def response_lengths(self) -> Int64s:
+        return self.lengths - self.prompt_lengths
+
+    @property
+    def ends(self) -> Int64s:
+        """Where each visit ends in its row's response; int64 (visits,)."""
+        return self.starts + self.kept
+
+    @property
+    def owns_reward(self) -> NDArray[np.bool_]:
+        """Tells of each visit whether its step's reward stands there, so that it stands once; bool (visits,)."""
+        owned: NDArray[np.bool_] = (self.shared == 0) & (self.kept > 0)
+        return owned
+
+    @property
+    def is_first(self) -> NDArray[np.bool_]:
+        """Tells of each visit whether no earlier row visits its step; bool (visits,)."""
+        found = np.ones(len(self.steps), np.bool_)
+        if len(self.steps) > self.steps.max(initial=-1) + 1:
+            found[:] = False
+            found[np.unique(self.steps, return_index=True)[1]] = True
+        return found
+
+    def per_visit(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Returns of each visit its row's value. values: (rows,); the result: (visits,)."""
+        return np.repeat(values, np.diff(self.edges))
+
+    def standing(self, values: Ragged) -> Ragged:
+        """Returns of each visit the values of the tokens that stand in its row, also those that are not trained there.
+
+        values: (steps,), one a response token. The result: (visits,), `kept` of each; it shares the values.
+        """
+        return Ragged(values.values, values.starts[self.steps], self.kept)
+
+    def trained(self, values: Ragged) -> Ragged:
+        """Returns what `standing` does without the tokens that an earlier row trains: `kept - shared` of each visit."""
+        return Ragged(values.values, values.starts[self.steps] + self.shared, self.kept - self.shared)
+
+    def trained_in(self, edges: Int64s) -> Int64s:
+        """Returns the row that trains each response token of the batch, -1 where none does; int64 (response tokens,).
+
+        edges: int64 (steps + 1,), step i has the response tokens `edges[i]:edges[i + 1]`.
+        """
+        found = np.full(edges[-1], -1)
+        # Of a step each row that trains some of its tokens goes on where the one before ended.
+        order = np.argsort(self.steps, kind="stable")
+        visits = order[(self.kept > self.shared)[order]]
+        lengths = (self.kept - self.shared)[visits]
+        starts = edges[self.steps[visits]] + self.shared[visits]
+        places = np.arange(lengths.sum()) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
+        found[places] = np.repeat(self.per_visit(np.arange(len(self)))[visits], lengths)
+        return found
+
+
+def merge(received: Received, config: RunConfig) -> tuple[Rows, list[Mismatch]]:
+    """Returns the batch's rows, and the first mismatches of each trajectory."""
+    rows = merge_rows(received, config)
+    broken = breaks(received, rows.first) if config.merge != "none" else rows.first[:0]
+    return rows, [mismatch(received, step, config) for step in _reported(received, broken)]
+
+
+def merge_rows(received: Received, config: RunConfig) -> Rows:
+    """Returns the batch's rows alone."""
+    if config.merge == "tree" or config.retokenised_tail:
+        return _rows_of_joins(received, find_joins(received, config))
+    count = len(received.steps)
+    joins = joins_before(received, config.columns) if config.merge == "prefix" else np.zeros(count, np.bool_)
+    edges = np.append(np.flatnonzero(~joins), count)
+    kept, shared = received.steps.response_lengths, np.zeros(count, np.int64)
+    return rows_of_paths(received, edges, np.arange(count), kept, shared)
+
+
+def rows_of_paths(
+    received: Received, edges: Int64s, path: Int64s, kept: Int64s, shared: Int64s, begins: Int64s | None = None
+) -> Rows:
+    """Returns the rows of these paths; all is as `Rows` has it, `path` its `steps`.
+
+    begins: int64 (visits,), where each visit begins in its row's tokens: where its step's prompt ends, unless told.
+        None may lie before the end of the visit before it.
+    """
+    steps, first, last = received.steps, path[edges[:-1]], path[edges[1:] - 1]
+    prompt_lengths = steps.prompt_lengths[first]
+    begins = steps.prompt_lengths[path] if begins is None else begins
+    return Rows(
+        edges=edges,
+        steps=path,
+        starts=begins - np.repeat(prompt_lengths, np.diff(edges)),
+        kept=kept,
+        shared=shared,
+        trajectories=received.trajectory_of_step[first],
+        prompt_lengths=prompt_lengths,
+        lengths=steps.tokens.lengths[last],
+        policy_versions=_oldest(steps.policy_versions[path], edges[:-1]),
+    )
+
+
+def _rows_of_joins(received: Received, joins: Joins) -> Rows:
+    """Returns a row for each step that none joins: the path to it."""
+    steps = received.steps
+    edges, path = _paths(joins.parents)
+    prompts, responses = steps.prompt_lengths[path], steps.response_lengths[path]
+    # What later joins leave of each visit's sequence; all of a path's last.
+    left = np.append(joins.commons[path[1:]], 0)[: len(path)]
+    left[edges[1:] - 1] = steps.tokens.lengths[path[edges[1:] - 1]]
+    left = _least_behind(left, edges)
+    kept = np.clip(left - prompts, 0, responses)
+    return rows_of_paths(received, edges, path, kept, _most_before(kept, path), np.minimum(prompts, left))
+
+
+def _paths(parents: Int64s) -> tuple[Int64s, Int64s]:
+    """Returns the paths that end in a step that none joins, as `Rows` has `edges` and `steps`.
+
+    The first step that joins another goes on with the row that ends there, and each later one begins a row. Rows are
+    in the order in which they are begun.
+    """
+    steps = np.arange(len(parents))
+    joined = np.flatnonzero(parents >= 0)
+    if np.array_equal(parents[joined], joined - 1):
+        return np.append(np.flatnonzero(parents < 0), len(parents)), steps
+    goes_on = joined[np.unique(parents[joined], return_index=True)[1]]
+    begins = steps.copy()
+    begins[goes_on] = parents[goes_on]
+    while not np.array_equal(further := begins[begins], begins):
+        begins = further
+    ends = np.delete(steps, parents[goes_on])
+    return _ancestry(parents, ends[np.argsort(begins[ends])])
+
+
+def _ancestry(parents: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
+    """Returns the paths to these steps, each from the one that joins none, as `Rows` has `edges` and `steps`."""
+    rows, at = np.arange(len(ends)), ends
+    found = []
+    while len(at):
+        found.append((rows, at))
+        at = parents[at]
+        rows, at = rows[at >= 0], at[at >= 0]
+    row_of_visit, path = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    order = np.lexsort((path, row_of_visit))
+    return np.append(0, np.cumsum(np.bincount(row_of_visit))), path[order]
+
+
+def _least_behind(values: Int64s, edges: Int64s) -> Int64s:
+    """Returns of each visit the least of its value and those of later visits of its row; (visits,), none negative."""
+    # Of each row all are larger than of the row before it.
+    ranks = np.repeat(np.arange(len(edges) - 1), np.diff(edges)) * (values.max(initial=0) + 1)
+    least: Int64s = np.minimum.accumulate((values + ranks)[::-1])[::-1] - ranks
+    return least
+
+
+def _most_before(kept: Int64s, path: Int64s) -> Int64s:
+    """Returns of each visit the most that any earlier row kept of its step, but no more than it keeps; (visits,)."""
+    order = np.argsort(path, kind="stable")
+    by_step, kept_by_step = path[order], kept[order]
+    # Of each step all are larger than of the step before it.
+    ranks = by_step * (kept.max(initial=0) + 1)
+    most = np.append(0, np.maximum.accumulate(kept_by_step + ranks)[:-1])[: len(path)] - ranks
+    shared = np.empty_like(kept)
+    # A step's first visit has nothing before it.
+    shared[order] = np.clip(most, 0, kept_by_step)
+    return shared
+
+
+def _reported(received: Received, broken: Int64s) -> list[int]:
+    """Returns the first of the broken steps of each trajectory, as many as are reported of one."""
+    trajectories = np.searchsorted(received.trajectory_bounds, broken, "right")
+    starts = np.searchsorted(trajectories, trajectories)
+    reported: list[int] = broken[np.arange(len(broken)) - starts < REPORTED_MISMATCHES].tolist()
+    return reported
+
+
+def _oldest(versions: NDArray[np.int32], begins: Int64s) -> NDArray[np.int32]:
+    """Returns the lowest known policy version of each row's visits; unknown where none is known. begins: (rows,)."""
+    if not len(begins):
+        return versions[:0]
+    newest = np.iinfo(np.int32).max
+    oldest = np.minimum.reduceat(np.where(versions == UNKNOWN, newest, versions), begins)
+    return np.where(oldest == newest, UNKNOWN, oldest).astype(np.int32)
+
+
+def row_loss_tokens(rows: Rows, loss_mask: Ragged, unfiltered: NDArray[np.bool_]) -> Int64s:
+    """Counts each row's tokens with loss_mask 1, of those that it trains; int64 (rows,).
+
+    loss_mask: uint8 (steps,) over the response; a lengths file has none, and all its tokens count.
+    unfiltered: bool (steps,), False for steps that a filter masked.
+    """
+    if not len(rows):
+        return np.zeros(0, np.int64)
+    per_visit = visit_loss_tokens(rows, loss_mask) * unfiltered[rows.steps]
+    counts: Int64s = np.add.reduceat(per_visit, rows.edges[:-1])
+    return counts
+
+
+def visit_loss_tokens(rows: Rows, loss_mask: Ragged) -> Int64s:
+    """Counts each visit's tokens with loss_mask 1, of those that its row trains; int64 (visits,)."""
+    return _ones(rows.trained(loss_mask))
+
+
+def most_kept(rows: Rows, steps: int) -> Int64s:
+    """Returns how many tokens of each step's response some row keeps, from the first on; int64 (steps,)."""
+    most = np.zeros(steps, np.int64)
+    np.maximum.at(most, rows.steps, rows.kept)
+    return most
+
+
+def realigned_tokens(rows: Rows, loss_mask: Ragged) -> tuple[int, int]:
+    """Counts the tokens that were sampled and stand in no row, since a prompt has others in their place, and those of
+    them with loss_mask 1. loss_mask: uint8 (steps,) over the response."""
+    most = most_kept(rows, len(loss_mask))
+    lost = Ragged(loss_mask.values, loss_mask.starts + most, loss_mask.lengths - most)
+    return lost.total, int(_ones(lost).sum())
+
+
+def _ones(masks: Ragged) -> Int64s:
+    """Counts the ones of each; 0 of an empty one. masks: uint8 of 0 and 1."""
+    if not masks.values.size or masks.values.min() == 1:
+        # Most batches: what the policy did not sample stands in prompts.
+        return masks.lengths
+    compact = masks.compact()
+    counts, some = np.zeros(len(masks), np.int64), masks.lengths > 0
+    # Sums of uint32 are several times faster than those of int64, and a step has fewer tokens than that holds.
+    counts[some] = np.add.reduceat(compact.values, compact.starts[some], dtype=np.uint32)
+    return counts

@@ -1,0 +1,1 @@
+"""Scheduling: which row trains in which mini-batch, on which rank, in which micro-batch."""

@@ -1,0 +1,229 @@
+"""Scheduling decides which row trains in which mini-batch, on which DP rank, in which micro-batch.
+
+Owns the specification's sections 5 and 6: mini-batch boundaries, padding, alignment, and what is dropped or refused
+when micro-batches cannot be aligned. Sees the lengths of rows and, for `layout: prefix_tree`, what they share, never
+their data; no other layout changes a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from math import lcm
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill._wire.columns import Int64s
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.config import Model, RunConfig
+from gristmill_service.pipeline.rows.sharing import Sharing
+from gristmill_service.pipeline.scheduling.plan import PADDING, MiniBatchPlan, RankPlan
+from gristmill_service.pipeline.scheduling.row_packing import RowPacking, SharingRows, WholeRows
+
+Count = TypeVar("Count", int, Int64s)
+
+
+class MisalignedError(InvalidArgumentError):
+    """A mini-batch cannot be aligned for this `dp_size`; for another it may."""
+
+
+def schedule(
+    lengths: Int64s, group_bounds: Int64s, config: RunConfig, sharing: Sharing | None = None
+) -> list[MiniBatchPlan]:
+    """Returns the mini-batches of one batch: the policy's, then the critic's.
+
+    lengths: (rows,) tokens, prompt and response, of each row in batch order; every one is positive.
+    group_bounds: (groups + 1,) row bounds of the prompt groups, from 0 to the number of rows; no group is empty.
+    sharing: what rows share, where that stands once; caps and loads are then of what is distinct.
+
+    Raises MisalignedError when a mini-batch cannot be aligned and `on_misaligned` forbids padding.
+    """
+    divide = _divide_groups if config.mini_batch_unit == "prompt" else _divide_rows
+    parts = chain.from_iterable(divide(group_bounds, model, config) for model in config.models)
+    flops = config.flops if config.balance == "flops" else None
+    rows = WholeRows(lengths, flops) if sharing is None else SharingRows(lengths, flops, sharing)
+    if config.token_cap is not None:
+        return [_plan_by_tokens(part, rows, config.token_cap, config) for part in parts]
+    if config.micro_batch.count is not None:
+        no_cap = int(lengths.sum())
+        return [_plan_by_count(part, rows, config.micro_batch.count, no_cap, config) for part in parts]
+    return [_plan_by_size(part, rows, config) for part in parts]
+
+
+# --- Mini-batch boundaries (section 5)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A mini-batch before alignment.
+
+    groups: those whose rows it holds. ends: (groups,) its rows up to and with each of them. padding: rows it gets
+    whatever the ranks need, with `mini_batch_unit: sequence`, where no group is ever dropped.
+    """
+
+    model: Model
+    index: int
+    start: int
+    end: int
+    groups: range
+    ends: Int64s
+    padding: int
+
+
+def _divide_groups(group_bounds: Int64s, model: Model, config: RunConfig) -> Iterator[_Part]:
+    """Yields mini-batches of as many whole prompt groups as their size; the last holds what is left."""
+    groups, size = len(group_bounds) - 1, config.mini_batch_size(model)
+    for index, first in enumerate(range(0, groups, size)):
+        last = min(first + size, groups)
+        start, end = int(group_bounds[first]), int(group_bounds[last])
+        ends = group_bounds[first + 1 : last + 1] - start
+        yield _Part(model, index, start, end, range(first, last), ends, 0)
+
+
+def _divide_rows(group_bounds: Int64s, model: Model, config: RunConfig) -> Iterator[_Part]:
+    """Yields mini-batches of as many rows as their size, padding rows included, which are dealt to them evenly."""
+    rows, size = int(group_bounds[-1]), config.mini_batch_size(model)
+    multiple = lcm(*map(config.mini_batch_size, config.models))
+    mini_batches = _ceil_div(rows, multiple) * (multiple // size)
+    real, extra = divmod(rows, mini_batches) if mini_batches else (0, 0)
+    for index in range(mini_batches):
+        start = index * real + min(index, extra)
+        end = start + real + (index < extra)
+        first = int(np.searchsorted(group_bounds, start, side="right")) - 1
+        last = int(np.searchsorted(group_bounds, end, side="left"))
+        ends = np.minimum(group_bounds[first + 1 : last + 1], end) - start
+        yield _Part(model, index, start, end, range(first, last), ends, size - (end - start))
+
+
+# --- Alignment and ranks (section 6)
+
+
+def _plan_by_size(part: _Part, batch: RowPacking, config: RunConfig) -> MiniBatchPlan:
+    """Gives every rank as many rows, contiguous unless balanced, in micro-batches of `micro_batch.size`."""
+    per_micro_batch = config.micro_batch.size
+    assert per_micro_batch is not None
+    multiple = config.align_to // config.dp_size
+    counts = _ceil_div(_ceil_div(part.ends, config.dp_size), per_micro_batch)  # micro-batches per rank of each prefix
+    kept = _kept_groups(part, counts % multiple == 0, config)
+    kept_rows = _rows_of(part, kept)
+    count = _ceil_div(kept_rows + part.padding, config.dp_size)  # rows per rank
+    micro_batches = _ceil_div(count, per_micro_batch)
+    if micro_batches % multiple:  # fewest padding rows: all micro-batches are full, and the last has one row
+        micro_batches = _ceil_div(micro_batches, multiple) * multiple
+        count = (micro_batches - 1) * per_micro_batch + 1
+    bounds = np.minimum(np.arange(micro_batches + 1, dtype=np.int64) * per_micro_batch, count)
+    own = batch.between(part.start, part.start + kept_rows)
+    padded = np.append(own, np.full(config.dp_size * count - kept_rows, PADDING))
+    ranks = tuple(RankPlan(rows, bounds) for rows in padded.reshape(config.dp_size, count))
+    if config.balance != "none":
+        ranks = batch.more_even(_balanced_rows(own, batch, per_micro_batch, bounds, config.dp_size), ranks)
+    if config.micro_batch.full:
+        ranks = tuple(_filled(rank, per_micro_batch) for rank in ranks)
+    return _plan(part, kept, ranks)
+
+
+def _filled(rank: RankPlan, per_micro_batch: int) -> RankPlan:
+    """Returns the same with padding rows behind it, so that the last micro-batch has as many rows as the others."""
+    bounds = np.arange(len(rank.bounds), dtype=np.int64) * per_micro_batch
+    missing = bounds[-1] - len(rank.rows)
+    return RankPlan(np.append(rank.rows, np.full(missing, PADDING)), bounds)
+
+
+def _balanced_rows(
+    own: Int64s, batch: RowPacking, per_micro_batch: int, bounds: Int64s, dp_size: int
+) -> tuple[RankPlan, ...]:
+    """Returns the rows placed by load, padding dealt evenly. own: the mini-batch's rows; bounds: of every rank."""
+    rank, step = batch.balanced_by_rows(own, per_micro_batch, dp_size)
+    rows = np.full((dp_size, bounds[-1]), PADDING, dtype=np.int64)
+    real = np.bincount(rank, minlength=dp_size)  # rows of each rank, before padding
+    rows[np.arange(bounds[-1]) < real[:, None]] = own[np.lexsort((step, rank))]
+    return tuple(RankPlan(shard, bounds) for shard in rows)
+
+
+def _plan_by_tokens(part: _Part, batch: RowPacking, cap: int, config: RunConfig) -> MiniBatchPlan:
+    """Packs first-fit under the cap, splits until aligned, and deals micro-batches to ranks in turn or by load."""
+    own = batch.between(part.start, part.end)
+    numbers = batch.first_fit(own, cap)
+    counts = np.maximum.accumulate(numbers)[part.ends - 1] + 1  # micro-batches of each prefix of whole groups
+    kept = _kept_groups(part, _ceil_div(counts, config.align_to) * config.align_to <= part.ends, config)
+    packed: list[list[int]] = [[] for _ in range(int(counts[kept - 1]))]
+    kept_rows = _rows_of(part, kept)
+    for row, number in zip(own[:kept_rows].tolist(), numbers[:kept_rows].tolist(), strict=True):
+        packed[number].append(row)
+    target = _ceil_div(len(packed), config.align_to) * config.align_to
+    micro_batches = batch.split_until(packed, target)
+    micro_batches += [[PADDING]] * (target - len(micro_batches))
+    if config.balance != "none":
+        return _plan(part, kept, batch.balanced(micro_batches, cap, config.dp_size))
+    return _plan(part, kept, tuple(_rank(micro_batches[rank :: config.dp_size]) for rank in range(config.dp_size)))
+
+
+def _plan_by_count(part: _Part, batch: RowPacking, count: int, no_cap: int, config: RunConfig) -> MiniBatchPlan:
+    """Gives every rank `count` micro-batches: rows go to the ranks in contiguous chunks, which are cut likewise.
+    no_cap: more tokens than a micro-batch can have."""
+    dp_size, own = config.dp_size, batch.between(part.start, part.end)
+    dealt = [rows for chunk in np.array_split(own, dp_size) for rows in np.array_split(chunk, count)]
+    micro_batches = [rows.tolist() or [PADDING] for rows in dealt]
+    ranks = tuple(_rank(micro_batches[rank * count : (rank + 1) * count]) for rank in range(dp_size))
+    if config.balance != "none":
+        ranks = batch.more_even(batch.balanced(batch.apart(micro_batches), no_cap, dp_size), ranks)
+    return _plan(part, len(part.groups), ranks)
+
+
+def _kept_groups(part: _Part, aligned: NDArray[np.bool_], config: RunConfig) -> int:
+    """Returns how many of the mini-batch's groups are trained. aligned: whether each prefix of them can align."""
+    if config.on_misaligned == "pad" or aligned[-1]:
+        return len(part.groups)
+    if config.on_misaligned == "drop_trailing":
+        candidates = np.flatnonzero(aligned & (part.ends >= config.align_to))
+        if len(candidates):
+            return int(candidates[-1]) + 1
+    raise MisalignedError(_misaligned(part, config))
+
+
+def _misaligned(part: _Part, config: RunConfig) -> str:
+    """Returns the refusal's message: what cannot be aligned, to what, and which settings change that."""
+    unit = "max_tokens" if config.micro_batch.size is None else "size"
+    groups = f" × microbatch_group_size = {config.microbatch_group_size}" if config.vpp_size > 1 else ""
+    dropping = (
+        f", nor can they with trailing ones of its {len(part.groups)} prompt groups dropped (at least align_to rows "
+        "must remain)"
+        if config.on_misaligned == "drop_trailing"
+        else ""
+    )
+    return (
+        f"{part.model} mini-batch {part.index}: its {part.end - part.start} rows cannot make a number of micro-batches "
+        f"that is a multiple of align_to = {config.align_to} (dp_size = {config.dp_size}{groups}){dropping}; change "
+        f"{part.model}_mini_batch_size, n_samples_per_prompt, micro_batch.{unit} or dp_size, or set on_misaligned: pad "
+        f"(now {config.on_misaligned})"
+    )
+
+
+def _rows_of(part: _Part, groups: int) -> int:
+    """Returns how many rows the first `groups` of the mini-batch's groups have."""
+    return int(part.ends[groups - 1]) if groups else 0
+
+
+def _rank(micro_batches: Sequence[Sequence[int]]) -> RankPlan:
+    rows = np.fromiter(chain.from_iterable(micro_batches), dtype=np.int64)
+    return RankPlan(rows, np.array([0, *accumulate(map(len, micro_batches))], dtype=np.int64))
+
+
+def _plan(part: _Part, kept: int, ranks: tuple[RankPlan, ...]) -> MiniBatchPlan:
+    return MiniBatchPlan(
+        model=part.model,
+        index=part.index,
+        start=part.start,
+        end=part.end,
+        kept_end=part.start + _rows_of(part, kept),
+        groups=part.groups[:kept],
+        dropped_groups=part.groups[kept:],
+        ranks=ranks,
+    )
+
+
+def _ceil_div(value: Count, by: int) -> Count:
+    return -(-value // by)
