@@ -115,7 +115,7 @@ def _introduce(service: Service, console: Console) -> None:
     console.print(
         f"A number of 1 to {LARGEST}, {MAX_TURNS} guesses, hints between them. Who ignores the hints wins "
         f"{BLIND_SUCCESS:.0%} at most, the best player {BEST_SUCCESS:.0%}.\n"
-        f"{WORKERS} rollout workers → gristmill serve ({service.grpc_address}, API page {service.http_url}/docs) → "
+        f"{WORKERS} rollout workers → gristmill serve ({service.grpc_address}, page {service.http_url}/) → "
         f"{DP_SIZE} trainer ranks"
     )
 

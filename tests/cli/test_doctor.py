@@ -11,7 +11,7 @@ import pytest
 from gristmill_service.cli.checks import replica_checks
 from gristmill_service.service import Service
 from tests.cli.terminal import gristmill
-from tests.redis.servers import RedisServer
+from tests.redis.servers import HOST, RedisServer, wait_until
 
 
 def addresses(service: Service) -> tuple[str, ...]:
@@ -68,6 +68,28 @@ def test_settings_of_redis_that_lose_rows_are_wrong(service: Service, tmp_path: 
     wrong = "\n".join(line for line in told.stdout.splitlines() if line.startswith("WRONG  Redis at"))
     for words in ("is allkeys-lru", "set it to noeviction", "appendonly is no", "maxmemory is not set"):
         assert words in wrong
+
+
+def test_a_redis_whose_replicas_may_fall_behind_is_wrong(service: Service, tmp_path: Path) -> None:
+    with (
+        RedisServer(tmp_path / "master", maxmemory="1gb") as master,
+        RedisServer(tmp_path / "replica", arguments=[f"replicaof {HOST} {master.port}"]),
+    ):
+        client = master.client()
+        wait_until(lambda: client.info("replication")["connected_slaves"] == 1, "the replica follows")
+        asked = ("--store", "redis", "--redis-url", master.url, "--redis-min-replicas", 1, *addresses(service))
+        told = gristmill("doctor", *asked)
+        for name, value in (
+            ("min-replicas-to-write", 1),
+            ("client-output-buffer-limit", "replica 4gb 4gb 60"),
+        ):
+            client.config_set(name, value)
+        assert gristmill("doctor", *asked).returncode == 0
+    assert told.returncode == 1
+    wrong = [line for line in told.stdout.splitlines() if line.startswith("WRONG")]
+    assert len(wrong) == 2
+    assert f"WRONG  Redis at {master.address}: min-replicas-to-write is 0" in wrong[0]
+    assert "cuts off a replica that is 256 MiB behind" in wrong[1]
 
 
 def test_a_clock_that_differs_is_told_with_its_direction() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Annotated
 import typer
 
 from gristmill.errors import DeadlineExceededError, GristmillError, UnavailableError
+from gristmill_service.cli.refusal_exit import leave_pipe
 
 NEEDS_PERSON, UNREACHABLE = 1, 2
 ADDRESS = "127.0.0.1:50051"
@@ -33,8 +33,7 @@ def early_ends() -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
     except BrokenPipeError:
-        # Whoever reads has enough. Python would fail again when it writes the rest at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        leave_pipe()
         raise typer.Exit(0) from None
     except (UnavailableError, DeadlineExceededError) as error:
         from gristmill_service.cli.watch.snapshot import reason_of

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.filesize import decimal
 
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
+from gristmill_service.cli import summary
+from gristmill_service.cli.progress import Advance, byte_bar, count_bar
 from gristmill_service.cli.refusal_exit import messages, refusals
 from gristmill_service.cli.rollout_files import read_batches
 from gristmill_service.config import RunConfig, read_config
 from gristmill_service.pipeline import BuiltBatch, build_batch, plan_batch
-from gristmill_service.pipeline.plan_document import encode_plan
+from gristmill_service.pipeline.alternatives import costs
+from gristmill_service.pipeline.plan_document import PlanDocument, encode_plan
 from gristmill_service.storage.shard_files import write_shards
 
 RolloutsArgument = Annotated[
@@ -34,8 +36,6 @@ ConfigOption = Annotated[
     Path, typer.Option("--config", metavar="CONFIG", help="The run's configuration, YAML or JSON.", show_default=False)
 ]
 
-Advance = Callable[[int], None]
-
 
 def register(app: typer.Typer) -> None:
     """Adds the offline commands to the command line."""
@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(file: RolloutsArgument, config: ConfigOption) -> None:
-    """Print the plan of each batch in FILE: one JSON document a line.
+    """Print the plan of each batch in FILE: one JSON document a line. Says on standard error what they come to.
 
     FILE may also be a lengths file, with prompt_len and response_len in place of tokens, masks and rewards.
 
@@ -57,10 +57,13 @@ def plan(file: RolloutsArgument, config: ConfigOption) -> None:
         if is_lengths:
             nothing = {"zero_variance_filter": None, "overlong_filter": ()}
             settings = settings.model_copy(update=nothing | ({"stale": "count"} if settings.stale == "mask" else {}))
+        documents = []
         for number, steps in enumerate(batches):
-            document = plan_batch(steps, settings, batch=number)
+            documents.append(document := plan_batch(steps, settings, batch=number))
             _warn(document.counts)
             sys.stdout.buffer.write(encode_plan(document) + b"\n")
+        sys.stdout.flush()
+        _summarise(documents, batches[0], settings)
 
 
 def batch(
@@ -71,7 +74,8 @@ def batch(
     """Make the shards of each batch in FILE, as the service would.
 
     Writes DIR/batch-00000/plan.json and beside it MODEL-MINI_BATCH/rank-RANK.safetensors. A batch appears whole or not
-    at all, and nothing is written when any batch of FILE is refused.
+    at all, and nothing is written when any batch of FILE is refused. Says on standard error what the shards come to,
+    and what the first batch would with another balance, layout, padding or merging.
 
     Example: gristmill batch rollouts.jsonl --config run.yaml --out shards
     """
@@ -85,11 +89,14 @@ def batch(
         for target in targets:
             if target.exists():
                 raise InvalidArgumentError(f"{target} exists already; remove it or choose another --out")
-        built = list(_build_all(batches, settings, file.name.split(".")[0]))
-        size = sum(shard.size for one in built for shard in one.shards)
-        with _progress("Writing shards", size) as advance:
+        with count_bar("Making batches", len(batches)) as advance:
+            built = list(_build_all(batches, settings, file.name.split(".")[0], advance))
+        sizes = [shard.size for one in built for shard in one.shards]
+        with byte_bar("Writing shards", sum(sizes)) as advance:
             for target, one in zip(targets, built, strict=True):
                 _write(target, one, advance)
+        messages.print(f"{len(sizes):,} shards, {decimal(sum(sizes))}, in {out}", markup=False)
+        _summarise([one.plan for one in built], batches[0], settings)
 
 
 def show(directory: Annotated[Path, typer.Argument(metavar="DIR", help="What gristmill batch wrote.")]) -> None:
@@ -129,7 +136,7 @@ def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:
     for warning in config.warnings():
         messages.print(f"[yellow]warning:[/] {warning}")
     size = file.stat().st_size if file.is_file() else None
-    with _progress("Reading rollouts", size) as advance:
+    with byte_bar("Reading rollouts", size) as advance:
         done = 0
 
         def read(position: int) -> None:
@@ -141,11 +148,16 @@ def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:
         return read_batches(file, config, read)
 
 
-def _build_all(batches: list[Steps], config: RunConfig, run: str) -> Iterator[BuiltBatch]:
+def _build_all(batches: list[Steps], config: RunConfig, run: str, advance: Advance) -> Iterator[BuiltBatch]:
     for number, steps in enumerate(batches):
         built = build_batch(steps, config, run=run, batch=number)
         _warn(built.plan.counts)
+        advance(1)
         yield built
+
+
+def _summarise(plans: list[PlanDocument], first: Steps, config: RunConfig) -> None:
+    summary.tell(plans, list(costs(first, config)))
 
 
 def _warn(counts: dict[str, int]) -> None:
@@ -178,18 +190,3 @@ def _write(target: Path, built: BuiltBatch, advance: Advance) -> None:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-@contextmanager
-def _progress(label: str, total: int | None) -> Iterator[Advance]:
-    """Shows a bar on standard error. Yields a function that advances it by bytes."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda count: bar.advance(task, count)

@@ -113,7 +113,8 @@ def _made(settings: Settings, stop_asked: StopAsked) -> Service | None:
 
 
 def _ready_line(service: Service) -> str:
-    return f"gristmill is ready: gRPC {service.grpc_address}, HTTP {service.http_url} (see {service.http_url}/docs)"
+    url = service.http_url
+    return f"gristmill is ready: gRPC {service.grpc_address}, HTTP {url}; its page: {url}/, its API: {url}/docs"
 
 
 @contextmanager

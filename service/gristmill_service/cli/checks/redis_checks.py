@@ -16,7 +16,7 @@ def check_redis(settings: Settings) -> Iterator[Check]:
     from gristmill_service.storage.backends import redis_address
     from gristmill_service.storage.redis.connection import connect
     from gristmill_service.storage.redis.durability import Durability
-    from gristmill_service.storage.redis.server_check import check_server, has_bound
+    from gristmill_service.storage.redis.server_check import check_replication, check_server, has_bound
 
     address = redis_address(settings)
     what = f"Redis at {address}"
@@ -24,6 +24,7 @@ def check_redis(settings: Settings) -> Iterator[Check]:
         client = connect(address)
         try:
             findings = check_server(client, Durability(settings.redis_min_replicas, settings.redis_wait_aof))
+            findings += check_replication(client)
             unbounded = [name for name, bounded in has_bound(client).items() if not bounded]
         finally:
             client.close()

@@ -13,6 +13,8 @@ from gristmill_service.storage.redis.connection import Client, described, transl
 from gristmill_service.storage.redis.durability import SERVER_ALONE, Durability
 
 MIN_VERSION = (6, 2)
+# What Redis has unless it is set. Rows and shards of one batch are often more.
+_DEFAULT_REPLICA_BUFFER = 256 << 20
 _WAITAOF_VERSION = (7, 2)
 
 
@@ -36,6 +38,38 @@ def has_bound(client: Client) -> dict[str, bool]:
     return {name: memory != 0 for name, memory in memories.items() if memory is not None}
 
 
+def check_replication(client: Client) -> list[str]:
+    """Findings about servers that have replicas of their own: what cuts them off, and what is written meanwhile. What
+    the servers do not let us see is not judged."""
+    findings = []
+    with translated(client):
+        for name, server in _servers(client):
+            if not int(_info(server).get("connected_slaves", 0)):
+                continue
+            settings = _configuration(server, "min-replicas-to-write") | _configuration(server, "client-output-buffer*")
+            # In a cluster a master that is cut off stops by itself.
+            if settings.get("min-replicas-to-write") == "0" and not isinstance(client, redis.RedisCluster):
+                findings.append(
+                    f"Redis at {name}: min-replicas-to-write is 0: a master that is cut off from its replicas goes on "
+                    "taking writes, which a failover takes back; set it to 1, and min-replicas-max-lag to 3"
+                )
+            buffer = _replica_buffer(settings.get("client-output-buffer-limit", ""))
+            if 0 < buffer <= _DEFAULT_REPLICA_BUFFER:
+                findings.append(
+                    f"Redis at {name}: client-output-buffer-limit cuts off a replica that is {buffer >> 20} MiB "
+                    "behind, and everything is copied to it anew; set that of replicas above the bytes of a batch's "
+                    "rows and shards"
+                )
+    return findings
+
+
+def _replica_buffer(limits: str) -> int:
+    """The hard limit of replicas in bytes, of `CLASS HARD SOFT SECONDS` for each class; 0: none."""
+    words = limits.split()
+    of = {words[at]: int(words[at + 1]) for at in range(0, len(words) - 3, 4)}
+    return of.get("replica", of.get("slave", 0))
+
+
 def _servers(client: Client) -> list[tuple[str, redis.Redis]]:
     if isinstance(client, redis.RedisCluster):
         primaries = cast(Any, client).get_primaries()
@@ -44,7 +78,7 @@ def _servers(client: Client) -> list[tuple[str, redis.Redis]]:
 
 
 def _check(name: str, server: redis.Redis, durability: Durability) -> list[str]:
-    about, configuration = _info(server), _configuration(server)
+    about, configuration = _info(server), _configuration(server, "append*")
     _check_version(name, str(about.get("redis_version", "")), durability)
     findings = []
     if about.get("role") == "slave":
@@ -95,8 +129,8 @@ def _info(server: redis.Redis) -> dict[str, Any]:
         return {}
 
 
-def _configuration(server: redis.Redis) -> dict[str, str]:
+def _configuration(server: redis.Redis, pattern: str) -> dict[str, str]:
     try:
-        return cast(dict[str, str], server.config_get("append*"))
+        return cast(dict[str, str], server.config_get(pattern))
     except exceptions.ResponseError:  # forbidden, or renamed away
         return {}

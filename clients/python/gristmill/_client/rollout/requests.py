@@ -28,6 +28,8 @@ _T = TypeVar("_T")
 # Waiting for room paces producers, so that only a long wait is warned of; seconds, at least, between two warnings.
 ROOM_NOTICE_S = 30.0
 
+_FINISHED = {rollout_pb2.GROUP_ADMISSION_SEALED, rollout_pb2.GROUP_ADMISSION_DROPPED}
+
 # A row waits so long for others to share its message.
 _LINGER_S = 0.003
 
@@ -94,8 +96,22 @@ def _one_each(uids: Sequence[str], given: _T | Mapping[str, _T] | None, default:
     return [given.get(uid, default) if isinstance(given, Mapping) else given for uid in uids]
 
 
-def admitted(uids: Sequence[str], answer: rollout_pb2.BeginGroupsResponse) -> list[str]:
-    states = zip(uids, answer.admissions, strict=True)
+def admitted(request: rollout_pb2.BeginGroupsRequest, answer: rollout_pb2.BeginGroupsResponse) -> list[str]:
+    """The uids that may be rolled out. Where there is nothing to do for any of them, a warning says why."""
+    if answer.admissions and _FINISHED.issuperset(answer.admissions):
+        sealed = sum(state == rollout_pb2.GROUP_ADMISSION_SEALED for state in answer.admissions)
+        _log.warning(
+            "run %r: nothing is left to roll out of uid %r (%d groups were asked for): %d are in batches already, %d "
+            "were dropped. What is sent of them is not taken again. Give other uids; for another pass over the same, "
+            "round=%d in begin_groups and trajectory; to begin anew, delete_run",
+            request.run,
+            request.uids[0],
+            len(request.uids),
+            sealed,
+            len(request.uids) - sealed,
+            request.round + 1,
+        )
+    states = zip(request.uids, answer.admissions, strict=True)
     return [uid for uid, state in states if state == rollout_pb2.GROUP_ADMISSION_ADMITTED]
 
 

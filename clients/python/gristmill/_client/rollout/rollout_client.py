@@ -134,8 +134,8 @@ class RolloutClient:
         Waits until at least one is admitted, for `wait_s` at most (None: as long as it takes, 0: not at all). It does
         not wait for all: workers that each held a part and waited for the rest would wait for each other. Groups that
         are finished (sealed or dropped before) are never returned, so that without a limit an empty list says that
-        nothing of these is left to do. Idempotent: a group that is open already is admitted again. Why there is no room
-        is logged as a warning while it waits, from 30 s on.
+        nothing of these is left to do, which is logged as a warning. Idempotent: a group that is open already is
+        admitted again. Why there is no room is logged as a warning while it waits, from 30 s on.
 
         n_samples: of how many samples these groups are made, one number or by uid; others as the run's
             `n_samples_per_prompt`. With `surplus: k` sample k more: those that are complete first make the group.

@@ -105,7 +105,7 @@ class RolloutCore:
             answer = await self._connection.ask_until(
                 lambda part_s: self._ask_groups(request, part_s), requests.RoomWait(self.run).is_over, wait_s
             )
-        return requests.admitted(request.uids, answer)
+        return requests.admitted(request, answer)
 
     async def _ask_groups(
         self, request: rollout_pb2.BeginGroupsRequest, wait_s: float

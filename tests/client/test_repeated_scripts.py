@@ -1,0 +1,31 @@
+"""A worker's script that runs a second time does no harm, and says why it does nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from gristmill import RolloutClient, RowOutcome
+from gristmill_service.service import Service
+
+CONFIG = {"train_batch_size": 2, "n_samples_per_prompt": 1, "policy_mini_batch_size": 1, "micro_batch": {"size": 1}}
+ROW = {"sample": 0, "prompt_token_ids": [1], "response_ids": [2], "loss_mask": [1], "reward": 1.0}
+
+
+def test_who_asks_for_groups_that_are_finished_is_told_why_there_are_none(
+    service: Service, run_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RolloutClient(service.grpc_address, run_name, timeout_s=20) as client:
+        client.create_run(CONFIG)
+        assert client.begin_groups(["given-up", "a", "b"]) == ["given-up", "a", "b"]
+        client.abort_group("given-up")
+        client.submit_rows([{**ROW, "uid": "a"}, {**ROW, "uid": "b"}])
+        assert caplog.messages == []
+        assert client.begin_groups(["a", "b", "given-up"]) == []
+        (told,) = caplog.messages
+        assert f"run {run_name!r}: nothing is left to roll out of uid 'a' (3 groups were asked for)" in told
+        assert "2 are in batches already, 1 were dropped" in told
+        assert "round=1" in told
+        # It is no mere advice: another round has room for them, and what is sent of this one is not taken twice.
+        assert client.begin_groups(["a"], round=1) == ["a"]
+        assert client.submit_rows([{**ROW, "uid": "a"}]) == [RowOutcome.DUPLICATE]
+        assert len(caplog.messages) == 1
