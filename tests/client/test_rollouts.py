@@ -1,0 +1,271 @@
+"""What rollout workers send, and what they are told: rewards, refusals, supersession, groups and room for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gristmill import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    RolloutClient,
+    RowOutcome,
+    TrainerClient,
+)
+from gristmill._client.rollout import requests
+from gristmill.v1 import rollout_pb2
+from gristmill_service.service import Service
+from tests.client.faces import FACES, connecting
+from tests.client.whole_way import CONFIG, ROW, prompts, roll_out
+
+
+def test_rewards_may_come_later(client: RolloutClient, trainer: TrainerClient) -> None:
+    client.create_run(CONFIG)
+    for uid in client.begin_groups(prompts(0, 2)):
+        for sample in range(2):
+            with client.trajectory(uid, sample) as trajectory:
+                trajectory.step([1], [2])
+                trajectory.step([1, 2], [3], is_last_step=True)
+    for uid in prompts(0, 2):
+        for sample in range(2):
+            assert client.set_reward(uid, sample, float(sample)) is True
+            assert client.set_reward(uid, sample, float(sample)) is False
+    shard = next(next(iter(trainer)).mini_batches())
+    assert shard["rewards"].tolist() == [[0.0, 0.0], [0.0, 1.0]]
+
+
+def test_rewards_per_token_come_with_the_step_or_later(
+    service: Service, client: RolloutClient, trainer: TrainerClient
+) -> None:
+    client.create_run(CONFIG)
+    with RolloutClient(service.grpc_address, client.run, token_rewards=True) as worker:
+        for uid in worker.begin_groups(prompts(0, 2)):
+            for sample in range(2):
+                with worker.trajectory(uid, sample) as trajectory:
+                    trajectory.step([1], [2, 3])
+                    trajectory.step([1, 2, 3], [4, 5], reward=[0.5, 0.1] if sample else None, is_last_step=True)
+            worker.set_reward(uid, 0, np.array([0.25, 0.3]))
+    shard = next(next(iter(trainer)).mini_batches())
+    assert shard["rewards"].tolist() == [pytest.approx([0, 0, 0.25, 0.3]), pytest.approx([0, 0, 0.5, 0.1])]
+
+
+@pytest.mark.parametrize("reward", [float("nan"), [], [[1.0]], [float("inf")]])
+def test_a_reward_that_is_none_is_refused(client: RolloutClient, reward: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="uid 'a' sample 0: reward is"):
+        client.set_reward("a", 0, reward)
+
+
+def test_a_whole_generator_output_is_taken_once(client: RolloutClient, trainer: TrainerClient) -> None:
+    client.create_run(CONFIG)
+    output = {
+        "prompt_token_ids": [[1], [1, 2], [1], [1]] * 2,
+        "response_ids": [[2], [3], [4, 5], [6]] * 2,
+        "rewards": [0.0, 1.0, 0.0, 1.0] * 2,
+        "trajectory_ids": [("p0", 0), ("p0", 0), ("p0", 1), ("p1", 0), ("p1", 1), ("p1", 1), ("p2", 0), ("p2", 1)],
+        "is_last_step": [False, True, True, True, False, True, True, True],
+    }
+    assert client.submit(output, policy_version=3) == [RowOutcome.ACCEPTED] * 8
+    assert set(client.submit(output, policy_version=3)) <= {RowOutcome.DUPLICATE, RowOutcome.SEALED}
+    assert client.status().rows_accepted == 8
+    assert next(iter(trainer)).plan["rows_received"] == 6
+
+
+def test_a_refused_row_names_its_trajectory_and_what_was_accepted_stays(client: RolloutClient) -> None:
+    client.create_run(CONFIG)
+    good, bad = client.trajectory("p0", 0), client.trajectory("p0", 5)
+    good.step([1], [2])
+    bad.step([1], [2])
+    with pytest.raises(InvalidArgumentError, match=r"uid 'p0' sample 5 .*n_samples_per_prompt"):
+        client.flush()
+    assert client.status().rows_accepted == 1
+    again = client.trajectory("p0", 0)
+    again.step([1], [3])
+    with pytest.raises(AlreadyExistsError, match="uid 'p0' sample 0 step 0: another content"):
+        client.flush()
+
+
+def test_a_higher_attempt_supersedes_and_the_earlier_worker_is_told(client: RolloutClient) -> None:
+    client.create_run(CONFIG)
+    first = client.trajectory("p0", 0)
+    first.step([1], [2])
+    client.flush()
+    second = client.trajectory("p0", 0, attempt=1)
+    second.step([1], [9])
+    client.flush()
+    first.step([1, 2], [3])
+    client.flush()
+    assert second.is_kept
+    assert not first.is_kept
+    assert first.step([1, 2, 3], [4]) is False
+
+
+def test_a_worker_of_a_dropped_group_is_told_to_stop(client: RolloutClient) -> None:
+    client.create_run(CONFIG)
+    client.begin_groups(["p0"])
+    with client.trajectory("p0", 0) as trajectory:
+        assert trajectory.step([1], [2])
+        assert client.abort_group("p0", reason="prompt is broken") is True
+        assert client.abort_group("p0") is False
+        trajectory.step([1, 2], [3])
+        client.flush()
+        assert trajectory.step([1, 2, 3], [4]) is False
+    assert client.status().groups_dropped == {"prompt is broken": 1}
+
+
+def test_giving_up_a_trajectory_of_which_nothing_arrived_is_no_error(client: RolloutClient) -> None:
+    client.create_run(CONFIG)
+    with client.trajectory("p0", 0) as trajectory:
+        trajectory.step([1], [2])
+        trajectory.abort("gave up")
+
+
+def test_begun_groups_are_those_that_there_is_room_for(client: RolloutClient, trainer: TrainerClient) -> None:
+    client.create_run(CONFIG | {"max_buffered_batches": 1})
+    uids = prompts(0, 4)
+    assert client.begin_groups(uids, wait_s=0) == ["p0", "p1"]
+    assert client.begin_groups(uids[2:], wait_s=0.01) == []
+    assert client.begin_groups(uids) == ["p0", "p1"]
+    roll_out(client, uids[:2])
+    waiting: list[list[str]] = []
+    thread = threading.Thread(target=lambda: waiting.append(client.begin_groups(uids[2:])))
+    thread.start()
+    for shard in next(iter(trainer)).mini_batches():
+        shard.ack()
+    thread.join(30)
+    assert waiting == [["p2", "p3"]]
+    assert client.begin_groups(uids[:2]) == []
+    assert client.begin_groups([]) == []
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_groups_of_their_own_size_go_on_without_what_comes_late(service: Service, run_name: str, face: str) -> None:
+    with connecting(face) as connect, connect(service.grpc_address, run_name, timeout_s=20) as client:
+        client.create_run(CONFIG | {"max_samples_per_prompt": 3, "surplus": 1, "update_epochs_per_batch": 1})
+        with pytest.raises(
+            InvalidArgumentError, match=r"uid 'a': n_samples is 9, and max_samples_per_prompt: 3 allows"
+        ):
+            client.begin_groups(["a"], n_samples=9)
+        with pytest.raises(InvalidArgumentError, match=r"uid 'a': n_samples is 'many'; give how many"):
+            client.begin_groups(["a"], n_samples="many")
+        assert client.begin_groups(["a", "b"], n_samples={"a": 3}) == ["a", "b"]
+        late = client.trajectory("a", 0, policy_version=3)
+        with pytest.raises(InvalidArgumentError, match="policy_versions has 1 values and response_ids has 2"):
+            late.step([1], [2, 3], policy_versions=[4])
+        late.step([1], [2], policy_versions=[4])
+        for uid, samples in (("a", (3, 1, 2)), ("b", (0, 1))):
+            for sample in samples:
+                client.trajectory(uid, sample).step([1], [2], reward=float(sample), is_last_step=True)
+                client.flush()
+        late.step([1, 2], [3], reward=1.0, is_last_step=True)
+        client.flush()
+        assert not late.is_kept
+    with TrainerClient(service.grpc_address, run_name, 0, timeout_s=20) as trainer:
+        trained = [shard.tensors["sample"].tolist() for shard in next(iter(trainer)).mini_batches()]
+    assert trained == [[1, 2, 3], [0, 1]]
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_batch_has_its_share_of_each_task(service: Service, run_name: str, face: str) -> None:
+    with connecting(face) as connect, connect(service.grpc_address, run_name, timeout_s=20) as client:
+        client.create_run(CONFIG | {"tag_shares": {"math": {"min": 0.5}}, "tag_timeout_s": 60})
+        with pytest.raises(InvalidArgumentError, match="uid 'a': tag is 7; name the environment or task with a string"):
+            client.begin_groups(["a"], tag=7)
+        assert client.begin_groups(["a", "b", "c"], tag={"a": "code", "b": "code"}) == ["a", "b", "c"]
+        for uid in "ab":
+            client.submit_rows({**ROW, "uid": uid, "sample": sample} for sample in range(2))
+        assert client.status().batches_sealed == 0
+        client.submit_rows({**ROW, "uid": "c", "sample": sample, "tag": "math"} for sample in range(2))
+    with TrainerClient(service.grpc_address, run_name, 0, timeout_s=20) as trainer:
+        assert next(iter(trainer)).plan["tags"] == ["code", "math"]
+
+
+def test_a_long_wait_for_room_tells_why(
+    client: RolloutClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.create_run(CONFIG | {"max_buffered_batches": 1})
+    roll_out(client, prompts(0, 2))
+    assert client.begin_groups(["late"], wait_s=0.05) == []
+    assert caplog.messages == []
+    monkeypatch.setattr(requests, "ROOM_NOTICE_S", 0.0)
+    assert client.begin_groups(["late"], wait_s=0.05) == []
+    assert f"run {client.run!r}: no room for groups for 0 s now: max_buffered_batches: 1 batches" in caplog.messages[0]
+
+
+def test_waiting_for_room_is_told_once_in_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    times = iter((0.0, 0.1, 20.0, 40.0, 50.0, 60.0, 80.0, 100.0))
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    wait = requests.RoomWait("run")
+    full = rollout_pb2.BeginGroupsResponse(admissions=[rollout_pb2.GROUP_ADMISSION_NO_ROOM], reason="it is full")
+    assert not any(wait.is_over(full) for _ in range(7))
+    assert [message.split("for groups for ")[1] for message in caplog.messages] == [
+        "40 s now: it is full",
+        "80 s now: it is full",
+    ]
+    assert wait.is_over(rollout_pb2.BeginGroupsResponse(admissions=[rollout_pb2.GROUP_ADMISSION_ADMITTED]))
+
+
+def test_rows_of_a_group_without_room_wait_until_there_is(
+    service: Service, client: RolloutClient, trainer: TrainerClient
+) -> None:
+    client.create_run(CONFIG | {"max_buffered_batches": 1})
+    roll_out(client, prompts(0, 2))
+    late = client.trajectory("late", 0)
+    late.step([1], [2], reward=0.0, is_last_step=True)
+    for shard in next(iter(trainer)).mini_batches():
+        shard.ack()
+    client.flush()
+    assert late.is_kept
+    with RolloutClient(service.grpc_address, client.run, timeout_s=0.2) as hasty:
+        hasty.begin_groups(["p3"])
+        with pytest.raises(ResourceExhaustedError, match=r"uid 'p4' .*no room for .*gave up after 0\.2 s"):
+            hasty.submit_rows(
+                [{"uid": "p4", "sample": 0, "prompt_token_ids": [1], "response_ids": [1], "loss_mask": [1]}]
+            )
+
+
+@pytest.mark.parametrize("uids", ["p0", ["p0", ""]])
+def test_uids_that_are_none_are_refused(client: RolloutClient, uids: str | list[str]) -> None:
+    client.create_run(CONFIG)
+    with pytest.raises(InvalidArgumentError, match="uid"):
+        client.begin_groups(uids)
+
+
+def test_sealing_takes_what_is_complete(client: RolloutClient, trainer: TrainerClient) -> None:
+    client.create_run(CONFIG)
+    with pytest.raises(FailedPreconditionError, match="complete"):
+        client.seal()
+    roll_out(client, ["p0"])
+    assert client.seal(batch=0) == (0, 1)
+    assert client.seal(batch=0) == (0, 1)
+    assert next(iter(trainer)).plan["prompts"] == 1
+
+
+def test_policy_versions_reach_the_workers(client: RolloutClient, trainer: TrainerClient) -> None:
+    client.create_run(CONFIG)
+    assert client.policy_version() == 0
+    reached: list[int] = []
+    thread = threading.Thread(target=lambda: reached.append(client.wait_policy_version(3, 30)))
+    thread.start()
+    trainer.announce_policy_version(3)
+    thread.join(30)
+    assert reached == [3]
+    assert client.policy_version() == 3
+
+
+def test_a_run_of_other_settings_is_refused_and_of_wrong_ones_named(client: RolloutClient) -> None:
+    client.create_run(CONFIG)
+    client.create_run(CONFIG)
+    with pytest.raises(AlreadyExistsError, match=client.run):
+        client.create_run(CONFIG | {"merge": "none"})
+    with pytest.raises(InvalidArgumentError, match="train_batch_sise"):
+        client.create_run(CONFIG | {"train_batch_sise": 3})
+    with pytest.raises(InvalidArgumentError, match="config is not JSON"):
+        client.create_run(CONFIG | {"columns": object()})
