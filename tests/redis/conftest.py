@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from gristmill_service.storage.redis import row_values, run_tables
-from gristmill_service.storage.redis.connection import RedisAddress, connect
+from gristmill_service.storage.redis.connection import Client, RedisAddress, connect
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from tests.redis.cluster import RedisCluster
+from tests.redis.opening import Open
+from tests.redis.proxy import Proxy
 from tests.redis.run_logs import PREFIX, Join
-from tests.redis.servers import RedisServer, StartRedis
+from tests.redis.servers import HOST, RedisServer, StartRedis
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +94,38 @@ def store(url: str, join: Join) -> RedisRunStore:
 def small_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_values, "VALUE_BYTES", 300)
     monkeypatch.setattr(run_tables, "_HELD_BYTES", 300)
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Connects to a URL; closed with the test."""
+    with ExitStack() as clients:
+        yield lambda url, **rest: clients.enter_context(closing(connect(RedisAddress(url=url, **rest))))
+
+
+@pytest.fixture
+def proxy(redis_server: RedisServer) -> Iterator[Proxy]:
+    with Proxy(redis_server.port) as running:
+        yield running
+
+
+@pytest.fixture
+def through(proxy: Proxy, opened: Open) -> Client:
+    return opened(proxy.url)
+
+
+@pytest.fixture
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def ca_file(authority: trustme.CA, tmp_path: Path) -> Path:
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    return tmp_path / "ca.pem"
+
+
+@pytest.fixture
+def tls(redis_server: RedisServer, authority: trustme.CA) -> Iterator[Proxy]:
+    with Proxy(redis_server.port, certificate=authority.issue_cert(HOST)) as running:
+        yield running

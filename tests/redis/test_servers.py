@@ -26,12 +26,6 @@ def client_of(server: RedisServer | Proxy, **options: Any) -> redis.Redis:
 
 
 @pytest.fixture
-def proxy(redis_server: RedisServer) -> Iterator[Proxy]:
-    with Proxy(redis_server.port) as running:
-        yield running
-
-
-@pytest.fixture
 def through(proxy: Proxy) -> Iterator[redis.Redis]:
     with client_of(proxy) as client:
         client.ping()

@@ -1,0 +1,198 @@
+"""Several services on one Redis: any takes any call, whoever decides."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from gristmill.v1 import rollout_pb2
+from tests.api.doors import Door, Refused, rows_message
+from tests.faults.services import (
+    CONFIG,
+    Service,
+    Services,
+    eventually,
+    group,
+    on_redis,
+    owner,
+    patiently,
+    train,
+    uids_of,
+)
+from tests.redis.servers import RedisServer
+
+
+@pytest.fixture(scope="module")
+def replicas(shared_redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, Service]]:
+    """Two that every test of the module may call, and none may harm."""
+    started = Services(tmp_path_factory.mktemp("replicas"))
+    try:
+        first, second = started.start(2, *on_redis(shared_redis.url))
+        yield first, second
+    finally:
+        started.close()
+
+
+@pytest.fixture
+def owned(replicas: tuple[Service, Service], run: str) -> Service:
+    """The owner of the test's run; `other` is the one that is not."""
+    replicas[0].grpc.create(run, CONFIG)
+    return owner(replicas, run)
+
+
+@pytest.fixture
+def other(replicas: tuple[Service, Service], owned: Service) -> Service:
+    return next(one for one in replicas if one is not owned)
+
+
+@pytest.fixture(params=["grpc", "http"])
+def door(request: pytest.FixtureRequest, other: Service) -> Door:
+    """To the replica that does not decide."""
+    found: Door = getattr(other, request.param)
+    return found
+
+
+class TestAnyTakesAnyCall:
+    def test_a_whole_run_through_one_that_does_not_decide(
+        self, door: Door, owned: Service, other: Service, run: str
+    ) -> None:
+        assert door.create(run, CONFIG)["created"] is False
+        assert run in door.names()
+        assert door.begin(run, ["a", "b"]) == ["admitted"] * 2
+        late = group("b", reward=None)
+        assert door.submit(run, [*group("a"), *late]) == ["accepted"] * 4
+        assert (
+            door.set_rewards(run, [{"uid": "b", "sample": sample, "reward": float(sample)} for sample in (0, 1)]) == 2
+        )
+        assert door.submit(run, group("a"))[0] in ("duplicate", "sealed")
+        assert door.batch(run, 0, wait_s=20)["state"] == "published"
+        door.announce(run, 3)
+        assert door.policy_version(run) == 3
+        assert door.submit(run, [*group("c"), *group("d"), *group("e")]) == ["accepted"] * 6
+        assert door.abort_groups(run, ["e"], "not wanted") == 1
+        resumed = door.resume(run, "launch")
+        for batch in range(2):
+            data = train(door, run, batch, commit=False)
+            assert data == owned.grpc.read(run, batch, 0, 0)
+        assert door.commit(run, {"batch": 2, "epoch": 0, "mini_batch": 0}, resumed["incarnation"])["batch"] == 2
+        assert door.submit(run, group("f")) == ["accepted"] * 2
+        assert door.seal(run)["batch"] == 2
+        train(door, run, 2)
+        assert door.finish(run) == 3
+        assert door.shard(run, 0, wait_s=20)["state"] == "end"
+        status = door.get(run)
+        assert (status["batches_freed"], status["row_bytes"], status["shard_bytes"]) == (3, 0, 0)
+        assert status["groups_dropped"] == {"not wanted": 1}
+        door.delete(run)
+        assert run not in owned.grpc.names()
+        with pytest.raises(Refused) as refused:
+            door.get(run)
+        assert refused.value.code == "NOT_FOUND"
+
+    def test_who_waits_at_one_is_woken_by_what_happens_at_the_other(self, door: Door, owned: Service, run: str) -> None:
+        with ThreadPoolExecutor(3) as pool:
+            batch = pool.submit(door.batch, run, 0, 20.0)
+            shard = pool.submit(lambda: door.shard(run, 0, wait_s=20.0))
+            version = pool.submit(door.policy_version, run, 5, 20.0)
+            eventually(lambda: "gristmill_waiting_calls 3.0" in owned.probe("/metrics").text, "all three wait")
+            start = time.monotonic()
+            owned.grpc.submit(run, [*group("a"), *group("b")])
+            owned.grpc.announce(run, 5)
+            assert batch.result()["state"] == "published"
+            assert shard.result()["state"] == "published"
+            assert version.result() == 5
+            assert time.monotonic() - start < 10
+
+    def test_a_wait_that_ends_with_nothing_is_answered_as_by_the_owner(self, door: Door, run: str) -> None:
+        assert door.batch(run, 0, wait_s=0.2) == {"state": "pending"}
+        assert door.shard(run, 0, wait_s=0.2)["state"] == "pending"
+
+    def test_a_refusal_is_the_owners_own_word(self, door: Door, owned: Service, run: str) -> None:
+        def refusals(at: Door) -> list[tuple[str, str, str]]:
+            found = []
+            for call in (
+                lambda: at.create(run, {**CONFIG, "dp_size": 2}),
+                lambda: at.batch(run, -1),
+                lambda: at.shard(run, 7),
+                lambda: at.seal(run),
+                lambda: at.submit(run, [{**group("a")[0], "sample": 9}]),
+                lambda: at.read(run, 77, 0, 0),
+                lambda: at.get("no-such-run"),
+            ):
+                with pytest.raises(Refused) as refused:
+                    call()
+                found.append((refused.value.code, refused.value.kind, refused.value.message))
+            return found
+
+        assert refusals(door) == refusals(getattr(owned, "grpc" if door.__class__.__name__ == "GrpcDoor" else "http"))
+
+    def test_a_stream_of_rows_is_answered_request_by_request(
+        self, owned: Service, other: Service, run: str, replicas: tuple[Service, Service]
+    ) -> None:
+        second = f"{run}-also"
+        patiently(lambda: owned.grpc.create(second, CONFIG))
+        requests = [
+            rollout_pb2.StreamRowsRequest(run=name, rows=rows_message(group(uid)))
+            for uid in ("a", "b", "c")
+            for name in (run, second, "no-such-run")
+        ]
+        for one in replicas:
+            answers = list(one.grpc.rollouts.StreamRows(iter(requests), timeout=20))
+            codes = [answer.error.code for answer in answers]
+            assert codes == [0, 0, grpc.StatusCode.NOT_FOUND.value[0]] * 3, answers
+        assert owned.grpc.get(run)["rows_accepted"] == 6
+        assert other.grpc.get(second)["rows_accepted"] == 6
+
+    def test_a_run_created_at_all_at_once_is_one_run(self, replicas: tuple[Service, Service], run: str) -> None:
+        names = [f"{run}-{number}" for number in range(5)]
+        with ThreadPoolExecutor(8) as pool:
+            for name in names:
+                doors = [one.grpc for one in replicas] * 2 + [one.http for one in replicas] * 2
+                calls = [
+                    pool.submit(patiently, lambda door=door, name=name: door.create(name, CONFIG)) for door in doors
+                ]
+                assert sum(call.result()["created"] for call in calls) <= 1
+        for name in names:
+            assert {one.grpc.get(name)["rows_accepted"] for one in replicas} == {0}
+
+    def test_other_ranks_asked_for_at_one_that_does_not_decide_get_every_batch_cut_anew(
+        self, other: Service, run: str
+    ) -> None:
+        stop, errors = threading.Event(), []
+
+        def produce() -> None:
+            number = 0
+            while not stop.is_set():
+                try:
+                    other.grpc.submit(run, [*group(f"{number}-x"), *group(f"{number}-y")])
+                    number += 1
+                except Refused as refused:
+                    if refused.code not in ("RESOURCE_EXHAUSTED", "UNAVAILABLE"):
+                        errors.append(refused)
+                        return
+                    time.sleep(0.05)
+
+        producer = threading.Thread(target=produce)
+        producer.start()
+        try:
+            for turn, dp_size in enumerate([2, 1, 3, 1]):
+                eventually(lambda turn=turn: other.grpc.get(run)["batches_published"] > 3 * turn, "batches are made")  # type: ignore[misc]
+                resumed = other.http.call(
+                    "POST", f"/runs/{run}/resume", {"launch": f"launch-{turn}", "position": None, "dp_size": dp_size}
+                ).json()
+        finally:
+            stop.set()
+            producer.join()
+        assert not errors
+        sealed = other.grpc.get(run)["batches_sealed"]
+        seen: list[str] = []
+        for batch in range(sealed):
+            assert other.grpc.batch(run, batch, wait_s=20)["plan"]["dp_size"] == 1
+            seen += set(uids_of(train(other.grpc, run, batch, commit=False)))
+        assert resumed["position"]["batch"] == 0
+        assert len(seen) == len(set(seen)) == 2 * sealed

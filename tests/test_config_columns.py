@@ -1,0 +1,82 @@
+"""Columns that a configuration declares: which cannot be, and why."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.config import parse_config
+
+GOOD: dict[str, Any] = {
+    "train_batch_size": 8,
+    "n_samples_per_prompt": 4,
+    "policy_mini_batch_size": 2,
+    "micro_batch": {"size": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (7, "each is a mapping with name, dtype and scope, got 7"),
+        ({"name": "x"}, "dtype and scope must be given"),
+        ({"name": "x", "dtype": "int16", "scope": "token", "size": 3}, "unknown setting 'size'; known are name, dtype"),
+        ({"name": "Routes", "dtype": "int16", "scope": "token"}, "a name has 1 to 63 of a-z"),
+        ({"name": "loss_mask", "dtype": "int16", "scope": "token"}, "is the name of a built-in column"),
+        ({"name": "env_metrics", "dtype": "int16", "scope": "row"}, "is the name of a built-in column"),
+        ({"name": "row_offsets", "dtype": "int64", "scope": "row"}, "would stand beside the built-in row; choose"),
+        ({"name": "rewards_given", "dtype": "uint8", "scope": "row"}, "would stand beside the built-in rewards"),
+        ({"name": "x", "dtype": "int4", "scope": "token"}, "dtype is 'int4'; it is one of bool, uint8"),
+        ({"name": "x", "dtype": "int16", "scope": "step"}, "scope is 'step'; it is one of row, response"),
+        ({"name": "x", "dtype": "int16", "scope": "row", "merge": "concat"}, "merge is 'concat'; it is one of last"),
+        ({"name": "x", "dtype": "int16", "scope": "row", "shape": [0]}, "each size is an integer, at least 1"),
+        ({"name": "x", "dtype": "int16", "scope": "row", "shape": 3}, "it is a list of sizes, as"),
+        ({"name": "x", "dtype": "int64", "scope": "row", "shape": [1 << 23]}, "at most 16777216"),
+        ({"name": "x", "dtype": "float32", "scope": "token", "shape": [1 << 15]}, "131072 bytes; at most 65536"),
+        (
+            {"name": "x", "dtype": "int8", "scope": "row", "shape": [4097], "merge": "sum"},
+            "one value of shape .4097. has 4097 bytes, and merge: sum adds values of at most 4096",
+        ),
+        (
+            {"name": "x", "dtype": "int16", "scope": "token", "shape": [4096], "fill": -1},
+            "has 8192 bytes, and tokens without one are filled with 0 beyond 4096; leave fill out",
+        ),
+        ({"name": "x", "dtype": "int8", "scope": "row", "fill": 128}, "fill is 128, which int8 does not hold"),
+        ({"name": "x", "dtype": "int8", "scope": "row", "fill": 10**400}, "fill is 1000000.* int8 does not hold"),
+        ({"name": "x", "dtype": "float64", "scope": "row", "fill": 10**400}, "which float64 does not hold"),
+        ({"name": "x", "dtype": "float32", "scope": "row", "fill": 1e39}, "fill is 1e.39, which float32 does not hold"),
+        ({"name": "x", "dtype": "float16", "scope": "row", "fill": 70000}, "fill is 70000, which float16 does not"),
+        ({"name": "x", "dtype": "bfloat16", "scope": "row", "fill": 3.4e38}, "which bfloat16 does not hold"),
+        (
+            {"name": "x", "dtype": "float32", "scope": "row", "fill": float("nan"), "allow_nonfinite": True},
+            "fill is nan, and configurations are JSON, which has no such number; give a finite one",
+        ),
+        ({"name": "x", "dtype": "int8", "scope": "row", "required": 1}, "required is 1; it is true or false"),
+        ({"name": "x", "dtype": "bool", "scope": "row", "merge": "sum"}, "merge: sum adds numbers"),
+        ({"name": "x", "dtype": "int8", "scope": "items", "source": "trainer"}, "set scope: row or response"),
+    ],
+)
+def test_a_column_that_cannot_be_is_refused_with_the_remedy(column: object, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        parse_config(GOOD | {"columns": [column]})
+
+
+def test_a_fill_of_negative_zero_is_the_zero_that_a_stored_configuration_has() -> None:
+    config = parse_config(GOOD | {"columns": [{"name": "x", "dtype": "float32", "scope": "row", "fill": -0.0}]})
+    stored = parse_config(json.loads(config.model_dump_json(exclude_defaults=True)))
+    assert config.columns[0].fill_value.tobytes() == stored.columns[0].fill_value.tobytes()
+
+
+@pytest.mark.parametrize("scope", ["items", "row", "token"])
+def test_columns_whose_tensors_would_have_one_name_are_refused(scope: str) -> None:
+    columns = [
+        {"name": "pixels", "dtype": "uint8", "scope": scope},
+        {"name": "pixels_offsets", "dtype": "int64", "scope": "row"},
+    ]
+    with pytest.raises(InvalidArgumentError, match="two of them would have a tensor pixels_offsets; rename one"):
+        parse_config(GOOD | {"columns": columns})
+    with pytest.raises(InvalidArgumentError, match="expected a list of columns, got dict"):
+        parse_config(GOOD | {"columns": {}})
