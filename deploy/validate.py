@@ -1,10 +1,12 @@
-"""Checks rendered manifests strictly, against Kubernetes 1.29 and the newest schemas at hand, and for the restricted
-profile of pod security: `validate.py FILE...`. Says what is wrong, a line each; exit status 1 if anything is.
+"""Checks rendered manifests strictly, against Kubernetes 1.29 and the newest schemas at hand, for what the API server
+refuses beyond its schemas, and for the restricted profile of pod security: `validate.py FILE...`. Says what is wrong, a
+line each; exit status 1 if anything is.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Hashable, Iterator
 from pathlib import Path
@@ -17,6 +19,11 @@ import yaml
 VERSIONS = ("1.29", kubernetes_validate.latest_version())
 CUSTOM = Path(__file__).with_name("schemas.json")
 VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_SUBDOMAIN = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+_QUANTITY = re.compile(r"\+?[0-9]+(\.[0-9]+)?([mkMGTPE]|[KMGTPE]i|[eE][0-9]+)?")
 
 
 class _Loader(yaml.SafeLoader):
@@ -50,11 +57,65 @@ def schema_errors(resource: dict[str, Any]) -> Iterator[str]:
             yield f"Kubernetes {version}: {error.message}"
 
 
+def server_errors(resource: dict[str, Any]) -> Iterator[str]:
+    """Yields what the API server refuses though its schemas have it: names, quantities, ports, bounds."""
+    metadata, spec = resource["metadata"], resource.get("spec", {})
+    if len(metadata["name"]) > 253 or not _SUBDOMAIN.fullmatch(metadata["name"]):
+        yield f"{metadata['name']!r} is no name"
+    for path, value in _walk(resource):
+        *_, above, name = ("", "", *path)
+        if above in ("labels", "matchLabels") and not _LABEL_VALUE.fullmatch(str(value)):
+            yield f"{'.'.join(path)}: {value!r} is no label's value"
+        elif (above in ("requests", "limits") or name == "sizeLimit") and not _QUANTITY.fullmatch(str(value)):
+            yield f"{'.'.join(path)}: {value!r} is no quantity"
+        elif name in ("secretName", "claimName") and not _SUBDOMAIN.fullmatch(str(value)):
+            yield f"{'.'.join(path)}: {value!r} is no name"
+    if resource["kind"] == "Service":
+        yield from _twice("port", [port["port"] for port in spec["ports"]])
+        yield from _twice("name of a port", [port.get("name", "") for port in spec["ports"]])
+    elif resource["kind"] == "HorizontalPodAutoscaler" and spec.get("minReplicas", 1) > spec["maxReplicas"]:
+        yield f"minReplicas {spec['minReplicas']} is more than maxReplicas {spec['maxReplicas']}"
+    for container in _containers(resource):
+        yield from _twice("mountPath", [mount["mountPath"] for mount in container.get("volumeMounts", [])])
+        volumes = {volume["name"] for volume in _pod(resource).get("volumes", [])}
+        volumes |= {claim["metadata"]["name"] for claim in spec.get("volumeClaimTemplates", [])}
+        for mount in container.get("volumeMounts", []):
+            if mount["name"] not in volumes:
+                yield f"container {container['name']}: there is no volume {mount['name']}"
+
+
+def _walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Each value that is no mapping and no list, with the names above it."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _walk(inner, (*path, str(name)))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _walk(inner, path)
+    else:
+        yield path, value
+
+
+def _twice(what: str, values: list[Any]) -> Iterator[str]:
+    yield from (f"{what} {value} given twice" for value in sorted({one for one in values if values.count(one) > 1}))
+
+
+def _pod(resource: dict[str, Any]) -> dict[str, Any]:
+    """The pod that a resource is or makes; empty where it makes none."""
+    spec: dict[str, Any] = resource.get("spec", {})
+    if resource["kind"] != "Pod":
+        spec = spec.get("template", {}).get("spec", {})
+    return spec
+
+
+def _containers(resource: dict[str, Any]) -> list[dict[str, Any]]:
+    pod = _pod(resource)
+    return [*pod.get("initContainers", []), *pod.get("containers", [])]
+
+
 def restricted_errors(resource: dict[str, Any]) -> Iterator[str]:
     """Yields what the restricted profile of pod security refuses, and a root that may be written, which we refuse."""
-    pod = resource["spec"] if resource["kind"] == "Pod" else resource.get("spec", {}).get("template", {}).get("spec")
-    if pod is None:
-        return
+    pod = _pod(resource)
     for name in ("hostNetwork", "hostPID", "hostIPC"):
         if pod.get(name):
             yield f"{name} is set"
@@ -62,7 +123,7 @@ def restricted_errors(resource: dict[str, Any]) -> Iterator[str]:
         if kinds := set(volume) - {"name"} - VOLUMES:
             yield f"volume {volume['name']}: {', '.join(kinds)} is not permitted"
     around = pod.get("securityContext", {})
-    for container in [*pod.get("initContainers", []), *pod["containers"]]:
+    for container in _containers(resource):
         own = container.get("securityContext", {})
         both = {**around, **own}
         wrong = {
@@ -83,7 +144,7 @@ def errors(text: str) -> list[str]:
     return [
         f"{resource['kind']} {resource['metadata']['name']}: {error}"
         for resource in resources(text)
-        for check in (schema_errors, restricted_errors)
+        for check in (schema_errors, server_errors, restricted_errors)
         for error in check(resource)
     ]
 

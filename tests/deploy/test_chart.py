@@ -16,13 +16,13 @@ OWN_REDIS = ("--set", "redis.url=redis://a:6379/0", *EGRESS)
 
 
 def test_an_empty_password_keeps_the_bundled_redis_from_starting(tmp_path: Path) -> None:
-    server = tmp_path / "redis-server"
+    server = tmp_path / "valkey-server"
     server.write_text("#!/bin/sh\necho started\n")
     server.chmod(0o755)
     (redis,) = pod(only(render(*REDIS), "StatefulSet", "-redis"))["containers"]
 
     def started(password: str) -> subprocess.CompletedProcess[str]:
-        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REDIS_PASSWORD": password}
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REDISCLI_AUTH": password}
         command = [*redis["command"], *redis["args"]]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=False)
 
@@ -70,9 +70,25 @@ def test_without_its_url_no_alert_claims_to_have_one() -> None:
     assert all(one["runbook"].startswith("docs/runbook.md#") and "runbook_url" not in one for one in annotations)
 
 
+def test_a_released_charts_alerts_lead_to_the_runbook_of_its_version(tmp_path: Path) -> None:
+    released = shutil.copytree(CHART, tmp_path / "gristmill")
+    with (released / "Chart.yaml").open("a") as chart:
+        chart.write("sources: [https://code.example/gristmill]\n")
+    rule = only(render(*REDIS, "--set", "monitoring.rules=true", chart=released), "PrometheusRule")
+    urls = [
+        one["annotations"]["runbook_url"]
+        for group in rule["spec"]["groups"]
+        for one in group["rules"][:1]
+        if "alert" in one
+    ]
+    assert urls
+    assert all(url.startswith("https://code.example/gristmill/blob/v0.1.0/docs/runbook.md#") for url in urls)
+
+
 @pytest.mark.parametrize(("mode", "recorded"), [("service", ["gristmill_queue_fill"]), ("sidecar", [])])
 def test_the_fill_is_recorded_only_where_something_scales_by_it(mode: str, recorded: list[str]) -> None:
-    rule = only(render(*REDIS, "--set", f"mode={mode},monitoring.rules=true"), "PrometheusRule")
+    store = REDIS if mode == "service" else ()
+    rule = only(render(*store, "--set", f"mode={mode},monitoring.rules=true"), "PrometheusRule")
     assert [one["record"] for group in rule["spec"]["groups"] for one in group["rules"] if "record" in one] == recorded
 
 
@@ -95,6 +111,32 @@ def test_the_fill_is_recorded_only_where_something_scales_by_it(mode: str, recor
         ((*REDIS, "--set", "autoscaling.target=70%"), "target"),
         (("--set", "redis.bundled.enabled=true,redis.passwordSecret=My_Secret"), "passwordSecret"),
         ((*REDIS, "--set-json", 'podLabels={"app.kubernetes.io/name":"mine"}'), "invalid propertyName 'app"),
+        ((*REDIS, "--set-json", 'podLabels={"team":"a b"}'), "podLabels"),
+        (("--set", "store=journal,replicas=1,redis.url=redis://a:6379/0"), "store: journal uses no Redis"),
+        (("--set", "store=journal,replicas=1,settings.lease_s=3"), "settings.lease_s is for store: redis"),
+        ((*REDIS, "--set", "settings.journal_fsync=always"), "settings.journal_fsync is for store: journal"),
+        ((*REDIS, "--set", "settings.lease_s=0.1"), "lease_s"),
+        ((*REDIS, "--set", "settings.max_row_bytes=lots"), "max_row_bytes"),
+        ((*REDIS, "--set", "redis.caSecret=ca"), "the bundled Redis speaks no TLS"),
+        ((*OWN_REDIS, "--set", "redis.caSecret=ca"), "begin it with rediss"),
+        ((*REDIS, "--set", "settings.jwks=/keys"), "settings.jwks needs access.tokensSecret"),
+        ((*REDIS, "--set", "settings.jwks=https://a,access.tokensSecret=a"), "cannot reach settings.jwks"),
+        ((*REDIS, "--set", "settings.tls_client_ca_file=/ca.crt"), "tls_client_ca_file"),
+        ((*REDIS, "--set", "access.certificate.issuer=ca"), "access.certificate.issuer needs access.tlsSecret"),
+        ((*REDIS, "--set", "access.tlsSecret=a..b"), "tlsSecret"),
+        ((*REDIS, "--set", "image.digest=latest"), "digest"),
+        ((*REDIS, "--set", "image.repository=Me/Mine"), "repository"),
+        ((*REDIS, "--set", "resources.cpu=two"), "cpu"),
+        ((*REDIS, "--set", "monitoring.interval=15"), "interval"),
+        ((*REDIS, "--set-json", 'tolerations=[{"operator":"Equals"}]'), "operator"),
+        ((*REDIS, "--set-json", 'extraEnv=[{"name":"1A"}]'), "extraEnv"),
+        ((*REDIS, "--set-json", 'extraEnv=[{"name":"GRISTMILL_STORE","value":"memory"}]'), "extraEnv"),
+        ((*REDIS, "--set-json", 'extraVolumeMounts=[{"name":"a","mountPath":"/a"}]'), "there is no volume a"),
+        ((*REDIS, "--set-json", 'extraVolumes=[{"name":"journal","emptyDir":{}}]'), "a volume of the chart's own"),
+        ((*REDIS, "--set-json", 'topologySpreadConstraints=[{"maxSkew":0}]'), "topologySpreadConstraints"),
+        ((*REDIS, "--set", "mode=sidecar"), "redis is for mode: service"),
+        (("--set", "mode=sidecar,autoscaling.enabled=true"), "autoscaling is for mode: service"),
+        (("--set", "mode=sidecar,access.tlsSecret=tls"), "access is for mode: service"),
     ],
 )
 def test_values_that_would_not_do_what_they_say_are_refused(flags: tuple[str, ...], told: str) -> None:

@@ -52,6 +52,14 @@ def test_every_example_is_valid_and_of_the_restricted_profile(manifests: dict[st
         ("service", "allowPrivilegeEscalation: false", "privileged: true", "allowPrivilegeEscalation is not false"),
         ("sidecar", "restartPolicy: Always", "restartPolice: Always", "restartPolice"),
         ("sidecar", "emptyDir: {}", "hostPath: {path: /}", "hostPath is not permitted"),
+        ("service", "rotationPolicy: Always", "rotationPolicy: Sometimes", "Sometimes"),
+        ("service", "port: 8080, targetPort", "port: 50051, targetPort", "port 50051 given twice"),
+        ("service", "minReplicas: 3", "minReplicas: 9", "minReplicas 9 is more than maxReplicas 8"),
+        ("service", "memory: 4096Mi", "memory: 4096MiB", "'4096MiB' is no quantity"),
+        ("service", "secretName: gristmill-tokens", "secretName: My_Tokens", "'My_Tokens' is no name"),
+        ("service", "{name: tokens, mountPath", "{name: token, mountPath", "there is no volume token"),
+        ("service", "mountPath: /etc/gristmill/tls", "mountPath: /etc/gristmill/tokens", "given twice"),
+        ("service", "managed-by: Helm", 'managed-by: "a b"', "is no label's value"),
     ],
 )
 def test_what_is_wrong_is_told(manifests: dict[str, str], name: str, before: str, after: str, told: str) -> None:
@@ -89,7 +97,9 @@ def test_every_variable_that_a_manifest_sets_is_a_setting_and_all_together_are_v
     pods = [pod(resource) for resource in validate.resources(manifests[name])]
     containers = [one for spec in pods for one in (*spec.get("initContainers", []), *spec.get("containers", []))]
     (ours,) = [container for container in containers if container["name"] == "gristmill"]
-    given = {one["name"]: one.get("value", "secret") for one in ours["env"] if one["name"] != "POD_IP"}
+    given = {
+        one["name"]: one.get("value", "secret") for one in ours["env"] if one["name"] not in ("POD_IP", "POD_NAME")
+    }
     assert "GRISTMILL_GRPC_ADDRESS" in given
     Settings(**{name.removeprefix("GRISTMILL_").lower(): value for name, value in given.items()})
 
@@ -99,7 +109,8 @@ def test_values_take_settings_that_exist() -> None:
     described = Settings.model_json_schema()["properties"]
     for name, property_ in schema["properties"]["settings"]["properties"].items():
         assert name in described
-        assert property_.get("enum") == described[name].get("enum"), name
+        for bound in ("enum", "minimum", "maximum"):
+            assert property_.get(bound) == described[name].get(bound), name
 
 
 def pins() -> dict[str, Requirement]:
@@ -142,6 +153,6 @@ def test_every_process_of_the_compose_file_is_confined() -> None:
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
-    # gristmill's own image names its user; Redis' drops to one only where its command is redis-server itself.
+    # gristmill's own image names its user; Valkey's drops to one only where its command is valkey-server itself.
     assert services["redis"]["user"] == "999:999"
     assert Path(DEPLOY.parent / "Dockerfile").read_text(encoding="utf-8").count("\nUSER 10001:10001\n") == 1

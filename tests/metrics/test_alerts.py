@@ -25,9 +25,27 @@ def starving() -> tuple[Recording, Labels | None]:
     recording = Recording()
     recording.train(5)
     for _ in range(20):
-        recording.bench.run.shard("policy", 0, None, 0)
-        recording.minute()
+        ask_for_a_minute(recording)
     return recording, POLICY
+
+
+def ask_for_a_minute(recording: Recording) -> None:
+    """As a rank that finds nothing does: every thirty seconds."""
+    for _ in range(2):
+        recording.bench.run.shard("policy", 0, None, 0)
+        recording.bench.now += 30.0
+    recording.bench.now -= 60.0
+    recording.minute()
+
+
+def abandoned() -> tuple[Recording, Labels | None]:
+    recording = Recording()
+    recording.train(5)
+    for _ in range(20):
+        ask_for_a_minute(recording)
+    for _ in range(7):
+        recording.minute()
+    return recording, None
 
 
 def throttled() -> tuple[Recording, Labels | None]:
@@ -167,6 +185,7 @@ def handed_over() -> tuple[Recording, Labels | None]:
 
 CASES: list[tuple[str, Case]] = [
     ("GristmillTrainerStarving", starving),
+    ("GristmillTrainerStarving", abandoned),
     ("GristmillProducersThrottled", throttled),
     ("GristmillPaddingShareHigh", padded),
     ("GristmillMergeRateFallen", unmerged),

@@ -75,6 +75,20 @@ def test_a_rank_waits_from_its_last_acknowledgement_until_the_next_shard_is_ther
     assert values(bench, "gristmill_rank_pulls_total") == {"policy,0": 1}
 
 
+def test_ranks_wait_only_while_their_trainer_is_there() -> None:
+    bench = Bench(dp_size=2, policy_mini_batch_size=2)
+    ask(bench, 0)
+    ask(bench, 1)
+    bench.now = 30.0
+    ask(bench, 0)
+    bench.now = 500.0
+    waited = values(bench, "gristmill_rank_wait_seconds_total")
+    assert waited == {"policy,0": 65, "policy,1": 65}, "one of its ranks was heard of 30 s ago"
+    ask(bench, 0)
+    bench.now = 510.0
+    assert values(bench, "gristmill_rank_wait_seconds_total") == {"policy,0": 75, "policy,1": 75}
+
+
 def test_nobody_waits_for_a_run_that_has_ended() -> None:
     bench = Bench()
     ask(bench, 0)

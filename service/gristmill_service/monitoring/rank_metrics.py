@@ -1,7 +1,8 @@
 """A trainer's ranks for metrics: what each was given, how long it had nothing to train on, how far it is behind.
 
 Waiting is found from the run's events, not from calls: a rank that prefetches asks long before it needs the answer. A
-rank waits while it has acknowledged all that is published and more is to come, from its first question on.
+rank waits while it has acknowledged all that is published and more is to come, from its first question on, and while
+its trainer is there: one of the model's ranks, or the controller of all of them, asks again and again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from gristmill_service.config import Model
 from gristmill_service.run.machine import progress
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.state import State
+
+# Who was told that there is nothing yet asks again within this, or has gone away.
+ASKS_AGAIN_S = 35.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,10 @@ class RankMetrics:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._counts: dict[tuple[Model, int], _RankCounts] = {}
+        self._heard: dict[Model, float] = {}
 
     def asked(self, state: State, model: Model, rank: int) -> None:
+        self._hear(model)
         if (model, rank) not in self._counts:
             self._update(state, model, rank, self._counts.setdefault((model, rank), _RankCounts()), self._clock())
 
@@ -59,6 +65,7 @@ class RankMetrics:
             found.nbytes += nbytes
 
     def acknowledged(self, state: State, model: Model, rank: int) -> None:
+        self._hear(model)
         found = self._counts.setdefault((model, rank), _RankCounts())
         found.acknowledged += 1
         self._update(state, model, rank, found, self._clock())
@@ -77,17 +84,33 @@ class RankMetrics:
         now = self._clock()
         behind = {model: lags(state, model) for model in state.models}
         for (model, rank), found in self._counts.items():
-            waited = found.waited + (0.0 if found.waits_since is None else now - found.waits_since)
+            waited = found.waited + self._waits_until(now, model, found)
             lag = behind[model][rank]
             yield RankStats(model, rank, found.pulls, found.nbytes, found.acknowledged, waited, lag)
 
     def _update(self, state: State, model: Model, rank: int, found: _RankCounts, now: float) -> None:
         waits = _waits(state, progress.next_of(state, model, rank))
         if found.waits_since is not None and not waits:
-            found.waited += now - found.waits_since
+            found.waited += self._waits_until(now, model, found)
             found.waits_since = None
         elif found.waits_since is None and waits:
             found.waits_since = now
+
+    def _hear(self, model: Model) -> None:
+        """The model's trainer is there now. While it was gone nobody waited."""
+        now = self._clock()
+        if now - self._heard.get(model, now) > ASKS_AGAIN_S:
+            for (other, _), found in self._counts.items():
+                if other == model and found.waits_since is not None:
+                    found.waited += self._waits_until(now, model, found)
+                    found.waits_since = now
+        self._heard[model] = now
+
+    def _waits_until(self, now: float, model: Model, found: _RankCounts) -> float:
+        """Seconds of the wait that goes on, without those in which the trainer was gone."""
+        if found.waits_since is None:
+            return 0.0
+        return max(0.0, min(now, self._heard[model] + ASKS_AGAIN_S) - found.waits_since)
 
 
 def _waits(state: State, position: Position) -> bool:

@@ -18,7 +18,7 @@ from gristmill._wire.steps import Steps
 from gristmill_service import tracing
 from gristmill_service.config import Model
 from gristmill_service.monitoring.bucket_counts import SECONDS, VERSIONS, BucketCounts
-from gristmill_service.monitoring.rank_metrics import RankMetrics, RankStats
+from gristmill_service.monitoring.rank_metrics import ASKS_AGAIN_S, RankMetrics, RankStats
 from gristmill_service.pipeline.batch_stats import BatchStats
 from gristmill_service.pipeline.tag_metrics import Figures
 from gristmill_service.run.machine.answers import Outcome
@@ -48,8 +48,6 @@ REASONS = (
     "timeout", "zero_variance"
 )  # fmt: skip
 STAGES = ("queue", "gather", "validate", "merge", "advantage", "schedule", "layout", "plan", "publish")
-# A worker that was told that there is no room asks again within this, or has gone away.
-_ASKS_AGAIN_S = 35.0
 # Events that may let any rank go on, or make it wait; an acknowledgement moves one alone.
 _MOVES_RANKS = frozenset(
     [BatchPublished, BatchWithdrawn, BatchFailed, BatchGivenUp, ModelResumed, Resized, RunFinished]
@@ -264,7 +262,7 @@ class RunMetrics:
                     self._drop(BATCH_FAILED, released, tokens())
 
     def _throttled_until_now(self) -> float:
-        waits = 0.0 if self._full_at is None else min(self._clock() - self._full_at, _ASKS_AGAIN_S)
+        waits = 0.0 if self._full_at is None else min(self._clock() - self._full_at, ASKS_AGAIN_S)
         return self._throttled + waits
 
     def _drop(self, reason: str, rows: int, tokens: int) -> None:

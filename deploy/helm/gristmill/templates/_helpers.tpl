@@ -19,7 +19,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
 {{- define "gristmill.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
 {{- end }}
 
 {{/* A pod of the restricted profile. */}}
@@ -100,24 +104,32 @@ redis://{{ include "gristmill.name" . }}-redis:6379/0
 {{- end -}}
 {{- end }}
 
-{{/* Refuses values that would render, and that the API server refuses later or that would not do what they say. */}}
-{{- define "gristmill.checkService" -}}
-{{- $journal := eq .Values.store "journal" -}}
-{{- $grace := int .Values.settings.shutdown_grace_s -}}
-{{- if and $journal (ne (int .Values.replicas) 1) }}{{ fail "store: journal is for one pod: set replicas: 1, or store: redis" }}{{ end -}}
-{{- if and $journal (eq .Values.journal.kind "none") }}{{ fail "store: journal needs journal.kind: volume or memory" }}{{ end -}}
-{{- if and $journal .Values.autoscaling.enabled }}{{ fail "store: journal is for one pod: set autoscaling.enabled: false, or store: redis" }}{{ end -}}
-{{- if and $journal .Values.redis.bundled.enabled }}{{ fail "store: journal uses no Redis: set redis.bundled.enabled: false, or store: redis" }}{{ end -}}
-{{- if and .Values.redis.url .Values.redis.bundled.enabled }}{{ fail "redis.url and redis.bundled.enabled are both set: unset one" }}{{ end -}}
-{{- if and .Values.redis.url .Values.networkPolicy.enabled (not .Values.networkPolicy.egress) (not $journal) }}{{ fail "networkPolicy.egress is empty, so that pods cannot reach redis.url: add a rule for it, or set networkPolicy.enabled: false" }}{{ end -}}
-{{- if le (int .Values.terminationGracePeriodSeconds) $grace }}{{ fail (printf "terminationGracePeriodSeconds is %d, and settings.shutdown_grace_s %d: give the pod longer, or it is killed while it finishes" (int .Values.terminationGracePeriodSeconds) $grace) }}{{ end -}}
-{{- if and .Values.access.tokensSecret .Values.monitoring.monitor (not .Values.access.scrapeTokenSecret) }}{{ fail "access.tokensSecret asks Prometheus for a token, too: set access.scrapeTokenSecret, or monitoring.monitor: false" }}{{ end -}}
-{{- if gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas) }}{{ fail "autoscaling.minReplicas is more than autoscaling.maxReplicas" }}{{ end -}}
-{{- if eq (int .Values.ports.grpc) (int .Values.ports.http) }}{{ fail "ports.grpc and ports.http are the same: give each its own" }}{{ end -}}
+{{/*
+What changes when a secret does that is read only at a start, so that an upgrade starts the pods anew. Takes a dict of
+context and names. Without a cluster, as in `helm template`, there is nothing to look up.
+*/}}
+{{- define "gristmill.secretsChecksum" -}}
+{{- $namespace := .context.Release.Namespace -}}
+{{- $found := dict -}}
+{{- range $name := compact .names -}}
+{{- with lookup "v1" "Secret" $namespace $name }}{{ $_ := set $found $name .data }}{{ end -}}
+{{- end -}}
+{{- if $found -}}
+checksum/secrets: {{ $found | toJson | sha256sum }}
+{{- end -}}
 {{- end }}
 
 {{- define "gristmill.dnsEgress" -}}
 - ports:
     - {port: 53, protocol: UDP}
     - {port: 53, protocol: TCP}
+{{- end }}
+
+{{/* Every replica's name in the cluster, with commas between: those that are always there. */}}
+{{- define "gristmill.replicas" -}}
+{{- $name := include "gristmill.name" . -}}
+{{- $scaled := and .Values.autoscaling.enabled (eq .Values.store "redis") -}}
+{{- range $i := until (int (ternary .Values.autoscaling.minReplicas .Values.replicas $scaled)) -}}
+{{ if $i }},{{ end }}{{ $name }}-{{ $i }}.{{ $name }}-replicas.{{ $.Release.Namespace }}.svc
+{{- end -}}
 {{- end }}

@@ -5,7 +5,6 @@ All of these take the gristmill subchart's context: .Subcharts.gristmill.
 */}}
 {{- define "gristmill.sidecar.container" -}}
 {{- if ne .Values.mode "sidecar" }}{{ fail "set mode: sidecar for gristmill, or it would bring a service of its own" }}{{ end -}}
-{{- if or .Values.access.tokensSecret .Values.access.tlsSecret }}{{ fail "access is for mode: service; a sidecar's network policy keeps everyone else out" }}{{ end -}}
 name: gristmill
 image: {{ include "gristmill.image" . }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
@@ -51,6 +50,9 @@ volumeMounts:
   {{- if ne .Values.journal.kind "none" }}
   - {name: gristmill-journal, mountPath: /var/lib/gristmill}
   {{- end }}
+  {{- with .Values.extraVolumeMounts }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
 {{- end }}
 
 {{/* What the trainer mounts too: the shards and the socket. */}}
@@ -85,6 +87,9 @@ gristmill.io/sidecar: {{ .Release.Name | quote }}
       spec:
         {{- include "gristmill.journalClaim" . | nindent 8 }}
   {{- end }}
+{{- end }}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}
 
