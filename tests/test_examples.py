@@ -1,0 +1,53 @@
+"""The programs of `examples/`, run as they are but for the address and how long they go on."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gristmill_service.service import Service
+
+ROOT = Path(__file__).parents[1]
+# It needs TRL, with which tests/trainers/trl runs it.
+ELSEWHERE = {"trl_grpo.py"}
+RUN_HERE = {"agents_asyncio.py", "grpo.py", "ppo_values.py", "replan.py"}
+
+
+def run(service: Service, name: str, *arguments: object) -> str:
+    """What the example prints."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "examples" / name), "--address", service.grpc_address, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def rewards(told: str) -> list[float]:
+    return [float(reward) for reward in re.findall(r"reward (\d\.\d\d)", told)]
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == RUN_HERE | ELSEWHERE
+
+
+@pytest.mark.parametrize(("name", "steps"), [("grpo.py", 6), ("ppo_values.py", 8)])
+def test_a_trainer_in_one_file_learns(service: Service, run_name: str, name: str, steps: int) -> None:
+    found = rewards(run(service, name, "--run", run_name, "--steps", steps))
+    assert len(found) == steps
+    assert found[-1] > found[0] + 0.1
+    assert service.runs.get(run_name).status().batches_freed == steps
+
+
+def test_agents_play_at_once_and_their_run_is_planned_again(service: Service, run_name: str) -> None:
+    told = run(service, "agents_asyncio.py", "--run", run_name)
+    assert re.match(r"16 groups: \{'sealed': 16\}; \d+ agents failed; \d+ turns; 2 batches", told)
+    lines = run(service, "replan.py", run_name).splitlines()
+    assert len(lines) == 6
+    rows = {line[:28].strip(): int(line[28:].split()[0].replace(",", "")) for line in lines[1:]}
+    assert rows["merge: none"] > rows["as it is"]
+    assert service.runs.get(run_name).status().batches_sealed == 2
