@@ -385,6 +385,7 @@ def test_the_api_page_has_the_schema_of_each_answer(client: httpx.Client) -> Non
         "/overview": "Overview",
         "/runs/{run}/health": "RunHealth",
         "/runs/{run}/timeline": "Timeline",
+        "/runs/{run}/history": "BatchHistory",
         f"{batch}/picture": "BatchPicture",
         f"{batch}/breaks": "BatchBreaks",
         f"{batch}/scores": "BatchScores",

@@ -82,9 +82,9 @@ def test_rows_are_told_when_pointed_at(open_page: OpenPage, run: str) -> None:
 
 def test_the_keyboard_walks_through_rows_and_shards(open_page: OpenPage, run: str) -> None:
     page = drawn(open_page(f"#/{run}"))
-    for _ in range(40):
+    for _ in range(60):
         page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.tagName") == "CANVAS":
+        if page.evaluate("!!document.activeElement.closest('section[aria-label=Shards] canvas')"):
             break
     readout = page.locator("section[aria-label=Shards] .readout")
     assert "rank 0, row 0" in readout.inner_text()

@@ -6,6 +6,7 @@ const versions = new Map();
 export const paths = {
   overview: () => "v1/overview",
   health: run => `v1/runs/${encodeURIComponent(run)}/health`,
+  history: run => `v1/runs/${encodeURIComponent(run)}/history`,
   timeline: (run, model, seconds) => `v1/runs/${encodeURIComponent(run)}/timeline?model=${model}&seconds=${seconds}`,
   batch: (run, batch, what, query = "") => `v1/runs/${encodeURIComponent(run)}/batches/${batch}/${what}${query}`,
 };

@@ -2,16 +2,19 @@
 import { paths, read } from "./api.js";
 import { showBreaks } from "./breaks.js";
 import { make, section } from "./dom.js";
+import { figures } from "./history.js";
 import { showLoad } from "./load.js";
 import { showPicture } from "./picture.js";
 import { ScoresView } from "./scores.js";
 import { count, share, some } from "./text.js";
 
 export class BatchView {
-  constructor(run) {
+  constructor(run, history) {
     this.run = run;
+    this.history = history;
     this.batch = null;
     this.held = [];
+    this.all = null;
     this.choices = make("div", { class: "bar" });
     this.facts = make("p", { class: "quiet small" });
     this.picture = make("div", {});
@@ -36,6 +39,8 @@ export class BatchView {
     const query = `?model=${model}${miniBatch === null ? "" : `&mini_batch=${miniBatch}`}`;
     let told;
     try {
+      // Asking for it would be an error for the console.
+      if (this.all && this.history.isFreed(batch, this.all)) throw new Error("it is trained and committed, and its rows are freed");
       told = await read(paths.batch(this.run, batch, "picture", query));
     } catch (error) {
       if (wanted === this.wanted) this.refuse(batch, error);
@@ -62,7 +67,9 @@ export class BatchView {
     this.batch = null;
     this.facts.textContent = "";
     this.showChoices(batch);
-    this.picture.replaceChildren(make("p", { class: "empty" }, `Batch ${batch} cannot be shown: ${error.message}`));
+    const kept = this.history.kept(batch);
+    this.picture.replaceChildren(make("p", { class: "empty" }, `Batch ${batch} cannot be shown: ${error.message}`),
+      ...(kept ? [figures(kept)] : []));
     for (const part of [this.load, this.breaks, this.scores.node]) part.replaceChildren();
   }
 
@@ -79,8 +86,9 @@ export class BatchView {
     }
   }
 
-  // Which batches there are. The one that is looked at stays until another is chosen.
-  offer(held) {
+  // Which batches may be looked at, and all that are held. The one that is looked at stays until another is chosen.
+  offer(held, all) {
+    this.all = all;
     if (JSON.stringify(held) === JSON.stringify(this.held)) return;
     this.held = held;
     if (this.batch !== null) this.showChoices();

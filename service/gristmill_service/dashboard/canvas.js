@@ -41,8 +41,9 @@ export const snap = value => {
   return Math.round(value * ratio) / ratio;
 };
 
-// A picture that can be walked through: pointer and arrow keys choose a thing, whose words stand below.
-export function walkable(shape, { find, move, tell, readout }) {
+// A picture that can be walked through: pointer and arrow keys choose a thing, whose words stand below; a click or Enter
+// opens it.
+export function walkable(shape, { find, move, tell, open, readout }) {
   const { node, redraw } = shape;
   node.tabIndex = 0;
   node.setAttribute("role", "application");
@@ -58,7 +59,12 @@ export function walkable(shape, { find, move, tell, readout }) {
   node.addEventListener("pointerleave", () => choose(null));
   node.addEventListener("blur", () => choose(null));
   node.addEventListener("focus", () => { if (chosen == null && node.matches(":focus-visible")) choose(move(null, 0, 0)); });
+  if (open) {
+    node.classList.add("opens");
+    node.addEventListener("click", () => { if (chosen != null) open(chosen); });
+  }
   node.addEventListener("keydown", event => {
+    if (event.key === "Enter" && open && chosen != null) open(chosen);
     const [right, down] = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] }[event.key] ?? [0, 0];
     if (!right && !down) return;
     event.preventDefault();

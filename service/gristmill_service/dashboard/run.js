@@ -2,6 +2,7 @@
 import { paths, readVersion } from "./api.js";
 import { BatchView } from "./batch.js";
 import { make, section, table } from "./dom.js";
+import { HistoryView } from "./history.js";
 import { badge } from "./runs.js";
 import { bytes, count, place, setClock, since } from "./text.js";
 import { TimelineView } from "./timeline.js";
@@ -13,10 +14,11 @@ export class RunView {
     this.tiles = make("dl", { class: "tiles" });
     this.findings = make("ul", { class: "findings", "aria-label": "What holds the run up" });
     this.findings.hidden = true;
-    this.batch = new BatchView(name);
+    this.history = new HistoryView(name, batch => { location.hash = `#/${encodeURIComponent(name)}/${batch}`; });
+    this.batch = new BatchView(name, this.history);
     this.timeline = new TimelineView(name);
     this.waiting = make("div", {});
-    this.node = make("div", {}, this.title, this.tiles, this.findings, this.batch.node, this.timeline.node,
+    this.node = make("div", {}, this.title, this.tiles, this.findings, this.history.node, this.batch.node, this.timeline.node,
       section("What waits, and for how long", this.waiting));
     // The first answer as early as can be; whoever polls tells what went wrong.
     this.look().catch(() => {});
@@ -38,7 +40,8 @@ export class RunView {
     this.showFindings(body);
     const held = body.batches.filter(batch => ["published", "waiting for columns"].includes(batch.state)).map(batch => batch.batch);
     if (this.wanted == null && held.length) this.show(held.at(-1));
-    this.batch.offer(held);
+    this.batch.offer(held, body.batches.map(one => one.batch));
+    this.history.update(body);
     this.timeline.update(body);
     this.waiting.replaceChildren(...waiting(body));
   }

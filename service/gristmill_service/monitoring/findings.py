@@ -70,6 +70,13 @@ def summary_of(facts: RunFacts, state: HealthState, findings: Sequence[Finding])
             return f"finished, {_count(facts.counts.batches_freed - facts.counts.batches_failed, 'batch')} trained"
 
 
+def remedy(reason: str, *, is_kept: bool) -> str:
+    """What to do about a batch that was not built for this reason. is_kept: its rows are."""
+    if reason.startswith(GIVEN_UP):
+        return ""
+    return _KEPT if is_kept else _DROPPED
+
+
 def has_pulled(facts: RunFacts, model: ModelFacts, rank: int) -> bool | None:
     """Returns whether the rank asked for a shard since its next batch was published; None where that is not known."""
     batch, pulled = _times(facts, model.next[rank]), facts.history.ranks[model.model][rank].pulled
@@ -110,8 +117,10 @@ def _failed_batches(facts: RunFacts) -> Iterator[Finding]:
         elif committed > Position(number + 1):
             yield _finding("note", f"batch {number} could not be built and is left out: {reason}", since)
         else:
-            remedy = _KEPT if number in facts.kept else _DROPPED
-            yield _finding("failed", f"batch {number} could not be built: {reason[:_LONGEST_REASON]}; {remedy}", since)
+            what_now = remedy(reason, is_kept=number in facts.kept)
+            yield _finding(
+                "failed", f"batch {number} could not be built: {reason[:_LONGEST_REASON]}; {what_now}", since
+            )
 
 
 def _rollbacks(facts: RunFacts) -> Iterator[Finding]:

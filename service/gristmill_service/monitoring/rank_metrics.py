@@ -79,6 +79,13 @@ class RankMetrics:
             else:
                 self._update(state, model, rank, self._counts[model, rank], now)
 
+    def waited(self, model: Model) -> float:
+        """Seconds that a rank waited, on an average of those that asked for something."""
+        now = self._clock()
+        own = (found for (other, _), found in self._counts.items() if other == model)
+        waits = [found.waited + self._waits_until(now, model, found) for found in own]
+        return sum(waits) / len(waits) if waits else 0.0
+
     def stats(self, state: State) -> Iterator[RankStats]:
         """One for each rank that has asked for something."""
         now = self._clock()

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -68,6 +69,16 @@ class _Build:
     stats: BatchStats | None = None
 
 
+class SpentSeconds(NamedTuple):
+    """Seconds since the process took the run. waited: of these, those in which workers waited for room, and in which a
+    rank of the policy waited. stages: those in each stage of building batches."""
+
+    passed: float
+    workers_waited: float
+    ranks_waited: float
+    stages: dict[str, float]
+
+
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
     """Everything that was counted of a run, at one moment.
@@ -106,8 +117,7 @@ class RunMetrics:
     """
 
     def __init__(self, clock: Callable[[], float], now: Callable[[], float]) -> None:
-        self._clock, self._now = clock, now
-        self.now = now
+        self._clock, self._now, self._began = clock, now, clock()
         self._lock = threading.Lock()
         self._builds: dict[int, _Build] = {}
         self._throttled = 0.0
@@ -159,6 +169,16 @@ class RunMetrics:
                 ranks=list(self._ranks.stats(state)),
             )
 
+    def spent(self) -> SpentSeconds:
+        """What time was spent on until now."""
+        with self._lock:
+            return SpentSeconds(
+                passed=self._clock() - self._began,
+                workers_waited=self._throttled_until_now(),
+                ranks_waited=self._ranks.waited("policy"),
+                stages={stage: counts.sum for stage, counts in self._stages.items()},
+            )
+
     def received(self, outcomes: Sequence[Outcome], steps: Steps) -> None:
         """Counts a request's rows, by what became of them."""
         if not outcomes:
@@ -199,12 +219,10 @@ class RunMetrics:
                 build.is_started = True
                 self._stages["queue"].add(self._clock() - build.sealed_at)
 
-    def built(self, batch: int, stats: Callable[[], BatchStats]) -> None:
+    def built(self, batch: int, stats: BatchStats) -> None:
         """The batch will be published for the first time, with these rows and tokens."""
-        # Counting a large batch takes a while.
-        found = stats()
         with self._lock:
-            self._builds.setdefault(batch, _Build(self._clock())).stats = found
+            self._builds.setdefault(batch, _Build(self._clock())).stats = stats
 
     def asked_for_groups(self, found_room: bool) -> None:
         """A worker asked to begin groups. Between two that found no room, workers waited."""

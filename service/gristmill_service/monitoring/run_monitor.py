@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import structlog
 
 from gristmill._wire.steps import Steps
 from gristmill_service.config import Model
+from gristmill_service.monitoring.batch_recorder import BatchRecorder
 from gristmill_service.monitoring.run_history import RunHistory
 from gristmill_service.monitoring.run_metrics import RunMetrics
 from gristmill_service.pipeline.batch_stats import BatchStats
 from gristmill_service.run.machine.admission import Room
 from gristmill_service.run.machine.answers import Outcome
+from gristmill_service.run.machine.batch_records import BatchRecord
 from gristmill_service.run.machine.events import Event
 from gristmill_service.run.machine.state import State
 
@@ -25,17 +27,19 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def _never_raises(method: Callable[P, None]) -> Callable[P, None]:
-    """A run goes on, whether it can be monitored or not: an error is logged."""
+def _never_raises(method: Callable[P, R]) -> Callable[P, R | None]:
+    """A run goes on, whether it can be monitored or not: an error is logged, and None returned."""
 
     @wraps(method)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
         try:
-            method(*args, **kwargs)
+            return method(*args, **kwargs)
         except Exception:  # noqa: BLE001 - it has happened, whether it can be counted or not
             _log.exception("not monitored", call=method.__name__)
+            return None
 
     return guarded
 
@@ -51,6 +55,7 @@ class Monitor:
     def __init__(self, clock: Callable[[], float], now: Callable[[], float]) -> None:
         self.metrics = RunMetrics(clock, now)
         self.history = RunHistory(clock, now)
+        self._recorder = BatchRecorder(self.metrics.spent())
 
     @_never_raises
     def applied(self, event: Event, state: State, released: int, tokens: Callable[[], int]) -> None:
@@ -89,8 +94,11 @@ class Monitor:
         self.metrics.building(batch)
 
     @_never_raises
-    def built(self, batch: int, stats: Callable[[], BatchStats]) -> None:
-        self.metrics.built(batch, stats)
+    def built(self, batch: int, stats: Callable[[], BatchStats]) -> BatchRecord:
+        # Counting a large batch takes a while.
+        found = stats()
+        self.metrics.built(batch, found)
+        return self._recorder.record(batch, found, self.history.now(), self.metrics.spent())
 
 
 def monitor_of(run: Run) -> Monitor:

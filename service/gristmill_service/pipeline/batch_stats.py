@@ -10,6 +10,7 @@ import numpy as np
 
 from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.group_counts import GroupCounts, group_counts
 from gristmill_service.pipeline.layout.shard import Shard
 from gristmill_service.pipeline.rows.joins import Mismatch, breaks
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
@@ -37,6 +38,7 @@ class BatchStats:
         it.
     staleness: of each trajectory with a known policy version, how many versions it is behind.
     tags: figures of each tag that groups have, as in the plan.
+    groups: what groups scored, by tag, "" for those without one.
     """
 
     rows: dict[str, int]
@@ -48,6 +50,7 @@ class BatchStats:
     padding: dict[str, float]
     staleness: Int64s
     tags: dict[str, Figures] = field(default_factory=dict)
+    groups: dict[str, GroupCounts] = field(default_factory=dict)
 
 
 def collect_stats(
@@ -88,6 +91,7 @@ def collect_stats(
         padding=_padding(scored, policy, config, trained, 1 - distinct / elements) if elements else {},
         staleness=scored.staleness,
         tags=tag_metrics(scored, policy, laid_out),
+        groups=group_counts(scored),
     )
 
 

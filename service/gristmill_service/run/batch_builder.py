@@ -236,10 +236,9 @@ class BatchBuilder:
                 _log.exception("batch failed", run=self._name, batch=job.number)
             reason = str(error) or type(error).__name__
             return BatchFailed(job.number, reason, keeps_rows=isinstance(error, MisalignedError))
-        if job.is_first:
-            self._monitor.built(job.number, built.stats)
+        record = self._monitor.built(job.number, built.stats) if job.is_first else None
         self._keep(job.number, plan, built.forms)
-        return BatchPublished(job.number, mini_batches, nbytes, tuple(sorted(built.awaits)))
+        return BatchPublished(job.number, mini_batches, nbytes, tuple(sorted(built.awaits)), record)
 
     def _written(self, job: _Job) -> Written | None:
         if job.written is None:

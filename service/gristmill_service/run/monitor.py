@@ -11,6 +11,7 @@ from gristmill_service.config import Model
 from gristmill_service.pipeline.batch_stats import BatchStats
 from gristmill_service.run.machine.admission import Room
 from gristmill_service.run.machine.answers import Outcome
+from gristmill_service.run.machine.batch_records import BatchRecord
 from gristmill_service.run.machine.events import Event
 from gristmill_service.run.machine.state import State
 
@@ -44,5 +45,6 @@ class RunMonitor(Protocol):
     def building(self, batch: int) -> None:
         """The batch's turn has come."""
 
-    def built(self, batch: int, stats: Callable[[], BatchStats]) -> None:
-        """The batch will be published for the first time, with this."""
+    def built(self, batch: int, stats: Callable[[], BatchStats]) -> BatchRecord | None:
+        """The batch will be published for the first time, with this. Returns what is to be kept of it for good, None
+        where that cannot be told."""

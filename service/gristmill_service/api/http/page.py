@@ -16,9 +16,12 @@ from gristmill_service.api.http.dependencies import ContextDep, RunDep
 from gristmill_service.api.http.models import Int64
 from gristmill_service.config import Model
 from gristmill_service.monitoring import health
+from gristmill_service.monitoring.batch_history import batch_history
 from gristmill_service.monitoring.batch_models import BatchBreaks, BatchPicture, BatchScores
 from gristmill_service.monitoring.batch_view import BatchView, BatchViewCache
 from gristmill_service.monitoring.health_models import Overview, RunHealth, RunSummary, Timeline
+from gristmill_service.monitoring.history_models import BatchHistory
+from gristmill_service.run.machine.batch_records import MOST as MOST_POINTS
 from gristmill_service.run.run import Run
 
 router = APIRouter(prefix="/v1", tags=["page"])
@@ -66,6 +69,18 @@ def run_timeline(
 ) -> Response:
     """The mini-batches that each rank acknowledged, and when, since this process decides for the run."""
     return _json(health.timeline(run, model, seconds))
+
+
+@router.get("/runs/{run}/history", response_model=BatchHistory)
+def run_history(
+    request: Request,
+    run: RunDep,
+    views: _ViewsDep,
+    points: Annotated[int, Query(ge=1, le=MOST_POINTS, description="The most to give: neighbours are added up.")] = 256,
+) -> Response:
+    """Figures of all batches that the run ever published, those that are freed, too: scores, rows, padding, staleness,
+    waits, seconds in each stage. The run keeps them with its log. Has an ETag."""
+    return _versioned(request, batch_history(run, points, views.batches(run)))
 
 
 @router.get("/runs/{run}/batches/{batch}/picture", response_model=BatchPicture)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from gristmill._wire.steps import TrajectoryKey
 from gristmill_service.config import Model
 from gristmill_service.run.machine.answers import ColumnPlace, Position
+from gristmill_service.run.machine.batch_records import BatchRecord
 
 
 class GroupKey(NamedTuple):
@@ -170,12 +171,14 @@ class TagSharesLapsed(Event):
 
 @dataclass(frozen=True, slots=True)
 class BatchPublished(Event):
-    """awaits: the columns that trainers have to write before it can be trained: these are its forward shards."""
+    """awaits: the columns that trainers have to write before it can be trained: these are its forward shards. record:
+    what is kept of the batch for good, where it is published for the first time."""
 
     batch: int
     mini_batches: Mapping[Model, int]
     nbytes: int
     awaits: tuple[str, ...] = ()
+    record: BatchRecord | None = None
 
 
 class WrittenColumn(NamedTuple):

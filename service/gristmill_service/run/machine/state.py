@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.run.machine.answers import ColumnPlace, Position
+from gristmill_service.run.machine.batch_records import BatchRecord, keep
 from gristmill_service.run.machine.events import (
     COLUMNS,
     Acknowledged,
@@ -138,6 +139,7 @@ class State:
     now: the run's own time when it was last told, in seconds.
     generation: how often the log was found shorter than promised, plus 1. rollbacks: for each such time, how far each
         model's ranks are known to have come then.
+    records: of all batches that were published, oldest first.
     """
 
     dp_size: int
@@ -168,6 +170,7 @@ class State:
     now: float = 0.0
     generation: int = 1
     rollbacks: list[dict[Model, Position]] = field(default_factory=list)
+    records: list[BatchRecord] = field(default_factory=list)
 
     @classmethod
     def initial(cls, config: RunConfig) -> State:
@@ -373,7 +376,9 @@ def _apply_batch(
             state.prompts.append(len(keys))
             state.groups_sealed += len(keys)
             return []
-        case BatchPublished(number, mini_batches, nbytes, awaits):
+        case BatchPublished(number, mini_batches, nbytes, awaits, record):
+            if record is not None:
+                keep(state.records, record)
             batch = state.batches[number]
             # Forward shards stay until others take their place.
             state.shard_bytes += nbytes - batch.nbytes

@@ -1,0 +1,135 @@
+// What became of all batches of a run, those that are freed, too.
+import { paths, readVersion } from "./api.js";
+import { batches, curves } from "./curves.js";
+import { make, section, table } from "./dom.js";
+import { count, duration, number, share, some } from "./text.js";
+
+const AGAIN_MS = 10_000;
+const percent = value => share(value);
+const perBatch = (point, seconds) => seconds / point.batches;
+const time = value => `${value < 10 ? number(value) : Math.round(value)} s`;
+
+export class HistoryView {
+  // open(batch): when a batch is chosen on a curve.
+  constructor(run, open) {
+    this.run = run;
+    this.open = open;
+    this.asked = 0;
+    this.body = make("div", {});
+    this.node = section("History", this.body);
+    this.node.hidden = true;
+  }
+
+  // Asks when batches came since, and not often.
+  async update(health) {
+    const version = JSON.stringify([health.batches_published, health.batches_failed, health.state === "finished"]);
+    if (version === this.version || this.version && health.state !== "finished" && Date.now() - this.asked < AGAIN_MS) return;
+    this.version = version;
+    this.asked = Date.now();
+    try {
+      const { body, changed } = await readVersion(paths.history(this.run));
+      if (changed || !this.told) this.draw(body, health.state === "finished");
+    } catch (error) {
+      this.version = null;
+      if (this.told) this.body.append(make("p", { class: "quiet" }, error.message));
+    }
+  }
+
+  // What is kept of this batch, alone or among others; null where nothing is.
+  kept(batch) {
+    return this.told?.points.find(point => point.first <= batch && batch <= point.last) ?? null;
+  }
+
+  // held: all batches that are sealed and not freed, the oldest 32 at least.
+  isFreed(batch, held) {
+    return this.kept(batch) !== null && !this.told.pictured.includes(batch) && (held.length === 0 || batch < held[0]);
+  }
+
+  draw(told, isFinished) {
+    this.told = told;
+    this.node.hidden = !told.points.length && !told.failed.length;
+    const isOpen = this.body.querySelector("details.more")?.open ?? isFinished;
+    const { points, totals } = told, failed = told.failed.map(one => one.batch);
+    const shared = { failed, open: point => this.open(point.last) };
+    const charts = points.length ? CURVES.flatMap(([title, linesOf, format]) => {
+      const lines = linesOf(points, totals);
+      return lines.length ? [curves(title, points, lines, { ...shared, format })] : [];
+    }) : [];
+    const rest = make("details", { class: "more", open: isOpen }, make("summary", {}, "More curves"),
+      make("div", { class: "curves" }, charts.slice(FIRST).map(chart => chart.node)));
+    rest.addEventListener("toggle", () => charts.forEach(chart => chart.redraw()));
+    this.body.replaceChildren(...failures(told.failed, this.run), ...(totals ? [make("dl", { class: "tiles" }, ...tiles(totals)),
+      make("div", { class: "curves" }, charts.slice(0, FIRST).map(chart => chart.node)), rest,
+      make("details", {}, make("summary", {}, "Figures of every batch"), make("div", { class: "scroll", tabindex: "0", role: "region",
+        "aria-label": "Figures of every batch" }, historyTable(points, this.run)))] : []));
+    charts.forEach(chart => chart.redraw());
+  }
+}
+
+const byTag = (name, value) => (points, totals) => [{ name: Object.keys(totals.tags).length ? "all" : name, value: point => point[value] },
+  ...Object.keys(totals.tags).map(tag => ({ name: tag || "no tag", value: point => point.tags[tag]?.[value] ?? null }))];
+
+const FIRST = 4;
+const CURVES = [
+  ["score", byTag("score", "score_mean"), number],
+  ["padding", () => [{ name: "padding", value: point => point.padding_share }], percent],
+  ["tokens a second", () => [{ name: "tokens a second", value: point => point.tokens_per_second }], value => count(Math.round(value))],
+  ["waits, seconds a batch", () => [
+    { name: "ranks", value: point => perBatch(point, point.ranks_waited) },
+    { name: "workers", value: point => perBatch(point, point.workers_waited) }], time],
+  ["solved groups", byTag("solved groups", "solved"), percent],
+  ["groups without variance", byTag("groups without variance", "zero_variance"), percent],
+  ["response tokens", byTag("response tokens", "response_length_mean"), number],
+  ["rows a batch", () => [
+    { name: "as they came", value: point => perBatch(point, point.rows) },
+    { name: "after merging", value: point => perBatch(point, point.rows_merged) },
+    { name: "merge breaks", value: point => perBatch(point, point.breaks) }], number],
+  ["staleness, versions", points => points.some(point => point.staleness_mean != null) ? [
+    { name: "mean", value: point => point.staleness_mean },
+    { name: "most", value: point => point.staleness_mean == null ? null : point.staleness_max }] : [], number],
+  ["building, seconds a batch", (_, totals) => Object.entries(totals.stages).sort((a, b) => b[1] - a[1]).slice(0, 6)
+    .map(([stage]) => ({ name: stage, value: point => perBatch(point, point.stages[stage] ?? 0) })), time],
+];
+
+function tiles(totals) {
+  const tile = (name, value, more) => make("div", {}, make("dt", {}, name), make("dd", {}, value, make("span", {}, more)));
+  const known = (value, format) => value == null ? "none" : format(value);
+  return [
+    tile("batches", count(totals.batches), `in ${duration(totals.seconds)}`),
+    tile("groups", count(totals.groups), `${known(totals.solved, share)} solved, ${known(totals.zero_variance, share)} without variance`),
+    tile("score", known(totals.score_mean, number), `of ${some(totals.trajectories, "trajectory", "trajectories")}`),
+    tile("tokens", count(totals.tokens), `${known(totals.tokens_per_second, value => count(Math.round(value)))} a second, ${known(totals.padding_share, share)} padding`),
+    tile("rows", count(totals.rows), `${count(totals.rows_merged)} after merging, ${some(totals.breaks, "break")}`),
+    tile("ranks waited", share(totals.ranks_waited / Math.max(1e-9, totals.seconds)), `workers ${share(totals.workers_waited / Math.max(1e-9, totals.seconds))} of the time`),
+  ];
+}
+
+function failures(failed, run) {
+  if (!failed.length) return [];
+  return [make("ul", { class: "failures", "aria-label": "Batches that failed" }, failed.map(one => make("li", {},
+    make("b", { class: "state failed" }, make("a", { href: address(run, one.batch) }, `batch ${one.batch}`)), " ", one.reason,
+    one.remedy ? `: ${one.remedy}` : "")))];
+}
+
+const address = (run, batch) => `#/${encodeURIComponent(run)}/${batch}`;
+
+// The figures of one point, for a batch that is freed.
+export function figures(point) {
+  const shown = value => value == null ? "" : number(value);
+  return table(["figure", "value"], COLUMNS.map(([name, value]) => [name, shown(value(point))]), `What is kept of ${batches(point)}`);
+}
+
+const COLUMNS = [
+  ["groups", point => point.groups], ["trajectories", point => point.trajectories], ["score", point => point.score_mean],
+  ["solved", point => point.solved], ["without variance", point => point.zero_variance],
+  ["response tokens", point => point.response_length_mean], ["rows", point => point.rows], ["after merging", point => point.rows_merged],
+  ["breaks", point => point.breaks], ["tokens", point => point.tokens], ["tokens a second", point => point.tokens_per_second],
+  ["padding", point => point.padding_share], ["staleness", point => point.staleness_mean], ["seconds", point => point.seconds],
+  ["ranks waited", point => point.ranks_waited], ["workers waited", point => point.workers_waited],
+];
+
+function historyTable(points, run) {
+  return table(["batches", ...COLUMNS.map(([name]) => name)], points.map(point => [
+    make("a", { href: address(run, point.last) }, batches(point)),
+    ...COLUMNS.map(([, value]) => value(point) == null ? "" : number(value(point)))]), "History of batches");
+}

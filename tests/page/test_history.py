@@ -1,0 +1,192 @@
+"""A run's story: figures of every batch, which outlive the batch and the process, as curves on the page."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gristmill._wire.rows import from_rows
+from gristmill_service.service import Service
+from tests.faults.services import Services, on_redis
+from tests.page import stage
+from tests.page.conftest import OpenPage
+from tests.redis.servers import RedisServer
+
+TAGGED = stage.CONFIG | {"max_buffered_batches": 8}
+
+
+def batch_rows(number: int, **more: Any) -> list[dict[str, Any]]:
+    """A batch of two groups: of the first both samples fail, of the second one has a score."""
+    flat = [row | {"reward": 0.0} for row in stage.group(f"a{number}")]
+    return [row | more for row in [*flat, *stage.group(f"b{number}")]]
+
+
+@pytest.fixture
+def client(service: Service) -> Any:
+    with httpx.Client(base_url=f"{service.http_url}/v1", trust_env=False, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture
+def run(service: Service, run_name: str) -> str:
+    """Three published batches, the first of which is trained and freed."""
+    tables = [from_rows(batch_rows(number, policy_version=0), step_wise=True) for number in range(3)]
+    run = stage.published(service.runs, run_name, TAGGED, tables)
+    for rank in range(2):
+        for mini_batch in range(2):
+            stage.acknowledge(run, rank, mini_batch, commit=True)
+    stage.until(lambda: run.status().batches_freed == 1)
+    return run_name
+
+
+def history(client: httpx.Client, run: str, **query: Any) -> dict[str, Any]:
+    answer = client.get(f"/runs/{run}/history", params=query)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_figures_are_those_of_the_plan_also_where_the_batch_is_freed(client: httpx.Client, run: str) -> None:
+    told = history(client, run)
+    assert [(point["first"], point["last"]) for point in told["points"]] == [(0, 0), (1, 1), (2, 2)]
+    plan = client.get(f"/runs/{run}/batches/1/picture").json()
+    for point in told["points"]:
+        assert point["groups"] == 2
+        assert point["score_mean"] == pytest.approx(plan["metrics"]["score_mean"])
+        assert point["solved"] == plan["metrics"]["pass_at_n"] == 0.5
+        assert point["zero_variance"] == 0.5
+        assert (point["rows"], point["rows_merged"], point["breaks"]) == (8, 6, 2)
+        assert point["padding_share"] == pytest.approx(plan["metrics"]["padding_share"], rel=1e-5)
+        assert point["tokens"] == plan["metrics"]["tokens"]
+        assert (point["staleness_mean"], point["staleness_max"]) == (0.0, 0)
+        assert point["stages"]["merge"] >= 0
+        assert point["seconds"] > 0
+        assert point["tags"] == {}
+    assert told["totals"]["batches"] == 3
+    assert told["totals"]["rows"] == 24
+    assert told["failed"] == []
+
+
+def test_neighbours_are_added_up_where_fewer_points_are_asked_for(client: httpx.Client, run: str) -> None:
+    told = history(client, run, points=2)
+    assert [(point["first"], point["last"], point["rows"]) for point in told["points"]] == [(0, 1, 16), (2, 2, 8)]
+    assert client.get(f"/runs/{run}/history", params={"points": 0}).status_code == 422
+
+
+def test_groups_of_environments_have_figures_of_their_own(
+    service: Service, client: httpx.Client, run_name: str
+) -> None:
+    flat, solved = batch_rows(0, tag="math")[:4], batch_rows(0, tag="code")[4:]
+    stage.published(service.runs, run_name, stage.CONFIG, [from_rows([*flat, *solved], step_wise=True)])
+    [point] = history(client, run_name)["points"]
+    assert {tag: (own["groups"], own["solved"], own["zero_variance"]) for tag, own in point["tags"].items()} == {
+        "code": (1, 1.0, 0.0),
+        "math": (1, 0.0, 1.0),
+    }
+
+
+def test_a_failed_batch_is_told_with_its_reason_and_what_to_do(
+    open_page: OpenPage, service: Service, client: httpx.Client, run_name: str
+) -> None:
+    sizes = {"n_samples_per_prompt": 1, "train_batch_size": 1, "micro_batch": {"max_tokens": 100}}
+    config = stage.CONFIG | sizes | {"merge": "none", "on_misaligned": "error"}
+    service.runs.create(run_name, config)
+    run = service.runs.get(run_name)
+    run.begin_groups(0, ["a"])
+    # One row makes no two ranks.
+    run.submit(from_rows([stage.turn("a", 0, 0, [1], [2])], step_wise=True))
+    stage.until(lambda: bool(run.status().failed_batches))
+    [failed] = history(client, run_name)["failed"]
+    assert failed["batch"] == 0
+    assert "on_misaligned" in failed["reason"]
+    assert "resume with a dp_size that aligns it" in failed["remedy"]
+    told = open_page(f"#/{run_name}").locator("section[aria-label=History] .failures li")
+    told.wait_for()
+    assert told.inner_text() == f"batch 0 {failed['reason']}: {failed['remedy']}"
+
+
+def fill(service: Any, number: int) -> None:
+    rows = batch_rows(number)
+    service.http.begin("r", list(dict.fromkeys(row["uid"] for row in rows)))
+    service.http.submit("r", rows)
+    assert service.http.batch("r", number, wait_s=20)["state"] == "published"
+
+
+def told_by(service: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = service.http.call("GET", "/runs/r/history").json()
+    return answer
+
+
+@pytest.mark.parametrize("kept_in", ["journal", "redis"])
+def test_the_history_outlives_the_process(tmp_path: Path, kept_in: str) -> None:
+    with ExitStack() as stack:
+        flags = ["--journal-dir", str(tmp_path / "journal"), "--store", "memory"]
+        if kept_in == "redis":
+            server = stack.enter_context(RedisServer(tmp_path / "redis", appendonly="no"))
+            flags = list(on_redis(server.url))
+        services = Services(tmp_path)
+        stack.callback(services.close)
+        _outlives(services, flags)
+
+
+def _outlives(services: Services, flags: list[str]) -> None:
+    [first] = services.start(1, *flags)
+    first.http.create("r", TAGGED)
+    fill(first, 0)
+    before = told_by(first)
+    first.process.kill()
+    first.process.wait()
+    [second] = services.start(1, *flags)
+    stage.until(lambda: told_by(second)["points"] != [])
+    assert told_by(second) == before
+    fill(second, 1)
+    assert [point["first"] for point in told_by(second)["points"]] == [0, 1]
+
+
+def test_pointing_at_a_curve_names_its_values_and_a_click_opens_the_batch(open_page: OpenPage, run: str) -> None:
+    page = open_page(f"#/{run}")
+    score = page.locator("figure.curve").filter(has=page.get_by_role("heading", name="score", exact=True))
+    score.locator("canvas").hover(position={"x": 200, "y": 40})
+    assert score.locator(".readout").inner_text() == "batch 2: score 0.250"
+    score.locator("canvas").click(position={"x": 200, "y": 40})
+    stage.until(lambda: page.url.endswith(f"#/{run}/2"))
+    page.get_by_role("heading", name="Batch 2").wait_for()
+
+
+def test_curves_are_walked_by_keyboard_and_enter_opens_the_batch(open_page: OpenPage, run: str) -> None:
+    page = open_page(f"#/{run}/2")
+    chart = page.locator("figure.curve").first
+    chart.locator("canvas").focus()
+    page.keyboard.press("ArrowLeft")
+    stage.until(lambda: chart.locator(".readout").inner_text().startswith("batch 1:"))
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="Batch 1").wait_for()
+
+
+def test_of_a_freed_batch_its_figures_are_still_told(open_page: OpenPage, run: str) -> None:
+    page = open_page(f"#/{run}/2")
+    page.locator("figure.curve").first.wait_for()
+    page.get_by_text("Figures of every batch").first.click()
+    page.get_by_role("link", name="batch 0", exact=True).click()
+    page.get_by_role("heading", name="Batch 0").wait_for()
+    shards = page.locator("section[aria-label=Shards]")
+    shards.get_by_role("cell", name="after merging").wait_for()
+    assert "Batch 0 cannot be shown" in shards.inner_text()
+
+
+def test_a_finished_run_shows_its_totals_and_all_curves(open_page: OpenPage, service: Service, run: str) -> None:
+    own = service.runs.get(run)
+    for batch in (1, 2):
+        for rank in range(2):
+            for mini_batch in range(2):
+                stage.acknowledge(own, rank, mini_batch, batch=batch, commit=True)
+    own.finish()
+    page = open_page(f"#/{run}")
+    told = page.locator("section[aria-label=History]")
+    told.get_by_role("heading", name="rows a batch").wait_for()
+    assert told.locator("dl.tiles dd").first.inner_text().startswith("3\n")
+    assert told.locator("figure.curve").count() == 10
