@@ -14,7 +14,7 @@ from gristmill._wire.rows import from_rows
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline.credit.advantage import Float64s
 from gristmill_service.pipeline.credit.trained_tokens import TrainedTokens, trained_tokens
-from gristmill_service.pipeline.rows.validate import receive
+from gristmill_service.pipeline.rows.validate import Received, receive
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ DISCOUNTS = st.sampled_from([0.0, 1.0, 0.5, 0.95, 1e-5]) | st.floats(0, 1)
 
 
 def tokens_of(batch: list[Trajectory], *, scalar: bool = False) -> TrainedTokens:
+    received = received_of(batch, scalar=scalar)
+    return trained_tokens(received, np.ones(len(received.steps), np.bool_))
+
+
+def received_of(batch: list[Trajectory], *, scalar: bool = False) -> Received:
     """The batch as the pipeline has it. scalar: a step's reward is one number, that of its last token."""
     rows: list[dict[str, Any]] = [
         {
@@ -66,8 +71,7 @@ def tokens_of(batch: list[Trajectory], *, scalar: bool = False) -> TrainedTokens
             "step_wise": True,
         }
     )
-    received = receive(from_rows(rows), config)
-    return trained_tokens(received, np.ones(len(rows), np.bool_))
+    return receive(from_rows(rows), config)
 
 
 def column(batch: list[Trajectory], name: str) -> Ragged:

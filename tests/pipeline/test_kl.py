@@ -32,7 +32,17 @@ from gristmill_service.pipeline.credit.trained_tokens import (
     trained_tokens,
 )
 from gristmill_service.pipeline.scored_batch import score_batch
-from tests.pipeline.credit import BATCHES, LOGPROBS, Token, Trajectory, column, flat, rewarded, tokens_of
+from tests.pipeline.credit import (
+    BATCHES,
+    LOGPROBS,
+    Token,
+    Trajectory,
+    column,
+    flat,
+    received_of,
+    rewarded,
+    tokens_of,
+)
 from tests.strategies import rollouts
 
 ESTIMATORS: list[KlEstimator] = ["k1", "k2", "k3"]
@@ -151,7 +161,7 @@ def test_equal_rewards_and_kl_in_another_order_are_equal_scores(logprobs: list[f
     shuffled = data.draw(st.permutations(logprobs))
     batch = [[[Token(logprob=number, reference=-1.0) for number in numbers]] for numbers in (logprobs, shuffled)]
     tokens, estimates = kl_of(batch, "k3")
-    found = kl_in_scores(tokens.received, np.array([0.7, 0.7]), kl_of_trajectories(tokens, estimates), 0.1)
+    found = kl_in_scores(received_of(batch), np.array([0.7, 0.7]), kl_of_trajectories(tokens, estimates), 0.1)
     assert found[0] == found[1]
 
 
@@ -185,15 +195,15 @@ def test_a_column_of_row_sums_gives_the_score_that_the_tokens_give(rows: list[di
 def test_group_estimators_take_the_kl_as_a_change_of_the_score() -> None:
     batch = [[[Token(reward=1.0, logprob=-1.0, reference=-2.0), Token(mask=0, logprob=-9.0)]] for _ in range(2)]
     tokens, estimates = kl_of(batch, "k1")
-    steps, bounds = tokens.steps, tokens.received.trajectory_bounds
-    scores = trajectory_scores(steps.rewards, bounds, "last_step")
-    assert kl_in_scores(tokens.received, scores, kl_of_trajectories(tokens, estimates), 0.25).tolist() == [0.75, 0.75]
+    received = received_of(batch)
+    scores = trajectory_scores(received.steps.rewards, received.trajectory_bounds, "last_step")
+    assert kl_in_scores(received, scores, kl_of_trajectories(tokens, estimates), 0.25).tolist() == [0.75, 0.75]
     alone = config(n_samples_per_prompt=1, advantage_estimator="maxrl")
-    assert advantages(tokens.received, np.array([0.75, 0.5]), alone).tolist() == [0.75, 0.5]
+    assert advantages(received, np.array([0.75, 0.5]), alone).tolist() == [0.75, 0.5]
 
 
 def test_a_score_that_its_kl_takes_beyond_float32_is_refused_with_the_trajectory() -> None:
-    tokens, _ = kl_of([[[Token()]], [[Token()]]], "k1")
+    received = received_of([[[Token()]], [[Token()]]])
     for coef, sums in ((1e38, [0.0, 9.0]), (1e308, [0.0, -1e9]), (0.0, [0.0, math.nan])):
         with pytest.raises(InvalidArgumentError, match=r"uid 'p1' sample 0: score is .* lower the coefficient"):
-            kl_in_scores(tokens.received, np.array([1.0, 1.0]), np.array(sums), coef)
+            kl_in_scores(received, np.array([1.0, 1.0]), np.array(sums), coef)

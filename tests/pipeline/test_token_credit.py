@@ -111,7 +111,7 @@ def test_a_trajectorys_bits_do_not_depend_on_the_rest_of_the_batch(
 
 def test_steps_that_a_filter_masks_are_skipped_like_observations() -> None:
     steps = [[Token(value=1.0)], [Token(value=50.0, reward=2.0)], [Token(value=3.0, reward=4.0)]]
-    received = tokens_of([steps]).received
+    received = credit.received_of([steps])
     tokens = trained_tokens(received, np.array([True, False, True]))
     assert tokens.places.tolist() == [0, 2]
     advantages, returns = gae(tokens, credited(tokens), tokens.take(column([steps], "value")), 1.0, 1.0)
@@ -120,7 +120,7 @@ def test_steps_that_a_filter_masks_are_skipped_like_observations() -> None:
 
 def test_sampled_tokens_that_stand_in_no_row_are_skipped_and_their_rewards_count_before() -> None:
     steps = [[Token(), Token(), Token(reward=1.0)], [Token(reward=2.0)]]
-    received = tokens_of([steps]).received
+    received = credit.received_of([steps])
     tokens = trained_tokens(received, np.array([True, True]), np.array([2, 1]))
     assert tokens.places.tolist() == [0, 1, 3]
     assert credited(tokens).tolist() == [0.0, 1.0, 2.0]

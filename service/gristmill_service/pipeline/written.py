@@ -26,7 +26,7 @@ from gristmill_service.pipeline.rows.merge import Rows
 from gristmill_service.pipeline.rows.validate import Received
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
 from gristmill_service.pipeline.scored_batch import ScoredBatch
-from gristmill_service.pipeline.written_rows import StepPlaces, WrittenRows, places, written_rows
+from gristmill_service.pipeline.written_rows import StepPlaces, WrittenRows, copy_runs, written_rows
 
 Written = Mapping[ShardAddress, Mapping[str, Array]]
 """Of each of the policy's shards, by column, its rows' own values one after another; (n, *shape)."""
@@ -60,7 +60,7 @@ class ShardForm:
     rows: WrittenRows
 
     def own_values(self, column: ColumnSpec, tensors: Mapping[str, Array], where: str) -> Array:
-        """The rows' own values of a column as it was written; (n, *shape), a copy.
+        """The rows' own values of a column as it was written; (n, *shape), a view where they stand so.
 
         tensors: by the names that a shard's have. Raises InvalidArgumentError naming the tensor, what it is and what it
         has to be.
@@ -68,7 +68,8 @@ class ShardForm:
         if column.scope == "row":
             found = _tensor(tensors, column.name, (len(self.is_real),), column, where)[self.is_real]
         else:
-            found = np.concatenate([self._of_block(block, column, tensors, where) for block in self.blocks])
+            own = [self._of_block(block, column, tensors, where) for block in self.blocks]
+            found = own[0] if len(own) == 1 else np.concatenate(own)
         return found
 
     def names(self, column: ColumnSpec) -> list[str]:
@@ -80,12 +81,13 @@ class ShardForm:
         rows = slice(block.begin, block.end)
         leads, lengths, is_real = self.leads[rows], self.lengths[rows], self.is_real[rows]
         starts, counts = starts_of(leads + lengths) + leads, np.where(is_real, lengths, 0)
-        own: Array = values.reshape(-1, *column.shape)[places(starts, counts)]
-        if not (elsewhere := np.where(is_real, self.elsewhere[rows], 0)).any():
-            return own
-        whole = np.zeros((int((elsewhere + counts).sum()), *column.shape), own.dtype)
-        whole[places(starts_of(elsewhere + counts) + elsewhere, counts)] = own
-        return whole
+        sizes = np.where(is_real, self.elsewhere[rows], 0) + counts
+        flat = values.reshape(-1, *column.shape)
+        if len(flat) == sizes.sum() == counts.sum():
+            return flat
+        found = np.zeros((int(sizes.sum()), *column.shape), flat.dtype)
+        copy_runs(found, starts_of(sizes) + sizes - counts, flat, starts, counts)
+        return found
 
 
 def form_of(shard: Shard, scored: ScoredBatch, config: RunConfig) -> ShardForm:
@@ -124,29 +126,37 @@ def values_of_steps(
         if part.model == "policy"
         for rank, plan in enumerate(part.ranks)
     }
-    order = np.concatenate([np.empty(0, np.int64), *placed.values()])
+    own = StepPlaces.of(
+        np.concatenate([np.empty(0, np.int64), *placed.values()]), rows, received.steps.response_lengths
+    )
     found = {}
     for column in config.written_columns:
-        parts = [column.empty(), *(written[address][column.name] for address in placed)]
-        values = np.concatenate(parts)
-        of_steps = _of_rows if column.scope == "row" else _of_responses
-        found[column.name] = of_steps(column, values, order, rows, received.steps.response_lengths)
+        parts = [written[address][column.name] for address in placed]
+        if column.scope == "row":
+            found[column.name] = _of_rows(column, parts, list(placed.values()), rows, len(received.steps))
+        else:
+            found[column.name] = _of_responses(column, parts, own, received.steps.response_lengths)
     return found
 
 
-def _of_rows(column: ColumnSpec, values: Array, order: Int64s, rows: Rows, responses: Int64s) -> Extra:
-    """A row's number stands with its path's last step, and zeros with the others."""
-    count = len(responses)
-    of_steps = np.zeros((count, *column.shape), column.storage)
-    of_steps[rows.last[order]] = values
-    return Extra(Ragged.from_lengths(of_steps, np.ones(count, np.int64)), np.ones(count, np.bool_))
+def _of_rows(column: ColumnSpec, parts: Sequence[Array], placed: Sequence[Int64s], rows: Rows, steps: int) -> Extra:
+    """A row's number stands with its path's last step, and zeros with the others. parts: of each shard, whose rows are
+    `placed`."""
+    of_steps = np.zeros((steps, *column.shape), column.storage)
+    for values, order in zip(parts, placed, strict=True):
+        of_steps[rows.last[order]] = values
+    return Extra(Ragged.from_lengths(of_steps, np.ones(steps, np.int64)), np.ones(steps, np.bool_))
 
 
-def _of_responses(column: ColumnSpec, values: Array, order: Int64s, rows: Rows, responses: Int64s) -> Extra:
-    """Each token has the value of the row that trains it. responses: int64 (steps,), tokens of each step's response."""
-    own = StepPlaces.of(order, rows, responses)
+def _of_responses(column: ColumnSpec, parts: Sequence[Array], own: StepPlaces, responses: Int64s) -> Extra:
+    """Each token has the value of the row that trains it. parts: of each shard, one after another as `own` has rows.
+    responses: int64 (steps,), tokens of each step's response."""
     of_steps = np.zeros((int(responses.sum()), *column.shape), column.storage)
-    of_steps[own.in_steps] = values[own.in_rows]
+    begin = 0
+    for values in parts:
+        runs = slice(*np.searchsorted(own.in_rows, [begin, begin + len(values)]).tolist())
+        copy_runs(of_steps, own.in_steps[runs], values, own.in_rows[runs] - begin, own.counts[runs])
+        begin += len(values)
     return Extra(Ragged.from_lengths(of_steps, responses), np.ones(len(responses), np.bool_))
 
 

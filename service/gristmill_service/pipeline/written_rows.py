@@ -16,7 +16,7 @@ from gristmill._wire.column_spec import ColumnSpec, is_finite
 from gristmill._wire.columns import Array, Int64s, Ragged, starts_of
 from gristmill._wire.steps import FLOAT32_MAX
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.config import RunConfig
+from gristmill_service.config import KlInReward, RunConfig
 from gristmill_service.pipeline.credit.credit_columns import credit_columns
 from gristmill_service.pipeline.credit.kl import kl
 from gristmill_service.pipeline.rows.merge import Rows
@@ -59,6 +59,8 @@ class WrittenRows:
     def _check_fits(self, column: ColumnSpec, values: Array, config: RunConfig, where: str) -> None:
         reference = config.kl_in_reward
         coef = reference.coef if reference is not None and reference.column == column.name else 1.0
+        if max(1.0, abs(coef)) * _largest(values) <= FLOAT32_MAX:
+            return
         outside = np.flatnonzero(~(max(1.0, abs(coef)) * np.abs(values.astype(np.float64)) <= FLOAT32_MAX))
         if outside.size:
             at = int(outside[0])
@@ -83,10 +85,11 @@ class WrittenRows:
         ours, theirs = (
             values if name == column.name else self.given[name] if name in self.given else other(name) for name in pair
         )
-        if ours is None or theirs is None:
-            # Judged with the one that comes later.
+        if ours is None or theirs is None or _surely_fits(ours, theirs, reference):
+            # Where one lacks, it is judged with that.
             return
-        estimates = reference.coef * kl(ours.astype(np.float64), theirs.astype(np.float64), reference.estimator)
+        with np.errstate(over="ignore", invalid="ignore"):
+            estimates = reference.coef * kl(ours.astype(np.float64), theirs.astype(np.float64), reference.estimator)
         outside = np.flatnonzero(~(np.abs(estimates) <= FLOAT32_MAX) & self.trained)
         if outside.size:
             at = int(outside[0])
@@ -101,6 +104,20 @@ class WrittenRows:
         row = at if column.scope == "row" else int(np.searchsorted(self.ends, at, side="right"))
         place = "" if column.scope == "row" else f"[{at - (int(self.ends[row - 1]) if row else 0)}]"
         return f"uid {self.uids[row]!r} sample {self.samples[row]} step {self.lasts[row]}: {column.name}{place}"
+
+
+def _largest(values: Array) -> float:
+    """The largest magnitude; NaN where one is."""
+    return max(abs(float(values.min(initial=0))), abs(float(values.max(initial=0))))
+
+
+def _surely_fits(ours: Array, theirs: Array, reference: KlInReward) -> bool:
+    """Whether float32 holds every KL, which is no further from 0 than that of the largest difference there may be."""
+    assert reference.estimator is not None, "checked by who calls"
+    furthest = np.float64(_largest(ours) + _largest(theirs))
+    with np.errstate(over="ignore", invalid="ignore"):
+        bounds = reference.coef * kl(np.array([furthest, -furthest]), np.zeros(2), reference.estimator)
+    return bool((np.abs(bounds) <= FLOAT32_MAX).all())
 
 
 def written_rows(rows: Int64s, scored: ScoredBatch, config: RunConfig) -> WrittenRows:
@@ -131,12 +148,14 @@ def written_rows(rows: Int64s, scored: ScoredBatch, config: RunConfig) -> Writte
 class StepPlaces:
     """Where the tokens that some rows train stand: among these rows' own tokens, and in the steps' responses.
 
-    total: the rows' own tokens. in_rows, in_steps, steps: int64, of each token that is trained there.
+    total: the rows' own tokens. in_rows, in_steps, counts: int64, of each run of them where it begins, and how many it
+    has, in the order of the rows. steps: int64, the step that each is of.
     """
 
     total: int
     in_rows: Int64s
     in_steps: Int64s
+    counts: Int64s
     steps: Int64s
 
     @classmethod
@@ -147,29 +166,36 @@ class StepPlaces:
         begins, is_placed = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.bool_)
         begins[order], is_placed[order] = starts_of(lengths), True
         counts = np.where(rows.per_visit(is_placed), rows.kept - rows.shared, 0)
-        return cls(
-            int(lengths.sum()),
-            places(rows.per_visit(begins) + rows.starts + rows.shared, counts),
-            places(starts_of(responses)[rows.steps] + rows.shared, counts),
-            np.repeat(rows.steps, counts),
-        )
+        in_rows = rows.per_visit(begins) + rows.starts + rows.shared
+        runs = np.flatnonzero(counts)
+        runs = runs[np.argsort(in_rows[runs], kind="stable")]
+        steps = rows.steps[runs]
+        in_steps = starts_of(responses)[steps] + rows.shared[runs]
+        return cls(int(lengths.sum()), in_rows[runs], in_steps, counts[runs], steps)
 
     def standing(self, values: Ragged) -> Array:
         """The steps' values at the rows' own tokens, 0 where the row does not train them; (total,)."""
         compact = values.compact().values
         found = np.zeros((self.total, *compact.shape[1:]), compact.dtype)
-        found[self.in_rows] = compact[self.in_steps]
+        copy_runs(found, self.in_rows, compact, self.in_steps, self.counts)
         return found
 
     def per_token(self, of_steps: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Each step's flag at its tokens, False elsewhere; (total,)."""
-        found = np.zeros(self.total, np.bool_)
-        found[self.in_rows] = of_steps[self.steps]
-        return found
+        ends = self.in_rows + self.counts
+        # Before each run what no step has, and that again behind the last.
+        lengths = np.stack([self.in_rows - np.append(0, ends[:-1])[: len(ends)], self.counts], axis=1).ravel()
+        flags = np.stack([np.zeros(len(ends), np.bool_), of_steps[self.steps]], axis=1).ravel()
+        behind = self.total - int(lengths.sum())
+        return np.repeat(np.append(flags, False), np.append(lengths, behind))
 
 
-def places(starts: Int64s, counts: Int64s) -> Int64s:
-    """The numbers from each start on, as many as its count, one after another."""
-    total = int(counts.sum())
-    found: Int64s = np.arange(total) + np.repeat(starts - starts_of(counts), counts)
-    return found
+def copy_runs(into: Array, places: Int64s, values: Array, starts: Int64s, counts: Int64s) -> None:
+    """Copies runs of values, from each start as many as its count, to these places."""
+    if not len(counts):
+        return
+    goes_on = (places[1:] == (places + counts)[:-1]) & (starts[1:] == (starts + counts)[:-1])
+    first = np.flatnonzero(np.append(True, ~goes_on))
+    sizes = np.add.reduceat(counts, first)
+    for place, start, size in zip(places[first].tolist(), starts[first].tolist(), sizes.tolist(), strict=True):
+        into[place : place + size] = values[start : start + size]

@@ -57,6 +57,14 @@ class Ragged:
         """The rows at these indices (or slice), sharing the values."""
         return Ragged(self.values, self.starts[rows], self.lengths[rows])
 
+    def part(self, rows: slice) -> Ragged:
+        """The rows of a slice without a step, sharing no values but theirs where these stand one after another."""
+        starts, lengths = self.starts[rows], self.lengths[rows]
+        if not len(starts) or not np.array_equal(starts - starts[0], starts_of(lengths)):
+            return Ragged(self.values, starts, lengths)
+        first = int(starts[0])
+        return Ragged(self.values[first : first + sum_of(lengths)], starts - first, lengths)
+
     def arrays(self) -> list[Array]:
         """Each row as a view."""
         values = self.values

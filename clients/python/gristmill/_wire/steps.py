@@ -55,6 +55,9 @@ class Extra:
     def take(self, rows: Any) -> Extra:
         return Extra(self.values.take(rows), self.given[rows])
 
+    def part(self, rows: slice) -> Extra:
+        return Extra(self.values.part(rows), self.given[rows])
+
     @property
     def left_out(self) -> int:
         """How many values a table's one row lacks."""
@@ -147,6 +150,18 @@ class Steps:
             return None if column is None else [column[row] for row in rows.tolist()]
 
         return Steps(**{field.name: pick(getattr(self, field.name)) for field in fields(self)})
+
+    def part(self, rows: slice) -> Steps:
+        """The rows of a slice without a step, sharing the token data: columns that are compact stay so."""
+
+        def cut(column: Any) -> Any:
+            if isinstance(column, dict):
+                return {name: extra.part(rows) for name, extra in column.items()}
+            if isinstance(column, Ragged):
+                return column.part(rows)
+            return None if column is None else column[rows]
+
+        return Steps(**{field.name: cut(getattr(self, field.name)) for field in fields(self)})
 
 
 def concat(tables: Sequence[Steps]) -> Steps:

@@ -46,9 +46,9 @@ def kl_of_tokens(tokens: TrainedTokens, logprobs: Ragged, reference: Ragged, est
     they hold where nothing is trained is not read. Raises InvalidArgumentError naming a token whose estimate overflows.
     """
     estimates = kl(tokens.take(logprobs), tokens.take(reference), estimator)
-    infinite = np.flatnonzero(~np.isfinite(estimates))
-    if infinite.size:
-        token = int(infinite[0])
+    is_finite = np.isfinite(estimates)
+    if not is_finite.all():
+        token = int(is_finite.argmin())
         before, after = (tokens.take(column)[token] for column in (logprobs, reference))
         raise InvalidArgumentError(
             f"{tokens.name(token, estimator)} is {estimates[token]}: the log-probability is {before} and the "
@@ -59,9 +59,11 @@ def kl_of_tokens(tokens: TrainedTokens, logprobs: Ragged, reference: Ragged, est
 
 def kl_in_rewards(tokens: TrainedTokens, rewards: Float64s, estimates: Float64s, coef: float) -> Float64s:
     """Returns the rewards of the response tokens less `coef` times the estimates at the trained ones."""
-    result = rewards.copy()
     with np.errstate(over="ignore", invalid="ignore"):
-        result[tokens.places] -= coef * estimates
+        if tokens.mask is None:
+            return rewards - coef * estimates
+        result = rewards.copy()
+        result[tokens.mask] -= coef * estimates
     return result
 
 

@@ -19,6 +19,9 @@ WHITEN_EPSILON = 1e-8
 PIECE = 1024
 """Longer trajectories are summed in pieces of so many tokens, all pieces of a batch at once."""
 
+# So many numbers stay in a core's own cache while one is computed of another.
+_CACHED = 1 << 16
+
 
 def gae(
     tokens: TrainedTokens, rewards: Float64s, values: Float64s, gamma: float, lambda_: float
@@ -31,7 +34,9 @@ def gae(
     Raises InvalidArgumentError naming the token where float32 does not hold a result.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        deltas = rewards + gamma * _next(values, tokens.bounds) - values
+        deltas = gamma * _next(values, tokens.bounds)
+        deltas += rewards
+        deltas -= values
         advantages = discounted_sums(deltas, tokens.bounds, gamma * lambda_)
         returns = advantages + values
     tokens.check(advantages, "advantage", "scale the rewards and values down")
@@ -65,18 +70,35 @@ def whiten(advantages: Float64s, parts: Int64s) -> Float64s:
     return result
 
 
-def whitened(advantages: Float64s) -> Float64s:
+def whitened(advantages: Float64s, out: Float64s | None = None) -> Float64s:
     """Returns (A - mean) / sqrt(var + 1e-8), var with n - 1, as `masked_whiten` of SkyRL and verl has it.
 
     So the variance is var / (var + 1e-8) rather than 1, which shows where advantages are below 1e-3. Equal advantages,
     one alone among them (which SkyRL and verl refuse), have nothing to compare and give exactly 0.
+    out: where the result is put, which may be `advantages`; None: into an array of its own.
     """
+    result = np.empty_like(advantages) if out is None else out
     if not len(advantages) or advantages.min() == advantages.max():
-        return np.zeros_like(advantages)
-    centered = advantages - advantages.mean()
-    variance = (centered * centered).sum() / (len(advantages) - 1)
-    result: Float64s = centered / np.sqrt(variance + WHITEN_EPSILON)
+        result[:] = 0
+        return result
+    mean = advantages.mean()
+    deviation = np.sqrt(_sum_of_squares(advantages, mean) / (len(advantages) - 1) + WHITEN_EPSILON)
+    for begin in range(0, len(advantages), _CACHED):
+        part = slice(begin, begin + _CACHED)
+        np.subtract(advantages[part], mean, out=result[part])
+        result[part] /= deviation
     return result
+
+
+def _sum_of_squares(numbers: Float64s, mean: np.float64) -> np.float64:
+    """Returns the sum of (number - mean)², halves of a long array by themselves, as NumPy adds one up."""
+    if len(numbers) > _CACHED:
+        half = len(numbers) // 2 // 8 * 8
+        return _sum_of_squares(numbers[:half], mean) + _sum_of_squares(numbers[half:], mean)
+    centered = numbers - mean
+    centered *= centered
+    total: np.float64 = centered.sum()
+    return total
 
 
 def _next(numbers: Float64s, bounds: Int64s) -> Float64s:
@@ -99,7 +121,10 @@ def discounted_sums(numbers: Float64s, bounds: Int64s, decay: float) -> Float64s
     sums = numbers.copy()
     if decay == 0 or not len(numbers):
         return sums
-    _sum_pieces(sums, bounds, decay)
+    if decay == 1:
+        _add_up_pieces(sums, bounds)
+    else:
+        _sum_pieces(sums, bounds, decay)
     powers = decay ** np.arange(PIECE, 0, -1.0)
     for run in np.flatnonzero(np.diff(bounds) > PIECE).tolist():
         _join_pieces(sums[bounds[run] : bounds[run + 1]], powers)
@@ -124,6 +149,16 @@ def _sum_pieces(sums: Float64s, bounds: Int64s, decay: float) -> None:
         carry += sums[places]
         sums[places] = carry
         places -= 1
+
+
+def _add_up_pieces(sums: Float64s, bounds: Int64s) -> None:
+    """As `_sum_pieces` without a decay, to the same bits."""
+    for begin, end in pairwise(bounds.tolist()):
+        for upto in range(end, begin, -PIECE):
+            backwards = sums[max(begin, upto - PIECE) : upto][::-1]
+            np.add.accumulate(backwards, out=backwards)
+    # What begins with 0, as a sum does, has no negative zero.
+    sums += 0.0
 
 
 def _join_pieces(sums: Float64s, powers: Float64s) -> None:

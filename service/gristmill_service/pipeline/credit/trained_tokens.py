@@ -7,7 +7,9 @@ neither merging nor layout can change a result.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,39 +22,78 @@ from gristmill_service.pipeline.rows.validate import Received
 
 SCALE_DOWN = "scale the rewards down"
 
+PART = 1 << 20
+"""Of so many tokens at a time credit is computed: few enough that their numbers stay in a cache, and enough that each
+operation is worth its call."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedTokens:
-    """Where the trained tokens of a batch stand; numbers of theirs are float64 (trained tokens,).
+    """Which tokens of a batch, or of some of its trajectories, are trained; numbers of theirs are float64 (trained
+    tokens,).
 
-    received: the batch. edges: int64 (steps + 1,), step i has the response tokens `edges[i]:edges[i + 1]` of it.
-    places: int64 (trained tokens,), which of the batch's response tokens each is, ascending.
+    steps: the batch's. trajectory_bounds: int64 (trajectories + 1,), trajectory t is the steps `[t]:[t + 1]` of it.
+    edges: int64 (steps + 1,), step i has the response tokens `edges[i]:edges[i + 1]`.
+    mask: bool (response tokens,); None where all are trained.
     step_bounds: int64 (steps + 1,), the trained tokens of step i are `step_bounds[i]:step_bounds[i + 1]`.
-    bounds: int64 (trajectories + 1,), those of trajectory t are `bounds[t]:bounds[t + 1]`; some have none.
     """
 
-    received: Received
+    steps: Steps
+    trajectory_bounds: Int64s
     edges: Int64s
-    places: Int64s
+    mask: NDArray[np.bool_] | None
     step_bounds: Int64s
-    bounds: Int64s
 
     def __len__(self) -> int:
-        return len(self.places)
+        return int(self.step_bounds[-1])
 
     @property
-    def steps(self) -> Steps:
-        return self.received.steps
+    def bounds(self) -> Int64s:
+        """The trained tokens of trajectory t are `bounds[t]:bounds[t + 1]`, of some none; int64 (trajectories + 1,)."""
+        return self.step_bounds[self.trajectory_bounds]
+
+    @property
+    def places(self) -> Int64s:
+        """Which of the response tokens each is, ascending; int64 (trained tokens,)."""
+        return np.arange(self.edges[-1]) if self.mask is None else np.flatnonzero(self.mask)
+
+    def parts(self, most: int = PART) -> Iterator[tuple[slice, TrainedTokens]]:
+        """Yields the trajectories in order, some at a time: as many as have `most` response tokens, or one; with the
+        steps that are theirs."""
+        ends, begin = self.edges[self.trajectory_bounds], 0
+        while begin + 1 < len(ends):
+            end = max(begin + 1, int(np.searchsorted(ends, ends[begin] + most, side="right")) - 1)
+            yield self._part(begin, end)
+            begin = end
+
+    def _part(self, begin: int, end: int) -> tuple[slice, TrainedTokens]:
+        steps = slice(int(self.trajectory_bounds[begin]), int(self.trajectory_bounds[end]))
+        edges, step_bounds = (bounds[steps.start : steps.stop + 1] for bounds in (self.edges, self.step_bounds))
+        part = TrainedTokens(
+            self.steps.part(steps),
+            self.trajectory_bounds[begin : end + 1] - steps.start,
+            edges - edges[0],
+            None if self.mask is None else self.mask[edges[0] : edges[-1]],
+            step_bounds - step_bounds[0],
+        )
+        return steps, part
+
+    def of(self, numbers: NDArray[Any]) -> NDArray[Any]:
+        """Returns those of the response tokens' numbers that are of trained ones; the same array where all are."""
+        return numbers if self.mask is None else numbers[self.mask]
 
     def take(self, column: Ragged) -> Float64s:
         """Returns the numbers of a response column at the trained tokens; what it holds elsewhere is not read."""
-        return column.compact().values[self.places].astype(np.float64)
+        return self.of(column.compact().values).astype(np.float64)
 
     def response(self, numbers: Float64s, name: str, remedy: str = SCALE_DOWN) -> Ragged:
         """Returns a float32 response column of the steps with these numbers, and 0 where nothing is trained."""
         self.check(numbers, name, remedy)
-        values = np.zeros(self.edges[-1], np.float32)
-        values[self.places] = numbers
+        if self.mask is None:
+            values = numbers.astype(np.float32)
+        else:
+            values = np.zeros(self.edges[-1], np.float32)
+            values[self.mask] = numbers
         return Ragged.from_lengths(values, self.steps.response_lengths)
 
     def check(self, numbers: Float64s, name: str, remedy: str = SCALE_DOWN) -> None:
@@ -76,14 +117,17 @@ def trained_tokens(received: Received, trained: NDArray[np.bool_], kept: Int64s 
     """
     steps = received.steps
     lengths = steps.response_lengths
-    mask = steps.loss_mask.compact().values.astype(np.bool_)
     edges = np.append(0, np.cumsum(lengths))
     counts = lengths * trained if kept is None else kept * trained
-    if (counts < lengths).any():
-        mask &= np.arange(edges[-1]) < np.repeat(edges[:-1] + counts, lengths)
-    places = np.flatnonzero(mask)
-    step_bounds = np.searchsorted(places, edges)
-    return TrainedTokens(received, edges, places, step_bounds, step_bounds[received.trajectory_bounds])
+    given = steps.loss_mask.compact().values
+    if (counts == lengths).all():
+        if given.min(initial=1) == 1:
+            return TrainedTokens(steps, received.trajectory_bounds, edges, None, edges)
+        mask = given == 1
+    else:
+        mask = (given == 1) & (np.arange(edges[-1]) < np.repeat(edges[:-1] + counts, lengths))
+    step_bounds = np.searchsorted(np.flatnonzero(mask), edges)
+    return TrainedTokens(steps, received.trajectory_bounds, edges, mask, step_bounds)
 
 
 def response_rewards(steps: Steps, kept: Int64s | None = None) -> Float64s:
@@ -122,23 +166,25 @@ def credited_rewards(tokens: TrainedTokens, rewards: Float64s) -> tuple[Float64s
     had been tokens that take no time. One before the first trained token of its trajectory, or in a trajectory
     without, is a consequence of nothing that is trained, and in no return to go: it is left out, and counted if not 0.
     """
-    credited = rewards[tokens.places]
-    untrained = np.ones(len(rewards), np.bool_)
-    untrained[tokens.places] = False
-    others = np.flatnonzero(untrained & (rewards != 0))
+    if tokens.mask is None:
+        return rewards, 0
+    credited = rewards[tokens.mask]
+    others = np.flatnonzero(~tokens.mask & (rewards != 0))
     if not others.size:
         return credited, 0
     before = np.searchsorted(tokens.places, others) - 1
-    steps = np.searchsorted(tokens.edges, others, side="right") - 1
-    after = before >= tokens.bounds[tokens.received.trajectory_of_step[steps]]
+    ends = tokens.edges[tokens.trajectory_bounds]
+    after = before >= tokens.bounds[np.searchsorted(ends, others, side="right") - 1]
     np.add.at(credited, before[after], rewards[others[after]])
     return credited, int((~after).sum())
 
 
 def _first_outside(numbers: Float64s) -> int | None:
     """Returns the index of the first number that float32 does not hold; NaN too."""
-    outside = ~(np.abs(numbers) <= FLOAT32_MAX)
-    return int(outside.argmax()) if outside.any() else None
+    # NaN is the least and the largest wherever it is.
+    if not len(numbers) or (numbers.min() >= -FLOAT32_MAX and numbers.max() <= FLOAT32_MAX):
+        return None
+    return int((~(np.abs(numbers) <= FLOAT32_MAX)).argmax())
 
 
 def _name(steps: Steps, edges: Int64s, token: int, column: str) -> str:

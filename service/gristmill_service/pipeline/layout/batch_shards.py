@@ -132,14 +132,15 @@ class _ShardBuilder:
     def _of_tokens(self, credit: TokenCredit, mini_batches: Sequence[MiniBatchPlan], scale: Float64s) -> list[Column]:
         """Returns the advantages and returns of tokens. scale: float64 (rows,)."""
         tokens, rows = credit.tokens, self._scored.rows
-        row_of_token = rows.trained_in(tokens.edges)[tokens.places]
         advantages = credit.advantages
-        if self._config.whiten == "mini_batch":
-            advantages = whiten(advantages, _mini_batch_of_rows(mini_batches, len(rows))[row_of_token])
-        found = {"advantages": advantages * scale[row_of_token], "returns": credit.returns}
+        if self._config.whiten == "mini_batch" or (scale != 1).any():
+            row_of_token = tokens.of(rows.trained_in(tokens.edges))
+            if self._config.whiten == "mini_batch":
+                advantages = whiten(advantages, _mini_batch_of_rows(mini_batches, len(rows))[row_of_token])
+            advantages = advantages * scale[row_of_token]
+        columns = {"advantages": tokens.response(advantages, "advantages"), "returns": credit.returns}
         return [
-            StepTokens(name, rows.standing(tokens.response(numbers, name)), self._geometry, self._zeros)
-            for name, numbers in found.items()
+            StepTokens(name, rows.standing(values), self._geometry, self._zeros) for name, values in columns.items()
         ]
 
     def _check_fits(self, advantages: Float64s) -> None:
