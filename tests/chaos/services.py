@@ -35,7 +35,7 @@ class Service:
     def start(self) -> None:
         self._process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log)
 
-    def await_ready(self, timeout_s: float = 30.0) -> None:
+    def await_ready(self, timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/healthz", timeout=2):

@@ -271,6 +271,7 @@ def test_a_trainer_that_goes_on_makes_room_for_the_next_batch(
         wait_until(lambda: bool(client.status().failed_batches))
         ends = [pool.submit(go_on, rank) for rank in ranks]
         submit_misaligned(client, "b")
+        client.flush()
         for sample in range(2):
             with client.trajectory("c", sample) as trajectory:
                 for step in range(2):

@@ -20,7 +20,7 @@ from tests.serving import FREE_PORTS
 
 T = TypeVar("T")
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 COMMAND = [str(Path(sys.executable).with_name("gristmill")), "serve"]
 
 CONFIG: Json = {
