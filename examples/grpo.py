@@ -107,16 +107,16 @@ def policy_loss(model: TinyModel, micro: MicroBatch) -> Tensor:
     return -(torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages) * mask).sum()
 
 
-def arguments(run: str) -> argparse.Namespace:
+def flags(run: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", default="127.0.0.1:50051", help="of gristmill serve (default: %(default)s)")
     parser.add_argument("--run", default=run, help="the run's name; it is made anew (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="batches to train on (default: %(default)s)")
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
-    given = arguments("grpo-example")
+    given = flags("grpo-example").parse_args()
     torch.manual_seed(0)
     random.seed(0)
     model = TinyModel()

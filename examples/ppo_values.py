@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 
 import torch
-from grpo import PROMPTS, SETTINGS, TinyModel, arguments, roll_out, train
+from grpo import PROMPTS, SETTINGS, TinyModel, flags, roll_out, train
 
 from gristmill import Batch, RolloutClient, TrainerClient
 from gristmill.torch import MicroBatch
@@ -57,7 +57,7 @@ def train_critic(batch: Batch, critic: TinyModel, optimizer: torch.optim.Optimiz
 
 
 def main() -> None:
-    given = arguments("ppo-example")
+    given = flags("ppo-example").parse_args()
     torch.manual_seed(0)
     random.seed(0)
     policy, critic = TinyModel(), TinyModel(outputs=1)

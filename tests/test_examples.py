@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gristmill_service.service import Service
 
 ROOT = Path(__file__).parents[1]
 # It needs TRL, with which tests/trainers/trl runs it.
 ELSEWHERE = {"trl_grpo.py"}
-RUN_HERE = {"agents_asyncio.py", "grpo.py", "ppo_values.py", "replan.py"}
+RUN_HERE = {"agents_asyncio.py", "grpo.py", "ppo_values.py", "replan.py", "trackers.py"}
 
 
 def run(service: Service, name: str, *arguments: object) -> str:
@@ -51,3 +52,19 @@ def test_agents_play_at_once_and_their_run_is_planned_again(service: Service, ru
     rows = {line[:28].strip(): int(line[28:].split()[0].replace(",", "")) for line in lines[1:]}
     assert rows["merge: none"] > rows["as it is"]
     assert service.runs.get(run_name).status().batches_sealed == 2
+
+
+def test_a_run_is_logged_to_tensorboard(service: Service, run_name: str, tmp_path: Path) -> None:
+    run(service, "trackers.py", "--run", run_name, "--steps", 2, "--to", "tensorboard", "--logs", tmp_path)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    scores = events.Scalars("gristmill/score_mean")
+    assert [event.step for event in scores] == [0, 1]
+    assert 0 < scores[0].value < 1
+    assert events.Scalars("gristmill/rows")[0].value == 64
+
+
+def test_a_run_is_logged_to_weights_and_biases_with_no_network(service: Service, run_name: str, tmp_path: Path) -> None:
+    run(service, "trackers.py", "--run", run_name, "--steps", 2, "--to", "wandb", "--logs", tmp_path)
+    [log] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    # Records are binary, and hold the names as they are.
+    assert b"gristmill/score_mean" in log.read_bytes()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from gristmill._client.connection.credentials import Credentials
 from gristmill._client.connection.transport import Transport
 from gristmill._client.rollout.requests import check_run
+from gristmill._client.trainer.batch_metrics import PREFIX, batch_metrics
 from gristmill._client.trainer.checkpoint import Checkpoint, checkpoint_of
 from gristmill._client.trainer.chosen_columns import ChosenColumns
 from gristmill._client.trainer.pull import Opened
@@ -89,6 +91,8 @@ class TrainerCore(ABC, Generic[B]):
         self._failed: int | None = None
         # A place in the last failed batch that the ranks went past, until the service is told.
         self._went_past: Position | None = None
+        # The plan of the batch that was given last, and the seconds that it was waited for.
+        self._given: tuple[dict[str, Any], float] | None = None
         self._incarnation = 0
         self._run_id, self._generation = "", 0
 
@@ -260,6 +264,25 @@ class TrainerCore(ABC, Generic[B]):
                     "mini_batches() to the end and ack() each"
                 )
 
+    def metrics(self, prefix: str = PREFIX) -> dict[str, float]:
+        """The figures of the batch that iterating gave last, for an experiment tracker: numbers by name.
+
+        The names are `batch`, `prompts`, `rows_received`, `rows` (after merging), `optimizer_steps`, `waited_s` (from
+        asking for the batch until it came), those of the plan's `metrics`, such as `score_mean`, `pass_at_n`,
+        `padding_share` and `staleness_mean`, those of its `counts` as `counts/NAME`, and of each tag as
+        `tags/TAG/NAME`; each after the prefix. All ranks have the same but for `waited_s`: one logs them.
+
+            for batch in trainer:
+                wandb.log(trainer.metrics(), step=batch.number)
+
+        Raises FailedPreconditionError before the first batch.
+        """
+        if self._given is None:
+            raise FailedPreconditionError(
+                f"{self._name}: it gave no batch yet; ask for metrics() within `for batch in trainer`"
+            )
+        return batch_metrics(*self._given, prefix)
+
     def _next_batch(self) -> B | None:
         if self._failed == self.position.batch:
             self._go_past(self._failed)
@@ -267,7 +290,7 @@ class TrainerCore(ABC, Generic[B]):
             # The service keeps the rows of failed batches until all ranks go on without them.
             self._send_acknowledgements(self._went_past)
             self._went_past = None
-        number = self.position.batch
+        number, asked = self.position.batch, time.monotonic()
         try:
             answer: trainer_pb2.GetBatchResponse = self._transport.wait(
                 lambda wait_s: self._ask_batch(number, wait_s),
@@ -280,7 +303,9 @@ class TrainerCore(ABC, Generic[B]):
         if answer.state == trainer_pb2.BATCH_STATE_END:
             return None
         awaits = frozenset(awaited.column for awaited in answer.awaits)
-        return self._batch(number, json.loads(answer.plan_json), awaits)
+        plan = json.loads(answer.plan_json)
+        self._given = plan, time.monotonic() - asked
+        return self._batch(number, plan, awaits)
 
     def _ask_batch(self, number: int, wait_s: float) -> trainer_pb2.GetBatchResponse:
         # A critic waits for what the policy's ranks are awaited for, all of them.

@@ -1,0 +1,61 @@
+"""What a trainer logs of each batch."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from gristmill import AllRanksClient, RolloutClient, TrainerClient
+from gristmill.errors import FailedPreconditionError
+from gristmill_service.service import Service
+
+CONFIG = {
+    "train_batch_size": 1,
+    "n_samples_per_prompt": 2,
+    "policy_mini_batch_size": 1,
+    "micro_batch": {"size": 2},
+    "max_buffered_batches": 2,
+}
+
+
+def fill(client: RolloutClient) -> None:
+    client.create_run(CONFIG)
+    for number, tag in enumerate(["math", ""]):
+        client.begin_groups([f"p{number}"], tag=tag)
+        for sample in range(2):
+            with client.trajectory(f"p{number}", sample, policy_version=0) as trajectory:
+                trajectory.step([1, 2], [3] * (sample + 1), reward=float(sample + number), is_last_step=True)
+    client.finish()
+
+
+@pytest.mark.parametrize("make", [partial(TrainerClient, rank=0), AllRanksClient])
+def test_figures_are_numbers_by_name_of_the_batch_that_is_trained(service: Service, run_name: str, make: Any) -> None:
+    with RolloutClient(service.grpc_address, run_name) as client:
+        fill(client)
+    with make(service.grpc_address, run_name) as trainer:
+        found = []
+        for batch in trainer:
+            metrics = trainer.metrics()
+            assert {type(value) for value in metrics.values()} <= {int, float}
+            for name, value in batch.plan["metrics"].items():
+                assert metrics[f"gristmill/{name}"] == value
+            found.append(metrics)
+            batch.ack()
+    assert [one["gristmill/batch"] for one in found] == [0, 1]
+    assert [one["gristmill/score_mean"] for one in found] == [0.5, 1.5]
+    assert found[0]["gristmill/tags/math/trajectories"] == 2
+    assert found[0]["gristmill/counts/misaligned_groups"] == 0
+    assert found[1]["gristmill/waited_s"] >= 0
+    assert not any("/tags/" in name for name in found[1])
+
+
+def test_the_prefix_may_be_another(service: Service, run_name: str) -> None:
+    with RolloutClient(service.grpc_address, run_name) as client:
+        fill(client)
+    with TrainerClient(service.grpc_address, run_name, rank=0) as trainer:
+        with pytest.raises(FailedPreconditionError, match="it gave no batch yet; ask for metrics"):
+            trainer.metrics()
+        next(iter(trainer))
+        assert trainer.metrics(prefix="")["rows"] == 2
