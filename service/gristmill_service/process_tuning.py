@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import resource
 import sys
 
 # glibc's names for mallopt (malloc.h).
@@ -15,18 +16,30 @@ _LARGEST_ON_HEAP = 32 << 20
 _SPARE_BYTES = 512 << 20
 
 _SWITCH_S = 0.0005
+_DESCRIPTORS = 32_768
 _GC_THRESHOLDS = (50_000, 20, 50)
 
 
 def tune_process() -> None:
     """Tunes this process to serve. Memory is tuned with glibc alone: other C libraries have no `mallopt`."""
     _reuse_memory()
+    # A connection takes a descriptor, and what stores runs needs some, too.
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if most == resource.RLIM_INFINITY else min(_DESCRIPTORS, most)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
     # A thread that computes gives way to one that answers after 0.5 ms instead of Python's 5.
     sys.setswitchinterval(_SWITCH_S)
     # Every row is a few small tuples that live until their batch is freed: collecting would look at them again and
     # again, and there is nothing to find. What was imported is never garbage.
     gc.set_threshold(*_GC_THRESHOLDS)
     gc.freeze()
+
+
+def most_connections() -> int:
+    """How many connections each door may have, so that other descriptors are left for what stores runs."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (_DESCRIPTORS if most == resource.RLIM_INFINITY else most) // 3
 
 
 def _reuse_memory() -> None:

@@ -55,7 +55,14 @@ class Service:
                 )
             )
             gate, certificates = Gate(settings), Certificates.of(settings)
-            self._context = ApiContext(self.runs, self.long_poll, metrics, int(settings.max_message_bytes), gate)
+            self._context = ApiContext(
+                self.runs,
+                self.long_poll,
+                metrics,
+                int(settings.max_message_bytes),
+                gate,
+                settings.http_host_names.split(","),
+            )
             app = make_app(self._context, None if certificates is None else peer_context(settings))
             self._http = HttpServer(app, settings.http_address, settings.shutdown_grace_s, certificates)
             undo.callback(self._http.close)

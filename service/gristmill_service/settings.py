@@ -41,6 +41,12 @@ class Settings(BaseSettings):
         "127.0.0.1:50051", description="HOST:PORT or unix:/PATH of the gRPC API; port 0 picks a free one."
     )
     http_address: str = Field("127.0.0.1:8080", description="HOST:PORT of the HTTP API; port 0 picks a free one.")
+    http_host_names: str = Field(
+        "",
+        description="Further names that lead to the HTTP API, or patterns such as *.example.org, with commas between, "
+        "where no tokens are asked for: requests for others may be a browser's, for a page of somebody else's. Addresses, this machine's "
+        "names and those of private networks (gristmill, NAME.local, NAME.internal, NAME.svc) need not be told.",
+    )
     store: Literal["shared_memory", "memory", "redis"] = Field(
         "shared_memory",
         description="Where shards are kept: shared_memory (trainers map them), memory (for tests), or redis, which "

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gristmill.errors import FailedPreconditionError, InvalidArgumentError
-from gristmill_service.run.machine.admission import RowBudget
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
+from gristmill_service.run.machine.admission import RowBudget, with_overdraft
 from gristmill_service.run.machine.answers import Position
+from gristmill_service.run.machine.ingest import ROW_OVERHEAD_BYTES
 from tests.run.harness import Bench, group_rows, key, row
 
 NAMES = list("abcdefghij")
@@ -83,7 +84,7 @@ def test_a_failed_batch_gives_its_room_back_so_that_the_run_goes_on() -> None:
     assert bench.begin("b") == ["ADMITTED"]
 
 
-ROW_BYTES = 4 * 3 + 1  # two prompt tokens, one response token, its mask
+ROW_BYTES = ROW_OVERHEAD_BYTES + 4 * 3 + 1  # two prompt tokens, one response token, its mask
 
 
 def test_groups_are_admitted_while_the_bytes_expected_of_them_fit() -> None:
@@ -111,7 +112,7 @@ def test_row_bytes_and_shard_bytes_bound_admission_but_never_the_first_batch() -
     assert bench.begin("c", "d", "e") == ["ADMITTED", "ADMITTED", "NO_ROOM"]
 
 
-def test_an_admitted_group_is_never_refused_for_want_of_room() -> None:
+def test_an_admitted_group_is_not_refused_for_want_of_room_that_batches_under_way_need() -> None:
     bench = Bench(train_batch_size=2, max_buffered_bytes=1)
     bench.begin("a", "b")
     for uid in "ab":
@@ -132,6 +133,53 @@ def test_the_rows_of_all_runs_share_the_services_bound() -> None:
     assert "raise the service's max_row_bytes" in answer.reason
     other.run.abort_groups(0, ["a", "b"], "")
     assert one.begin("c") == ["ADMITTED"]
+
+
+def test_rows_of_an_admitted_group_wait_where_they_pass_the_runs_limit_by_a_quarter() -> None:
+    bench = Bench(max_buffered_bytes=4 << 20)
+    bench.begin("a")
+    million = range(1 << 18)
+    took = [bench.submit(row("a", step=step, last=False, response=million)) for step in range(4)]
+    assert took == [["ACCEPTED"]] * 4
+    with pytest.raises(ResourceExhaustedError, match="max_buffered_bytes: 4194304 is passed by a quarter at most"):
+        bench.submit(row("a", step=4, last=False, response=million))
+    assert bench.state.row_bytes <= with_overdraft(4 << 20)
+    assert bench.submit(row("a", step=4, response=range(1 << 16))) == ["ACCEPTED"], (
+        "nothing of what was refused is kept"
+    )
+    bench.run.abort_groups(0, ["a"], "")
+    assert bench.state.row_bytes == 0
+
+
+def test_one_runs_rows_never_take_the_room_that_anothers_groups_were_promised() -> None:
+    budget = RowBudget(4 << 20)
+    one, other = (Bench(budget=budget, name=name, train_batch_size=4) for name in ("one", "other"))
+    quarter = range((1 << 18) - 1000)
+    other.submit(*(row("a", sample, response=range(1 << 15), reward=float(sample)) for sample in range(2)))
+    other.begin("b", "c")
+    one.begin("a")
+    for step in range(4):
+        one.submit(row("a", step=step, last=False, response=quarter))
+    with pytest.raises(ResourceExhaustedError, match="the service's other runs leave"):
+        one.submit(row("a", step=4, last=False, response=quarter))
+    for uid in "bc":
+        for sample in range(2):
+            assert other.submit(row(uid, sample, response=range(1 << 15), reward=0.5)) == ["ACCEPTED"]
+    assert one.state.row_bytes + other.state.row_bytes <= with_overdraft(4 << 20)
+
+
+def test_a_run_that_takes_all_it_gets_leaves_a_fifth_to_the_next() -> None:
+    budget = RowBudget(10 * 2 * ROW_BYTES)
+    greedy, next_ = (
+        Bench(budget=budget, name=name, max_buffered_batches=9, train_batch_size=1) for name in ("greedy", "next")
+    )
+    for uid in NAMES:
+        if greedy.begin(uid) == ["ADMITTED"]:
+            greedy.submit(*group_rows(uid))
+    assert greedy.state.row_bytes == 8 * 2 * ROW_BYTES
+    assert next_.begin("a") == ["ADMITTED"]
+    alone = Bench(budget=RowBudget(10 * 2 * ROW_BYTES), max_buffered_batches=20, train_batch_size=1)
+    assert [alone.submit(*group_rows(uid)) for uid in NAMES] == [["ACCEPTED"] * 2] * 10
 
 
 def test_a_round_below_zero_or_a_nameless_group_is_refused() -> None:

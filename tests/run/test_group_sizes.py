@@ -14,6 +14,7 @@ from gristmill_service.monitoring.run_monitor import monitor_of
 from gristmill_service.pipeline import build_batch
 from gristmill_service.run.machine.answers import RewardUpdate
 from gristmill_service.run.machine.events import GroupKey
+from gristmill_service.run.machine.ingest import ROW_OVERHEAD_BYTES
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.run.harness import Bench, group_rows, key, row
 
@@ -191,4 +192,4 @@ class TestSurplus:
             at += size
         bench.make_batches()
         assert samples_of(bench, 0, "a") == sorted(order[:n])
-        assert bench.state.row_bytes == 13 * n
+        assert bench.state.row_bytes == (13 + ROW_OVERHEAD_BYTES) * n

@@ -74,6 +74,11 @@ class TestNames:
         with pytest.raises(InvalidArgumentError, match="1 to 128 printable characters"):
             serve().create(name, CONFIG)
 
+    @pytest.mark.parametrize("name", ["a/b", "r/groups", "../../etc", ".", ".."])
+    def test_a_name_that_no_path_can_tell_is_refused(self, serve: Callable[..., Runs], name: str) -> None:
+        with pytest.raises(InvalidArgumentError, match="which no HTTP path can name"):
+            serve().create(name, CONFIG)
+
     def test_a_wrong_configuration_creates_nothing(self, serve: Callable[..., Runs]) -> None:
         runs = serve()
         with pytest.raises(InvalidArgumentError, match="train_batch_size"):

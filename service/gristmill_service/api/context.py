@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gristmill._wire.row_codec import Sent
@@ -16,13 +17,15 @@ from gristmill_service.run.runs import Runs
 
 @dataclass(slots=True)
 class ApiContext:
-    """not_ready: why new work should go elsewhere; empty when ready."""
+    """host_names: patterns of names that lead to the HTTP API. not_ready: why new work should go elsewhere; empty when
+    ready."""
 
     runs: Runs
     long_poll: LongPoll
     metrics: Metrics
     max_message_bytes: int
     gate: Gate
+    host_names: Sequence[str] = ()
     not_ready: str = "starting"
 
     def unhealthy_reason(self) -> str:

@@ -16,7 +16,7 @@ import structlog
 from gristmill._wire.columns import Array
 from gristmill._wire.extras import check_extras
 from gristmill._wire.row_codec import Prefixes, Sent
-from gristmill._wire.steps import Steps, TrajectoryKey, check, check_text
+from gristmill._wire.steps import Steps, TrajectoryKey, check, check_uid
 from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.credit.credit_columns import check_credit_columns
@@ -62,6 +62,8 @@ _log = structlog.get_logger(__name__)
 # Asked once a submission: structlog itself would first bind and format what nobody reads.
 _logs = logging.getLogger(__name__).isEnabledFor
 
+# Of one request: each is looked at while other calls of the run wait.
+_MOST_GROUPS = 1 << 16
 # The states of a batch that has shards in the store.
 _THERE = (BatchState.PUBLISHED, BatchState.FORWARD)
 
@@ -140,8 +142,12 @@ class Run:
             raise InvalidArgumentError(
                 f"round is {round_} and uids are {list(uids)!r}; round is at least 0, no uid is empty"
             )
+        if len(uids) > _MOST_GROUPS:
+            raise InvalidArgumentError(
+                f"{len(uids)} uids are begun at once, and {_MOST_GROUPS} are the most; send fewer"
+            )
         for uid in uids:
-            check_text(uid, "uid")
+            check_uid(uid)
         for name, given in (("n_samples", n_samples), ("tags", tags)):
             if len(given) not in (0, len(uids)):
                 raise InvalidArgumentError(

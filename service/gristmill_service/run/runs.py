@@ -93,6 +93,8 @@ class Runs:
         """Warnings about the configuration, and whether this call created the run."""
         if not 1 <= len(name) <= _LONGEST_NAME or not name.isprintable():
             raise InvalidArgumentError(f"run is {name!r}; a name has 1 to {_LONGEST_NAME} printable characters")
+        if "/" in name or name in (".", ".."):
+            raise InvalidArgumentError(f"run is {name!r}, which no HTTP path can name; a name has no slash")
         parsed = config if isinstance(config, RunConfig) else parse_config(config)
         self._check_serving()
         try:
@@ -306,6 +308,7 @@ class Runs:
             run.start()
         except BaseException:
             log.close()
+            self._budget.forget(name)
             raise
         with self._lock:
             self._runs[name] = run

@@ -24,7 +24,7 @@ from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError
 from gristmill_service.config import RunConfig
 from gristmill_service.run.effects import Effects, SparseTable
 from gristmill_service.run.machine import admission, progress, sealing
-from gristmill_service.run.machine.admission import Room, RowBudget
+from gristmill_service.run.machine.admission import BytesLeft, Room, RowBudget
 from gristmill_service.run.machine.codec import encode_events, encode_state
 from gristmill_service.run.machine.command import Command
 from gristmill_service.run.machine.conditions import Condition, Topic, topics_of
@@ -92,6 +92,7 @@ class Writer:
         # Whether events are due that the log could not take when they became so.
         self.owes = False
         self._compact_after = 0.0
+        budget.hold(name, 0)
 
     # --- From any thread
 
@@ -168,6 +169,10 @@ class Writer:
         """Groups that may be admitted now. For the writer, or with the lock held."""
         return admission.room(self.state, self.config, self._budget.left_for(self._name))
 
+    def bytes_left(self) -> BytesLeft:
+        """Bytes that rows of groups which are admitted may still take. For the writer."""
+        return admission.bytes_left(self.state, self.config, self._budget.most_for(self._name))
+
     def close(self, error: GristmillError) -> list[Callable[[], None]]:
         """Commands raise this error from now on. Returns the callers to wake, who find it. A deleted run stays so."""
         with self.lock:
@@ -182,7 +187,7 @@ class Writer:
             self.state = State.initial(self.config)
             self.rows = RowBuffer(compacts=False)
         # Not before: a command that was under way when the run was closed has promised room to its rows.
-        self._budget.hold(self._name, 0)
+        self._budget.forget(self._name)
 
     @property
     def is_lost(self) -> bool:

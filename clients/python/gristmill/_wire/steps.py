@@ -19,6 +19,7 @@ from gristmill.errors import InvalidArgumentError
 
 UNKNOWN = -1
 LONGEST_TAG = 100
+LONGEST_UID = 1000
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 # Changing how NumPy treats errors costs as much as reading so many values.
@@ -269,6 +270,15 @@ def check_text(text: str, what: str) -> None:
         raise InvalidArgumentError(f"{what} is {text!r}, which is not valid Unicode: {error.reason}") from None
 
 
+def check_uid(uid: str) -> None:
+    """Refuses a uid that is no name: runs remember every one."""
+    if len(uid) > LONGEST_UID:
+        raise InvalidArgumentError(
+            f"uid {uid[:50]!r}... has {len(uid)} characters, and {LONGEST_UID} are the most; name the prompt in fewer"
+        )
+    check_text(uid, "uid")
+
+
 def _check_identity(table: Steps) -> None:
     for name, lowest in (("rounds", 0), ("samples", 0), ("steps", 0), ("attempts", 0), ("policy_versions", UNKNOWN)):
         column = getattr(table, name)
@@ -279,6 +289,8 @@ def _check_identity(table: Steps) -> None:
         raise InvalidArgumentError(
             f"row {list(table.uids).index('')}: uid is empty; name the prompt that it belongs to"
         )
+    if max(map(len, table.uids), default=0) > LONGEST_UID:
+        check_uid(max(table.uids, key=len))
     for tag in set(table.tags or ()):
         check_tag(tag, table.name(list(table.tags or ()).index(tag)))
 

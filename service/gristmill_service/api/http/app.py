@@ -25,6 +25,7 @@ from gristmill_service.api.http.authentication import Authenticated, authorize
 from gristmill_service.api.http.bodies import TOO_LARGE, BoundedBodies
 from gristmill_service.api.http.dependencies import ContextDep, RequestIds
 from gristmill_service.api.http.forwarding import Forwarding
+from gristmill_service.api.http.host_names import HostNames
 from gristmill_service.api.http.same_origin import SameOrigin
 from gristmill_service.monitoring.batch_view import BatchViewCache
 from gristmill_service.monitoring.metrics import Metrics
@@ -66,17 +67,22 @@ def make_app(context: ApiContext, peer_tls: ssl.SSLContext | None = None) -> Fas
     app.add_middleware(BoundedBodies, limit=context.max_message_bytes, refuse_too_large=context.refuse_too_large)
     app.add_middleware(Authenticated, gate=context.gate)
     app.add_middleware(SameOrigin)
+    if context.gate.is_open:
+        # Else a page of somebody else's has no token to show.
+        app.add_middleware(HostNames, told=context.host_names)
     app.add_middleware(_Measured, metrics=context.metrics)
     app.add_middleware(RequestIds)
     return app
 
 
 def _add_probes(app: FastAPI) -> None:
+    @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz", tags=["probes"])
     async def healthz() -> dict[str, str]:
         """The process is alive."""
         return {"status": "alive"}
 
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", tags=["probes"], responses={503: {"model": models.Error, "description": "UNAVAILABLE"}})
     def readyz(context: ContextDep) -> dict[str, str]:
         """The service takes calls; 503 says why not."""

@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
 
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gristmill.errors import GristmillError, InvalidArgumentError, ResourceExhaustedError
+from gristmill.errors import DeadlineExceededError, GristmillError, InvalidArgumentError, ResourceExhaustedError
 from gristmill_service.access import caller
-from gristmill_service.access.caller import ANYONE
+from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN
 from gristmill_service.api.errors import refusal
+from gristmill_service.api.http.json_bodies import check_json
+from gristmill_service.api.places import Places
 
 TOO_LARGE = 413
 _MOST_OF_ANYONE = 64 << 10
+_SMALL_BYTES = 64 << 10
+_AT_ONCE = 32
+_LONGEST_S = 20.0
+_LEAST_BYTES_A_S = 64 << 10
+_NO_JSON = frozenset(["application/x-protobuf", "application/octet-stream"])
 BODY = "gristmill.body"
 """The key under which a request's scope has its body, decompressed, for whoever passes the request on."""
 
 
 class BoundedBodies:
     """ASGI middleware. `refuse_too_large` raises ResourceExhaustedError for a size that is. Callers who are not known
-    sign in, which takes little."""
+    sign in, which takes little.
+
+    Of bodies beyond 64 KiB a few are held at once, and each has to come at 64 KiB a second.
+    """
 
     def __init__(self, app: ASGIApp, limit: int, refuse_too_large: Callable[[int], None]) -> None:
         self._app = app
         self._limit = limit
         self._refuse = refuse_too_large
+        self._places = Places(_AT_ONCE, f"{_AT_ONCE} large requests are being read or answered; retry", _LONGEST_S)
 
     def _refuse_too_large(self, size: int) -> None:
         if caller.current() is ANYONE and size > _MOST_OF_ANYONE:
@@ -41,35 +56,60 @@ class BoundedBodies:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        try:
-            body = await self._read(dict(scope["headers"]), receive)
-        except GristmillError as error:
-            await _refuse(error)(scope, receive, send)
-            return
-        scope[BODY] = body
-        await self._app(scope, _replay(body, receive), send)
+        with ExitStack() as held:
+            try:
+                body = await self._read(dict(scope["headers"]), receive, cache(lambda: self._hold(scope, held)))
+            except GristmillError as error:
+                await _refuse(error)(scope, receive, send)
+                return
+            scope[BODY] = body
+            await self._app(scope, _replay(body, receive), send)
 
-    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        body = await self._received(headers.get(b"content-length", b""), receive)
+    def _hold(self, scope: Scope, held: ExitStack) -> None:
+        """Takes a place for a large body until it is answered. Raises _FullError where there is none."""
+        found, address = caller.current(), scope.get("client") or ("",)
+        name = address[0] if found is EVERYONE_IS_ADMIN else found.name
+        try:
+            place = held.enter_context(self._places.place(name, lambda: None))
+        except ResourceExhaustedError as error:
+            raise _FullError(str(error)) from None
+        place.idle_since = None
+
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive, hold: Callable[[], None]) -> bytes:
+        body = await self._received(headers.get(b"content-length", b""), receive, hold)
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").lower()
         if encoding == "gzip":
-            return await run_in_threadpool(self._decompress, body)
-        if encoding != "identity":
+            hold()
+            body = await run_in_threadpool(self._decompress, body)
+        elif encoding != "identity":
             raise InvalidArgumentError(f"content-encoding {encoding!r} is not understood; send gzip or none")
+        kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
+        if kind not in _NO_JSON:
+            check_json(body)
         return body
 
-    async def _received(self, declared: bytes, receive: Receive) -> bytes:
+    async def _received(self, declared: bytes, receive: Receive, hold: Callable[[], None]) -> bytes:
         """Returns the body as it was sent. Raises InvalidArgumentError where the caller went away before its end."""
         if declared.isdigit():
             self._refuse_too_large(int(declared))
-        pieces, size, more = [], 0, True
+        pieces, size, more = list[bytes](), 0, True
+        begin = asyncio.get_running_loop().time()
         while more:
-            message = await receive()
+            try:
+                async with asyncio.timeout_at(begin + _LONGEST_S + size / _LEAST_BYTES_A_S):
+                    message = await receive()
+            except TimeoutError:
+                raise _SlowError(
+                    f"{size} bytes of the body came within {_LONGEST_S + size / _LEAST_BYTES_A_S:.0f} s; send it at "
+                    f"{_LEAST_BYTES_A_S} bytes a second"
+                ) from None
             if message["type"] == "http.disconnect":
                 raise _cut(size)
             pieces.append(message.get("body", b""))
             size += len(pieces[-1])
             self._refuse_too_large(size)
+            if size > _SMALL_BYTES:
+                hold()
             more = message.get("more_body", False)
         if declared.isdigit() and int(declared) != size:
             raise _cut(size)
@@ -90,6 +130,14 @@ class BoundedBodies:
                 f"the gzip body has {len(decompressor.unused_data)} bytes after its end; send one gzip stream"
             )
         return found
+
+
+class _FullError(ResourceExhaustedError):
+    """There is no place for a large body now."""
+
+
+class _SlowError(DeadlineExceededError):
+    """The body does not come."""
 
 
 def _cut(size: int) -> InvalidArgumentError:
@@ -113,6 +161,9 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 def _refuse(error: GristmillError) -> JSONResponse:
     told = refusal(error)
+    if isinstance(error, _FullError | _SlowError):
+        told = replace(told, type=type(error).__mro__[1].__name__)
+        return JSONResponse(told.body, told.http_status, {**told.headers, "Connection": "close"})
     if isinstance(error, ResourceExhaustedError):
         # It stays too large: no Retry-After. The rest of the body is not read, so the connection cannot go on.
         body = {"error": {"code": told.code, "type": told.type, "message": told.message}}

@@ -14,9 +14,11 @@ from fastapi import FastAPI
 
 from gristmill.errors import UnavailableError
 from gristmill_service.access.certificates import Certificates, http_context
+from gristmill_service.api.http.connections import connections
+from gristmill_service.process_tuning import most_connections
 from gristmill_service.settings import split_address
 
-_TLS_GOODBYE_S = 1.0
+_TLS_HELLO_S, _TLS_GOODBYE_S = 10.0, 1.0
 
 _log = structlog.get_logger(__name__)
 
@@ -33,6 +35,7 @@ class HttpServer:
         self._failure: BaseException | None = None
         config = uvicorn.Config(
             app,
+            http=connections(most_connections()),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -87,7 +90,9 @@ class _Server(uvicorn.Server):
         if self.config.ssl is not None:
             # Else a connection that its caller keeps open and does not read would hold up the end for half a minute.
             loop: Any = asyncio.get_running_loop()
-            loop.create_server = partial(loop.create_server, ssl_shutdown_timeout=_TLS_GOODBYE_S)
+            loop.create_server = partial(
+                loop.create_server, ssl_shutdown_timeout=_TLS_GOODBYE_S, ssl_handshake_timeout=_TLS_HELLO_S
+            )
         await super().startup(sockets)
         self._has_begun.set()
 

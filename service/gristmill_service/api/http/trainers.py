@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 from typing import Annotated
+from urllib.parse import quote
 
 import orjson
 from fastapi import APIRouter, Query, Request, Response
@@ -168,7 +169,8 @@ def _shard(run: str, view: ShardAnswer) -> models.Shard:
     address, location, position = view.address, view.location, view.position
     path = None
     if address is not None and position is not None:
-        path = f"/v1/runs/{run}/batches/{position.batch}/{address.model}/{address.mini_batch}/{address.rank}"
+        shard = f"{address.model}/{address.mini_batch}/{address.rank}"
+        path = f"/v1/runs/{quote(run, safe='')}/batches/{position.batch}/{shard}"
     return models.Shard(
         state=view.state.name.lower(),  # type: ignore[arg-type]
         position=None if position is None else models.Place.of(position),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import grpc
@@ -14,11 +15,11 @@ from google.protobuf.message import DecodeError
 from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
 from gristmill_service import tracing
 from gristmill_service.access import caller
-from gristmill_service.access.caller import Caller
-from gristmill_service.access.gate import AUTHORIZATION, Gate
+from gristmill_service.access.gate import Gate
 from gristmill_service.api import request_ids
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.rpc.forwarding import Forwarding
+from gristmill_service.api.rpc.intake import Intake
 from gristmill_service.api.rpc.spans import spanned, spanned_stream
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.storage.run_store import OwnedElsewhereError
@@ -29,12 +30,19 @@ _ID = request_ids.HEADER
 
 
 class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
-    """parsers: of requests that protobuf's own classes would copy too often, by their methods."""
+    """intake: of the requests that come one a call. parsers: of requests that protobuf's own classes would copy too
+    often, by their methods."""
 
     def __init__(
-        self, metrics: Metrics, gate: Gate, forwarding: Forwarding, parsers: Mapping[str, Callable[[bytes], Any]]
+        self,
+        metrics: Metrics,
+        gate: Gate,
+        forwarding: Forwarding,
+        intake: Intake,
+        parsers: Mapping[str, Callable[[bytes], Any]],
     ) -> None:
         self._metrics, self._gate, self._forwarding, self._parsers = metrics, gate, forwarding, parsers
+        self._intake = intake
         self._handlers: dict[str, Any] = {}
 
     def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
@@ -47,19 +55,36 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
         return found
 
     def _guarded(self, handler: Any, call: Any) -> Any:
-        if handler.response_streaming:
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else (grpc.unary_stream_rpc_method_handler)
-            )
-            answer = self._stream(call.method, handler.stream_stream or handler.unary_stream, handler.request_streaming)
+        streams, takes_stream = handler.response_streaming, handler.request_streaming
+        if streams:
+            answer = self._stream(call.method, handler.stream_stream or handler.unary_stream, takes_stream)
         else:
-            make, answer = grpc.unary_unary_rpc_method_handler, self._unary(call.method, handler.unary_unary)
+            answer = self._unary(call.method, handler.unary_unary)
         if tracing.is_on():
-            answer = (spanned_stream if handler.response_streaming else spanned)(call.method, answer)
+            answer = (spanned_stream if streams else spanned)(call.method, answer)
+        if not takes_stream:
+            answer = (self._received_stream if streams else self._received)(answer)
+        make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
         parse = self._parsers.get(call.method, handler.request_deserializer)
         return make(answer, _told_later(parse), _or_bytes(handler.response_serializer))
+
+    def _received(self, answer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Reads the one request when there is room for it: gRPC itself would read as many at once as there are
+        threads, for as long as their callers take to send them."""
+
+        def received(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
+            with ExitStack() as held:
+                return answer(self._intake.read(requests, context, held), context)
+
+        return received
+
+    def _received_stream(self, answer: Callable[[Any, Any], Iterator[Any]]) -> Callable[[Any, Any], Iterator[Any]]:
+        def received(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+            with ExitStack() as held:
+                request = self._intake.read(requests, context, held)
+            yield from answer(request, context)
+
+        return received
 
     def _unary(self, path: str, method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         name = path.rpartition("/")[2]
@@ -69,9 +94,8 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
             start = time.monotonic()
             context.set_trailing_metadata(((_ID, request_ids.begin(context.invocation_metadata())),))
             try:
-                found = self._identify(context)
                 try:
-                    response = method(allowed(found, _checked(request)), context)
+                    response = method(allowed(_checked(request)), context)
                 except OwnedElsewhereError as elsewhere:
                     response = self._forwarding.unary(path, request, elsewhere, context)
             except Exception as error:  # noqa: BLE001  the edge: _refuse logs what is not ours
@@ -91,12 +115,11 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
             start = time.monotonic()
             context.set_trailing_metadata(((_ID, request_ids.begin(context.invocation_metadata())),))
             try:
-                found = self._identify(context)
                 if takes_stream:
-                    # Anew for each: a stream may be open for days, and its caller's token be withdrawn.
-                    asked = (allowed(self._identify(context), _checked(one)) for one in request)
+                    self._intake.identify(context)
+                    asked = (self._asked(one, allowed, context) for one in request)
                 else:
-                    asked = allowed(found, _checked(request))
+                    asked = allowed(_checked(request))
                 try:
                     yield from method(asked, context)
                 except OwnedElsewhereError as elsewhere:
@@ -108,28 +131,26 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
 
         return answer
 
-    def _identify(self, context: grpc.ServicerContext) -> Caller:
-        """Who calls, which is told to whoever asks during the call. Raises UnauthenticatedError."""
-        if self._gate.is_open:
-            return caller.EVERYONE_IS_ADMIN
-        found = self._gate.identify(dict(context.invocation_metadata()).get(AUTHORIZATION))
-        caller.begin(found)
-        return found
+    def _asked(self, request: Any, allowed: Callable[[Any], Any], context: grpc.ServicerContext) -> Any:
+        """One request of a stream. Who calls is asked anew for each: a stream may be open for days, and its caller's
+        token be withdrawn."""
+        self._intake.identify(context)
+        return allowed(_checked(request))
 
-    def _allowing(self, name: str) -> Callable[[Caller, Any], Any]:
-        """Gives the request, where its caller may make it. Raises PermissionDeniedError."""
+    def _allowing(self, name: str) -> Callable[[Any], Any]:
+        """Gives the request, where the current caller may make it. Raises PermissionDeniedError."""
         if self._gate.is_open:
-            return lambda _, request: request
+            return lambda request: request
         call = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
-        def allowed(found: Caller, request: Any) -> Any:
-            self._gate.check(found, call, getattr(request, "run", None), getattr(request, "rank", None))
+        def allowed(request: Any) -> Any:
+            self._gate.check(caller.current(), call, getattr(request, "run", None), getattr(request, "rank", None))
             return request
 
         return allowed
 
     def _refuse(self, name: str, start: float, error: Exception, context: grpc.ServicerContext) -> NoReturn:
-        if isinstance(error, grpc.RpcError):
+        if isinstance(error, grpc.Call):
             self._pass_on(name, start, error, context)
         told = refusal(error)
         code = told.code

@@ -45,9 +45,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     def StreamRows(  # noqa: N802
         self, requests: Iterator[rollout_pb2.StreamRowsRequest], context: grpc.ServicerContext
     ) -> Iterator[rollout_pb2.StreamRowsResponse]:
-        with self._streams.place():
-            for request in self._streams.requests(requests, context):
-                yield self._answer(request, context)
+        for request in self._streams.requests(requests, context):
+            yield self._answer(request, context)
 
     def SetRewards(  # noqa: N802
         self, request: rollout_pb2.SetRewardsRequest, context: grpc.ServicerContext

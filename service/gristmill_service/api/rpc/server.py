@@ -23,11 +23,13 @@ from gristmill_service.access.certificates import Certificates, grpc_credentials
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.rpc import trainers
 from gristmill_service.api.rpc.forwarding import Forwarding
+from gristmill_service.api.rpc.intake import AT_ONCE, Intake
 from gristmill_service.api.rpc.interceptor import Interceptor
 from gristmill_service.api.rpc.rollouts import RolloutServicer
 from gristmill_service.api.rpc.runs import RunServicer
 from gristmill_service.api.rpc.streams import Streams
 from gristmill_service.api.rpc.trainers import TrainerServicer
+from gristmill_service.process_tuning import most_connections
 from gristmill_service.settings import Settings
 
 _SERVICES = tuple(
@@ -35,8 +37,11 @@ _SERVICES = tuple(
     for contract, name in ((run_pb2, "RunService"), (rollout_pb2, "RolloutService"), (trainer_pb2, "TrainerService"))
 )
 
-# Threads for calls that neither wait nor stream: beyond them calls queue in gRPC, unread. Python runs few at a time.
-_WORKERS = 32
+# Beyond the places of what is read at once, a thread for each call that waits for one: later ones queue in gRPC.
+_WORKERS = 2 * AT_ONCE
+# Of one connection: more wait at the caller.
+_CALLS_A_CONNECTION = 2048
+_IDLE_CONNECTION_MS = 15 * 60 * 1000
 
 
 class GrpcServer:
@@ -45,10 +50,11 @@ class GrpcServer:
     def __init__(self, context: ApiContext, settings: Settings, certificates: Certificates | None) -> None:
         # A pool thread is started only when none is idle, so that a large pool costs nothing until it is needed; with a
         # place for every waiter and stream, those can never take a thread that a short call needs.
-        self._pool = ThreadPoolExecutor(_WORKERS + settings.max_waiters + settings.max_streams, "grpc")
+        self._pool = ThreadPoolExecutor(_WORKERS + settings.max_waiters + 2 * settings.max_streams, "grpc")
         self._forwarding = Forwarding(
             settings.max_waiters, context.runs.is_owner, None if certificates is None else peer_credentials(settings)
         )
+        self._intake = Intake(context.gate)
         limit = int(settings.max_message_bytes)
         options = (
             ("grpc.max_receive_message_length", limit),
@@ -62,9 +68,16 @@ class GrpcServer:
             ("grpc.http2.ping_timeout_ms", 20_000),
             ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
             ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.max_concurrent_streams", _CALLS_A_CONNECTION),
+            ("grpc.max_connection_idle_ms", _IDLE_CONNECTION_MS),
+            ("grpc.max_allowed_incoming_connections", most_connections()),
         )
         guard = Interceptor(
-            context.metrics, context.gate, self._forwarding, {SUBMIT_ROWS: partial(Submission, most_bytes=limit)}
+            context.metrics,
+            context.gate,
+            self._forwarding,
+            self._intake,
+            {SUBMIT_ROWS: partial(Submission, most_bytes=limit)},
         )
         self._server = grpc.server(self._pool, interceptors=(guard,), options=options)
         self._streams = streams = Streams(settings.max_streams)

@@ -60,27 +60,30 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return map(trainer_pb2.ReadShardResponse.FromString, self.read_shard(request, context))
 
     def read_shard(self, request: trainer_pb2.ReadShardRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+        return self._streams.read(self._frames(request), context)
+
+    def _frames(self, request: trainer_pb2.ReadShardRequest) -> Iterator[bytes]:
         address = ShardAddress(messages.model_of(request.model), request.mini_batch, request.rank)
         runs, name, batch = self._context.runs, request.run, request.batch
-        with self._streams.place():
-            compact = runs.read_compact_shard(name, batch, address) if request.accepts_compact else None
-            pieces: Iterator[bytes | memoryview]
-            pieces = whole = runs.read_shard(name, batch, address) if compact is None else compact
-            if request.chooses_columns:
-                choose = file_with if compact is None else compact_with
-                pieces = choose(list(request.columns), whole)
-            for data in pieces:
-                view = memoryview(data)
-                for start in range(0, len(view), _PIECE_BYTES):
-                    yield frame(view[start : start + _PIECE_BYTES], is_compact=compact is not None)
+        compact = runs.read_compact_shard(name, batch, address) if request.accepts_compact else None
+        pieces: Iterator[bytes | memoryview]
+        pieces = whole = runs.read_shard(name, batch, address) if compact is None else compact
+        if request.chooses_columns:
+            choose = file_with if compact is None else compact_with
+            pieces = choose(list(request.columns), whole)
+        for data in pieces:
+            view = memoryview(data)
+            for start in range(0, len(view), _PIECE_BYTES):
+                yield frame(view[start : start + _PIECE_BYTES], is_compact=compact is not None)
 
     def ExportBatch(  # noqa: N802
         self, request: trainer_pb2.ExportBatchRequest, context: grpc.ServicerContext
     ) -> Iterator[trainer_pb2.ExportBatchResponse]:
         run = self._context.runs.get(request.run)
-        with self._streams.place():
-            for steps in run.export(request.batch):
-                yield trainer_pb2.ExportBatchResponse(rows=row_codec.encode(steps))
+        exported = (
+            trainer_pb2.ExportBatchResponse(rows=row_codec.encode(steps)) for steps in run.export(request.batch)
+        )
+        return self._streams.read(exported, context)
 
     def WriteColumns(  # noqa: N802
         self, request: trainer_pb2.WriteColumnsRequest, context: grpc.ServicerContext

@@ -16,6 +16,8 @@ from gristmill_service.run.machine.tags import NamedTags
 RETRY_AFTER_S = 0.5
 
 _UNBOUNDED = 1 << 31
+_LEAST_OVERDRAFT = 1 << 20
+_SHARE = 4
 
 
 class Room(NamedTuple):
@@ -41,10 +43,26 @@ class Room(NamedTuple):
         return f"the {self.groups} groups that may begin are kept for {', '.join(map(repr, self.kept))} (tag_shares)"
 
 
+class BytesLeft(NamedTuple):
+    """Bytes that rows of groups which are admitted may still take. reason: what sets the limit, for a person who is
+    refused."""
+
+    nbytes: int
+    reason: str
+
+
+def with_overdraft(limit: int) -> int:
+    """What rows may take where admission stops at `limit`. What admitted groups bring is an estimate: a quarter more
+    lets batches that are under way be filled, and beyond that even their rows wait."""
+    return limit + limit // 4 + _LEAST_OVERDRAFT
+
+
 class RowBudget:
     """The bytes of rows that all runs of the service hold or have promised room for, and their bound. Thread-safe.
 
-    Runs are admitted to it one by one, so that two at the same moment may overshoot by what they then admit.
+    Runs are admitted to it one by one, so that two at the same moment may overshoot by what they then admit. Where
+    there are several, each may have more as long as it holds less than four times what is free: one that takes all it
+    gets leaves a fifth to the next that comes (dynamic thresholds, Choudhury and Hahne 1998).
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -56,9 +74,13 @@ class RowBudget:
     def hold(self, run: str, nbytes: int) -> None:
         """The run now holds so much, in place of what it held before."""
         with self._lock:
-            self._total += nbytes - self._held.pop(run, 0)
-            if nbytes:
-                self._held[run] = nbytes
+            self._total += nbytes - self._held.get(run, 0)
+            self._held[run] = nbytes
+
+    def forget(self, run: str) -> None:
+        """The run holds nothing and wants nothing any more."""
+        with self._lock:
+            self._total -= self._held.pop(run, 0)
 
     @property
     def held(self) -> int:
@@ -66,9 +88,16 @@ class RowBudget:
         return self._total
 
     def left_for(self, run: str) -> int:
-        """What the other runs leave of it."""
+        """What the run may hold and promise in all, beside the others."""
         with self._lock:
-            return self.max_bytes - self._total + self._held.get(run, 0)
+            free = self.max_bytes - self._total
+            left = free + self._held.get(run, 0)
+            return left if len(self._held.keys() | {run}) == 1 else min(left, _SHARE * free)
+
+    def most_for(self, run: str) -> int:
+        """What the run's rows may take, whatever was promised to them: what the others hold is kept for those."""
+        with self._lock:
+            return with_overdraft(self.max_bytes) - self._total + self._held.get(run, 0)
 
 
 def room(state: State, config: RunConfig, service_bytes: int) -> Room:
@@ -124,6 +153,22 @@ def row_bytes_promised(state: State) -> int:
     return state.row_bytes + _reserved(state)
 
 
+def bytes_left(state: State, config: RunConfig, service_bytes: int) -> BytesLeft:
+    """service_bytes: what the run's rows may take of the service's."""
+    of_run, held = with_overdraft(config.max_buffered_bytes), state.row_bytes
+    if of_run <= service_bytes:
+        reason = (
+            f"{held} bytes of rows are held, and max_buffered_bytes: {config.max_buffered_bytes} is passed by a "
+            "quarter at most; commit a batch, abort groups that will not be complete, or raise the setting"
+        )
+    else:
+        reason = (
+            f"{held} bytes of rows are held, and the service's other runs leave {service_bytes}; batches have to be "
+            "freed, abort groups that will not be complete, or raise the service's max_row_bytes"
+        )
+    return BytesLeft(max(0, min(of_run, service_bytes) - held), reason)
+
+
 def _mean(state: State) -> float:
     return state.completed_bytes / state.completions if state.completions else 0.0
 
@@ -154,8 +199,8 @@ def _by_service(state: State, service_bytes: int) -> Room:
     promised = row_bytes_promised(state)
     return Room(
         _groups_in(state, service_bytes - promised),
-        f"{promised} bytes of rows are held or reserved of the {service_bytes} that the service's other runs leave; "
-        "batches have to be sealed, or raise the service's max_row_bytes",
+        f"{promised} bytes of rows are held or reserved of the {max(0, service_bytes)} that the service's other runs "
+        "leave; batches have to be sealed, or raise the service's max_row_bytes",
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from gristmill_service.config import RunConfig
-from gristmill_service.run.machine.admission import Room
+from gristmill_service.run.machine.admission import BytesLeft, Room
 from gristmill_service.run.machine.events import Event
 from gristmill_service.run.machine.state import State
 
@@ -25,6 +25,9 @@ class View(Protocol):
 
     def room(self) -> Room:
         """Groups that may be admitted now."""
+
+    def bytes_left(self) -> BytesLeft:
+        """Bytes that rows of groups which are admitted may still take."""
 
     def now(self) -> float:
         """The run's own time, in seconds."""

@@ -12,7 +12,7 @@ from itertools import repeat
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 from gristmill_service.config import RunConfig
-from gristmill_service.run.machine.admission import RETRY_AFTER_S, Room
+from gristmill_service.run.machine.admission import RETRY_AFTER_S, BytesLeft, Room
 from gristmill_service.run.machine.answers import Outcome
 from gristmill_service.run.machine.events import (
     Event,
@@ -30,6 +30,9 @@ from gristmill_service.run.machine.groups import Group, Trajectory
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.machine.tags import NamedTags
 from gristmill_service.run.row_buffer import reward_digests, row_digests
+
+ROW_OVERHEAD_BYTES = 768
+"""What a row takes beside the values of its tokens, as it is held: its keys, digest, lengths and places."""
 
 
 def describe_rows(steps: Steps, table: int, shared: Collection[str] = ()) -> list[StoredRow]:
@@ -51,7 +54,7 @@ def describe_rows(steps: Steps, table: int, shared: Collection[str] = ()) -> lis
         if column is not None
     )
     responses = steps.response_lengths
-    sizes = 4 * steps.tokens.lengths + itemsize * responses
+    sizes = ROW_OVERHEAD_BYTES + 4 * steps.tokens.lengths + itemsize * responses
     for extra in steps.extras.values():
         sizes += extra.row_bytes
     nbytes = sizes.tolist()
@@ -150,6 +153,7 @@ def take_rows(
     tags: Sequence[str] | None,
     schema: RowSchema,
     room: Callable[[], Room],
+    bytes_left: Callable[[], BytesLeft],
     now: Callable[[], float],
 ) -> tuple[list[Outcome], list[Event]]:
     """Outcome of each row, and what happened. Raises with nothing decided when any row is refused.
@@ -193,6 +197,7 @@ def take_rows(
         events.append(GroupsAdmitted(tuple(admitted.values()), now()))
     events += named.events(admitted.values())
     if stored:
+        _check_bytes(stored, bytes_left())
         if schema != state.schema:
             events.append(SchemaFixed(schema))
         events.append(RowsStored(tuple(stored)))
@@ -220,6 +225,16 @@ def _check_row(row: StoredRow, group: Group | None, config: RunConfig) -> None:
         raise InvalidArgumentError(
             f"{row.trajectory} step {row.step}: step_wise: false allows one step a trajectory, number 0 and the last; "
             "set step_wise: true for multi-turn trajectories"
+        )
+
+
+def _check_bytes(stored: Sequence[StoredRow], left: BytesLeft) -> None:
+    nbytes = sum(row.nbytes for row in stored)
+    if nbytes > left.nbytes:
+        raise ResourceExhaustedError(
+            f"{stored[0].trajectory} step {stored[0].step}: the request's rows take {nbytes} bytes as they are held, "
+            f"and {left.nbytes} are left: {left.reason}",
+            RETRY_AFTER_S,
         )
 
 

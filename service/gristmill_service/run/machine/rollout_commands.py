@@ -71,7 +71,7 @@ class TakeRows(Command[list[Outcome]]):
     def decide(self, view: View) -> Sequence[Event]:
         schema = check_schema(self._steps, view.state.schema, view.config)
         self._outcomes, events = ingest.take_rows(
-            view.state, view.config, self._rows, self._steps.tags, schema, view.room, view.now
+            view.state, view.config, self._rows, self._steps.tags, schema, view.room, view.bytes_left, view.now
         )
         return events
 

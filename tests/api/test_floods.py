@@ -1,0 +1,186 @@
+"""Callers who hold on to connections and streams, or send little by little, take nothing from the others."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+import httpx
+import pytest
+
+from gristmill.v1 import rollout_pb2
+from gristmill_service.access.tokens import create_token
+from gristmill_service.api.http import bodies, connections, server
+from gristmill_service.api.rpc import intake
+from gristmill_service.service import Service
+from gristmill_service.settings import Settings
+from tests.api.doors import CONFIG, GrpcDoor, group
+from tests.run.harness import wait_until
+from tests.serving import FREE_PORTS
+
+STREAMS = 4
+CANCELLED, NOT_FOUND = grpc.StatusCode.CANCELLED, grpc.StatusCode.NOT_FOUND
+
+
+class Silent:
+    """The requests of a stream that brings none until it is told to end."""
+
+    def __init__(self) -> None:
+        self._ends = threading.Event()
+
+    def __iter__(self) -> Iterator[rollout_pb2.StreamRowsRequest]:
+        self._ends.wait(60)
+        yield from ()
+
+    def close(self) -> None:
+        self._ends.set()
+
+
+def serving(**settings: Any) -> Service:
+    running = Service(Settings(**FREE_PORTS, store="memory", shutdown_grace_s=5, **settings))
+    running.start()
+    return running
+
+
+def shown(path: Path, name: str) -> tuple[tuple[str, str], ...]:
+    """The metadata of a new caller of this name."""
+    return (("authorization", f"Bearer {create_token(path, name, ['worker'], ['*'], None)}"),)
+
+
+def test_idle_streams_of_one_caller_give_way_to_those_of_another(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.yaml"
+    greedy, modest = shown(tokens, "greedy"), shown(tokens, "modest")
+    service = serving(max_streams=STREAMS, tokens_file=tokens)
+    with ExitStack() as opened:
+        opened.callback(service.stop)
+        door = opened.enter_context(closing(GrpcDoor(service.grpc_address)))
+        silent = opened.enter_context(closing(Silent()))
+        held = [door.rollouts.StreamRows(iter(silent), metadata=greedy) for _ in range(STREAMS)]
+        wait_until(lambda: len(service._grpc._streams._idle) == STREAMS)
+        request = rollout_pb2.StreamRowsRequest(run="nowhere")
+        answer = next(door.rollouts.StreamRows(iter([request]), metadata=modest, timeout=20))
+        assert answer.error.code == NOT_FOUND.value[0], "it was read, and answered"
+        wait_until(lambda: any(not stream.is_active() for stream in held))
+        assert [stream.code() for stream in held if not stream.is_active()] == [CANCELLED]
+
+
+def test_streams_that_bring_rows_leave_those_that_read_their_places() -> None:
+    service = serving(max_streams=1)
+    with ExitStack() as opened:
+        opened.callback(service.stop)
+        door = opened.enter_context(closing(GrpcDoor(service.grpc_address)))
+        silent = opened.enter_context(closing(Silent()))
+        door.create("r", CONFIG)
+        for uid in ("a", "b"):
+            door.submit("r", group(uid))
+        door.batch("r", 0, wait_s=20)
+        opened.callback(door.rollouts.StreamRows(iter(silent)).cancel)
+        wait_until(lambda: len(service._grpc._streams._idle) == 1)
+        assert door.read("r", 0, 0, 0)
+
+
+def test_a_stream_whose_caller_goes_away_leaves_no_line_of_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    service = serving()
+    with ExitStack() as opened, caplog.at_level(logging.WARNING):
+        opened.callback(service.stop)
+        door = opened.enter_context(closing(GrpcDoor(service.grpc_address)))
+        silent = opened.enter_context(closing(Silent()))
+        stream = door.rollouts.StreamRows(iter(silent))
+        wait_until(lambda: len(service._grpc._streams._idle) == 1)
+        stream.cancel()
+        wait_until(lambda: not service._grpc._streams._idle)
+        opened.pop_all().close()
+    assert not caplog.records
+
+
+def test_a_call_whose_request_does_not_come_gives_its_place_to_one_whose_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "AT_ONCE", 1)
+    monkeypatch.setattr(intake, "_LONGEST_S", 0.5)
+    service = serving()
+    with ExitStack() as opened:
+        opened.callback(service.stop)
+        door = opened.enter_context(closing(GrpcDoor(service.grpc_address)))
+        silent = opened.enter_context(closing(Silent()))
+        # One message of one call, which gRPC lets a client stream to a method that takes just one.
+        call = door.channel.stream_unary("/gristmill.v1.RunService/ListRuns", request_serializer=bytes)
+        unsent = call.future(iter(silent))
+        wait_until(lambda: len(service._grpc._intake._places._taken) == 1)
+        time.sleep(0.6)
+        assert door.create("r", CONFIG)["created"]
+        assert unsent.code() is CANCELLED
+
+
+# HTTP.
+
+
+def test_a_connection_over_which_no_request_comes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "REQUEST_S", 0.3)
+    service = serving()
+    with ExitStack() as opened:
+        opened.callback(service.stop)
+        for begun in (b"", b"GET /hea", b"POST /v1/runs HTTP/1.1\r\nHost: a\r\n"):
+            wire = opened.enter_context(connected(service))
+            wire.sendall(begun)
+            assert ended(wire)
+        assert httpx.get(f"{service.http_url}/healthz").status_code == 200
+
+
+def test_where_there_are_too_many_connections_the_longest_idle_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "most_connections", lambda: 3)
+    service = serving()
+    with ExitStack() as opened:
+        opened.callback(service.stop)
+        held = [opened.enter_context(connected(service)) for _ in range(8)]
+        assert [httpx.get(f"{service.http_url}/healthz").status_code for _ in range(5)] == [200] * 5
+        assert ended(held[0])
+
+
+def test_a_body_that_comes_too_slowly_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_LONGEST_S", 0.2)
+    service = serving()
+    with ExitStack() as opened:
+        opened.callback(service.stop)
+        wire = opened.enter_context(connected(service))
+        wire.sendall(b"POST /v1/runs HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{")
+        wire.settimeout(20)
+        answer = b"".join(iter(lambda: wire.recv(10_000), b""))
+        assert b" 504 " in answer
+        assert b"1 bytes of the body came within 0 s" in answer
+
+
+def test_large_bodies_are_held_a_few_at_a_time_and_small_ones_pass_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_AT_ONCE", 1)
+    service = serving()
+    with ExitStack() as opened:
+        opened.callback(service.stop)
+        wire = opened.enter_context(connected(service))
+        wire.sendall(b"POST /v1/runs/r/rows HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n" + bytes(200_000))
+        large = {"run": "r", "config": {"x": "y" * 100_000}}
+        wait_until(lambda: httpx.post(f"{service.http_url}/v1/runs", json=large).status_code == 429)
+        refused = httpx.post(f"{service.http_url}/v1/runs", json=large)
+        assert (refused.json()["error"]["type"], refused.headers["retry-after"]) == ("ResourceExhaustedError", "1")
+        assert httpx.post(f"{service.http_url}/v1/runs", json={"run": "r", "config": CONFIG}).status_code == 200
+        wire.close()
+        wait_until(lambda: httpx.post(f"{service.http_url}/v1/runs", json=large).status_code == 422)
+
+
+def ended(wire: socket.socket) -> bool:
+    """Whether the service hangs up, politely or not."""
+    wire.settimeout(20)
+    try:
+        return wire.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def connected(service: Service) -> socket.socket:
+    where = urlsplit(service.http_url)
+    return socket.create_connection((where.hostname, where.port), timeout=10)
