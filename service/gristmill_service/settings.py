@@ -44,7 +44,8 @@ class Settings(BaseSettings):
     http_host_names: str = Field(
         "",
         description="Further names that lead to the HTTP API, or patterns such as *.example.org, with commas between, "
-        "where no tokens are asked for: requests for others may be a browser's, for a page of somebody else's. Addresses, this machine's "
+        "where no tokens are asked for: requests for others may be a browser's, for a page of somebody else's. "
+        "Addresses, this machine's "
         "names and those of private networks (gristmill, NAME.local, NAME.internal, NAME.svc) need not be told.",
     )
     store: Literal["shared_memory", "memory", "redis"] = Field(
