@@ -47,6 +47,7 @@ CALLS: dict[str, frozenset[Role]] = {
     "overview": _SEE,
     "run_health": _SEE,
     "run_timeline": _SEE,
+    "run_history": _SEE,
     "batch_picture": _SEE,
     "batch_scores": _SEE,
     "batch_breaks": _DATA,
