@@ -7,7 +7,7 @@ TRAINERS := trl skyrl verl transformers
 ENVIRONMENTS := verifiers verifiers_v1 atropos
 PACKAGES := $(TRAINERS) $(ENVIRONMENTS)
 
-.PHONY: help setup demo test test-trainers test-environments $(PACKAGES:%=test-%) check manifests bench bench-peers bench-trl chaos protos format clean
+.PHONY: help setup demo test test-trainers test-environments $(PACKAGES:%=test-%) check docs manifests bench bench-peers bench-trl chaos protos format clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,7 +46,7 @@ $(PACKAGES:%=test-%): test-%: .venv-%/.installed
 		-r $(wildcard tests/*/$*/no-deps.txt))
 	@touch $@
 
-check: setup  ## Lint, types, protos, generated stubs, the chart
+check: setup  ## Lint, types, protos, generated stubs, the chart, links and pages of the documentation
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -54,6 +54,10 @@ check: setup  ## Lint, types, protos, generated stubs, the chart
 	protos/generate.sh --check
 	deploy/render.sh build/manifests
 	$(BIN)/python deploy/validate.py build/manifests/*.yaml
+	$(BIN)/python docs/site/build.py
+
+docs: setup  ## Build the documentation as a site: build/site/index.html
+	$(BIN)/python docs/site/build.py
 
 manifests: setup  ## Render the chart's examples as plain manifests: build/manifests
 	deploy/render.sh build/manifests

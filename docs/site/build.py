@@ -1,0 +1,50 @@
+"""`make docs`: stages the documents as they stand in the repository, with generated reference, and builds the site.
+
+Any warning fails: a link or an anchor that leads nowhere, a page that is not in the navigation, a name that is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import reference
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGED = ROOT / "build" / "docs"
+# Documents, and what they link to.
+SOURCES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs", "examples", "deploy", "protos")
+NOT_STAGED = shutil.ignore_patterns("__pycache__", "site", "templates")
+
+
+def stage() -> None:
+    shutil.rmtree(STAGED, ignore_errors=True)
+    for name in SOURCES:
+        source, target = ROOT / name, STAGED / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=NOT_STAGED)
+        elif source.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+    for name, text in reference.pages(ROOT).items():
+        target = STAGED / "reference" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+
+
+def main() -> int:
+    stage()
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
+    )
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
