@@ -17,6 +17,7 @@ CONFIG = {
     "policy_mini_batch_size": 1,
     "micro_batch": {"size": 2},
     "max_buffered_batches": 2,
+    "seal_order": "admission",
 }
 
 
