@@ -7,7 +7,7 @@ TRAINERS := trl skyrl verl transformers
 ENVIRONMENTS := verifiers verifiers_v1 atropos
 PACKAGES := $(TRAINERS) $(ENVIRONMENTS)
 
-.PHONY: help setup demo test test-trainers test-environments $(PACKAGES:%=test-%) check docs manifests bench bench-peers bench-trl chaos protos format clean
+.PHONY: help setup demo test test-trainers test-environments $(PACKAGES:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl chaos protos format clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -76,6 +76,9 @@ $(PEERS)/.installed: Makefile
 
 bench-trl: .venv-trl/.installed  ## Measure TRL's adapter beside TRL's own preparation of a batch
 	.venv-trl/bin/python -m tests.bench.adapters_trl
+
+bench-skyrl: .venv-skyrl/.installed  ## Measure SkyRL's adapter beside SkyRL's own preparation of a batch
+	.venv-skyrl/bin/python -m tests.bench.adapters_skyrl
 
 chaos: setup  ## Kill things 1,000 times and prove that nothing was lost; writes build/chaos.json
 	$(BIN)/python -m tests.chaos

@@ -26,7 +26,7 @@ _MODULES = {
     "gristmill.environments.verifiers": "Environments of verifiers: [how](../docs/environments.md).",
     "gristmill.environments.verifiers_v1": "Environments of `verifiers.v1`.",
     "gristmill.adapters.trl": "[TRL](../docs/trainers/trl.md) on a run.",
-    "gristmill.adapters.skyrl": "SkyRL on a run.",
+    "gristmill.adapters.skyrl": "[SkyRL](../docs/trainers/skyrl.md) on a run.",
     "gristmill.adapters.verl": "[verl](../docs/trainers/verl.md) on a run.",
     "gristmill.adapters.slime": "[slime](../docs/trainers/slime.md) on a run.",
     "gristmill.adapters.prime_rl": "[prime-rl](../docs/trainers/prime_rl.md) on a run.",

@@ -57,9 +57,9 @@ SOURCES = (
     neighbours,
     record,
 )
-ELSEWHERE = ("peers", "chaos", "adapters_trl")
-"""Measured by `make bench-peers`, `make bench-trl` and `python -m tests.chaos.deletions`; a run of all figures leaves
-them."""
+ELSEWHERE = ("peers", "chaos", "adapters_trl", "adapters_skyrl")
+"""Measured by `make bench-peers`, `make bench-trl`, `make bench-skyrl` and `python -m tests.chaos.deletions`; a run of
+all figures leaves them."""
 
 
 def main(names: list[str]) -> int:

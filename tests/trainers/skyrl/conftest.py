@@ -27,9 +27,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
-    """Of a cluster that outlives the trainers that use it."""
+    """Of a cluster that outlives the trainers that use it, in this process and others."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 8, "include_dashboard": False})
-    yield cluster.address
+    from tests.trainers.skyrl.training import connected
+
+    # SkyRL never gives back the place that it reserves for its workers. Ray would start a process for each CPU, and its
+    # workers would give way to all else on the machine.
+    own = {"prestart_worker_first_driver": False, "worker_niceness": 0}
+    head = {"num_cpus": 1000, "num_gpus": 1000, "include_dashboard": False, "_system_config": own}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    with connected(cluster.address):
+        yield cluster.address
     cluster.shutdown()

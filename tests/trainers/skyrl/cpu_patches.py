@@ -20,15 +20,27 @@ if not torch.cuda.is_available():
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
 
 
-def _needs_flash_attention(*_: object) -> None:
-    raise RuntimeError("flash attention is not here; set trainer.flash_attn and remove_microbatch_padding to False")
+def _unpad_input(
+    padded: torch.Tensor, attention_mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    """What is attended to, (tokens, ...), and where it stood: what flash attention's function of this name gives first.
+    SkyRL reads no more of it."""
+    indices = attention_mask.flatten().nonzero().flatten()
+    return padded.flatten(0, 1)[indices], indices, None, None, None
+
+
+def _pad_input(rows: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
+    """The rows where they stood, (batch, seqlen, ...), and zeros between them."""
+    padded = rows.new_zeros(batch * seqlen, *rows.shape[1:])
+    return padded.index_copy(0, indices, rows).view(batch, seqlen, *rows.shape[1:])
 
 
 def _import_model_wrapper() -> None:
-    """It imports two names of flash attention, used or not. The libraries look for it too, and are not to find it."""
+    """It imports two functions of flash attention that need no GPU. The libraries look for the others, too, and are not
+    to find them."""
     _ = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText, peft.LoraConfig
     padding = types.ModuleType("flash_attn.bert_padding")
-    padding.__dict__.update(pad_input=_needs_flash_attention, unpad_input=_needs_flash_attention)
+    padding.__dict__.update(pad_input=_pad_input, unpad_input=_unpad_input)
     standing_in = {"flash_attn": types.ModuleType("flash_attn"), "flash_attn.bert_padding": padding}
     sys.modules.update(standing_in)
     try:

@@ -56,8 +56,13 @@ class CpuStrategy(DistributedStrategy):  # type: ignore[misc]
 
 
 class _OnCpu:
+    def renew(self, **arguments: Any) -> None:
+        """Becomes the worker that these arguments make."""
+        type(self).__init__(self, **arguments)
+
     def init_worker_process_group(self) -> None:
-        distributed.init_process_group("gloo")
+        if not distributed.is_initialized():
+            distributed.init_process_group("gloo")
         size = distributed.get_world_size()
         self.device_mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "sp"))
         self.mesh_rank = MeshRank(dp=distributed.get_rank(), sp=0, tp=0, pp=0, world_size=size, dp_size=size, pp_size=1)
@@ -79,8 +84,11 @@ class _OnCpu:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 1.0)
 
 
-def _language_model(path: str) -> HFModelWrapper:
-    return HFModelWrapper(path, bf16=False, logprobs_chunk_size=64)
+def _language_model(path: str, config: Any) -> HFModelWrapper:
+    made = HFModelWrapper(path, bf16=False, logprobs_chunk_size=64)
+    # It asks for flash attention, and packs as well before any other that goes by positions.
+    made.remove_microbatch_padding = config.remove_microbatch_padding
+    return made
 
 
 class ValueModel(nn.Module):
@@ -99,10 +107,31 @@ class ValueModel(nn.Module):
         return (values, output) if return_output else values
 
 
-@ray.remote
+class _Kept:
+    """A class of Ray's actors whose processes are kept: to import PyTorch and SkyRL takes longer than to train here. A
+    worker of a training that has ended becomes that of the next."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = ray.remote(kind)
+        self._actors: dict[tuple[int, int], Any] = {}
+
+    def options(self, **_: Any) -> _Kept:
+        """Their place is no matter on one machine without GPUs."""
+        return self
+
+    def remote(self, **arguments: Any) -> Any:
+        rank = (arguments["world_size"], arguments["rank"])
+        if rank in self._actors:
+            ray.get(self._actors[rank].renew.remote(**arguments))
+        else:
+            self._actors[rank] = self._kind.remote(**arguments)
+        return self._actors[rank]
+
+
+@_Kept
 class PolicyWorker(_OnCpu, PolicyWorkerBase):  # type: ignore[misc]
     def init_model(self, path: str, num_training_steps: int | None = None) -> None:
-        self._train(_language_model(path), self.cfg.policy.optimizer_config)
+        self._train(_language_model(path, self.cfg), self.cfg.policy.optimizer_config)
 
     def _set_pad_token_id(self, pad_token_id: int) -> None:
         self.model.module.model.config.pad_token_id = pad_token_id
@@ -124,7 +153,7 @@ class PolicyWorker(_OnCpu, PolicyWorkerBase):  # type: ignore[misc]
             yield name, weight.detach().clone()
 
 
-@ray.remote
+@_Kept
 class CriticWorker(_OnCpu, CriticWorkerBase):  # type: ignore[misc]
     def init_model(self, path: str, num_training_steps: int | None = None) -> None:
         self._train(ValueModel(path), self.cfg.critic.optimizer_config)
@@ -133,8 +162,8 @@ class CriticWorker(_OnCpu, CriticWorkerBase):  # type: ignore[misc]
         return {name: weight.detach().clone() for name, weight in self.model.module.named_parameters()}
 
 
-@ray.remote
+@_Kept
 class RefWorker(_OnCpu, RefWorkerBase):  # type: ignore[misc]
     def init_model(self, path: str) -> None:
         torch.set_num_threads(1)
-        self.model = _language_model(path)
+        self.model = _language_model(path, self.cfg)

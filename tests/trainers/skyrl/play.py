@@ -17,7 +17,7 @@ from skyrl.train.generators.utils import get_rollout_metrics
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from tests.trainers.skyrl.cpu_workers import WEIGHTS
+from tests.trainers.skyrl.cpu_workers import WEIGHTS, ValueModel
 
 WORDS = 128
 
@@ -192,6 +192,13 @@ def first_weights(cfg: SkyRLTrainConfig) -> dict[str, torch.Tensor]:
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
+def first_values(cfg: SkyRLTrainConfig) -> dict[str, torch.Tensor]:
+    """The critic's weights before training."""
+    return {name: weight.detach() for name, weight in ValueModel(cfg.trainer.policy.model.path).named_parameters()}
+
+
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], first: dict[str, torch.Tensor]) -> float:
-    """The largest difference of a parameter's update, over the largest update of that parameter."""
-    return max(float((one[name] - other[name]).abs().max() / (other[name] - first[name]).abs().max()) for name in first)
+    """The largest difference of a parameter's update, over the largest update of that parameter. All are updated."""
+    updates = {name: (other[name] - weight).abs().max() for name, weight in first.items()}
+    assert all(updates.values()), updates
+    return max(float((one[name] - other[name]).abs().max() / update) for name, update in updates.items())

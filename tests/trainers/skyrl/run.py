@@ -1,4 +1,4 @@
-"""A training process of its own: `python -m tests.trainers.skyrl.run '{...}'`, with the arguments of `main`."""
+"""A training process of its own: `python -m tests.trainers.skyrl.run RAY_ADDRESS '{...}'`, the arguments of `main`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tests.trainers.skyrl.cpu_patches  # noqa: F401  isort: skip
 from gristmill.adapters.skyrl import Gristmill, GristmillFullyAsyncPPOTrainer, GristmillPPOTrainer
 from tests.trainers.skyrl.play import config
 from tests.trainers.skyrl.sampling import Sampler
-from tests.trainers.skyrl.training import Trained, train
+from tests.trainers.skyrl.training import Trained, connected, train
 
 LEARNING = {
     "trainer__policy__optimizer_config__lr": 0.01,
@@ -22,7 +22,10 @@ LEARNING = {
     "generator__merge_stepwise_output": True,
     "trainer__epochs": 100,
 }
+# One update a batch, of rollouts that are two versions old at the end.
 ASYNC = {
+    "trainer__policy__optimizer_config__lr": 0.03,
+    "generator__n_samples_per_prompt": 8,
     "trainer__fully_async__enabled": True,
     "trainer__fully_async__max_staleness_steps": 2,
     "trainer__fully_async__num_parallel_generation_workers": 6,
@@ -31,14 +34,11 @@ ASYNC = {
 }
 
 
-def main(
-    ray_address: str, address: str, run: str, directory: str, steps: int, is_async: bool = False, **overrides: Any
-) -> Trained:
+def main(address: str, run: str, directory: str, steps: int, is_async: bool = False, **overrides: Any) -> Trained:
     """Trains up to a step, from the last checkpoint where there is one. Writes `steps.jsonl` and `calls.jsonl`."""
     where = Path(directory)
     cfg = config(where, **LEARNING | (ASYNC if is_async else {}) | {"trainer__max_training_steps": steps} | overrides)
     return train(
-        ray_address,
         GristmillFullyAsyncPPOTrainer if is_async else GristmillPPOTrainer,
         cfg,
         Sampler(cfg, where / "calls.jsonl", is_slow=is_async),
@@ -49,4 +49,5 @@ def main(
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    with connected(sys.argv[1]):
+        main(**json.loads(sys.argv[2]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,40 +42,51 @@ class Sampler(GeneratorInterface):  # type: ignore[misc]
         if self._is_slow:
             await asyncio.sleep(random.random() * 0.1)
         self._model.load_state_dict(weights_of(self._cfg), strict=False)
-        rows = [row for trajectory in trajectories for row in self._rows(trajectory, step)]
-        return generator_output(rows, step_wise=True)
-
-    def _rows(self, trajectory: TrajectoryID, step: int) -> list[tuple[TrajectoryID, Step, bool]]:
-        drawn = torch.Generator().manual_seed(hash((int(trajectory.instance_id), trajectory.repetition_id, step)))
-        context = [2 + int(trajectory.instance_id)]
-        rows: list[tuple[TrajectoryID, Step, bool]] = []
-        said: list[int] = []
-        for turn in range(TURNS):
-            response, logprobs = self._say(context, drawn)
-            said += response
-            is_last = turn == TURNS - 1
-            row: dict[str, Any] = {
-                "prompt_token_ids": context,
-                "response_ids": response,
-                "loss_masks": [1] * len(response),
-                "rollout_logprobs": logprobs,
-                "rewards": sum(word < WANTED for word in said) / len(said) if is_last else 0.0,
-            }
-            rows.append((trajectory, row, is_last))
-            context = [*context, *response, 1]
-        return rows
+        samples = [_Sample(trajectory, step) for trajectory in trajectories]
+        for _ in range(TURNS):
+            self._turn(samples)
+        return generator_output([row for sample in samples for row in sample.rows()], step_wise=True)
 
     @torch.no_grad()
-    def _say(self, context: list[int], drawn: torch.Generator) -> tuple[list[int], list[float]]:
-        response: list[int] = []
-        logprobs: list[float] = []
+    def _turn(self, samples: Sequence[_Sample]) -> None:
+        """Samples that were begun together have equally many words."""
+        for sample in samples:
+            sample.begin_turn()
         for _ in range(SAID):
-            logits = self._model(torch.tensor([context + response])).logits[0, -1]
-            known = torch.log_softmax(logits, -1)
-            word = int(torch.multinomial(known.exp(), 1, generator=drawn))
-            response.append(word)
-            logprobs.append(float(known[word]))
-        return response, logprobs
+            logits = self._model(torch.tensor([sample.words for sample in samples])).logits[:, -1]
+            for sample, known in zip(samples, torch.log_softmax(logits, -1), strict=True):
+                sample.say(known)
+
+
+class _Sample:
+    """One trajectory as it grows."""
+
+    def __init__(self, trajectory: TrajectoryID, step: int) -> None:
+        self._trajectory = trajectory
+        self._drawn = torch.Generator().manual_seed(hash((int(trajectory.instance_id), trajectory.repetition_id, step)))
+        self.words = [2 + int(trajectory.instance_id)]
+        self._turns: list[Step] = []
+
+    def begin_turn(self) -> None:
+        """The environment says a word between two turns."""
+        if self._turns:
+            self.words.append(1)
+        self._turns.append({"prompt_token_ids": list(self.words), "response_ids": [], "rollout_logprobs": []})
+
+    def say(self, known: torch.Tensor) -> None:
+        """Draws a word. known: the log-probabilities of all."""
+        word = int(torch.multinomial(known.exp(), 1, generator=self._drawn))
+        self.words.append(word)
+        self._turns[-1]["response_ids"].append(word)
+        self._turns[-1]["rollout_logprobs"].append(float(known[word]))
+
+    def rows(self) -> Iterator[tuple[TrajectoryID, Step, bool]]:
+        said = [word for turn in self._turns for word in turn["response_ids"]]
+        score = sum(word < WANTED for word in said) / len(said)
+        for turn in self._turns:
+            is_last = turn is self._turns[-1]
+            whole = turn | {"loss_masks": [1] * SAID, "rewards": score if is_last else 0.0}
+            yield self._trajectory, whole, is_last
 
 
 def calls_in(path: Path) -> list[dict[str, Any]]:

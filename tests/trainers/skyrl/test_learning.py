@@ -16,11 +16,11 @@ from tests.trainers.skyrl.run import main
 STEPS = 20
 
 
+@pytest.mark.usefixtures("ray_address")
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "fully async"])
-def test_the_policy_learns(service: Service, run_name: str, ray_address: str, tmp_path: Path, is_async: bool) -> None:
+def test_the_policy_learns(service: Service, run_name: str, tmp_path: Path, is_async: bool) -> None:
     save_model(tmp_path / "model")
     trained = main(
-        ray_address,
         service.grpc_address,
         run_name,
         str(tmp_path),

@@ -10,7 +10,7 @@ from skyrl.train.trainer import RayPPOTrainer
 
 from gristmill.adapters.skyrl import Gristmill, GristmillPPOTrainer
 from gristmill_service.service import Service
-from tests.trainers.skyrl.play import Recorded, config, difference, first_weights, save_model
+from tests.trainers.skyrl.play import Recorded, config, difference, first_values, first_weights, save_model
 from tests.trainers.skyrl.training import Trained, train
 
 BOUND = 1e-4
@@ -24,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "steps": WHOLE_FORWARD,
     "merged steps": WHOLE_FORWARD | MERGED,
     "merged steps, micro-batches of tokens": WHOLE_FORWARD | MERGED | {"trainer__max_tokens_per_microbatch": 40},
+    "merged steps, packed": WHOLE_FORWARD | MERGED | {"trainer__remove_microbatch_padding": True},
     "one turn, rloo, sequence mean": ONE_TURN
     | {"trainer__algorithm__advantage_estimator": "rloo", "trainer__algorithm__loss_reduction": "sequence_mean"},
     "one turn, maxrl, prompt mean, twice over": ONE_TURN
@@ -47,15 +48,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(
-    ray_address: str, directory: Path, name: str, kind: Any, more: dict[str, Any], ranks: int, **named: Any
-) -> Trained:
+def trained(directory: Path, name: str, kind: Any, more: dict[str, Any], ranks: int, **named: Any) -> Trained:
     placement = {f"trainer__placement__{model}_num_gpus_per_node": ranks for model in ("policy", "critic", "ref")}
     overrides = {
         key: value.format(directory=directory) if isinstance(value, str) else value for key, value in more.items()
     }
     cfg = config(directory, **placement, **overrides, trainer__export_path=directory / name)
-    return train(ray_address, kind, cfg, Recorded(cfg), prompts=4, **named)
+    return train(kind, cfg, Recorded(cfg), prompts=4, **named)
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +65,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.usefixtures("ray_address")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("more", CASES.values(), ids=CASES)
 def test_an_update_is_skyrls_own(
-    service: Service, run_name: str, ray_address: str, directory: Path, more: dict[str, Any], ranks: int
+    service: Service, run_name: str, directory: Path, more: dict[str, Any], ranks: int
 ) -> None:
     gristmill = Gristmill(service.grpc_address, run_name)
-    native = trained(ray_address, directory, "native", RayPPOTrainer, more, ranks)
-    ours = trained(ray_address, directory, "ours", GristmillPPOTrainer, more, ranks, gristmill=gristmill)
+    native = trained(directory, "native", RayPPOTrainer, more, ranks)
+    ours = trained(directory, "ours", GristmillPPOTrainer, more, ranks, gristmill=gristmill)
     first = first_weights(config(directory))
     assert difference(ours.policy, native.policy, first) < BOUND
+    if native.critic:
+        assert difference(ours.critic, native.critic, first_values(config(directory))) < BOUND

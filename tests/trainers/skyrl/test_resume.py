@@ -22,11 +22,13 @@ STEPS = 7
 KEEPING: dict[str, Any] = {"trainer__ckpt_interval": 3, "trainer__resume_mode": "latest"}
 
 
-def killed(arguments: dict[str, Any], file: Path, lines: int) -> None:
+def killed(ray_address: str, arguments: dict[str, Any], file: Path, lines: int) -> None:
     """Starts the training and kills it when the file has so many lines."""
     with (file.parent / "log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.trainers.skyrl.run", json.dumps(arguments)], stdout=log, stderr=log
+            [sys.executable, "-m", "tests.trainers.skyrl.run", ray_address, json.dumps(arguments)],
+            stdout=log,
+            stderr=log,
         )
         try:
             while len(calls_in(file)) < lines:
@@ -46,15 +48,14 @@ def test_a_trainer_that_was_killed_ends_with_the_same_weights(
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for directory in (whole, broken):
         save_model(directory / "model")
-    undisturbed = main(ray_address, service.grpc_address, f"{run_name}-whole", str(whole), STEPS, **KEEPING)
+    undisturbed = main(service.grpc_address, f"{run_name}-whole", str(whole), STEPS, **KEEPING)
     arguments: dict[str, Any] = {
-        "ray_address": ray_address,
         "address": service.grpc_address,
         "run": run_name,
         "directory": str(broken),
         "steps": STEPS,
     } | KEEPING
-    killed(arguments, broken / file, lines)
+    killed(ray_address, arguments, broken / file, lines)
     sampled = len(calls_in(broken / "calls.jsonl"))
     with RolloutClient(service.grpc_address, run_name) as client:
         sealed = client.status().batches_sealed
@@ -71,14 +72,13 @@ def test_a_fully_async_trainer_that_was_killed_trains_what_was_held(
 ) -> None:
     save_model(tmp_path / "model")
     arguments: dict[str, Any] = {
-        "ray_address": ray_address,
         "address": service.grpc_address,
         "run": run_name,
         "directory": str(tmp_path),
         "steps": STEPS,
         "is_async": True,
     } | KEEPING
-    killed(arguments, tmp_path / "steps.jsonl", 10)
+    killed(ray_address, arguments, tmp_path / "steps.jsonl", 10)
     with RolloutClient(service.grpc_address, run_name) as client:
         held = {group.uid for group in client.groups() if group.batch is not None and group.batch >= 3}
         resumed = main(**arguments)
@@ -88,10 +88,9 @@ def test_a_fully_async_trainer_that_was_killed_trains_what_was_held(
     assert {log["step"] for log in resumed.logs} == set(range(4, STEPS + 1))
 
 
-def test_a_run_that_was_trained_is_not_begun_anew(
-    service: Service, run_name: str, ray_address: str, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("ray_address")
+def test_a_run_that_was_trained_is_not_begun_anew(service: Service, run_name: str, tmp_path: Path) -> None:
     save_model(tmp_path / "model")
-    main(ray_address, service.grpc_address, run_name, str(tmp_path), 1)
+    main(service.grpc_address, run_name, str(tmp_path), 1)
     with pytest.raises(FailedPreconditionError, match="came as far as batch 1, and this one begins anew"):
-        main(ray_address, service.grpc_address, run_name, str(tmp_path), 2)
+        main(service.grpc_address, run_name, str(tmp_path), 2)

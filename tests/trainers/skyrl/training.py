@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,6 @@ import tests.trainers.skyrl.cpu_patches  # noqa: F401  isort: skip
 
 import ray
 import torch
-from skyrl.backends.skyrl_train.utils.ppo_utils import (
-    AdvantageEstimatorRegistry,
-    PolicyLossRegistry,
-    repopulate_all_registries,
-)
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.generators.base import GeneratorInterface
 
@@ -34,8 +31,17 @@ class Trained:
     logs: list[dict[str, Any]]
 
 
+@contextmanager
+def connected(ray_address: str) -> Iterator[None]:
+    """Within it this process may train."""
+    # Workers run functions of SkyRL's own, too.
+    patched = {"worker_process_setup_hook": "tests.trainers.skyrl.cpu_patches.applied"}
+    ray.init(address=ray_address, log_to_driver=False, runtime_env=patched)
+    yield
+    ray.shutdown()
+
+
 def train(
-    ray_address: str,
     kind: Any,
     cfg: SkyRLTrainConfig,
     generator: GeneratorInterface,
@@ -45,29 +51,19 @@ def train(
 ) -> Trained:
     """Trains as SkyRL's experiment does. kind: the trainer's class. log: where the tracker writes. more: arguments of
     the trainer."""
-    # Workers run functions of SkyRL's own, too.
-    patched = {"worker_process_setup_hook": "tests.trainers.skyrl.cpu_patches.applied"}
-    ray.init(address=ray_address, log_to_driver=False, runtime_env=patched)
-    try:
-        tracker = Tracker(log)
-        trainer = kind(
-            cfg=cfg,
-            tracker=tracker,
-            tokenizer=tokenizer(cfg),
-            train_dataset=Prompts(prompts),
-            inference_engine_client=Engine(),
-            generator=generator,
-            **more,
-        )
-        trainer.build_models(PolicyWorker, CriticWorker, RefWorker)
-        asyncio.run(trainer.train())
-        critic = {}
-        if trainer.critic_model is not None:
-            critic = ray.get(trainer.critic_model.async_run_ray_method("pass_through", "weights"))[0]
-        return Trained(weights_of(cfg), critic, tracker.logs)
-    finally:
-        # Ends its actors, SkyRL's own among them, of which it would keep the handles.
-        ray.shutdown()
-        for registry in (AdvantageEstimatorRegistry, PolicyLossRegistry):
-            registry.reset()
-        repopulate_all_registries()
+    tracker = Tracker(log)
+    trainer = kind(
+        cfg=cfg,
+        tracker=tracker,
+        tokenizer=tokenizer(cfg),
+        train_dataset=Prompts(prompts),
+        inference_engine_client=Engine(),
+        generator=generator,
+        **more,
+    )
+    trainer.build_models(PolicyWorker, CriticWorker, RefWorker)
+    asyncio.run(trainer.train())
+    critic = {}
+    if trainer.critic_model is not None:
+        critic = ray.get(trainer.critic_model.async_run_ray_method("pass_through", "weights"))[0]
+    return Trained(weights_of(cfg), critic, tracker.logs)

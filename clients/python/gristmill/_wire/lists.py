@@ -5,7 +5,7 @@ A conversion that finds anything unusual returns None, and `gristmill._wire.tabl
 
 from __future__ import annotations
 
-from array import array
+import struct
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,12 @@ from gristmill._wire.columns import Array
 from gristmill.errors import InvalidArgumentError
 
 _INT32 = np.dtype(np.int32)
-_TYPECODES = {_INT32: "i", np.dtype(np.float32): "f", np.dtype(np.float64): "d"}
 
 
 def from_list(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
     """The values as an array of int32, uint8, float32 or float64; None where one does not fit, or the first is a bool.
 
-    Twice as quick as NumPy, which looks for a type first; masks are ten times as quick.
+    Nearly twice as quick as NumPy, which looks for a type first; masks are ten times as quick.
     """
     if not values:
         return np.empty(0, dtype)
@@ -29,8 +28,8 @@ def from_list(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
             return np.frombuffer(bytes(values), np.uint8)
         if isinstance(values[0], bool):
             return None
-        return np.frombuffer(array(_TYPECODES[dtype], values), dtype)
-    except (TypeError, ValueError, OverflowError):
+        return np.frombuffer(struct.pack(f"{len(values)}{dtype.char}", *values), dtype)
+    except (TypeError, ValueError, OverflowError, struct.error):
         return None
 
 

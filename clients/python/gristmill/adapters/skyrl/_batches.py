@@ -16,13 +16,12 @@ _DTYPES = {
     "attention_mask": torch.int64,
     "response_mask": torch.int64,
     "loss_mask": torch.float32,
-    "rewards": torch.float32,
     "rollout_logprobs": torch.float32,
     "advantages": torch.float32,
     "returns": torch.float32,
     "values": torch.float32,
 }
-_ALWAYS = ("sequences", "attention_mask", "response_mask", "loss_mask", "rewards", "rollout_logprobs")
+_ALWAYS = ("sequences", "attention_mask", "response_mask", "loss_mask", "rollout_logprobs")
 
 
 class BatchRows:
@@ -46,6 +45,8 @@ class BatchRows:
             self.boundaries.append((begin, end))
             begin = end
 
+        self._has_added = begin > sum(len(shard) for shard, _ in self._places)
+
     def __len__(self) -> int:
         return self.boundaries[-1][1] if self.boundaries else 0
 
@@ -55,7 +56,9 @@ class BatchRows:
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor of the shards over all rows; 0 on padding rows that were added here. Converted as it is copied."""
         sample = self._places[0][0][name]
-        found = torch.zeros((len(self), *sample.shape[1:]), dtype=_DTYPES.get(name, sample.dtype))
+        # Memory that is written once, row by row, is not filled before.
+        make = torch.zeros if self._has_added else torch.empty
+        found = make((len(self), *sample.shape[1:]), dtype=_DTYPES.get(name, sample.dtype))
         for shard, begin in self._places:
             found[begin : begin + len(shard)] = shard[name]
         return found
@@ -74,10 +77,11 @@ class BatchRows:
     def training_input(self, columns: Sequence[str] = ()) -> TrainingInputBatch:
         """What SkyRL's forward passes need. columns: the run's own, which workers find under their names."""
         tensors: dict[str, Any] = {name: self.tensor(name) if name in self else None for name in (*_ALWAYS, *columns)}
-        if tensors["rewards"] is None:
-            # They depend on what is written back; SkyRL's loop passes them on to steps that do nothing here.
-            tensors["rewards"] = torch.zeros_like(tensors["loss_mask"])
-        self._fill_added(tensors)
+        # SkyRL's loop passes them on to steps whose work is the service's.
+        tensors["rewards"] = torch.zeros(1, 1).expand_as(tensors["loss_mask"])
+        if self._has_added:
+            # A row that attends to nothing gives NaN: these are two tokens long, as the service's are.
+            tensors["attention_mask"][tensors["attention_mask"].sum(-1) == 0, -2:] = 1
         batch = TrainingInputBatch(tensors)
         batch.metadata = self.metadata() | {"uids": self.uids()}
         return batch
@@ -89,8 +93,3 @@ class BatchRows:
             "policy_mini_batch_boundaries": self.boundaries,
             "critic_mini_batch_boundaries": self.boundaries,
         }
-
-    def _fill_added(self, tensors: dict[str, Any]) -> None:
-        """A row that attends to nothing gives NaN: those added here are two tokens long, as the service's are."""
-        is_empty = tensors["attention_mask"].sum(-1) == 0
-        tensors["attention_mask"][is_empty, -2:] = 1

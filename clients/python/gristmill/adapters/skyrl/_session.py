@@ -7,13 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import torch
-
 from gristmill import AllRanksClient, RolloutClient, WholeBatch
 from gristmill.adapters.skyrl._options import Gristmill
 from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError
-
-_DTYPES = {"tokens": torch.int64, "masks": torch.int64, "loss_mask": torch.float32}
 
 Rows = list[dict[str, Any]]
 
@@ -43,7 +39,6 @@ class Session:
                 gristmill.run,
                 dp_size=settings["dp_size"],
                 model=model,
-                dtypes=_DTYPES,
                 auto_commit=auto_commit,
                 timeout_s=gristmill.timeout_s,
             )
