@@ -88,7 +88,9 @@ class Rank:
         """The next batch's plan; None after the last."""
         self._step_past_failed()
         while True:
-            request = trainer_pb2.GetBatchRequest(run=self._run, batch=self._next.batch, wait_s=1.0)
+            request = trainer_pb2.GetBatchRequest(
+                run=self._run, batch=self._next.batch, wait_s=1.0, ranks=[self._rank], trains=run_pb2.MODEL_POLICY
+            )
             answer = self._call("GetBatch", request, wait_s=1.0)
             if answer.state == trainer_pb2.BATCH_STATE_END:
                 return None

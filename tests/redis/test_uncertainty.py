@@ -266,6 +266,28 @@ class TestRollback:
         [entry] = [entry for entry in said if entry["event"] == "log rolled back"]
         assert (entry["log_level"], entry["records_lost"], entry["records_left"]) == ("error", 2, 1)
 
+    def test_the_generation_that_was_told_is_known_though_the_log_lost_its_beginning(
+        self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog, join: Join
+    ) -> None:
+        log.note_generation(5)
+        log.append(b"told")
+        self.forget(redis_server, 2)
+        log.close()
+        again = store.open("run")
+        replay = again.replay()
+        assert (replay.is_short(), replay.generation) == (True, 5)
+        again.close()
+        other = join(redis_server.url)
+        owned = other.open("run")
+        assert owned.replay().generation == 0, "it was never told"
+        with pytest.raises(OwnedElsewhereError):
+            store.open("run")
+        owned.append(b"one")
+        owned.append(b"other")
+        owned.check_reported()
+        owned.close()
+        assert other.open("run").replay().generation == 5
+
     def test_it_is_told_until_the_log_goes_on(
         self, redis_server: RedisServer, store: RedisRunStore, log: RedisRunLog
     ) -> None:

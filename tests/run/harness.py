@@ -245,7 +245,7 @@ class RecordingLog(MemoryRunLog):
     def __init__(self) -> None:
         super().__init__()
         self.records: list[bytes] = []
-        self.refuses = 0
+        self.refuses = self.generation = 0
 
     def of(self, config: bytes) -> RecordingLog:
         self.config = config
@@ -254,6 +254,9 @@ class RecordingLog(MemoryRunLog):
     @property
     def events(self) -> list[Event]:
         return [event for record in self.records for event in decode_events(record)]
+
+    def note_generation(self, generation: int) -> None:
+        self.generation = generation
 
     def append(self, record: bytes, tables: Collection[int] = ()) -> None:
         if self.refuses:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -96,20 +97,21 @@ def test_a_failed_batch_before_the_position_is_no_reason_to_refuse() -> None:
 
 
 class RolledBackLog(RecordingLog):
-    """A log that is found again without its last records."""
+    """A log that is found again without its last records. generation: that of the run before."""
 
-    def __init__(self, records: list[bytes], config: bytes) -> None:
+    def __init__(self, records: list[bytes], config: bytes, generation: int) -> None:
         super().__init__()
         self.records, self.config = records, config
+        self.note_generation(generation)
 
     def replay(self) -> Replay:
-        return Replay(None, list(self.records), lambda: True)
+        return Replay(None, list(self.records), lambda: True, self.generation)
 
 
 def rolled_back(bench: Bench, keep: int) -> Bench:
     again = Bench.__new__(Bench)
     again.__dict__.update(bench.__dict__)
-    again.log = RolledBackLog(bench.log.records[:keep], b"{}")
+    again.log = RolledBackLog(bench.log.records[:keep], b"{}", bench.log.generation)
     again.log.retain = lambda numbers, check: set()  # type: ignore[method-assign]
     again.reopen()
     return again
@@ -158,7 +160,54 @@ def test_a_rank_that_waits_far_ahead_of_a_run_that_was_rolled_back_is_told_so() 
     short = len(bench.log.records)
     train(bench, 0, 1, 2)
     again = rolled_back(bench, short)
-    assert again.run.batch(3).state is BatchState.PENDING, "the next one is waited for as ever"
+    assert again.run.batch(3).state is BatchState.PENDING, "the next one is waited for as ever by who only reads"
     for call in (lambda: again.run.batch(5), lambda: again.run.shard("policy", 0, Position(5), 0)):
         with pytest.raises(FailedPreconditionError, match="its log was rolled back, it is in generation 2"):
             call()
+
+
+def test_a_rank_that_waits_for_the_batch_after_those_that_it_has_to_train_again_is_told_so() -> None:
+    """They fill the buffer: nothing behind them is sealed until they are trained."""
+    bench = sealed(3)
+    train(bench, 0)
+    short = len(bench.log.records)
+    train(bench, 1, 2)
+    again = rolled_back(bench, short)
+    again.make_batches()
+    calls: list[Callable[[], object]] = [
+        lambda: again.run.batch(3, [0], "policy"),
+        lambda: again.run.batch(3, (), "policy"),
+        lambda: again.run.shard("policy", 0, Position(3), 0),
+    ]
+    for call in calls:
+        with pytest.raises(FailedPreconditionError, match=r"batch 3 lies ahead .* before batch 1 epoch 0 mini-batch 0"):
+            call()
+    assert again.run.batch(1, [0], "policy").state is BatchState.PUBLISHED
+    assert again.run.batch(2, [0], "policy").state is BatchState.PUBLISHED, "what is there may be read ahead"
+    train(again, 1, 2)
+    assert again.run.batch(3, [0], "policy").state is BatchState.PENDING, "it is its next"
+    assert again.run.shard("policy", 0, Position(3), 0).state is BatchState.PENDING
+
+
+def test_before_any_rollback_a_rank_may_wait_for_a_batch_far_ahead() -> None:
+    bench = sealed(1)
+    assert bench.run.batch(7, [0], "policy").state is BatchState.PENDING
+    assert bench.run.shard("policy", 0, Position(7), 0).state is BatchState.PENDING
+
+
+def test_no_two_generations_have_one_number_though_a_rollback_takes_back_the_beginning_of_one() -> None:
+    """As where one failover follows another at once."""
+    bench = sealed(3)
+    short = len(bench.log.records)
+    train(bench, 0)
+    again = rolled_back(bench, len(bench.log.records))
+    assert again.run.status().generation == 2
+    again.make_batches()
+    train(again, 1, 2)
+    once_more = rolled_back(again, short)
+    assert once_more.run.status().generation == 3
+    once_more.make_batches()
+    train(once_more, 0, 1, 2)
+    with pytest.raises(FailedPreconditionError, match=r"The checkpoint is of generation 2 .* is in generation 3"):
+        once_more.run.resume("policy", Checkpoint(Position(3), generation=2), "of the lost generation")
+    assert once_more.replayed() == once_more.state

@@ -12,11 +12,11 @@ from gristmill_service.run.machine.conditions import Condition
 from gristmill_service.run.run import Run
 
 
-def ask_batch(run: Run, batch: int, ranks: Sequence[int]) -> Question[BatchAnswer]:
+def ask_batch(run: Run, batch: int, ranks: Sequence[int], trains: Model | None) -> Question[BatchAnswer]:
     return Question(
         run,
         lambda: conditions.batch_is_settled(batch),
-        lambda: run.batch(batch, ranks),
+        lambda: run.batch(batch, ranks, trains),
         lambda answer: answer.state is not BatchState.PENDING,
     )
 

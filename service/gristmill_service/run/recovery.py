@@ -25,15 +25,15 @@ from gristmill_service.storage.run_store import RunLog
 ROWS_LOST = "rows_lost"
 
 
-def replayed(log: RunLog, config: RunConfig) -> tuple[State, bool]:
-    """The state, and whether the log is, or may be, shorter than what was promised. Raises InvalidArgumentError for a
-    log that this version does not read."""
-    snapshot, records, is_short = log.replay()
+def replayed(log: RunLog, config: RunConfig) -> tuple[State, GenerationBegan | None]:
+    """The state, and what there is to record where the log is, or may be, shorter than what was promised. Raises
+    InvalidArgumentError for a log that this version does not read."""
+    snapshot, records, is_short, generation = log.replay()
     state = State.initial(config) if snapshot is None else decode_state(snapshot)
     for record in records:
         for event in decode_events(record):
             apply(state, event)
-    return state, is_short()
+    return state, _rollback(state, generation) if is_short() else None
 
 
 def recovered(
@@ -57,10 +57,11 @@ def recovered(
     return [*lossy, *withdrawn(state, [*stored, *failed])]
 
 
-def rollback(state: State) -> GenerationBegan:
-    """The event that records that the log was found shorter than promised."""
+def _rollback(state: State, generation: int) -> GenerationBegan:
+    """The event that records that the log was found shorter than promised. generation: the one that was told then, 0
+    where it is not known: the log may have lost its beginning, and no other may have its number."""
     reached = {model: max(own.furthest, own.committed) for model, own in state.models.items()}
-    return GenerationBegan(state.generation + 1, reached)
+    return GenerationBegan(max(state.generation, generation) + 1, reached)
 
 
 class Needed:

@@ -98,7 +98,7 @@ class Run:
     def __init__(self, name: str, config: RunConfig, log: RunLog, shared: Shared) -> None:
         self.name, self.run_id, self.created_with = name, log.run_id, config
         self._log, self._store, clock = log, shared.store, shared.clock
-        state, self._is_rolled_back = recovery.replayed(log, config)
+        state, self._rollback = recovery.replayed(log, config)
         # Only time in which workers could have come counts for stragglers.
         offset = state.now - clock()
 
@@ -122,10 +122,11 @@ class Run:
         """
         state, rows = self._writer.state, self._writer.rows
         found = recovery.recovered(state, rows, self._log, self._is_stored, self.config.shared_columns)
-        if self._is_rolled_back:
-            found.append(recovery.rollback(state))
+        if self._rollback is not None:
+            found.append(self._rollback)
             _log.error("run rolled back: its log is shorter than promised", run=self.name, run_id=self.run_id)
         effects = self._writer.begin(found)
+        self._log.note_generation(state.generation)
         # The process before may have died between recording that a batch is freed and removing it.
         effects.freed += range(max(0, state.freed - self.config.max_buffered_batches), state.freed)
         effects.builds = True
@@ -224,11 +225,14 @@ class Run:
     def announce(self, version: int) -> None:
         self._execute(trainer_commands.AnnounceVersion(version))
 
-    def batch(self, number: int, ranks: Collection[int] = ()) -> BatchAnswer:
-        """ranks: of whose shards it tells what they lack; none: of all."""
+    def batch(self, number: int, ranks: Collection[int] = (), trains: Model | None = None) -> BatchAnswer:
+        """ranks: of whose shards it tells what they lack; none: of all. trains: the model whose ranks want to train it;
+        None: who asks only reads."""
 
         def find(state: State) -> tuple[BatchState, list[ColumnPlace]]:
             found = progress.batch_state(state, number)
+            if trains is not None and found is BatchState.PENDING:
+                progress.check_not_ahead(state, trains, ranks, number)
             return found, state.missing(number, ranks) if found is BatchState.FORWARD else []
 
         found, awaits = self._read(find)
@@ -253,9 +257,7 @@ class Run:
             progress.check_caller(state, model, rank, incarnation)
             self.monitor.asked_for_shard(state, model, rank)
             wanted = progress.next_of(state, model, rank) if position is None else position
-            found = progress.shard_state(state, wanted.batch, is_forward=is_forward)
-            if found in _THERE:
-                progress.check_mini_batch(state, model, wanted)
+            found = progress.shard_state(state, model, rank, wanted, is_forward=is_forward)
             return found, wanted, state.models[model].incarnation
 
         found, wanted, current = self._read(find)

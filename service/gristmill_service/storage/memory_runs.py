@@ -55,6 +55,9 @@ class MemoryRunLog:
     def replay(self) -> Replay:
         return Replay(None, ())
 
+    def note_generation(self, generation: int) -> None:
+        pass
+
     def append(self, record: bytes, tables: Collection[int] = ()) -> None:
         pass
 

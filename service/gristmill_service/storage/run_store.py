@@ -21,11 +21,13 @@ class Replay(NamedTuple):
     """A run's log: a snapshot, None where none was made, and the records that were appended after it.
 
     is_short: whether the log is found shorter than what was promised, or may be; known when all records were read.
+    generation: the one in which the run was when that was promised; 0: not known. The log may have lost that, too.
     """
 
     snapshot: bytes | None
     records: Iterable[bytes]
     is_short: Callable[[], bool] = lambda: False
+    generation: int = 0
 
 
 class RunLog(Protocol):
@@ -54,6 +56,10 @@ class RunLog(Protocol):
     def replay(self) -> Replay:
         """Reads the log; called once, before anything is appended. Raises InvalidArgumentError where it is damaged, or
         of a newer format."""
+
+    def note_generation(self, generation: int) -> None:
+        """Says which one the run is in, once the log has that: where it is known outside of the log what was promised,
+        this is remembered with it."""
 
     def append(self, record: bytes, tables: Collection[int] = ()) -> None:
         """Appends a record, which refers to these tables that were put since the last one: they are stored with it.

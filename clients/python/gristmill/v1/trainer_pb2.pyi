@@ -56,10 +56,16 @@ class GetBatchRequest(google.protobuf.message.Message):
     BATCH_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
+    TRAINS_FIELD_NUMBER: builtins.int
     run: builtins.str
     batch: builtins.int
     wait_s: builtins.float
     """Seconds to wait at most; 0 answers at once. The server may answer earlier, with BATCH_STATE_PENDING."""
+    trains: gristmill.v1.run_pb2.Model.ValueType
+    """Whose trainer asks, where it acknowledges what it trains; unspecified: who asks only reads. After a rollback of the
+    run a batch that is not sealed and lies behind the next one of these ranks is FAILED_PRECONDITION: they were further,
+    and have to resume. Who only reads may wait for any batch that is to come.
+    """
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Of which ranks' shards `awaits` tells; none: of all."""
@@ -71,8 +77,9 @@ class GetBatchRequest(google.protobuf.message.Message):
         batch: builtins.int = ...,
         wait_s: builtins.float = ...,
         ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        trains: gristmill.v1.run_pb2.Model.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch", b"batch", "ranks", b"ranks", "run", b"run", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch", b"batch", "ranks", b"ranks", "run", b"run", "trains", b"trains", "wait_s", b"wait_s"]) -> None: ...
 
 global___GetBatchRequest = GetBatchRequest
 

@@ -45,9 +45,13 @@ async def get_batch(
     batch: models.Int64,
     wait_s: _Wait = 0.0,
     rank: Annotated[list[models.Int32], Query(description="Of whose shards awaits tells; else of all.")] = [],  # noqa: B006
+    trains: Annotated[
+        Model | None,
+        Query(description="Whose trainer asks; after a rollback it is refused what lies behind these ranks' next."),
+    ] = None,
 ) -> Response:
     """A batch's plan, waiting until it is published, or until it waits for columns that trainers write."""
-    view = await context.long_poll.ask_async(ask_batch(run, batch, rank), wait_s, gone(request))
+    view = await context.long_poll.ask_async(ask_batch(run, batch, rank, trains), wait_s, gone(request))
     # The plan is JSON already, and may be large.
     plan = b',"plan":' + view.plan if view.plan else b""
     awaits = b',"awaits":' + orjson.dumps([place._asdict() for place in view.awaits]) if view.awaits else b""

@@ -33,7 +33,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     def GetBatch(  # noqa: N802
         self, request: trainer_pb2.GetBatchRequest, context: grpc.ServicerContext
     ) -> bytes:
-        question = ask_batch(self._context.runs.get(request.run), request.batch, request.ranks)
+        trains = messages.model_of(request.trains) if request.trains else None
+        question = ask_batch(self._context.runs.get(request.run), request.batch, request.ranks, trains)
         return self._encode(self._context.long_poll.ask(question, request.wait_s, context))
 
     def _encode(self, answer: BatchAnswer) -> bytes:

@@ -95,6 +95,7 @@ class TimedRunLog:
         self.config, self.run_id = log.config, log.run_id
         self.maps_rows, self.reads_rows = log.maps_rows, log.reads_rows
         self.remove, self.retain, self.close = log.remove, log.retain, log.close
+        self.note_generation = log.note_generation
 
     @property
     def is_lost(self) -> bool:

@@ -91,7 +91,7 @@ def shard_is_settled(
     def find(state: State) -> BatchState:
         progress.check_caller(state, model, rank, incarnation)
         wanted = progress.next_of(state, model, rank) if position is None else position
-        return progress.shard_state(state, wanted.batch, is_forward=is_forward)
+        return progress.shard_state(state, model, rank, wanted, is_forward=is_forward)
 
     key = (model, rank, position, incarnation, is_forward)
     return Condition(Topic.BATCHES, key, lambda state: _is_settled(lambda: find(state)))

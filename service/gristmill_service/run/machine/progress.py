@@ -7,6 +7,8 @@ over. A failed batch whose rows are kept is stepped over, too, where a rank asks
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from gristmill.errors import (
     BatchFailedError,
     FailedPreconditionError,
@@ -78,13 +80,21 @@ def batch_state(state: State, number: int) -> BatchState:
     return BatchState.END if state.finished and not state.complete else BatchState.PENDING
 
 
-def shard_state(state: State, number: int, *, is_forward: bool) -> BatchState:
-    """The same for a caller of the batch's shards. is_forward: whether forward shards are wanted, too."""
-    found = batch_state(state, number)
-    return BatchState.PENDING if found is BatchState.FORWARD and not is_forward else found
+def shard_state(state: State, model: Model, rank: int, position: Position, *, is_forward: bool) -> BatchState:
+    """The same for a rank that wants its shard of a mini-batch. is_forward: whether the forward shard is wanted, too.
+
+    Raises InvalidArgumentError for a mini-batch that the batch does not have."""
+    found = batch_state(state, position.batch)
+    if found is BatchState.FORWARD and not is_forward:
+        found = BatchState.PENDING
+    if found is BatchState.PENDING:
+        check_not_ahead(state, model, [rank], position.batch)
+    elif found is not BatchState.END:
+        _check_mini_batch(state, model, position)
+    return found
 
 
-def check_mini_batch(state: State, model: Model, position: Position) -> None:
+def _check_mini_batch(state: State, model: Model, position: Position) -> None:
     """For a position of a published batch."""
     count = (state.batches[position.batch].mini_batches or {}).get(model, 0)
     if not 0 <= position.mini_batch < count or not 0 <= position.epoch < state.epochs:
@@ -202,6 +212,24 @@ def _committed(model: ModelState) -> Position:
 
 def _reached(model: ModelState) -> Position:
     return min(model.committed, *model.next)
+
+
+def check_not_ahead(state: State, model: Model, ranks: Collection[int], number: int) -> None:
+    """For a batch that is not there, which these ranks of the model (none: all) want to train. One that is not sealed
+    and lies behind their next was theirs before a rollback: it would come when they train what is before it, or never.
+    """
+    own = model_state(state, model).next
+    if state.generation == 1 or number < state.batches_sealed:
+        return
+    for rank in ranks:
+        check_rank(state, model, rank)
+    following = max(settle(state, model, own[rank]) for rank in ranks or range(len(own)))
+    if number > following.batch:
+        raise FailedPreconditionError(
+            f"{model}: batch {number} lies ahead of what this run knows as trained, which is what lies before "
+            f"{text_of(following)}: its log was rolled back, it is in generation {state.generation}; resume from a "
+            "checkpoint at or before that position"
+        )
 
 
 def _check_not_rolled_back(state: State, number: int) -> None:

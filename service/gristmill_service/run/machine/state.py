@@ -284,8 +284,9 @@ def apply(state: State, event: Event) -> list[RowRef]:
         case BatchGivenUp():
             return _give_up_batch(state, event)
         case GenerationBegan(generation, reached):
+            # Of generations that began and were rolled back in turn nothing is left.
+            state.rollbacks += [dict(reached) for _ in range(state.generation, generation)]
             state.generation = generation
-            state.rollbacks.append(dict(reached))
         case Acknowledged() | PositionCommitted() | ModelResumed():
             _apply_progress(state, event)
     return []

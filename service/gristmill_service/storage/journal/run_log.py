@@ -53,6 +53,9 @@ class JournalRunLog:
         is_short = found.is_short() or self._mark.is_of_another_boot
         return found._replace(is_short=lambda: is_short)
 
+    def note_generation(self, generation: int) -> None:
+        """What was promised is not known outside of the log."""
+
     def append(self, record: bytes, tables: Collection[int] = ()) -> None:
         self._check()
         try:

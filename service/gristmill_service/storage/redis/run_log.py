@@ -51,11 +51,13 @@ class _Snapshot(msgspec.Struct, frozen=True):
 
 
 class Acknowledged(NamedTuple):
-    """The last record of a run that this process knows to be in the log. digest: the record's CRC; None: not known."""
+    """The last record of a run that this process knows to be in the log. digest: the record's CRC; None: not known.
+    generation: the run's then; 0: not known."""
 
     run_id: str
     number: int
     digest: int | None
+    generation: int = 0
 
 
 class RedisRunLog:
@@ -94,6 +96,7 @@ class RedisRunLog:
         self._last = 0
         self._digest: int | None = None
         self._length = 0
+        self._generation = 0 if before is None else before.generation
         self._snapshot: _Snapshot | None = None
 
     @property
@@ -114,7 +117,7 @@ class RedisRunLog:
     def acknowledged(self) -> Acknowledged | None:
         """Until the log is read and, where it was found too short, goes on, it is as it was before. One that a former
         owner's report refutes is as that says."""
-        own = Acknowledged(self.run_id, self._last, self._digest) if self._last else None
+        own = Acknowledged(self.run_id, self._last, self._digest, self._generation) if self._last else None
         return self._reported or self._before or own
 
     def renewed(self, until: float) -> None:
@@ -153,8 +156,8 @@ class RedisRunLog:
             if self._snapshot is not None:
                 self._last = self._snapshot.number
             records = list(self._records())
-        is_short = self._before is not None
-        return Replay(snapshot, records, lambda: is_short)
+        is_short, generation = self._before is not None, self._generation
+        return Replay(snapshot, records, lambda: is_short, generation)
 
     def _read_snapshot(self) -> bytes | None:
         described = cast(bytes | None, self._client.get(self._keys.snapshot))
@@ -203,6 +206,9 @@ class RedisRunLog:
                 records_left=self._last - _FIRST,
                 reason="Redis lost what it had confirmed, as by a failover; redis_min_replicas prevents that",
             )
+
+    def note_generation(self, generation: int) -> None:
+        self._generation = generation
 
     def append(self, record: bytes, tables: Collection[int] = ()) -> None:
         self._health.check_replicas()

@@ -310,7 +310,13 @@ class TrainerCore(ABC, Generic[B]):
     def _ask_batch(self, number: int, wait_s: float) -> trainer_pb2.GetBatchResponse:
         # A critic waits for what the policy's ranks are awaited for, all of them.
         ranks = self._ranks if self.model == "policy" else ()
-        request = trainer_pb2.GetBatchRequest(run=self.run, batch=number, wait_s=wait_s, ranks=ranks)
+        request = trainer_pb2.GetBatchRequest(
+            run=self.run,
+            batch=number,
+            wait_s=wait_s,
+            ranks=ranks,
+            trains=MODELS[self.model] if self._acknowledges else run_pb2.MODEL_UNSPECIFIED,
+        )
         response: trainer_pb2.GetBatchResponse = self._transport.call(
             self._transport.trainers.GetBatch, request, wait_s=wait_s
         )
