@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gristmill_service.service import Service
 
 ROOT = Path(__file__).parents[1]
-# It needs TRL, with which tests/trainers/trl runs it.
-ELSEWHERE = {"trl_grpo.py"}
+# They need TRL and SkyRL, with which tests/trainers runs them.
+ELSEWHERE = {"skyrl_grpo.py", "trl_grpo.py"}
 RUN_HERE = {"agents_asyncio.py", "grpo.py", "ppo_values.py", "replan.py", "trackers.py"}
 
 
