@@ -1,28 +1,44 @@
 # gristmill as a service or as a sidecar: `docker run IMAGE serve --help`. Meant to run with a read-only root:
 #   docker run --read-only --shm-size 8g -p 127.0.0.1:50051:50051 -p 127.0.0.1:8080:8080 -e GRISTMILL_INSECURE=true IMAGE
-FROM python:3.11-slim-bookworm AS build
+# For amd64 and arm64. A release gives BASE with the digest that its tag has then, and the arguments below.
+ARG BASE=docker.io/library/python:3.11-slim-bookworm
+FROM ${BASE} AS build
+RUN apt-get update && apt-get install --yes --no-install-recommends binutils && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-COPY deploy/requirements.txt deploy/requirements.txt
-# Wheels alone: nothing is compiled, here or in the result.
-RUN python -m venv /opt/gristmill \
-    && /opt/gristmill/bin/pip install --no-cache-dir --only-binary :all: -r deploy/requirements.txt
-COPY pyproject.toml README.md LICENSE ./
+COPY deploy/requirements.txt deploy/build-requirements.txt deploy/slim.sh deploy/
+# Wheels alone, whose hashes are known: nothing is compiled, here or in the result.
+ARG PIP_OPTIONS="--no-cache-dir --disable-pip-version-check"
+RUN python -m venv /opt/gristmill && python -m venv /opt/build \
+    && /opt/gristmill/bin/pip install ${PIP_OPTIONS} --no-compile --only-binary :all: --require-hashes -r deploy/requirements.txt \
+    && /opt/build/bin/pip install ${PIP_OPTIONS} --only-binary :all: --require-hashes -r deploy/build-requirements.txt
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY clients/python clients/python
 COPY recorder recorder
 COPY service service
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
-    && /opt/gristmill/bin/pip install --no-cache-dir --no-deps /wheels/gristmill-*.whl \
+# Nobody may write to it, so that nothing is compiled later either: a start takes a second longer, and the image a third less.
+RUN /opt/build/bin/pip wheel ${PIP_OPTIONS} --no-deps --no-build-isolation --wheel-dir /wheels . \
+    && /opt/gristmill/bin/pip install ${PIP_OPTIONS} --no-compile --no-deps /wheels/gristmill-*.whl \
     && /opt/gristmill/bin/pip check \
-    && /opt/gristmill/bin/pip uninstall --yes pip setuptools
+    && /opt/gristmill/bin/pip uninstall --yes pip setuptools \
+    && deploy/slim.sh /opt/gristmill
 
-FROM python:3.11-slim-bookworm
-ARG VERSION=0.1.0
+FROM ${BASE}
+ARG BASE
+ARG VERSION=unknown
 ARG REVISION=unknown
+ARG CREATED=unknown
+# Where the repository is served.
+ARG SOURCE=unknown
 LABEL org.opencontainers.image.title="gristmill" \
       org.opencontainers.image.description="Turns the rollouts of LLM reinforcement learning into train-ready shards." \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${REVISION}"
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}" \
+      org.opencontainers.image.source="${SOURCE}" \
+      org.opencontainers.image.url="${SOURCE}" \
+      org.opencontainers.image.documentation="${SOURCE}/tree/v${VERSION}/docs" \
+      org.opencontainers.image.base.name="${BASE}"
 COPY --from=build /opt/gristmill /opt/gristmill
 COPY LICENSE /licenses/LICENSE
 # A volume that is mounted here is the user's from the start.

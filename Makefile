@@ -6,8 +6,14 @@ PEERS := .venv-peers
 TRAINERS := trl skyrl verl transformers
 ENVIRONMENTS := verifiers verifiers_v1 atropos
 PACKAGES := $(TRAINERS) $(ENVIRONMENTS)
+# The one place that has it.
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' clients/python/gristmill/__init__.py)
+# Hashes of every file that the image installs, for Python 3.11 to 3.13 and every architecture.
+LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
+	--no-emit-package colorama
 
 .PHONY: help setup demo test test-trainers test-environments $(PACKAGES:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl chaos protos format clean
+.PHONY: requirements version chart-version dist release-check baseline formats
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,6 +57,7 @@ check: setup  ## Lint, types, protos, generated stubs, the chart, links and page
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/buf lint protos
+	$(BIN)/buf breaking protos --against protos/released.binpb
 	protos/generate.sh --check
 	deploy/render.sh build/manifests
 	$(BIN)/python deploy/validate.py build/manifests/*.yaml
@@ -79,6 +86,31 @@ bench-trl: .venv-trl/.installed  ## Measure TRL's adapter beside TRL's own prepa
 
 bench-skyrl: .venv-skyrl/.installed  ## Measure SkyRL's adapter beside SkyRL's own preparation of a batch
 	.venv-skyrl/bin/python -m tests.bench.adapters_skyrl
+
+requirements: setup  ## Pin what the image installs; `make requirements UPGRADE=--upgrade` takes what is newest
+	$(LOCK) $(UPGRADE) pyproject.toml --extra service --extra record --extra otel --extra jwt -o deploy/requirements.txt
+	echo hatchling | $(LOCK) $(UPGRADE) - -o deploy/build-requirements.txt
+
+version:  ## Print the version
+	@echo $(VERSION)
+
+chart-version:  ## Give the chart the version
+	sed -i -E 's/^(version|appVersion): .*/\1: $(VERSION)/' deploy/helm/gristmill/Chart.yaml
+
+dist: setup  ## Build the packages as a release has them: build/dist
+	rm -rf build/dist
+	$(BIN)/python -m build --no-isolation --outdir build/dist .
+	$(BIN)/twine check --strict build/dist/*
+
+release-check: check dist  ## All of a release that needs no network
+	deploy/package-chart.sh build/dist
+	$(BIN)/python -m pytest tests/release tests/formats tests/test_documents.py tests/test_readme.py
+
+baseline: setup  ## Hold the protos against these from now on: when they are released
+	$(BIN)/buf build protos -o protos/released.binpb
+
+formats: setup  ## Write the fixtures of the current journal and Redis format
+	$(BIN)/python -m tests.formats
 
 chaos: setup  ## Kill things 1,000 times and prove that nothing was lost; writes build/chaos.json
 	$(BIN)/python -m tests.chaos

@@ -51,9 +51,11 @@ def tree() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="gristmill-image-"))
     directory.chmod(0o755)
     site, wheels = directory / "site", directory / "wheels"
-    pip("install", "--only-binary", ":all:", "--target", str(site), "-r", str(ROOT / "deploy/requirements.txt"))
-    pip("wheel", "--no-deps", "--wheel-dir", str(wheels), str(ROOT))
-    pip("install", "--no-deps", "--target", str(site), *map(str, wheels.glob("gristmill-*.whl")))
+    exact = ("--no-compile", "--only-binary", ":all:", "--require-hashes")
+    pip("install", *exact, "--target", str(site), "-r", str(ROOT / "deploy/requirements.txt"))
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), str(ROOT))
+    pip("install", "--no-compile", "--no-deps", "--target", str(site), *map(str, wheels.glob("gristmill-*.whl")))
+    subprocess.run([ROOT / "deploy/slim.sh", site], check=True)
     for path in (site, *site.rglob("*")):
         path.chmod(path.stat().st_mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
     yield site
@@ -90,6 +92,18 @@ def test_what_the_image_installs_serves_a_batch_as_another_user(tree: Path) -> N
         process.communicate(timeout=30)
         shutil.rmtree(memory)
     assert process.returncode == 0
+
+
+@pytest.mark.skipif(shutil.which("strip") is None, reason="without strip, which removes debug symbols: binutils")
+def test_the_image_is_small_without_its_base(tree: Path) -> None:
+    size = sum(path.stat().st_size for path in tree.rglob("*") if path.is_file() and not path.is_symlink()) / 1e6
+    print(f"image without its base: {size:.1f} MB")
+    # Python 3.11's is what the image has.
+    assert size < 120 or sys.version_info[:2] != (3, 11)
+
+
+def test_the_image_has_no_tests_of_its_dependencies(tree: Path) -> None:
+    assert [path for path in tree.rglob("*") if path.name in ("tests", "test", "__pycache__", "f2py")] == []
 
 
 def test_the_service_of_the_image_has_no_torch_and_no_compiler(tree: Path) -> None:

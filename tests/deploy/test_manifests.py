@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import tomllib
 from contextlib import suppress
@@ -115,15 +116,24 @@ def test_values_take_settings_that_exist() -> None:
 
 def pins() -> dict[str, Requirement]:
     """The packages that the image installs, by name."""
-    lines = (DEPLOY / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    return {canonicalize_name(pin.name): pin for pin in (Requirement(line) for line in lines if line[0] != "#")}
+    text = (DEPLOY / "requirements.txt").read_text(encoding="utf-8")
+    found = map(Requirement, re.findall(r"^([\w.-]+==[^\\]+?) \\$", text, re.MULTILINE))
+    return {canonicalize_name(pin.name): pin for pin in found}
+
+
+@pytest.mark.parametrize("file", ["requirements.txt", "build-requirements.txt"])
+def test_whatever_the_image_installs_has_hashes(file: str) -> None:
+    lines = (DEPLOY / file).read_text(encoding="utf-8").splitlines()
+    pinned = [line for line in lines if not line.startswith("    --hash=sha256:")]
+    assert pinned
+    assert all(line.endswith(" \\") and "==" in line for line in pinned)
 
 
 def test_the_images_requirements_are_exact_and_satisfy_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     assert "torch" not in pins()
-    for wanted in map(Requirement, [*project["dependencies"], *extras["service"], *extras["otel"]]):
+    for wanted in map(Requirement, [*project["dependencies"], *extras["service"], *extras["otel"], *extras["jwt"]]):
         (exact,) = pins()[canonicalize_name(wanted.name)].specifier
         assert exact.operator == "=="
         assert wanted.specifier.contains(exact.version), wanted

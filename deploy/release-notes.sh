@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# What CHANGELOG.md says of a version: `release-notes.sh VERSION`. Exit status 1 where it says nothing.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+awk -v wanted="## $1" '
+  /^## / { within = $0 == wanted || index($0, wanted " ") == 1; next }
+  within { print; if (NF) found = 1 }
+  END { exit !found }
+' CHANGELOG.md

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Removes from installed packages what nothing uses at run time: `slim.sh DIRECTORY`. Debug symbols go where there is a
+# strip; not numpy's, whose libraries were relocated and do not survive it.
+set -euo pipefail
+directory=$1
+find "$directory" -depth -type d \( -name tests -o -name test -o -name __pycache__ -o -path '*/numpy/f2py' \) \
+  -exec rm -rf {} +
+find "$directory" -type f \( -name '*.a' -o -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.pyx' -o -name '*.pxd' \
+  -o -name '*.pyi' -o -path '*/zstandard/_cffi.*.so' \
+  -o -path '*/numpy/_core/_simd.*' -o -path '*/numpy/_core/*_tests.*' -o -ipath '*/bin/activate*' -o -path '*/bin/f2py' \) -delete
+if command -v strip > /dev/null; then
+  find "$directory" -type f -name '*.so' -not -path '*/numpy*' -exec strip --strip-debug {} +
+else
+  echo "no strip here: debug symbols stay" >&2
+fi
