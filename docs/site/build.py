@@ -16,7 +16,18 @@ import reference
 ROOT = Path(__file__).resolve().parents[2]
 STAGED = ROOT / "build" / "docs"
 # Documents, and what they link to.
-SOURCES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs", "examples", "deploy", "protos")
+SOURCES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "MAINTAINERS.md",
+    "CODE_OF_CONDUCT.md",
+    "docs",
+    "examples",
+    "deploy",
+    "protos",
+)
 NOT_STAGED = shutil.ignore_patterns("__pycache__", "site", "templates")
 
 
