@@ -12,7 +12,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' clients/python/gris
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	--no-emit-package colorama
 
-.PHONY: help setup demo test test-trainers test-environments $(PACKAGES:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl chaos protos format clean
+.PHONY: help setup demo test test-trainers test-environments $(PACKAGES:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl chaos fuzz protos format clean
 .PHONY: requirements version chart-version dist release-check baseline formats
 
 help:  ## Show this help
@@ -114,6 +114,9 @@ formats: setup  ## Write the fixtures of the current journal and Redis format
 
 chaos: setup  ## Kill things 1,000 times and prove that nothing was lost; writes build/chaos.json
 	$(BIN)/python -m tests.chaos
+
+fuzz: setup  ## Give what reads bytes of others changed inputs, ten minutes each; writes findings to tests/fuzz/corpus
+	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS_EACH),600) --seed $(or $(SEED),0)
 
 protos: setup  ## Regenerate the gRPC stubs
 	protos/generate.sh

@@ -95,7 +95,9 @@ def refusal(error: Exception) -> ErrorResponse:
     elif error.code == "UNAVAILABLE":
         retry_after_s = UNAVAILABLE_RETRY_S
     batch = error.batch if isinstance(error, BatchFailedError) else None
-    return ErrorResponse(error.code, type(error).__name__, str(error), retry_after_s, batch)
+    # It may repeat a value with half of a surrogate pair, which no answer can hold.
+    message = str(error).encode(errors="backslashreplace").decode()
+    return ErrorResponse(error.code, type(error).__name__, message, retry_after_s, batch)
 
 
 def _shortened(message: str) -> str:

@@ -78,7 +78,8 @@ def decode(data: memoryview) -> Steps:
                 "gristmill"
             )
         return _table(header, data[end + -end % _ALIGNMENT :])
-    except (msgspec.MsgspecError, ValueError, TypeError, KeyError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, KeyError, SyntaxError) as error:
+        # NumPy reads some names of types as Python's own parser would.
         if isinstance(error, InvalidArgumentError):
             raise
         raise InvalidArgumentError(f"{len(data)} bytes are no table of rows: {error}") from None

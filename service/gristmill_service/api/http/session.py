@@ -15,7 +15,7 @@ _DAY_S = 24 * 60 * 60
 
 
 class SignIn(BaseModel):
-    token: str = Field(description="As in `authorization: Bearer TOKEN`.", min_length=1, max_length=8192)
+    token: str = Field(description="As in `authorization: Bearer TOKEN`.", max_length=8192, pattern=r"^[!-~]+$")
 
 
 class SignedIn(BaseModel):

@@ -43,7 +43,7 @@ def decode_events(record: bytes) -> list[Event]:
         version, found = _record.decode(record)
         _check(version)
         return [_decoders[kind].decode(fields) for kind, fields in found]
-    except (msgspec.MsgspecError, KeyError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
         raise InvalidArgumentError(f"a record of the run's log cannot be read: {error!r}") from None
 
 
@@ -57,7 +57,7 @@ def decode_state(snapshot: bytes) -> State:
         version, fields = _snapshot.decode(snapshot)
         _check(version)
         return _state.decode(fields)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"the snapshot of a run cannot be read: {error}") from None
 
 
