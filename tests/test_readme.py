@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from pydantic_core import PydanticUndefined
 from safetensors.numpy import load_file
 
@@ -34,29 +34,21 @@ def snippet(name: str, address: str) -> str:
     return code.replace("127.0.0.1:50051", address)
 
 
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(10, 10)
-
-    def forward(
-        self, sequences: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
-    ) -> torch.Tensor:
-        assert sequences.shape == attention_mask.shape == position_ids.shape
-        logits: torch.Tensor = self.embedding(sequences)
-        return logits
-
-
-def test_the_rollout_and_the_trainer_snippet_train_a_model_through_the_service(service: Service) -> None:
+def test_the_rollout_and_the_trainer_snippet_train_a_model_through_the_service(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
     exec(snippet("rollout", service.grpc_address), {})
-    model = Model()
-    before = model.embedding.weight.clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    names = {"model": model, "optimizer": optimizer, "rank": 0, "dp_size": 1}
+    names: dict[str, Any] = {}
     exec(snippet("trainer", service.grpc_address), names)
-    assert not torch.equal(before, model.embedding.weight)
+    assert names["optimizer"].state[names["model"].weight]["step"] == 2
     status = service.runs.get("my-run").status()
     assert (status.batches_freed, status.rows_accepted) == (1, 8)
+    # A second time they do nothing, and say so.
+    assert caplog.messages == []
+    exec(snippet("rollout", service.grpc_address), {})
+    assert "nothing is left to roll out of uid 'prompt-1' (2 groups" in caplog.text
+    exec(snippet("trainer", service.grpc_address), names)
+    assert service.runs.get("my-run").status().rows_accepted == 8
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="without curl")
@@ -68,16 +60,15 @@ def test_the_calls_over_http_train_a_batch(service: Service, tmp_path: Path) -> 
     assert service.runs.get("by-hand").status().batches_freed == 1
 
 
-def test_the_line_of_a_rollout_file_is_one(tmp_path: Path) -> None:
-    row = json.loads(_found(r'^    (\{"uid".*\})$', re.MULTILINE))
-    rollouts, config = tmp_path / "rollouts.jsonl", tmp_path / "run.yaml"
-    rollouts.write_text("".join(json.dumps(row | {"sample": sample}) + "\n" for sample in range(2)))
-    counts = {"train_batch_size": 1, "n_samples_per_prompt": 2, "policy_mini_batch_size": 1}
-    config.write_text(json.dumps(counts | {"micro_batch": {"size": 2}, "step_wise": True}))
-    gristmill = Path(sys.executable).with_name("gristmill")
-    done = subprocess.run([gristmill, "plan", rollouts, "--config", config], capture_output=True, text=True)
-    assert done.returncode == 0
+def test_the_commands_on_a_file_make_its_shards(tmp_path: Path) -> None:
+    code = _found(r"<!-- readme-file -->\n```bash\n(.*?)```", re.DOTALL)
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", "-euo", "pipefail", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     assert "1 batch; 1 prompt group; 2 rows sent" in done.stderr
+    shard = load_file(tmp_path / "shards/batch-00000/policy-000/rank-000.safetensors")
+    assert shard["sequences"].tolist() == [[1, 2, 3, 4, 5], [0, 1, 2, 3, 6]]
 
 
 TABLE = README[README.index("| setting | default | meaning |") : README.index("## What it promises")]
@@ -111,7 +102,7 @@ def test_the_configuration_table_tells_the_default(name: str, told: str) -> None
     assert SETTINGS[name].default in meant
 
 
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"^    gristmill (\w+)", README, re.MULTILINE))))
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"^(?:    )?gristmill (\w+)", README, re.MULTILINE))))
 def test_every_command_that_is_named_exists(command: str) -> None:
     gristmill = Path(sys.executable).with_name("gristmill")
     done = subprocess.run([gristmill, command, "--help"], capture_output=True, text=True)
