@@ -102,7 +102,7 @@ def admitted(request: rollout_pb2.BeginGroupsRequest, answer: rollout_pb2.BeginG
         sealed = sum(state == rollout_pb2.GROUP_ADMISSION_SEALED for state in answer.admissions)
         _log.warning(
             "run %r: nothing is left to roll out of uid %r (%d groups were asked for): %d are in batches already, %d "
-            "were dropped. What is sent of them is not taken again. Give other uids; or, for another pass over the same "
+            "were dropped. What is sent of them is not taken again. Give other uids; or, for another pass over them "
             "in a run that is not finished, round=%d in begin_groups and trajectory; or begin anew with delete_run",
             request.run,
             request.uids[0],
