@@ -1,28 +1,22 @@
-"""A batch that waits for columns that trainers write: forward shards, writes, and what completes it."""
+"""A batch that waits for columns that trainers write: forward shards, completion, and what outlives a process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load
 
-from gristmill._wire.columns import Array
-from gristmill._wire.rows import from_rows
 from gristmill.errors import (
-    AlreadyExistsError,
     FailedPreconditionError,
     InvalidArgumentError,
     ResourceExhaustedError,
     StaleIncarnationError,
-    UnavailableError,
 )
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, ColumnPlace, Position
 from gristmill_service.run.machine.codec import encode_state
 from gristmill_service.run.machine.trainer_commands import Checkpoint
@@ -30,92 +24,25 @@ from gristmill_service.run.run import Run
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.run_store import Replay, RunStore
-from tests.pipeline.written import column, files
+from tests.run.forwarded import (
+    NAMES,
+    PLACES,
+    SETTINGS,
+    as_sent_with_rows,
+    forwarded,
+    shard,
+    submit,
+    train_shards,
+    values_for,
+    write,
+    write_all,
+)
 from tests.run.harness import (
     CONFIG,
-    Bench,
     InlineTasks,
     LastingLog,
-    RecordingLog,
-    row,
     shared_by,
-    table,
 )
-from tests.strategies import Row
-
-SETTINGS: dict[str, Any] = {
-    "policy_mini_batch_size": 1,
-    "dp_size": 2,
-    "critic_mini_batch_size": 2,
-    "merge": "prefix",
-    "advantage_estimator": "gae",
-    "kl_in_reward": {"coef": 0.5, "estimator": "k1"},
-    "kl_from": "rollout_logprobs",
-    "columns": [column("values"), column("ref_logprobs")],
-}
-NAMES = ("values", "ref_logprobs")
-PLACES = [(mini_batch, rank) for mini_batch in range(2) for rank in range(2)]
-
-
-def rows(uid: str) -> list[Row]:
-    """A group of two trajectories: one of two steps that merge, one of a step."""
-    first = row(uid, 0, last=False, response=(3, 4), rollout_logprobs=[-1.0, -2.0])
-    second = row(uid, 0, 1, prompt_token_ids=[1, 2, 3, 4, 5], response=(6,), rollout_logprobs=[-3.0])
-    return [first, second, row(uid, 1, response=(7, 8, 9), reward=0.5, rollout_logprobs=[-1.0, -1.0, -1.0])]
-
-
-def forwarded(store: Any = None, log: RecordingLog | None = None, **settings: Any) -> Bench:
-    """A run with a batch of two groups, whose forward shards are out."""
-    bench = Bench(build_batch=build_batch, store=store or MemoryShardStore(), log=log, **SETTINGS | settings)
-    submit(bench.run)
-    bench.make_batches()
-    return bench
-
-
-def submit(run: Run) -> None:
-    for uid in ("a", "b"):
-        run.submit(table(*rows(uid)))
-
-
-def shard(run: Run, mini_batch: int, rank: int, model: Any = "policy") -> dict[str, Array]:
-    return load(b"".join(run.read_shard(0, ShardAddress(model, mini_batch, rank))))
-
-
-def values_for(tensors: Mapping[str, Array], names: tuple[str, ...] = NAMES, scale: float = 1.0) -> dict[str, Array]:
-    """What a trainer computes of a shard: something of each token, and noise on padding."""
-    tokens = tensors["sequences"][:, -tensors["response_mask"].shape[1] :].astype(np.float32)
-    own = tensors["response_mask"] == 1
-    return {name: np.where(own, scale * tokens / 8 + index, 99).astype(np.float32) for index, name in enumerate(names)}
-
-
-def write(run: Run, mini_batch: int, rank: int, names: tuple[str, ...] = NAMES, **more: Any) -> int:
-    incarnation = more.pop("incarnation", 1)
-    return run.write(0, mini_batch, rank, incarnation, values_for(shard(run, mini_batch, rank), names, **more))
-
-
-def write_all(run: Run, **more: Any) -> None:
-    for mini_batch, rank in PLACES:
-        write(run, mini_batch, rank, **more)
-
-
-def train_shards(run: Run) -> dict[ShardAddress, bytes]:
-    addresses = [ShardAddress("policy", *place) for place in PLACES]
-    addresses += [ShardAddress("critic", 0, rank) for rank in range(2)]
-    return {address: b"".join(run.read_shard(0, address)) for address in addresses}
-
-
-def as_sent_with_rows() -> dict[ShardAddress, bytes]:
-    """The shards of the same batch, whose rollout workers sent what `values_for` writes."""
-    settings = SETTINGS | {"columns": [given | {"source": "rollout"} for given in SETTINGS["columns"]]}
-    config = parse_config(CONFIG | settings)
-    sent = [
-        one | {name: [token / 8 + index for token in one["response_ids"]] for index, name in enumerate(NAMES)}
-        for uid in ("a", "b")
-        for one in rows(uid)
-    ]
-    steps = from_rows(sent, step_wise=True, columns=config.columns)
-    batch = build_batch(steps, config, run="run", batch=0, policy_version=0)
-    return files(batch)
 
 
 class TestWaiting:
@@ -198,13 +125,28 @@ class TestCompletion:
             bench.make_batches()
         assert train_shards(bench.run) == as_sent_with_rows()
 
-    def test_values_of_which_no_advantage_can_be_made_fail_the_batch(self) -> None:
+    def test_what_float32_cannot_hold_in_sums_is_refused_before_it_fails_the_batch(self) -> None:
         # Each token's KL is a number of float32, and their sum is none.
         bench = forwarded(kl_in_reward={"coef": 7e37, "estimator": "k1"})
-        write_all(bench.run)
+        with pytest.raises(InvalidArgumentError, match=r"ref_logprobs\[0\] is .*, and the KL is .*e\+3"):
+            write(bench.run, 0, 0)
+        values = values_for(shard(bench.run, 0, 0), ("values",))
+        with pytest.raises(
+            InvalidArgumentError, match=r"values\[0\] is 1.9.*e\+38, which float32 does not hold in sums"
+        ):
+            bench.run.write(0, 0, 0, 1, {"values": np.full_like(values["values"], 2e38)})
+        assert len(bench.run.batch(0).awaits) == 8
+
+    def test_the_largest_numbers_that_are_taken_give_a_batch_that_can_be_trained(self) -> None:
+        bench = forwarded(kl_in_reward={"coef": 1.0, "estimator": "k1"}, whiten="batch")
+        for mini_batch, rank in PLACES:
+            mask = shard(bench.run, mini_batch, rank)["response_mask"]
+            signs = np.where(np.arange(mask.size).reshape(mask.shape) % 2, 1, -1)
+            sent = {"values": signs * np.float32(9e29), "ref_logprobs": signs * np.float32(9e29)}
+            bench.run.write(0, mini_batch, rank, 1, {name: one.astype(np.float32) for name, one in sent.items()})
         bench.make_batches()
-        assert "float32 does not hold" in bench.run.status().failed_batches[0]
-        assert (bench.state.row_bytes, len(bench.rows)) == (0, 0)
+        assert bench.run.status().failed_batches == {}
+        assert all(np.isfinite(shard(bench.run, *place)["advantages"]).all() for place in PLACES)
 
     def test_a_store_without_room_for_both_takes_the_train_shards_in_place_of_the_forward_shards(self) -> None:
         class Small(MemoryShardStore):
@@ -217,132 +159,6 @@ class TestCompletion:
         write_all(bench.run)
         bench.make_batches()
         assert bench.run.batch(0).state is BatchState.PUBLISHED
-
-
-class TestWrites:
-    @pytest.mark.parametrize("is_complete", [False, True])
-    def test_the_same_bytes_again_change_nothing_and_others_are_refused(self, is_complete: bool) -> None:
-        bench = forwarded()
-        sent = values_for(shard(bench.run, 0, 0))
-        bench.run.write(0, 0, 0, 1, sent)
-        if is_complete:
-            write_all(bench.run)
-            bench.make_batches()
-        state, records = encode_state(bench.state), len(bench.log.records)
-        bench.run.write(0, 0, 0, 1, sent)
-        assert (encode_state(bench.state), len(bench.log.records)) == (state, records)
-        with pytest.raises(AlreadyExistsError, match="batch 0 mini-batch 0 rank 0: ref_logprobs is written already"):
-            bench.run.write(0, 0, 0, 1, {**sent, "ref_logprobs": sent["ref_logprobs"] + 1})
-        assert encode_state(bench.state) == state
-        assert not bench.run._writer.staged
-
-    def test_a_write_that_has_a_part_already_adds_the_rest(self) -> None:
-        bench = forwarded()
-        sent = values_for(shard(bench.run, 0, 0))
-        bench.run.write(0, 0, 0, 1, {"values": sent["values"]})
-        assert bench.run.write(0, 0, 0, 1, sent) == 6
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"tensors": {}}, "no tensor came"),
-            ({"tensors": {"advantages": np.zeros((1, 4), np.float32)}}, "'advantages' is of no column that trainers"),
-            ({"tensors": {"micro_batch_000/values": np.zeros((1, 4), np.float32)}}, "is no tensor of this shard"),
-            (
-                {"tensors": {"values": np.zeros((2, 4), np.float32)}},
-                r"values is F32 \[2, 4\] and has to be F32 \[1, 4\]",
-            ),
-            (
-                {"tensors": {"values": np.array([[0, 1, 2, np.inf]], np.float32)}},
-                r"uid 'a' sample 0 step 1: values\[3\] is not finite",
-            ),
-            ({"mini_batch": 2}, "there is no mini-batch 2"),
-            ({"rank": 2}, "rank is 2 and dp_size is 2"),
-            ({"incarnation": 0}, "incarnation is 0"),
-        ],
-    )
-    def test_what_is_not_as_the_shard_is_is_refused_and_nothing_of_it_kept(
-        self, change: dict[str, Any], message: str
-    ) -> None:
-        bench = forwarded()
-        call = {"mini_batch": 0, "rank": 0, "incarnation": 1, "tensors": values_for(shard(bench.run, 0, 0))}
-        state = encode_state(bench.state)
-        with pytest.raises(InvalidArgumentError, match=message):
-            bench.run.write(0, **{**call, **change})
-        assert encode_state(bench.state) == state
-        assert not bench.run._writer.staged
-
-    def test_a_batch_that_waits_for_nothing_takes_none(self) -> None:
-        bench = forwarded()
-        write_all(bench.run)
-        bench.make_batches()
-        bench.state.batches[0].written.popitem()
-        with pytest.raises(FailedPreconditionError, match="waits for no column"):
-            write(bench.run, 1, 1)
-
-    def test_before_the_shards_are_there_the_caller_is_told_to_come_again(self) -> None:
-        bench = forwarded()
-        sent = values_for(shard(bench.run, 0, 0))
-        with pytest.raises(UnavailableError, match="batch 1 is not published yet"):
-            bench.run.write(1, 0, 0, 1, sent)
-        bench.store.free("run", 0)
-        bench.run.batch(0)
-        bench.run.shard("policy", 0, Position(0), 0, is_forward=True)
-        with pytest.raises(UnavailableError, match="batch 0 is being published again"):
-            bench.run.write(0, 0, 0, 1, sent)
-
-    def test_a_log_that_is_full_refuses_the_write_whole(self) -> None:
-        bench = forwarded()
-        bench.log.refuses = 1
-        with pytest.raises(UnavailableError, match="the book is full"):
-            write(bench.run, 0, 0)
-        assert not bench.run._writer.staged
-        assert len(bench.run.batch(0).awaits) == 8
-        write(bench.run, 0, 0)
-
-    @pytest.mark.parametrize("kl_from", ["old_logprobs", "rollout_logprobs"])
-    @pytest.mark.parametrize("last", ["old_logprobs", "ref_logprobs", "both"])
-    def test_log_probabilities_whose_kl_overflows_are_refused_with_their_row(self, kl_from: str, last: str) -> None:
-        bench = forwarded(
-            kl_in_reward={"coef": 0.5, "estimator": "k3"},
-            kl_from=kl_from,
-            columns=[column("ref_logprobs"), column("old_logprobs")],
-            advantage_estimator="reinforce++",
-        )
-        # The third token is an observation, of which anything may be written.
-        sent = {"old_logprobs": [-1, -2, 0, -1], "ref_logprobs": [-1, 800, 900, 0]}
-        tensors = {name: np.array([values], np.float32) for name, values in sent.items()}
-        if kl_from == "rollout_logprobs":
-            bench.run.write(0, 0, 0, 1, {"old_logprobs": tensors.pop("old_logprobs")})
-        elif last != "both":
-            first = next(name for name in tensors if name != last)
-            bench.run.write(0, 0, 0, 1, {first: tensors.pop(first)})
-        held = encode_state(bench.state)
-        message = r"uid 'a' sample 0 step 1: \w+\[1\] is .*, and the KL is inf, of log-probabilities -2.0 and 800.0"
-        with pytest.raises(InvalidArgumentError, match=message):
-            bench.run.write(0, 0, 0, 1, tensors)
-        assert encode_state(bench.state) == held
-        if "ref_logprobs" in tensors:
-            tensors["ref_logprobs"][0, 1] = 0
-            bench.run.write(0, 0, 0, 1, tensors)
-
-    def test_a_rows_sum_that_float32_cannot_hold_times_its_coefficient_is_refused(self) -> None:
-        bench = forwarded(
-            advantage_estimator="grpo",
-            kl_in_reward={"coef": 10.0, "column": "kl"},
-            columns=[column("kl", scope="row")],
-        )
-        with pytest.raises(
-            InvalidArgumentError, match=r"uid 'a' sample 0 step 1: kl is 9.9.*e\+37, .* the coefficient 10"
-        ):
-            bench.run.write(0, 0, 0, 1, {"kl": np.array([1e38], np.float32)})
-
-    def test_what_float32_cannot_hold_is_refused_before_it_fails_the_batch(self) -> None:
-        bench = forwarded(columns=[column("values", dtype="float64"), column("ref_logprobs")])
-        sent = {"values": np.full((1, 4), -1e300)}
-        with pytest.raises(InvalidArgumentError, match=r"values\[0\] is -1e\+300, which float32 does not hold"):
-            bench.run.write(0, 0, 0, 1, sent)
-        assert len(bench.run.batch(0).awaits) == 8
 
 
 class TestIncarnations:

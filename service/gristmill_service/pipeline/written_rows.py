@@ -1,7 +1,8 @@
 """The rows of a shard that trainers write columns for: what is written is judged where it can be refused by its row.
 
 A value that would fail the whole batch later, when everything is there, is refused when it comes: one that is not
-finite, or, where credit is computed of it, that float32 does not hold, or whose KL with the other log-probability.
+finite, or, where credit is computed of it, whose sums float32 may not hold, or whose KL with the other log-probability
+is such.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from numpy.typing import NDArray
 
 from gristmill._wire.column_spec import ColumnSpec, is_finite
 from gristmill._wire.columns import Array, Int64s, Ragged, starts_of
-from gristmill._wire.steps import FLOAT32_MAX
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import KlInReward, RunConfig
-from gristmill_service.pipeline.credit.credit_columns import credit_columns
+from gristmill_service.pipeline.credit.credit_columns import MOST, credit_columns
 from gristmill_service.pipeline.credit.kl import kl
 from gristmill_service.pipeline.rows.merge import Rows
 from gristmill_service.pipeline.scored_batch import ScoredBatch
@@ -59,15 +59,15 @@ class WrittenRows:
     def _check_fits(self, column: ColumnSpec, values: Array, config: RunConfig, where: str) -> None:
         reference = config.kl_in_reward
         coef = reference.coef if reference is not None and reference.column == column.name else 1.0
-        if max(1.0, abs(coef)) * _largest(values) <= FLOAT32_MAX:
+        if max(1.0, abs(coef)) * _largest(values) <= MOST:
             return
-        outside = np.flatnonzero(~(max(1.0, abs(coef)) * np.abs(values.astype(np.float64)) <= FLOAT32_MAX))
+        outside = np.flatnonzero(~(max(1.0, abs(coef)) * np.abs(values.astype(np.float64)) <= MOST))
         if outside.size:
             at = int(outside[0])
             times = "" if coef == 1 else f" with the coefficient {coef}"
             raise InvalidArgumentError(
-                f"{where}: {self._name(column, at)} is {values[at]}, which float32 does not hold{times}; shards have "
-                "credit in float32, scale it down"
+                f"{where}: {self._name(column, at)} is {values[at]}, which float32 does not hold in sums{times}; "
+                f"credit is computed of numbers up to {MOST:g}, scale it down"
             )
 
     def _check_kl(
@@ -90,7 +90,7 @@ class WrittenRows:
             return
         with np.errstate(over="ignore", invalid="ignore"):
             estimates = reference.coef * kl(ours.astype(np.float64), theirs.astype(np.float64), reference.estimator)
-        outside = np.flatnonzero(~(np.abs(estimates) <= FLOAT32_MAX) & self.trained)
+        outside = np.flatnonzero(~(np.abs(estimates) <= MOST) & self.trained)
         if outside.size:
             at = int(outside[0])
             raise InvalidArgumentError(
@@ -112,12 +112,12 @@ def _largest(values: Array) -> float:
 
 
 def _surely_fits(ours: Array, theirs: Array, reference: KlInReward) -> bool:
-    """Whether float32 holds every KL, which is no further from 0 than that of the largest difference there may be."""
+    """Whether no KL is too large, for none is further from 0 than that of the largest difference there may be."""
     assert reference.estimator is not None, "checked by who calls"
     furthest = np.float64(_largest(ours) + _largest(theirs))
     with np.errstate(over="ignore", invalid="ignore"):
         bounds = reference.coef * kl(np.array([furthest, -furthest]), np.zeros(2), reference.estimator)
-    return bool((np.abs(bounds) <= FLOAT32_MAX).all())
+    return bool((np.abs(bounds) <= MOST).all())
 
 
 def written_rows(rows: Int64s, scored: ScoredBatch, config: RunConfig) -> WrittenRows:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import structlog
@@ -56,7 +57,7 @@ from gristmill_service.run.workers import TaskQueue
 from gristmill_service.run.writer import Writer
 from gristmill_service.run.written_columns import SentColumns, written_before
 from gristmill_service.storage.run_store import LogLostError, RunLog
-from gristmill_service.storage.shard_store import ShardsLostError, ShardStore
+from gristmill_service.storage.shard_store import ShardsLostError, ShardStore, is_published
 
 _log = structlog.get_logger(__name__)
 # Asked once a submission: structlog itself would first bind and format what nobody reads.
@@ -121,7 +122,8 @@ class Run:
         Raises UnavailableError where the log cannot be written; the run is of no use then.
         """
         state, rows = self._writer.state, self._writer.rows
-        found = recovery.recovered(state, rows, self._log, self._is_stored, self.config.shared_columns)
+        is_stored = partial(is_published, self._store, self.name)
+        found = recovery.recovered(state, rows, self._log, is_stored, self.config.shared_columns)
         if self._rollback is not None:
             found.append(self._rollback)
             _log.error("run rolled back: its log is shorter than promised", run=self.name, run_id=self.run_id)
@@ -333,10 +335,14 @@ class Run:
         """
         self._writer.check_open()
         sent = SentColumns(self.name, batch, ShardAddress("policy", mini_batch, rank), tensors, self.config)
-        new = self._read(lambda state: columns.unwritten(state, batch, incarnation, sent.digests))
         others = written_before(batch, self._writer, self._log)
-        with sent.staged(new, self._builder.forms.get(batch, {}), self._writer, others) as stored:
-            return self._execute(trainer_commands.WriteColumns(batch, incarnation, stored))
+        lacking = None
+        while lacking is None:
+            beside = self._read(lambda state: columns.beside(state, batch, sent.digests))
+            new = self._read(lambda state: columns.unwritten(state, batch, incarnation, sent.digests))
+            with sent.staged(new, self._builder.forms.get(batch, {}), self._writer, others) as stored:
+                lacking = self._execute(trainer_commands.WriteColumns(batch, incarnation, stored, beside))
+        return lacking
 
     def acknowledge(self, model: Model, rank: int, position: Position, incarnation: int, commit: bool) -> Moved:
         return self._execute(trainer_commands.Acknowledge(model, rank, position, incarnation, commit))
@@ -484,13 +490,6 @@ class Run:
         except LogLostError:
             self._writer.lose()
             raise
-
-    def _is_stored(self, number: int) -> bool:
-        try:
-            self._store.plan(self.name, number)
-        except (NotFoundError, ShardsLostError):
-            return False
-        return True
 
 
 def _log_submission(run: str, steps: Steps, outcomes: Sequence[Outcome]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from gristmill.errors import UnavailableError
+from gristmill.errors import NotFoundError, UnavailableError
 from gristmill_service.pipeline.layout.iovec import Iovec
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 
@@ -83,3 +83,12 @@ class ShardStore(Protocol):
 
     def close(self) -> None:
         """Removes everything that this process published and that must not outlive it."""
+
+
+def is_published(store: ShardStore, run: str, batch: int) -> bool:
+    """Whether the store has the batch, as far as it knows."""
+    try:
+        store.plan(run, batch)
+    except (NotFoundError, ShardsLostError):
+        return False
+    return True

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from gristmill._wire.steps import FLOAT32_MAX, Steps
+from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.credit.kl import kl
+
+MOST = 1e30
+"""The largest number that credit is computed of: float32 holds a hundred million times that, so that no sum over a
+trajectory fails the batch that it is in."""
 
 
 def reward_columns(config: RunConfig) -> frozenset[str]:
@@ -38,15 +42,15 @@ def check_credit_columns(steps: Steps, config: RunConfig) -> None:
 
 def _check_fits(steps: Steps, name: str) -> None:
     column = steps.extras[name].values
-    if not column.values.size or max(abs(float(column.values.min())), abs(float(column.values.max()))) <= FLOAT32_MAX:
+    if not column.values.size or max(abs(float(column.values.min())), abs(float(column.values.max()))) <= MOST:
         return
     for row, values in enumerate(column.arrays()):
-        outside = np.flatnonzero(~(np.abs(values) <= FLOAT32_MAX))
+        outside = np.flatnonzero(~(np.abs(values) <= MOST))
         if outside.size:
             at = int(outside[0])
             raise InvalidArgumentError(
-                f"{steps.name(row)}: {name}[{at}] is {values[at]}, which float32 does not hold; shards have credit in "
-                "float32, scale it down"
+                f"{steps.name(row)}: {name}[{at}] is {values[at]}, which float32 does not hold in sums; credit is "
+                f"computed of numbers up to {MOST:g}, scale it down"
             )
 
 
@@ -65,7 +69,7 @@ def _check_kl(steps: Steps, config: RunConfig) -> None:
         if len(ours) != len(theirs):
             continue
         estimates = reference.coef * kl(ours.astype(np.float64), theirs.astype(np.float64), reference.estimator)
-        outside = np.flatnonzero(~(np.abs(estimates) <= FLOAT32_MAX) & (steps.loss_mask[row] == 1))
+        outside = np.flatnonzero(~(np.abs(estimates) <= MOST) & (steps.loss_mask[row] == 1))
         if outside.size:
             at = int(outside[0])
             raise InvalidArgumentError(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from gristmill.errors import AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, UnavailableError
 from gristmill_service.run.machine import progress
 from gristmill_service.run.machine.answers import ColumnPlace
 from gristmill_service.run.machine.state import State
+
+
+def beside(state: State, number: int, places: Iterable[ColumnPlace]) -> frozenset[ColumnPlace]:
+    """What is written of the shards that these places are of: by which what comes is judged."""
+    batch, shards = state.batches.get(number), {place[:2] for place in places}
+    return frozenset(place for place in (batch.written if batch else ()) if place[:2] in shards)
 
 
 def unwritten(state: State, number: int, incarnation: int, digests: Mapping[ColumnPlace, bytes]) -> list[ColumnPlace]:

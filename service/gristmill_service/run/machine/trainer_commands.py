@@ -107,18 +107,34 @@ class Resume(Command[Resumed]):
         return Resumed(own.incarnation, own.resumed_at, self._run_id, state.generation)
 
 
-class WriteColumns(Command[int]):
-    """A trainer wrote columns for one of the policy's shards. Answers how many the batch lacks then, of all shards."""
+class WriteColumns(Command[int | None]):
+    """A trainer wrote columns for one of the policy's shards. Answers how many the batch lacks then, of all shards;
+    None, and takes nothing, where others were written for the shard since: what came has to be judged beside them.
 
-    def __init__(self, batch: int, incarnation: int, columns: Mapping[ColumnPlace, WrittenColumn]) -> None:
-        self._batch, self._incarnation, self._columns = batch, incarnation, columns
+    beside: those that were there when it was judged.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        incarnation: int,
+        columns: Mapping[ColumnPlace, WrittenColumn],
+        beside: frozenset[ColumnPlace],
+    ) -> None:
+        self._batch, self._incarnation, self._columns, self._beside = batch, incarnation, columns, beside
+        self._is_judged = True
 
     def decide(self, view: View) -> Sequence[Event]:
         digests = {place: column.digest for place, column in self._columns.items()}
         new = written_columns.unwritten(view.state, self._batch, self._incarnation, digests)
-        return [ColumnsWritten(self._batch, {place: self._columns[place] for place in new})] if new else []
+        self._is_judged = not new or written_columns.beside(view.state, self._batch, new) == self._beside
+        if not new or not self._is_judged:
+            return []
+        return [ColumnsWritten(self._batch, {place: self._columns[place] for place in new})]
 
-    def answer(self, state: State) -> int:
+    def answer(self, state: State) -> int | None:
+        if not self._is_judged:
+            return None
         return state.lacking(self._batch) if self._batch in state.batches else 0
 
 
