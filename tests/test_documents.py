@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
+
+from gristmill_service.cli.commands import app
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
@@ -46,6 +51,25 @@ def test_every_link_leads_somewhere(path: Path, link: str) -> None:
 @pytest.mark.parametrize(("path", "file"), list(found(_FILE)))
 def test_every_file_that_is_named_exists(path: Path, file: str) -> None:
     assert (ROOT / file).exists()
+
+
+def commands() -> Iterator[object]:
+    """A parameter for each command line of gristmill in a block of a document."""
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        for line in sorted(set(re.findall(r"^(?:    |\$ )?(gristmill [a-z].*)$", text, re.MULTILINE))):
+            yield pytest.param(line, id=f"{path.name}-{line[:60]}")
+
+
+@pytest.mark.parametrize("line", list(commands()))
+def test_every_command_line_is_of_commands_and_flags_that_there_are(line: str) -> None:
+    command: Any = typer.main.get_command(app)
+    words = [word for word in shlex.split(line.rstrip("& "), comments=True)[1:] if not word.startswith("$")]
+    while hasattr(command, "commands"):
+        assert words[0] in command.commands, line
+        command = command.commands[words.pop(0)]
+    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known | {"--help"}
 
 
 def rooms() -> Iterator[Path]:
