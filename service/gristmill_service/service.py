@@ -42,7 +42,7 @@ class Service:
             metrics = Metrics()
             shards = TimedShardStore(self._storage.shards, metrics.storing)
             stored_runs = TimedRunStore(self._storage.runs, metrics.storing)
-            self.runs = Runs(shards, stored_runs, max_row_bytes=int(settings.max_row_bytes))
+            self.runs = Runs(shards, stored_runs, max_row_bytes=int(settings.max_row_bytes), max_runs=settings.max_runs)
             undo.callback(self.runs.close, 0.0)
             self.long_poll = LongPoll(settings.max_waiters)
             metrics.watch(
@@ -54,7 +54,7 @@ class Service:
                     room=self._room,
                 )
             )
-            gate, certificates = Gate(settings), Certificates.of(settings)
+            gate, certificates = Gate(settings, self.runs), Certificates.of(settings)
             self._context = ApiContext(
                 self.runs,
                 self.long_poll,

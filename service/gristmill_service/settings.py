@@ -97,6 +97,7 @@ class Settings(BaseSettings):
     max_row_bytes: ByteSize = Field(
         ByteSize(8 << 30), gt=0, description="Rows that all runs together may hold; beyond it producers wait."
     )
+    max_runs: PositiveInt = Field(4096, description="Runs that there may be.")
     max_waiters: PositiveInt = Field(
         512, description="Calls that may wait at once, each for a thread over gRPC; others are answered at once."
     )
@@ -112,6 +113,9 @@ class Settings(BaseSettings):
         None,
         description="The keys that sign callers' JSON web tokens, such as those of Kubernetes' service accounts: a "
         "file, or a URL. Their subjects' roles stand in tokens_file.",
+    )
+    jwks_ca_file: Path | None = Field(
+        None, description="The authority that signed the certificate of the host in that URL. None: public ones."
     )
     jwt_issuer: str | None = Field(None, description="Who must have issued them (iss).")
     jwt_audience: str | None = Field(None, description="For whom they must be (aud).")
@@ -174,8 +178,8 @@ class Settings(BaseSettings):
             raise ValueError("tls_cert_file and tls_key_file go together; give both, or neither")
         if self.tls_cert_file is None and (self.tls_client_ca_file or self.tls_peer_ca_file):
             raise ValueError("tls_client_ca_file and tls_peer_ca_file need tls_cert_file and tls_key_file; give them")
-        if self.jwks is None and (self.jwt_issuer or self.jwt_audience):
-            raise ValueError("jwt_issuer and jwt_audience need jwks; give the keys, too")
+        if self.jwks is None and (self.jwt_issuer or self.jwt_audience or self.jwks_ca_file):
+            raise ValueError("jwt_issuer, jwt_audience and jwks_ca_file need jwks; give the keys, too")
         if self.jwks is not None and not (self.tokens_file and self.jwt_issuer and self.jwt_audience):
             raise ValueError("jwks needs jwt_issuer, jwt_audience, and tokens_file with the subjects' roles; give them")
         is_safe = self.tls_cert_file is not None and self.tokens_file is not None

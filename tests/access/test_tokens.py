@@ -7,10 +7,12 @@ import hashlib
 import json
 import os
 import queue
+import ssl
 import stat
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from gristmill.v1 import rollout_pb2, rollout_pb2_grpc
 from gristmill_service.access.tokens import Callers, create_token, digest_of, read_callers
 from gristmill_service.access.web_tokens import WebTokens
 from gristmill_service.service import Service
-from tests.access.conftest import Serve
+from tests.access.conftest import Files, Serve
 from tests.cli.terminal import gristmill
 
 
@@ -61,6 +63,15 @@ def test_the_command_prints_a_token_and_keeps_only_its_digest(tmp_path: Path) ->
     assert caller is not None
     assert (caller.name, list(caller.roles)) == ("rollouts", ["worker"])
     assert (caller.sees("math-1"), caller.sees("other")) == (True, False)
+
+
+def test_tokens_that_are_made_at_once_are_all_kept(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.yaml"
+    names = [f"caller-{number}" for number in range(16)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        tokens = list(pool.map(lambda name: create_token(path, name, ["worker"], ["*"], None), names))
+    callers = read_callers(path)
+    assert [getattr(callers.with_token(token), "name", None) for token in tokens] == names
 
 
 @pytest.mark.parametrize(
@@ -364,3 +375,30 @@ def test_keys_outlive_their_issuers_garbage_and_one_call_alone_waits_for_it(
     assert waiting.is_alive()
     told.goes_on.set()
     waiting.join()
+
+
+def test_keys_at_a_url_are_had_by_the_authority_that_is_told(
+    publisher: tuple[str, type[Publisher]], issuer: Issuer, files: Files, tmp_path: Path
+) -> None:
+    _, told = publisher
+    told.content = issuer.path.read_bytes()
+    cert, key = files.certify("issuer")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), told)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        url = f"https://localhost:{server.server_port}/"
+        callers = Callers.model_validate({"subjects": [{"subject": SUBJECT, "roles": ["trainer"]}]})
+        known = WebTokens(url, "https://issuer", "gristmill", files.ca_file)
+        assert known.caller(issuer.token(), callers).name == SUBJECT
+        with pytest.raises(UnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
+            WebTokens(url, "https://issuer", "gristmill").caller(issuer.token(), callers)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    with pytest.raises(InvalidArgumentError, match="jwks_ca_file: cannot read"):
+        WebTokens(url, "https://issuer", "gristmill", tmp_path / "nowhere.pem")

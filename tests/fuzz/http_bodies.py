@@ -72,7 +72,8 @@ class _Service:
 
     def __init__(self) -> None:
         self._runs = Runs(MemoryShardStore(), max_row_bytes=1 << 26)
-        context = ApiContext(self._runs, LongPoll(4), Metrics(), 1 << 20, Gate(load_settings({})), not_ready="")
+        gate = Gate(load_settings({}), self._runs)
+        context = ApiContext(self._runs, LongPoll(4), Metrics(), 1 << 20, gate, not_ready="")
         self._app, self._loop = make_app(context), asyncio.new_event_loop()
         self._count = 0
 

@@ -12,12 +12,15 @@ from gristmill_service.access.roles import CALLS, OPEN_CALLS, Role
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """runs: patterns of run names, as a shell's. rank: the only rank that a trainer may be; None: any."""
+    """runs: patterns of run names, as a shell's. rank: the only rank that a trainer may be; None: any. max_runs,
+    max_row_bytes: what the runs of these names may be and hold in all, for the caller to add to them; None: anything."""
 
     name: str
     roles: frozenset[Role]
     runs: tuple[str, ...] = ("*",)
     rank: int | None = None
+    max_runs: int | None = None
+    max_row_bytes: int | None = None
 
     def sees(self, run: str) -> bool:
         return any(fnmatchcase(run, pattern) for pattern in self.runs)

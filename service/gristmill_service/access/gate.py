@@ -9,9 +9,10 @@ from pathlib import Path
 
 import structlog
 
-from gristmill.errors import GristmillError, PermissionDeniedError, UnauthenticatedError
+from gristmill.errors import GristmillError, PermissionDeniedError, ResourceExhaustedError, UnauthenticatedError
 from gristmill_service.access import caller
 from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN, Caller
+from gristmill_service.access.quotas import Held, check_quota
 from gristmill_service.access.roles import AUDITED, OPEN_CALLS
 from gristmill_service.access.tokens import Callers, read_callers
 from gristmill_service.access.web_tokens import WebTokens
@@ -29,12 +30,15 @@ _MOST_OF_A_NAME = 200
 class Gate:
     """Thread-safe. Without a file of tokens everyone may do everything."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Raises InvalidArgumentError for a file that cannot be read."""
+    def __init__(self, settings: Settings, held: Held) -> None:
+        """held: what callers' quotas are of. Raises InvalidArgumentError for a file that cannot be read."""
+        self._held = held
         self._file = None if settings.tokens_file is None else _CallersFile(settings.tokens_file)
         self._web_tokens = None
         if settings.jwks is not None:
-            self._web_tokens = WebTokens(settings.jwks, settings.jwt_issuer or "", settings.jwt_audience or "")
+            self._web_tokens = WebTokens(
+                settings.jwks, settings.jwt_issuer or "", settings.jwt_audience or "", settings.jwks_ca_file
+            )
 
     @property
     def is_open(self) -> bool:
@@ -65,7 +69,8 @@ class Gate:
         raise UnauthenticatedError("the token is not known here; ask who operates the service for one")
 
     def check(self, found: Caller, call: str, run: str | None, rank: int | None) -> None:
-        """Raises UnauthenticatedError or PermissionDeniedError where the caller may not make the call."""
+        """Raises UnauthenticatedError or PermissionDeniedError where the caller may not make the call, and
+        ResourceExhaustedError where its quota is used up."""
         try:
             if found is ANYONE and call not in OPEN_CALLS:
                 raise UnauthenticatedError(
@@ -73,7 +78,8 @@ class Gate:
                     "GRISTMILL_TOKEN or GRISTMILL_TOKEN_FILE)"
                 )
             found.check(call, run, rank)
-        except (UnauthenticatedError, PermissionDeniedError):
+            check_quota(found, call, run, self._held)
+        except (UnauthenticatedError, PermissionDeniedError, ResourceExhaustedError):
             # Cut: whoever is refused may send names of megabytes.
             _log.warning("refused", caller=found.name, call=call, target=run and run[:_MOST_OF_A_NAME], rank=rank)
             raise

@@ -5,15 +5,18 @@ A token is 256 random bits, so that one SHA-256 of it is as good as a slow one: 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
+import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.access.caller import Caller
@@ -30,9 +33,11 @@ class _Entry(BaseModel):
     roles: Annotated[list[Role], Field(min_length=1)]
     runs: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] = ["*"]
     rank: Annotated[int, Field(ge=0)] | None = None
+    max_runs: Annotated[int, Field(ge=0)] | None = None
+    max_row_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
 
     def caller(self, name: str) -> Caller:
-        return Caller(name, frozenset(self.roles), tuple(self.runs), self.rank)
+        return Caller(name, frozenset(self.roles), tuple(self.runs), self.rank, self.max_runs, self.max_row_bytes)
 
 
 class TokenEntry(_Entry):
@@ -91,10 +96,30 @@ def read_callers(path: Path) -> Callers:
 
 
 def create_token(path: Path, name: str, roles: Sequence[str], runs: Sequence[str], rank: int | None) -> str:
-    """Adds an entry to the file, which is made where there is none, and returns its token, which is nowhere kept.
+    """Adds an entry to the file, which is made where there is none, and returns its token, which is nowhere kept. Other
+    processes that add one meanwhile wait.
 
-    Raises InvalidArgumentError where the name is taken, or a value is wrong.
+    Raises InvalidArgumentError where the name is taken, a value is wrong, or the file cannot be written.
     """
+    try:
+        with _locked(path):
+            return _add_token(path, name, roles, runs, rank)
+    except OSError as error:
+        raise InvalidArgumentError(f"{path}: cannot write the tokens: {error.strerror}; give another file") from None
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """By a file beside it: the file itself is replaced."""
+    descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _add_token(path: Path, name: str, roles: Sequence[str], runs: Sequence[str], rank: int | None) -> str:
     callers = read_callers(path) if path.exists() and path.stat().st_size else Callers()
     if any(entry.name == name for entry in callers.tokens):
         raise InvalidArgumentError(f"{path} has a token named {name!r}; choose another name, or remove its entry")
@@ -109,7 +134,9 @@ def create_token(path: Path, name: str, roles: Sequence[str], runs: Sequence[str
     grown = callers.model_copy(update={"tokens": [*callers.tokens, entry]})
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     draft.touch(0o600)
-    draft.write_text(yaml.safe_dump(grown.model_dump(exclude_defaults=True), sort_keys=False), encoding="utf-8")
+    draft.write_text(
+        yaml.safe_dump(grown.model_dump(mode="json", exclude_defaults=True), sort_keys=False), encoding="utf-8"
+    )
     draft.replace(path)
     return token
 

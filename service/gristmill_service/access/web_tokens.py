@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 import time
 from fnmatch import fnmatchcase
@@ -23,15 +24,16 @@ _PAUSE_S = 5.0
 
 
 class WebTokens:
-    """jwks: a file, or the URL where the issuer publishes its keys, which are asked for again when a new one signs."""
+    """jwks: a file, or the URL where the issuer publishes its keys, which are asked for again when a new one signs.
+    ca_file: the authority that signed the certificate of that URL's host; None: those that Python knows."""
 
-    def __init__(self, jwks: str, issuer: str, audience: str) -> None:
+    def __init__(self, jwks: str, issuer: str, audience: str, ca_file: Path | None = None) -> None:
         try:
             import jwt
         except ImportError:
             raise InvalidArgumentError("jwks needs PyJWT; pip install 'gristmill[jwt]'") from None
         self._jwt, self._issuer, self._audience = jwt, issuer, audience
-        self._published = _Published(jwks) if "://" in jwks else None
+        self._published = _Published(jwks, ca_file) if "://" in jwks else None
         self._file = None if self._published else Path(jwks)
         if self._file is not None:
             self._keys()
@@ -75,15 +77,22 @@ class WebTokens:
             raise InvalidArgumentError(f"jwks: cannot read {self._file}: {error}; give a JWKS document") from None
 
 
+def _context(ca_file: Path | None) -> ssl.SSLContext | None:
+    try:
+        return None if ca_file is None else ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidArgumentError(f"jwks_ca_file: cannot read {ca_file}: {error}; give a PEM file") from None
+
+
 class _Published:
     """An issuer's keys. Thread-safe. One call alone waits for the issuer: the others go by the keys that there are, so
     that an issuer that hangs holds no thread but one."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, ca_file: Path | None) -> None:
         import jwt
 
         self._jwt, self._url = jwt, url
-        self._client = jwt.PyJWKClient(url, cache_jwk_set=False, timeout=5)
+        self._client = jwt.PyJWKClient(url, cache_jwk_set=False, timeout=5, ssl_context=_context(ca_file))
         self._lock = threading.Lock()
         self._keys: dict[str, Any] = {}
         self._asked, self._failure = float("-inf"), "they are being asked for"

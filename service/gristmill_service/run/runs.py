@@ -23,6 +23,7 @@ from gristmill.errors import (
     GristmillError,
     InvalidArgumentError,
     NotFoundError,
+    ResourceExhaustedError,
     UnavailableError,
 )
 from gristmill_service.config import RunConfig, parse_config
@@ -46,6 +47,7 @@ _LONGEST_NAME = 128
 _TICK_S = 0.2
 _FLUSH_S = 1.0
 _MAX_ROW_BYTES = 8 << 30
+_MAX_RUNS = 4096
 # A large batch, or a store that hangs, takes one of them.
 _BUILDERS = 8
 _WORKERS = 16
@@ -54,7 +56,7 @@ _WORKERS = 16
 class Runs:
     """Thread-safe. Owns its threads, neither the shard store nor the run store.
 
-    max_row_bytes: how many bytes the rows of all runs together may hold.
+    max_row_bytes: how many bytes the rows of all runs together may hold. max_runs: how many runs there may be.
     """
 
     def __init__(
@@ -66,10 +68,11 @@ class Runs:
         build_batch: BuildBatch = build_with_pipeline,
         make_monitor: MakeMonitor = Monitor,
         max_row_bytes: int = _MAX_ROW_BYTES,
+        max_runs: int = _MAX_RUNS,
     ) -> None:
         self._shards, self._clock = shard_store, clock
         self._store = run_store or MemoryRunStore()
-        self._budget = RowBudget(max_row_bytes)
+        self._budget, self._max_runs = RowBudget(max_row_bytes), max_runs
         self._builders, self._workers = Workers(_BUILDERS, "gristmill-build"), Workers(_WORKERS, "gristmill-worker")
         self._shared = Shared(
             shard_store, ShardRoom(), self._budget, build_batch, make_monitor, clock, self._builders, self._workers
@@ -100,6 +103,10 @@ class Runs:
         try:
             run = self.get(name)
         except NotFoundError:
+            if (count := len(self.names())) >= self._max_runs:
+                raise ResourceExhaustedError(
+                    f"there are {count} runs and max_runs allows {self._max_runs}; delete one, or raise the setting"
+                ) from None
             if self._create(name, parsed):
                 return parsed.warnings(), True
             run = self.get(name)
@@ -173,6 +180,10 @@ class Runs:
         """The runs that are set aside because they cannot be read, with the reasons."""
         with self._lock:
             return {name: str(error) for name, error in self._unreadable.items()}
+
+    def row_bytes(self) -> Mapping[str, int]:
+        """Bytes of rows that each run of this process holds or has promised room for."""
+        return self._budget.by_run()
 
     @property
     def row_room(self) -> tuple[int, int]:

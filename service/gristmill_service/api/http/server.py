@@ -18,6 +18,7 @@ from gristmill_service.api.http.connections import connections
 from gristmill_service.process_tuning import most_connections
 from gristmill_service.settings import split_address
 
+_MOST_WAITING = 1024
 _TLS_HELLO_S, _TLS_GOODBYE_S = 10.0, 1.0
 
 _log = structlog.get_logger(__name__)
@@ -33,9 +34,12 @@ class HttpServer:
         self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         self._has_begun = threading.Event()
         self._failure: BaseException | None = None
+        most = most_connections()
         config = uvicorn.Config(
             app,
-            http=connections(most_connections()),
+            http=connections(most),
+            # So many are taken at once, before the protocol counts them.
+            backlog=min(_MOST_WAITING, most // 2),
             log_config=None,
             access_log=False,
             lifespan="off",

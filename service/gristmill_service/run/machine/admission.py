@@ -82,6 +82,11 @@ class RowBudget:
         with self._lock:
             self._total -= self._held.pop(run, 0)
 
+    def by_run(self) -> dict[str, int]:
+        """Bytes of each run."""
+        with self._lock:
+            return dict(self._held)
+
     @property
     def held(self) -> int:
         """Bytes of all runs."""
