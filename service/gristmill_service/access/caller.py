@@ -13,7 +13,7 @@ from gristmill_service.access.roles import CALLS, OPEN_CALLS, Role
 @dataclass(frozen=True, slots=True)
 class Caller:
     """runs: patterns of run names, as a shell's. rank: the only rank that a trainer may be; None: any. max_runs,
-    max_row_bytes: what the runs of these names may be and hold in all, for the caller to add to them; None: anything."""
+    max_row_bytes: what the runs of these names may be and hold in all, for the caller to add to them; None: any."""
 
     name: str
     roles: frozenset[Role]
