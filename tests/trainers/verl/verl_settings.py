@@ -24,6 +24,7 @@ CPU = [
     "+ray_kwargs.ray_init.num_gpus=2",
     # Whatever other clusters this machine has.
     "+ray_kwargs.ray_init.address=local",
+    "+ray_kwargs.ray_init.include_dashboard=False",
     "critic.strategy=fsdp2",
     "actor_rollout_ref.actor.strategy=fsdp2",
     "actor_rollout_ref.actor.use_torch_compile=False",

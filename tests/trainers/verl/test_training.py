@@ -1,0 +1,251 @@
+"""The whole of verl's main_ppo trains runs: it learns, is killed and goes on, and writes back what advantages need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from gristmill import RolloutClient, TrainerClient
+from gristmill_service.service import Service
+from tests.trainers.verl import tiny_model
+from tests.trainers.verl.main_ppo import MainPpo, weights
+from tests.trainers.verl.rollouts import rollouts
+from tests.trainers.verl.verl_settings import CPU, batches, model
+
+pytestmark = pytest.mark.timeout(2400)
+
+Start = Callable[..., MainPpo]
+
+
+@pytest.fixture
+def rollout_client(service: Service, run_name: str) -> Iterator[RolloutClient]:
+    with RolloutClient(service.grpc_address, run_name, timeout_s=600) as client:
+        yield client
+
+
+@pytest.fixture
+def start(rollout_client: RolloutClient, service: Service, tmp_path: Path) -> Iterator[Start]:
+    """Starts main_ppo on the test's run, with the checkpoints in the test's folder, as often as it is asked."""
+    tiny_model.save(tmp_path / "model")
+    started: list[MainPpo] = []
+
+    def start(*overrides: str) -> MainPpo:
+        settings = [
+            *CPU,
+            model(tmp_path / "model"),
+            "trainer.v1.trainer_mode=gristmill",
+            f"+trainer.v1.gristmill.address={service.grpc_address}",
+            f"+trainer.v1.gristmill.run={rollout_client.run}",
+            f"trainer.default_local_dir={tmp_path / 'checkpoints'}",
+        ]
+        started.append(MainPpo([*settings, *overrides], tmp_path / f"main_ppo-{len(started)}.log"))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def run_exists(client: RolloutClient) -> bool:
+    from gristmill import NotFoundError
+
+    try:
+        client.status()
+    except NotFoundError:
+        return False
+    return True
+
+
+def trained(client: RolloutClient) -> int:
+    """Batches that all ranks have acknowledged."""
+    return min(place.next.batch for place in client.status().ranks)
+
+
+# --- A run that learns
+
+TARGET, TURN = 7, 4
+
+
+class Player:
+    """Samples two turns from the weights of verl's checkpoints; the score is the share of TARGET among them."""
+
+    def __init__(self, client: RolloutClient, folder: Path) -> None:
+        self._client, self._folder = client, folder
+        self._policy = Qwen2ForCausalLM.from_pretrained(folder / "model")
+        torch.manual_seed(0)
+
+    def load(self, version: int) -> None:
+        if version:
+            step = self._folder / "checkpoints" / f"global_step_{version}"
+            self._policy = Qwen2ForCausalLM.from_pretrained(step / "actor" / "huggingface")
+
+    @torch.no_grad()
+    def _turn(self, prompts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and their logprobs, (rows, TURN)."""
+        tokens, logprobs = prompts, []
+        for _ in range(TURN):
+            logits = self._policy(tokens).logits[:, -1].float().log_softmax(-1)
+            chosen = torch.multinomial(logits.exp(), 1)
+            logprobs.append(logits.gather(-1, chosen))
+            tokens = torch.cat([tokens, chosen], dim=1)
+        return tokens[:, -TURN:], torch.cat(logprobs, dim=1)
+
+    def play(self, uid: str, samples: int, version: int) -> float:
+        """A group; returns its mean score."""
+        question = torch.randint(2, tiny_model.WORDS, (1, 3)).expand(samples, 3)
+        first, first_logprobs = self._turn(question)
+        prompts = torch.cat([question, first, torch.randint(2, tiny_model.WORDS, (1, 2)).expand(samples, 2)], dim=1)
+        second, second_logprobs = self._turn(prompts)
+        scores = (torch.cat([first, second], dim=1) == TARGET).float().mean(-1)
+        self._client.begin_groups([uid])
+        for sample in range(samples):
+            with self._client.trajectory(uid, sample, policy_version=version) as trajectory:
+                trajectory.step(
+                    question[sample].tolist(),
+                    first[sample].tolist(),
+                    rollout_logprobs=first_logprobs[sample].tolist(),
+                )
+                trajectory.step(
+                    prompts[sample].tolist(),
+                    second[sample].tolist(),
+                    rollout_logprobs=second_logprobs[sample].tolist(),
+                    reward=float(scores[sample]),
+                    is_last_step=True,
+                )
+        return float(scores.mean())
+
+
+def test_a_policy_learns_from_rollouts_of_its_own_checkpoints(
+    start: Start, rollout_client: RolloutClient, tmp_path: Path
+) -> None:
+    steps, groups, samples = 20, 4, 16
+    trainer = start(
+        *batches(groups, samples, mini_batch=2, micro_batch=8),
+        f"trainer.total_training_steps={steps}",
+        "trainer.save_freq=1",
+        "trainer.max_actor_ckpt_to_keep=2",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        "actor_rollout_ref.actor.optim.lr=0.01",
+        "+trainer.v1.gristmill.settings={merge: prefix}",
+    )
+    trainer.wait_until(partial(run_exists, rollout_client))
+    player, scores = Player(rollout_client, tmp_path), []
+    for step in range(steps):
+        trainer.wait_until(lambda step=step: rollout_client.policy_version() >= step)  # type: ignore[misc]
+        player.load(step)
+        scores.append(sum(player.play(f"{step}-{group}", samples, step) for group in range(groups)) / groups)
+    trainer.wait()
+    assert sum(scores[:3]) / 3 < 0.1
+    assert sum(scores[-3:]) / 3 > 0.5
+    tokens = groups * samples * (3 + TURN + 2 + TURN)
+    assert trainer.metrics("perf/total_num_tokens") == [tokens] * steps, "two turns are one row"
+    assert trainer.metrics("gristmill/score_mean") == pytest.approx(scores, abs=1e-6)
+    assert trainer.metrics("training/global_step") == list(range(1, steps + 1))
+    # Old logprobs are those that were sampled: of float32 weights at first, then of verl's bfloat16 for Hugging Face.
+    differences = trainer.metrics("training/rollout_probs_diff_max")
+    assert differences[0] < 1e-6
+    assert max(differences) < 0.05
+
+
+# --- Killed, and going on
+
+STEPS, SAVE_FREQ, RANKS, GROUPS, SAMPLES = 6, 2, 2, 4, 2
+FIXED = [
+    *batches(GROUPS, SAMPLES, mini_batch=2, micro_batch=4),
+    f"trainer.total_training_steps={STEPS}",
+    f"trainer.save_freq={SAVE_FREQ}",
+    f"trainer.n_gpus_per_node={RANKS}",
+    "actor_rollout_ref.actor.optim.lr=0.01",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+    "+trainer.v1.gristmill.settings={merge: prefix, seal_order: admission}",
+]
+
+
+def submit(client: RolloutClient, number: int) -> None:
+    """The rollouts of a batch, which are the same in every run."""
+    rows = rollouts(GROUPS, SAMPLES, seed=number)
+    for row in rows:
+        row["uid"] = f"{number}-{row['uid']}"
+    client.begin_groups(list(dict.fromkeys(row["uid"] for row in rows)))
+    client.submit_rows(rows)
+
+
+def test_a_trainer_that_is_killed_ends_with_the_weights_of_one_that_was_not(
+    start: Start, rollout_client: RolloutClient, service: Service, tmp_path: Path
+) -> None:
+    undisturbed = start(
+        *FIXED, f"trainer.default_local_dir={tmp_path / 'undisturbed'}", "trainer.v1.gristmill.run=other"
+    )
+    with RolloutClient(service.grpc_address, "other", timeout_s=600) as other:
+        undisturbed.wait_until(partial(run_exists, other))
+        for number in range(STEPS):
+            submit(other, number)
+        undisturbed.wait()
+
+    killed = start(*FIXED)
+    killed.wait_until(partial(run_exists, rollout_client))
+    for number in range(SAVE_FREQ + 1):
+        submit(rollout_client, number)
+    # Past the checkpoint of step 2: batch 2 is trained and lost, batch 3 is not there yet.
+    killed.wait_until(lambda: trained(rollout_client) == SAVE_FREQ + 1)
+    killed.kill()
+    resumed = start(*FIXED)
+    for number in range(SAVE_FREQ + 1, STEPS):
+        submit(rollout_client, number)
+    resumed.wait()
+
+    assert resumed.metrics("training/global_step") == list(range(SAVE_FREQ + 1, STEPS + 1))
+    assert rollout_client.policy_version() == STEPS
+    assert trained(rollout_client) == STEPS
+    assert rollout_client.status().batches_freed == STEPS, "the last checkpoint has all of it"
+    saved = json.loads((tmp_path / "checkpoints" / f"global_step_{STEPS}" / "gristmill.json").read_text())
+    assert saved["policy"]["batch"] == STEPS
+    expected = weights(tmp_path / "undisturbed", STEPS, RANKS)
+    for shard, other_shard in zip(weights(tmp_path / "checkpoints", STEPS, RANKS), expected, strict=True):
+        assert shard.keys() == other_shard.keys()
+        for name, weight in shard.items():
+            assert weight.equal(other_shard[name]), name
+
+
+# --- What advantages depend on
+
+
+def test_values_and_the_kl_are_written_back_and_a_finished_run_ends_training(
+    start: Start, rollout_client: RolloutClient, service: Service, tmp_path: Path
+) -> None:
+    trainer = start(
+        *batches(GROUPS, SAMPLES, mini_batch=2, micro_batch=4),
+        "trainer.total_training_steps=9",
+        "trainer.save_freq=8",
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_ctrl.kl_coef=0.5",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.actor.optim.lr=0.01",
+        f"critic.model.path={tmp_path / 'model'}",
+        "critic.ppo_mini_batch_size=4",
+        "critic.ppo_micro_batch_size_per_gpu=4",
+        "critic.optim.lr=0.01",
+        "+critic.model.override_config.attn_implementation=eager",
+    )
+    trainer.wait_until(partial(run_exists, rollout_client))
+    for number in range(2):
+        submit(rollout_client, number)
+    with TrainerClient(service.grpc_address, rollout_client.run, 0, acknowledges=False, timeout_s=600) as reader:
+        (batch, _) = zip(reader, range(1), strict=False).__next__()
+        shard = next(iter(batch.epoch()))
+        assert {"values", "old_logprobs", "ref_logprobs", "returns"} <= shard.tensors.keys() or shard.is_per_micro_batch
+    rollout_client.finish()
+    trainer.wait()
+    assert trainer.metrics("training/global_step") == [1, 2]
+    assert len(trainer.metrics("critic/vf_loss")) == len(trainer.metrics("critic/values/mean")) == 2
+    # The policy is the reference at first, and its KL to it is nothing.
+    assert trainer.metrics("critic/advantages/mean") == pytest.approx([0, 0], abs=1e-2), "whitened"
+    assert (tmp_path / "checkpoints" / "global_step_2" / "gristmill.json").exists()
+    assert rollout_client.status().batches_freed == 2
