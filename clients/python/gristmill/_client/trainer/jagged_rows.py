@@ -22,36 +22,59 @@ class Jagged(NamedTuple):
     values: torch.Tensor
     offsets: torch.Tensor
 
+    @property
+    def lengths(self) -> torch.Tensor:
+        """(rows,) int64."""
+        return self.offsets.diff()
+
     def nested(self) -> torch.Tensor:
         """The same as a nested tensor of layout `torch.jagged`, over the same memory."""
-        lengths = self.offsets.diff()
+        lengths = self.lengths
         # Without them `to_padded_tensor` would make every row as long as all together.
         shortest, longest = int(lengths.min()), int(lengths.max())
         return torch.nested.nested_tensor_from_jagged(
             self.values, self.offsets, min_seqlen=shortest, max_seqlen=longest
         )
 
+    def at(self, places: Places) -> Jagged:
+        """Parts of the rows."""
+        return Jagged(self.values.index_select(0, places.tokens), places.offsets)
 
-def jagged(rows: Rows, name: str, part: Part) -> Jagged:
-    """That part of each row of a tensor with a value a token; see `gristmill.torch.Rows.jagged`."""
-    if part not in _PARTS:
-        raise InvalidArgumentError(f"part is {part!r}; known are {', '.join(_PARTS)}")
-    if rows.is_tree:
-        raise InvalidArgumentError(
-            f"{name}: with layout: prefix_tree a token stands once for several rows, with the values of the one that "
-            "trains it, so that it has no rows of its own; use layout: packed"
-        )
-    values = rows.position_ids() if name == "position_ids" else rows[name]
-    if rows.is_packed:
-        return _of_axis(rows, values, name, part)
-    return _of_lines(rows, values, name, part)
+
+class Places(NamedTuple):
+    """Where parts of rows stand: of part i the tokens `tokens[offsets[i]:offsets[i + 1]]`, indices of a jagged's
+    values."""
+
+    tokens: torch.Tensor
+    offsets: torch.Tensor
+
+
+def stretches(begins: torch.Tensor, lengths: torch.Tensor) -> Places:
+    """So many tokens of each row, from where each begins. Both (rows,) int64."""
+    offsets = offsets_of(lengths)
+    # Token j of all is that many behind its row's begin as j is behind the row's first.
+    shifts = torch.repeat_interleave(begins - offsets[:-1], lengths)
+    return Places(torch.arange(len(shifts), device=shifts.device) + shifts, offsets)
+
+
+def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
 def join(parts: Iterable[Jagged]) -> Jagged:
     """The rows of one after those of another; at least one is given."""
     values, offsets = zip(*parts, strict=True)
-    lengths = torch.cat([each.diff() for each in offsets])
-    return Jagged(torch.cat(values), _offsets(lengths))
+    return Jagged(torch.cat(values), offsets_of(torch.cat([each.diff() for each in offsets])))
+
+
+def jagged(rows: Rows, name: str, part: Part) -> Jagged:
+    """That part of each row of a tensor with a value a token; see `gristmill.torch.Rows.jagged`."""
+    if part not in _PARTS:
+        raise InvalidArgumentError(f"part is {part!r}; known are {', '.join(_PARTS)}")
+    values = rows.position_ids() if name == "position_ids" else rows[name]
+    if rows.is_packed:
+        return _of_axis(rows, values, name, part)
+    return _of_lines(rows, values, name, part)
 
 
 def _of_axis(rows: Rows, values: torch.Tensor, name: str, part: Part) -> Jagged:
@@ -59,12 +82,18 @@ def _of_axis(rows: Rows, values: torch.Tensor, name: str, part: Part) -> Jagged:
     edges = rows["cu_seqlens"].long()
     if len(values) != len(rows["sequences"]):
         raise InvalidArgumentError(f"{name} has shape {tuple(values.shape)} and no value a token, so it has no rows")
+    whole = Jagged(values, edges)
     if part == "row":
-        return Jagged(values, edges)
-    response = rows["response_mask"] != 0
-    response[edges[1:][rows["is_padding"] != 0] - 1] = True
-    chosen = response if part == "response" else ~response
-    return Jagged(values[chosen], _offsets(torch.diff(_offsets(chosen)[edges])))
+        return whole
+    responses = response_lengths(rows)
+    prompts = whole.lengths - responses
+    return whole.at(stretches(edges[:-1], prompts) if part == "prompt" else stretches(edges[:-1] + prompts, responses))
+
+
+def response_lengths(rows: Rows) -> torch.Tensor:
+    """Response tokens of each packed row, (rows,) int64; 1 of a padding row."""
+    response = offsets_of(rows["response_mask"] != 0)
+    return response[rows["cu_seqlens"].long()].diff().clamp(min=1)
 
 
 def _of_lines(rows: Rows, values: torch.Tensor, name: str, part: Part) -> Jagged:
@@ -81,8 +110,4 @@ def _of_lines(rows: Rows, values: torch.Tensor, name: str, part: Part) -> Jagged
     chosen = torch.nn.functional.pad(response, (width - response.shape[1], 0))
     if part != "response":
         chosen = row if part == "row" else row & ~chosen
-    return Jagged(values[chosen], _offsets(chosen.sum(-1)))
-
-
-def _offsets(lengths: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return Jagged(values[chosen], offsets_of(chosen.sum(-1)))

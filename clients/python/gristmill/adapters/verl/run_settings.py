@@ -22,6 +22,7 @@ _PER_TOKEN = ("gae", "reinforce++")
 # verl.trainer.ppo.core_algos.kl_penalty
 _KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _REFUSED_SETTINGS = {
+    "layout": "verl's workers take rows without padding, and the run is packed; leave it out",
     "columns": "verl's workers are given no columns of a run's own; leave it out",
     "loss_reduction": "verl reduces losses itself, by actor_rollout_ref.actor.loss_agg_mode; leave it out",
 }

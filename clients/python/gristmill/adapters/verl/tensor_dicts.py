@@ -1,118 +1,149 @@
-"""A mini-batch's shards as the TensorDict that verl's workers take, cut as the service has cut it.
+"""A mini-batch's shards as verl's workers take them: TensorDicts without padding, cut as the service has cut it.
 
-verl cuts a TensorDict into one part of equally many rows for each data-parallel rank, and each part into micro-batches
-of equally many. So micro-batches are filled up to the longest one's rows, with rows of two tokens that train nothing,
-as verl's own padding rows are.
+verl cuts what a worker gets into micro-batches of equally many rows. So micro-batches are filled up with rows of two
+tokens that train nothing, as verl's own padding rows are, until each has as many as the longest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from tensordict import TensorDict
+from verl.protocol import DataProtoFuture
 from verl.utils import tensordict_utils
 
-from gristmill._client.trainer.jagged_rows import Jagged, Part
-from gristmill._client.trainer.jagged_rows import join as join_rows
-from gristmill.torch import Shard
+from gristmill._client.trainer.jagged_rows import Jagged, Places, join, offsets_of, response_lengths, stretches
+from gristmill.torch import MicroBatch, Shard
 
-# verl's name, ours, what of each row, verl's dtype, and what stands in a row that fills up.
-_Field = tuple[str, str, Part, torch.dtype, tuple[float, ...]]
-_FIELDS: tuple[_Field, ...] = (
-    ("input_ids", "sequences", "row", torch.int64, (0, 0)),
-    ("position_ids", "position_ids", "row", torch.int64, (0, 1)),
-    ("prompts", "sequences", "prompt", torch.int64, (0,)),
-    ("responses", "sequences", "response", torch.int64, (0,)),
-    ("loss_mask", "loss_mask", "response", torch.int64, (0,)),
-    ("advantages", "advantages", "response", torch.float32, (0,)),
-    ("returns", "returns", "response", torch.float32, (0,)),
-    ("rm_scores", "rewards", "response", torch.float32, (0,)),
-    ("rollout_log_probs", "rollout_logprobs", "response", torch.float32, (0,)),
-    ("old_log_probs", "old_logprobs", "response", torch.float32, (0,)),
-    ("ref_log_prob", "ref_logprobs", "response", torch.float32, (0,)),
-    ("values", "values", "response", torch.float32, (0,)),
-)
-
-
-class MiniBatchData(NamedTuple):
-    """data: verl's TensorDict, of all ranks' rows, rank after rank. is_real: (rows,) False for padding and what fills
-    up. lengths: (rows,) tokens of each row. rows_per_micro_batch: of every one."""
-
-    data: TensorDict
-    is_real: torch.Tensor
-    lengths: torch.Tensor
-    rows_per_micro_batch: int
-
-    @property
-    def responses(self) -> torch.Tensor:
-        """(rows,) tokens of each response."""
-        lengths: torch.Tensor = self.data["responses"].offsets().diff()
-        return lengths
-
-
-def mini_batch_data(shards: Sequence[Shard]) -> MiniBatchData:
-    """The mini-batch of which these are the shards, one a rank, from rank 0."""
-    micro_batches = [micro for shard in shards for micro in shard.micro_batches()]
-    rows = max(map(len, micro_batches))
-    missing = [rows - len(micro) for micro in micro_batches]
-    fields = {
-        name: _filled([micro.jagged(own, part) for micro in micro_batches], missing, filler, dtype)
-        for name, own, part, dtype, filler in _FIELDS
-        if own in micro_batches[0] or own == "position_ids"
-    }
-    data = tensordict_utils.get_tensordict({name: each.nested() for name, each in fields.items()})
+# By verl's names ours, what of each row, and verl's dtype.
+_FIELDS = {
+    "input_ids": ("sequences", "row", torch.int64),
+    "position_ids": ("position_ids", "row", torch.int64),
+    "prompts": ("sequences", "prompt", torch.int64),
+    "responses": ("sequences", "response", torch.int64),
     # verl's response mask has 0 on observations, as our loss mask has.
-    data["response_mask"] = data["loss_mask"]
-    is_real = [
-        part
-        for micro, count in zip(micro_batches, missing, strict=True)
-        for part in (micro["is_padding"] == 0, torch.zeros(count, dtype=torch.bool))
-    ]
-    return MiniBatchData(data, torch.cat(is_real), fields["input_ids"].offsets.diff(), rows)
+    "response_mask": ("loss_mask", "response", torch.int64),
+    "advantages": ("advantages", "response", torch.float32),
+    "returns": ("returns", "response", torch.float32),
+    "rewards": ("rewards", "response", torch.float32),
+    "rollout_log_probs": ("rollout_logprobs", "response", torch.float32),
+    "old_log_probs": ("old_logprobs", "response", torch.float32),
+    "ref_log_prob": ("ref_logprobs", "response", torch.float32),
+    "values": ("values", "response", torch.float32),
+}
+_FILLING_TOKENS = 2
 
 
-def _filled(parts: Sequence[Jagged], missing: Sequence[int], filler: tuple[float, ...], dtype: torch.dtype) -> Jagged:
-    """The rows of all micro-batches, with as many that fill up behind each as it misses."""
-    row = torch.tensor(filler, dtype=dtype)
-    pieces = []
-    for part, count in zip(parts, missing, strict=True):
-        pieces.append(part._replace(values=part.values.to(dtype)))
-        if count:
-            pieces.append(Jagged(row.repeat(count), torch.arange(count + 1) * len(row)))
-    return join_rows(pieces)
+class MiniBatchData:
+    """The rows of all ranks, rank after rank.
 
-
-def of_responses(output: Any, mini_batch: MiniBatchData) -> torch.Tensor:
-    """What a model gave for the response tokens of a mini-batch, nested as its `responses` are.
-
-    output: nested, a number for each token of each row: at a token, of the one behind it, as verl's workers return it.
+    fields: by verl's names. is_real: (rows,) False for padding and what fills up. responses: of each row's tokens.
+    rows_per_micro_batch: of every one.
     """
-    responses = mini_batch.responses
-    ends = mini_batch.lengths.cumsum(0)
-    offsets = torch.nn.functional.pad(responses.cumsum(0), (1, 0))
-    # Each response's tokens, in one go: behind its row's end less its length, and one to the left.
-    places = torch.arange(int(offsets[-1])) + torch.repeat_interleave(ends - offsets[1:], responses) - 1
-    return torch.nested.nested_tensor_from_jagged(output.values()[places], offsets)
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        micro_batches = [micro for shard in shards for micro in shard.micro_batches()]
+        self.rows_per_micro_batch = max(map(len, micro_batches))
+        missing = [self.rows_per_micro_batch - len(micro) for micro in micro_batches]
+        self._ranks = len(shards)
+        own = {own for own, _, _ in _FIELDS.values() if own in micro_batches[0]} | {"position_ids"}
+        whole = {name: _filled(micro_batches, name, missing) for name in own}
+        self.lengths = whole["sequences"].lengths
+        self.is_real = _cat_filled([micro["is_padding"] == 0 for micro in micro_batches], missing, False)
+        counts = _cat_filled([response_lengths(micro) for micro in micro_batches], missing, 1)
+        begins = whole["sequences"].offsets[:-1]
+        prompts = stretches(begins, self.lengths - counts)
+        self.responses = stretches(begins + self.lengths - counts, counts)
+        parts: dict[str, Places | None] = {"row": None, "prompt": prompts, "response": self.responses}
+        self.fields = {
+            name: _converted(whole[own], parts[part], dtype)
+            for name, (own, part, dtype) in _FIELDS.items()
+            if own in whole
+        }
+
+    def of_ranks(self, names: Iterable[str], settings: Mapping[str, Any]) -> RankParts:
+        """What each rank's worker gets: these fields, those that there are, and settings of verl's. `loss_mask` is
+        `response_mask` again."""
+        rows = len(self.lengths) // self._ranks
+        bounds = [rank * rows for rank in range(self._ranks + 1)]
+        return RankParts([self._part(begin, end, names, settings) for begin, end in pairwise(bounds)])
+
+    def _part(self, begin: int, end: int, names: Iterable[str], settings: Mapping[str, Any]) -> TensorDict:
+        found = {}
+        for name in names:
+            field = self.fields.get("response_mask" if name == "loss_mask" else name)
+            if field is not None:
+                first, last = field.offsets[[begin, end]].tolist()
+                offsets = field.offsets[begin : end + 1] - first
+                found[name] = Jagged(field.values[first:last], offsets).nested()
+        data = tensordict_utils.get_tensordict(found, {})
+        return tensordict_utils.assign_non_tensor(data, **settings).consolidate()
+
+    def of_responses(self, output: Any) -> Jagged:
+        """What a model gave for the response tokens.
+
+        output: nested, a number for each token of each row: at a token, of the one behind it, as verl's workers
+            return it.
+        """
+        return Jagged(output.values(), output.offsets()).at(self.responses._replace(tokens=self.responses.tokens - 1))
+
+    def to_shards(self, values: Jagged, shards: Sequence[Shard]) -> list[list[torch.Tensor]]:
+        """Numbers of response tokens as `TrainerClient.write` takes them: for each shard a tensor for each micro-batch,
+        in the shape of its `response_mask`."""
+        kept = values.values[torch.repeat_interleave(self.is_real, values.lengths)]
+        masks = [[micro["response_mask"] != 0 for micro in shard.micro_batches()] for shard in shards]
+        ends = accumulate(int(mask.sum()) for of_shard in masks for mask in of_shard)
+        begin, found = 0, list[list[torch.Tensor]]()
+        for of_shard in masks:
+            found.append([])
+            for mask, end in zip(of_shard, ends, strict=False):
+                laid_out = torch.zeros(mask.shape, dtype=kept.dtype)
+                laid_out[mask] = kept[begin:end]
+                found[-1].append(laid_out)
+                begin = end
+        return found
 
 
-def to_shards(values: Any, mini_batch: MiniBatchData, shards: Sequence[Shard]) -> list[list[torch.Tensor]]:
-    """Numbers of response tokens, nested as the mini-batch's `responses` are, as `TrainerClient.write` takes them: for
-    each shard a tensor for each micro-batch, in the shape of its `response_mask`."""
-    responses = values.offsets().diff()
-    kept = values.values()[torch.repeat_interleave(mini_batch.is_real, responses)]
-    micro_batches = [list(shard.micro_batches()) for shard in shards]
-    masks = [[micro["response_mask"] != 0 for micro in of_shard] for of_shard in micro_batches]
-    ends = iter(accumulate(int(mask.sum()) for of_shard in masks for mask in of_shard))
-    begin, found = 0, list[list[torch.Tensor]]()
-    for of_shard in masks:
-        found.append([])
-        for mask in of_shard:
-            end = next(ends)
-            laid_out = torch.zeros(mask.shape, dtype=kept.dtype)
-            laid_out[mask] = kept[begin:end]
-            found[-1].append(laid_out)
-            begin = end
-    return found
+class RankParts(DataProtoFuture):  # type: ignore[misc]
+    """Data that is cut already: verl asks what it hands to workers for a part for each rank."""
+
+    def __init__(self, parts: Sequence[TensorDict]) -> None:
+        self.parts = list(parts)
+
+    def chunk(self, chunks: int) -> list[TensorDict]:
+        if chunks != len(self.parts):
+            raise ValueError(f"a mini-batch of {len(self.parts)} ranks was handed to {chunks}")
+        return self.parts
+
+
+def _filled(micro_batches: Sequence[MicroBatch], name: str, missing: Sequence[int]) -> Jagged:
+    """The rows of all micro-batches, with as many that fill up behind each as it misses."""
+    pieces = []
+    for micro, count in zip(micro_batches, missing, strict=True):
+        rows = micro.jagged(name)
+        pieces.append(rows)
+        if count:
+            # Positions 0 and 1; of everything else there is nothing.
+            row = torch.arange(_FILLING_TOKENS) if name == "position_ids" else torch.zeros(_FILLING_TOKENS)
+            values = row.to(rows.values.dtype).repeat(count)
+            pieces.append(Jagged(values, offsets_of(torch.full((count,), _FILLING_TOKENS))))
+    return join(pieces)
+
+
+def _cat_filled(parts: Sequence[torch.Tensor], missing: Sequence[int], filler: int) -> torch.Tensor:
+    """Numbers of rows likewise."""
+    return torch.cat(
+        [
+            piece
+            for part, count in zip(parts, missing, strict=True)
+            for piece in (part, torch.full((count,), filler, dtype=part.dtype))
+        ]
+    )
+
+
+def _converted(whole: Jagged, part: Places | None, dtype: torch.dtype) -> Jagged:
+    rows = whole if part is None else whole.at(part)
+    return rows._replace(values=rows.values.to(dtype))

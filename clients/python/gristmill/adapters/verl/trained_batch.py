@@ -15,11 +15,11 @@ from verl.utils.debug.metrics import calculate_debug_metrics
 from gristmill._client.trainer.jagged_rows import Jagged, join
 from gristmill.adapters.verl.tensor_dicts import MiniBatchData
 
-_OF_RESPONSES = (
+_SHOWN = (
     "response_mask",
     "advantages",
     "returns",
-    "rm_scores",
+    "rewards",
     "values",
     "entropy",
     "old_log_probs",
@@ -33,13 +33,12 @@ class TrainedBatch:
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self.plan = plan
-        self.computed: dict[int, dict[str, torch.Tensor]] = {}
+        self.computed: dict[int, dict[str, Jagged]] = {}
         self._parts: list[MiniBatchData] = []
 
     def add(self, mini_batch: int, part: MiniBatchData) -> None:
         """Gives a mini-batch of the policy what was computed of it."""
-        for name, values in self.computed.get(mini_batch, {}).items():
-            part.data[name] = values
+        part.fields |= self.computed.get(mini_batch, {})
         if len(self._parts) == mini_batch:
             # The first of its epochs.
             self._parts.append(part)
@@ -48,12 +47,12 @@ class TrainedBatch:
         """Those that verl makes of a batch, of its rows without padding. actor: verl's settings of it."""
         real = torch.cat([part.is_real for part in self._parts])
         lengths = torch.cat([part.lengths for part in self._parts])[real]
-        data = {name: self._padded(name)[real] for name in _OF_RESPONSES if name in self._parts[0].data}
-        responses = torch.cat([part.responses for part in self._parts])[real]
-        prompts = lengths - responses
+        responses = torch.cat([part.fields["responses"].lengths for part in self._parts])[real]
+        data = {name: self._padded(name)[real] for name in _SHOWN if name in self._parts[0].fields}
+        rewards, prompts = data.pop("rewards"), lengths - responses
         data |= {
-            "token_level_scores": data["rm_scores"],
-            "token_level_rewards": data["rm_scores"],
+            "token_level_scores": rewards,
+            "token_level_rewards": rewards,
             "returns": data.get("returns", data["advantages"]),
             "prompt_length": prompts.float(),
             "response_length": responses.float(),
@@ -80,5 +79,4 @@ class TrainedBatch:
         return found
 
     def _padded(self, name: str) -> torch.Tensor:
-        rows = join(Jagged(part.data[name].values(), part.data[name].offsets()) for part in self._parts)
-        return rows.nested().to_padded_tensor(0.0)
+        return join(part.fields[name] for part in self._parts).nested().to_padded_tensor(0.0)

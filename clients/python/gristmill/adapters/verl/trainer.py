@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from omegaconf import DictConfig, open_dict
-from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
@@ -22,9 +20,10 @@ from verl.utils.py_functional import append_to_dict, rename_dict
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from gristmill import AllRanksClient, RolloutClient, WholeBatch
+from gristmill._client.trainer.jagged_rows import Jagged
 from gristmill._wire.addresses import Position
 from gristmill.adapters.verl.run_settings import bypasses_old_logprobs, run_config
-from gristmill.adapters.verl.tensor_dicts import MiniBatchData, mini_batch_data, of_responses, to_shards
+from gristmill.adapters.verl.tensor_dicts import MiniBatchData, RankParts
 from gristmill.adapters.verl.trained_batch import TrainedBatch
 from gristmill.adapters.verl.workers import LAST_OF_BATCH, MiniBatchActorWorker, MiniBatchWorker
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError
@@ -37,6 +36,12 @@ STATE_FILE = "gristmill.json"
 _COLUMNS = {"old_logprobs": "old_log_probs", "ref_logprobs": "ref_log_prob", "values": "values"}
 
 
+# What workers are given, where there is any: of a pass, and of an update.
+_INFERRED = ("input_ids", "position_ids", "loss_mask")
+_TRAINED = (
+    *("input_ids", "position_ids", "prompts", "responses", "loss_mask", "response_mask"),
+    *("advantages", "returns", "old_log_probs", "ref_log_prob", "values"),
+)
 _NO_SERVERS = "gristmill"
 RolloutReplicaRegistry.register(_NO_SERVERS, lambda: RolloutReplica)
 
@@ -222,18 +227,18 @@ class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
         advantages depend on it."""
         passes = list(self._passes())
         for shards in batch.forward() if passes else ():
-            part = mini_batch_data(shards)
+            part = MiniBatchData(shards)
             found = self._batch.computed[shards.position.mini_batch] = {}
             for timer, compute in passes:
                 with marked_timer(timer, timing_raw):
                     found |= compute(part)
             if batch.awaits:
-                columns = {name: to_shards(found[_COLUMNS[name]], part, shards) for name in batch.awaits}
+                columns = {name: part.to_shards(found[_COLUMNS[name]], shards) for name in batch.awaits}
                 for rank, shard in enumerate(shards):
                     own = {name: of_ranks[rank] for name, of_ranks in columns.items()}
                     self._clients["policy"].write(shard, own)
 
-    def _passes(self) -> Iterator[tuple[str, Callable[[MiniBatchData], dict[str, torch.Tensor]]]]:
+    def _passes(self) -> Iterator[tuple[str, Callable[[MiniBatchData], dict[str, Jagged]]]]:
         if not bypasses_old_logprobs(self.config):
             yield "old_log_prob", self._old_log_probs
         if self.use_reference_policy:
@@ -241,42 +246,39 @@ class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
         if self.use_critic:
             yield "values", self._values
 
-    def _old_log_probs(self, part: MiniBatchData) -> dict[str, torch.Tensor]:
+    def _old_log_probs(self, part: MiniBatchData) -> dict[str, Jagged]:
         output = self.actor_rollout_wg.compute_log_prob(self._to_infer(part, calculate_entropy=True))
-        return {
-            "old_log_probs": of_responses(output["log_probs"], part),
-            "entropy": of_responses(output["entropy"], part),
-        }
+        log_probs, entropy = part.of_responses(output["log_probs"]), part.of_responses(output["entropy"])
+        return {"old_log_probs": log_probs, "entropy": entropy}
 
-    def _ref_log_probs(self, part: MiniBatchData) -> dict[str, torch.Tensor]:
+    def _ref_log_probs(self, part: MiniBatchData) -> dict[str, Jagged]:
         if self.ref_in_actor:
             data = self._to_infer(part, calculate_entropy=False, no_lora_adapter=True)
             output = self.actor_rollout_wg.compute_log_prob(data)
         else:
             output = self.ref_policy_wg.compute_ref_log_prob(self._to_infer(part, calculate_entropy=False))
-        return {"ref_log_prob": of_responses(output["log_probs"], part)}
+        return {"ref_log_prob": part.of_responses(output["log_probs"])}
 
-    def _values(self, part: MiniBatchData) -> dict[str, torch.Tensor]:
+    def _values(self, part: MiniBatchData) -> dict[str, Jagged]:
         output = self.critic_wg.infer_batch(self._to_infer(part)).get()
-        return {"values": of_responses(output["values"], part)}
+        return {"values": part.of_responses(output["values"])}
 
-    def _to_infer(self, part: MiniBatchData, **settings: Any) -> TensorDict:
-        return self._with_settings(part, part.data.copy(), compute_loss=False, **settings)
+    def _to_infer(self, part: MiniBatchData, **settings: Any) -> RankParts:
+        return self._of_ranks(part, _INFERRED, {"compute_loss": False} | settings)
 
-    def _with_settings(self, part: MiniBatchData, data: TensorDict, **settings: Any) -> TensorDict:
+    def _of_ranks(self, part: MiniBatchData, names: Sequence[str], settings: dict[str, Any]) -> RankParts:
         """The mini-batch with what verl's workers have to know of it; its micro-batches are cut already."""
-        return tensordict_utils.assign_non_tensor(
-            data,
-            temperature=self.config.actor_rollout_ref.rollout.temperature,
-            use_dynamic_bsz=False,
-            micro_batch_size_per_gpu=part.rows_per_micro_batch,
-            **settings,
-        )
+        known = {
+            "temperature": self.config.actor_rollout_ref.rollout.temperature,
+            "use_dynamic_bsz": False,
+            "micro_batch_size_per_gpu": part.rows_per_micro_batch,
+        }
+        return part.of_ranks(names, known | settings)
 
     def _update_critic(self, batch: WholeBatch) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for shards in batch.mini_batches():
-            part = mini_batch_data(shards)
+            part = MiniBatchData(shards)
             output = self.critic_wg.train_mini_batch(self._to_train(part, batch, shards.position, self.config.critic))
             append_to_dict(found, tensordict_utils.get(output.get(), "metrics"))
             shards.ack()
@@ -287,10 +289,10 @@ class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
         calculate_entropy = actor.calculate_entropy or actor.entropy_coeff != 0.0
         is_warming_up = self.global_steps < self.config.trainer.critic_warmup
         for shards in batch.mini_batches():
-            part = mini_batch_data(shards)
+            part = MiniBatchData(shards)
             self._batch.add(shards.position.mini_batch, part)
             if bypasses_old_logprobs(self.config):
-                part.data["old_log_probs"] = part.data["rollout_log_probs"]
+                part.fields["old_log_probs"] = part.fields["rollout_log_probs"]
             if not is_warming_up:
                 data = self._to_train(part, batch, shards.position, actor, calculate_entropy=calculate_entropy)
                 append_to_dict(found, tensordict_utils.get(self.actor_rollout_wg.update_actor(data), "metrics"))
@@ -299,22 +301,19 @@ class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
 
     def _to_train(
         self, part: MiniBatchData, batch: WholeBatch, position: Position, settings: DictConfig, **more: Any
-    ) -> TensorDict:
+    ) -> RankParts:
         mini_batches = len(batch) // settings.ppo_epochs
-        is_last = position.epoch * mini_batches + position.mini_batch == len(batch) - 1
-        more[LAST_OF_BATCH] = is_last
-        return self._with_settings(
-            part,
-            part.data,
-            global_batch_size=int(part.is_real.sum()),
-            mini_batch_size=len(part.is_real),
-            epochs=1,
-            seed=settings.data_loader_seed,
-            dataloader_kwargs={"shuffle": False},
-            distillation_use_topk=False,
-            distillation_only=False,
-            **more,
-        )
+        known = {
+            "global_batch_size": int(part.is_real.sum()),
+            "mini_batch_size": len(part.is_real),
+            "epochs": 1,
+            "seed": settings.data_loader_seed,
+            "dataloader_kwargs": {"shuffle": False},
+            "distillation_use_topk": False,
+            "distillation_only": False,
+            LAST_OF_BATCH: position.epoch * mini_batches + position.mini_batch == len(batch) - 1,
+        }
+        return self._of_ranks(part, _TRAINED, known | more)
 
     def on_sample_end(self) -> None:
         """Nothing: no inference engine shares the accelerators."""
