@@ -16,6 +16,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
@@ -195,7 +196,7 @@ def rounds() -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
                 client.begin_groups(list(dict.fromkeys(row["uid"] for row in rows)))
                 client.submit_rows(rows)
                 batch = put_rollouts(rows)
-                yield measured(lambda: our_step(ours)), measured(lambda: verls_step(theirs, batch))
+                yield measured(partial(our_step, ours)), measured(partial(verls_step, theirs, batch))
 
 
 def figures() -> Iterator[Figure]:

@@ -15,6 +15,9 @@ os.environ |= {
     # verl's engines of CUDA are those that the CPU runs.
     "VERL_ENGINE_DEVICE": "cuda",
     "OMP_NUM_THREADS": "1",
+    # Ray starts a worker for each core that it is told of before it has work for them.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
     "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
 }
 sys.path.insert(0, str(HERE))

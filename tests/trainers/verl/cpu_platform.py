@@ -11,6 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers import AutoModelForTokenClassification
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
@@ -36,6 +38,24 @@ def _init_gloo(backend: str | None = None, **settings: Any) -> None:
 
 
 torch.distributed.init_process_group = _init_gloo  # type: ignore[assignment]
+
+_load_critic = AutoModelForTokenClassification.from_pretrained
+
+
+def _load_critic_for_cpu(*names: Any, **settings: Any) -> Any:
+    """verl asks for FlashAttention by name where it loads a critic, whatever its settings say."""
+    return _load_critic(*names, **settings | {"attn_implementation": "eager"})
+
+
+AutoModelForTokenClassification.from_pretrained = _load_critic_for_cpu
+
+
+def _offload_unpinned(policy: CPUOffloadPolicy, pin_memory: bool = True) -> None:
+    """verl has the weights of a reference pinned, which an accelerator does."""
+    object.__setattr__(policy, "pin_memory", False)
+
+
+CPUOffloadPolicy.__init__ = _offload_unpinned  # type: ignore[method-assign]
 
 
 @PlatformRegistry.register(platform="cpu")

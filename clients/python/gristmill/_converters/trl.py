@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -74,17 +75,11 @@ def from_trl(
         output = trainer._generate_and_score_completions(inputs)
         rows = from_trl(output, uids=["math/17", "math/18"], num_generations=8, rewards=rewards)
     """
-    choice = Choice.of(columns, ignore)
-    given = {name: value for name, value in output.items() if value is not None}
-    _KEYS.check(given, choice)
-    tensors = {name: array_of(given[name], name, _WHAT) for name in given if name in {*_KEYS.fields, *choice.columns}}
-    padding = _padding(tensors)
-    names = _uids(uids, num_generations, padding.rows)
-    scores = _rewards(rewards, padding.rows)
-    images = {name: _by_row(name, tensors[name], given, padding.rows) for name in choice.columns if name in _OF_IMAGES}
-    rows, own_tags = [], tagged(tags, padding.rows, _WHAT)
-    for row, (uid, sample) in enumerate(zip(names, samples_as_they_come(names), strict=True)):
-        fields: Row = {
+    found = _Output.of(output, Choice.of(columns, ignore))
+    count = found.padding.rows
+    names, scores, own_tags = _uids(uids, num_generations, count), _rewards(rewards, count), tagged(tags, count, _WHAT)
+    return [
+        {
             "uid": uid,
             "round": round,
             "sample": sample,
@@ -92,20 +87,54 @@ def from_trl(
             "attempt": attempt,
             "is_last_step": True,
             "policy_version": policy_version,
+            "reward": scores[row],
+            **found.fields(row, advantages),
+            **found.columns(row),
+            **own_tags[row],
+        }
+        for row, (uid, sample) in enumerate(zip(names, samples_as_they_come(names), strict=True))
+    ]
+
+
+@dataclass(frozen=True)
+class _Output:
+    """tensors: by name, a line a row but for images. images: columns that are of images, cut at the rows. names: the
+    columns."""
+
+    tensors: Mapping[str, Array]
+    images: Mapping[str, list[Array]]
+    names: tuple[str, ...]
+    padding: Padded
+
+    @classmethod
+    def of(cls, output: Mapping[str, Any], choice: Choice) -> _Output:
+        given = {name: value for name, value in output.items() if value is not None}
+        _KEYS.check(given, choice)
+        wanted = (_KEYS.fields | set(choice.columns)) & given.keys()
+        tensors = {name: array_of(given[name], name, _WHAT) for name in wanted}
+        padding = _padding(tensors)
+        of_images = [name for name in choice.columns if name in _OF_IMAGES]
+        images = {name: _by_row(name, tensors[name], given, padding.rows) for name in of_images}
+        return cls(tensors, images, choice.columns, padding)
+
+    def fields(self, row: int, advantages: bool) -> Row:
+        tensors, padding = self.tensors, self.padding
+        fields: Row = {
             "prompt_token_ids": padding.prompt(tensors["prompt_ids"], row),
             "response_ids": padding.response(tensors["completion_ids"], row),
             "loss_mask": padding.response(tensors.get("tool_mask", tensors["completion_mask"]), row),
-            "reward": scores[row],
-            **own_tags[row],
         }
         if "sampling_per_token_logps" in tensors:
             fields["rollout_logprobs"] = padding.response(tensors["sampling_per_token_logps"], row)
         if advantages:
             fields["advantage"] = _advantage(tensors, padding, row)
-        for name in choice.columns:
-            fields[name] = images[name][row] if name in images else padding.column(tensors[name], row)
-        rows.append(fields)
-    return rows
+        return fields
+
+    def columns(self, row: int) -> Row:
+        return {
+            name: self.images[name][row] if name in self.images else self.padding.column(self.tensors[name], row)
+            for name in self.names
+        }
 
 
 def _padding(tensors: Mapping[str, Array]) -> Padded:

@@ -85,15 +85,14 @@ def _of_axis(rows: Rows, values: torch.Tensor, name: str, part: Part) -> Jagged:
     whole = Jagged(values, edges)
     if part == "row":
         return whole
-    responses = response_lengths(rows)
+    responses = response_lengths(rows["response_mask"], edges)
     prompts = whole.lengths - responses
     return whole.at(stretches(edges[:-1], prompts) if part == "prompt" else stretches(edges[:-1] + prompts, responses))
 
 
-def response_lengths(rows: Rows) -> torch.Tensor:
-    """Response tokens of each packed row, (rows,) int64; 1 of a padding row."""
-    response = offsets_of(rows["response_mask"] != 0)
-    return response[rows["cu_seqlens"].long()].diff().clamp(min=1)
+def response_lengths(response_mask: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+    """Response tokens of each packed row, (rows,) int64; 1 of a padding row. edges: int64 (rows + 1,), from 0."""
+    return offsets_of(response_mask != 0)[edges].diff().clamp(min=1)
 
 
 def _of_lines(rows: Rows, values: torch.Tensor, name: str, part: Part) -> Jagged:

@@ -15,8 +15,8 @@ from tensordict import TensorDict
 from verl.protocol import DataProtoFuture
 from verl.utils import tensordict_utils
 
-from gristmill._client.trainer.jagged_rows import Jagged, Places, join, offsets_of, response_lengths, stretches
-from gristmill.torch import MicroBatch, Shard
+from gristmill._client.trainer.jagged_rows import Jagged, Places, offsets_of, response_lengths, stretches
+from gristmill.torch import Shard
 
 # By verl's names ours, what of each row, and verl's dtype.
 _FIELDS = {
@@ -49,12 +49,19 @@ class MiniBatchData:
         self.rows_per_micro_batch = max(map(len, micro_batches))
         missing = [self.rows_per_micro_batch - len(micro) for micro in micro_batches]
         self._ranks = len(shards)
-        own = {own for own, _, _ in _FIELDS.values() if own in micro_batches[0]} | {"position_ids"}
-        whole = {name: _filled(micro_batches, name, missing) for name in own}
-        self.lengths = whole["sequences"].lengths
-        self.is_real = _cat_filled([micro["is_padding"] == 0 for micro in micro_batches], missing, False)
-        counts = _cat_filled([response_lengths(micro) for micro in micro_batches], missing, 1)
-        begins = whole["sequences"].offsets[:-1]
+
+        def joined(name: str) -> torch.Tensor:
+            """Positions in a filling row count from 0; of everything else there is nothing."""
+            row = torch.arange(_FILLING_TOKENS) if name == "position_ids" else torch.zeros(_FILLING_TOKENS)
+            return _filled([micro[name] for micro in micro_batches], missing, row)
+
+        lengths = [micro["cu_seqlens"].diff() for micro in micro_batches]
+        self.lengths = _filled(lengths, missing, torch.tensor([_FILLING_TOKENS])).long()
+        self.is_real = _filled([micro["is_padding"] == 0 for micro in micro_batches], missing, torch.tensor([False]))
+        offsets = offsets_of(self.lengths)
+        names = {own for own, _, _ in _FIELDS.values() if own in micro_batches[0]}
+        whole = {name: Jagged(joined(name), offsets) for name in names}
+        begins, counts = offsets[:-1], response_lengths(joined("response_mask"), offsets)
         prompts = stretches(begins, self.lengths - counts)
         self.responses = stretches(begins + self.lengths - counts, counts)
         parts: dict[str, Places | None] = {"row": None, "prompt": prompts, "response": self.responses}
@@ -119,29 +126,11 @@ class RankParts(DataProtoFuture):  # type: ignore[misc]
         return self.parts
 
 
-def _filled(micro_batches: Sequence[MicroBatch], name: str, missing: Sequence[int]) -> Jagged:
-    """The rows of all micro-batches, with as many that fill up behind each as it misses."""
-    pieces = []
-    for micro, count in zip(micro_batches, missing, strict=True):
-        rows = micro.jagged(name)
-        pieces.append(rows)
-        if count:
-            # Positions 0 and 1; of everything else there is nothing.
-            row = torch.arange(_FILLING_TOKENS) if name == "position_ids" else torch.zeros(_FILLING_TOKENS)
-            values = row.to(rows.values.dtype).repeat(count)
-            pieces.append(Jagged(values, offsets_of(torch.full((count,), _FILLING_TOKENS))))
-    return join(pieces)
-
-
-def _cat_filled(parts: Sequence[torch.Tensor], missing: Sequence[int], filler: int) -> torch.Tensor:
-    """Numbers of rows likewise."""
-    return torch.cat(
-        [
-            piece
-            for part, count in zip(parts, missing, strict=True)
-            for piece in (part, torch.full((count,), filler, dtype=part.dtype))
-        ]
-    )
+def _filled(parts: Sequence[torch.Tensor], missing: Sequence[int], row: torch.Tensor) -> torch.Tensor:
+    """What micro-batches have, one after another, with so many rows that fill up behind each."""
+    row = row.to(parts[0].dtype)
+    pieces = zip(parts, (row.repeat(count) for count in missing), strict=True)
+    return torch.cat([piece for pair in pieces for piece in pair])
 
 
 def _converted(whole: Jagged, part: Places | None, dtype: torch.dtype) -> Jagged:
