@@ -69,6 +69,8 @@ class Exchange:
             self._record(sampled(document))
             told = orjson.dumps(self._form.whole(document))
         self.response = web.Response(body=told, headers=answer_headers(answer.headers))
+        # Now, not when the handler returns it: what is counted of the call comes after the answer.
+        await self._write_eof()
 
     async def _stream(self, answer: aiohttp.ClientResponse) -> None:
         self.response = web.StreamResponse(headers=answer_headers(answer.headers))

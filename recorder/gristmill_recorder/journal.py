@@ -106,22 +106,27 @@ class Journal:
     def append(self, entry: Entry, rows: Sequence[Row], before: Row | None) -> None:
         """The next steps of a trajectory, all or none; the first make it. Completes the entry's `id` and `next_step`.
 
-        before: the step before them, if there is one. Takes note of the entry's `delivered`.
+        before: the step before them, if there is one.
         """
-        id_, next_step = entry.id, rows[-1].step + 1
-        with self._changing():
-            if not id_:
-                made = self._database.execute(
-                    "INSERT INTO trajectories (run, uid, sample, round, attempt) VALUES (?, ?, ?, ?, ?)", entry.name
-                )
-                assert made.lastrowid is not None
-                id_ = made.lastrowid
+        # An answer waits for this, and one statement is a change by itself.
+        is_single = entry.id and len(rows) == 1
+        with self._kept() if is_single else self._changing():
+            id_ = entry.id or self._make(entry.name)
             records = _records(id_, rows, before)
             self._database.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?)", records)
-            self._database.execute(
-                "UPDATE trajectories SET next_step = ?, delivered = ? WHERE id = ?", (next_step, entry.delivered, id_)
-            )
-        entry.id, entry.next_step = id_, next_step
+        entry.id, entry.next_step = id_, rows[-1].step + 1
+
+    def _make(self, name: TrajectoryName) -> int:
+        made = self._database.execute(
+            "INSERT INTO trajectories (run, uid, sample, round, attempt) VALUES (?, ?, ?, ?, ?)", name
+        )
+        assert made.lastrowid is not None
+        return made.lastrowid
+
+    def deliver(self, entry: Entry) -> None:
+        """Takes note of the entry's `delivered`, so that these steps are not delivered again after a restart."""
+        with self._kept():
+            self._database.execute("UPDATE trajectories SET delivered = ? WHERE id = ?", (entry.delivered, entry.id))
 
     def end(self, trajectory: int, reward: float | None) -> None:
         """No more steps come."""
@@ -134,7 +139,9 @@ class Journal:
         """Nothing is left to do for it. keeps_rows: for a person to look at, until `forget`."""
         with self._changing():
             self._database.execute(
-                "UPDATE trajectories SET outcome = ?, closed_at = ? WHERE id = ?", (outcome, time.time(), trajectory)
+                "UPDATE trajectories SET outcome = ?, closed_at = ?, next_step = "
+                "(SELECT coalesce(max(step) + 1, 0) FROM steps WHERE trajectory = id) WHERE id = ?",
+                (outcome, time.time(), trajectory),
             )
             if not keeps_rows:
                 self._database.execute("DELETE FROM steps WHERE trajectory = ?", (trajectory,))
@@ -157,11 +164,17 @@ class Journal:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """One change. Raises FailedPreconditionError where the disk does not take it; then nothing of it was kept."""
-        try:
+        """Several statements as one change. Raises FailedPreconditionError as `_kept`."""
+        with self._kept():
             self._database.execute("BEGIN")
             yield
             self._database.execute("COMMIT")
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """One change. Raises FailedPreconditionError where the disk does not take it; then nothing of it was kept."""
+        try:
+            yield
         except sqlite3.Error as error:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
@@ -170,7 +183,12 @@ class Journal:
             ) from None
 
 
-_FIND = "SELECT id, run, uid, sample, round, attempt, next_step, delivered, is_ended, reward, outcome FROM trajectories"
+# How many steps there are is noted when they go; until then they say it.
+_FIND = (
+    "SELECT id, run, uid, sample, round, attempt, "
+    "max(next_step, (SELECT coalesce(max(step) + 1, 0) FROM steps WHERE trajectory = id)), "
+    "delivered, is_ended, reward, outcome FROM trajectories"
+)
 
 
 @contextmanager

@@ -195,6 +195,15 @@ class Recording:
             self._close(_OVER[lost])
         elif rows[-1].is_last:
             self._close(ACCEPTED)
+        else:
+            self._note_delivered()
+
+    def _note_delivered(self) -> None:
+        try:
+            self._journal.deliver(self._entry)
+        except FailedPreconditionError as error:
+            # After a restart they are delivered again, which changes nothing.
+            _log.error("%s: %s", self.name, error)
 
     def _close(self, outcome: str) -> None:
         if self._over.is_set():

@@ -36,8 +36,9 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 def test_steps_come_back_as_they_were_but_those_that_were_delivered(journal: Journal) -> None:
     begun = Entry(NAME)
     journal.append(begun, [row(0), row(1, logprobs=False)], None)
-    begun.delivered = 1
     journal.append(begun, [row(2)], row(1))
+    begun.delivered = 1
+    journal.deliver(begun)
     (entry,) = journal.open()
     assert (entry.name, entry.next_step, entry.delivered, entry.is_ended) == (NAME, 3, 1, False)
     assert [each.step for each in entry.rows] == [1, 2]

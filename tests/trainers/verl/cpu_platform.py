@@ -55,7 +55,7 @@ def _offload_unpinned(policy: CPUOffloadPolicy, pin_memory: bool = True) -> None
     object.__setattr__(policy, "pin_memory", False)
 
 
-CPUOffloadPolicy.__init__ = _offload_unpinned  # type: ignore[method-assign]
+CPUOffloadPolicy.__init__ = _offload_unpinned  # type: ignore[assignment, method-assign]
 
 
 @PlatformRegistry.register(platform="cpu")

@@ -17,8 +17,8 @@ from tests.trainers.verl.tiny_model import WORDS
 Row = dict[str, Any]
 
 
-def rollouts(groups: int, samples: int, *, seed: int = 0) -> list[Row]:
-    """Trajectories of one to three turns, each prompt going on from the turn before; the last has the reward."""
+def rollouts(groups: int, samples: int, *, seed: int = 0, most_turns: int = 3) -> list[Row]:
+    """Trajectories of one turn or several, each prompt going on from the turn before; the last has the reward."""
     draw = random.Random(seed)
 
     def words(least: int, most: int) -> list[int]:
@@ -28,7 +28,7 @@ def rollouts(groups: int, samples: int, *, seed: int = 0) -> list[Row]:
     for group in range(groups):
         question = words(2, 9)
         for sample in range(samples):
-            sequence, turns = list(question), draw.randint(1, 3)
+            sequence, turns = list(question), draw.randint(1, most_turns)
             for step in range(turns):
                 response = words(1, 12)
                 rows.append(

@@ -6,12 +6,19 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+from urllib.request import urlopen
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2ForCausalLM
+from verl.trainer.ppo.core_algos import compute_gae_advantage_return
 
-from gristmill import RolloutClient, TrainerClient
+from gristmill import NotFoundError, RolloutClient
+from gristmill._wire.addresses import Position
+from gristmill.torch import Conversion, Shard, parse_shard, token_logprobs
 from gristmill_service.service import Service
 from tests.trainers.verl import tiny_model
 from tests.trainers.verl.main_ppo import MainPpo, weights
@@ -53,8 +60,6 @@ def start(rollout_client: RolloutClient, service: Service, tmp_path: Path) -> It
 
 
 def run_exists(client: RolloutClient) -> bool:
-    from gristmill import NotFoundError
-
     try:
         client.status()
     except NotFoundError:
@@ -167,11 +172,12 @@ FIXED = [
 ]
 
 
-def submit(client: RolloutClient, number: int) -> None:
-    """The rollouts of a batch, which are the same in every run."""
-    rows = rollouts(GROUPS, SAMPLES, seed=number)
+def submit(client: RolloutClient, number: int, *, most_turns: int = 3, trains_last: bool = False) -> None:
+    """The rollouts of a batch, which are the same in every run. trains_last: also each response's last token."""
+    rows = rollouts(GROUPS, SAMPLES, seed=number, most_turns=most_turns)
     for row in rows:
         row["uid"] = f"{number}-{row['uid']}"
+        row["loss_mask"][-1] |= trains_last
     client.begin_groups(list(dict.fromkeys(row["uid"] for row in rows)))
     client.submit_rows(rows)
 
@@ -215,37 +221,92 @@ def test_a_trainer_that_is_killed_ends_with_the_weights_of_one_that_was_not(
 
 # --- What advantages depend on
 
+KL, GAMMA, LAMBDA = 0.5, 0.9, 0.8
+GAE = [
+    *batches(GROUPS, SAMPLES, mini_batch=2, micro_batch=4),
+    "trainer.total_training_steps=9",
+    "trainer.save_freq=8",
+    "algorithm.adv_estimator=gae",
+    f"algorithm.gamma={GAMMA}",
+    f"algorithm.lam={LAMBDA}",
+    "algorithm.use_kl_in_reward=True",
+    f"algorithm.kl_ctrl.kl_coef={KL}",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+    "actor_rollout_ref.actor.optim.lr=0.01",
+    "critic.ppo_mini_batch_size=4",
+    "critic.ppo_micro_batch_size_per_gpu=4",
+    "critic.optim.lr=0.01",
+]
+OF_RESPONSES = ("loss_mask", "rewards", "values", "old_logprobs", "ref_logprobs", "advantages", "returns")
+
+
+class Rows(NamedTuple):
+    """Of a batch, without padding rows. sequences: of each row. others: by name of the tokens of responses, (rows,
+    longest response), 0 behind each."""
+
+    sequences: list[list[int]]
+    others: dict[str, torch.Tensor]
+
+
+def rows_of(service: Service, run: str, batch: int) -> Rows:
+    """What the service gave the trainer."""
+    parts = dict[str, list[torch.Tensor]]()
+    for mini_batch in range(2):
+        url = f"{service.http_url}/v1/runs/{run}/batches/{batch}/policy/{mini_batch}/0"
+        with urlopen(url, timeout=600) as answer:
+            tensors, metadata = parse_shard(np.frombuffer(bytearray(answer.read()), np.uint8), url)
+        shard = Shard(tensors, metadata, Conversion(), Position(batch, 0, mini_batch), is_mapped=False)
+        is_real = (shard["is_padding"] == 0).tolist()
+        for name in ("sequences", *OF_RESPONSES):
+            jagged = shard.jagged(name, "row" if name == "sequences" else "response")
+            rows = [row for row, real in zip(jagged.nested().unbind(), is_real, strict=True) if real]
+            parts.setdefault(name, []).extend(rows)
+    sequences = [row.tolist() for row in parts.pop("sequences")]
+    return Rows(sequences, {name: pad_sequence(each, batch_first=True) for name, each in parts.items()})
+
+
+@torch.no_grad()
+def logprobs_of(policy: Qwen2ForCausalLM, sequences: list[list[int]], like: torch.Tensor) -> torch.Tensor:
+    """Of each response's tokens, shaped as the mask of them, which are trained up to the last."""
+    found = torch.zeros(like.shape)
+    for row, sequence in enumerate(sequences):
+        tokens, length = torch.tensor([sequence]), int(like[row].nonzero().max()) + 1
+        found[row, :length] = token_logprobs(policy(tokens).logits, tokens)[0, -length - 1 : -1]
+    return found
+
 
 def test_values_and_the_kl_are_written_back_and_a_finished_run_ends_training(
     start: Start, rollout_client: RolloutClient, service: Service, tmp_path: Path
 ) -> None:
-    trainer = start(
-        *batches(GROUPS, SAMPLES, mini_batch=2, micro_batch=4),
-        "trainer.total_training_steps=9",
-        "trainer.save_freq=8",
-        "algorithm.adv_estimator=gae",
-        "algorithm.use_kl_in_reward=True",
-        "algorithm.kl_ctrl.kl_coef=0.5",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
-        "actor_rollout_ref.actor.optim.lr=0.01",
-        f"critic.model.path={tmp_path / 'model'}",
-        "critic.ppo_mini_batch_size=4",
-        "critic.ppo_micro_batch_size_per_gpu=4",
-        "critic.optim.lr=0.01",
-        "+critic.model.override_config.attn_implementation=eager",
-    )
+    critic = [f"critic.model.path={tmp_path / 'model'}", "+critic.model.override_config.attn_implementation=eager"]
+    trainer = start(*GAE, *critic)
     trainer.wait_until(partial(run_exists, rollout_client))
     for number in range(2):
-        submit(rollout_client, number)
-    with TrainerClient(service.grpc_address, rollout_client.run, 0, acknowledges=False, timeout_s=600) as reader:
-        (batch, _) = zip(reader, range(1), strict=False).__next__()
-        shard = next(iter(batch.epoch()))
-        assert {"values", "old_logprobs", "ref_logprobs", "returns"} <= shard.tensors.keys() or shard.is_per_micro_batch
+        # verl takes no reward of a token that is not trained, and each turn for itself.
+        submit(rollout_client, number, most_turns=1, trains_last=True)
+    trainer.wait_until(lambda: trained(rollout_client) == 2)
+    given = [rows_of(service, rollout_client.run, batch) for batch in range(2)]
     rollout_client.finish()
     trainer.wait()
+
+    reference = Qwen2ForCausalLM.from_pretrained(tmp_path / "model")
+    for sequences, rows in given:
+        mask = rows["loss_mask"].float()
+        expected = logprobs_of(reference, sequences, mask)
+        torch.testing.assert_close(rows["ref_logprobs"] * mask, expected * mask, rtol=0, atol=1e-4)
+        advantages, returns = compute_gae_advantage_return(rows["rewards"], rows["values"], mask, GAMMA, LAMBDA)
+        torch.testing.assert_close(rows["returns"] * mask, returns * mask, rtol=0, atol=1e-4)
+        torch.testing.assert_close(rows["advantages"] * mask, advantages * mask, rtol=0, atol=1e-4)
+        assert rows["values"][mask != 0].std() > 1e-3
+    differences = [(rows["old_logprobs"] - rows["ref_logprobs"]) * rows["loss_mask"] for _, rows in given]
+    # The policy is the reference at first, and its KL to it is nothing.
+    assert differences[0].abs().max() < 1e-5
+    assert differences[1].abs().max() > 1e-2
+    # What is left of the rewards, 0 or 1 for the last token.
+    scores = given[1].others["rewards"] + KL * differences[1]
+    torch.testing.assert_close(scores, scores.round(), rtol=0, atol=1e-4)
+
     assert trainer.metrics("training/global_step") == [1, 2]
     assert len(trainer.metrics("critic/vf_loss")) == len(trainer.metrics("critic/values/mean")) == 2
-    # The policy is the reference at first, and its KL to it is nothing.
-    assert trainer.metrics("critic/advantages/mean") == pytest.approx([0, 0], abs=1e-2), "whitened"
     assert (tmp_path / "checkpoints" / "global_step_2" / "gristmill.json").exists()
     assert rollout_client.status().batches_freed == 2
