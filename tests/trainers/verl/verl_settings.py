@@ -10,7 +10,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 # Where a mean is of few tokens and updates are compared, bfloat16 is all that would be seen.
-_PRECISION = [f"+actor_rollout_ref.actor.fsdp_config.mixed_precision.{kind}_dtype=fp32" for kind in ("param", "reduce")]
+_ENGINES = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
+_PRECISION = [f"+{engine}.mixed_precision.{kind}_dtype=fp32" for engine in _ENGINES for kind in ("param", "reduce")]
 
 CPU = [
     "trainer.device=cpu",
