@@ -16,7 +16,7 @@ import sys
 class Hidden:
     def find_spec(self, name, *_):
         if name.partition(".")[0] == {package!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+            raise {error}
 
 sys.meta_path.insert(0, Hidden())
 from gristmill_service.cli import main
@@ -24,9 +24,11 @@ main()
 """
 
 
-def without(package: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`gristmill` where a package is not installed."""
-    code = _HIDES.format(package=package)
+def without(
+    package: str, *arguments: str, error: str = 'ModuleNotFoundError(f"No module named {name!r}", name=name)'
+) -> subprocess.CompletedProcess[str]:
+    """`gristmill` where a package is not installed, or where importing it raises this."""
+    code = _HIDES.format(package=package, error=error)
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False
     )
@@ -39,6 +41,11 @@ def test_what_is_missing_is_named_with_the_remedy(package: str) -> None:
     [told] = ended.stderr.splitlines()
     assert told.startswith(f"gristmill: the commands and the service need {package}, which is not installed; ")
     assert told.endswith("pip install 'gristmill[service]'")
+
+
+def test_ctrl_c_is_quiet_also_while_packages_are_imported() -> None:
+    ended = without("typer", "serve", error="KeyboardInterrupt")
+    assert (ended.returncode, ended.stderr) == (130, "")
 
 
 def test_a_module_of_our_own_that_is_missing_is_no_matter_of_extras() -> None:

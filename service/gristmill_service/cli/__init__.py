@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 LACKS_PACKAGES = 2
@@ -9,6 +10,14 @@ LACKS_PACKAGES = 2
 
 def main() -> None:
     """Runs `gristmill`. Where its packages are not installed, it names the remedy and exits with 2."""
+    try:
+        _run()
+    except KeyboardInterrupt:
+        # While packages are imported nobody else is there to take it.
+        sys.exit(128 + signal.SIGINT)
+
+
+def _run() -> None:
     try:
         from gristmill_service.cli.commands import app
     except ModuleNotFoundError as error:
