@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gristmill.errors import InvalidArgumentError
+from gristmill_service.pipeline.credit import token_credit
 from gristmill_service.pipeline.credit.advantage import Float64s
 from gristmill_service.pipeline.credit.token_credit import (
     PIECE,
@@ -410,3 +411,32 @@ def test_a_reward_that_float32_does_not_hold_is_refused_with_step_and_token(bad:
     steps = tokens_of([[[Token()], [Token(), Token()]]]).steps
     with pytest.raises(InvalidArgumentError, match=r"step 1: reward\[1\] is .* does not hold; scale the rewards or"):
         reward_column(steps, np.array([0.0, 0.0, bad]))
+
+
+# Some trajectories at a time.
+
+
+@pytest.mark.parametrize("most", [1, 7, 10_000])
+@given(BATCHES)
+def test_parts_are_whole_trajectories_and_all_of_them(most: int, batch: list[Trajectory]) -> None:
+    tokens, values = tokens_of(batch), column(batch, "value")
+    parts = list(tokens.parts(most))
+    assert sum(len(part.tokens.trajectory_bounds) - 1 for part in parts) == len(batch)
+    assert [place for part in parts for place in part.tokens.places + part.responses.start] == tokens.places.tolist()
+    for part in parts:
+        assert len(part.tokens) == part.trained.stop - part.trained.start
+        own = part.tokens.take(values.part(part.steps))
+        assert own.tolist() == tokens.take(values)[part.trained].tolist()
+        assert len(part.tokens.trajectory_bounds) == 2 or part.tokens.edges[-1] <= most
+
+
+@given(st.lists(st.integers(-5, 5), max_size=30), st.integers(1, 9))
+def test_whitening_does_not_depend_on_how_much_is_cached(numbers: list[int], cached: int) -> None:
+    advantages = np.array(numbers, np.float64) / 3
+    expected = whitened(advantages)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(token_credit, "_CACHED", 16 * cached)
+        np.testing.assert_allclose(whitened(advantages), expected, rtol=1e-12, atol=1e-12)
+        in_place = advantages.copy()
+        assert whitened(in_place, out=in_place) is in_place
+        np.testing.assert_allclose(in_place, expected, rtol=1e-12, atol=1e-12)

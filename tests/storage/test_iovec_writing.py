@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from gristmill_service import helper_thread
 from gristmill_service.pipeline.layout.iovec import Iovec, Region
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
-from gristmill_service.storage import shard_files
 from gristmill_service.storage.shard_files import write_shards
 
 
@@ -78,7 +78,7 @@ def test_batches_written_at_the_same_time_do_not_wait_for_the_one_helper(tmp_pat
         busy.set()
         release.wait(30)
 
-    helping = shard_files._helper().submit(hold)
+    helping = helper_thread._helper().submit(hold)
     busy.wait(30)
     try:
         with ThreadPoolExecutor(4) as pool:

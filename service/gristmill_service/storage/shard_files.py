@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache
 from pathlib import Path
 
+from gristmill_service.helper_thread import in_two_threads
 from gristmill_service.pipeline.layout import iovec
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.storage.shard_store import ShardSource
-
-
-@cache
-def _helper() -> ThreadPoolExecutor:
-    """A second thread, which prepares and writes while the kernel copies for the first one.
-
-    There is one for all batches: more would take cores from the trainer that the service runs beside. It lives on,
-    because starting a thread takes milliseconds where all cores are busy.
-    """
-    return ThreadPoolExecutor(1, "gristmill-shard-writer")
 
 
 def write_shards(
@@ -34,29 +23,13 @@ def write_shards(
     shards = list(shards)
     for parent in {os.path.dirname(shard.address.path) for shard in shards}:
         (directory / parent).mkdir(mode=0o700)
-    missing, failed = iter(shards), list[ShardSource]()
 
-    def write() -> None:
-        # Both threads take the next one from the same list, which is one step of the interpreter.
-        for shard in missing:
-            if failed:
-                return
-            try:
-                write_file(f"{directory}/{shard.address.path}", shard.iovec())
-                on_written(shard.size)
-            except BaseException:
-                failed.append(shard)
-                raise
+    def write(shard: ShardSource) -> None:
+        # While the kernel copies for one thread, the other prepares.
+        write_file(f"{directory}/{shard.address.path}", shard.iovec())
+        on_written(shard.size)
 
-    helping = _helper().submit(write)
-    try:
-        write()
-    finally:
-        # One that has not begun has nothing left to do.
-        if not helping.cancel():
-            wait([helping])
-    if not helping.cancelled():
-        helping.result()
+    in_two_threads(shards, write)
     return {shard.address: shard.size for shard in shards}
 
 

@@ -6,9 +6,8 @@ trained, KL, advantages. Ranks and layout play no part in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +15,11 @@ from numpy.typing import NDArray
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
+from gristmill_service.helper_thread import in_two_threads
 from gristmill_service.pipeline.credit import advantage, kl, token_credit
 from gristmill_service.pipeline.credit.advantage import Float64s
 from gristmill_service.pipeline.credit.trained_tokens import (
+    Part,
     TrainedTokens,
     credited_rewards,
     response_rewards,
@@ -66,70 +67,73 @@ def credit(
         sums = kl.kl_of_rows(_row_sums(received, rows, reference.column), rows, loss_tokens, len(scores))
         changed = kl.kl_in_scores(received, scores, sums, reference.coef)
         return Credit(advantage.advantages(received, changed, config))
-    kept = most_kept(rows, len(trained))
-    tokens = trained_tokens(received, trained, kept)
-    with_kl = None if reference is None else np.empty(tokens.edges[-1], np.float32)
-    shown = None if with_kl is None else Ragged.from_lengths(with_kl, received.steps.response_lengths)
+    numbers = _Numbers(trained_tokens(received, trained, kept := most_kept(rows, len(trained))), kept, config)
+    numbers.compute()
     if per_token:
-        return Credit(np.zeros(len(scores)), _of_tokens(tokens, _rewards(tokens, kept, config, with_kl), config), shown)
-    sums = np.concatenate([np.empty(0), *(part.kl_sums() for part in _rewards(tokens, kept, config, with_kl))])
+        return Credit(np.zeros(len(scores)), numbers.of_tokens(), numbers.token_rewards)
     assert reference is not None, "without a KL there is nothing to do"
-    changed = kl.kl_in_scores(received, scores, sums, reference.coef)
-    return Credit(advantage.advantages(received, changed, config), token_rewards=shown)
+    changed = kl.kl_in_scores(received, scores, numbers.kl_sums, reference.coef)
+    return Credit(advantage.advantages(received, changed, config), token_rewards=numbers.token_rewards)
 
 
-class _Rewarded(NamedTuple):
-    """Some trajectories' trained tokens; the rewards of their responses, with the KL in them; and its estimates, where
-    there is one. trained: which of the batch's trained tokens they have; responses: and which response tokens."""
+class _Numbers:
+    """What is computed of a batch's trained tokens, some trajectories at a time, each in its place.
 
-    tokens: TrainedTokens
-    rewards: Float64s
-    estimates: Float64s | None
-    trained: slice
-    responses: slice
+    kept: as `response_rewards` has it. kl_sums: float64 (trajectories,), of the estimates, where there is a KL.
+    """
 
-    def kl_sums(self) -> Float64s:
-        assert self.estimates is not None, "asked for where there is a KL"
-        return kl.kl_of_trajectories(self.tokens, self.estimates)
+    def __init__(self, tokens: TrainedTokens, kept: Int64s, config: RunConfig) -> None:
+        self._tokens, self._kept, self._config = tokens, kept, config
+        # Memory that is never touched where there is nothing for it.
+        self._rewards, self._returns = (np.empty(tokens.edges[-1], np.float32) for _ in range(2))
+        self._advantages, self._uncredited = np.empty(len(tokens)), 0
+        self.kl_sums = np.empty(0)
 
+    def compute(self) -> None:
+        found = in_two_threads(self._tokens.parts(), self._compute)
+        self.kl_sums = np.concatenate([self.kl_sums, *(sums for sums, _ in found)])
+        self._uncredited = sum(uncredited for _, uncredited in found)
 
-def _rewards(
-    tokens: TrainedTokens, kept: Int64s, config: RunConfig, with_kl: NDArray[np.float32] | None
-) -> Iterator[_Rewarded]:
-    """Yields the batch's trajectories, some at a time. with_kl: gets the rewards where a KL changes them."""
-    reference = config.kl_in_reward
-    for own, part in tokens.parts():
-        trained, responses = (
-            slice(bounds[own.start], bounds[own.stop]) for bounds in (tokens.step_bounds, tokens.edges)
-        )
-        rewards, estimates = response_rewards(part.steps, kept[own]), None
-        if reference is not None and reference.estimator is not None and with_kl is not None:
-            sampled = (
-                part.steps.logprobs if config.kl_from == "rollout_logprobs" else _column(part.steps, config.kl_from)
-            )
+    @property
+    def token_rewards(self) -> Ragged | None:
+        """The rewards with the KL in them; None without one."""
+        return None if self._config.kl_in_reward is None else self._column(self._rewards)
+
+    def of_tokens(self) -> TokenCredit:
+        if self._config.whiten == "batch":
+            token_credit.whitened(self._advantages, out=self._advantages)
+        return TokenCredit(self._tokens, self._advantages, self._column(self._returns), self._uncredited)
+
+    def _column(self, values: NDArray[np.float32]) -> Ragged:
+        return Ragged.from_lengths(values, self._tokens.steps.response_lengths)
+
+    def _compute(self, part: Part) -> tuple[Float64s, int]:
+        """Returns the sums of a part's KL, and how many of its rewards are in no return."""
+        tokens, config = part.tokens, self._config
+        rewards, reference = response_rewards(tokens.steps, self._kept[part.steps]), config.kl_in_reward
+        estimates = np.empty(0)
+        if reference is not None and reference.estimator is not None:
+            name, steps = config.kl_from, tokens.steps
+            sampled = steps.logprobs if name == "rollout_logprobs" else _column(steps, name)
             assert sampled is not None, "checked when the rows came"
-            estimates = kl.kl_of_tokens(part, sampled, _column(part.steps, "ref_logprobs"), reference.estimator)
-            rewards = kl.kl_in_rewards(part, rewards, estimates, reference.coef)
-            with_kl[responses] = reward_column(part.steps, rewards).values
-        yield _Rewarded(part, rewards, estimates, trained, responses)
+            estimates = kl.kl_of_tokens(tokens, sampled, _column(steps, "ref_logprobs"), reference.estimator)
+            rewards = kl.kl_in_rewards(tokens, rewards, estimates, reference.coef)
+            self._rewards[part.responses] = reward_column(steps, rewards).values
+        if config.advantage_estimator in ("gae", "reinforce++"):
+            return np.empty(0), self._credit(part, rewards)
+        return kl.kl_of_trajectories(tokens, estimates), 0
 
-
-def _of_tokens(tokens: TrainedTokens, parts: Iterable[_Rewarded], config: RunConfig) -> TokenCredit:
-    advantages, returns = np.empty(len(tokens)), np.empty(tokens.edges[-1], np.float32)
-    uncredited = 0
-    for part in parts:
-        credited, lost = credited_rewards(part.tokens, part.rewards)
+    def _credit(self, part: Part, rewards: Float64s) -> int:
+        tokens, config = part.tokens, self._config
+        credited, uncredited = credited_rewards(tokens, rewards)
         if config.advantage_estimator == "gae":
-            values = part.tokens.take(_column(part.tokens.steps, "values"))
-            found = token_credit.gae(part.tokens, credited, values, config.gamma, config.lambda_)
+            values = tokens.take(_column(tokens.steps, "values"))
+            advantages, returns = token_credit.gae(tokens, credited, values, config.gamma, config.lambda_)
         else:
-            found = token_credit.reinforce_plus_plus(part.tokens, credited, config.gamma)
-        advantages[part.trained] = found[0]
-        returns[part.responses] = part.tokens.response(found[1], "return").values
-        uncredited += lost
-    if config.whiten == "batch":
-        token_credit.whitened(advantages, out=advantages)
-    return TokenCredit(tokens, advantages, Ragged.from_lengths(returns, tokens.steps.response_lengths), uncredited)
+            advantages, returns = token_credit.reinforce_plus_plus(tokens, credited, config.gamma)
+        self._advantages[part.trained] = advantages
+        self._returns[part.responses] = tokens.response(returns, "return").values
+        return uncredited
 
 
 def _column(steps: Steps, name: str) -> Ragged:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,26 +57,25 @@ class TrainedTokens:
         """Which of the response tokens each is, ascending; int64 (trained tokens,)."""
         return np.arange(self.edges[-1]) if self.mask is None else np.flatnonzero(self.mask)
 
-    def parts(self, most: int = PART) -> Iterator[tuple[slice, TrainedTokens]]:
-        """Yields the trajectories in order, some at a time: as many as have `most` response tokens, or one; with the
-        steps that are theirs."""
+    def parts(self, most: int = PART) -> Iterator[Part]:
+        """Yields the trajectories in order, some at a time: as many as have `most` response tokens, or one."""
         ends, begin = self.edges[self.trajectory_bounds], 0
         while begin + 1 < len(ends):
             end = max(begin + 1, int(np.searchsorted(ends, ends[begin] + most, side="right")) - 1)
             yield self._part(begin, end)
             begin = end
 
-    def _part(self, begin: int, end: int) -> tuple[slice, TrainedTokens]:
+    def _part(self, begin: int, end: int) -> Part:
         steps = slice(int(self.trajectory_bounds[begin]), int(self.trajectory_bounds[end]))
         edges, step_bounds = (bounds[steps.start : steps.stop + 1] for bounds in (self.edges, self.step_bounds))
-        part = TrainedTokens(
+        tokens = TrainedTokens(
             self.steps.part(steps),
             self.trajectory_bounds[begin : end + 1] - steps.start,
             edges - edges[0],
             None if self.mask is None else self.mask[edges[0] : edges[-1]],
             step_bounds - step_bounds[0],
         )
-        return steps, part
+        return Part(tokens, steps, slice(step_bounds[0], step_bounds[-1]), slice(edges[0], edges[-1]))
 
     def of(self, numbers: NDArray[Any]) -> NDArray[Any]:
         """Returns those of the response tokens' numbers that are of trained ones; the same array where all are."""
@@ -107,6 +106,16 @@ class TrainedTokens:
     def name(self, index: int, column: str) -> str:
         """Names a trained token's entry of a column, for a message."""
         return _name(self.steps, self.edges, int(self.places[index]), column)
+
+
+class Part(NamedTuple):
+    """Some trajectories of a batch. steps, trained, responses: which of its steps, of its trained tokens and of its
+    response tokens are theirs."""
+
+    tokens: TrainedTokens
+    steps: slice
+    trained: slice
+    responses: slice
 
 
 def trained_tokens(received: Received, trained: NDArray[np.bool_], kept: Int64s | None = None) -> TrainedTokens:
