@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from skyrl.train.trainer import RayPPOTrainer
 
+from gristmill import InvalidArgumentError, RolloutClient
 from gristmill.adapters.skyrl import Gristmill, GristmillPPOTrainer
 from gristmill_service.service import Service
 from tests.trainers.skyrl.play import Recorded, config, difference, first_values, first_weights, save_model
@@ -53,7 +55,7 @@ def trained(directory: Path, name: str, kind: Any, more: dict[str, Any], ranks: 
     overrides = {
         key: value.format(directory=directory) if isinstance(value, str) else value for key, value in more.items()
     }
-    cfg = config(directory, **placement, **overrides, trainer__export_path=directory / name)
+    cfg = config(directory, **placement | overrides, trainer__export_path=directory / name)
     return train(kind, cfg, Recorded(cfg), prompts=4, **named)
 
 
@@ -78,3 +80,35 @@ def test_an_update_is_skyrls_own(
     assert difference(ours.policy, native.policy, first) < BOUND
     if native.critic:
         assert difference(ours.critic, native.critic, first_values(config(directory))) < BOUND
+
+
+@pytest.mark.usefixtures("ray_address")
+def test_packed_rows_train_as_padded_ones_do(service: Service, run_name: str, directory: Path) -> None:
+    gristmill = Gristmill(service.grpc_address, run_name)
+    packed = trained(directory, "ours", GristmillPPOTrainer, CASES["merged steps, packed"], 1, gristmill=gristmill)
+    padded = trained(directory, "native", RayPPOTrainer, CASES["merged steps"], 1)
+    assert difference(packed.policy, padded.policy, first_weights(config(directory))) < BOUND
+
+
+@pytest.mark.usefixtures("ray_address")
+@pytest.mark.parametrize(
+    ("case", "columns"), [("KL in rewards", {"old_logprobs", "ref_logprobs"}), ("a critic", {"values"})]
+)
+def test_what_advantages_depend_on_is_written_back(
+    service: Service, run_name: str, directory: Path, case: str, columns: set[str]
+) -> None:
+    trained(directory, "ours", GristmillPPOTrainer, CASES[case], 1, gristmill=Gristmill(service.grpc_address, run_name))
+    with RolloutClient(service.grpc_address, run_name) as client:
+        status = client.status()
+    declared = json.loads(status.config_json)["columns"]
+    assert {column["name"] for column in declared if column["source"] == "trainer"} == columns
+    assert status.batches_freed == 1, "trained, which it is only with them"
+
+
+@pytest.mark.usefixtures("ray_address")
+def test_a_critic_of_fewer_ranks_is_refused(service: Service, run_name: str, directory: Path) -> None:
+    fewer = CASES["a critic"] | {"trainer__placement__critic_num_gpus_per_node": 1}
+    with pytest.raises(
+        InvalidArgumentError, match=r"policy has 2 data-parallel ranks and the critic together 1; .* give"
+    ):
+        trained(directory, "ours", GristmillPPOTrainer, fewer, 2, gristmill=Gristmill(service.grpc_address, run_name))

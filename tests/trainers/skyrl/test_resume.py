@@ -89,6 +89,18 @@ def test_a_fully_async_trainer_that_was_killed_trains_what_was_held(
 
 
 @pytest.mark.usefixtures("ray_address")
+def test_a_training_goes_on_with_other_ranks(service: Service, run_name: str, tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    main(service.grpc_address, run_name, str(tmp_path), 3, **KEEPING)
+    ranks = {"trainer__placement__policy_num_gpus_per_node": 2}
+    resumed = main(service.grpc_address, run_name, str(tmp_path), 5, **KEEPING | ranks)
+    assert [log["step"] for log in resumed.logs] == [4, 5]
+    with RolloutClient(service.grpc_address, run_name) as client:
+        status = client.status()
+    assert (status.batches_freed, json.loads(status.config_json)["dp_size"]) == (5, 2)
+
+
+@pytest.mark.usefixtures("ray_address")
 def test_a_run_that_was_trained_is_not_begun_anew(service: Service, run_name: str, tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     main(service.grpc_address, run_name, str(tmp_path), 1)
