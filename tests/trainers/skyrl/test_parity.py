@@ -35,6 +35,13 @@ CASES: dict[str, dict[str, Any]] = {
         "trainer__algorithm__loss_reduction": "prompt_mean",
         "trainer__update_epochs_per_batch": 2,
     },
+    "one turn, reinforce++, sums by length": ONE_TURN
+    | {
+        "trainer__algorithm__advantage_estimator": "reinforce++",
+        "trainer__algorithm__gamma": 0.95,
+        "trainer__algorithm__loss_reduction": "seq_mean_token_sum_norm",
+        "trainer__algorithm__max_seq_len": 64,
+    },
     "KL in the loss": ONE_TURN
     | REFERENCE
     | {"trainer__algorithm__use_kl_loss": True, "trainer__algorithm__kl_loss_coef": 0.1},
