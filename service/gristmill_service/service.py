@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 
 from gristmill.errors import NotFoundError, UnavailableError
-from gristmill_service.access.certificates import Certificates, peer_context
+from gristmill_service.access.certificates import Certificates, PeerCertificates
 from gristmill_service.access.gate import Gate
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.http.app import make_app
@@ -63,11 +63,12 @@ class Service:
                 gate,
                 settings.http_host_names.split(","),
             )
-            app = make_app(self._context, None if certificates is None else peer_context(settings))
+            peers = None if certificates is None else PeerCertificates(certificates, settings.tls_peer_ca_file)
+            app = make_app(self._context, peers)
             self._http = HttpServer(app, settings.http_address, settings.shutdown_grace_s, certificates)
             undo.callback(self._http.close)
             _refuse_taken(settings.grpc_address)
-            self._grpc = GrpcServer(self._context, settings, certificates)
+            self._grpc = GrpcServer(self._context, settings, certificates, peers)
             undo.pop_all()
         self.grpc_address = self._grpc.address
         self.http_url = self._http.url

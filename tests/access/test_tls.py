@@ -11,10 +11,12 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import trustme
 
 from gristmill import Batch, RolloutClient, Shard, TrainerClient
 from gristmill._client.connection.credentials import Credentials
 from gristmill.errors import InvalidArgumentError, UnavailableError
+from gristmill_service.access.certificates import Certificates, PeerCertificates
 from gristmill_service.access.tokens import create_token
 from gristmill_service.service import Service
 from gristmill_service.settings import load_settings
@@ -106,6 +108,44 @@ def test_clients_show_a_certificate_where_the_service_asks_for_one(serve: Serve,
         httpx.get(f"{service.http_url}/healthz", verify=context, trust_env=False)
     context.load_cert_chain(mine, my_key)
     assert httpx.get(f"{service.http_url}/healthz", verify=context, trust_env=False).status_code == 200
+
+
+def test_a_client_that_lives_on_shows_its_renewed_certificate_from_the_next_connection_on(
+    serve: Serve, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gristmill._client.connection.credentials._LOOK_S", 0.0)
+    (tmp_path / "next").mkdir()
+    following = Files(trustme.CA(), tmp_path / "next")
+    (cert, key), (mine, my_key) = files.certify("server"), files.certify("client")
+    tls = {"tls_cert_file": cert, "tls_key_file": key}
+    first = serve(**tls, tls_client_ca_file=files.ca_file)
+    first.runs.create("r", CONFIG)
+    known = Credentials(ca_file=files.ca_file, cert_file=mine, key_file=my_key)
+    with RolloutClient(first.grpc_address, "r", credentials=known) as client:
+        assert client.policy_version() == 0
+        first.stop()
+        renewed = following.certify("client")
+        for path, new in zip((mine, my_key), renewed, strict=True):
+            new.replace(path)
+        second = serve(**tls, tls_client_ca_file=following.ca_file, grpc_address=first.grpc_address)
+        second.runs.create("r", CONFIG)
+        assert client.policy_version() == 0
+
+
+def test_what_services_show_each_other_is_renewed_when_it_is_whole(files: Files) -> None:
+    cert, key = files.certify("server")
+    peers = PeerCertificates(Certificates(cert, key, None), files.ca_file)
+    before, context = peers.credentials(), peers.context()
+    assert peers.credentials() is before
+    old_key = key.read_bytes()
+    files.certify("server")
+    new_key = key.read_bytes()
+    key.write_bytes(old_key)
+    assert peers.credentials() is before, "certificate and key do not fit together"
+    key.write_bytes(new_key)
+    os.utime(key, (time.time() + 1, time.time() + 1))
+    assert peers.credentials() is not before
+    assert peers.context() is context
 
 
 def test_services_on_redis_pass_calls_on_over_tls_with_the_callers_own_token(

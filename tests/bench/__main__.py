@@ -16,6 +16,7 @@ from tests.bench import (
     columns,
     crowd,
     formats,
+    hostile,
     journal,
     metrics,
     neighbours,
@@ -26,6 +27,7 @@ from tests.bench import (
     record,
     redis,
     replicas,
+    secured,
     serving,
     submit,
     takeover,
@@ -52,9 +54,11 @@ SOURCES = (
     takeover,
     tree,
     replicas,
+    secured,
     page,
     metrics,
     neighbours,
+    hostile,
     record,
 )
 ELSEWHERE = ("peers", "chaos", "adapters_trl", "adapters_skyrl")

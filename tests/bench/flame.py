@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gristmill import RolloutClient
 from tests.bench.processes import served
-from tests.bench.submit import LONG, LONG_ROWS, TURNS, _config, _delete, _submitting, _turn_rows, generator_output
+from tests.bench.submit import LONG, LONG_ROWS, TURNS, _config, _delete, _submitting, generator_output, turn_rows
 
 PROFILES = Path("build/profiles")
 SECONDS, RATE = 12, 250
@@ -47,7 +47,7 @@ def _record(pid: int, path: Path) -> subprocess.Popen[bytes]:
 
 
 def _again_and_again(kind: str, address: str) -> None:
-    turns = _turn_rows(TURNS)
+    turns = turn_rows(TURNS)
     once = _submitting(address, generator_output(LONG_ROWS, LONG))
     for number in itertools.count():
         if kind == "long":

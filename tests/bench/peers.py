@@ -31,8 +31,8 @@ from tests.bench.submit import (
     _config,
     _delete,
     _submitting,
-    _turn_rows,
     generator_output,
+    turn_rows,
 )
 
 PYTHON = Path(".venv-peers/bin/python")
@@ -43,7 +43,7 @@ _UNIT = "x TransferQueue"
 
 def figures() -> Iterator[Figure]:
     long, short = generator_output(LONG_ROWS, LONG), generator_output(SHORT_ROWS, SHORT)
-    turns = _turn_rows(TURNS)
+    turns = turn_rows(TURNS)
     with served() as service, _queue({"long": long, "short": short, "turns": _columns(turns)}) as queue:
         address = service.grpc_address
         yield from _batches("long", address, queue, long)

@@ -85,7 +85,7 @@ def _submitting(address: str, output: Output) -> Callable[[], float]:
 
 def _turns(limit: Bare, address: str) -> Iterator[Figure]:
     """One turn at a time, each waited for, beside a bare call of the same bytes right after it."""
-    rows = _turn_rows(TURNS)
+    rows = turn_rows(TURNS)
     [message] = _messages(generator_output(1, (TURN_PROMPT + TURN_RESPONSE, TURN_PROMPT + TURN_RESPONSE + 1)))
     ours, bound = [], []
     with RolloutClient(address, "turns") as client:
@@ -105,7 +105,7 @@ def _turns_while_sealing(address: str) -> Figure:
     """p99 of single turns while batches of long rows are sealed one after another, by another process."""
     with RolloutClient(address, "turns") as client, _sealing(address) as sealed:
         client.create_run(_config())
-        found = [seconds(lambda row=row: client.submit_rows([row])) for row in _turn_rows(TURNS)]  # type: ignore[misc]
+        found = [seconds(lambda row=row: client.submit_rows([row])) for row in turn_rows(TURNS)]  # type: ignore[misc]
         assert sealed() > 2, "batches were sealed meanwhile"
     _delete(address, "turns")
     return Figure("turn.p99_sealing_ms", float(np.quantile(found, 0.99)) * 1e3, "ms", 10.0)
@@ -113,7 +113,7 @@ def _turns_while_sealing(address: str) -> Figure:
 
 def _step_on(client: RolloutClient) -> None:
     """One producer hands its turns over, and waits for them at the end."""
-    for row in _turn_rows(TURNS, "rate"):
+    for row in turn_rows(TURNS, "rate"):
         with client.trajectory(row["uid"], row["sample"]) as trajectory:
             trajectory.step(
                 row["prompt_token_ids"],
@@ -198,7 +198,7 @@ def generator_output(rows: int, lengths: tuple[int, int]) -> Output:
     }
 
 
-def _turn_rows(count: int, name: str = "turn") -> list[Output]:
+def turn_rows(count: int, name: str = "turn") -> list[Output]:
     rng = np.random.default_rng(3)
     prompt = rng.integers(0, 150_000, TURN_PROMPT, dtype=np.int32)
     return [_row(f"{name}-{row // SAMPLES}", row % SAMPLES, prompt, TURN_RESPONSE, rng) for row in range(count)]

@@ -96,24 +96,42 @@ def http_context(certificates: Certificates) -> ssl.SSLContext:
     return context
 
 
-def peer_credentials(settings: Settings) -> grpc.ChannelCredentials:
-    """Of gRPC connections to other services. This one shows its own certificate."""
-    authority = settings.tls_peer_ca_file
-    assert settings.tls_cert_file is not None
-    assert settings.tls_key_file is not None
-    return grpc.ssl_channel_credentials(
-        None if authority is None else authority.read_bytes(),
-        settings.tls_key_file.read_bytes(),
-        settings.tls_cert_file.read_bytes(),
-    )
+class PeerCertificates:
+    """What this service shows other services, and what they must show. Thread-safe. A renewed certificate is shown over
+    the next connection."""
 
+    def __init__(self, certificates: Certificates, ca_file: Path | None) -> None:
+        self._own, self._ca_file = certificates, ca_file
+        self._watch, self._lock = _Watch(certificates), threading.Lock()
+        self._context = ssl.create_default_context(cafile=ca_file)
+        self._renew()
 
-def peer_context(settings: Settings) -> ssl.SSLContext:
-    """Of HTTP connections to other services. This one shows its own certificate."""
-    context = ssl.create_default_context(cafile=settings.tls_peer_ca_file)
-    assert settings.tls_cert_file is not None
-    context.load_cert_chain(settings.tls_cert_file, settings.tls_key_file)
-    return context
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Of gRPC connections; the same until a file changes."""
+        with self._lock:
+            self._look()
+            return self._credentials
+
+    def context(self) -> ssl.SSLContext:
+        """Of HTTP connections; the same always, with the newest certificate."""
+        with self._lock:
+            self._look()
+            return self._context
+
+    def _look(self) -> None:
+        if self._watch.changed():
+            try:
+                self._renew()
+            except (OSError, ssl.SSLError) as error:
+                _log.warning("certificate for other services cannot be read; that of before goes on", reason=str(error))
+
+    def _renew(self) -> None:
+        own = self._own
+        authority = None if self._ca_file is None else self._ca_file.read_bytes()
+        self._context.load_cert_chain(own.cert_file, own.key_file)
+        self._credentials = grpc.ssl_channel_credentials(
+            authority, own.key_file.read_bytes(), own.cert_file.read_bytes()
+        )
 
 
 def _server_context(certificates: Certificates) -> ssl.SSLContext:

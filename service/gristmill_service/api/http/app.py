@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 import time
 from collections.abc import Iterator
 from importlib.resources import files
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import gristmill
 from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
+from gristmill_service.access.certificates import PeerCertificates
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.errors import STATUSES, refusal
 from gristmill_service.api.http import models, page, rollouts, runs, session, trainers
@@ -40,7 +40,7 @@ _DESCRIPTION = (
 )
 
 
-def make_app(context: ApiContext, peer_tls: ssl.SSLContext | None = None) -> FastAPI:
+def make_app(context: ApiContext, peers: PeerCertificates | None = None) -> FastAPI:
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": models.Error, "description": code} for code, (_, status) in STATUSES.items()
     }
@@ -58,7 +58,7 @@ def make_app(context: ApiContext, peer_tls: ssl.SSLContext | None = None) -> Fas
         app.include_router(router, responses=errors)
     app.include_router(page.page)
     _add_probes(app)
-    forwarding = Forwarding(context.runs.is_owner, peer_tls)
+    forwarding = Forwarding(context.runs.is_owner, peers)
     app.add_exception_handler(OwnedElsewhereError, forwarding.answer)
     app.add_exception_handler(GristmillError, _tell)
     app.add_exception_handler(RequestValidationError, _tell_invalid)

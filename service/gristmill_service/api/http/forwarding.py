@@ -6,7 +6,6 @@ A request is passed on once: where it arrives at the wrong process again, its ca
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator, Callable
 
 import httpx
@@ -16,6 +15,7 @@ from starlette.concurrency import run_in_threadpool
 
 from gristmill.errors import UnavailableError
 from gristmill_service import tracing
+from gristmill_service.access.certificates import PeerCertificates
 from gristmill_service.api import request_ids
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.http.bodies import BODY
@@ -30,14 +30,15 @@ _DROPPED = frozenset(
 
 
 class Forwarding:
-    """is_owner(run, grpc address): whether the run is still decided there, as far as is known here. peer_tls: of
-    connections to other processes; None: they are not encrypted."""
+    """is_owner(run, grpc address): whether the run is still decided there, as far as is known here. peers: certificates
+    of connections to other processes; None: they are not encrypted."""
 
-    def __init__(self, is_owner: Callable[[str, str], bool], peer_tls: ssl.SSLContext | None) -> None:
-        self._is_owner = is_owner
+    def __init__(self, is_owner: Callable[[str, str], bool], peers: PeerCertificates | None) -> None:
+        self._is_owner, self._peers = is_owner, peers
         timeout = httpx.Timeout(LONGEST_WAIT_S + 10, connect=2.0)
+        tls = True if peers is None else peers.context()
         self._client = httpx.AsyncClient(
-            timeout=timeout, trust_env=False, limits=httpx.Limits(max_connections=None), verify=peer_tls or True
+            timeout=timeout, trust_env=False, limits=httpx.Limits(max_connections=None), verify=tls
         )
 
     async def answer(self, request: Request, error: Exception) -> Response:
@@ -52,6 +53,9 @@ class Forwarding:
         passed_on = self._client.build_request(
             request.method, f"{url}?{query}" if query else url, headers=headers, content=request.scope.get(BODY, b"")
         )
+        if self._peers is not None:
+            # It is looked at for every request: the context is the same one.
+            self._peers.context()
         sending = asyncio.ensure_future(self._client.send(passed_on, stream=True))
         try:
             while not (await asyncio.wait([sending], timeout=_LOOK_S))[0]:

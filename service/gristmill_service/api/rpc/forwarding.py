@@ -38,16 +38,21 @@ _OPTIONS = (
 class Forwarding:
     """Thread-safe. limit: how many calls that wait may be passed on at once; one more is passed on without its wait.
 
-    is_owner(run, address): whether the run is still decided there, as far as is known here. credentials: of connections
-    to other processes; None: they are not encrypted.
+    is_owner(run, address): whether the run is still decided there, as far as is known here. credentials(): of
+    connections to other processes, others once they are renewed; None: they are not encrypted.
     """
 
     def __init__(
-        self, limit: int, is_owner: Callable[[str, str], bool], credentials: grpc.ChannelCredentials | None
+        self,
+        limit: int,
+        is_owner: Callable[[str, str], bool],
+        credentials: Callable[[], grpc.ChannelCredentials] | None,
     ) -> None:
         self._is_owner, self._credentials = is_owner, credentials
         self._lock = threading.Lock()
-        self._channels: dict[str, grpc.Channel] = {}
+        # With what each was made with; those of before a renewal go on with the calls that they have.
+        self._channels: dict[str, tuple[grpc.ChannelCredentials | None, grpc.Channel]] = {}
+        self._renewed: list[grpc.Channel] = []
         self._waits = threading.BoundedSemaphore(limit)
 
     def unary(self, method: str, request: Any, owner: OwnedElsewhereError, context: grpc.ServicerContext) -> bytes:
@@ -80,7 +85,7 @@ class Forwarding:
 
     def close(self) -> None:
         with self._lock:
-            for channel in self._channels.values():
+            for channel in (*self._renewed, *(channel for _, channel in self._channels.values())):
                 channel.close()
 
     def _check(self, owner: OwnedElsewhereError, context: grpc.ServicerContext) -> None:
@@ -88,14 +93,18 @@ class Forwarding:
             raise UnavailableError(f"{owner}; its owner is changing")
 
     def _channel(self, address: str) -> grpc.Channel:
+        shown = None if self._credentials is None else self._credentials()
         with self._lock:
-            channel = self._channels.get(address)
-            if channel is None:
-                if self._credentials is None:
-                    channel = grpc.insecure_channel(address, _OPTIONS)
-                else:
-                    channel = grpc.secure_channel(address, self._credentials, _OPTIONS)
-                self._channels[address] = channel
+            made_with, channel = self._channels.get(address, (None, None))
+            if channel is not None and made_with is shown:
+                return channel
+            if channel is not None:
+                self._renewed.append(channel)
+            if shown is None:
+                channel = grpc.insecure_channel(address, _OPTIONS)
+            else:
+                channel = grpc.secure_channel(address, shown, _OPTIONS)
+            self._channels[address] = shown, channel
             return channel
 
     @contextmanager

@@ -21,7 +21,8 @@ _LONGEST_S = 20.0
 
 
 class Intake:
-    """Thread-safe. Callers share the places; one whose request does not come within 20 s gives its place back."""
+    """Thread-safe. Callers share the places; one whose request has not come gives its place to another
+    caller who has fewer, or after 20 s to anyone."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -29,6 +30,7 @@ class Intake:
             AT_ONCE,
             f"{AT_ONCE} requests are being read or answered and none was done within {_LONGEST_S:g} s; retry",
             _LONGEST_S,
+            takes_back=True,
         )
 
     def read(self, requests: Iterator[Any], context: grpc.ServicerContext, held: ExitStack) -> Any:

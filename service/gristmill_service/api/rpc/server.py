@@ -19,7 +19,7 @@ from gristmill._client.connection.transport import SUBMIT_ROWS
 from gristmill._wire.submit_codec import Submission
 from gristmill.errors import UnavailableError
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc, trainer_pb2
-from gristmill_service.access.certificates import Certificates, grpc_credentials, peer_credentials
+from gristmill_service.access.certificates import Certificates, PeerCertificates, grpc_credentials
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.rpc import trainers
 from gristmill_service.api.rpc.forwarding import Forwarding
@@ -47,12 +47,18 @@ _IDLE_CONNECTION_MS = 15 * 60 * 1000
 class GrpcServer:
     """Listens from `start` on. Raises UnavailableError from the constructor where the address cannot be had."""
 
-    def __init__(self, context: ApiContext, settings: Settings, certificates: Certificates | None) -> None:
+    def __init__(
+        self,
+        context: ApiContext,
+        settings: Settings,
+        certificates: Certificates | None,
+        peers: PeerCertificates | None,
+    ) -> None:
         # A pool thread is started only when none is idle, so that a large pool costs nothing until it is needed; with a
         # place for every waiter and stream, those can never take a thread that a short call needs.
         self._pool = ThreadPoolExecutor(_WORKERS + settings.max_waiters + 2 * settings.max_streams, "grpc")
         self._forwarding = Forwarding(
-            settings.max_waiters, context.runs.is_owner, None if certificates is None else peer_credentials(settings)
+            settings.max_waiters, context.runs.is_owner, None if peers is None else peers.credentials
         )
         self._intake = Intake(context.gate)
         limit = int(settings.max_message_bytes)

@@ -109,6 +109,9 @@ class Replicas:
         self._options = _OPTIONS + (_ALONE if self.count == 1 else _AMONG_OTHERS)
         self._lock = threading.Lock()
         self._made: dict[str, Any] = {}
+        self._version = credentials.version()
+        # Made before certificates were renewed: calls that are under way there may end well.
+        self._before: list[Any] = []
         self._turn = 0
         self._id, self._calls = secrets.token_hex(4), itertools.count(1)
         self._is_closed = False
@@ -168,6 +171,9 @@ class Replicas:
         with self._lock:
             if self._is_closed:
                 raise FailedPreconditionError("this client is closed; make another")
+            if self._version != (version := self._credentials.version()):
+                self._before += self._made.values()
+                self._made, self._version = {}, version
             address = self._addresses[self._turn % self.count]
             if address not in self._made:
                 self._made[address] = self._credentials.channel(self._library, address, self._options)
@@ -184,14 +190,14 @@ class Replicas:
         """Connects anew from the next call on. For after an interrupt in the midst of a call: gRPC may hold locks of
         its channel for ever then, so that it cannot even be closed."""
         with self._lock:
-            self._made.clear()
+            self._before, self._made = [], {}
 
     def take_all(self) -> list[Any]:
         """The channels that there are to close; no more are made."""
         with self._lock:
             self._is_closed = True
-            made = list(self._made.values())
-            self._made.clear()
+            made = [*self._before, *self._made.values()]
+            self._before, self._made = [], {}
             return made
 
 

@@ -65,6 +65,15 @@ class Credentials:
         ca, key, cert = (_bytes(name, getattr(self, name)) for name in ("ca_file", "key_file", "cert_file"))
         return library.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options)
 
+    def version(self) -> object:
+        """Another one once a file of certificates has changed; looked at every few seconds."""
+        version, until = self._read.get("version", (None, 0.0))
+        now = time.monotonic()
+        if now >= until:
+            version = tuple(_changed_at(path) for path in (self.ca_file, self.key_file, self.cert_file) if path)
+            self._read["version"] = version, now + _LOOK_S
+        return version
+
     def _current(self) -> str:
         token, until = self._read.get("token", ("", 0.0))
         now = time.monotonic()
@@ -87,6 +96,13 @@ class Credentials:
 
 def _is_header(token: str) -> bool:
     return bool(token) and token.isascii() and token.isprintable()
+
+
+def _changed_at(path: Path | str) -> int:
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _of(name: str) -> str | None:
