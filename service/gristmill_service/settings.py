@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -119,6 +119,16 @@ class Settings(BaseSettings):
     )
     jwt_issuer: str | None = Field(None, description="Who must have issued them (iss).")
     jwt_audience: str | None = Field(None, description="For whom they must be (aud).")
+    proxy_user_header: str | None = Field(
+        None,
+        pattern="^[A-Za-z0-9-]+$",
+        description="A header in which a proxy before the HTTP API tells who signed in there, such as "
+        "X-Forwarded-User; it must take out what clients send of it. Their roles stand in tokens_file, under subjects.",
+    )
+    proxy_addresses: str = Field(
+        "127.0.0.1,::1",
+        description="The proxy's addresses or networks, with commas between: the header counts from there alone.",
+    )
     tls_cert_file: Path | None = Field(
         None, description="The certificate (chain) that both APIs show, PEM; read again when it changes."
     )
@@ -182,6 +192,8 @@ class Settings(BaseSettings):
             raise ValueError("jwt_issuer, jwt_audience and jwks_ca_file need jwks; give the keys, too")
         if self.jwks is not None and not (self.tokens_file and self.jwt_issuer and self.jwt_audience):
             raise ValueError("jwks needs jwt_issuer, jwt_audience, and tokens_file with the subjects' roles; give them")
+        if self.proxy_user_header is not None and self.tokens_file is None:
+            raise ValueError("proxy_user_header needs tokens_file with the users' roles; give it")
         is_safe = self.tls_cert_file is not None and self.tokens_file is not None
         for name in ("grpc_address", "http_address"):
             address = getattr(self, name)
@@ -198,6 +210,13 @@ class Settings(BaseSettings):
         if not address.startswith("unix:"):
             split_address(address)
         return address
+
+    @field_validator("proxy_addresses")
+    @classmethod
+    def _check_networks(cls, addresses: str) -> str:
+        for address in addresses.split(","):
+            ip_network(address.strip())
+        return addresses
 
     @field_validator("http_address")
     @classmethod

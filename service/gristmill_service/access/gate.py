@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 import structlog
@@ -34,6 +35,10 @@ class Gate:
         """held: what callers' quotas are of. Raises InvalidArgumentError for a file that cannot be read."""
         self._held = held
         self._file = None if settings.tokens_file is None else _CallersFile(settings.tokens_file)
+        self._proxy = None
+        if settings.proxy_user_header is not None:
+            networks = [ip_network(address.strip()) for address in settings.proxy_addresses.split(",")]
+            self._proxy = settings.proxy_user_header, networks
         self._web_tokens = None
         if settings.jwks is not None:
             self._web_tokens = WebTokens(
@@ -48,6 +53,22 @@ class Gate:
     def asks_issuer(self) -> bool:
         """Whether `identify` may ask the issuer of web tokens for its keys, which takes seconds where that is away."""
         return self._web_tokens is not None
+
+    def user_of_proxy(self, headers: Mapping[str, str], address: str) -> Caller | None:
+        """Whom a proxy at this address names, where one is to be believed and names anyone.
+
+        Raises UnauthenticatedError for a user whom the file does not name.
+        """
+        if self._proxy is None or self._file is None or not (user := headers.get(self._proxy[0], "")):
+            return None
+        try:
+            if not any(ip_address(address) in network for network in self._proxy[1]):
+                return None
+        except ValueError:
+            return None
+        if found := self._file.callers().with_subject(user):
+            return found
+        raise UnauthenticatedError(f"no entry of tokens_file is for the user {user[:100]!r}; add one under subjects")
 
     def identify(self, authorization: str | None) -> Caller:
         """The caller of a call with this header; ANYONE where it has none.

@@ -12,6 +12,7 @@ import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
@@ -48,7 +49,7 @@ class TokenEntry(_Entry):
 
 
 class SubjectEntry(_Entry):
-    """The callers whose JSON web token has this subject, a pattern as a shell's."""
+    """The callers whose JSON web token has this subject, or whom a proxy names so: a pattern as a shell's."""
 
     subject: Annotated[str, Field(min_length=1)]
 
@@ -68,6 +69,13 @@ class Callers(BaseModel):
             if hmac.compare_digest(entry.sha256, digest):
                 found = entry
         return None if found is None else found.caller(found.name)
+
+    def with_subject(self, subject: str) -> Caller | None:
+        """The first entry counts that is for the subject."""
+        for entry in self.subjects:
+            if fnmatchcase(subject, entry.subject):
+                return entry.caller(subject)
+        return None
 
 
 def read_callers(path: Path) -> Callers:

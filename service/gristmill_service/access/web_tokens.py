@@ -6,7 +6,6 @@ import json
 import ssl
 import threading
 import time
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +53,8 @@ class WebTokens:
         except jwt.PyJWTError as error:
             raise UnauthenticatedError(f"the token is not valid: {error}; get a new one") from None
         subject = str(claims["sub"])
-        for entry in callers.subjects:
-            if fnmatchcase(subject, entry.subject):
-                return entry.caller(subject)
+        if found := callers.with_subject(subject):
+            return found
         raise UnauthenticatedError(f"no entry of tokens_file is for the subject {subject!r}; add one under subjects")
 
     def _key(self, token: str) -> Any:

@@ -54,7 +54,10 @@ class Authenticated:
         if _is_open(scope["path"]):
             # Whatever is shown: a browser whose cookie has expired must still reach the page to sign in again.
             return ANYONE
-        shown, identify = _shown(Headers(scope=scope)), self._gate.identify
+        headers = Headers(scope=scope)
+        shown, identify = _shown(headers), self._gate.identify
+        if not shown and (user := self._gate.user_of_proxy(headers, (scope.get("client") or ("",))[0])):
+            return user
         found = await run_in_threadpool(identify, shown) if self._gate.asks_issuer else identify(shown)
         if found is ANYONE:
             self._gate.check(found, "docs", None, None)

@@ -46,6 +46,8 @@ class HttpServer:
             ws="none",
             loop="asyncio",
             server_header=False,
+            # Who calls is the other end of the connection, whatever its headers say.
+            proxy_headers=False,
             timeout_graceful_shutdown=max(1, round(grace_s)),
         )
         if certificates is not None:

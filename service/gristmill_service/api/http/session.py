@@ -29,9 +29,9 @@ def sign_in(request: Request, response: Response, body: SignIn, context: Context
     found = context.gate.identify(f"Bearer {body.token}")
     if found is ANYONE:
         raise UnauthenticatedError("the token is not known here; ask who operates the service for one")
-    response.set_cookie(
-        COOKIE, body.token, max_age=_DAY_S, httponly=True, samesite="strict", secure=request.url.scheme == "https"
-    )
+    # A proxy may have taken off the encryption.
+    schemes = (request.url.scheme, request.headers.get("x-forwarded-proto"))
+    response.set_cookie(COOKIE, body.token, max_age=_DAY_S, httponly=True, samesite="strict", secure="https" in schemes)
     return SignedIn(name=found.name, roles=sorted(found.roles))
 
 

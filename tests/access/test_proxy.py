@@ -1,0 +1,63 @@
+"""A proxy that people sign in to tells who they are; nobody else may."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.access.tokens import create_token
+from gristmill_service.settings import load_settings
+from tests.access.conftest import Serve
+from tests.api.doors import CONFIG
+
+SUBJECTS = "subjects: [{subject: '*@example.org', roles: [viewer], runs: ['math-*']}]"
+USER = "X-Forwarded-User"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    found = tmp_path / "tokens.yaml"
+    found.write_text(SUBJECTS)
+    return found
+
+
+def test_whom_the_proxy_names_may_what_the_file_says(serve: Serve, path: Path) -> None:
+    token = create_token(path, "admin", ["admin"], ["*"], None)
+    service = serve(tokens_file=path, proxy_user_header=USER)
+    for name in ("math-1", "other"):
+        service.runs.create(name, CONFIG)
+
+    def get(run: str, **headers: str) -> int:
+        shown = {name.replace("_", "-"): value for name, value in headers.items()}
+        return httpx.get(f"{service.http_url}/v1/runs/{run}", headers=shown, trust_env=False).status_code
+
+    assert get("math-1", X_Forwarded_User="ann@example.org") == 200
+    assert get("other", X_Forwarded_User="ann@example.org") == 403
+    assert get("math-1", X_Forwarded_User="ann@elsewhere.example") == 401
+    assert get("math-1") == 401
+    assert get("other", X_Forwarded_User="ann@example.org", Authorization=f"Bearer {token}") == 200, "a token counts"
+    assert get("math-1", X_Forwarded_User="ann@example.org", Authorization="Bearer wrong") == 401
+
+
+def test_the_header_counts_for_nothing_from_other_addresses_or_where_it_is_not_told(serve: Serve, path: Path) -> None:
+    for told in ({"proxy_user_header": USER, "proxy_addresses": "10.0.0.0/8, ::1"}, {}):
+        service = serve(tokens_file=path, **told)
+        service.runs.create("math-1", CONFIG)
+        shown = {USER: "ann@example.org", "X-Forwarded-For": "10.0.0.1"}
+        assert httpx.get(f"{service.http_url}/v1/runs/math-1", headers=shown, trust_env=False).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"proxy_user_header": USER}, "proxy_user_header needs tokens_file"),
+        ({"proxy_user_header": "a b", "tokens_file": "t"}, "proxy_user_header is 'a b'"),
+        ({"proxy_addresses": "10.0.0.1/8"}, "has host bits set"),
+    ],
+)
+def test_settings_of_a_proxy_that_cannot_be_are_refused(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        load_settings(settings)
