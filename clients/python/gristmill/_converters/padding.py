@@ -18,8 +18,13 @@ class Padded:
     def __init__(self, prompt_mask: Array, response_mask: Array, name: str, where: str) -> None:
         """The masks, called `name`, are not 0 on tokens: (rows, prompt width) and (rows, response width).
 
-        Raises InvalidArgumentError naming the row whose tokens are not one block.
+        Raises InvalidArgumentError where they have other rows, and naming the row whose tokens are not one block.
         """
+        if len(prompt_mask) != len(response_mask):
+            raise InvalidArgumentError(
+                f"{where}: {name} has {len(prompt_mask)} rows of prompts and {len(response_mask)} of responses; each "
+                "row has both"
+            )
         prompt_on, response_on = prompt_mask != 0, response_mask != 0
         self.rows, self._prompt_width = prompt_on.shape
         self._response_width = response_on.shape[1]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from gristmill._converters.keys import Choice, Keys, Row, remedy_of
+from gristmill._converters.refusals import refusing
 from gristmill._converters.rows import as_steps, response_start, samples_as_they_come, tagged
 from gristmill._converters.values import aligned, array_of, attribute, attributes, routes, uid_of, unpacked
 from gristmill._wire.columns import Array
@@ -37,6 +38,7 @@ _KEYS = Keys(
 )
 
 
+@refusing(_WHAT)
 def from_prime_rl(
     traces: Iterable[Any],
     *,

@@ -7,9 +7,13 @@ from typing import Any
 
 from gristmill._client.rollout.skyrl_output import fields_of_output
 from gristmill._converters.keys import Choice, Row
+from gristmill._converters.refusals import refusing
 from gristmill._converters.rows import tagged
 
+_WHAT = "generator output"
 
+
+@refusing(_WHAT)
 def from_skyrl(
     output: Mapping[str, Any],
     *,
@@ -39,7 +43,7 @@ def from_skyrl(
         policy_version=policy_version,
         choice=Choice.of(columns, ignore),
     )
-    own_tags, optional = tagged(tags, len(fields["uid"]), "generator output"), Choice.of(columns).columns
+    own_tags, optional = tagged(tags, len(fields["uid"]), _WHAT), Choice.of(columns).columns
     return [
         {name: values[row] for name, values in fields.items() if not (name in optional and values[row] is None)} | tag
         for row, tag in enumerate(own_tags)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gristmill._converters.keys import Choice, Keys, Row
+from gristmill._converters.refusals import refusing
 from gristmill._converters.rows import as_steps, tagged
 from gristmill._converters.values import array_of, attribute, attributes, routes, uid_of, unpacked, version_of
 from gristmill.errors import InvalidArgumentError
@@ -50,6 +51,7 @@ _KEYS = Keys(
 )
 
 
+@refusing(_WHAT)
 def from_slime(
     samples: Iterable[Any],
     *,

@@ -10,6 +10,7 @@ import numpy as np
 
 from gristmill._converters.keys import Choice, Keys, Row
 from gristmill._converters.padding import Padded, check_shape
+from gristmill._converters.refusals import refusing
 from gristmill._converters.rows import samples_as_they_come, tagged
 from gristmill._converters.values import aligned, array_of, uid_of
 from gristmill._wire.columns import Array
@@ -46,6 +47,7 @@ _KEYS = Keys(
 _OF_IMAGES = _KEYS.needed.keys() - {"token_type_ids", "mm_token_type_ids"}
 
 
+@refusing(_WHAT)
 def from_trl(
     output: Mapping[str, Any],
     *,

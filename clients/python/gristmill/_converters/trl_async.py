@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gristmill._converters.keys import Choice, Keys, Row
+from gristmill._converters.refusals import refusing
 from gristmill._converters.rows import response_start, samples_as_they_come, tagged
 from gristmill._converters.values import array_of, attribute, attributes, uid_of, version_of
 from gristmill.errors import InvalidArgumentError
@@ -30,6 +31,7 @@ _KEYS = Keys(
 )
 
 
+@refusing(_WHAT)
 def from_trl_async(
     samples: Iterable[Any],
     *,

@@ -28,7 +28,7 @@ def entries_of(tensor: Any, name: str, where: str) -> list[Any]:
     if getattr(tensor, "is_nested", False):
         return [array_of(entry, name, f"{where}: row {row}") for row, entry in enumerate(tensor.unbind())]
     values = plain(tensor, name, where)
-    if isinstance(values, (str, Mapping)) or not hasattr(values, "__iter__"):
+    if isinstance(values, (str, Mapping)) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:
         raise InvalidArgumentError(f"{where}: {name} is {values!r}; it needs one entry a row")
     return list(values)
 
@@ -57,7 +57,7 @@ def uid_of(uid: Any, where: str) -> str:
     """Integers name groups by their digits."""
     if isinstance(uid, (str, np.str_)):
         return str(uid)
-    if not isinstance(uid, (bool, np.bool_)) and hasattr(uid, "__index__"):
+    if not isinstance(uid, (bool, np.bool_)) and hasattr(uid, "__index__") and not getattr(uid, "ndim", 0):
         return str(int(uid))
     raise InvalidArgumentError(f"{where}: its group is named {uid!r}; expected a string or an integer")
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from gristmill._converters.keys import Choice, Keys, Row, remedy_of
 from gristmill._converters.padding import Padded, Ragged, check_shape
+from gristmill._converters.refusals import refusing
 from gristmill._converters.rows import as_steps, samples_as_they_come, tagged
 from gristmill._converters.values import aligned, array_of, entries_of, uid_of, version_of
 from gristmill._wire.columns import Array
@@ -51,6 +52,7 @@ _KEYS = Keys(
 )
 
 
+@refusing(_WHAT)
 def from_verl(
     batch: Any,
     *,
@@ -211,7 +213,14 @@ def _check_positions(given: Mapping[str, Any], choice: Choice) -> None:
 def _layout(tensors: Mapping[str, Any]) -> Padded | Ragged:
     prompts, responses = tensors["prompts"], tensors["responses"]
     if isinstance(responses, list):
+        for name, values in tensors.items():
+            aligned(name, values, len(responses), _WHAT)
         return Ragged(len(responses))
+    for name, values in (("prompts", prompts), ("responses", responses)):
+        if getattr(values, "ndim", 0) != 2:
+            raise InvalidArgumentError(
+                f"{_WHAT}: {name} has the shape {np.shape(values)}; expected rows and tokens, as of the other"
+            )
     if "attention_mask" not in tensors:
         raise InvalidArgumentError(f"{_WHAT}: attention_mask is missing; without it nothing says what is padding")
     (rows, width), mask = responses.shape, tensors["attention_mask"]

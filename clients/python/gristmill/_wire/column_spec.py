@@ -185,7 +185,10 @@ class ColumnSpec:
         if self.merge:
             _check_choice(f"{where} of scope {self.scope}", "merge", self.merge, _MERGES[self.scope])
         if any(type(size) is not int or not 1 <= size <= MOST_ELEMENT_BYTES for size in self.shape):
-            raise InvalidArgumentError(f"{where}: shape is {list(self.shape)}; each size is an integer, at least 1")
+            raise InvalidArgumentError(
+                f"{where}: shape is {list(self.shape)}; each size is an integer, at least 1 and at most "
+                f"{MOST_ELEMENT_BYTES}"
+            )
         most = MOST_TOKEN_BYTES if self.scope in ("token", "response") else MOST_ELEMENT_BYTES
         if len(self.shape) > MOST_AXES or self.element_bytes > most:
             raise InvalidArgumentError(

@@ -1,0 +1,40 @@
+"""What is no data of a framework, in ways that no converter looks for, is refused as all other data is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from typing import ParamSpec, TypeVar
+
+from gristmill.errors import GristmillError, InvalidArgumentError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_UNREADABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+
+
+def refusing(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Has a converter of `what` raise InvalidArgumentError where reading it fails; from the error that says where."""
+
+    def decorate(convert: Callable[P, R]) -> Callable[P, R]:
+        accepts = signature(convert)
+
+        @wraps(convert)
+        def refuse(*args: P.args, **options: P.kwargs) -> R:
+            # A call that is none is the caller's TypeError.
+            accepts.bind(*args, **options)
+            try:
+                return convert(*args, **options)
+            except GristmillError:
+                raise
+            except _UNREADABLE as error:
+                raise InvalidArgumentError(
+                    f"{what}: cannot be read: {type(error).__name__}: {str(error)[:200]}; hand over what the framework "
+                    "makes, unchanged"
+                ) from error
+
+        return refuse
+
+    return decorate
