@@ -70,7 +70,7 @@ class Service:
             _refuse_taken(settings.grpc_address)
             self._grpc = GrpcServer(self._context, settings, certificates, peers)
             undo.pop_all()
-        self.grpc_address = self._grpc.address
+        self.grpc_address = self._context.grpc_address = self._grpc.address
         self.http_url = self._http.url
         self._storage.advertise(
             settings.advertise_grpc_address or self.grpc_address, settings.advertise_http_url or self.http_url

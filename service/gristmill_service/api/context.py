@@ -18,7 +18,7 @@ from gristmill_service.run.runs import Runs
 @dataclass(slots=True)
 class ApiContext:
     """host_names: patterns of names that lead to the HTTP API. not_ready: why new work should go elsewhere; empty when
-    ready."""
+    ready. grpc_address: where this process takes gRPC calls."""
 
     runs: Runs
     long_poll: LongPoll
@@ -27,6 +27,7 @@ class ApiContext:
     gate: Gate
     host_names: Sequence[str] = ()
     not_ready: str = "starting"
+    grpc_address: str = ""
 
     def unhealthy_reason(self) -> str:
         """Why the service is not ready; empty when it is."""

@@ -6,12 +6,19 @@ const versions = new Map();
 export const paths = {
   overview: () => "v1/overview",
   health: run => `v1/runs/${encodeURIComponent(run)}/health`,
+  settings: run => `v1/runs/${encodeURIComponent(run)}/settings`,
+  find: (run, uid) => `v1/runs/${encodeURIComponent(run)}/find?uid=${encodeURIComponent(uid)}`,
   history: run => `v1/runs/${encodeURIComponent(run)}/history`,
   timeline: (run, model, seconds) => `v1/runs/${encodeURIComponent(run)}/timeline?model=${model}&seconds=${seconds}`,
   batch: (run, batch, what, query = "") => `v1/runs/${encodeURIComponent(run)}/batches/${batch}/${what}${query}`,
 };
 
-export class Refused extends Error {}
+export class Refused extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
 
 export async function read(path) {
   const answer = await fetch(path, { cache: "no-store" });
@@ -34,8 +41,8 @@ export async function readVersion(path) {
 async function refusal(answer) {
   if (answer.status === 401) signIn();
   try {
-    return new Refused((await answer.json()).error.message);
+    return new Refused((await answer.json()).error.message, answer.status);
   } catch {
-    return new Refused(`the service answered ${answer.status}`);
+    return new Refused(`the service answered ${answer.status}`, answer.status);
   }
 }

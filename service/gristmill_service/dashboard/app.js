@@ -1,17 +1,18 @@
-// The page: which run and batch are looked at stands in its address, `#/RUN/BATCH`.
+// The page: which run, batch and group are looked at stands in its address, `#/RUN/BATCH/UID`.
 import { paths, readVersion } from "./api.js";
 import { make } from "./dom.js";
 import { Poll } from "./poll.js";
 import { RunView } from "./run.js";
 import { showRuns } from "./runs.js";
 import { setClock, tick } from "./text.js";
+import { welcome } from "./welcome.js";
 
 const live = document.querySelector("#live"), main = document.querySelector("#main"), nav = document.querySelector("#runs");
-let view = null, runs = [], overviewAt = 0;
+let view = null, runs = [], overviewAt = 0, grpcAddress = "";
 
 function address() {
-  const [run = "", batch = ""] = location.hash.replace(/^#\/?/, "").split("/");
-  return { run: decodeURIComponent(run), batch: batch === "" ? null : Number(batch) };
+  const [run = "", batch = "", uid = ""] = location.hash.replace(/^#\/?/, "").split("/");
+  return { run: decodeURIComponent(run), batch: batch === "" ? null : Number(batch), uid: decodeURIComponent(uid) };
 }
 
 // The run that needs a person most, then the one that rows came for last.
@@ -26,15 +27,18 @@ function follow() {
   const run = wanted.run || mostTelling()?.run;
   if (!run) {
     view = null;
-    main.replaceChildren(make("p", { class: "empty" }, "No runs yet. They appear here as soon as one is created."));
+    if (main.dataset.empty !== grpcAddress) main.replaceChildren(welcome(grpcAddress));
+    main.dataset.empty = grpcAddress;
+    showRuns(nav, runs, null);
     return;
   }
-  if (view?.name !== run) {
+  delete main.dataset.empty;
+  if (view?.name !== run || view.isGone && runs.some(one => one.run === run)) {
     view = new RunView(run);
     main.replaceChildren(view.node);
     document.title = `${run} · gristmill`;
   }
-  view.show(wanted.batch ?? runs.find(one => one.run === run)?.newest_batch ?? null);
+  view.show(wanted.batch ?? runs.find(one => one.run === run)?.newest_batch ?? null, wanted.uid);
   showRuns(nav, runs, run);
 }
 
@@ -43,14 +47,33 @@ async function lookAtRuns() {
   if (body.now && overviewAt === 0) setClock(body.now);
   overviewAt = Date.now();
   runs = body.runs;
-  if (view === null || !runs.some(one => one.run === view.name) && !address().run) follow();
+  grpcAddress = body.grpc_address;
+  const isListed = view !== null && runs.some(one => one.run === view.name);
+  if (view !== null && !isListed && view.health) view.tellGone();
+  if (view === null || view.isGone && isListed || !isListed && !address().run) follow();
   else showRuns(nav, runs, view.name);
+}
+
+async function lookAtRun() {
+  const shown = view;
+  try {
+    await shown.look();
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    shown.tellGone();
+    overviewAt = 0;
+    return;
+  }
+  // The list says what the run's own view says.
+  const { state, groups_open, batches_published } = shown.health;
+  runs = runs.map(one => one.run === shown.name ? { ...one, state, groups_open, batches_published } : one);
+  if (view === shown) showRuns(nav, runs, shown.name);
 }
 
 // One small question every two seconds: of the run that is looked at; of all runs, now and then.
 async function look() {
   if (view === null || Date.now() - overviewAt > 10_000) await lookAtRuns();
-  else await view.look();
+  else if (!view.isGone) await lookAtRun();
   live.textContent = "live";
 }
 

@@ -1,12 +1,17 @@
 // One batch: its picture at once, the rest when it comes into sight.
 import { paths, read } from "./api.js";
 import { showBreaks } from "./breaks.js";
+import { showDistributions } from "./distributions.js";
 import { make, section } from "./dom.js";
 import { figures } from "./history.js";
+import { showHeat } from "./heat.js";
 import { showLoad } from "./load.js";
 import { showPicture } from "./picture.js";
 import { ScoresView } from "./scores.js";
 import { count, share, some } from "./text.js";
+
+// From so many on, ranks stand as a heat map: bars would fill many screens.
+const MANY_RANKS = 16;
 
 export class BatchView {
   constructor(run, history) {
@@ -20,19 +25,22 @@ export class BatchView {
     this.picture = make("div", {});
     this.load = make("div", {});
     this.breaks = make("div", {});
+    this.spread = make("div", {});
     this.scores = new ScoresView(run);
     this.node = make("div", {},
       make("section", { "aria-label": "Shards" }, this.choices, this.facts, this.picture),
       section("Load per rank and micro-step", this.load),
       this.broken = section("Where merging broke", this.breaks),
-      section("Scores and advantages", this.scores.node));
+      section("Scores and advantages", this.scores.node),
+      section("Distributions", this.spread));
     this.node.hidden = true;
     this.sight = new IntersectionObserver(entries => entries.forEach(entry => entry.isIntersecting && this.see(entry.target)),
       { rootMargin: "200px" });
   }
 
-  async show(batch, model = "policy", miniBatch = null) {
-    const wanted = JSON.stringify([batch, model, miniBatch]);
+  // uid: of the group whose rows are marked, if any.
+  async show(batch, { model = "policy", miniBatch = null, uid = "" } = {}) {
+    const wanted = JSON.stringify([batch, model, miniBatch, uid]);
     if (wanted === this.wanted) return;
     this.wanted = wanted;
     this.node.hidden = false;
@@ -48,15 +56,15 @@ export class BatchView {
     }
     if (wanted !== this.wanted) return;
     const isOther = batch !== this.batch;
-    Object.assign(this, { batch, told, model, miniBatch });
+    Object.assign(this, { batch, told, model, miniBatch, uid });
     this.facts.textContent = facts(told);
     this.showChoices();
-    showPicture(this.picture, told);
+    showPicture(this.picture, told, uid);
     performance.mark("picture drawn");
-    showLoad(this.load, told);
+    (told.mini_batches.some(part => part.shards.length >= MANY_RANKS) ? showHeat : showLoad)(this.load, told);
     if (isOther) {
       this.seen = new Set();
-      for (const part of [this.breaks, this.scores.node]) {
+      for (const part of [this.breaks, this.scores.node, this.spread]) {
         this.sight.unobserve(part);
         this.sight.observe(part);
       }
@@ -70,7 +78,7 @@ export class BatchView {
     const kept = this.history.kept(batch);
     this.picture.replaceChildren(make("p", { class: "empty" }, `Batch ${batch} cannot be shown: ${error.message}`),
       ...(kept ? [figures(kept)] : []));
-    for (const part of [this.load, this.breaks, this.scores.node]) part.replaceChildren();
+    for (const part of [this.load, this.breaks, this.scores.node, this.spread]) part.replaceChildren();
   }
 
   async see(part) {
@@ -78,7 +86,12 @@ export class BatchView {
     this.seen.add(part);
     const batch = this.batch;
     try {
-      if (part !== this.breaks) return await this.scores.show(batch);
+      if (part === this.scores.node) return await this.scores.show(batch);
+      if (part === this.spread) {
+        const spread = await read(paths.batch(this.run, batch, "distributions"));
+        if (batch === this.batch) showDistributions(part, spread);
+        return;
+      }
       const told = await read(paths.batch(this.run, batch, "breaks"));
       if (batch === this.batch) showBreaks(part, told);
     } catch (error) {
@@ -111,9 +124,9 @@ export class BatchView {
   partChoices(choice) {
     const { told, model, miniBatch } = this, parts = [["", "all mini-batches"]];
     for (let index = 0; index < told.mini_batches_in_all; index += 1) parts.push([index, `mini-batch ${index}`]);
-    const chosen = value => this.show(this.batch, model, value === "" ? null : Number(value));
+    const chosen = value => this.show(this.batch, { model, uid: this.uid, miniBatch: value === "" ? null : Number(value) });
     return [
-      told.models.length > 1 ? choice("model", told.models.map(one => [one, one]), model, value => this.show(this.batch, value)) : null,
+      told.models.length > 1 ? choice("model", told.models.map(one => [one, one]), model, value => this.show(this.batch, { model: value, uid: this.uid })) : null,
       choice("mini-batch", parts, miniBatch ?? "", chosen),
     ].filter(Boolean);
   }

@@ -1,7 +1,7 @@
 // Curves of a run's batches: a small chart a question, all over the same batches.
 import { canvas, colours, walkable } from "./canvas.js";
 import { make } from "./dom.js";
-import { number } from "./text.js";
+import { compact, number } from "./text.js";
 
 const HEIGHT = 112, LEFT = 44, RIGHT = 8, TOP = 8, BOTTOM = 18;
 const PAINTS = ["trained", "prompt", "observation", "stuck", "quiet", "text"];
@@ -13,7 +13,7 @@ export const batches = point => point.first === point.last ? `batch ${point.firs
 export function curves(title, points, lines, { failed = [], open, format = number }) {
   const values = lines.map(line => points.map(line.value));
   const known = values.flat().filter(value => value != null);
-  const low = Math.min(0, ...known), high = Math.max(low + 1e-9, ...known);
+  const low = Math.min(0, ...known), most = Math.max(low, ...known), high = most === low ? low + 1 : most;
   const words = make("p", { class: "readout small", role: "status" });
   const paints = lines.map((_, index) => ({ name: PAINTS[index % PAINTS.length], dash: DASHES[Math.floor(index / PAINTS.length) % DASHES.length] }));
   const ends = lines.map((line, index) => `${line.name} ${told(values[index].findLast(value => value != null), format)}`);
@@ -21,7 +21,7 @@ export function curves(title, points, lines, { failed = [], open, format = numbe
   const x = (index, width) => LEFT + (points.length === 1 ? .5 : index / (points.length - 1)) * (width - LEFT - RIGHT);
   const shape = canvas(label, HEIGHT, (context, width, height) => {
     const paint = colours(...PAINTS, "grid"), y = value => TOP + (high - value) / (high - low) * (height - TOP - BOTTOM);
-    axes(context, { low, high, y, width, height, points, paint, format });
+    axes(context, { values: [...new Set([low, most])], y, width, height, points, paint, format: one => Math.abs(one) < 10_000 ? format(one) : compact(one) });
     context.fillStyle = paint.stuck;
     for (const batch of failed) {
       const at = points.findIndex(point => batch <= point.last);
@@ -58,8 +58,8 @@ function key(lines, paints) {
     make("i", { class: `line ${paints[index].name} ${paints[index].dash.length ? "dashed" : ""}`, "aria-hidden": "true" }), line.name)));
 }
 
-function axes(context, { low, high, y, width, height, points, paint, format }) {
-  for (const value of new Set([low, high])) {
+function axes(context, { values, y, width, height, points, paint, format }) {
+  for (const value of values) {
     context.fillStyle = paint.grid;
     context.fillRect(LEFT, y(value), width - LEFT - RIGHT, 1);
     context.fillStyle = paint.quiet;

@@ -2,8 +2,11 @@
 import { paths, readVersion } from "./api.js";
 import { BatchView } from "./batch.js";
 import { make, section, table } from "./dom.js";
+import { findingItems, rankId } from "./findings.js";
 import { HistoryView } from "./history.js";
 import { badge } from "./runs.js";
+import { SearchView } from "./search.js";
+import { SettingsView } from "./settings.js";
 import { bytes, count, place, setClock, since } from "./text.js";
 import { TimelineView } from "./timeline.js";
 
@@ -12,21 +15,43 @@ export class RunView {
     this.name = name;
     this.title = make("div", { class: "title" }, make("h1", {}, name));
     this.tiles = make("dl", { class: "tiles" });
+    this.search = new SearchView(name);
     this.findings = make("ul", { class: "findings", "aria-label": "What holds the run up" });
     this.findings.hidden = true;
     this.history = new HistoryView(name, batch => { location.hash = `#/${encodeURIComponent(name)}/${batch}`; });
     this.batch = new BatchView(name, this.history);
     this.timeline = new TimelineView(name);
+    this.settings = new SettingsView(name, () => this.batch.batch);
     this.waiting = make("div", {});
-    this.node = make("div", {}, this.title, this.tiles, this.findings, this.history.node, this.batch.node, this.timeline.node,
-      section("What waits, and for how long", this.waiting));
+    this.node = make("div", {}, this.title, this.findings, this.tiles, this.history.node, this.batch.node, this.timeline.node,
+      section("What waits, and for how long", this.waiting), section("Find groups", this.search.node), this.settings.node);
     // The first answer as early as can be; whoever polls tells what went wrong.
     this.look().catch(() => {});
   }
 
-  show(batch) {
+  show(batch, uid = "") {
     this.wanted = batch;
-    if (batch !== null) this.batch.show(batch);
+    if (batch !== null) this.batch.show(batch, { uid });
+  }
+
+  tellGone() {
+    if (this.isGone) return;
+    this.isGone = true;
+    const was = this.health ? "It was deleted while you looked at it: its rows, shards and history are gone." : "It was deleted, or never created.";
+    this.node.replaceChildren(make("h1", {}, this.name), make("p", { class: "empty", role: "status" },
+      `This service has no run of the name ${this.name}. ${was} It appears here when a run of this name is created.`));
+  }
+
+  // A finding leads to what it is about.
+  lead({ batch, model, rank, uid }) {
+    if (uid != null) return this.search.find(uid);
+    if (batch != null) {
+      location.hash = `#/${encodeURIComponent(this.name)}/${batch}`;
+      return this.batch.node.scrollIntoView();
+    }
+    const line = document.getElementById(rankId(model, rank));
+    line?.scrollIntoView({ block: "center" });
+    line?.focus();
   }
 
   async look() {
@@ -48,9 +73,9 @@ export class RunView {
 
   showFindings(body) {
     this.findings.hidden = !body.findings.length;
-    this.findings.replaceChildren(...body.findings.map(one => make("li", {},
-      make("b", { class: `state ${one.level === "note" ? "" : one.level}` }, one.level), " ", one.text,
-      ...(one.since == null ? [] : [", for ", since(one.since, body.watched_since)]))));
+    const at = [...this.findings.querySelectorAll("button")].indexOf(document.activeElement);
+    this.findings.replaceChildren(...findingItems(body, what => this.lead(what)));
+    if (at >= 0) this.findings.querySelectorAll("button")[at]?.focus();
   }
 }
 
@@ -84,6 +109,16 @@ function waiting(body) {
   const ranks = body.models.flatMap(model => model.ranks.map(rank => [
     body.models.length > 1 ? `${model.model} rank ${rank.rank}` : `rank ${rank.rank}`, place(rank.next),
     doing(rank), seen(rank.has_shard ? rank.available : rank.since)]));
+  const stuck = new Set(body.findings.filter(one => one.level === "stuck").flatMap(one => (one.ranks ?? []).map(rank => rankId(one.model, rank))));
+  const ids = body.models.flatMap(model => model.ranks.map(rank => rankId(model.model, rank.rank)));
+  const rankTable = part => {
+    [...part.querySelectorAll("tbody tr")].forEach((line, index) => {
+      line.id = ids[index];
+      line.tabIndex = -1;
+      line.className = stuck.has(ids[index]) ? "loud" : "";
+    });
+    return part;
+  };
   const part = (title, heads, rows, none) => make("div", {}, make("h3", { class: "small" }, title),
     rows.length ? make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title },
       table(heads, rows, title)) : make("p", { class: "quiet" }, none));
@@ -91,5 +126,5 @@ function waiting(body) {
     make("div", {},
       part("Oldest open groups", ["group", "complete", "rows", "open for"], groups, "No group is open."),
       part("Batches that are held", ["batch", "state", "groups", "for"], batches, "No batch is held.")),
-    part("Ranks", ["rank", "next", "state", "for"], ranks, "No ranks."))];
+    rankTable(part("Ranks", ["rank", "next", "state", "for"], ranks, "No ranks.")))];
 }

@@ -1,6 +1,7 @@
 // Numbers and times as people read them.
 export const count = value => value.toLocaleString("en");
 export const some = (value, one, many = `${one}s`) => `${count(value)} ${value === 1 ? one : many}`;
+export const compact = value => value.toLocaleString("en", { notation: "compact", maximumFractionDigits: 1 });
 export const share = value => `${(100 * value).toFixed(1)}%`;
 
 export function bytes(value) {

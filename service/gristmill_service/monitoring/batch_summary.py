@@ -62,8 +62,9 @@ class StepBreaks:
 class BatchSummary:
     """Rows as the plan numbers them. prompts, lengths, trained: (rows,) tokens of the prompt, of the whole row, and
     those with loss_mask 1. first, last, steps: (rows,) of the steps that it is made of the first and the last, by
-    their own numbers, and how many they are. trajectories: (rows,). scores, advantages: (trajectories,); advantages
-    None where clients gave one per token.
+    their own numbers, and how many they are. trajectories: (rows,). scores, responses, advantages:
+    (trajectories,); responses are the tokens of all its steps' responses, advantages None where clients gave one per
+    token.
     """
 
     received: Received
@@ -75,6 +76,7 @@ class BatchSummary:
     steps: Int64s
     trajectories: Int64s
     scores: Float64s
+    responses: Int64s
     advantages: Float64s | None
     breaks: StepBreaks
 
@@ -108,6 +110,7 @@ def summarize(tables: Iterable[Steps], config: RunConfig, policy_version: int) -
         steps=counts,
         trajectories=received.trajectory_of_step[first],
         scores=scores,
+        responses=np.concatenate(reader.responses),
         advantages=None if is_elsewhere else advantage.advantages(received, scores, config),
         breaks=reader.breaks(),
     )
@@ -130,6 +133,7 @@ class _Reader:
         self.trained: list[Int64s] = []
         self.counts: list[Int64s] = []
         self.lengths: list[Int64s] = []
+        self.responses: list[Int64s] = []
         self._in_all = 0
         self._shown: list[StepBreak] = []
         self._pairs: Counter[tuple[int, int]] = Counter()
@@ -165,6 +169,7 @@ class _Reader:
         self.counts.append(np.diff(rows.edges))
         self.lengths.append(rows.lengths)
         self._rows_read += len(table)
+        self.responses.append(np.add.reduceat(table.response_lengths, received.trajectory_bounds[:-1]))
         self.bare.append(_without_tokens(table))
         if config.merge != "none":
             for step in breaks(received, rows.first).tolist():

@@ -22,6 +22,7 @@ from gristmill_service.monitoring.batch_models import (
     TokenPair,
 )
 from gristmill_service.monitoring.batch_summary import BatchSummary, StepBreak, summarize
+from gristmill_service.monitoring.distributions import BatchDistributions, distributions
 from gristmill_service.monitoring.shard_bars import LARGEST, ShardBars
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocument, decode_plan
 from gristmill_service.run.machine.answers import BatchState
@@ -81,6 +82,9 @@ class BatchView:
             pairs=[TokenPair(was=was, now=now, count=count) for (was, now), count in found.pairs],
             breaks=[_prefix_break(one) for one in found.shown],
         )
+
+    def distributions(self) -> BatchDistributions:
+        return distributions(self._run, self._batch, self._rows)
 
     def scores(self, start: int) -> BatchScores:
         """The scores of 200 groups at most, from this one on."""

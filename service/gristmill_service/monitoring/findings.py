@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from gristmill_service.config import Model
 from gristmill_service.monitoring.health_models import LEVELS, Finding, HealthState, Level
 from gristmill_service.monitoring.run_facts import SHOWN_GROUPS, AwaitingBatch, ModelFacts, RunFacts, seconds
 from gristmill_service.monitoring.run_history import BatchTimes
@@ -24,6 +25,7 @@ _SLOW_COLUMNS_S, _STUCK_COLUMNS_S = 540.0, 1800.0
 _LONG_GROUP_S, _NO_ROWS_S = 300.0, 1800.0
 
 _LONGEST_TEXT, _LONGEST_REASON = 500, 300
+_NAMED_RANKS = 8
 _KEPT = (
     "its rows are kept until the trainer goes on without it: resume with a dp_size that aligns it, or go on and sample "
     "its groups again in another round"
@@ -113,14 +115,14 @@ def _failed_batches(facts: RunFacts) -> Iterator[Finding]:
     for number, reason in facts.failed.items():
         since = facts.history.batches.get(number, BatchTimes()).ended
         if reason.startswith(GIVEN_UP):
-            yield _finding("note", f"batch {number} was {reason}", since)
+            yield _finding("note", f"batch {number} was {reason}", since, batch=number)
         elif committed > Position(number + 1):
-            yield _finding("note", f"batch {number} could not be built and is left out: {reason}", since)
+            text = f"batch {number} could not be built and is left out: {reason}"
+            yield _finding("note", text, since, batch=number)
         else:
-            what_now = remedy(reason, is_kept=number in facts.kept)
-            yield _finding(
-                "failed", f"batch {number} could not be built: {reason[:_LONGEST_REASON]}; {what_now}", since
-            )
+            text = f"batch {number} could not be built: {reason[:_LONGEST_REASON]}"
+            text += f"; {remedy(reason, is_kept=number in facts.kept)}"
+            yield _finding("failed", text, since, batch=number)
 
 
 def _rollbacks(facts: RunFacts) -> Iterator[Finding]:
@@ -158,7 +160,8 @@ def _working_ranks(facts: RunFacts, model: ModelFacts, ready: Sequence[int]) -> 
         if late:
             others = f"{past} other {'rank is' if past == 1 else 'ranks are'} past it"
             since = min(available(facts, model, rank) for rank in late)
-            yield _finding("stuck", f"{_did_not(facts, model, late)}; {others}", since)
+            text = f"{_did_not(facts, model, late)}; {others}"
+            yield _finding("stuck", text, since, batch=least.batch, model=model.model, ranks=late)
         return
     # One that came last holds up the others; before it came, they waited for it.
     since = max(available(facts, model, rank) for rank in last)
@@ -167,7 +170,8 @@ def _working_ranks(facts: RunFacts, model: ModelFacts, ready: Sequence[int]) -> 
     if now - since >= max(_SLOW_RANKS_S, _SLOW_STEPS * pace):
         level: Level = "stuck" if now - since >= max(_STUCK_RANKS_S, _STUCK_STEPS * pace) else "slow"
         before = f"the longest step before took {longest:.0f} s" if longest else "they took no step yet"
-        yield _finding(level, f"{_did_not(facts, model, last)}; {before}", since)
+        text = f"{_did_not(facts, model, last)}; {before}"
+        yield _finding(level, text, since, batch=least.batch, model=model.model, ranks=last)
 
 
 def _waiting_ranks(facts: RunFacts, model: ModelFacts) -> Finding:
@@ -188,7 +192,7 @@ def _columns(facts: RunFacts) -> Iterator[Finding]:
     since = facts.history.batches.get(facts.awaiting.number, BatchTimes()).columns
     waited = 0.0 if since is None else facts.history.now - since
     level: Level = "stuck" if waited >= _STUCK_COLUMNS_S else "slow" if waited >= _SLOW_COLUMNS_S else "note"
-    yield _finding(level, _awaited(facts.awaiting), since)
+    yield _finding(level, _awaited(facts.awaiting), since, batch=facts.awaiting.number)
 
 
 def _awaited(batch: AwaitingBatch) -> str:
@@ -205,7 +209,8 @@ def _build(facts: RunFacts) -> Iterator[Finding]:
         times = facts.history.batches.get(facts.building, BatchTimes())
         since = times.columns or times.sealed
         if since is not None and facts.history.now - since >= _LONG_BUILD_S:
-            yield _finding("slow", f"batch {facts.building} is sealed and not published", since)
+            text = f"batch {facts.building} is sealed and not published"
+            yield _finding("slow", text, since, batch=facts.building)
 
 
 def _room(facts: RunFacts) -> Iterator[Finding]:
@@ -234,11 +239,11 @@ def _stragglers(facts: RunFacts) -> Iterator[Finding]:
         f"{first.samples} samples"
     )
     if facts.ranks_have_work or facts.building is not None:
-        yield _finding("note", text, first.since)
+        yield _finding("note", text, first.since, uid=first.uid)
     elif now - max(first.since, facts.history.rows_since) >= _NO_ROWS_S:
-        yield _finding("stuck", f"{text}, and no row comes", first.since)
+        yield _finding("stuck", f"{text}, and no row comes", first.since, uid=first.uid)
     else:
-        yield _finding("slow", text, first.since)
+        yield _finding("slow", text, first.since, uid=first.uid)
 
 
 def _did_not(facts: RunFacts, model: ModelFacts, ranks: Sequence[int]) -> str:
@@ -251,8 +256,26 @@ def _times(facts: RunFacts, position: Position) -> BatchTimes:
     return facts.history.batches.get(position.batch, BatchTimes())
 
 
-def _finding(level: Level, text: str, since: float | None) -> Finding:
-    return Finding(level=level, text=text[:_LONGEST_TEXT], since=None if since is None else seconds(since))
+def _finding(
+    level: Level,
+    text: str,
+    since: float | None,
+    *,
+    batch: int | None = None,
+    model: Model | None = None,
+    ranks: Sequence[int] = (),
+    uid: str | None = None,
+) -> Finding:
+    """batch, model, ranks, uid: what it is about."""
+    return Finding(
+        level=level,
+        text=text[:_LONGEST_TEXT],
+        since=None if since is None else seconds(since),
+        batch=batch,
+        model=model,
+        ranks=list(ranks[:_NAMED_RANKS]),
+        uid=uid,
+    )
 
 
 def _count(number: int, word: str) -> str:
@@ -260,8 +283,8 @@ def _count(number: int, word: str) -> str:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{' and more' if len(ranks) > 8 else ''}"
+    shown = ", ".join(map(str, ranks[:_NAMED_RANKS]))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{' and more' if len(ranks) > _NAMED_RANKS else ''}"
 
 
 def _place(position: Position) -> str:

@@ -45,6 +45,10 @@ class Finding(Document):
     level: Level
     text: str
     since: float | None = Field(description="Seconds since 1970; null: not known.")
+    batch: int | None = Field(default=None, description="That it is about.")
+    model: Model | None = None
+    ranks: list[int] = Field(default=[], description="That it is about, at most 8.")
+    uid: str | None = Field(default=None, description="Of a group that it is about, shortened.")
 
 
 class OpenGroup(Document):
@@ -141,6 +145,7 @@ class RunSummary(Document):
 class Overview(Document):
     now: float = Field(description="The service's clock, seconds since 1970.")
     not_ready: str = Field(description="Why the service is not ready; empty when it is.")
+    grpc_address: str = Field(description="Where this process takes gRPC calls.")
     runs: list[RunSummary] = Field(description="The first 1,000 by name.")
 
 

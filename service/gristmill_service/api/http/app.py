@@ -20,7 +20,7 @@ from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableEr
 from gristmill_service.access.certificates import PeerCertificates
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.errors import STATUSES, refusal
-from gristmill_service.api.http import models, page, rollouts, runs, session, trainers
+from gristmill_service.api.http import models, page, page_details, rollouts, runs, session, trainers
 from gristmill_service.api.http.authentication import Authenticated, authorize
 from gristmill_service.api.http.bodies import TOO_LARGE, BoundedBodies
 from gristmill_service.api.http.dependencies import ContextDep, RequestIds
@@ -54,7 +54,7 @@ def make_app(context: ApiContext, peers: PeerCertificates | None = None) -> Fast
         dependencies=[Depends(authorize)],
     )
     app.state.context, app.state.batch_views = context, BatchViewCache()
-    for router in (session.router, runs.router, rollouts.router, trainers.router, page.router):
+    for router in (session.router, runs.router, rollouts.router, trainers.router, page.router, page_details.router):
         app.include_router(router, responses=errors)
     app.include_router(page.page)
     _add_probes(app)

@@ -43,7 +43,7 @@ def _views(request: Request) -> BatchViewCache:
     return cast(BatchViewCache, request.app.state.batch_views)
 
 
-_ViewsDep = Annotated[BatchViewCache, Depends(_views)]
+ViewsDep = Annotated[BatchViewCache, Depends(_views)]
 
 
 @router.get("/overview", response_model=Overview)
@@ -52,7 +52,8 @@ def overview(request: Request, context: ContextDep) -> Response:
     own = {run.name: run for run in context.runs.own()}
     names = context.gate.visible(context.runs.names())[:_SHOWN_RUNS]
     runs = [health.summary(own[name]) if name in own else RunSummary(run=name) for name in names]
-    return _versioned(request, Overview(now=time.time(), not_ready=context.unhealthy_reason(), runs=runs))
+    told = Overview(now=time.time(), not_ready=context.unhealthy_reason(), grpc_address=context.grpc_address, runs=runs)
+    return _versioned(request, told)
 
 
 @router.get("/runs/{run}/health", response_model=RunHealth)
@@ -75,7 +76,7 @@ def run_timeline(
 def run_history(
     request: Request,
     run: RunDep,
-    views: _ViewsDep,
+    views: ViewsDep,
     points: Annotated[int, Query(ge=1, le=MOST_POINTS, description="The most to give: neighbours are added up.")] = 256,
 ) -> Response:
     """Figures of all batches that the run ever published, those that are freed, too: scores, rows, padding, staleness,
@@ -86,35 +87,35 @@ def run_history(
 @router.get("/runs/{run}/batches/{batch}/picture", response_model=BatchPicture)
 async def batch_picture(
     run: RunDep,
-    views: _ViewsDep,
+    views: ViewsDep,
     batch: Int64,
     model: Model = "policy",
     mini_batch: Annotated[int | None, Query(description="One alone, in finer bars; null: all that fit.")] = None,
 ) -> Response:
     """Each shard of a published batch: the prompt, observation, trained and padding tokens of each row, and loads."""
-    view = await _view(views, run, batch)
+    view = await view_of(views, run, batch)
     return await run_in_threadpool(lambda: _json(view.picture(model, mini_batch)))
 
 
 @router.get("/runs/{run}/batches/{batch}/breaks", response_model=BatchBreaks)
-async def batch_breaks(run: RunDep, views: _ViewsDep, batch: Int64) -> Response:
+async def batch_breaks(run: RunDep, views: ViewsDep, batch: Int64) -> Response:
     """The places where merging broke: the token that differs, and those around it. Token ids only."""
-    return _json((await _view(views, run, batch)).breaks())
+    return _json((await view_of(views, run, batch)).breaks())
 
 
 @router.get("/runs/{run}/batches/{batch}/scores", response_model=BatchScores)
 async def batch_scores(
     run: RunDep,
-    views: _ViewsDep,
+    views: ViewsDep,
     batch: Int64,
     start: Annotated[int, Query(ge=0, lt=2**63, description="The first group to tell of.")] = 0,
 ) -> Response:
     """Scores and advantages of a batch's groups, 200 at a time; advantages before `loss_reduction` scales them."""
-    view = await _view(views, run, batch)
+    view = await view_of(views, run, batch)
     return await run_in_threadpool(lambda: _json(view.scores(start)))
 
 
-async def _view(views: BatchViewCache, run: Run, batch: int) -> BatchView:
+async def view_of(views: BatchViewCache, run: Run, batch: int) -> BatchView:
     cached = views.cached(run, batch)
     if cached is not None:
         return cached

@@ -1,0 +1,47 @@
+"""Calls of the page for what somebody asks to see: settings, groups by uid, distributions, costs. They only read."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from starlette.concurrency import run_in_threadpool
+
+from gristmill_service.api.http.dependencies import RunDep
+from gristmill_service.api.http.models import Int64
+from gristmill_service.api.http.page import ViewsDep, view_of
+from gristmill_service.monitoring import found_groups
+from gristmill_service.monitoring import run_settings as settings
+from gristmill_service.monitoring.distributions import BatchDistributions
+from gristmill_service.monitoring.found_groups import FoundGroups
+from gristmill_service.monitoring.run_settings import BatchCosts, RunSettings
+
+router = APIRouter(prefix="/v1/runs/{run}", tags=["page"])
+
+
+@router.get("/settings")
+def run_settings(run: RunDep) -> RunSettings:
+    """Every setting of the run, with its default."""
+    return settings.run_settings(run)
+
+
+@router.get("/find")
+def find_groups(
+    run: RunDep, uid: Annotated[str, Query(min_length=1, max_length=1000, description="Part of it.")]
+) -> FoundGroups:
+    """The groups whose uid contains this text, and what became of them."""
+    return found_groups.find_groups(run, uid)
+
+
+@router.get("/batches/{batch}/distributions")
+async def batch_distributions(run: RunDep, views: ViewsDep, batch: Int64) -> BatchDistributions:
+    """Histograms of the trajectories' scores, response tokens and turns, and why they stopped."""
+    return (await view_of(views, run, batch)).distributions()
+
+
+@router.get("/batches/{batch}/costs")
+async def batch_costs(run: RunDep, views: ViewsDep, batch: Int64) -> BatchCosts:
+    """What the batch costs as it is configured, and what it would with other settings: planned anew for each, from its
+    own rows. Takes seconds for a large batch."""
+    async with views.turn:
+        return await run_in_threadpool(settings.batch_costs, run, batch)

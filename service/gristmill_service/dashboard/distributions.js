@@ -1,0 +1,44 @@
+// How a batch's trajectories are spread: bars of scores, lengths and turns, and why they stopped.
+import { canvas, colours, readout, walkable } from "./canvas.js";
+import { make, table } from "./dom.js";
+import { number, share, some } from "./text.js";
+
+const HEIGHT = 96, FOOT = 18;
+
+export function showDistributions(parent, told) {
+  const reasons = Object.entries(told.stop_reasons);
+  const bars = [...told.histograms.map(one => ({ title: one.name, counts: one.counts, names: one.lows.map((low, index) => range(low, one.highs[index])) })),
+    { title: "stop reasons", counts: reasons.map(([, count]) => count), names: reasons.map(([reason]) => reason) }];
+  const charts = bars.filter(one => one.counts.length).map(one => chart(one, told.trajectories));
+  parent.replaceChildren(make("div", { class: "curves" }, charts.map(one => one.node)), make("details", {}, make("summary", {}, "Distributions as a table"),
+    make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Distributions" }, table(["of", "value", "trajectories"],
+      bars.flatMap(one => one.counts.map((count, index) => [one.title, one.names[index], count])), "Distributions"))));
+  charts.forEach(one => one.redraw());
+}
+
+const range = (low, high) => low === high ? number(low) : `${number(low)} to ${number(high)}`;
+
+function chart({ title, counts, names }, whole) {
+  const most = Math.max(...counts), words = readout(""), at = (index, width) => index / counts.length * width;
+  const shape = canvas(`${title} of ${some(whole, "trajectory", "trajectories")}: most often ${names[counts.indexOf(most)]}`, HEIGHT, (context, width, height) => {
+    const paint = colours("prompt", "trained", "quiet", "grid");
+    context.fillStyle = paint.grid;
+    context.fillRect(0, height - FOOT, width, 1);
+    counts.forEach((count, index) => {
+      const tall = count / most * (height - FOOT - 4), gap = Math.min(4, width / counts.length / 5);
+      context.fillStyle = shape.chosen === index ? paint.trained : paint.prompt;
+      context.fillRect(at(index, width) + gap / 2, height - FOOT - tall, Math.max(1, width / counts.length - gap), tall);
+    });
+    context.fillStyle = paint.quiet;
+    const half = width / 2 - 4, last = names.at(-1);
+    context.fillText(names[0], 0, height - FOOT / 2 + 1, names.length > 1 ? half : width);
+    if (names.length > 1) context.fillText(last, width - Math.min(half, context.measureText(last).width), height - FOOT / 2 + 1, half);
+  });
+  walkable(shape, {
+    readout: words,
+    find: x => Math.min(counts.length - 1, Math.max(0, Math.floor(x / Math.max(1, shape.node.clientWidth) * counts.length))),
+    move: (chosen, right) => Math.min(counts.length - 1, Math.max(0, (chosen ?? 0) + right)),
+    tell: index => `${names[index]}: ${some(counts[index], "trajectory", "trajectories")}, ${share(counts[index] / Math.max(1, whole))}`,
+  });
+  return { node: make("figure", { class: "curve" }, make("figcaption", {}, make("h3", { class: "small" }, title)), shape.node, words), redraw: shape.redraw };
+}

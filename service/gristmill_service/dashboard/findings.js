@@ -1,0 +1,24 @@
+// What holds a run up, worst first and loud where a person is needed; each leads to what it is about.
+import { make } from "./dom.js";
+import { since } from "./text.js";
+
+export const rankId = (model, rank) => `rank-${model}-${rank}`;
+
+// open(what): { batch }, { model, rank } or { uid }.
+export function findingItems(health, open) {
+  return health.findings.map(one => {
+    const isLoud = ["failed", "stuck"].includes(one.level);
+    return make("li", { class: isLoud ? "loud" : "" },
+      make("b", { class: `state ${one.level === "note" ? "" : one.level}` }, one.level), " ", one.text,
+      ...(one.since == null ? [] : [", for ", since(one.since, health.watched_since)]), " ", ...ways(one, open));
+  });
+}
+
+function ways(one, open) {
+  const way = (text, what) => make("button", { class: "way", onclick: () => open(what) }, text);
+  return [
+    one.batch == null ? null : way(`batch ${one.batch}`, { batch: one.batch }),
+    ...(one.ranks ?? []).map(rank => way(`${one.model === "critic" ? "critic " : ""}rank ${rank}`, { model: one.model, rank })),
+    one.uid == null ? null : way("find the group", { uid: one.uid }),
+  ].filter(Boolean);
+}

@@ -1,0 +1,44 @@
+// The run's settings beside their defaults, and what others would give for the batch that is looked at.
+import { paths, read } from "./api.js";
+import { make, table } from "./dom.js";
+import { count, share } from "./text.js";
+
+export class SettingsView {
+  constructor(run, batchOf) {
+    this.run = run;
+    this.batchOf = batchOf;
+    this.list = make("div", {});
+    this.costs = make("div", { role: "status" });
+    this.ask = make("button", { onclick: () => this.compute() }, "What other settings would give");
+    const details = make("details", {}, make("summary", {}, make("h2", {}, "Settings")), this.list,
+      make("p", { class: "small quiet" }, "The batch that is shown above is planned again, with one setting changed at a time."), this.ask, this.costs);
+    details.addEventListener("toggle", () => { if (details.open) this.show(); });
+    this.node = make("section", { "aria-label": "Settings" }, details);
+  }
+
+  async show() {
+    if (this.list.childElementCount) return;
+    const told = await read(paths.settings(this.run));
+    const text = value => value == null ? "none" : typeof value === "string" ? value : JSON.stringify(value);
+    const lines = all => all.map(one => [make("code", {}, one.name), text(one.value), one.is_default ? "the default" : one.default == null ? "none" : text(one.default)]);
+    const part = all => make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Settings of the run" }, table(["setting", "value", "default"], lines(all), "Settings of the run"));
+    this.list.replaceChildren(part(told.settings.filter(one => !one.is_default)),
+      make("details", {}, make("summary", {}, "Those that have their default"), part(told.settings.filter(one => one.is_default))));
+  }
+
+  async compute() {
+    const batch = this.batchOf();
+    if (batch == null) return this.costs.replaceChildren(make("p", { class: "quiet" }, "No batch is shown."));
+    this.costs.replaceChildren(make("p", { class: "quiet" }, `Batch ${batch} is planned again; a large one takes seconds.`));
+    try {
+      const told = await read(paths.batch(this.run, batch, "costs"));
+      const line = one => [one.setting ? make("code", {}, one.setting) : "as configured", one.rows, one.padding_rows,
+        one.tokens == null ? "not known" : one.tokens, one.padding_share == null ? "" : share(one.padding_share), `${one.barrier_ratio.toFixed(2)} × the mean`];
+      this.costs.replaceChildren(...(told.costs.length > 1 ? [] : [make("p", {}, "No other setting would make it cheaper, or none is allowed.")]),
+        make("p", { class: "small quiet" }, `Batch ${count(batch)}`), make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "What other settings would give" },
+          table(["with", "rows", "padding rows", "tokens", "of it padding", "slowest rank"], told.costs.map(line), "What other settings would give")));
+    } catch (error) {
+      this.costs.replaceChildren(make("p", { class: "quiet" }, error.message));
+    }
+  }
+}

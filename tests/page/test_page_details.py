@@ -1,0 +1,151 @@
+"""What the page tells when it is asked: settings and what others would give, groups by uid, distributions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import httpx
+import pytest
+
+from gristmill._wire.rows import from_rows
+from gristmill_service.monitoring import findings
+from gristmill_service.service import Service
+from tests.bench.workloads import uniform
+from tests.page import stage
+from tests.page.conftest import OpenPage
+
+
+@pytest.fixture
+def client(service: Service) -> Any:
+    with httpx.Client(base_url=f"{service.http_url}/v1", trust_env=False, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture
+def run(service: Service, run_name: str) -> str:
+    """Batch 0 of two groups, on two ranks, and a group that is open."""
+    rows = [row | {"stop_reason": "length" if row["step"] else "stop"} for uid in "ab" for row in stage.group(uid)]
+    run = stage.published(service.runs, run_name, stage.CONFIG, [from_rows(rows, step_wise=True)])
+    run.begin_groups(0, ["another"])
+    return run_name
+
+
+def told(client: httpx.Client, path: str, **query: Any) -> dict[str, Any]:
+    answer = client.get(path, params=query)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_every_setting_is_told_beside_its_default(client: httpx.Client, run: str) -> None:
+    settings = {one["name"]: one for one in told(client, f"/runs/{run}/settings")["settings"]}
+    assert (settings["merge"]["value"], settings["merge"]["default"]) == ("prefix", "none")
+    assert not settings["train_batch_size"]["is_default"]
+    assert settings["lambda"] == {"name": "lambda", "value": 1.0, "default": 1.0, "is_default": True}
+    assert settings["overlong_filter"]["is_default"]
+    assert settings["columns"]["is_default"]
+
+
+def test_what_other_settings_would_give_is_computed_of_the_batch(client: httpx.Client, run: str) -> None:
+    costs = {one["setting"]: one for one in told(client, f"/runs/{run}/batches/0/costs")["costs"]}
+    plan = told(client, f"/runs/{run}/batches/0/picture")
+    assert costs[""]["padding_share"] == plan["metrics"]["padding_share"]
+    assert costs["layout: packed"]["padding_share"] < costs[""]["padding_share"]
+    refused = client.get(f"/runs/{run}/batches/7/costs")
+    assert refused.status_code == 412
+    assert "batch 7 is not held" in refused.json()["error"]["message"]
+
+
+def test_groups_are_found_by_a_part_of_their_uid(client: httpx.Client, run: str) -> None:
+    found = told(client, f"/runs/{run}/find", uid="a")
+    assert [(one["uid"], one["state"], one["batch"]) for one in found["groups"]] == [
+        ("a", "sealed", 0),
+        ("another", "open", None),
+    ]
+    assert told(client, f"/runs/{run}/find", uid="nobody") == {"run": run, "in_all": 0, "groups": []}
+
+
+def test_scores_lengths_turns_and_stop_reasons_are_counted_by_trajectory(client: httpx.Client, run: str) -> None:
+    found = told(client, f"/runs/{run}/batches/0/distributions")
+    bars = {one["name"]: dict(zip(one["lows"], one["counts"], strict=True)) for one in found["histograms"]}
+    assert bars == {"score": {0.0: 2, 1.0: 2}, "response tokens": {3.0: 2, 5.0: 2}, "turns": {2.0: 4}}
+    assert found["stop_reasons"] == {"length": 4}
+
+
+def test_a_finding_leads_to_its_batch_and_rank(
+    open_page: OpenPage, service: Service, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(findings, "LATE_RANK_S", 0.01)
+    stage.acknowledge(service.runs.get(run), 0, 0)
+    page = open_page(f"#/{run}")
+    loud = page.locator(".findings li.loud")
+    loud.get_by_role("button", name="rank 1").click()
+    line = page.locator("tr.loud")
+    assert line.inner_text().startswith("rank 1")
+    assert line.evaluate("node => node === document.activeElement")
+    loud.get_by_role("button", name="batch 0").click()
+    stage.until(lambda: page.url.endswith(f"#/{run}/0"))
+
+
+def test_a_group_is_found_and_its_rows_are_marked(open_page: OpenPage, run: str) -> None:
+    page = open_page(f"#/{run}")
+    page.get_by_label("Find groups by uid").fill("b")
+    page.get_by_role("button", name="Find", exact=True).click()
+    page.locator("section[aria-label='Find groups']").get_by_role("link", name="batch 0").click()
+    page.get_by_text("Marked: the rows of b, in mini-batch 1 rank 0, mini-batch 1 rank 1.").wait_for()
+
+
+def test_the_settings_and_what_would_be_gained_are_shown(open_page: OpenPage, run: str) -> None:
+    page = open_page(f"#/{run}")
+    settings = page.locator("section[aria-label=Settings]")
+    settings.locator("summary").first.click()
+    settings.get_by_role("row", name="merge prefix none").wait_for()
+    settings.get_by_role("button", name="What other settings would give").click()
+    settings.get_by_role("row", name="layout: packed").wait_for()
+
+
+def test_distributions_are_named_where_they_are_pointed_at(open_page: OpenPage, run: str) -> None:
+    page = open_page(f"#/{run}")
+    spread = page.locator("section[aria-label=Distributions]")
+    spread.scroll_into_view_if_needed()
+    score = spread.locator("figure").first
+    score.locator("canvas").hover(position={"x": 10, "y": 40})
+    assert score.locator(".readout").inner_text() == "0: 2 trajectories, 50.0%"
+
+
+def test_loads_of_many_ranks_are_a_heat_map(open_page: OpenPage, service: Service, run_name: str) -> None:
+    work = uniform(64, 16)
+    stage.published(service.runs, run_name, stage.settings(work, merge="none", dp_size=16), [work.steps])
+    page = open_page(f"#/{run_name}")
+    loads = page.locator("section[aria-label='Load per rank and micro-step']")
+    loads.scroll_into_view_if_needed()
+    assert loads.locator("canvas").count() == 1
+    assert loads.locator("canvas").bounding_box()["height"] < 400
+    loads.locator("canvas").hover(position={"x": 70, "y": 24})
+    assert loads.locator(".readout").inner_text().startswith("mini-batch 0, rank 0, micro-step 0: ")
+
+
+def test_an_empty_service_shows_a_first_run_that_runs(open_page: OpenPage, service: Service) -> None:
+    page = open_page()
+    text = page.locator("section[aria-label='No runs yet'] pre").inner_text()
+    assert service.grpc_address in page.locator("section[aria-label='No runs yet'] p").inner_text()
+    subprocess.run([sys.executable, "-c", text], check=True, timeout=60)
+    page.get_by_role("heading", name="my-run").wait_for()
+    stage.until(lambda: service.runs.get("my-run").status().batches_published == 1)
+
+
+def test_a_run_that_is_deleted_says_so_and_is_there_again_when_it_is_made_anew(
+    browser: Any, service: Service, run: str
+) -> None:
+    # Chromium tells of the answer 404 on its console.
+    page = browser.new_page()
+    page.goto(f"{service.http_url}/#/{run}")
+    page.locator("section[aria-label=Shards] canvas").first.wait_for()
+    service.runs.delete(run)
+    page.get_by_text("It was deleted while you looked at it").wait_for(timeout=20_000)
+    service.runs.create(run, stage.CONFIG)
+    page.locator("dl.tiles").first.wait_for(timeout=20_000)
+    page.close()
+    service.runs.delete(run)
