@@ -12,7 +12,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' clients/python/gris
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	--no-emit-package colorama
 
-.PHONY: help setup demo test test-trainers test-environments $(PACKAGES:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
+.PHONY: help setup axe demo test test-trainers test-environments $(PACKAGES:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
 .PHONY: requirements version chart-version dist release-check baseline formats
 
 help:  ## Show this help
@@ -26,6 +26,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	deploy/install-helm.sh
+	@touch $@
+
+axe: build/axe/axe.min.js  ## Fetch axe-core, which the tests of the page use
+
+build/axe/axe.min.js: Makefile
+	mkdir -p $(@D)
+	cd $(@D) && npm pack --silent axe-core@4.14.1 && tar -xzf axe-core-4.14.1.tgz --strip-components=1 package/axe.min.js
 	@touch $@
 
 demo: setup  ## Watch a small multi-turn RL run train through gristmill (under 4 minutes)

@@ -13,14 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from gristmill import RolloutClient, TrainerClient
+from gristmill_service.run.machine.batch_records import BatchRecord, keep
+from gristmill_service.run.run import Run
+from gristmill_service.service import Service
+from gristmill_service.settings import Settings
 from tests.bench.figures import Figure
 from tests.bench.processes import Served, served
 from tests.bench.submissions import Sender, split
 from tests.bench.workloads import DP_SIZE, workload
 from tests.page.chromium import MISSING, found, launched
+from tests.serving import FREE_PORTS
 
 VIEWS = 7
 WATCHED_S = 30.0
+LONG_RUN_BATCHES, LONG_RUN_RANKS = 10_000, 64
 _SCRAPE_S = 15.0
 _NEWS_S = 1.0
 
@@ -28,7 +34,8 @@ _NEWS_S = 1.0
 def figures() -> Iterator[Figure]:
     """first_view_s: from the navigation until the shards are drawn, the batch never looked at before, in a window that
     has nothing of the page. cpu_percent: of one core, for a page that is open on a run to which groups come, and
-    a scrape each 15 s; what the service takes with neither is taken off."""
+    a scrape each 15 s; what the service takes with neither is taken off. long_run_first_view_s: see
+    `long_run_view`."""
     if found() is None:
         print(f"page.*: not measured: {MISSING}", file=sys.stderr)
         return
@@ -44,6 +51,53 @@ def figures() -> Iterator[Figure]:
         with _opened(browser, service, names[0]):
             open_ = _cpu_share(service, names[0], scrapes=True)
         yield Figure("page.cpu_percent", 100 * (open_ - alone), "% of a core", 2.0)
+    yield Figure("page.long_run_first_view_s", long_run_view(), "s", 1.0)
+
+
+def long_run_view() -> float:
+    """Seconds from the navigation until a run of 64 ranks and 10,000 batches is shown: its newest batch's shards, and
+    the curves of all. The middle one of several windows that have nothing of the page."""
+    service = Service(Settings(**FREE_PORTS, store="memory", shutdown_grace_s=5))
+    service.start()
+    try:
+        run = _long_run(service)
+        with launched() as browser:
+            return statistics.median(_long_view(browser, service.http_url, run.name) for _ in range(VIEWS))
+    finally:
+        service.stop()
+
+
+def _long_run(service: Service) -> Run:
+    work = workload("short")
+    config = work.config("none", LONG_RUN_RANKS)
+    service.runs.create("long", config)
+    run = service.runs.get("long")
+    run.begin_groups(0, list(dict.fromkeys(work.steps.uids)))
+    run.submit(work.steps)
+    while not run.status().batches_published:
+        time.sleep(0.05)
+    # As if it had been so all the while: what a batch leaves is its record.
+    run.read(lambda state, _: _remember(state.records))
+    return run
+
+
+def _remember(records: list[BatchRecord]) -> None:
+    [first] = records
+    for number in range(1, LONG_RUN_BATCHES):
+        keep(records, first._replace(first=number, last=number, at=first.at + number))
+
+
+def _long_view(browser: Any, http_url: str, run: str) -> float:
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    try:
+        page = context.new_page()
+        page.goto(f"{http_url}/#/{run}")
+        marks = "['picture drawn', 'history drawn'].map(name => performance.getEntriesByName(name)[0]?.startTime)"
+        while not all(found := page.evaluate(marks)):
+            time.sleep(0.05)
+        return float(max(found)) / 1000
+    finally:
+        context.close()
 
 
 def _publish(service: Served, names: list[str]) -> None:

@@ -182,8 +182,8 @@ def test_what_is_stuck_is_told_with_its_time(
     page = drawn(open_page(f"#/{run}"))
     finding = page.locator(".findings li").filter(has_text="stuck")
     finding.wait_for()
-    words = r"stuck policy rank 1 did not .* batch 0 mini-batch 0, which is published; 1 other rank .*, for .*\d s"
-    assert re.fullmatch(words, finding.first.inner_text())
+    words = r"stuck policy rank 1 did not .* batch 0 mini-batch 0, which is published; 1 other rank .*, for .*\d s.*"
+    assert re.fullmatch(words, finding.first.inner_text(), re.DOTALL)
     before = finding.first.inner_text()
     stage.until(lambda: finding.first.inner_text() != before)
     assert page.locator("h1 + .state").inner_text() == "■ stuck"

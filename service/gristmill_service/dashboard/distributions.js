@@ -11,7 +11,7 @@ export function showDistributions(parent, told) {
     { title: "stop reasons", counts: reasons.map(([, count]) => count), names: reasons.map(([reason]) => reason) }];
   const charts = bars.filter(one => one.counts.length).map(one => chart(one, told.trajectories));
   parent.replaceChildren(make("div", { class: "curves" }, charts.map(one => one.node)), make("details", {}, make("summary", {}, "Distributions as a table"),
-    make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Distributions" }, table(["of", "value", "trajectories"],
+    make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Distributions as a table" }, table(["of", "value", "trajectories"],
       bars.flatMap(one => one.counts.map((count, index) => [one.title, one.names[index], count])), "Distributions"))));
   charts.forEach(one => one.redraw());
 }

@@ -63,6 +63,7 @@ export class HistoryView {
       make("details", {}, make("summary", {}, "Figures of every batch"), make("div", { class: "scroll", tabindex: "0", role: "region",
         "aria-label": "Figures of every batch" }, historyTable(points, this.run)))] : []));
     charts.forEach(chart => chart.redraw());
+    performance.mark("history drawn");
   }
 }
 

@@ -21,9 +21,9 @@ export class SettingsView {
     const told = await read(paths.settings(this.run));
     const text = value => value == null ? "none" : typeof value === "string" ? value : JSON.stringify(value);
     const lines = all => all.map(one => [make("code", {}, one.name), text(one.value), one.is_default ? "the default" : one.default == null ? "none" : text(one.default)]);
-    const part = all => make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Settings of the run" }, table(["setting", "value", "default"], lines(all), "Settings of the run"));
-    this.list.replaceChildren(part(told.settings.filter(one => !one.is_default)),
-      make("details", {}, make("summary", {}, "Those that have their default"), part(told.settings.filter(one => one.is_default))));
+    const part = (name, all) => make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name }, table(["setting", "value", "default"], lines(all), name));
+    this.list.replaceChildren(part("Settings of the run", told.settings.filter(one => !one.is_default)),
+      make("details", {}, make("summary", {}, "Those that have their default"), part("Settings that have their default", told.settings.filter(one => one.is_default))));
   }
 
   async compute() {
