@@ -26,7 +26,7 @@ def test_a_person_signs_in_with_a_token_and_sees_the_runs(browser: Any, tmp_path
         page.set_default_timeout(15_000)
         page.goto(service.http_url)
         asked = page.get_by_role("dialog", name="Sign in")
-        asked.get_by_label("Token").fill("a guess")
+        asked.get_by_label("Token").fill("a-guess")
         asked.get_by_role("button", name="Sign in").click()
         asked.get_by_text("the token is not known here").wait_for()
         asked.get_by_label("Token").fill(token)
