@@ -19,11 +19,11 @@ from skyrl.train.utils import validate_cfg
 from skyrl.train.utils.tracking import Tracking
 
 from gristmill import RolloutClient
-from gristmill.adapters.skyrl import GristmillPPOTrainer
+from gristmill.adapters.skyrl import GristmillFullyAsyncPPOTrainer, GristmillPPOTrainer
 from gristmill_service.service import Service
 from tests.trainers.skyrl import cpu_workers
 from tests.trainers.skyrl.play import Engine, Prompts, config, save_model
-from tests.trainers.skyrl.run import LEARNING
+from tests.trainers.skyrl.run import ASYNC, LEARNING
 from tests.trainers.skyrl.sampling import Sampler
 
 ROOT = Path(__file__).parents[3]
@@ -93,15 +93,21 @@ def test_the_example_trains(
         assert (status.policy_version, status.batches_freed) == (2, 2)
 
 
-def test_the_guides_experiment_trains(service: Service, run_name: str, tmp_path: Path, logs: Logs) -> None:
-    found = re.search(r"<!-- skyrl-experiment -->\n```python\n(.*?)```", GUIDE, re.DOTALL)
+@pytest.mark.parametrize(
+    ("block", "more", "kind"),
+    [("experiment", {}, GristmillPPOTrainer), ("async", ASYNC, GristmillFullyAsyncPPOTrainer)],
+)
+def test_the_guides_experiments_train(
+    service: Service, run_name: str, tmp_path: Path, logs: Logs, block: str, more: dict[str, Any], kind: type
+) -> None:
+    found = re.search(rf"<!-- skyrl-{block} -->\n```python\n(.*?)```", GUIDE, re.DOTALL)
     assert found is not None
     code = found[1].replace("127.0.0.1:50051", service.grpc_address).replace("my-run", run_name)
     lines = [line for line in code.splitlines() if line.strip()]
     assert len(lines) <= 10, "what a user writes"
     names: dict[str, Any] = {"BasePPOExp": BasePPOExp}
     exec(code, names)
-    experiment = on_cpu(names["Experiment"])(settings(tmp_path))
+    experiment = on_cpu(names["Experiment"])(settings(tmp_path, **more))
     experiment.run()
-    assert isinstance(experiment.trainer, GristmillPPOTrainer)
-    assert len(logs) == 2
+    assert type(experiment.trainer) is kind
+    assert [log["gristmill/rows"] > 0 for log in logs if "gristmill/rows" in log] == [True, True]
