@@ -17,17 +17,17 @@ def run(http_door: HttpDoor, run_name: str) -> str:
 
 
 MIB = 1 << 20
-UNKNOWN = b",".join(b'"field_%06d":1' % number for number in range(4 * MIB // 17))
+UNKNOWN = b",".join(b'"field_%06d":1' % number for number in range(MIB // 18))
 REWARD = b'"uid":"a","sample":0,"reward":'
 
 BODIES = {
-    "numbers for uids": ("groups", b'{"uids":[' + b"1," * (2 * MIB) + b"1]}", "body.uids.0"),
-    "a list for an object": ("groups", b"[" + b"1," * (2 * MIB) + b"1]", "body: "),
-    "text for an object": ("groups", b'"' + b"x" * (4 * MIB) + b'"', "body: "),
-    "no JSON": ("groups", b"[" * (MIB - 1), "error parsing the body"),
+    "numbers for uids": ("groups", b'{"uids":[' + b"1," * (MIB // 2 - 50) + b"1]}", "body.uids.0"),
+    "a list for an object": ("groups", b"[" + b"1," * (MIB // 2 - 50) + b"1]", "body: "),
+    "text for an object": ("groups", b'"' + b"x" * (MIB - 50) + b'"', "body: "),
+    "no JSON": ("groups", b"[" * MIB, "error parsing the body"),
     "unknown fields": ("groups", b'{"uids":[],' + UNKNOWN + b"}", "body: there is no field 'field_000000'"),
-    "numbers for rewards": ("rewards", b'{"rewards":[' + b"1," * (2 * MIB) + b"1]}", "body.rewards.0"),
-    "empty rewards": ("rewards", b'{"rewards":[' + b"{}," * 60_000 + b"{}]}", "body.rewards.0.uid: field required"),
+    "numbers for rewards": ("rewards", b'{"rewards":[' + b"1," * (MIB // 2 - 50) + b"1]}", "body.rewards.0"),
+    "empty rewards": ("rewards", b'{"rewards":[' + b"{}," * 16_000 + b"{}]}", "body.rewards.0.uid: field required"),
     "unknown fields of a reward": (
         "rewards",
         b'{"rewards":[{' + REWARD + b"1," + UNKNOWN + b"}]}",
@@ -35,23 +35,23 @@ BODIES = {
     ),
     "text for a reward's values": (
         "rewards",
-        b'{"rewards":[{' + REWARD + b"[" + b'"a",' * 900_000 + b'"a"]}]}',
+        b'{"rewards":[{' + REWARD + b"[" + b'"a",' * 200_000 + b'"a"]}]}',
         "body.rewards.0.reward",
     ),
-    "numbers for trajectories": ("trajectories:abort", b'{"trajectories":[' + b"1," * (2 * MIB) + b"1]}", "body."),
-    "a long name of a model": ("commit", b'{"model":"' + b"x" * (4 * MIB) + b'"}', "body.model"),
-    "rows without fields": ("rows", b'{"rows":[' + b"{}," * 60_000 + b"{}]}", "row 0"),
-    "a row of a long uid": ("rows", b'{"rows":[{"uid":"' + b"x" * (4 * MIB) + b'"}]}', "uid 'xxx"),
-    "more objects than are read": ("rows", b'{"rows":[' + b"{}," * MIB + b"{}]}", "objects, and JSON may have 65536"),
-    "more lists than are read": ("groups", b"[" * (4 * MIB), "lists, and JSON may have 1048576"),
-    "more texts than are read": (
-        "groups",
-        b'{"uids":[' + b'"",' * (2 * MIB) + b'""]}',
-        "quotation marks, and JSON may",
+    "numbers for trajectories": (
+        "trajectories:abort",
+        b'{"trajectories":[' + b"1," * (MIB // 2 - 50) + b"1]}",
+        "body.",
     ),
-    "more JSON than is read": ("rows", b" " * (17 * MIB), "bytes, and JSON may have 16777216"),
+    "a long name of a model": ("commit", b'{"model":"' + b"x" * (MIB - 50) + b'"}', "body.model"),
+    "rows without fields": ("rows", b'{"rows":[' + b"{}," * 16_000 + b"{}]}", "row 0"),
+    "a row of a long uid": ("rows", b'{"rows":[{"uid":"' + b"x" * (MIB - 50) + b'"}]}', "uid 'xxx"),
+    "more rows than are read": ("rows", b'{"rows":[' + b"{}," * 20_000 + b"{}]}", "20001 rows, and 16384 are the most"),
+    "a longer row than is read": ("rows", b'{"rows":["' + b"x" * (5 * MIB) + b'"]}', "a row of JSON may have 4194304"),
+    "more JSON of rows than is read": ("rows", b" " * (9 * MIB), "bytes, and JSON may have 8388608"),
+    "more JSON than is read": ("groups", b" " * (2 * MIB), "bytes, and JSON may have 1048576"),
     "unknown settings": ("", b'{"run":"x","config":{' + UNKNOWN + b"}}", "unknown setting field_000000"),
-    "a long name": ("", b'{"config":{},"run":"' + b"x" * (4 * MIB) + b'"}', "run is 'xxx"),
+    "a long name": ("", b'{"config":{},"run":"' + b"x" * (MIB - 50) + b'"}', "run is 'xxx"),
 }
 
 

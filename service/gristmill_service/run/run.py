@@ -64,7 +64,8 @@ _log = structlog.get_logger(__name__)
 _logs = logging.getLogger(__name__).isEnabledFor
 
 # Of one request: each is looked at while other calls of the run wait.
-_MOST_GROUPS = 1 << 16
+_MOST_GROUPS = 1 << 15
+_MOST_ROWS = 1 << 14
 # The states of a batch that has shards in the store.
 _THERE = (BatchState.PUBLISHED, BatchState.FORWARD)
 
@@ -187,6 +188,10 @@ class Run:
     def submit(self, steps: Steps) -> list[Outcome]:
         if not len(steps):
             return []
+        if len(steps) > _MOST_ROWS:
+            raise InvalidArgumentError(
+                f"the request has {len(steps)} rows, and {_MOST_ROWS} are the most; send fewer a request"
+            )
         self._writer.check_open()
         check_credit_columns(steps, self.config)
         number, steps = self._writer.stage(steps)

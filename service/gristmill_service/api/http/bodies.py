@@ -17,7 +17,7 @@ from gristmill.errors import DeadlineExceededError, GristmillError, InvalidArgum
 from gristmill_service.access import caller
 from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN
 from gristmill_service.api.errors import refusal
-from gristmill_service.api.http.json_bodies import check_json
+from gristmill_service.api.http.json_bodies import check_size
 from gristmill_service.api.places import Places
 
 TOO_LARGE = 413
@@ -58,7 +58,8 @@ class BoundedBodies:
             return
         with ExitStack() as held:
             try:
-                body = await self._read(dict(scope["headers"]), receive, cache(lambda: self._hold(scope, held)))
+                hold = cache(lambda: self._hold(scope, held))
+                body = await self._read(dict(scope["headers"]), scope["path"], receive, hold)
             except GristmillError as error:
                 await _refuse(error)(scope, receive, send)
                 return
@@ -75,7 +76,7 @@ class BoundedBodies:
             raise _FullError(str(error)) from None
         place.idle_since = None
 
-    async def _read(self, headers: dict[bytes, bytes], receive: Receive, hold: Callable[[], None]) -> bytes:
+    async def _read(self, headers: dict[bytes, bytes], path: str, receive: Receive, hold: Callable[[], None]) -> bytes:
         body = await self._received(headers.get(b"content-length", b""), receive, hold)
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").lower()
         if encoding == "gzip":
@@ -85,7 +86,7 @@ class BoundedBodies:
             raise InvalidArgumentError(f"content-encoding {encoding!r} is not understood; send gzip or none")
         kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
         if kind not in _NO_JSON:
-            check_json(body)
+            check_size(body, path)
         return body
 
     async def _received(self, declared: bytes, receive: Receive, hold: Callable[[], None]) -> bytes:

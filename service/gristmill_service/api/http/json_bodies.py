@@ -1,22 +1,93 @@
-"""How much JSON is read: Python holds it in tens of times its bytes, and does nothing else while it reads."""
+"""How JSON is read: little at a time. Python does nothing else while it reads a document, nor for the other runs, and
+holds it in tens of times its bytes."""
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+import orjson
+
 from gristmill.errors import InvalidArgumentError
 
-_MOST_BYTES = 16 << 20
-# By the characters that each has: what stands within texts counts, too.
-_MOST = {b"{": (1 << 16, "objects"), b"[": (1 << 20, "lists"), b'"': (1 << 21, "quotation marks")}
+_MOST_BYTES, _MOST_BYTES_OF_ROWS, _MOST_BYTES_OF_A_ROW = 1 << 20, 8 << 20, 4 << 20
+MOST_ROWS = 1 << 14
+_ROWS_PATH = "/rows"
+# Documents of rows are read one after another: each takes seconds of the time that all calls share.
+_ONE = anyio.CapacityLimiter(1)
+_SMALL_BYTES = 64 << 10
 
 
-def check_json(body: bytes) -> None:
-    """Raises InvalidArgumentError for a body that would take much longer, and more memory, than its bytes tell."""
-    if len(body) > _MOST_BYTES:
+class _Rows(msgspec.Struct, forbid_unknown_fields=True):
+    rows: list[msgspec.Raw]
+
+
+_decoder = msgspec.json.Decoder(_Rows)
+
+
+def check_size(body: bytes, path: str) -> None:
+    """Raises InvalidArgumentError for a document that would be read for too long."""
+    most = _MOST_BYTES_OF_ROWS if path.endswith(_ROWS_PATH) else _MOST_BYTES
+    if len(body) > most:
         raise InvalidArgumentError(
-            f"the body has {len(body)} bytes, and JSON may have {_MOST_BYTES}; send less a request, or rows as "
+            f"the body has {len(body)} bytes, and JSON may have {most} here; send less a request, or rows as "
             "application/x-protobuf, or over gRPC"
         )
-    for character, (most, what) in _MOST.items():
-        # A character a byte at most: few bodies need counting.
-        if len(body) > most and (count := body.count(character)) > most:
-            raise InvalidArgumentError(f"the body has {count} {what}, and JSON may have {most}; send less a request")
+
+
+def limiter_for(body: bytes) -> anyio.CapacityLimiter | None:
+    """Of the threads that read such a body; None: as many as there are."""
+    return _ONE if len(body) > _SMALL_BYTES else None
+
+
+def rows_of(body: bytes) -> list[Any]:
+    """The rows of a document `{"rows": [...]}`, each read on its own. Raises InvalidArgumentError for another one."""
+    try:
+        found = _decoder.decode(body).rows
+    except msgspec.ValidationError:
+        raise InvalidArgumentError(
+            'the body must be an object with the one field rows, a list: {"rows": [...]}'
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return _rows_of_python(body, error)
+    _check_count(len(found))
+    return [_read(row, number) for number, row in enumerate(found)]
+
+
+def _read(row: msgspec.Raw, number: int) -> Any:
+    view = memoryview(row)
+    if len(view) > _MOST_BYTES_OF_A_ROW:
+        raise InvalidArgumentError(
+            f"row {number}: it has {len(view)} bytes, and a row of JSON may have {_MOST_BYTES_OF_A_ROW}; send it as "
+            "application/x-protobuf, or over gRPC"
+        )
+    try:
+        return orjson.loads(view)
+    except orjson.JSONDecodeError:
+        # A string with half of a surrogate pair, or a number that none of orjson's types holds: the row is named then.
+        with suppress(ValueError, RecursionError):
+            return json.loads(bytes(view))
+        raise InvalidArgumentError(f"row {number}: it is not JSON") from None
+
+
+def _rows_of_python(body: bytes, error: Exception) -> list[Any]:
+    """Python writes NaN and Infinity, which JSON has not: read once more, so that their row can be named."""
+    if len(body) <= _MOST_BYTES:
+        with suppress(ValueError, RecursionError):
+            document = json.loads(body)
+            if isinstance(document, dict) and document.keys() == {"rows"} and isinstance(document["rows"], list):
+                _check_count(len(document["rows"]))
+                return document["rows"]
+    raise InvalidArgumentError(
+        f'the body is not JSON: {error}; send {{"rows": [...]}}, or a message and the header content-type: '
+        "application/x-protobuf"
+    ) from None
+
+
+def _check_count(count: int) -> None:
+    if count > MOST_ROWS:
+        raise InvalidArgumentError(f"the request has {count} rows, and {MOST_ROWS} are the most; send fewer a request")

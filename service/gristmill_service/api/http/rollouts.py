@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
 
+import anyio.to_thread
 import numpy as np
-import orjson
 from fastapi import APIRouter, Request
 from google.protobuf.message import DecodeError
-from starlette.concurrency import run_in_threadpool
 
 from gristmill._wire import row_codec
 from gristmill._wire.extras import check_extras
@@ -22,6 +18,7 @@ from gristmill.v1 import rows_pb2
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.http import models
 from gristmill_service.api.http.dependencies import ContextDep, RunDep, gone
+from gristmill_service.api.http.json_bodies import limiter_for, rows_of
 from gristmill_service.api.questions import ask_groups
 from gristmill_service.run.machine.answers import RewardUpdate
 from gristmill_service.run.run import Run
@@ -69,7 +66,8 @@ async def submit_rows(request: Request, run: RunDep, context: ContextDep) -> mod
     """Submits rows of any trajectories in any order. All rows of the request are taken, or none is."""
     body, kind = await request.body(), request.headers.get("content-type", "").partition(";")[0].strip().lower()
     decode = _from_protobuf if kind == PROTOBUF else _from_json
-    return await run_in_threadpool(_submit, context, run, decode, body)
+    limiter = limiter_for(body) if decode is _from_json else None
+    return await anyio.to_thread.run_sync(_submit, context, run, decode, body, limiter=limiter)
 
 
 @router.post("/rewards")
@@ -113,24 +111,8 @@ def _from_protobuf(run: Run, body: bytes) -> Steps:
 
 
 def _from_json(run: Run, body: bytes) -> Steps:
-    document = _parse(body)
-    if not isinstance(document, dict) or document.keys() != {"rows"} or not isinstance(document["rows"], list):
-        raise InvalidArgumentError('the body must be an object with the one field rows, a list: {"rows": [...]}')
     columns = run.config.columns
-    return check_extras(from_rows(document["rows"], step_wise=run.config.step_wise, columns=columns), columns)
-
-
-def _parse(body: bytes) -> Any:
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        # Python writes NaN and Infinity, which JSON has not: read once more, so that their row can be named.
-        with suppress(ValueError, RecursionError):
-            return json.loads(body)
-        raise InvalidArgumentError(
-            f'the body is not JSON: {error}; send {{"rows": [...]}}, or a message and the header content-type: '
-            f"{PROTOBUF}"
-        ) from None
+    return check_extras(from_rows(rows_of(body), step_wise=run.config.step_wise, columns=columns), columns)
 
 
 def _key(trajectory: models.Trajectory) -> TrajectoryKey:
