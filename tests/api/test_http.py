@@ -40,6 +40,7 @@ PATHS = {
     "/v1/overview": {"get"},
     "/v1/runs/{run}/health": {"get"},
     "/v1/runs/{run}/timeline": {"get"},
+    "/v1/runs/{run}/history": {"get"},
     "/v1/runs/{run}/batches/{batch}/picture": {"get"},
     "/v1/runs/{run}/batches/{batch}/breaks": {"get"},
     "/v1/runs/{run}/batches/{batch}/scores": {"get"},
