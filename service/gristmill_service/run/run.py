@@ -17,7 +17,7 @@ import structlog
 from gristmill._wire.columns import Array
 from gristmill._wire.extras import check_extras
 from gristmill._wire.row_codec import Prefixes, Sent
-from gristmill._wire.steps import Steps, TrajectoryKey, check, check_uid
+from gristmill._wire.steps import Steps, TrajectoryKey, check
 from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.credit.credit_columns import check_credit_columns
@@ -51,6 +51,7 @@ from gristmill_service.run.machine.state import State
 from gristmill_service.run.machine.status import found_groups, status
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.monitor import RunMonitor
+from gristmill_service.run.request_limits import check_begun, check_submitted
 from gristmill_service.run.row_buffer import PickedRow, RowBuffer, values_digest
 from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.workers import TaskQueue
@@ -63,9 +64,6 @@ _log = structlog.get_logger(__name__)
 # Asked once a submission: structlog itself would first bind and format what nobody reads.
 _logs = logging.getLogger(__name__).isEnabledFor
 
-# Of one request: each is looked at while other calls of the run wait.
-_MOST_GROUPS = 1 << 15
-_MOST_ROWS = 1 << 14
 # The states of a batch that has shards in the store.
 _THERE = (BatchState.PUBLISHED, BatchState.FORWARD)
 
@@ -142,16 +140,7 @@ class Run:
     ) -> Admissions:
         """n_samples: of how many samples each is made, 0 for as many as the run says; tags: the environment or task of
         each, or "". Either may be empty."""
-        if round_ < 0 or "" in uids:
-            raise InvalidArgumentError(
-                f"round is {round_} and uids are {list(uids)!r}; round is at least 0, no uid is empty"
-            )
-        if len(uids) > _MOST_GROUPS:
-            raise InvalidArgumentError(
-                f"{len(uids)} uids are begun at once, and {_MOST_GROUPS} are the most; send fewer"
-            )
-        for uid in uids:
-            check_uid(uid)
+        check_begun(round_, uids)
         for name, given in (("n_samples", n_samples), ("tags", tags)):
             if len(given) not in (0, len(uids)):
                 raise InvalidArgumentError(
@@ -188,10 +177,7 @@ class Run:
     def submit(self, steps: Steps) -> list[Outcome]:
         if not len(steps):
             return []
-        if len(steps) > _MOST_ROWS:
-            raise InvalidArgumentError(
-                f"the request has {len(steps)} rows, and {_MOST_ROWS} are the most; send fewer a request"
-            )
+        check_submitted(steps)
         self._writer.check_open()
         check_credit_columns(steps, self.config)
         number, steps = self._writer.stage(steps)

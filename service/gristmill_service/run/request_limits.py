@@ -1,0 +1,30 @@
+"""How much one request may ask of a run: while it is decided and logged, other calls wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gristmill._wire.steps import Steps, check_uid
+from gristmill.errors import InvalidArgumentError
+
+_MOST_GROUPS, _MOST_ROWS = 1 << 15, 1 << 14
+
+
+def check_begun(round_: int, uids: Sequence[str]) -> None:
+    """Raises InvalidArgumentError for groups that cannot be named, or are too many."""
+    if round_ < 0 or "" in uids:
+        raise InvalidArgumentError(
+            f"round is {round_} and uids are {list(uids)!r}; round is at least 0, no uid is empty"
+        )
+    if len(uids) > _MOST_GROUPS:
+        raise InvalidArgumentError(f"{len(uids)} uids are begun at once, and {_MOST_GROUPS} are the most; send fewer")
+    for uid in uids:
+        check_uid(uid)
+
+
+def check_submitted(steps: Steps) -> None:
+    """Raises InvalidArgumentError for too many rows."""
+    if len(steps) > _MOST_ROWS:
+        raise InvalidArgumentError(
+            f"the request has {len(steps)} rows, and {_MOST_ROWS} are the most; send fewer a request"
+        )
