@@ -16,18 +16,7 @@ import reference
 ROOT = Path(__file__).resolve().parents[2]
 STAGED = ROOT / "build" / "docs"
 # Documents, and what they link to.
-SOURCES = (
-    "README.md",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-    "SECURITY.md",
-    "MAINTAINERS.md",
-    "CODE_OF_CONDUCT.md",
-    "docs",
-    "examples",
-    "deploy",
-    "protos",
-)
+SOURCES = (*sorted(path.name for path in ROOT.glob("*.md")), "docs", "examples", "deploy", "protos")
 NOT_STAGED = shutil.ignore_patterns("__pycache__", "site", "templates")
 
 
@@ -37,13 +26,15 @@ def stage() -> None:
         source, target = ROOT / name, STAGED / name
         if source.is_dir():
             shutil.copytree(source, target, ignore=NOT_STAGED)
-        elif source.exists():
+        else:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
     for name, text in reference.pages(ROOT).items():
         target = STAGED / "reference" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
+    # Lines of code are up to 120 characters wide.
+    (STAGED / "reference" / "site.css").write_text(".md-grid { max-width: 84rem }\n", encoding="utf-8")
 
 
 def main() -> int:
