@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ PATIENCE_S = 60.0
 class Shared:
     """Three places under a clock of the test's, and the callers whose places were ended."""
 
-    def __init__(self, **more: bool) -> None:
+    def __init__(self, **more: Any) -> None:
         self.now = 0.0
         self.ended: list[str] = []
         self.places = Places(3, "all are taken; retry", PATIENCE_S, clock=lambda: self.now, **more)
@@ -80,6 +81,32 @@ def test_of_those_who_wait_the_caller_who_has_the_fewest_comes_first() -> None:
     for thread in threads:
         thread.join(20)
     assert order == ["modest", "greedy"]
+
+
+def test_callers_who_have_as_many_take_turns() -> None:
+    places, order = Places(1, "taken", PATIENCE_S), list[str]()
+
+    def wait(caller: str) -> None:
+        with places.place(caller, lambda: None, wait_s=20):
+            order.append(caller)
+
+    with places.place("first", lambda: None):
+        threads = [threading.Thread(target=wait, args=[caller]) for caller in ("greedy", "greedy", "greedy", "modest")]
+        for number, thread in enumerate(threads):
+            thread.start()
+            wait_until(lambda number=number: sum(map(len, places._waiting.values())) == number + 1)  # type: ignore[misc]
+    for thread in threads:
+        thread.join(20)
+    assert order == ["greedy", "modest", "greedy", "greedy"]
+
+
+def test_one_caller_never_has_them_all_where_others_are_to_find_some() -> None:
+    shared = Shared(share=0.7)
+    for _ in range(2):
+        shared.take("greedy")
+    with pytest.raises(ResourceExhaustedError):
+        shared.take("greedy")
+    shared.take("modest")
 
 
 def test_who_waits_in_vain_is_refused_and_waits_no_more() -> None:

@@ -27,8 +27,9 @@ class Places:
     """Thread-safe.
 
     Where all are taken, one that is idle for longer than `patience_s` is ended for whoever needs a place. Who waits for
-    one gets it before others who have more. takes_back: whether the longest idle one of the caller who has the most is
-    ended for a caller who has fewer.
+    one gets it before others who have more, and callers who have as many take turns. share: how many of the places one
+    caller may have. takes_back: whether the longest idle one of the caller who has the most is ended for a caller who
+    has fewer.
     """
 
     def __init__(
@@ -37,10 +38,12 @@ class Places:
         refusal: str,
         patience_s: float,
         *,
+        share: float = 1.0,
         takes_back: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limit, self._refusal, self._patience_s = limit, refusal, patience_s
+        self._most = max(1, int(share * limit))
         self._takes_back, self.clock = takes_back, clock
         self._lock = threading.Lock()
         self._taken: dict[Place, None] = {}
@@ -59,7 +62,7 @@ class Places:
     def _take(self, place: Place, wait_s: float) -> None:
         with self._lock:
             ended = None
-            is_free = len(self._taken) < self._limit and not self._waiting
+            is_free = len(self._taken) < self._limit and not self._waiting and self._has_few(place.caller)
             if not is_free and (ended := self._to_end(place.caller)):
                 del self._taken[ended]
             if is_free or ended:
@@ -72,6 +75,9 @@ class Places:
             ended.end()
         elif not is_free and not place.granted.wait(wait_s) and not self._stop_waiting(place):
             raise ResourceExhaustedError(self._refusal)
+
+    def _has_few(self, caller: str) -> bool:
+        return self._most == self._limit or sum(one.caller == caller for one in self._taken) < self._most
 
     def _stop_waiting(self, place: Place) -> bool:
         """Whether the place was granted in the last moment."""
@@ -96,8 +102,10 @@ class Places:
             caller = min(self._waiting, key=lambda waiting: counts[waiting])
             waiting = self._waiting[caller]
             following = waiting.popleft()
-            if not waiting:
-                del self._waiting[caller]
+            del self._waiting[caller]
+            if waiting:
+                # Behind the others.
+                self._waiting[caller] = waiting
             following.idle_since = self.clock()
             self._taken[following] = None
         following.granted.set()

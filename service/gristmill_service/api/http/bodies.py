@@ -17,7 +17,7 @@ from gristmill.errors import DeadlineExceededError, GristmillError, InvalidArgum
 from gristmill_service.access import caller
 from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN
 from gristmill_service.api.errors import refusal
-from gristmill_service.api.http.json_bodies import check_size
+from gristmill_service.api.http.json_bodies import check_size, most_bytes
 from gristmill_service.api.places import Places
 
 TOO_LARGE = 413
@@ -29,6 +29,8 @@ _LEAST_BYTES_A_S = 64 << 10
 _NO_JSON = frozenset(["application/x-protobuf", "application/octet-stream"])
 BODY = "gristmill.body"
 """The key under which a request's scope has its body, decompressed, for whoever passes the request on."""
+CALLER = "gristmill.caller"
+"""The key under which it has whose places the request takes."""
 
 
 class BoundedBodies:
@@ -42,7 +44,9 @@ class BoundedBodies:
         self._app = app
         self._limit = limit
         self._refuse = refuse_too_large
-        self._places = Places(_AT_ONCE, f"{_AT_ONCE} large requests are being read or answered; retry", _LONGEST_S)
+        self._places = Places(
+            _AT_ONCE, f"{_AT_ONCE} large requests are being read or answered; retry", _LONGEST_S, share=0.75
+        )
 
     def _refuse_too_large(self, size: int) -> None:
         if caller.current() is ANYONE and size > _MOST_OF_ANYONE:
@@ -56,6 +60,7 @@ class BoundedBodies:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope[CALLER] = _caller_of(scope)
         with ExitStack() as held:
             try:
                 hold = cache(lambda: self._hold(scope, held))
@@ -68,10 +73,8 @@ class BoundedBodies:
 
     def _hold(self, scope: Scope, held: ExitStack) -> None:
         """Takes a place for a large body until it is answered. Raises _FullError where there is none."""
-        found, address = caller.current(), scope.get("client") or ("",)
-        name = address[0] if found is EVERYONE_IS_ADMIN else found.name
         try:
-            place = held.enter_context(self._places.place(name, lambda: None))
+            place = held.enter_context(self._places.place(scope[CALLER], lambda: None))
         except ResourceExhaustedError as error:
             raise _FullError(str(error)) from None
         place.idle_since = None
@@ -79,12 +82,13 @@ class BoundedBodies:
     async def _read(self, headers: dict[bytes, bytes], path: str, receive: Receive, hold: Callable[[], None]) -> bytes:
         body = await self._received(headers.get(b"content-length", b""), receive, hold)
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").lower()
+        kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
+        most = self._limit if kind in _NO_JSON else min(self._limit, most_bytes(path))
         if encoding == "gzip":
             hold()
-            body = await run_in_threadpool(self._decompress, body)
+            body = await run_in_threadpool(self._decompress, body, most)
         elif encoding != "identity":
             raise InvalidArgumentError(f"content-encoding {encoding!r} is not understood; send gzip or none")
-        kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
         if kind not in _NO_JSON:
             check_size(body, path)
         return body
@@ -116,14 +120,17 @@ class BoundedBodies:
             raise _cut(size)
         return b"".join(pieces)
 
-    def _decompress(self, body: bytes) -> bytes:
+    def _decompress(self, body: bytes, most: int) -> bytes:
+        """One byte more than `most` where there are more."""
         decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
         try:
-            most = _MOST_OF_ANYONE if caller.current() is ANYONE else self._limit
+            most = min(most, _MOST_OF_ANYONE) if caller.current() is ANYONE else most
             found = decompressor.decompress(body, most + 1)
         except zlib.error as error:
             raise InvalidArgumentError(f"the body is not gzip as content-encoding says: {error}") from None
         self._refuse_too_large(len(found))
+        if len(found) > most:
+            return found
         if not decompressor.eof:
             raise InvalidArgumentError(f"the gzip body ends early, after {len(body)} bytes; send all of it")
         if decompressor.unused_data:
@@ -131,6 +138,12 @@ class BoundedBodies:
                 f"the gzip body has {len(decompressor.unused_data)} bytes after its end; send one gzip stream"
             )
         return found
+
+
+def _caller_of(scope: Scope) -> str:
+    """Who shares places with whom: callers by their names, and without tokens by the machines they call from."""
+    found, address = caller.current(), scope.get("client") or ("",)
+    return str(address[0]) if found is EVERYONE_IS_ADMIN else found.name
 
 
 class _FullError(ResourceExhaustedError):

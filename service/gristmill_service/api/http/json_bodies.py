@@ -4,22 +4,22 @@ holds it in tens of times its bytes."""
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-import anyio
-import anyio.to_thread
 import msgspec
 import orjson
 
 from gristmill.errors import InvalidArgumentError
+from gristmill_service.api.places import Places
 
 _MOST_BYTES, _MOST_BYTES_OF_ROWS, _MOST_BYTES_OF_A_ROW = 1 << 20, 8 << 20, 4 << 20
 MOST_ROWS = 1 << 14
 _ROWS_PATH = "/rows"
-# Documents of rows are read one after another: each takes seconds of the time that all calls share.
-_ONE = anyio.CapacityLimiter(1)
-_SMALL_BYTES = 64 << 10
+_LONGEST_WAIT_S = 60.0
+TURNS = Places(1, "rows of JSON are read one request after another, and others were first; retry", _LONGEST_WAIT_S)
+"""Of callers whose rows are JSON: reading them takes long, of the time that all calls share."""
 
 
 class _Rows(msgspec.Struct, forbid_unknown_fields=True):
@@ -31,17 +31,25 @@ _decoder = msgspec.json.Decoder(_Rows)
 
 def check_size(body: bytes, path: str) -> None:
     """Raises InvalidArgumentError for a document that would be read for too long."""
-    most = _MOST_BYTES_OF_ROWS if path.endswith(_ROWS_PATH) else _MOST_BYTES
+    most = most_bytes(path)
     if len(body) > most:
         raise InvalidArgumentError(
-            f"the body has {len(body)} bytes, and JSON may have {most} here; send less a request, or rows as "
+            f"the body has more than the {most} bytes that JSON may have here; send less a request, or rows as "
             "application/x-protobuf, or over gRPC"
         )
 
 
-def limiter_for(body: bytes) -> anyio.CapacityLimiter | None:
-    """Of the threads that read such a body; None: as many as there are."""
-    return _ONE if len(body) > _SMALL_BYTES else None
+def most_bytes(path: str) -> int:
+    """Of a document that is sent there."""
+    return _MOST_BYTES_OF_ROWS if path.endswith(_ROWS_PATH) else _MOST_BYTES
+
+
+@contextmanager
+def turn(caller: str) -> Iterator[None]:
+    """A caller's turn to read rows, in a thread. Raises ResourceExhaustedError where it does not come."""
+    with TURNS.place(caller, lambda: None, _LONGEST_WAIT_S) as place:
+        place.idle_since = None
+        yield
 
 
 def rows_of(body: bytes) -> list[Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import anyio.to_thread
 import numpy as np
 from fastapi import APIRouter, Request
 from google.protobuf.message import DecodeError
+from starlette.concurrency import run_in_threadpool
 
 from gristmill._wire import row_codec
 from gristmill._wire.extras import check_extras
@@ -17,8 +17,9 @@ from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rows_pb2
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.http import models
+from gristmill_service.api.http.bodies import CALLER
 from gristmill_service.api.http.dependencies import ContextDep, RunDep, gone
-from gristmill_service.api.http.json_bodies import limiter_for, rows_of
+from gristmill_service.api.http.json_bodies import rows_of, turn
 from gristmill_service.api.questions import ask_groups
 from gristmill_service.run.machine.answers import RewardUpdate
 from gristmill_service.run.run import Run
@@ -26,6 +27,7 @@ from gristmill_service.run.run import Run
 router = APIRouter(prefix="/v1/runs/{run}", tags=["rollouts"])
 
 PROTOBUF = "application/x-protobuf"
+_SMALL_BYTES = 64 << 10
 
 
 @router.post("/groups")
@@ -66,8 +68,9 @@ async def submit_rows(request: Request, run: RunDep, context: ContextDep) -> mod
     """Submits rows of any trajectories in any order. All rows of the request are taken, or none is."""
     body, kind = await request.body(), request.headers.get("content-type", "").partition(";")[0].strip().lower()
     decode = _from_protobuf if kind == PROTOBUF else _from_json
-    limiter = limiter_for(body) if decode is _from_json else None
-    return await anyio.to_thread.run_sync(_submit, context, run, decode, body, limiter=limiter)
+    if decode is _from_protobuf or len(body) <= _SMALL_BYTES:
+        return await run_in_threadpool(_submit, context, run, decode, body)
+    return await run_in_threadpool(_submit_in_turn, context, run, body, request.scope[CALLER])
 
 
 @router.post("/rewards")
@@ -93,6 +96,11 @@ def seal_batch(run: RunDep, body: models.SealBatch | None = None) -> models.Batc
     """Seals what is complete into a batch now, also fewer groups than train_batch_size."""
     sealed = run.seal(None if body is None else body.batch)
     return models.BatchSealed(batch=sealed.batch, prompts=sealed.prompts)
+
+
+def _submit_in_turn(context: ApiContext, run: Run, body: bytes, caller: str) -> models.RowsSubmitted:
+    with turn(caller):
+        return _submit(context, run, _from_json, body)
 
 
 def _submit(context: ApiContext, run: Run, decode: Callable[[Run, bytes], Steps], body: bytes) -> models.RowsSubmitted:
