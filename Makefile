@@ -13,7 +13,7 @@ LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --genera
 	--no-emit-package colorama
 
 .PHONY: help setup axe demo test test-trainers test-environments $(PACKAGES:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
-.PHONY: requirements version chart-version dist release-check baseline formats
+.PHONY: requirements version chart-version dist release-check image-test baseline formats
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -117,6 +117,9 @@ dist: setup  ## Build the packages as a release has them: build/dist
 release-check: check dist  ## All of a release that needs no network
 	deploy/package-chart.sh build/dist
 	$(BIN)/python -m pytest tests/release tests/formats tests/test_documents.py tests/test_readme.py
+
+image-test: setup  ## Build the image by buildah, podman or docker, run it confined, kill it (minutes)
+	IMAGE_TEST=1 $(BIN)/python -m pytest tests/image -rs --capture=no
 
 baseline: setup  ## Hold the protos against these from now on: when they are released
 	$(BIN)/buf build protos -o protos/released.binpb

@@ -9,7 +9,7 @@ find "$directory" -type f \( -name '*.a' -o -name '*.h' -o -name '*.c' -o -name 
   -o -name '*.pyi' -o -path '*/zstandard/_cffi.*.so' \
   -o -path '*/numpy/_core/_simd.*' -o -path '*/numpy/_core/*_tests.*' -o -ipath '*/bin/activate*' -o -path '*/bin/f2py' \) -delete
 if command -v strip > /dev/null; then
-  find "$directory" -type f -name '*.so' -not -path '*/numpy*' -exec strip --strip-debug {} +
+  find "$directory" -type f -name '*.so' -not -path '*/numpy*' -exec strip --strip-unneeded {} +
 else
   echo "no strip here: debug symbols stay" >&2
 fi

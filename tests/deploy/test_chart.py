@@ -120,6 +120,10 @@ def test_the_fill_is_recorded_only_where_something_scales_by_it(mode: str, recor
         ((*REDIS, "--set", "redis.caSecret=ca"), "the bundled Redis speaks no TLS"),
         ((*OWN_REDIS, "--set", "redis.caSecret=ca"), "begin it with rediss"),
         ((*REDIS, "--set", "settings.jwks=/keys"), "settings.jwks needs access.tokensSecret"),
+        (
+            (*REDIS, "--set", "settings.proxy_user_header=X-User"),
+            "settings.proxy_user_header needs access.tokensSecret",
+        ),
         ((*REDIS, "--set", "settings.jwks=https://a,access.tokensSecret=a"), "cannot reach settings.jwks"),
         ((*REDIS, "--set", "settings.tls_client_ca_file=/ca.crt"), "tls_client_ca_file"),
         ((*REDIS, "--set", "access.certificate.issuer=ca"), "access.certificate.issuer needs access.tlsSecret"),

@@ -27,6 +27,7 @@
 {{- $access := .Values.access -}}
 {{- if and $access.tokensSecret .Values.monitoring.monitor (not $access.scrapeTokenSecret) }}{{ fail "access.tokensSecret asks Prometheus for a token, too: set access.scrapeTokenSecret, or monitoring.monitor: false" }}{{ end -}}
 {{- if and $access.certificate.issuer (not $access.tlsSecret) }}{{ fail "access.certificate.issuer needs access.tlsSecret: the name of the secret that cert-manager makes" }}{{ end -}}
+{{- if and .Values.settings.proxy_user_header (not $access.tokensSecret) }}{{ fail "settings.proxy_user_header needs access.tokensSecret, which says what the users may do" }}{{ end -}}
 {{- if and .Values.settings.jwks (not $access.tokensSecret) }}{{ fail "settings.jwks needs access.tokensSecret, which says what the tokens' subjects may do" }}{{ end -}}
 {{- if and (hasPrefix "http" (.Values.settings.jwks | default "")) .Values.networkPolicy.enabled (not .Values.networkPolicy.egress) }}{{ fail "networkPolicy.egress is empty, so that pods cannot reach settings.jwks: add a rule for it, or set networkPolicy.enabled: false" }}{{ end -}}
 {{- end }}
