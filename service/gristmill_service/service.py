@@ -25,6 +25,7 @@ from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.registry import Watched
 from gristmill_service.monitoring.metrics.storage_timing import TimedRunStore, TimedShardStore
 from gristmill_service.monitoring.run_stats import RunStats, run_stats
+from gristmill_service.monitoring.token_texts import TokenTexts
 from gristmill_service.run.runs import Runs
 from gristmill_service.settings import Settings, split_address
 from gristmill_service.storage.backends import open_storage
@@ -62,6 +63,7 @@ class Service:
                 int(settings.max_message_bytes),
                 gate,
                 settings.http_host_names.split(","),
+                token_texts=None if settings.tokenizer is None else TokenTexts(settings.tokenizer),
             )
             peers = None if certificates is None else PeerCertificates(certificates, settings.tls_peer_ca_file)
             app = make_app(self._context, peers)

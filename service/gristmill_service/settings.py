@@ -104,6 +104,11 @@ class Settings(BaseSettings):
     max_streams: PositiveInt = Field(
         256, description="gRPC streams (StreamRows, ReadShard) that may be open at once; others are told to retry."
     )
+    tokenizer: Path | None = Field(
+        None,
+        description="The tokenizer.json of the models that are trained, or its directory: the page shows tokens as "
+        "text. Needs the extra [tokenizer]. None: token ids alone.",
+    )
     tokens_file: Path | None = Field(
         None,
         description="A YAML file of who may call what (`gristmill token create` writes it), read again when it "

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.service import Service
@@ -98,12 +99,15 @@ def test_a_failed_batch_is_told_with_its_reason_and_what_to_do(
     run = service.runs.get(run_name)
     run.begin_groups(0, ["a"])
     # One row makes no two ranks.
-    run.submit(from_rows([stage.turn("a", 0, 0, [1], [2])], step_wise=True))
-    stage.until(lambda: bool(run.status().failed_batches))
+    with capture_logs() as logged:
+        run.submit(from_rows([stage.turn("a", 0, 0, [1], [2])], step_wise=True))
+        stage.until(lambda: any(line["event"] == "batch failed" for line in logged))
     [failed] = history(client, run_name)["failed"]
     assert failed["batch"] == 0
     assert "on_misaligned" in failed["reason"]
     assert "resume with a dp_size that aligns it" in failed["remedy"]
+    [line] = [line for line in logged if line["event"] == "batch failed"]
+    assert (line["log_level"], line["reason"], line["remedy"]) == ("error", failed["reason"], failed["remedy"])
     told = open_page(f"#/{run_name}").locator("section[aria-label=History] .failures li")
     told.wait_for()
     assert told.inner_text() == f"batch 0 {failed['reason']}: {failed['remedy']}"

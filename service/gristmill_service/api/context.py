@@ -10,6 +10,7 @@ from gristmill.errors import InvalidArgumentError, ResourceExhaustedError
 from gristmill_service.access.gate import Gate
 from gristmill_service.api.long_poll import LongPoll
 from gristmill_service.monitoring.metrics import Metrics
+from gristmill_service.monitoring.token_texts import TokenTexts
 from gristmill_service.run.machine.answers import Outcome
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
@@ -18,7 +19,7 @@ from gristmill_service.run.runs import Runs
 @dataclass(slots=True)
 class ApiContext:
     """host_names: patterns of names that lead to the HTTP API. not_ready: why new work should go elsewhere; empty when
-    ready. grpc_address: where this process takes gRPC calls."""
+    ready. grpc_address: where this process takes gRPC calls. token_texts: what tokens say; None without a tokenizer."""
 
     runs: Runs
     long_poll: LongPoll
@@ -28,6 +29,7 @@ class ApiContext:
     host_names: Sequence[str] = ()
     not_ready: str = "starting"
     grpc_address: str = ""
+    token_texts: TokenTexts | None = None
 
     def unhealthy_reason(self) -> str:
         """Why the service is not ready; empty when it is."""

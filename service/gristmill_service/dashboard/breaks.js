@@ -1,11 +1,22 @@
-// Where merging broke: the token that differs, among those around it. Token ids only: the service knows no words.
+// Where merging broke: the token that differs, among those around it; as text where the service has a tokenizer.
 import { make, table } from "./dom.js";
 import { count, share } from "./text.js";
 
 const END = -1;
-const token = id => id === END ? "end" : String(id);
+let texts = {};
+
+// A token's id, and what it says where the service knows.
+function token(id) {
+  if (id === END) return "end";
+  const text = texts[id];
+  return text === undefined ? String(id) : `${JSON.stringify(text).slice(1, -1).replaceAll(" ", "␣") || "∅"} (${id})`;
+}
+
+// Those around it: what they say, or their ids.
+const around = tokens => tokens.map(id => texts[id] === undefined ? String(id) : JSON.stringify(texts[id]).slice(1, -1)).join(tokens.some(id => texts[id] !== undefined) ? "" : " ");
 
 export function showBreaks(parent, told) {
+  texts = told.texts ?? {};
   if (told.merge === "none") return parent.replaceChildren(make("p", { class: "quiet" }, "This run does not merge (merge: none)."));
   if (!told.in_all) return parent.replaceChildren(make("p", { class: "quiet" },
     `Nowhere: ${count(told.rows_received)} rows became ${count(told.rows)}.`));
@@ -25,6 +36,6 @@ export function showBreaks(parent, told) {
 const other = one => one.column ? `other values of ${one.column}` : context(one, one.was);
 
 function context(one, tokens) {
-  const before = one.before.slice(-3).join(" "), [first = END, ...after] = tokens.slice(0, 3);
-  return make("span", { class: "tokens" }, one.index > 3 ? "… " : "", before, " ", make("mark", {}, token(first)), " ", after.join(" "));
+  const before = around(one.before.slice(-3)), [first = END, ...after] = tokens.slice(0, 3);
+  return make("span", { class: "tokens" }, one.index > 3 ? "… " : "", before, " ", make("mark", {}, token(first)), " ", around(after));
 }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gristmill_service.monitoring.findings import remedy
 from gristmill_service.monitoring.history_models import BatchFigures, BatchHistory, FailedBatch, GroupFigures
 from gristmill_service.pipeline.group_counts import GroupCounts
 from gristmill_service.run.machine.batch_records import BatchRecord, total
+from gristmill_service.run.machine.failures import remedy
 from gristmill_service.run.run import Run
 
 SHOWN_FAILURES = 100

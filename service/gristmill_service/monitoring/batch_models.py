@@ -88,6 +88,9 @@ class BatchBreaks(Document):
     rows: int
     pairs: list[TokenPair] = Field(description="The most frequent, at most 10.")
     breaks: list[PrefixBreak] = Field(description="The first 200.")
+    texts: dict[int, str] = Field(
+        default={}, description="What each of these tokens says, where the service has a tokenizer."
+    )
 
 
 class GroupScores(Document):

@@ -12,6 +12,7 @@ from gristmill_service.monitoring.health_models import LEVELS, Finding, HealthSt
 from gristmill_service.monitoring.run_facts import SHOWN_GROUPS, AwaitingBatch, ModelFacts, RunFacts, seconds
 from gristmill_service.monitoring.run_history import BatchTimes
 from gristmill_service.run.machine.answers import Position
+from gristmill_service.run.machine.failures import remedy
 from gristmill_service.run.machine.state import GIVEN_UP
 
 # A rank that others are past: ranks of a model take each step together.
@@ -26,14 +27,6 @@ _LONG_GROUP_S, _NO_ROWS_S = 300.0, 1800.0
 
 _LONGEST_TEXT, _LONGEST_REASON = 500, 300
 _NAMED_RANKS = 8
-_KEPT = (
-    "its rows are kept until the trainer goes on without it: resume with a dp_size that aligns it, or go on and sample "
-    "its groups again in another round"
-)
-_DROPPED = (
-    "its groups are dropped (batch_failed) and not trained: correct what is wrong and sample them again in another "
-    "round"
-)
 
 
 def findings_of(facts: RunFacts) -> list[Finding]:
@@ -70,13 +63,6 @@ def summary_of(facts: RunFacts, state: HealthState, findings: Sequence[Finding])
             return "no group is open: no rollouts come"
         case "finished":
             return f"finished, {_count(facts.counts.batches_freed - facts.counts.batches_failed, 'batch')} trained"
-
-
-def remedy(reason: str, *, is_kept: bool) -> str:
-    """What to do about a batch that was not built for this reason. is_kept: its rows are."""
-    if reason.startswith(GIVEN_UP):
-        return ""
-    return _KEPT if is_kept else _DROPPED
 
 
 def has_pulled(facts: RunFacts, model: ModelFacts, rank: int) -> bool | None:

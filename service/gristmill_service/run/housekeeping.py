@@ -13,6 +13,7 @@ from gristmill.errors import GristmillError, UnavailableError
 from gristmill_service import tracing
 from gristmill_service.run.batch_builder import BatchBuilder
 from gristmill_service.run.effects import Effects, SparseTable
+from gristmill_service.run.machine.failures import remedy
 from gristmill_service.run.row_buffer import compacted
 from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.workers import TaskQueue
@@ -56,8 +57,8 @@ class Housekeeping:
             groups = [str(key) for key in sealed.groups]
             _log.info("batch sealed", run=self._name, batch=sealed.batch, groups=groups)
         for failed in effects.failed:
-            kept = failed.keeps_rows
-            _log.error("batch failed", run=self._name, batch=failed.batch, rows_kept=kept, reason=failed.reason)
+            what_now = remedy(failed.reason, is_kept=failed.keeps_rows)
+            _log.error("batch failed", run=self._name, batch=failed.batch, reason=failed.reason, remedy=what_now)
         if effects.builds:
             self._start_building()
         if effects.freed:

@@ -21,6 +21,7 @@ from gristmill_service.monitoring.batch_models import BatchBreaks, BatchPicture,
 from gristmill_service.monitoring.batch_view import BatchView, BatchViewCache
 from gristmill_service.monitoring.health_models import Overview, RunHealth, RunSummary, Timeline
 from gristmill_service.monitoring.history_models import BatchHistory
+from gristmill_service.monitoring.token_texts import TokenTexts
 from gristmill_service.run.machine.batch_records import MOST as MOST_POINTS
 from gristmill_service.run.run import Run
 
@@ -98,9 +99,11 @@ async def batch_picture(
 
 
 @router.get("/runs/{run}/batches/{batch}/breaks", response_model=BatchBreaks)
-async def batch_breaks(run: RunDep, views: ViewsDep, batch: Int64) -> Response:
-    """The places where merging broke: the token that differs, and those around it. Token ids only."""
-    return _json((await view_of(views, run, batch)).breaks())
+async def batch_breaks(run: RunDep, views: ViewsDep, context: ContextDep, batch: Int64) -> Response:
+    """The places where merging broke: the token that differs, and those around it. Token ids, and what they say where
+    the service has a tokenizer."""
+    view = await view_of(views, run, batch)
+    return await run_in_threadpool(lambda: _json(_with_texts(view.breaks(), context.token_texts)))
 
 
 @router.get("/runs/{run}/batches/{batch}/scores", response_model=BatchScores)
@@ -122,6 +125,14 @@ async def view_of(views: BatchViewCache, run: Run, batch: int) -> BatchView:
     # One at a time, and who waits for it holds no thread: those are for submissions, too.
     async with views.turn:
         return await run_in_threadpool(views.get, run, batch)
+
+
+def _with_texts(told: BatchBreaks, texts: TokenTexts | None) -> BatchBreaks:
+    if texts is None:
+        return told
+    tokens = {token for pair in told.pairs for token in (pair.was, pair.now)}
+    tokens.update(token for one in told.breaks for part in (one.before, one.was, one.now) for token in part)
+    return told.model_copy(update={"texts": texts.of(tokens)})
 
 
 def _json(document: BaseModel) -> Response:
