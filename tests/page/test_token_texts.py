@@ -36,7 +36,7 @@ def test_tokens_are_told_as_text_where_merging_broke(browser: Any, tokenizer: Pa
     try:
         rows = [row for uid in ("a", "b") for row in stage.group(uid)]
         stage.published(service.runs, "r", stage.CONFIG, [from_rows(rows, step_wise=True)])
-        told = httpx.get(f"{service.http_url}/v1/runs/r/batches/0/breaks", trust_env=False).json()
+        told = httpx.get(f"{service.http_url}/v1/runs/r/batches/0/breaks", trust_env=False, timeout=60).json()
         assert told["texts"]["13"] == "w13"
         assert "99" not in told["texts"]
         page.goto(f"{service.http_url}/#/r")
