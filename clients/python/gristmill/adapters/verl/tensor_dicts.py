@@ -7,6 +7,7 @@ tokens that train nothing, as verl's own padding rows are, until each has as man
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -38,38 +39,62 @@ _FILLING_TOKENS = 2
 
 
 class MiniBatchData:
-    """The rows of all ranks, rank after rank.
+    """The rows of all ranks, rank after rank. By verl's names what shards have of them, each made when it is asked for
+    first: a pass over the batch reads a few of them.
 
-    fields: by verl's names. is_real: (rows,) False for padding and what fills up. responses: of each row's tokens.
-    rows_per_micro_batch: of every one.
+    lengths: (rows,) tokens. is_real: (rows,) False for padding and what fills up. rows_per_micro_batch: in each.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
-        micro_batches = [micro for shard in shards for micro in shard.micro_batches()]
-        self.rows_per_micro_batch = max(map(len, micro_batches))
-        missing = [self.rows_per_micro_batch - len(micro) for micro in micro_batches]
+        self._micro_batches = [micro for shard in shards for micro in shard.micro_batches()]
+        self.rows_per_micro_batch = max(map(len, self._micro_batches))
+        self._missing = [self.rows_per_micro_batch - len(micro) for micro in self._micro_batches]
         self._ranks = len(shards)
+        self._fields: dict[str, Jagged] = {}
+        self.lengths = self._filled(
+            [micro["cu_seqlens"].diff() for micro in self._micro_batches], _FILLING_TOKENS
+        ).long()
+        self.is_real = self._filled([micro["is_padding"] == 0 for micro in self._micro_batches], False)
+        self._offsets = offsets_of(self.lengths)
 
-        def joined(name: str) -> torch.Tensor:
-            """Positions in a filling row count from 0; of everything else there is nothing."""
-            row = torch.arange(_FILLING_TOKENS) if name == "position_ids" else torch.zeros(_FILLING_TOKENS)
-            return _filled([micro[name] for micro in micro_batches], missing, row)
+    def _filled(self, parts: Sequence[torch.Tensor], *row: float) -> torch.Tensor:
+        """What micro-batches have, one after another, with the rows that fill up behind each."""
+        filling = torch.tensor(row, dtype=parts[0].dtype)
+        counted = zip(parts, self._missing, strict=True)
+        return torch.cat(
+            [piece for part, count in counted for piece in ((part, filling.repeat(count)) if count else (part,))]
+        )
 
-        lengths = [micro["cu_seqlens"].diff() for micro in micro_batches]
-        self.lengths = _filled(lengths, missing, torch.tensor([_FILLING_TOKENS])).long()
-        self.is_real = _filled([micro["is_padding"] == 0 for micro in micro_batches], missing, torch.tensor([False]))
-        offsets = offsets_of(self.lengths)
-        names = {own for own, _, _ in _FIELDS.values() if own in micro_batches[0]}
-        whole = {name: Jagged(joined(name), offsets) for name in names}
-        begins, counts = offsets[:-1], response_lengths(joined("response_mask"), offsets)
-        prompts = stretches(begins, self.lengths - counts)
-        self.responses = stretches(begins + self.lengths - counts, counts)
-        parts: dict[str, Places | None] = {"row": None, "prompt": prompts, "response": self.responses}
-        self.fields = {
-            name: _converted(whole[own], parts[part], dtype)
-            for name, (own, part, dtype) in _FIELDS.items()
-            if own in whole
-        }
+    def _joined(self, own: str) -> torch.Tensor:
+        """A tensor of shards. Positions in a filling row count from 0; of everything else there is nothing."""
+        row = range(_FILLING_TOKENS) if own == "position_ids" else [0] * _FILLING_TOKENS
+        return self._filled([micro[own] for micro in self._micro_batches], *row)
+
+    @cached_property
+    def _response_lengths(self) -> torch.Tensor:
+        return response_lengths(self._joined("response_mask"), self._offsets)
+
+    @cached_property
+    def _responses(self) -> Places:
+        return stretches(self._offsets[1:] - self._response_lengths, self._response_lengths)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields or (name in _FIELDS and _FIELDS[name][0] in self._micro_batches[0])
+
+    def __getitem__(self, name: str) -> Jagged:
+        if name not in self._fields:
+            own, part, dtype = _FIELDS[name]
+            rows = Jagged(self._joined(own), self._offsets)
+            if part == "response":
+                rows = rows.at(self._responses)
+            elif part == "prompt":
+                rows = rows.at(stretches(self._offsets[:-1], self.lengths - self._response_lengths))
+            self._fields[name] = rows._replace(values=rows.values.to(dtype))
+        return self._fields[name]
+
+    def add(self, fields: Mapping[str, Jagged]) -> None:
+        """What was computed of the rows, by verl's names."""
+        self._fields |= fields
 
     def of_ranks(self, names: Iterable[str], settings: Mapping[str, Any]) -> RankParts:
         """What each rank's worker gets: these fields, those that there are, and settings of verl's. `loss_mask` is
@@ -81,8 +106,9 @@ class MiniBatchData:
     def _part(self, begin: int, end: int, names: Iterable[str], settings: Mapping[str, Any]) -> TensorDict:
         found = {}
         for name in names:
-            field = self.fields.get("response_mask" if name == "loss_mask" else name)
-            if field is not None:
+            own = "response_mask" if name == "loss_mask" else name
+            if own in self:
+                field = self[own]
                 first, last = field.offsets[[begin, end]].tolist()
                 offsets = field.offsets[begin : end + 1] - first
                 found[name] = Jagged(field.values[first:last], offsets).nested()
@@ -95,7 +121,7 @@ class MiniBatchData:
         output: nested, a number for each token of each row: at a token, of the one behind it, as verl's workers
             return it.
         """
-        return Jagged(output.values(), output.offsets()).at(self.responses._replace(tokens=self.responses.tokens - 1))
+        return Jagged(output.values(), output.offsets()).at(self._responses._replace(tokens=self._responses.tokens - 1))
 
     def to_shards(self, values: Jagged, shards: Sequence[Shard]) -> list[list[torch.Tensor]]:
         """Numbers of response tokens as `TrainerClient.write` takes them: for each shard a tensor for each micro-batch,
@@ -124,15 +150,3 @@ class RankParts(DataProtoFuture):  # type: ignore[misc]
         if chunks != len(self.parts):
             raise ValueError(f"a mini-batch of {len(self.parts)} ranks was handed to {chunks}")
         return self.parts
-
-
-def _filled(parts: Sequence[torch.Tensor], missing: Sequence[int], row: torch.Tensor) -> torch.Tensor:
-    """What micro-batches have, one after another, with so many rows that fill up behind each."""
-    row = row.to(parts[0].dtype)
-    pieces = zip(parts, (row.repeat(count) for count in missing), strict=True)
-    return torch.cat([piece for pair in pieces for piece in pair])
-
-
-def _converted(whole: Jagged, part: Places | None, dtype: torch.dtype) -> Jagged:
-    rows = whole if part is None else whole.at(part)
-    return rows._replace(values=rows.values.to(dtype))

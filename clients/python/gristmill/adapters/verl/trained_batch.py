@@ -38,7 +38,7 @@ class TrainedBatch:
 
     def add(self, mini_batch: int, part: MiniBatchData) -> None:
         """Gives a mini-batch of the policy what was computed of it."""
-        part.fields |= self.computed.get(mini_batch, {})
+        part.add(self.computed.get(mini_batch, {}))
         if len(self._parts) == mini_batch:
             # The first of its epochs.
             self._parts.append(part)
@@ -47,8 +47,8 @@ class TrainedBatch:
         """Those that verl makes of a batch, of its rows without padding. actor: verl's settings of it."""
         real = torch.cat([part.is_real for part in self._parts])
         lengths = torch.cat([part.lengths for part in self._parts])[real]
-        responses = torch.cat([part.fields["responses"].lengths for part in self._parts])[real]
-        data = {name: self._padded(name)[real] for name in _SHOWN if name in self._parts[0].fields}
+        responses = torch.cat([part["responses"].lengths for part in self._parts])[real]
+        data = {name: self._padded(name)[real] for name in _SHOWN if name in self._parts[0]}
         rewards, prompts = data.pop("rewards"), lengths - responses
         data |= {
             "token_level_scores": rewards,
@@ -79,4 +79,4 @@ class TrainedBatch:
         return found
 
     def _padded(self, name: str) -> torch.Tensor:
-        return join(part.fields[name] for part in self._parts).nested().to_padded_tensor(0.0)
+        return join(part[name] for part in self._parts).nested().to_padded_tensor(0.0)

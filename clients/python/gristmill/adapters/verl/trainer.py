@@ -292,7 +292,7 @@ class GristmillTrainer(PPOTrainer):  # type: ignore[misc]
             part = MiniBatchData(shards)
             self._batch.add(shards.position.mini_batch, part)
             if bypasses_old_logprobs(self.config):
-                part.fields["old_log_probs"] = part.fields["rollout_log_probs"]
+                part.add({"old_log_probs": part["rollout_log_probs"]})
             if not is_warming_up:
                 data = self._to_train(part, batch, shards.position, actor, calculate_entropy=calculate_entropy)
                 append_to_dict(found, tensordict_utils.get(self.actor_rollout_wg.update_actor(data), "metrics"))
