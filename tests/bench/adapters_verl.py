@@ -209,6 +209,8 @@ def figures() -> Iterator[Figure]:
 
 
 def main() -> int:
+    # PyTorch's threads wait for one another by computing, which on a busy machine is most of what they do.
+    torch.set_num_threads(1)
     ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR")
     with initialize_config_dir(str(files("verl") / "trainer" / "config"), version_base=None):
         queue = compose("ppo_trainer", ["transfer_queue.backend.SimpleStorage.num_data_storage_units=1"]).transfer_queue
