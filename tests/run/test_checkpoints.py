@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from gristmill.errors import FailedPreconditionError, InvalidArgumentError
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from gristmill_service.run.machine.answers import BatchState, Position
 from gristmill_service.run.machine.events import GenerationBegan
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.storage.run_store import Replay
+from tests.pipeline.written import column
 from tests.run.harness import Bench, RecordingLog, group_rows
 
 
@@ -211,3 +213,17 @@ def test_no_two_generations_have_one_number_though_a_rollback_takes_back_the_beg
     with pytest.raises(FailedPreconditionError, match=r"The checkpoint is of generation 2 .* is in generation 3"):
         once_more.run.resume("policy", Checkpoint(Position(3), generation=2), "of the lost generation")
     assert once_more.replayed() == once_more.state
+
+
+def test_columns_for_a_batch_that_a_rollback_took_back_are_refused_at_once() -> None:
+    bench = sealed(1, columns=[column("verdict", scope="row")])
+    short = len(bench.log.records)
+    bench.submit(*group_rows("more"))
+    verdict = {"verdict": np.zeros(1, np.float32)}
+    with pytest.raises(UnavailableError, match="batch 1 is not published yet"):
+        bench.run.write(1, 0, 0, 1, verdict)
+    again = rolled_back(bench, short)
+    with pytest.raises(
+        FailedPreconditionError, match=r"batch 1 lies ahead .* before batch 0 .* its log was rolled back"
+    ):
+        again.run.write(1, 0, 0, 1, verdict)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gristmill._wire.columns import Ragged
 from gristmill._wire.extras import check_extras
 from gristmill._wire.row_codec import decode, encode
-from gristmill._wire.rows import from_rows
+from gristmill._wire.rows import from_rows, to_rows
 from gristmill._wire.steps import Steps, concat
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rows_pb2
@@ -287,3 +287,13 @@ def is_refused(message: rows_pb2.Rows) -> bool:
 def test_foreign_bytes_are_no_message_or_refused(data: bytes) -> None:
     with suppress(DecodeError, InvalidArgumentError):
         decode(rows_pb2.Rows.FromString(data))
+
+
+@given(rollouts(), st.integers(0, 12), st.integers(0, 12), st.booleans())
+def test_a_part_of_a_table_is_its_rows_in_order(rows: list[Row], first: int, more: int, is_turned: bool) -> None:
+    steps = from_rows(rows)
+    if is_turned:
+        steps = steps.take(np.arange(len(steps))[::-1])
+    part = steps.part(slice(first, first + more))
+    assert list(to_rows(part)) == list(to_rows(steps.take(np.arange(len(steps))[first : first + more])))
+    assert is_turned or part.tokens.is_compact()

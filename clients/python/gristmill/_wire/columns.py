@@ -60,9 +60,9 @@ class Ragged:
     def part(self, rows: slice) -> Ragged:
         """The rows of a slice without a step, sharing no values but theirs where these stand one after another."""
         starts, lengths = self.starts[rows], self.lengths[rows]
-        if not len(starts) or not np.array_equal(starts - starts[0], starts_of(lengths)):
+        first = int(starts[0]) if len(starts) else 0
+        if not np.array_equal(starts - first, starts_of(lengths)):
             return Ragged(self.values, starts, lengths)
-        first = int(starts[0])
         return Ragged(self.values[first : first + sum_of(lengths)], starts - first, lengths)
 
     def arrays(self) -> list[Array]:

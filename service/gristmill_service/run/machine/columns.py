@@ -20,7 +20,7 @@ def unwritten(state: State, number: int, incarnation: int, digests: Mapping[Colu
     """Those of the columns that are not there yet; of the others the same bytes are. digests: of what comes.
 
     Raises AlreadyExistsError where other bytes are there, UnavailableError where the shards are being built, and
-    FailedPreconditionError where the batch waits for nothing.
+    FailedPreconditionError where the batch waits for nothing, or was the ranks' before a rollback.
     """
     if not incarnation:
         raise InvalidArgumentError(
@@ -30,6 +30,7 @@ def unwritten(state: State, number: int, incarnation: int, digests: Mapping[Colu
     progress.batch_state(state, number)
     batch = state.batches.get(number)
     if batch is None or batch.mini_batches is None:
+        progress.check_not_ahead(state, "policy", {place.rank for place in digests}, number)
         raise UnavailableError(f"batch {number} is not published yet; read its forward shards first")
     for place in digests:
         progress.check_rank(state, "policy", place.rank)
