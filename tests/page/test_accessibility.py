@@ -25,6 +25,8 @@ def rows(*uids: str) -> Any:
 def open_all(page: Any) -> None:
     """Everything that can be opened, and all that comes when it is seen."""
     page.locator("section[aria-label=Shards] canvas").first.wait_for()
+    page.locator("section[aria-label=Shards] canvas").first.click(position={"x": 20, "y": 22})
+    page.get_by_role("region", name="Tokens of row 0").wait_for()
     page.locator("section[aria-label=Settings] summary").first.click()
     page.locator("section[aria-label=Settings] tr").nth(1).wait_for()
     page.get_by_role("button", name="What other settings would give").click()

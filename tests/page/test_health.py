@@ -390,6 +390,7 @@ def test_the_api_page_has_the_schema_of_each_answer(client: httpx.Client) -> Non
         "/runs/{run}/find": "FoundGroups",
         f"{batch}/distributions": "BatchDistributions",
         f"{batch}/costs": "BatchCosts",
+        f"{batch}/rows/{{row}}": "RowTokens",
         f"{batch}/picture": "BatchPicture",
         f"{batch}/breaks": "BatchBreaks",
         f"{batch}/scores": "BatchScores",

@@ -153,7 +153,9 @@ def _outlives(services: Services, flags: list[str]) -> None:
 
 def test_pointing_at_a_curve_names_its_values_and_a_click_opens_the_batch(open_page: OpenPage, run: str) -> None:
     page = open_page(f"#/{run}")
-    score = page.locator("figure.curve").filter(has=page.get_by_role("heading", name="score", exact=True))
+    score = page.locator("section[aria-label=History] figure.curve").filter(
+        has=page.get_by_role("heading", name="score", exact=True)
+    )
     score.locator("canvas").hover(position={"x": 200, "y": 40})
     assert score.locator(".readout").inner_text() == "batch 2: score 0.250"
     score.locator("canvas").click(position={"x": 200, "y": 40})

@@ -74,6 +74,27 @@ def test_scores_lengths_turns_and_stop_reasons_are_counted_by_trajectory(client:
     assert found["stop_reasons"] == {"length": 4}
 
 
+def test_a_row_has_its_tokens_and_where_a_loss_is_taken(client: httpx.Client, run: str) -> None:
+    merged = told(client, f"/runs/{run}/batches/0/rows/0")
+    assert (merged["uid"], merged["sample"], merged["prompt_tokens"]) == ("a", 0, 3)
+    assert merged["tokens"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert merged["loss_mask"] == [-1, -1, -1, 1, 1, 0, 0, 1]
+    alone = told(client, f"/runs/{run}/batches/0/rows/5", start=2)
+    assert (alone["uid"], alone["sample"], alone["tokens"]) == ("b", 1, [12, 99, 14, 15, 16, 17])
+    assert alone["loss_mask"] == [-1, -1, -1, -1, 1, 1]
+    assert client.get(f"/runs/{run}/batches/0/rows/6").status_code == 404
+
+
+def test_a_click_on_a_row_shows_its_tokens(open_page: OpenPage, run: str) -> None:
+    page = open_page(f"#/{run}")
+    shards = page.locator("section[aria-label=Shards]")
+    shards.locator("canvas").first.click(position={"x": 40, "y": 22})
+    tokens = page.get_by_role("region", name="Tokens of row 0")
+    tokens.wait_for()
+    assert tokens.inner_text().split() == ["1", "2", "3", "4", "5", "6", "7", "8"]
+    assert tokens.locator(".observation").count() == 2
+
+
 def test_a_finding_leads_to_its_batch_and_rank(
     open_page: OpenPage, service: Service, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

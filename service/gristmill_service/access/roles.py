@@ -55,6 +55,7 @@ CALLS: dict[str, frozenset[Role]] = {
     "batch_picture": _SEE,
     "batch_scores": _SEE,
     "batch_breaks": _DATA,
+    "batch_row": _DATA,
     # Operation.
     "metrics": frozenset(["scraper"]),
     "docs": _SEE,
@@ -75,6 +76,7 @@ AUDITED = frozenset(
         "resume",
         "export_batch",
         "batch_breaks",
+        "batch_row",
     )
 )
 """Calls that are logged with their caller: they begin or end something, or give tokens of rows away."""

@@ -7,6 +7,7 @@ import { figures } from "./history.js";
 import { showHeat } from "./heat.js";
 import { showLoad } from "./load.js";
 import { showPicture } from "./picture.js";
+import { showRow } from "./row.js";
 import { ScoresView } from "./scores.js";
 import { count, share, some } from "./text.js";
 
@@ -23,12 +24,13 @@ export class BatchView {
     this.choices = make("div", { class: "bar" });
     this.facts = make("p", { class: "quiet small" });
     this.picture = make("div", {});
+    this.row = make("div", {});
     this.load = make("div", {});
     this.breaks = make("div", {});
     this.spread = make("div", {});
     this.scores = new ScoresView(run);
     this.node = make("div", {},
-      make("section", { "aria-label": "Shards" }, this.choices, this.facts, this.picture),
+      make("section", { "aria-label": "Shards" }, this.choices, this.facts, this.picture, this.row),
       section("Load per rank and micro-step", this.load),
       this.broken = section("Where merging broke", this.breaks),
       section("Scores and advantages", this.scores.node),
@@ -59,7 +61,9 @@ export class BatchView {
     Object.assign(this, { batch, told, model, miniBatch, uid });
     this.facts.textContent = facts(told);
     this.showChoices();
-    showPicture(this.picture, told, uid);
+    showPicture(this.picture, told, uid, row => showRow(this.row, this.run, batch, row));
+    if (batch !== this.batchOfRow) this.row.replaceChildren();
+    this.batchOfRow = batch;
     performance.mark("picture drawn");
     (told.mini_batches.some(part => part.shards.length >= MANY_RANKS) ? showHeat : showLoad)(this.load, told);
     if (isOther) {
@@ -78,7 +82,7 @@ export class BatchView {
     const kept = this.history.kept(batch);
     this.picture.replaceChildren(make("p", { class: "empty" }, `Batch ${batch} cannot be shown: ${error.message}`),
       ...(kept ? [figures(kept)] : []));
-    for (const part of [this.load, this.breaks, this.scores.node, this.spread]) part.replaceChildren();
+    for (const part of [this.row, this.load, this.breaks, this.scores.node, this.spread]) part.replaceChildren();
   }
 
   async see(part) {

@@ -7,7 +7,7 @@ const PARTS = ["prompt", "observation", "trained", "padding"];
 const GAP = 10, HEAD = 18, ALL_BARS = 470, MOST_RANKS = 16;
 
 // uid: of the group whose rows are marked, "" for none.
-export function showPicture(parent, told, uid = "") {
+export function showPicture(parent, told, uid = "", openRow = null) {
   const group = uid ? told.groups.indexOf(uid.length > 80 ? `${uid.slice(0, 79)}…` : uid) : -1;
   const widest = Math.max(1, ...told.mini_batches.flatMap(part => part.shards.map(shard =>
     shard.trained.reduce((most, _, bar) => Math.max(most, extent(told, shard, bar)), 0))));
@@ -15,7 +15,7 @@ export function showPicture(parent, told, uid = "") {
   const lines = Math.ceil(Math.max(1, ...told.mini_batches.map(part => part.shards.length)) / MOST_RANKS);
   const height = Math.min(9, Math.max(1, ALL_BARS / lines / bars.reduce((sum, one) => sum + one, 0)));
   const words = readout("Point at a row, or walk through them with the arrow keys.");
-  const panels = told.mini_batches.map((part, index) => panel(told, part, { widest, height, bars: bars[index], words, group }));
+  const panels = told.mini_batches.map((part, index) => panel(told, part, { widest, height, bars: bars[index], words, group, openRow }));
   parent.replaceChildren(
     make("div", { class: "bar" }, legend([["prompt", "prompt"], ["observation", "observation (loss mask 0)"],
       ["trained", "trained"], ["padding", "padding"]]), make("span", { class: "quiet small end" }, scale(told, widest))),
@@ -44,7 +44,7 @@ function scale(told, widest) {
   return `${rows}the widest bar is ${count(widest)} tokens${indented(told) ? "; a row begins where it leaves the row before it" : ""}`;
 }
 
-function panel(told, part, { widest, height, bars, words, group }) {
+function panel(told, part, { widest, height, bars, words, group, openRow }) {
   const ranks = part.shards.length, columns = Math.min(ranks, MOST_RANKS), lines = Math.ceil(ranks / columns);
   const tall = HEAD + bars * height, paddingFirst = told.layout === "left_padded";
   const box = (rank, width) => {
@@ -98,6 +98,7 @@ function panel(told, part, { widest, height, bars, words, group }) {
       const most = part.shards[next].trained.length;
       return most ? [next, Math.min(most - 1, Math.max(0, bar + down))] : null;
     },
+    open: openRow && (([rank, bar]) => { const row = part.shards[rank].row?.[bar]; if (row >= 0) openRow(row); }),
     tell: ([rank, bar]) => `mini-batch ${part.index}, rank ${rank}, ${named(told, part.shards[rank], bar)}: ` +
       [...(told.layout === "prefix_tree" ? ["shared"] : []), ...PARTS]
         .map(name => `${name} ${count(part.shards[rank][name][bar])}`).join(", "),

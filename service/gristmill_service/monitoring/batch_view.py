@@ -23,6 +23,7 @@ from gristmill_service.monitoring.batch_models import (
 )
 from gristmill_service.monitoring.batch_summary import BatchSummary, StepBreak, summarize
 from gristmill_service.monitoring.distributions import BatchDistributions, distributions
+from gristmill_service.monitoring.row_view import SHOWN_TOKENS, RowTokens, key_of, tokens_of
 from gristmill_service.monitoring.shard_bars import LARGEST, ShardBars
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocument, decode_plan
 from gristmill_service.run.machine.answers import BatchState
@@ -81,6 +82,26 @@ class BatchView:
             rows=self._plan.rows,
             pairs=[TokenPair(was=was, now=now, count=count) for (was, now), count in found.pairs],
             breaks=[_prefix_break(one) for one in found.shown],
+        )
+
+    def tokens(self, run: Run, row: int, start: int) -> RowTokens:
+        """Reads the batch until the row's trajectory. Raises NotFoundError where the batch has no such row, and as
+        `Run.export` does where the rows are freed."""
+        key, own = key_of(self._rows, row)
+        tokens, mask = tokens_of(run.export(self._batch), key, own, self._config)
+        shown = slice(start, start + SHOWN_TOKENS)
+        return RowTokens(
+            run=self._run,
+            batch=self._batch,
+            row=row,
+            uid=key.uid,
+            round=key.round,
+            sample=key.sample,
+            prompt_tokens=mask.count(-1),
+            tokens_in_all=len(tokens),
+            start=start,
+            tokens=tokens[shown],
+            loss_mask=mask[shown],
         )
 
     def distributions(self) -> BatchDistributions:

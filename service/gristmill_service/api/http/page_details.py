@@ -7,13 +7,14 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from starlette.concurrency import run_in_threadpool
 
-from gristmill_service.api.http.dependencies import RunDep
+from gristmill_service.api.http.dependencies import ContextDep, RunDep
 from gristmill_service.api.http.models import Int64
 from gristmill_service.api.http.page import ViewsDep, view_of
 from gristmill_service.monitoring import found_groups
 from gristmill_service.monitoring import run_settings as settings
 from gristmill_service.monitoring.distributions import BatchDistributions
 from gristmill_service.monitoring.found_groups import FoundGroups
+from gristmill_service.monitoring.row_view import RowTokens
 from gristmill_service.monitoring.run_settings import BatchCosts, RunSettings
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["page"])
@@ -37,6 +38,23 @@ def find_groups(
 async def batch_distributions(run: RunDep, views: ViewsDep, batch: Int64) -> BatchDistributions:
     """Histograms of the trajectories' scores, response tokens and turns, and why they stopped."""
     return (await view_of(views, run, batch)).distributions()
+
+
+@router.get("/batches/{batch}/rows/{row}")
+async def batch_row(
+    run: RunDep,
+    views: ViewsDep,
+    context: ContextDep,
+    batch: Int64,
+    row: Int64,
+    start: Annotated[int, Query(ge=0, lt=2**31, description="The first token to tell of.")] = 0,
+) -> RowTokens:
+    """The tokens of one training row, 2,000 at a time, and what they say where the service has a tokenizer."""
+    view = await view_of(views, run, batch)
+    async with views.turn:
+        told = await run_in_threadpool(view.tokens, run, row, start)
+    texts = context.token_texts
+    return told if texts is None else told.model_copy(update={"texts": texts.of(set(told.tokens))})
 
 
 @router.get("/batches/{batch}/costs")
