@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gristmill import RolloutClient, TrainerClient
-from gristmill.errors import DeadlineExceededError, UnavailableError
+from gristmill.errors import DeadlineExceededError, NotFoundError, UnavailableError
 from tests.image.engine import Engine
 from tests.redis.servers import RedisServer, free_port
 
@@ -158,6 +158,9 @@ def wait_for(address: str) -> None:
             with RolloutClient(address, "run", timeout_s=5) as client:
                 client.status()
                 return
+        except NotFoundError:
+            # It answers, and knows of no run.
+            return
         except (DeadlineExceededError, UnavailableError):
             if time.monotonic() > deadline:
                 raise

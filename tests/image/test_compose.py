@@ -1,0 +1,54 @@
+"""The compose file, as it stands, by podman-compose or `docker compose`: two services on a Valkey; one is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import yaml
+
+from tests.image.engine import ROOT, Engine, EngineError, flags, run
+from tests.image.test_image import pytestmark as _pytestmark
+from tests.image.test_image import train, wait_for
+
+pytestmark = _pytestmark
+FILE = ROOT / "deploy/compose/compose.yaml"
+ADDRESSES = ("127.0.0.1:50051", "127.0.0.1:50052")
+
+
+@pytest.fixture(scope="module")
+def compose() -> Iterator[list[str]]:
+    """The command, with the project up."""
+    engine = Engine.found()
+    if engine.runner == "docker":
+        command = ["docker", "compose"]
+    elif program := shutil.which("podman-compose"):
+        given = [f"--podman-args={one}" for one in flags("ENGINE")] + [
+            f"--podman-run-args={one}" for one in flags("RUN")
+        ]
+        command = [program, *given]
+    else:
+        pytest.skip("no podman-compose: pip install podman-compose")
+    services = yaml.safe_load(FILE.read_text())["services"]
+    try:
+        engine("image", "inspect", services["redis"]["image"])
+    except EngineError:
+        engine("pull", services["redis"]["image"])
+    engine("tag", engine.build(), "localhost/gristmill:local" if engine.runner == "podman" else "gristmill:local")
+    os.environ.setdefault("GRISTMILL_REDIS_PASSWORD", "of-a-test")
+    command += ["--file", str(FILE)]
+    try:
+        run(*command, "up", "--detach", "--no-build", timeout_s=900)
+        yield command
+    finally:
+        run(*command, "down", "--volumes", timeout_s=300)
+
+
+def test_both_services_train_a_run_and_one_goes_on_alone(compose: list[str]) -> None:
+    for address in ADDRESSES:
+        wait_for(address)
+    assert train(ADDRESSES[0], "run", "a") == [["a"]]
+    run(*compose, "kill", "gristmill-1")
+    assert train(ADDRESSES[1], "run", "b") == [["b"]]
