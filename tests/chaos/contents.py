@@ -40,7 +40,8 @@ class Contents:
         draw, count = self._draw(uid, sample, attempt), self.steps(uid, sample)
         rows: list[dict[str, Any]] = []
         sequences: list[list[int]] = []
-        context = self._tokens(draw, 3, 9)
+        # The samples of a prompt share it, whatever the attempt.
+        context = self._tokens(self._draw("prompt", uid), 16, 24)
         for step in range(count):
             response = self._tokens(draw, 1, 12)
             late = step == count - 1 and self.is_rewarded_late(uid, sample)

@@ -22,7 +22,7 @@ from gristmill._wire.steps import Steps
 from gristmill._wire.submit_codec import Submission
 from gristmill.torch import MicroBatch, Shard
 from gristmill.v1 import rows_pb2
-from gristmill_service.run import prefix_expansion
+from gristmill_service.run import shared_prefixes
 from gristmill_service.service import Service
 from tests.cli.terminal import gristmill
 from tests.client.faces import Connect
@@ -140,11 +140,11 @@ def test_a_service_without_the_step_before_gets_all_values(
 ) -> None:
     refused: list[int] = []
 
-    def nothing(state: object, steps: Steps, prefixes: object) -> list[Any]:
+    def nothing(state: object, rows: object, steps: Steps) -> dict[int, Any]:
         refused.append(int(steps.steps[0]))
-        return []
+        return {}
 
-    monkeypatch.setattr(prefix_expansion, "rows_before", nothing)
+    monkeypatch.setattr(shared_prefixes, "rows_before", nothing)
     with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
         for uid in "ab":

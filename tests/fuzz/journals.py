@@ -14,8 +14,8 @@ import numpy as np
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.run.machine.codec import decode_events, decode_state, encode_state
+from gristmill_service.storage import row_tables
 from gristmill_service.storage.journal.event_log import EventLog
-from gristmill_service.storage.redis import row_values
 from tests.fuzz.mutate import changed_bytes, changed_document
 from tests.fuzz.targets import Target
 from tests.run.harness import Bench, group_rows
@@ -121,11 +121,11 @@ def _tables() -> list[bytes]:
         for uid in "ab"
     ]
     whole = from_rows(rows, step_wise=False)
-    return [row_values.encode(whole), row_values.encode(whole.take(np.array([1])))]
+    return [row_tables.encode(table).joined() for table in (whole, whole.take(np.array([1])))]
 
 
 def _read_table(data: bytes) -> None:
-    row_values.decode(data)
+    row_tables.decode(data)
 
 
 LOGS = Target("journal_logs", _logs, _change_log, _read_log)

@@ -14,7 +14,7 @@ from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps, check
 from gristmill._wire.submit_codec import Submission, compressed, encode
 from gristmill.v1 import rollout_pb2
-from gristmill_service.run.machine.ingest import describe_rows
+from gristmill_service.run.row_digests import row_digests
 from tests.fuzz.mutate import changed_bytes, changed_message
 from tests.fuzz.targets import Target
 from tests.run.harness import Bench
@@ -72,8 +72,9 @@ def _check_whole(steps: Steps) -> None:
     assert (responses >= 0).all()
     for column in (steps.loss_mask, steps.logprobs, steps.token_rewards, steps.token_advantages, steps.token_versions):
         assert column is None or np.array_equal(column.lengths, responses) or not column.total
-    for one in describe_rows(steps, 0):
-        assert one.nbytes > 0
+    lengths = steps.tokens.lengths if steps.prefix_lengths is None else steps.tokens.lengths + steps.prefix_lengths
+    assert np.array_equal(lengths, steps.prompt_lengths + responses)
+    assert len(row_digests(steps)) == len(steps)
 
 
 @cache
@@ -97,7 +98,10 @@ def _delta_seeds() -> list[bytes]:
 
 
 def _read_delta(data: bytes) -> None:
-    _check_whole(_bench().run.checked(Submission(data, _MOST_BYTES).rows()))
+    run, sent = _bench().run, Submission(data, _MOST_BYTES).rows()
+    steps = run.checked(sent)
+    _check_whole(steps)
+    run.submit(steps, sent.prefixes)
 
 
 SUBMISSIONS = Target("submissions", _seeds, _change, _read)

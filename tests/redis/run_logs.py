@@ -9,6 +9,7 @@ from gristmill._wire.steps import Steps
 from gristmill_service.storage.redis.connection import Client
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
+from gristmill_service.storage.row_tables import Stored, steps_of
 from tests.run.harness import row, table
 
 PREFIX = "test"
@@ -21,8 +22,8 @@ def any_table(number: int = 0, tokens: int = 20) -> Steps:
     return table(*(row(f"u{number}-{index}", response=range(number, number + tokens)) for index in range(3)))
 
 
-def same(one: Steps, other: Steps) -> bool:
-    return list(to_rows(one)) == list(to_rows(other))
+def same(one: Stored, other: Steps) -> bool:
+    return list(to_rows(steps_of(one))) == list(to_rows(other))
 
 
 def whole(number: int, steps: Steps) -> bool:

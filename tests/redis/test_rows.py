@@ -15,6 +15,7 @@ from gristmill.errors import NotFoundError, UnavailableError
 from gristmill_service.storage.redis import row_values, run_tables
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
+from gristmill_service.storage.row_tables import steps_of
 from gristmill_service.storage.run_store import LogLostError
 from tests.redis.proxy import Proxy
 from tests.redis.run_logs import Join, any_table, expire, row_keys, same, started, stored, whole
@@ -69,11 +70,12 @@ class TestRows:
         large = replace(
             table(row("a")),
             tokens=Ragged.from_arrays([tokens], np.int32),
+            prompt_lengths=np.zeros(1, np.int64),
             loss_mask=Ragged.from_arrays([np.ones(3_000_000, np.uint8)], np.uint8),
         )
         number, _ = log.put(large)
         assert len(row_keys(store)) == 2
-        read = log.get(number)
+        read = steps_of(log.get(number))
         assert np.array_equal(read.tokens[0], tokens)
         assert read.tokens[0].ctypes.data % 8 == 0, "columns stand at multiples of eight bytes"
 

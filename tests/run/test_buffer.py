@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 import numpy as np
@@ -12,8 +13,13 @@ from gristmill._wire.column_spec import specs_of
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
 from gristmill_service.run.machine.answers import RewardUpdate
+from gristmill_service.run.machine.events import StoredRow
+from gristmill_service.run.machine.groups import Group
 from gristmill_service.run.machine.ingest import describe_rows
-from gristmill_service.run.row_buffer import RowBuffer, compacted, gather, row_digests
+from gristmill_service.run.row_buffer import PickedRow, RowBuffer, compacted
+from gristmill_service.run.row_digests import row_digests
+from gristmill_service.run.row_gathering import gather
+from gristmill_service.storage.row_tables import steps_of
 from tests.run.harness import Bench, contents, group_rows, key, row, table
 
 
@@ -21,10 +27,19 @@ def _nothing_stored(number: int) -> Steps:
     raise AssertionError(f"every table is held, and table {number} is asked for")
 
 
+def described_rows(steps: Steps, number: int) -> list[StoredRow]:
+    """As a request's, of which all is stored."""
+    return describe_rows(steps, number, row_digests(steps), [b""] * len(steps), [None] * len(steps))
+
+
+def picked(buffer: RowBuffer, rows: Iterable[StoredRow]) -> list[PickedRow]:
+    return buffer.pick((Group(one.group, 1, 0.0), [one]) for one in rows)
+
+
 def test_a_request_is_forgotten_with_its_last_row() -> None:
     buffer, steps = RowBuffer(compacts=True), table(row("a"), row("b"))
-    described = describe_rows(steps, 0)
-    buffer.add(0, steps, [0, 1])
+    described = described_rows(steps, 0)
+    buffer.add(0, steps, 2, [0, 1])
     buffer.release([described[0].ref])
     assert len(buffer) == 2
     buffer.release([described[1].ref])
@@ -40,8 +55,9 @@ def test_a_table_of_which_half_is_not_needed_shrinks_to_the_rest() -> None:
     assert len(held) == 16
     bench.run.abort_groups(0, uids[:4], "")
     assert len(held) == 8
-    chunk = held._tables[0].steps
-    assert chunk is not None
+    stored = held._tables[0].stored
+    assert stored is not None
+    chunk = steps_of(stored)
     assert len(chunk.tokens.values) == chunk.tokens.total == 8 * 102, "a copy, not a view of all that was sent"
     bench.run.seal(None)
     bench.make_batches()
@@ -58,25 +74,25 @@ def test_repeated_rows_of_a_request_are_not_held_a_second_time() -> None:
 
 def test_a_table_may_shrink_while_its_rows_are_gathered() -> None:
     buffer, steps = RowBuffer(compacts=True), table(*(row(f"u{index}", response=[index]) for index in range(6)))
-    described = describe_rows(steps, 0)
-    buffer.add(0, steps, range(6))
+    described = described_rows(steps, 0)
+    buffer.add(0, steps, 6, range(6))
     wanted = [described[5], described[1]]
-    before = buffer.pick(wanted)
+    before = picked(buffer, wanted)
     buffer.release([one.ref for one in described if one not in wanted])
     [(number, table_before, live)] = buffer.take_sparse()
-    buffer.replace(number, table_before, *compacted(table_before, live))
-    after = buffer.pick(wanted)
+    buffer.replace(number, table_before, *compacted(steps_of(table_before), live))
+    after = picked(buffer, wanted)
     assert contents(gather(before, False, _nothing_stored)) == contents(gather(after, False, _nothing_stored))
     assert contents(gather(after, False, _nothing_stored))["tokens"] == [[1, 2, 5], [1, 2, 1]]
 
 
 def test_a_copy_that_comes_late_replaces_nothing_and_keeps_what_was_released_meanwhile_away() -> None:
     buffer, steps = RowBuffer(compacts=True), table(*(row(f"u{index}") for index in range(6)))
-    described = describe_rows(steps, 0)
-    buffer.add(0, steps, range(6))
+    described = described_rows(steps, 0)
+    buffer.add(0, steps, 6, range(6))
     buffer.release([one.ref for one in described[:3]])
     [(number, before, live)] = buffer.take_sparse()
-    copy = compacted(before, live)
+    copy = compacted(steps_of(before), live)
     buffer.release([described[3].ref])
     buffer.replace(number, before, *copy)
     assert sorted(buffer._tables[0].live) == [4, 5]
@@ -89,13 +105,13 @@ def test_a_copy_that_comes_late_replaces_nothing_and_keeps_what_was_released_mea
 
 def test_a_table_that_is_left_to_the_book_is_read_again_whatever_shrank_before() -> None:
     buffer, steps = RowBuffer(compacts=True), table(*(row(f"u{index}", response=[index]) for index in range(6)))
-    described = describe_rows(steps, 7)
-    buffer.add(7, steps, range(6))
+    described = described_rows(steps, 7)
+    buffer.add(7, steps, 6, range(6))
     buffer.release([one.ref for one in described[:4]])
     [(number, before, live)] = buffer.take_sparse()
-    buffer.replace(number, before, *compacted(before, live))
+    buffer.replace(number, before, *compacted(steps_of(before), live))
     buffer.unload([described[4].ref])
-    gathered = gather(buffer.pick(described[4:]), False, {7: steps}.__getitem__)
+    gathered = gather(picked(buffer, described[4:]), False, {7: steps}.__getitem__)
     assert contents(gathered)["tokens"] == [[1, 2, 4], [1, 2, 5]]
 
 
@@ -111,9 +127,9 @@ def test_rows_are_gathered_in_the_order_asked_for_from_however_many_requests(
     edges = [0, *sorted(set(cuts)), 12]
     for chunk, (start, end) in enumerate(pairwise(edges)):
         steps = table(*rows[start:end])
-        described += describe_rows(steps, chunk)
-        buffer.add(chunk, steps, range(end - start))
-    gathered = gather(buffer.pick(described[index] for index in order), token_rewards, _nothing_stored)
+        described += described_rows(steps, chunk)
+        buffer.add(chunk, steps, end - start, range(end - start))
+    gathered = gather(picked(buffer, (described[index] for index in order)), token_rewards, _nothing_stored)
     assert contents(gathered) == contents(table(*(rows[index] for index in order)))
 
 

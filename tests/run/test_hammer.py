@@ -22,6 +22,8 @@ from tests.run.harness import CONFIG, RecordingLog, group_rows, key, row, table,
 from tests.run.test_laws import check_invariants, follow
 from tests.run.test_served_bytes import PATIENCE_S
 
+pytestmark = pytest.mark.usefixtures("one_token_is_shared")
+
 WORKERS, GROUPS, RANKS = 8, 25, 2
 CHAOS: dict[str, Any] = {
     "train_batch_size": 3,

@@ -72,6 +72,8 @@ TRAJECTORIES = st.builds(key, UIDS, SAMPLES)
 CHECKPOINTS = st.builds(
     Checkpoint, st.none() | POSITIONS, generation=st.integers(0, 2), give_up_reason=st.sampled_from(["", "lost"])
 )
+
+pytestmark = pytest.mark.usefixtures("one_token_is_shared")
 WRITTEN = ("verdict", "score")
 WRITTEN_COLUMNS = [column(name, scope="row") for name in WRITTEN]
 WRITES = [

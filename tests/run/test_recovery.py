@@ -41,6 +41,8 @@ from tests.run.harness import CONFIG, Bench, BuildBatch, InlineTasks, contents, 
 from tests.run.test_laws import COMMANDS, MISALIGNED, SETTINGS, act
 from tests.strategies import Row
 
+pytestmark = pytest.mark.usefixtures("one_token_is_shared")
+
 
 class Machine:
     """A run in a journal, whose process can die at any moment: nothing is closed then but the directory's lock."""
@@ -287,11 +289,12 @@ def test_a_snapshot_is_the_state_and_is_folded_on_from(
     assert decode_state(encode_state(state)) == state
 
 
-def test_a_newer_log_is_refused() -> None:
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_log_of_another_format_is_refused(version: int) -> None:
     state = State.initial(parse_config(CONFIG))
-    newer = b"\x92\x02" + encode_state(state)[2:]
-    with pytest.raises(InvalidArgumentError, match="has format 2 and this version reads up to 1"):
-        decode_state(newer)
+    other = bytes([0x92, version]) + encode_state(state)[2:]
+    with pytest.raises(InvalidArgumentError, match=f"has format {version} and this version reads 2"):
+        decode_state(other)
 
 
 class TestExport:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gristmill._wire.steps import Steps
 from gristmill.errors import (
     AlreadyExistsError,
     GristmillError,
@@ -200,17 +201,17 @@ def test_a_deleted_run_leaves_memory_without_the_garbage_collector(is_collected:
     runs.create("run", CONFIG | {"train_batch_size": 1})
     run = runs.get("run")
     for number in range(3):
-        run.submit(table(*group_rows(f"u{number}")))
+        run.submit(table(*group_rows(f"u{number}", prompt_token_ids=[number], response=[7] * 200_000)))
     await_batch(run, 0)
     with pytest.raises(GristmillError):
         run.submit(table(row("u9", sample=99)))
-    steps = next(iter(run._writer.rows._tables.values())).steps
-    assert steps is not None
-    gone = weakref.ref(run if is_collected else steps.tokens.values)
+    held = next(iter(run._writer.rows._tables.values())).stored
+    assert isinstance(held, Steps), "it is large"
+    gone = weakref.ref(run if is_collected else held.tokens.values)
     gc.collect()
     gc.disable()
     try:
-        del run, steps
+        del run, held
         runs.delete("run")
         deadline = time.monotonic() + 10
         while gone() is not None and time.monotonic() < deadline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gristmill._wire.rows import to_rows
 from gristmill._wire.steps import Steps
+from gristmill_service.storage.row_tables import Stored, steps_of
 from tests.run.harness import row, table
 
 
@@ -13,8 +14,8 @@ def any_table(number: int = 0, rows: int = 3, tokens: int = 20) -> Steps:
     return made
 
 
-def same(one: Steps, other: Steps) -> bool:
-    return list(to_rows(one)) == list(to_rows(other))
+def same(one: Stored, other: Steps) -> bool:
+    return list(to_rows(steps_of(one))) == list(to_rows(other))
 
 
 def whole(number: int, steps: Steps) -> bool:

@@ -191,10 +191,10 @@ class RunMetrics:
         if outcomes.count(first) == len(outcomes):
             with self._lock:
                 self._rows[first] += len(outcomes)
-                self._tokens[first] += steps.tokens.total
+                self._tokens[first] += int(steps.sequence_lengths.sum())
             return
         values = np.array([outcome.value for outcome in outcomes])
-        tokens = np.bincount(values, weights=steps.tokens.lengths).tolist()
+        tokens = np.bincount(values, weights=steps.sequence_lengths).tolist()
         with self._lock:
             self._rows.update(outcomes)
             self._tokens.update({outcome: int(tokens[outcome.value]) for outcome in set(outcomes)})

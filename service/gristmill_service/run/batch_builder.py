@@ -37,10 +37,12 @@ from gristmill_service.run.machine.events import BatchFailed, BatchPublished, Wr
 from gristmill_service.run.machine.state import Batch, State
 from gristmill_service.run.machine.trainer_commands import RecordBatch, WithdrawBatch
 from gristmill_service.run.monitor import RunMonitor
-from gristmill_service.run.row_buffer import PickedRow, RowBuffer, gather
+from gristmill_service.run.row_buffer import PickedRow, RowBuffer
+from gristmill_service.run.row_gathering import gather
 from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.writer import Writer
 from gristmill_service.run.written_columns import values_of
+from gristmill_service.storage.row_tables import Stored, steps_of
 from gristmill_service.storage.run_store import LogLostError, RunLog
 from gristmill_service.storage.shard_store import ShardSource, ShardStore
 
@@ -102,7 +104,7 @@ class _Job(NamedTuple):
     token_rewards: bool
     is_first: bool
     written: dict[ColumnPlace, WrittenColumn] | None
-    tables: dict[int, Steps | None]
+    tables: dict[int, Stored | None]
 
 
 class BatchBuilder:
@@ -179,10 +181,12 @@ class BatchBuilder:
         picked, token_rewards = self._writer.read(pick)
         columns = self._writer.config.columns
         for some in _whole_trajectories(picked):
-            part = made_whole(gather(some, token_rewards, self._log.get), columns)
-            # Rows that were freed while they were read may be zeros.
-            self._writer.check_open()
-            self._writer.read(lambda state, rows: progress.batch_state(state, number))
+            try:
+                part = made_whole(gather(some, token_rewards, self._log.get), columns)
+            finally:
+                # Rows that were freed while they were read may be zeros.
+                self._writer.check_open()
+                self._writer.read(lambda state, rows: progress.batch_state(state, number))
             yield from _slices(part)
 
     def _next_job(self) -> _Job | None:
@@ -246,7 +250,8 @@ class BatchBuilder:
         found: dict[ShardAddress, dict[str, Array]] = {}
         for place, column in job.written.items():
             table = job.tables[column.table]
-            values = values_of(self._log.get(column.table) if table is None else table, place.column)
+            stored = self._log.get(column.table) if table is None else table
+            values = values_of(steps_of(stored), place.column)
             found.setdefault(ShardAddress("policy", place.mini_batch, place.rank), {})[place.column] = values
         return found
 
@@ -354,8 +359,4 @@ def _withdrawn(state: State, rows: RowBuffer) -> list[int]:
 
 
 def _pick(rows: RowBuffer, batch: Batch) -> list[PickedRow]:
-    picked = rows.pick(row for group in batch.groups for row in group.ordered_rows())
-    if not any(group.tag for group in batch.groups):
-        return picked
-    tags = {group.key: group.tag for group in batch.groups}
-    return [one._replace(tag=tags[one.row.group]) for one in picked]
+    return rows.pick((group, group.ordered_rows()) for group in batch.groups)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gristmill._wire.steps import Steps
 from gristmill_service.run.machine.events import BatchFailed, BatchSealed
+from gristmill_service.storage.row_tables import Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class SparseTable:
     """A table on the heap of which at most half is needed. live: where each needed row is."""
 
     number: int
-    steps: Steps
+    stored: Stored
     live: dict[int, int]
 
 

@@ -18,6 +18,7 @@ from gristmill_service.run.row_buffer import compacted
 from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.workers import TaskQueue
 from gristmill_service.run.writer import Writer
+from gristmill_service.storage.row_tables import held, steps_of
 from gristmill_service.storage.run_store import RunLog
 from gristmill_service.storage.shard_store import ShardStore
 
@@ -115,5 +116,5 @@ class Housekeeping:
                 self._log.sync()
                 self._log.remove(empty)
         for table in sparse:
-            copy, index = compacted(table.steps, table.live)
-            self._writer.replace_rows(table, copy, index)
+            copy, index = compacted(steps_of(table.stored), table.live)
+            self._writer.replace_rows(table, held(copy), index)

@@ -19,7 +19,8 @@ from gristmill_service.run.machine.events import (
 )
 from gristmill_service.run.machine.groups import Group
 from gristmill_service.run.machine.state import State, apply
-from gristmill_service.run.row_buffer import RowBuffer, row_digests
+from gristmill_service.run.row_buffer import RowBuffer
+from gristmill_service.run.row_digests import row_digests
 from gristmill_service.storage.run_store import RunLog
 
 ROWS_LOST = "rows_lost"
@@ -44,17 +45,18 @@ def recovered(
     needed = Needed(state, shared)
     lost = log.retain(needed.tables, needed.is_whole)
     for number, held in needed.tables.items():
-        whole = log.get(number) if log.maps_rows and number not in lost else None
-        rows.add(number, whole, held)
+        is_held = log.maps_rows and number not in lost
+        stored, size = (log.get(number), needed.sizes[number]) if is_held else (None, max(held) + 1)
+        rows.add(number, stored, size, held)
     # How forward shards stand is known to the process alone that built them.
-    stored = [
+    published = [
         number
         for number, batch in state.batches.items()
         if batch.is_published and not batch.awaits and is_stored(number)
     ]
     lossy = losses(state, lost)
     failed = [event.batch for event in lossy if isinstance(event, BatchFailed)]
-    return [*lossy, *withdrawn(state, [*stored, *failed])]
+    return [*lossy, *withdrawn(state, [*published, *failed])]
 
 
 def _rollback(state: State, generation: int) -> GenerationBegan:
@@ -65,19 +67,22 @@ def _rollback(state: State, generation: int) -> GenerationBegan:
 
 
 class Needed:
-    """The rows that a state speaks of, by the table that they are in."""
+    """The rows that a state speaks of, by the table that they are in. sizes: of the tables that were checked, how many
+    rows they have."""
 
     def __init__(self, state: State, shared: Collection[str]) -> None:
         self._shared = shared
         self.tables: dict[int, dict[int, bytes]] = {}
+        self.sizes: dict[int, int] = {}
         for row in _rows(state):
-            self.tables.setdefault(row.ref.table, {})[row.ref.row] = row.digest
+            self.tables.setdefault(row.ref.table, {})[row.ref.row] = row.check or row.digest
         for batch in state.batches.values():
             self.tables |= {column.table: {COLUMNS: column.check} for column in batch.written.values()}
 
     def is_whole(self, number: int, steps: Steps) -> bool:
         """Whether the table's rows are those that were accepted."""
         rows = self.tables[number]
+        self.sizes[number] = len(steps)
         if len(steps) <= max(rows):
             return False
         digests = row_digests(steps, self._shared)
@@ -116,7 +121,7 @@ def _touches(group: Group, lost: Collection[int]) -> bool:
 
 def _rows(state: State) -> Iterator[StoredRow]:
     for group in state.open.values():
-        yield from group.ordered_rows()
+        yield from group.stored_rows()
     for batch in state.batches.values():
         for group in batch.groups:
-            yield from group.ordered_rows()
+            yield from group.stored_rows()

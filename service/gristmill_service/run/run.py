@@ -22,7 +22,7 @@ from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.credit.credit_columns import check_credit_columns
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
-from gristmill_service.run import prefix_expansion, recovery
+from gristmill_service.run import recovery
 from gristmill_service.run.batch_builder import BatchBuilder, BuildBatch
 from gristmill_service.run.housekeeping import Housekeeping
 from gristmill_service.run.machine import columns, progress, rollout_commands, trainer_commands
@@ -46,13 +46,13 @@ from gristmill_service.run.machine.answers import (
 from gristmill_service.run.machine.command import Barrier, Command
 from gristmill_service.run.machine.conditions import Condition
 from gristmill_service.run.machine.events import GroupKey, NewGroup
-from gristmill_service.run.machine.ingest import describe_rows
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.machine.status import found_groups, status
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.request_limits import check_begun, check_submitted
-from gristmill_service.run.row_buffer import PickedRow, RowBuffer, values_digest
+from gristmill_service.run.row_digests import values_digest
+from gristmill_service.run.row_intake import RowIntake
 from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.workers import TaskQueue
 from gristmill_service.run.writer import Writer
@@ -114,6 +114,7 @@ class Run:
             name, self._writer, self._builder, log, shared.store, shared.room, shared.builders, shared.workers, clock
         )
         self._duplicates = 0
+        self._intake = RowIntake(self._writer, self._execute)
 
     def start(self) -> None:
         """Goes on where the log ends: drops what was lost, and has batches built whose shards are not there.
@@ -155,38 +156,19 @@ class Run:
         return begun
 
     def checked(self, sent: Sent) -> Steps:
-        """Rows as they came, if each obeys the rules that concern it alone; with the tokens that the steps before them
-        begin with, where they came without.
+        """Rows as they came, if each obeys the rules that concern it alone. Raises InvalidArgumentError."""
+        left_out = None if sent.prefixes is None else sent.prefixes.lengths
+        return check_extras(check(sent.steps), self.config.columns, left_out)
 
-        Raises InvalidArgumentError, and PrefixUnknownError where such a step is not at hand.
-        """
-        declared = self.config.columns
-        if sent.prefixes is None:
-            return check_extras(check(sent.steps), declared)
-        return check_extras(check(self._expanded(sent.steps, sent.prefixes)), declared, sent.prefixes.lengths)
-
-    def _expanded(self, steps: Steps, prefixes: Prefixes) -> Steps:
-        self._writer.check_open()
-
-        def pick(state: State, rows: RowBuffer) -> list[PickedRow]:
-            return rows.pick(prefix_expansion.rows_before(state, steps, prefixes))
-
-        before = self._writer.read(pick)
-        return prefix_expansion.made_whole(steps, prefixes, before, self.config.shared_columns)
-
-    def submit(self, steps: Steps) -> list[Outcome]:
+    def submit(self, steps: Steps, prefixes: Prefixes | None = None) -> list[Outcome]:
+        """prefixes: with what the steps before them begin, where they came without it. Raises PrefixUnknownError where
+        such a step is not at hand."""
         if not len(steps):
             return []
         check_submitted(steps)
         self._writer.check_open()
         check_credit_columns(steps, self.config)
-        number, steps = self._writer.stage(steps)
-        try:
-            outcomes = self._execute(
-                rollout_commands.TakeRows(steps, describe_rows(steps, number, self.config.shared_columns))
-            )
-        finally:
-            self._writer.unstage([number])
+        outcomes = self._intake.take(steps, prefixes, self.config.shared_columns)
         self._duplicates += outcomes.count(Outcome.DUPLICATE)
         self.monitor.received(outcomes, steps)
         if _logs(logging.DEBUG):

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from copy import copy
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
@@ -48,6 +48,7 @@ from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.row_buffer import RowBuffer
 from gristmill_service.run.ticket import Ticket
 from gristmill_service.run.waiters import Waiters
+from gristmill_service.storage.row_tables import Stored
 from gristmill_service.storage.run_store import LogLostError, RunLog
 
 _log = structlog.get_logger(__name__)
@@ -58,6 +59,13 @@ _COMPACT_AGAIN_S = 10.0
 _MOST_AT_ONCE = 512
 # Events that change nothing but what their command's keys name.
 _OWN_KEYS_ONLY = frozenset([RowsStored, RewardsSet, Acknowledged])
+
+
+class Staged(NamedTuple):
+    """A table that was put, and how many rows it has."""
+
+    stored: Stored
+    rows: int
 
 
 class Writer:
@@ -81,7 +89,7 @@ class Writer:
         self.lock = threading.Lock()
         self.state, self.rows, self.waiters = state, RowBuffer(compacts=not log.maps_rows), Waiters()
         self.config, self.now = config.with_dp_size(state.dp_size), now
-        self.staged: dict[int, Steps] = {}
+        self.staged: dict[int, Staged] = {}
         self.closed: GristmillError | None = None
         self._name, self._log, self._monitor, self._budget, self._clock = name, log, monitor, budget, clock
         self._inbox: deque[Ticket[Any]] = deque()
@@ -108,12 +116,11 @@ class Writer:
             return ticket, self._write(ticket)
         return ticket, None
 
-    def stage(self, table: Steps) -> tuple[int, Steps]:
-        """Puts a table into the log, for an event that refers to it. Returns its number, and the table as it is
-        stored."""
-        number, table = self._log.put(table)
-        self.staged[number] = table
-        return number, table
+    def stage(self, table: Steps) -> int:
+        """Puts a table into the log, for an event that refers to it. Returns its number."""
+        number, stored = self._log.put(table)
+        self.staged[number] = Staged(stored, len(table))
+        return number
 
     def unstage(self, numbers: Iterable[int]) -> None:
         """Removes those of these tables that no event refers to. Where the log is lost, one may."""
@@ -131,10 +138,10 @@ class Writer:
         with self.lock:
             return self.waiters.take_all()
 
-    def replace_rows(self, table: SparseTable, steps: Steps, index: dict[int, int]) -> None:
+    def replace_rows(self, table: SparseTable, copy: Stored, index: dict[int, int]) -> None:
         """Holds a copy in place of a sparse table. index: where each row is in the copy."""
         with self.lock:
-            self.rows.replace(table.number, table.steps, steps, index)
+            self.rows.replace(table.number, table.stored, copy, index)
 
     def wait(self, condition: Condition, wake: Callable[[], None]) -> None:
         """Has `wake` called once, from any thread, when the condition is met; at once where it is already, or where
@@ -253,7 +260,7 @@ class Writer:
         has_events = False
         for count, ticket in enumerate(tickets):
             keys = ticket.command.keys
-            if count and (keys is None or not touched.isdisjoint(keys)):
+            if count and (keys is None or not touched.isdisjoint(keys | ticket.command.reads)):
                 return self._give_back(tickets, count)
             try:
                 self.check_open(ticket.command.is_internal)
@@ -338,12 +345,11 @@ class Writer:
 
     def _apply(self, event: Event) -> None:
         for number, rows in _tables(event):
-            self.rows.add(number, self.staged.pop(number), rows)
+            self.rows.add(number, *self.staged.pop(number), rows)
         released = apply(self.state, event)
-        count = sum(ref.row != COLUMNS for ref in released)
-        self._monitor.applied(event, self.state, count, lambda: self.rows.tokens(released))
-        if released:
-            self.rows.release(released)
+        self._monitor.applied(event, self.state, released.rows, lambda: released.tokens)
+        if released.refs:
+            self.rows.release(released.refs)
         effects = self._effects
         match event:
             case BatchSealed():

@@ -20,8 +20,10 @@ from gristmill_service.pipeline.written import ShardForm
 from gristmill_service.run.machine.answers import ColumnPlace
 from gristmill_service.run.machine.events import WrittenColumn
 from gristmill_service.run.machine.state import State
-from gristmill_service.run.row_buffer import RowBuffer, row_digests
+from gristmill_service.run.row_buffer import RowBuffer
+from gristmill_service.run.row_digests import row_digests
 from gristmill_service.run.writer import Writer
+from gristmill_service.storage.row_tables import Stored, steps_of
 from gristmill_service.storage.run_store import RunLog
 
 
@@ -80,7 +82,8 @@ class SentColumns:
         stored: dict[ColumnPlace, WrittenColumn] = {}
         try:
             for place, own in values.items():
-                number, table = writer.stage(table_of(place.column, own))
+                table = table_of(place.column, own)
+                number = writer.stage(table)
                 stored[place] = WrittenColumn(self._columns[place].digest, number, row_digests(table)[0], own.nbytes)
             yield stored
         finally:
@@ -104,12 +107,12 @@ def written_before(batch: int, writer: Writer, log: RunLog) -> Callable[[ColumnP
         if held is None:
             return None
         number, table = held
-        return values_of(log.get(number) if table is None else table, place.column)
+        return values_of(steps_of(log.get(number) if table is None else table), place.column)
 
     return find
 
 
-def _held(state: State, rows: RowBuffer, batch: int, place: ColumnPlace) -> tuple[int, Steps | None] | None:
+def _held(state: State, rows: RowBuffer, batch: int, place: ColumnPlace) -> tuple[int, Stored | None] | None:
     held = state.batches.get(batch)
     column = None if held is None else held.written.get(place)
     return None if column is None else (column.table, rows.table(column.table))

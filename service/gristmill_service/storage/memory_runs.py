@@ -8,6 +8,8 @@ from collections.abc import Collection
 
 from gristmill._wire.steps import Steps
 from gristmill.errors import NotFoundError
+from gristmill_service.storage import row_tables
+from gristmill_service.storage.row_tables import Stored
 from gristmill_service.storage.run_configs import check_config
 from gristmill_service.storage.run_store import CheckTable, Replay
 
@@ -70,10 +72,10 @@ class MemoryRunLog:
     def compact(self, snapshot: bytes) -> None:
         pass
 
-    def put(self, table: Steps) -> tuple[int, Steps]:
-        return next(self._numbers), table
+    def put(self, table: Steps) -> tuple[int, Stored]:
+        return next(self._numbers), row_tables.held(table)
 
-    def get(self, number: int) -> Steps:
+    def get(self, number: int) -> Stored:
         raise NotFoundError(f"table {number} of rows is held by its run")
 
     def remove(self, numbers: Collection[int]) -> None:

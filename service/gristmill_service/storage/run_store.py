@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from gristmill._wire.steps import Steps
 from gristmill_service.storage.errors import LogLostError as LogLostError
 from gristmill_service.storage.errors import OwnedElsewhereError as OwnedElsewhereError
+from gristmill_service.storage.row_tables import Stored
 
 CheckTable = Callable[[int, Steps], bool]
 """Takes a table's number and the table; returns whether it is what it was when it was put."""
@@ -89,11 +90,11 @@ class RunLog(Protocol):
     def compact(self, snapshot: bytes) -> None:
         """Replaces all records so far by a snapshot of the state that they make."""
 
-    def put(self, table: Steps) -> tuple[int, Steps]:
+    def put(self, table: Steps) -> tuple[int, Stored]:
         """Stores a table of rows, at the latest with the append that refers to it. Returns its number, never used
-        before, and the table as it is stored."""
+        before, and the table as it is to be held; nothing of what was put needs to live on."""
 
-    def get(self, number: int) -> Steps:
+    def get(self, number: int) -> Stored:
         """Raises NotFoundError for a table that was removed or lost."""
 
     def remove(self, numbers: Collection[int]) -> None:

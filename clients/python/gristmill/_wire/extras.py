@@ -20,7 +20,7 @@ from gristmill.errors import InvalidArgumentError
 def check_extras(table: Steps, columns: Sequence[ColumnSpec], prefix_lengths: Int64s | None = None) -> Steps:
     """The table itself, if its rows have the columns that are declared, each as it is declared.
 
-    prefix_lengths: (rows,) tokens of each row that came from the step before, as `tokens` of the table has them again.
+    prefix_lengths: (rows,) tokens of each row that did not come, for the step before begins with them.
     Raises InvalidArgumentError naming the first offending trajectory, the column, both sizes or types, and the remedy.
     """
     declared = by_name(columns)
@@ -49,7 +49,7 @@ def left_out(table: Steps, column: ColumnSpec) -> Int64s:
 def left_out_of(column: ColumnSpec, extra: Extra, table: Steps) -> Int64s:
     if not column.is_shared:
         return np.zeros(len(table), np.int64)
-    return np.where(extra.given, table.tokens.lengths - extra.values.lengths, 0)
+    return np.where(extra.given, table.sequence_lengths - extra.values.lengths, 0)
 
 
 def made_whole(table: Steps, columns: Iterable[ColumnSpec]) -> Steps:
@@ -99,7 +99,7 @@ def _check_counts(table: Steps, column: ColumnSpec, extra: Extra, prefix_lengths
     expected = {
         "row": np.ones(len(table), np.int64),
         "response": table.response_lengths,
-        "token": table.tokens.lengths,
+        "token": table.sequence_lengths,
     }[column.scope]
     wrong = extra.given & (extra.values.lengths != expected)
     if column.is_shared and prefix_lengths is not None:

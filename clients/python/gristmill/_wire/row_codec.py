@@ -39,7 +39,8 @@ class Prefixes(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Rows as they came. Where there are prefixes, `tokens` of `steps` holds what was sent, and nothing is checked."""
+    """Rows as they came. `tokens` of `steps` holds what was sent; where there are prefixes, they say what it lacks.
+    Nothing is checked."""
 
     steps: Steps
     prefixes: Prefixes | None
@@ -148,7 +149,7 @@ def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryv
         raise InvalidArgumentError("tokens is empty; every row needs a prompt and a response")
     of_responses = _Rows(responses)
     # All ones is the default; one shared row of them is enough. No longer than the tokens, which are here.
-    loss_mask = of_responses.ragged(buffer("loss_mask"), "loss_mask", np.uint8) or _ones(responses)
+    loss_mask = of_responses.ragged(buffer("loss_mask"), "loss_mask", np.uint8) or ones(responses)
     token_rewards = _token_rewards(buffer("token_rewards"), of_responses)
     rewards = (
         _per_row(message.rewards, "rewards", count, np.float64, 0.0 if len(message.rewards_pending) else None)
@@ -182,6 +183,7 @@ def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryv
         extras=_extras(message.columns, [*column_values, *message.column_values], count) if message.columns else {},
         token_versions=token_versions,
         tags=_strings(message.tags, "tags", count) if message.tags else None,
+        prefix_lengths=None if prefixes is None else prefixes.lengths,
     )
     return Sent(steps, prefixes)
 
@@ -240,9 +242,13 @@ def _stop_reasons(tables: Sequence[Steps]) -> list[str]:
     return found if any(found) else []
 
 
+def few_of(count: int, dtype: Any, default: Any) -> Array:
+    """A column of the default, one for all tables of so few rows: a turn is one row, and making it costs."""
+    return _few_of(count, dtype, default) if count <= FEW_ROWS else np.full(count, default, dtype)
+
+
 @lru_cache(256)
 def _few_of(count: int, dtype: Any, default: Any) -> Array:
-    """A column of the default, one for all tables of so few rows: a turn is one row, and making it costs."""
     column = np.full(count, default, dtype)
     column.flags.writeable = False
     return column
@@ -250,7 +256,7 @@ def _few_of(count: int, dtype: Any, default: Any) -> Array:
 
 def _per_row(values: Any, name: str, count: int, dtype: Any, default: Any) -> Array:
     if not len(values) and default is not None:
-        return _few_of(count, dtype, default) if count <= FEW_ROWS else np.full(count, default, dtype)
+        return few_of(count, dtype, default)
     if len(values) != count:
         raise InvalidArgumentError(f"{name} has {len(values)} entries for {count} rows (uids); it needs one each")
     return np.fromiter(values, dtype, count)
@@ -295,7 +301,8 @@ class _Rows:
         return Ragged(np.frombuffer(buffer, dtype), self._starts, self._lengths)
 
 
-def _ones(lengths: Any) -> Ragged:
+def ones(lengths: Int64s) -> Ragged:
+    """A mask of ones for rows of these lengths, which share them."""
     longest = int(lengths.max()) if len(lengths) else 0
     return Ragged(np.ones(longest, np.uint8), _per_row((), "", len(lengths), np.int64, 0), lengths)
 

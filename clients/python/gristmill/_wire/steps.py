@@ -101,6 +101,8 @@ class Steps:
     token_versions: ragged int32 over the response, the policy version that sampled each token, -1 unknown, or None
         where no row says; `policy_versions` are the oldest of them.
     tags: (n,) the environment or task of each row's group, "" where the row does not say, or None where none says.
+    prefix_lengths: int64 (n,), how many of each row's first tokens `tokens` lacks, for another row has them; None where
+        it has all of every row.
     """
 
     uids: Sequence[str]
@@ -123,6 +125,7 @@ class Steps:
     extras: Mapping[str, Extra] = field(default_factory=dict)
     token_versions: Ragged | None = None
     tags: Sequence[str] | None = None
+    prefix_lengths: Int64s | None = None
 
     def __len__(self) -> int:
         return len(self.uids)
@@ -130,6 +133,12 @@ class Steps:
     @property
     def response_lengths(self) -> Int64s:
         return self.loss_mask.lengths
+
+    @property
+    def sequence_lengths(self) -> Int64s:
+        """Tokens of each row, those that `tokens` lacks too; int64 (n,)."""
+        own = self.tokens.lengths
+        return own if self.prefix_lengths is None else own + self.prefix_lengths
 
     def key(self, row: int) -> TrajectoryKey:
         return TrajectoryKey(int(self.rounds[row]), self.uids[row], int(self.samples[row]))
@@ -296,7 +305,7 @@ def _check_identity(table: Steps) -> None:
 
 
 def _check_lengths(table: Steps) -> None:
-    responses = table.tokens.lengths - table.prompt_lengths
+    responses = table.sequence_lengths - table.prompt_lengths
     parts = (("prompt_token_ids", "prompt", table.prompt_lengths), ("response_ids", "response", responses))
     for name, what, lengths in parts:
         if lengths.size and least(lengths) < 1:
@@ -324,7 +333,8 @@ def _check_tokens(table: Steps) -> None:
             bad = _first(tokens < 0)
             if bad is not None:
                 split = int(table.prompt_lengths[row])
-                field, index = ("prompt_token_ids", bad) if bad < split else ("response_ids", bad - split)
+                at = bad + int(table.sequence_lengths[row]) - len(tokens)
+                field, index = ("prompt_token_ids", at) if at < split else ("response_ids", at - split)
                 raise InvalidArgumentError(
                     f"{table.name(row)}: {field}[{index}] is {tokens[bad]}; token ids are 0..{INT32_MAX}"
                 )

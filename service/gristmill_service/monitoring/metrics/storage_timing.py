@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from gristmill._wire.steps import Steps
 from gristmill.errors import AlreadyExistsError, NotFoundError
+from gristmill_service.storage.row_tables import Stored
 from gristmill_service.storage.run_store import OwnedElsewhereError, Replay, RunLog, RunStore
 from gristmill_service.storage.shard_store import ShardSource, ShardStore
 
@@ -128,8 +129,8 @@ class TimedRunLog:
     def compact(self, snapshot: bytes) -> None:
         self._call("compact", lambda: self._log.compact(snapshot))
 
-    def put(self, table: Steps) -> tuple[int, Steps]:
+    def put(self, table: Steps) -> tuple[int, Stored]:
         return self._call("put", lambda: self._log.put(table))
 
-    def get(self, number: int) -> Steps:
+    def get(self, number: int) -> Stored:
         return self._call("get", lambda: self._log.get(number))

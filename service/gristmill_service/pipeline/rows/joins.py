@@ -112,8 +112,9 @@ def extends(tokens: Ragged, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
     fits: bool (rows,), which to look at; these are no shorter than the one before, which the first row has not.
 
-    From the last row to the first, each is compared with the longest row known to extend the one after it: if that
-    one does not begin with it, nor does the one after. So one row of a whole trajectory is copied, into bytes, whose
+    Rows that begin at one place in memory have the same tokens as far as both go: nothing is compared there. All others
+    are, from the last row to the first: each with the longest row known to extend the one after it, for if that one
+    does not begin with it, nor does the one after. So one row of a whole trajectory is copied, into bytes, whose
     `startswith` is a memcmp; everything else is read once, where it stands.
     """
     if not fits.any():
@@ -124,7 +125,7 @@ def extends(tokens: Ragged, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
     longest: bytes | None = None
     start_after, end_after = starts[-1], ends[-1]
     for start, end, fit in zip(starts[-2::-1], ends[-2::-1], fits[:0:-1].tolist(), strict=True):
-        if fit:
+        if fit and start != start_after:
             if longest is None:
                 longest = data[start_after:end_after].tobytes()
             fit = longest.startswith(data[start:end])
@@ -177,7 +178,8 @@ class _Search:
         for other, length, needed in self._candidates(step, earliest):
             if length < best_common:
                 break
-            common = common_prefix(self._tokens[other], prompt)
+            is_one_memory = self._tokens.starts[other] == self._tokens.starts[step]
+            common = min(length, len(prompt)) if is_one_memory else common_prefix(self._tokens[other], prompt)
             if common >= needed and not self._keeps_apart(other, step, common):
                 best_common, best_length, best = max((best_common, best_length, best), (common, -length, other))
         return best, best_common

@@ -1,7 +1,7 @@
 """Events and states as bytes, for a run's log. MessagePack by the classes' own fields; nothing is unpickled.
 
-A field that is added needs a default, so that what an older version wrote can be read; anything else is a new format,
-of which the previous one is still read.
+A field that is added needs a default, so that what an older version wrote can be read; anything else is a new format.
+Format 1 had rows whole; it was never released, and is not read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gristmill_service.run.machine import events as kinds
 from gristmill_service.run.machine.events import Event
 from gristmill_service.run.machine.state import State
 
-FORMAT = 1
+FORMAT = 2
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
@@ -62,7 +62,7 @@ def decode_state(snapshot: bytes) -> State:
 
 
 def _check(version: int) -> None:
-    if version > FORMAT:
+    if version != FORMAT:
         raise InvalidArgumentError(
-            f"the run's log has format {version} and this version reads up to {FORMAT}; use a newer gristmill"
+            f"the run's log has format {version} and this version reads {FORMAT}; use the gristmill that wrote it"
         )

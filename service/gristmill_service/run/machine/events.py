@@ -41,6 +41,14 @@ class RowRef(NamedTuple):
     row: int
 
 
+class RowName(NamedTuple):
+    """Names a row of a prompt group. Whatever becomes of the row, its content stays the same under this name."""
+
+    sample: int
+    attempt: int
+    step: int
+
+
 COLUMNS = -1
 """In place of a row's number in a RowRef: the table has no tokens, but a column that a trainer wrote."""
 
@@ -48,7 +56,10 @@ COLUMNS = -1
 class StoredRow(NamedTuple):
     """What the state knows of one accepted row.
 
-    digest: of all that the client sent, to tell a repeated row from another one.
+    digest: of all of the row but its key, to tell a repeated row from another one, however each was sent.
+    nbytes, tokens: of what is stored of it, and of the whole row.
+    parent: the row of its group that has the tokens with which it begins, so that they are not stored with it; None
+        where all of it is. check: of what is stored of it, empty where that is the digest.
     reward: the step's reward, None while it is pending; reward_digest: of the values, where they are per token.
     late_rewards: those values, float64, where they came after the row.
     """
@@ -66,6 +77,13 @@ class StoredRow(NamedTuple):
     reward_digest: bytes = b""
     advantage: float | None = None
     late_rewards: bytes = b""
+    tokens: int = 0
+    parent: RowName | None = None
+    check: bytes = b""
+
+    @property
+    def name(self) -> RowName:
+        return RowName(self.trajectory.sample, self.attempt, self.step)
 
     @property
     def group(self) -> GroupKey:

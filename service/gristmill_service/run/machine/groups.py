@@ -8,9 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from gristmill._wire.steps import UNKNOWN
-from gristmill_service.run.machine.events import GroupKey, RowRef, SetReward, StoredRow
+from gristmill_service.run.machine.events import GroupKey, RowName, RowRef, SetReward, StoredRow
+
+
+class Released(NamedTuple):
+    """What an event lets go. refs: tables' rows that nothing needs any more. rows, tokens: of rows that are no part of
+    a group any more, some of which may be kept for others that begin as they do."""
+
+    refs: list[RowRef]
+    rows: int = 0
+    tokens: int = 0
+
+    def and_also(self, other: Released) -> Released:
+        return Released(self.refs + other.refs, self.rows + other.rows, self.tokens + other.tokens)
+
+
+NOTHING = Released([])
 
 
 @dataclass(slots=True)
@@ -55,7 +71,7 @@ class Group:
 
     samples: how many trajectories it is made of. surplus: how many more are sampled. finished: those that are complete,
     in the order in which they became so. aborted: those given up, and why. tag: its environment or task, "" where
-    nobody said.
+    nobody said. kept: rows that are no part of it any more, and that have tokens with which rows of it begin.
     """
 
     key: GroupKey
@@ -67,6 +83,7 @@ class Group:
     aborted: dict[int, str] = field(default_factory=dict)
     finished: dict[int, None] = field(default_factory=dict)
     nbytes: int = 0
+    kept: dict[RowName, StoredRow] = field(default_factory=dict)
 
     @property
     def sampled(self) -> int:
@@ -89,19 +106,17 @@ class Group:
         kept = set(islice(self.finished, self.samples))
         return [sample for sample in range(self.sampled) if sample not in kept and sample not in self.aborted]
 
-    def store(self, row: StoredRow) -> list[RowRef]:
-        """Takes a row in; returns the rows of lower attempts that it replaces."""
+    def store(self, row: StoredRow) -> Released:
+        """Takes a row in; lets go of the rows of lower attempts that it replaces."""
         sample = row.trajectory.sample
-        trajectory = self.trajectories.get(sample)
-        released: list[RowRef] = []
-        if trajectory is not None and trajectory.attempt < row.attempt:
-            released = self._forget(sample)
-            trajectory = None
-        if trajectory is None:
+        trajectory = before = self.trajectories.get(sample)
+        if trajectory is None or trajectory.attempt < row.attempt:
             trajectory = self.trajectories[sample] = Trajectory(row.attempt)
         trajectory.store(row)
-        self._note_completion(sample, trajectory)
         self.nbytes += row.nbytes
+        # What it replaces is looked at when it is here: it may begin as a row that is replaced.
+        released = NOTHING if before is None or before is trajectory else self._forget(sample, before)
+        self._note_completion(sample, trajectory)
         return released
 
     def set_reward(self, reward: SetReward) -> None:
@@ -110,19 +125,20 @@ class Group:
         self._note_completion(reward.trajectory.sample, trajectory)
         self.nbytes += len(reward.token_values)
 
-    def abort(self, sample: int, reason: str) -> list[RowRef]:
-        """Gives a trajectory up; returns its rows."""
-        released = self._forget(sample)
+    def abort(self, sample: int, reason: str) -> Released:
+        """Gives a trajectory up; lets go of its rows."""
+        trajectory = self.trajectories.pop(sample, None)
+        released = NOTHING if trajectory is None else self._forget(sample, trajectory)
         self.aborted[sample] = reason
         return released
 
-    def close(self, reason: str) -> list[RowRef]:
-        """Gives up every trajectory that is not complete; returns their rows."""
-        released = []
+    def close(self, reason: str) -> Released:
+        """Gives up every trajectory that is not complete; lets go of their rows."""
+        released = NOTHING
         for sample in range(self.sampled):
             trajectory = self.trajectories.get(sample)
             if sample not in self.aborted and (trajectory is None or not trajectory.is_complete):
-                released += self.abort(sample, reason)
+                released = released.and_also(self.abort(sample, reason))
         return released
 
     def ordered_rows(self) -> Iterator[StoredRow]:
@@ -130,8 +146,25 @@ class Group:
         for sample in sorted(self.trajectories):
             yield from self.trajectories[sample].ordered_rows()
 
+    def stored_rows(self) -> Iterator[StoredRow]:
+        """Its rows in no particular order, and those that are kept for them."""
+        for trajectory in self.trajectories.values():
+            yield from trajectory.rows.values()
+        yield from self.kept.values()
+
+    def find(self, name: RowName) -> StoredRow:
+        """The row of that name, which is in the group or kept for a row of it."""
+        trajectory = self.trajectories.get(name.sample)
+        is_own = trajectory is not None and trajectory.attempt == name.attempt
+        return trajectory.rows[name.step] if trajectory is not None and is_own else self.kept[name]
+
     def refs(self) -> list[RowRef]:
-        return [row.ref for trajectory in self.trajectories.values() for row in trajectory.rows.values()]
+        return [row.ref for row in self.stored_rows()]
+
+    def released(self) -> Released:
+        """All of it."""
+        rows = [row for trajectory in self.trajectories.values() for row in trajectory.rows.values()]
+        return Released(self.refs(), len(rows), sum(row.tokens for row in rows))
 
     def oldest_version(self) -> int | None:
         """The oldest policy version that sampled a row of it, None when none is known."""
@@ -142,10 +175,17 @@ class Group:
         if trajectory.is_complete:
             self.finished.setdefault(sample)
 
-    def _forget(self, sample: int) -> list[RowRef]:
-        trajectory = self.trajectories.pop(sample, None)
-        if trajectory is None:
-            return []
+    def _forget(self, sample: int, trajectory: Trajectory) -> Released:
+        """Lets go of a trajectory that is no part of the group any more; keeps what other rows begin as."""
         self.finished.pop(sample, None)
-        self.nbytes -= sum(row.nbytes for row in trajectory.rows.values())
-        return [row.ref for row in trajectory.rows.values()]
+        left = self.kept | {row.name: row for row in trajectory.rows.values()}
+        self.kept = {}
+        live = (row for trajectory in self.trajectories.values() for row in trajectory.rows.values())
+        for row in live:
+            name = row.parent
+            while name is not None and (parent := left.pop(name, None)) is not None:
+                self.kept[name] = parent
+                name = parent.parent
+        self.nbytes -= sum(row.nbytes for row in left.values())
+        gone = trajectory.rows.values()
+        return Released([row.ref for row in left.values()], len(gone), sum(row.tokens for row in gone))

@@ -5,12 +5,18 @@ A request is taken whole or refused whole, so rows are judged against the state 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
 from gristmill._wire.steps import Steps, TrajectoryKey
-from gristmill.errors import AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
+from gristmill.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    PrefixUnknownError,
+    ResourceExhaustedError,
+)
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.admission import RETRY_AFTER_S, BytesLeft, Room
 from gristmill_service.run.machine.answers import Outcome
@@ -19,6 +25,7 @@ from gristmill_service.run.machine.events import (
     GroupKey,
     GroupsAdmitted,
     NewGroup,
+    RowName,
     RowRef,
     RowSchema,
     RowsStored,
@@ -29,19 +36,20 @@ from gristmill_service.run.machine.group_sizes import check_first_sample, check_
 from gristmill_service.run.machine.groups import Group, Trajectory
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.machine.tags import NamedTags
-from gristmill_service.run.row_buffer import reward_digests, row_digests
+from gristmill_service.run.row_digests import reward_digests
 
 ROW_OVERHEAD_BYTES = 768
 """What a row takes beside the values of its tokens, as it is held: its keys, digest, lengths and places."""
 
 
-def describe_rows(steps: Steps, table: int, shared: Collection[str] = ()) -> list[StoredRow]:
-    """The rows of a request as the state knows them, should they be stored as this table. shared: as `row_digests` has
-    it.
+def describe_rows(
+    steps: Steps, table: int, digests: Sequence[bytes], checks: Sequence[bytes], parents: Sequence[RowName | None]
+) -> list[StoredRow]:
+    """The rows of a request as the state knows them, should they be stored as this table.
 
-    All work per token is here, and none of it needs the state.
+    digests, checks, parents: of each row, as `StoredRow` has them.
     """
-    digests, rewards_given = row_digests(steps, shared), reward_digests(steps)
+    rewards_given = reward_digests(steps)
     itemsize = sum(
         column.values.itemsize
         for column in (
@@ -57,7 +65,7 @@ def describe_rows(steps: Steps, table: int, shared: Collection[str] = ()) -> lis
     sizes = ROW_OVERHEAD_BYTES + 4 * steps.tokens.lengths + itemsize * responses
     for extra in steps.extras.values():
         sizes += extra.row_bytes
-    nbytes = sizes.tolist()
+    nbytes, lengths = sizes.tolist(), steps.sequence_lengths.tolist()
     pending, rewards = steps.rewards_pending.tolist(), steps.rewards.tolist()
     advantages = [None] * len(steps) if steps.advantages is None else steps.advantages.tolist()
     columns = zip(
@@ -85,6 +93,9 @@ def describe_rows(steps: Steps, table: int, shared: Collection[str] = ()) -> lis
             reward=None if pending[row] else rewards[row],
             reward_digest=rewards_given[row],
             advantage=advantages[row],
+            tokens=lengths[row],
+            parent=parents[row],
+            check=checks[row],
         )
         for row, (round_, uid, sample, step, attempt, last, response, version) in enumerate(columns)
     ]
@@ -187,6 +198,7 @@ def take_rows(
         outcome = view.take(row)
         outcomes.append(outcome)
         if outcome is Outcome.ACCEPTED:
+            _check_parent(row, group, views)
             stored.append(row)
     if state.finished and (admitted or stored):
         raise finished()
@@ -202,6 +214,21 @@ def take_rows(
             events.append(SchemaFixed(schema))
         events.append(RowsStored(tuple(stored)))
     return outcomes, events
+
+
+def _check_parent(row: StoredRow, group: Group | None, views: dict[TrajectoryKey, _View]) -> None:
+    """Refuses a row whose parent the group has no more, or never had."""
+    if row.parent is None:
+        return
+    sample, attempt, step = row.parent
+    view = views.get(row.trajectory._replace(sample=sample))
+    if view is None:
+        view = _View.of(None if group is None else group.trajectories.get(sample))
+    if view.attempt != attempt or (step not in view.added and step not in view.before):
+        raise PrefixUnknownError(
+            f"{row.trajectory} step {row.step}: begins as sample {sample} step {step}, which is not here any more; "
+            "send all of its tokens"
+        )
 
 
 def _closed_outcome(state: State, row: StoredRow, closed: int | str) -> Outcome:

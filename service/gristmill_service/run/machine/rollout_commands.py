@@ -65,6 +65,9 @@ class TakeRows(Command[list[Outcome]]):
 
     def __init__(self, steps: Steps, rows: Sequence[StoredRow]) -> None:
         self.keys = frozenset([row.trajectory for row in rows])
+        self.reads = frozenset(
+            [row.trajectory._replace(sample=row.parent.sample) for row in rows if row.parent is not None]
+        )
         self._steps, self._rows = steps, rows
         self._outcomes: list[Outcome] = []
 

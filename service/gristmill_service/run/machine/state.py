@@ -45,7 +45,7 @@ from gristmill_service.run.machine.events import (
     TrajectoryAborted,
     WrittenColumn,
 )
-from gristmill_service.run.machine.groups import Group
+from gristmill_service.run.machine.groups import NOTHING, Group, Released
 
 START = Position(0)
 GIVEN_UP = "given up: "
@@ -236,8 +236,8 @@ class State:
         return sum(batch.prompts for batch in self.batches.values())
 
 
-def apply(state: State, event: Event) -> list[RowRef]:
-    """Changes the state as the event says. Returns the rows that nothing refers to any more."""
+def apply(state: State, event: Event) -> Released:
+    """Changes the state as the event says. Returns what it lets go."""
     match event:
         case RowsStored():
             return _store_rows(state, event)
@@ -289,15 +289,16 @@ def apply(state: State, event: Event) -> list[RowRef]:
             state.generation = generation
         case Acknowledged() | PositionCommitted() | ModelResumed():
             _apply_progress(state, event)
-    return []
+    return NOTHING
 
 
-def _store_rows(state: State, event: RowsStored) -> list[RowRef]:
-    released: list[RowRef] = []
+def _store_rows(state: State, event: RowsStored) -> Released:
+    released = NOTHING
     for row in event.rows:
         group = state.open[row.group]
         before = group.nbytes
-        released += group.store(row)
+        if (replaced := group.store(row)) is not NOTHING:
+            released = released.and_also(replaced)
         state.row_bytes += group.nbytes - before
         _note_completion(state, group)
     state.rows_accepted += len(event.rows)
@@ -312,7 +313,7 @@ def _set_rewards(state: State, event: RewardsSet) -> None:
         _note_completion(state, group)
 
 
-def _shrink(state: State, group: Group, shrink: Callable[[], list[RowRef]]) -> list[RowRef]:
+def _shrink(state: State, group: Group, shrink: Callable[[], Released]) -> Released:
     before = group.nbytes
     released = shrink()
     state.row_bytes += group.nbytes - before
@@ -352,19 +353,19 @@ def _close(state: State, group: Group, found: int | str) -> None:
         state.closed_tags[group.key] = group.tag
 
 
-def _drop_group(state: State, event: GroupDropped) -> list[RowRef]:
+def _drop_group(state: State, event: GroupDropped) -> Released:
     group = state.open.pop(event.group)
     _count_tag(state, group, opened=-1, completed=-int(event.group in state.complete), dropped=1)
     state.complete.pop(event.group, None)
     _close(state, group, event.reason)
     state.groups_dropped[event.reason] = state.groups_dropped.get(event.reason, 0) + 1
     state.row_bytes -= group.nbytes
-    return group.refs()
+    return group.released()
 
 
 def _apply_batch(
     state: State, event: BatchSealed | BatchPublished | BatchWithdrawn | BatchFailed | BatchFreed
-) -> list[RowRef]:
+) -> Released:
     match event:
         case BatchSealed(number, keys, version, _):
             groups = [state.open.pop(key) for key in keys]
@@ -376,7 +377,7 @@ def _apply_batch(
             state.batches[number] = Batch(version, len(keys), groups)
             state.prompts.append(len(keys))
             state.groups_sealed += len(keys)
-            return []
+            return NOTHING
         case BatchPublished(number, mini_batches, nbytes, awaits, record):
             if record is not None:
                 keep(state.records, record)
@@ -385,15 +386,15 @@ def _apply_batch(
             state.shard_bytes += nbytes - batch.nbytes
             batch.mini_batches, batch.nbytes, batch.is_published = dict(mini_batches), nbytes, True
             batch.awaits = awaits
-            return []
+            return NOTHING
         case BatchWithdrawn(number):
             _withdraw_shards(state, number)
             state.failed.pop(number, None)
-            return []
+            return NOTHING
         case BatchFailed(number, reason, keeps_rows):
             _withdraw_shards(state, number)
             state.failed[number] = reason
-            return [] if keeps_rows else _drop_failed_batch(state, number)
+            return NOTHING if keeps_rows else _drop_failed_batch(state, number)
         case BatchFreed(number):
             return _drop_failed_batch(state, number) if number in state.failed else _remove_batch(state, number)
 
@@ -404,15 +405,15 @@ def _withdraw_shards(state: State, number: int) -> None:
     batch.nbytes, batch.is_published = 0, False
 
 
-def _drop_columns(state: State, number: int) -> list[RowRef]:
+def _drop_columns(state: State, number: int) -> Released:
     batch = state.batches[number]
     released = batch.written_refs()
     state.row_bytes -= sum(column.nbytes for column in batch.written.values())
     batch.written = {}
-    return released
+    return Released(released)
 
 
-def _drop_failed_batch(state: State, number: int) -> list[RowRef]:
+def _drop_failed_batch(state: State, number: int) -> Released:
     prompts = state.batches[number].prompts
     for group in state.batches[number].groups:
         _count_tag(state, group, sealed=-1, dropped=1)
@@ -421,7 +422,7 @@ def _drop_failed_batch(state: State, number: int) -> list[RowRef]:
     return _remove_batch(state, number)
 
 
-def _give_up_batch(state: State, event: BatchGivenUp) -> list[RowRef]:
+def _give_up_batch(state: State, event: BatchGivenUp) -> Released:
     batch = state.batches[event.batch]
     for group in batch.groups:
         _close(state, group, event.reason)
@@ -431,12 +432,15 @@ def _give_up_batch(state: State, event: BatchGivenUp) -> list[RowRef]:
     return _remove_batch(state, event.batch)
 
 
-def _remove_batch(state: State, number: int) -> list[RowRef]:
+def _remove_batch(state: State, number: int) -> Released:
     batch = state.batches.pop(number)
     state.shard_bytes -= batch.nbytes
     state.row_bytes -= batch.row_bytes
     state.freed = min(state.batches, default=len(state.prompts))
-    return batch.refs()
+    released = Released(batch.written_refs())
+    for group in batch.groups:
+        released = released.and_also(group.released())
+    return released
 
 
 def _apply_progress(state: State, event: Acknowledged | PositionCommitted | ModelResumed) -> None:

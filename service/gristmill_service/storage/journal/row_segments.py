@@ -31,7 +31,7 @@ _log = structlog.get_logger(__name__)
 
 _SEGMENT_BYTES = 256 << 20
 _OFFSET_BITS = 40
-_ALIGNMENT = 64
+_ALIGNMENT = 8
 # Before each table: its size, and the CRC-32 of that size. Rows are checked by the digests that are logged for them.
 _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"rows"
@@ -66,8 +66,9 @@ class RowSegments:
         self._active: int | None = None
         self._has_new_file = self._is_closed = False
 
-    def put(self, table: Steps) -> tuple[int, Steps]:
-        """Raises UnavailableError; nothing of the table is stored then. A write that `close` overtakes is finished."""
+    def put(self, table: Steps) -> tuple[int, memoryview]:
+        """Returns its number, and its bytes in the file. Raises UnavailableError; nothing of the table is stored then.
+        A write that `close` overtakes is finished."""
         encoded = row_tables.encode(table)
         with self._lock:
             number, segment, start = self._reserve(_HEADER.size + encoded.size)
@@ -80,7 +81,7 @@ class RowSegments:
         segment.is_dirty = True
         return number, _view(segment, start)
 
-    def get(self, number: int) -> Steps:
+    def get(self, number: int) -> memoryview:
         index, start = _place(number)
         with self._lock:
             self._check_open()
@@ -267,10 +268,10 @@ def _end(segment: _Segment, start: int) -> int | None:
     return end if is_ours and end <= len(segment.memory) else None
 
 
-def _view(segment: _Segment, start: int) -> Steps:
+def _view(segment: _Segment, start: int) -> memoryview:
     end = _end(segment, start)
     assert end is not None, "it was written, or checked"
-    return row_tables.decode(memoryview(segment.memory)[start + _HEADER.size : end])
+    return memoryview(segment.memory)[start + _HEADER.size : end]
 
 
 def _whole_tables(segment: _Segment, index: int, starts: list[int], check: CheckTable) -> dict[int, int]:
@@ -285,7 +286,7 @@ def _whole_tables(segment: _Segment, index: int, starts: list[int], check: Check
 
 def _is_whole(segment: _Segment, start: int, number: int, check: CheckTable) -> bool:
     try:
-        return check(number, _view(segment, start))
+        return check(number, row_tables.decode(_view(segment, start)))
     except (GristmillError, ValueError, IndexError, UnicodeError):
         _log.warning("a table of rows is damaged", file=str(segment.path), at=start)
         return False

@@ -18,6 +18,7 @@ from gristmill_service.storage.journal.event_log import EventLog
 from gristmill_service.storage.journal.open_file import closed_error
 from gristmill_service.storage.journal.row_segments import RowSegments
 from gristmill_service.storage.journal.run_description import RunDescription
+from gristmill_service.storage.row_tables import Stored
 from gristmill_service.storage.run_store import CheckTable, Replay
 
 _log = structlog.get_logger(__name__)
@@ -121,7 +122,7 @@ class JournalRunLog:
                 self._is_broken = True
                 raise
 
-    def put(self, table: Steps) -> tuple[int, Steps]:
+    def put(self, table: Steps) -> tuple[int, Stored]:
         self._check()
         self._room.check()
         try:
@@ -130,7 +131,7 @@ class JournalRunLog:
             self._room.set_full(str(error))
             raise
 
-    def get(self, number: int) -> Steps:
+    def get(self, number: int) -> Stored:
         return self._rows.get(number)
 
     def remove(self, numbers: Collection[int]) -> None:

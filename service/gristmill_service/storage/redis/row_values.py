@@ -8,17 +8,14 @@ from itertools import islice
 from typing import cast
 from urllib.parse import quote
 
-from gristmill._wire.steps import Steps
 from gristmill.errors import NotFoundError
-from gristmill_service.storage import row_tables
 from gristmill_service.storage.redis.connection import Client
 from gristmill_service.storage.redis.durability import Durability, pipelined
 from gristmill_service.storage.redis.durability import write as set_keys
+from gristmill_service.storage.row_tables import SIZE_BYTES
 
 VALUE_BYTES = 8 << 20
 _KEYS_AT_ONCE = 500
-# Before a table's bytes their number, so that the first value says how many there are.
-_SIZE_BYTES = 8
 
 
 class RowKeys:
@@ -41,16 +38,6 @@ class RowKeys:
         return f"{_escaped(self._rows)}:*"
 
 
-def encode(table: Steps) -> bytes:
-    """All of a table's values, one after another."""
-    encoded = row_tables.encode(table)
-    return b"".join([encoded.size.to_bytes(_SIZE_BYTES, "little"), *encoded.buffers])
-
-
-def decode(data: bytes) -> Steps:
-    return row_tables.decode(memoryview(data)[_SIZE_BYTES:])
-
-
 def write(client: Client, keys: RowKeys, tables: Mapping[int, bytes], durability: Durability) -> None:
     """Writes encoded tables by their numbers, some MiB at once. May be repeated."""
     parcel: dict[str, memoryview] = {}
@@ -66,17 +53,17 @@ def write(client: Client, keys: RowKeys, tables: Mapping[int, bytes], durability
     set_keys(client, parcel, durability)
 
 
-def read(client: Client, keys: RowKeys, number: int) -> Steps:
-    """Raises NotFoundError where a part is missing."""
+def read(client: Client, keys: RowKeys, number: int) -> bytes:
+    """A table's bytes. Raises NotFoundError where a part is missing."""
     first = cast(bytes | None, client.get(keys.piece(number, 0)))
     pieces = [first]
     if first is not None:
-        size = int.from_bytes(first[:_SIZE_BYTES], "little") + _SIZE_BYTES
+        size = int.from_bytes(first[:SIZE_BYTES], "little")
         pieces += [cast(bytes | None, client.get(key)) for key in keys.pieces(number, size)[1:]]
     if None in pieces:
         raise NotFoundError(f"table {number:#x} of rows is not in Redis")
     whole = cast(list[bytes], pieces)
-    return decode(whole[0] if len(whole) == 1 else b"".join(whole))
+    return whole[0] if len(whole) == 1 else b"".join(whole)
 
 
 def sizes(client: Client, keys: RowKeys, numbers: Iterable[int]) -> dict[int, int]:
@@ -85,10 +72,10 @@ def sizes(client: Client, keys: RowKeys, numbers: Iterable[int]) -> dict[int, in
     left = iter(numbers)
     while some := list(islice(left, _KEYS_AT_ONCE)):
         names = {keys.piece(number, 0): number for number in some}
-        heads = pipelined(client, {name: ("GETRANGE", name, 0, _SIZE_BYTES - 1) for name in names})
+        heads = pipelined(client, {name: ("GETRANGE", name, 0, SIZE_BYTES - 1) for name in names})
         for name, head in heads.items():
-            if len(head) == _SIZE_BYTES:
-                found[names[name]] = int.from_bytes(head, "little") + _SIZE_BYTES
+            if len(head) == SIZE_BYTES:
+                found[names[name]] = int.from_bytes(head, "little")
     return found
 
 

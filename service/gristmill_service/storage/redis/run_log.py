@@ -23,6 +23,7 @@ from gristmill_service.storage.redis.connection import Client, outcome_unknown, 
 from gristmill_service.storage.redis.run_tables import RunTables
 from gristmill_service.storage.redis.scripts import ControlKeys, Outcome, Scripts
 from gristmill_service.storage.redis.server_health import Health
+from gristmill_service.storage.row_tables import Stored
 from gristmill_service.storage.run_store import LogLostError, Replay
 
 _log = structlog.get_logger(__name__)
@@ -283,7 +284,7 @@ class RedisRunLog:
                 row_values.unlink(self._client, made.keys)
             raise
 
-    def put(self, table: Steps) -> tuple[int, Steps]:
+    def put(self, table: Steps) -> tuple[int, Stored]:
         self._health.check_room()
         with self._health.noted():
             return self._tables.put(table)

@@ -11,6 +11,7 @@ import structlog
 from redis.exceptions import RedisClusterException
 
 from gristmill._wire.steps import Steps
+from gristmill_service.storage import row_tables
 from gristmill_service.storage.redis import row_values
 from gristmill_service.storage.redis.connection import Client, translated
 from gristmill_service.storage.redis.durability import SERVER_ALONE, Durability
@@ -34,13 +35,13 @@ class RunTables:
         self._sizes: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def put(self, table: Steps) -> tuple[int, Steps]:
-        number, data = next(self._numbers), row_values.encode(table)
+    def put(self, table: Steps) -> tuple[int, bytes]:
+        number, data = next(self._numbers), row_tables.encode(table).joined()
         if len(data) <= _HELD_BYTES:
             self._held[number] = data
         else:
             self._send({number: data})
-        return number, table
+        return number, data
 
     def for_append(self, numbers: Collection[int]) -> tuple[dict[str, bytes], list[str]]:
         """The rows to write with a record that refers to these tables, and the keys that must be there by then.
@@ -68,9 +69,9 @@ class RunTables:
                 if (data := self._held.pop(number, None)) is not None:
                     self._sizes[number] = len(data)
 
-    def get(self, number: int) -> Steps:
+    def get(self, number: int) -> bytes:
         if (data := self._held.get(number)) is not None:
-            return row_values.decode(data)
+            return data
         with translated(self._client):
             return row_values.read(self._client, self._keys, number)
 

@@ -1,0 +1,57 @@
+"""Rows on their way into a run: what of them is kept, and under which digests the state knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from gristmill._wire.row_codec import Prefixes
+from gristmill._wire.steps import Steps
+from gristmill.errors import PrefixUnknownError
+from gristmill_service.run import shared_prefixes
+from gristmill_service.run.machine.answers import Outcome
+from gristmill_service.run.machine.command import Command
+from gristmill_service.run.machine.ingest import describe_rows
+from gristmill_service.run.machine.rollout_commands import TakeRows
+from gristmill_service.run.row_digests import row_digests
+from gristmill_service.run.shared_prefixes import Kept
+from gristmill_service.run.token_sums import TokenSums
+from gristmill_service.run.writer import Writer
+
+
+class RowIntake:
+    """One run's. Thread-safe: work per token is done in the calling thread."""
+
+    def __init__(self, writer: Writer, execute: Callable[[Command[list[Outcome]]], list[Outcome]]) -> None:
+        """execute: has a command decided and made safe."""
+        self._writer, self._execute = writer, execute
+        self._sums = TokenSums()
+
+    def take(self, steps: Steps, prefixes: Prefixes | None, shared: Collection[str]) -> list[Outcome]:
+        """Stores the rows as far as the run has not got their tokens. prefixes, shared: as `without_shared` has them.
+
+        Raises PrefixUnknownError for what came without tokens that are not here.
+        """
+        before = self._writer.read(lambda state, rows: shared_prefixes.rows_before(state, rows, steps))
+        kept = shared_prefixes.without_shared(steps, prefixes, before, shared, self._sums.known)
+        try:
+            return self._store(kept, shared)
+        except PrefixUnknownError:
+            if prefixes is not None:
+                raise
+            # A row that they begin as is gone since it was found.
+            return self._store(shared_prefixes.as_sent(steps), shared)
+
+    def _store(self, kept: Kept, shared: Collection[str]) -> list[Outcome]:
+        steps, checks = kept.steps, [b""] * len(kept.steps)
+        digests = row_digests(steps, shared, [found.digest for found in kept.sums])
+        if steps.prefix_lengths is not None:
+            of_kept = row_digests(steps, shared)
+            checks = [b"" if parent is None else of_kept[row] for row, parent in enumerate(kept.parents)]
+        number = self._writer.stage(steps)
+        try:
+            rows = describe_rows(steps, number, digests, checks, kept.parents)
+            outcomes = self._execute(TakeRows(steps, rows))
+        finally:
+            self._writer.unstage([number])
+        self._sums.note(rows, outcomes, kept.sums)
+        return outcomes

@@ -1,0 +1,60 @@
+"""Sums of rows' tokens that can be gone on with: a step is summed without what it begins with being read again."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from xxhash import xxh3_128
+
+from gristmill._wire.columns import Array, bytes_of
+from gristmill._wire.steps import TrajectoryKey
+from gristmill_service.run.machine.answers import Outcome
+from gristmill_service.run.machine.events import RowRef, StoredRow
+
+# Of so many rows; each takes about 1 kB.
+_MOST = 16_384
+
+
+class Sum(NamedTuple):
+    """Of some tokens: how many, their CRC-32, and their digest, which goes on with copies of it."""
+
+    tokens: int
+    checksum: int
+    state: xxh3_128
+
+    @classmethod
+    def of_nothing(cls) -> Sum:
+        return cls(0, 0, xxh3_128())
+
+    def and_also(self, tokens: Array) -> Sum:
+        """With these tokens behind them."""
+        state = self.state.copy()
+        state.update(bytes_of(tokens))
+        return Sum(self.tokens + len(tokens), zlib.crc32(bytes_of(tokens), self.checksum), state)
+
+    @property
+    def digest(self) -> bytes:
+        return self.state.digest()
+
+
+class TokenSums:
+    """Of the rows that next steps are likely to begin as: of each trajectory the last that was taken. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: dict[TrajectoryKey, RowRef] = {}
+        self.known: dict[RowRef, Sum] = {}
+
+    def note(self, rows: Sequence[StoredRow], outcomes: Sequence[Outcome], sums: Sequence[Sum]) -> None:
+        """Remembers those of rows that were accepted, unless they end their trajectory."""
+        with self._lock:
+            for row, outcome, found in zip(rows, outcomes, sums, strict=True):
+                if outcome is Outcome.ACCEPTED:
+                    self.known.pop(self._last.pop(row.trajectory, row.ref), None)
+                    if not row.is_last:
+                        self._last[row.trajectory], self.known[row.ref] = row.ref, found
+            while len(self._last) > _MOST:
+                self.known.pop(self._last.pop(next(iter(self._last))), None)
