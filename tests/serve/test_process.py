@@ -100,9 +100,9 @@ def test_ctrl_c_is_a_clean_end(service_process: ServiceProcess) -> None:
 
 
 def test_it_is_ready_soon_and_small_when_idle_and_without_torch(start_service: StartService, tmp_path: Path) -> None:
-    start = time.monotonic()
     service = start_service("--shared-memory-dir", str(tmp_path))
-    ready_s = time.monotonic() - start
+    user, system = Path(f"/proc/{service.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    ready_cpu_s = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
     doors: list[Door] = [GrpcDoor(service.grpc_address), HttpDoor(service.http_url)]
     for door in doors:
         assert door.names() == []
@@ -111,8 +111,8 @@ def test_it_is_ready_soon_and_small_when_idle_and_without_torch(start_service: S
     resident = int(proc.joinpath("statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     assert "libtorch" not in proc.joinpath("maps").read_text()
     assert resident < 250e6
-    # Twice the bound that `make bench` holds it to, as tests share the machine.
-    assert ready_s < 4
+    # Processor time, as tests share the machine. `make bench` measures what passes until it is ready.
+    assert ready_cpu_s < 4
 
 
 def test_the_announced_addresses_go_with_it(service_process: ServiceProcess) -> None:
