@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gristmill_service.pipeline.group_counts import GroupCounts, summed
 from gristmill_service.run.machine.batch_records import MOST, MOST_TAGS, BatchRecord, keep, total
-from gristmill_service.run.machine.codec import decode_events, encode_events
+from gristmill_service.run.machine.codec import FORMAT, decode_events, encode_events
 from gristmill_service.run.machine.events import BatchPublished
 
 STAGES = ("queue", "gather", "validate", "merge", "advantage", "schedule", "layout", "plan", "publish")
@@ -68,7 +68,7 @@ def test_a_batch_of_many_environments_takes_less_than_a_kilobyte_of_the_log() ->
 
 def test_a_log_from_before_records_is_read() -> None:
     fields = {"batch": 3, "mini_batches": {"policy": 1}, "nbytes": 5, "awaits": []}
-    old = msgspec.msgpack.encode((1, [("BatchPublished", fields)]))
+    old = msgspec.msgpack.encode((FORMAT, [("BatchPublished", fields)]))
     assert decode_events(old) == [BatchPublished(3, {"policy": 1}, 5)]
 
 

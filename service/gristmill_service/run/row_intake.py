@@ -17,31 +17,32 @@ from gristmill_service.run.shared_prefixes import Kept
 from gristmill_service.run.token_sums import TokenSums
 from gristmill_service.run.writer import Writer
 
+Execute = Callable[[Command[list[Outcome]]], list[Outcome]]
+
 
 class RowIntake:
     """One run's. Thread-safe: work per token is done in the calling thread."""
 
-    def __init__(self, writer: Writer, execute: Callable[[Command[list[Outcome]]], list[Outcome]]) -> None:
-        """execute: has a command decided and made safe."""
-        self._writer, self._execute = writer, execute
-        self._sums = TokenSums()
+    def __init__(self, writer: Writer) -> None:
+        self._writer, self._sums = writer, TokenSums()
 
-    def take(self, steps: Steps, prefixes: Prefixes | None, shared: Collection[str]) -> list[Outcome]:
+    def take(self, steps: Steps, prefixes: Prefixes | None, shared: Collection[str], execute: Execute) -> list[Outcome]:
         """Stores the rows as far as the run has not got their tokens. prefixes, shared: as `without_shared` has them.
+        execute: has a command decided and made safe.
 
         Raises PrefixUnknownError for what came without tokens that are not here.
         """
         before = self._writer.read(lambda state, rows: shared_prefixes.rows_before(state, rows, steps))
         kept = shared_prefixes.without_shared(steps, prefixes, before, shared, self._sums.known)
         try:
-            return self._store(kept, shared)
+            return self._store(kept, shared, execute)
         except PrefixUnknownError:
             if prefixes is not None:
                 raise
             # A row that they begin as is gone since it was found.
-            return self._store(shared_prefixes.as_sent(steps), shared)
+            return self._store(shared_prefixes.as_sent(steps), shared, execute)
 
-    def _store(self, kept: Kept, shared: Collection[str]) -> list[Outcome]:
+    def _store(self, kept: Kept, shared: Collection[str], execute: Execute) -> list[Outcome]:
         steps, checks = kept.steps, [b""] * len(kept.steps)
         digests = row_digests(steps, shared, [found.digest for found in kept.sums])
         if steps.prefix_lengths is not None:
@@ -50,7 +51,7 @@ class RowIntake:
         number = self._writer.stage(steps)
         try:
             rows = describe_rows(steps, number, digests, checks, kept.parents)
-            outcomes = self._execute(TakeRows(steps, rows))
+            outcomes = execute(TakeRows(steps, rows))
         finally:
             self._writer.unstage([number])
         self._sums.note(rows, outcomes, kept.sums)

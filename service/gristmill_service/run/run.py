@@ -114,7 +114,7 @@ class Run:
             name, self._writer, self._builder, log, shared.store, shared.room, shared.builders, shared.workers, clock
         )
         self._duplicates = 0
-        self._intake = RowIntake(self._writer, self._execute)
+        self._intake = RowIntake(self._writer)
 
     def start(self) -> None:
         """Goes on where the log ends: drops what was lost, and has batches built whose shards are not there.
@@ -168,7 +168,7 @@ class Run:
         check_submitted(steps)
         self._writer.check_open()
         check_credit_columns(steps, self.config)
-        outcomes = self._intake.take(steps, prefixes, self.config.shared_columns)
+        outcomes = self._intake.take(steps, prefixes, self.config.shared_columns, self._execute)
         self._duplicates += outcomes.count(Outcome.DUPLICATE)
         self.monitor.received(outcomes, steps)
         if _logs(logging.DEBUG):
