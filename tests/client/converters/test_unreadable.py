@@ -67,7 +67,7 @@ def test_data_with_anything_in_place_of_a_part_is_taken_or_refused(convert: Call
     assert refused > 100
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: type(wrong).__name__)
 @pytest.mark.parametrize(
     "convert",
     [
