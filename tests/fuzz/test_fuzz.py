@@ -28,7 +28,8 @@ def test_valid_inputs_are_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "path"), [(target, path) for target in TARGETS.values() for path in known(target)], ids=str
+    ("target", "path"),
+    [pytest.param(target, path, id=f"{name}-{path.stem}") for name, target in TARGETS.items() for path in known(target)],
 )
 def test_what_was_found_once_is_found_no_more(target: Target, path: Path) -> None:
     target.takes(path.read_bytes())
