@@ -29,7 +29,11 @@ def test_valid_inputs_are_taken(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("target", "path"),
-    [pytest.param(target, path, id=f"{name}-{path.stem}") for name, target in TARGETS.items() for path in known(target)],
+    [
+        pytest.param(target, path, id=f"{name}-{path.stem}")
+        for name, target in TARGETS.items()
+        for path in known(target)
+    ],
 )
 def test_what_was_found_once_is_found_no_more(target: Target, path: Path) -> None:
     target.takes(path.read_bytes())
