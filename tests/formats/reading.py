@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gristmill_service.run.machine import codec
 from gristmill_service.service import Service
 from gristmill_service.settings import Settings
+from gristmill_service.storage import row_tables
 from gristmill_service.storage.journal import event_log, run_description
 from gristmill_service.storage.redis import run_log, run_store
 from tests.formats import kept, story
@@ -18,8 +20,9 @@ from tests.redis.servers import RedisServer
 
 DIRECTORY = Path(__file__).with_name("fixtures")
 # What this version writes: the numbers of all that has one.
-JOURNAL = f"journal-{run_description._FORMAT}.{event_log._FORMAT}"
-REDIS = f"redis-{run_store._FORMAT}.{run_log._FORMAT}"
+_WITHIN = f"{codec.FORMAT}.{row_tables._FORMAT}"
+JOURNAL = f"journal-{run_description._FORMAT}.{event_log._FORMAT}.{_WITHIN}"
+REDIS = f"redis-{run_store._FORMAT}.{run_log._FORMAT}.{_WITHIN}"
 
 
 @contextmanager

@@ -54,18 +54,22 @@ def group(uid: str) -> list[dict[str, Any]]:
     ]
 
 
+_REQUEST_ROWS = 10_000
+
+
 def settings(workload: Workload, *, merge: str, dp_size: int, **more: Any) -> RunConfig:
     config = workload.config(merge, dp_size)
     return RunConfig.model_validate({**config.model_dump(), **more})
 
 
 def published(runs: Runs, name: str, config: RunConfig | dict[str, Any], tables: Sequence[Steps]) -> Run:
-    """A run whose batches of these rows are all published."""
+    """A run whose batches of these rows are all published: each table is a batch, and comes a request at a time."""
     runs.create(name, config)
     run = runs.get(name)
     for table in tables:
         run.begin_groups(0, list(dict.fromkeys(table.uids)))
-        run.submit(table)
+        for begin in range(0, len(table), _REQUEST_ROWS):
+            run.submit(table.take(np.arange(begin, min(begin + _REQUEST_ROWS, len(table)))))
     until(lambda: run.status().batches_published == len(tables))
     return run
 

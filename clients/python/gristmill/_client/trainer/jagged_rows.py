@@ -71,6 +71,11 @@ def jagged(rows: Rows, name: str, part: Part) -> Jagged:
     """That part of each row of a tensor with a value a token; see `gristmill.torch.Rows.jagged`."""
     if part not in _PARTS:
         raise InvalidArgumentError(f"part is {part!r}; known are {', '.join(_PARTS)}")
+    if rows.is_tree:
+        raise InvalidArgumentError(
+            f"{name}: with layout: prefix_tree a token stands once for several rows, with the values of the one that "
+            "trains it, so that it has no rows of its own; use layout: packed"
+        )
     values = rows.position_ids() if name == "position_ids" else rows[name]
     if rows.is_packed:
         return _of_axis(rows, values, name, part)
