@@ -5,7 +5,7 @@ Changed by `state.apply` only. Every change is O(1) a row and cannot fail: what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -22,8 +22,11 @@ class Released(NamedTuple):
     rows: int = 0
     tokens: int = 0
 
-    def and_also(self, other: Released) -> Released:
-        return Released(self.refs + other.refs, self.rows + other.rows, self.tokens + other.tokens)
+    @classmethod
+    def of(cls, parts: Sequence[Released]) -> Released:
+        """All of these together."""
+        refs = [ref for part in parts for ref in part.refs]
+        return cls(refs, sum(part.rows for part in parts), sum(part.tokens for part in parts))
 
 
 NOTHING = Released([])
@@ -134,12 +137,12 @@ class Group:
 
     def close(self, reason: str) -> Released:
         """Gives up every trajectory that is not complete; lets go of their rows."""
-        released = NOTHING
+        released = []
         for sample in range(self.sampled):
             trajectory = self.trajectories.get(sample)
             if sample not in self.aborted and (trajectory is None or not trajectory.is_complete):
-                released = released.and_also(self.abort(sample, reason))
-        return released
+                released.append(self.abort(sample, reason))
+        return Released.of(released)
 
     def ordered_rows(self) -> Iterator[StoredRow]:
         """Its rows by sample, then step: their order in a batch, however they came."""

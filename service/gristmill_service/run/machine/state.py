@@ -293,16 +293,15 @@ def apply(state: State, event: Event) -> Released:
 
 
 def _store_rows(state: State, event: RowsStored) -> Released:
-    released = NOTHING
+    released = []
     for row in event.rows:
         group = state.open[row.group]
         before = group.nbytes
-        if (replaced := group.store(row)) is not NOTHING:
-            released = released.and_also(replaced)
+        released.append(group.store(row))
         state.row_bytes += group.nbytes - before
         _note_completion(state, group)
     state.rows_accepted += len(event.rows)
-    return released
+    return Released.of(released)
 
 
 def _set_rewards(state: State, event: RewardsSet) -> None:
@@ -437,10 +436,7 @@ def _remove_batch(state: State, number: int) -> Released:
     state.shard_bytes -= batch.nbytes
     state.row_bytes -= batch.row_bytes
     state.freed = min(state.batches, default=len(state.prompts))
-    released = Released(batch.written_refs())
-    for group in batch.groups:
-        released = released.and_also(group.released())
-    return released
+    return Released.of([Released(batch.written_refs()), *(group.released() for group in batch.groups)])
 
 
 def _apply_progress(state: State, event: Acknowledged | PositionCommitted | ModelResumed) -> None:
