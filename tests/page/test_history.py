@@ -182,6 +182,10 @@ def test_of_a_freed_batch_its_figures_are_still_told(open_page: OpenPage, run: s
     shards = page.locator("section[aria-label=Shards]")
     shards.get_by_role("cell", name="after merging").wait_for()
     assert "Batch 0 cannot be shown" in shards.inner_text()
+    # The link alone leads there, too.
+    shards = open_page(f"#/{run}/0").locator("section[aria-label=Shards]")
+    shards.get_by_role("cell", name="after merging").wait_for()
+    assert "batch 0 is freed" in shards.inner_text()
 
 
 def test_a_finished_run_shows_its_totals_and_all_curves(open_page: OpenPage, service: Service, run: str) -> None:

@@ -102,12 +102,28 @@ def test_a_finding_leads_to_its_batch_and_rank(
     stage.acknowledge(service.runs.get(run), 0, 0)
     page = open_page(f"#/{run}")
     loud = page.locator(".findings li.loud")
-    loud.get_by_role("button", name="rank 1").click()
+    loud.get_by_role("button", name="rank 1", exact=True).click()
     line = page.locator("tr.loud")
     assert line.inner_text().startswith("rank 1")
     assert line.evaluate("node => node === document.activeElement")
     loud.get_by_role("button", name="batch 0").click()
     stage.until(lambda: page.url.endswith(f"#/{run}/0"))
+
+
+def test_a_finding_leads_to_the_longest_row_that_the_rank_has(
+    open_page: OpenPage, service: Service, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(findings, "LATE_RANK_S", 0.01)
+    stage.acknowledge(service.runs.get(run), 1, 0)
+    page = open_page(f"#/{run}")
+    page.locator(".findings li.loud").get_by_role("button", name="longest row of rank 0").click()
+    tokens = page.get_by_role("region", name="Tokens of row 0")
+    tokens.wait_for()
+    stage.until(lambda: bool(tokens.evaluate("node => node === document.activeElement")))
+    assert page.get_by_label("mini-batch", exact=True).input_value() == "0"
+    # The address alone leads there, too.
+    assert page.url.endswith(f"#/{run}/0//policy.0.0")
+    open_page(f"#/{run}/0//policy.0.0").get_by_role("region", name="Tokens of row 0").wait_for()
 
 
 def test_a_group_is_found_and_its_rows_are_marked(open_page: OpenPage, run: str) -> None:
@@ -129,6 +145,9 @@ def test_the_settings_and_what_would_be_gained_are_shown(open_page: OpenPage, ru
 
 def test_distributions_are_named_where_they_are_pointed_at(open_page: OpenPage, run: str) -> None:
     page = open_page(f"#/{run}")
+    # What is drawn above moves it.
+    page.locator("section[aria-label=History] figure").first.wait_for()
+    page.locator("section[aria-label=Shards] canvas").first.wait_for()
     spread = page.locator("section[aria-label=Distributions]")
     spread.scroll_into_view_if_needed()
     score = spread.locator("figure").first
@@ -158,15 +177,27 @@ def test_an_empty_service_shows_a_first_run_that_runs(open_page: OpenPage, servi
 
 
 def test_a_run_that_is_deleted_says_so_and_is_there_again_when_it_is_made_anew(
-    browser: Any, service: Service, run: str
+    open_page: OpenPage, service: Service, run: str
 ) -> None:
-    # Chromium tells of the answer 404 on its console.
-    page = browser.new_page()
-    page.goto(f"{service.http_url}/#/{run}")
+    page = open_page(f"#/{run}")
     page.locator("section[aria-label=Shards] canvas").first.wait_for()
     service.runs.delete(run)
     page.get_by_text("It was deleted while you looked at it").wait_for(timeout=20_000)
     service.runs.create(run, stage.CONFIG)
     page.locator("dl.tiles").first.wait_for(timeout=20_000)
-    page.close()
-    service.runs.delete(run)
+
+
+def test_a_link_to_a_run_that_there_is_not_says_so(open_page: OpenPage) -> None:
+    open_page("#/nobody").get_by_text("It was deleted, or never created.").wait_for()
+
+
+def test_refusals_come_in_the_body_for_whoever_prefers_it(service: Service, client: httpx.Client) -> None:
+    plain = client.get("/runs/nobody/health")
+    told = client.get("/runs/nobody/health", headers={"Prefer": "errors=body"})
+    assert (plain.status_code, told.status_code, told.headers["gristmill-status"]) == (404, 200, "404")
+    assert told.json() == plain.json()
+    assert "gristmill-status" not in client.get("/overview", headers={"Prefer": "errors=body"}).headers
+    # What is counted is what was meant.
+    client.get("/runs/nobody/batches/0/costs", headers={"Prefer": "errors=body"})
+    counts = httpx.get(f"{service.http_url}/metrics", trust_env=False).text
+    assert 'gristmill_call_seconds_count{call="batch_costs",door="http",status="404"} 1.0' in counts

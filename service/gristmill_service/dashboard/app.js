@@ -1,19 +1,14 @@
-// The page: which run, batch and group are looked at stands in its address, `#/RUN/BATCH/UID`.
-import { paths, readVersion } from "./api.js";
-import { make } from "./dom.js";
-import { Poll } from "./poll.js";
-import { RunView } from "./run.js";
+// The page: what is looked at stands in its address.
+import { readAddress } from "./shared/address.js";
+import { paths, readVersion } from "./shared/api.js";
+import { Poll } from "./shared/poll.js";
+import { RunView } from "./run/run.js";
 import { showRuns } from "./runs.js";
-import { setClock, tick } from "./text.js";
+import { setClock, tick } from "./shared/text.js";
 import { welcome } from "./welcome.js";
 
 const live = document.querySelector("#live"), main = document.querySelector("#main"), nav = document.querySelector("#runs");
 let view = null, runs = [], overviewAt = 0, grpcAddress = "";
-
-function address() {
-  const [run = "", batch = "", uid = ""] = location.hash.replace(/^#\/?/, "").split("/");
-  return { run: decodeURIComponent(run), batch: batch === "" ? null : Number(batch), uid: decodeURIComponent(uid) };
-}
 
 // The run that needs a person most, then the one that rows came for last.
 function mostTelling() {
@@ -23,7 +18,7 @@ function mostTelling() {
 }
 
 function follow() {
-  const wanted = address();
+  const wanted = readAddress(location.hash);
   const run = wanted.run || mostTelling()?.run;
   if (!run) {
     view = null;
@@ -38,7 +33,7 @@ function follow() {
     main.replaceChildren(view.node);
     document.title = `${run} · gristmill`;
   }
-  view.show(wanted.batch ?? runs.find(one => one.run === run)?.newest_batch ?? null, wanted.uid);
+  view.show(wanted.batch ?? runs.find(one => one.run === run)?.newest_batch ?? null, wanted);
   showRuns(nav, runs, run);
 }
 
@@ -50,7 +45,7 @@ async function lookAtRuns() {
   grpcAddress = body.grpc_address;
   const isListed = view !== null && runs.some(one => one.run === view.name);
   if (view !== null && !isListed && view.health) view.tellGone();
-  if (view === null || view.isGone && isListed || !isListed && !address().run) follow();
+  if (view === null || view.isGone && isListed || !isListed && !readAddress(location.hash).run) follow();
   else showRuns(nav, runs, view.name);
 }
 
@@ -82,5 +77,5 @@ poll.failed = error => { live.textContent = `no answer: ${error.message}; asking
 document.addEventListener("visibilitychange", () => { if (document.hidden) live.textContent = "paused"; });
 window.addEventListener("hashchange", () => { follow(); poll.now(); });
 setInterval(() => { if (!document.hidden) tick(); }, 1000);
-if (address().run) follow();
+if (readAddress(location.hash).run) follow();
 poll.now();

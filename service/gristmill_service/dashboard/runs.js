@@ -1,6 +1,7 @@
 // The list of runs: a word and a shape for the state of each, never a colour alone.
-import { make } from "./dom.js";
-import { some } from "./text.js";
+import { addressOf } from "./shared/address.js";
+import { make } from "./shared/dom.js";
+import { some } from "./shared/text.js";
 
 const SIGNS = { failed: "✖", stuck: "■", training: "●", collecting: "◌", idle: "–", finished: "✓" };
 
@@ -18,7 +19,7 @@ export function showRuns(nav, runs, current) {
   shown = told;
   const focused = nav.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
   nav.replaceChildren(make("ul", {}, runs.map(run => make("li", {}, make("a",
-    { href: `#/${encodeURIComponent(run.run)}`, "aria-current": run.run === current ? "page" : null },
+    { href: addressOf(run), "aria-current": run.run === current ? "page" : null },
     run.run, make("br"), badge(run.state), make("br"), make("span", { class: "quiet small" }, line(run)))))));
   if (focused) [...nav.querySelectorAll("a")].find(link => link.getAttribute("href") === focused)?.focus();
 }

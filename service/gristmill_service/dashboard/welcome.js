@@ -1,5 +1,5 @@
 // A service without runs: where it is, and what to type.
-import { make } from "./dom.js";
+import { make } from "./shared/dom.js";
 
 const snippet = address => `from gristmill import RolloutClient
 

@@ -14,8 +14,8 @@ SHOWN_FAILURES = 100
 _DIGITS = 6
 
 
-def batch_history(run: Run, most: int, pictured: Sequence[int]) -> BatchHistory:
-    """Figures of all batches of the run, `most` points at most. pictured: the batches whose pictures are cached."""
+def batch_history(run: Run, most: int) -> BatchHistory:
+    """Figures of all batches of the run, `most` points at most."""
     records, failed, kept = run.read(
         lambda state, _: (
             list(state.records),
@@ -28,7 +28,6 @@ def batch_history(run: Run, most: int, pictured: Sequence[int]) -> BatchHistory:
         run=run.name,
         totals=None if totals is None else _figures(totals),
         points=[_figures(record) for record in _thinned(records, most)],
-        pictured=list(pictured),
         failed=[
             FailedBatch(batch=number, reason=reason, remedy=remedy(reason, is_kept=number in kept))
             for number, reason in failed

@@ -169,12 +169,6 @@ class BatchViewCache:
                 self._views.move_to_end(key)
             return found
 
-    def batches(self, run: Run) -> list[int]:
-        """The run's batches whose views are cached."""
-        with self._lock:
-            keys = [*self._views]
-        return sorted(key.batch for key in keys if key == _Key(run.run_id, key.batch, run.config.dp_size))
-
     def get(self, run: Run, batch: int) -> BatchView:
         """Blocks. Raises as `Run.batch` does, and NotFoundError where the batch is not published yet."""
         found = self.cached(run, batch)

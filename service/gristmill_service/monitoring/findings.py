@@ -147,7 +147,7 @@ def _working_ranks(facts: RunFacts, model: ModelFacts, ready: Sequence[int]) -> 
             others = f"{past} other {'rank is' if past == 1 else 'ranks are'} past it"
             since = min(available(facts, model, rank) for rank in late)
             text = f"{_did_not(facts, model, late)}; {others}"
-            yield _finding("stuck", text, since, batch=least.batch, model=model.model, ranks=late)
+            yield _finding("stuck", text, since, at=least, model=model.model, ranks=late)
         return
     # One that came last holds up the others; before it came, they waited for it.
     since = max(available(facts, model, rank) for rank in last)
@@ -157,7 +157,7 @@ def _working_ranks(facts: RunFacts, model: ModelFacts, ready: Sequence[int]) -> 
         level: Level = "stuck" if now - since >= max(_STUCK_RANKS_S, _STUCK_STEPS * pace) else "slow"
         before = f"the longest step before took {longest:.0f} s" if longest else "they took no step yet"
         text = f"{_did_not(facts, model, last)}; {before}"
-        yield _finding(level, text, since, batch=least.batch, model=model.model, ranks=last)
+        yield _finding(level, text, since, at=least, model=model.model, ranks=last)
 
 
 def _waiting_ranks(facts: RunFacts, model: ModelFacts) -> Finding:
@@ -248,16 +248,18 @@ def _finding(
     since: float | None,
     *,
     batch: int | None = None,
+    at: Position | None = None,
     model: Model | None = None,
     ranks: Sequence[int] = (),
     uid: str | None = None,
 ) -> Finding:
-    """batch, model, ranks, uid: what it is about."""
+    """batch, model, ranks, uid: what it is about. at: the mini-batch that ranks are to acknowledge."""
     return Finding(
         level=level,
         text=text[:_LONGEST_TEXT],
         since=None if since is None else seconds(since),
-        batch=batch,
+        batch=batch if at is None else at.batch,
+        mini_batch=None if at is None else at.mini_batch,
         model=model,
         ranks=list(ranks[:_NAMED_RANKS]),
         uid=uid,

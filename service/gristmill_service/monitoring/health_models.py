@@ -46,6 +46,7 @@ class Finding(Document):
     text: str
     since: float | None = Field(description="Seconds since 1970; null: not known.")
     batch: int | None = Field(default=None, description="That it is about.")
+    mini_batch: int | None = Field(default=None, description="Of that batch, which the ranks are to acknowledge.")
     model: Model | None = None
     ranks: list[int] = Field(default=[], description="That it is about, at most 8.")
     uid: str | None = Field(default=None, description="Of a group that it is about, shortened.")

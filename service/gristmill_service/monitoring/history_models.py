@@ -52,5 +52,4 @@ class BatchHistory(Document):
     run: str
     totals: BatchFigures | None = Field(description="Of all batches; null before the first.")
     points: list[BatchFigures] = Field(description="Oldest first; each of equally many batches, the last of fewer.")
-    pictured: list[int] = Field(description="Batches whose pictures are kept for now, also where they are freed.")
     failed: list[FailedBatch] = Field(description="Batches that could not be built, the last 100.")

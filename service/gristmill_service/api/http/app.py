@@ -27,6 +27,7 @@ from gristmill_service.api.http.dependencies import ContextDep, RequestIds
 from gristmill_service.api.http.forwarding import Forwarding
 from gristmill_service.api.http.host_names import HostNames
 from gristmill_service.api.http.same_origin import SameOrigin
+from gristmill_service.api.http.told_refusals import ToldRefusals
 from gristmill_service.monitoring.batch_view import BatchViewCache
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.storage.run_store import OwnedElsewhereError
@@ -72,6 +73,8 @@ def make_app(context: ApiContext, peers: PeerCertificates | None = None) -> Fast
         app.add_middleware(HostNames, told=context.host_names)
     app.add_middleware(_Measured, metrics=context.metrics)
     app.add_middleware(RequestIds)
+    # Outermost: metrics and traces have the status that was meant.
+    app.add_middleware(ToldRefusals)
     return app
 
 

@@ -24,8 +24,9 @@ from gristmill_service.storage.run_store import OwnedElsewhereError
 
 _MARK = "gristmill-forwarded"
 _LOOK_S = 0.5
+# Of these each process sends its own; a refusal comes with its status, whatever the caller prefers.
 _DROPPED = frozenset(
-    {"host", "content-length", "content-encoding", "transfer-encoding", "connection", "date", "server"}
+    {"host", "content-length", "content-encoding", "transfer-encoding", "connection", "date", "server", "prefer"}
 )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Annotated, cast
 
 import xxhash
@@ -77,12 +79,11 @@ def run_timeline(
 def run_history(
     request: Request,
     run: RunDep,
-    views: ViewsDep,
     points: Annotated[int, Query(ge=1, le=MOST_POINTS, description="The most to give: neighbours are added up.")] = 256,
 ) -> Response:
     """Figures of all batches that the run ever published, those that are freed, too: scores, rows, padding, staleness,
     waits, seconds in each stage. The run keeps them with its log. Has an ETag."""
-    return _versioned(request, batch_history(run, points, views.batches(run)))
+    return _versioned(request, batch_history(run, points))
 
 
 @router.get("/runs/{run}/batches/{batch}/picture", response_model=BatchPicture)
@@ -148,18 +149,18 @@ def _versioned(request: Request, document: BaseModel) -> Response:
     return Response(document.model_dump_json(exclude_unset=True), media_type="application/json", headers=headers)
 
 
-def _shipped() -> dict[str, tuple[bytes, str, str]]:
-    """The bytes, kind and version of each of the page's files."""
-    found = {}
-    for entry in files("gristmill_service").joinpath("dashboard").iterdir():
+def _shipped(folder: Traversable, path: str = "") -> Iterator[tuple[str, tuple[bytes, str, str]]]:
+    """The path of each of the page's files, with its bytes, kind and version."""
+    for entry in folder.iterdir():
         suffix = f".{entry.name.rpartition('.')[2]}"
-        if suffix in _KINDS:
+        if entry.is_dir():
+            yield from _shipped(entry, f"{path}{entry.name}/")
+        elif suffix in _KINDS:
             data = entry.read_bytes()
-            found[entry.name] = (data, _KINDS[suffix], f'"{xxhash.xxh3_64_hexdigest(data)}"')
-    return found
+            yield f"{path}{entry.name}", (data, _KINDS[suffix], f'"{xxhash.xxh3_64_hexdigest(data)}"')
 
 
-_FILES = _shipped()
+_FILES = dict(_shipped(files("gristmill_service").joinpath("dashboard")))
 
 
 @page.get("/")
@@ -167,7 +168,7 @@ async def index(request: Request) -> Response:
     return _file(request, "index.html")
 
 
-@page.get("/page/{name}")
+@page.get("/page/{name:path}")
 async def asset(request: Request, name: str) -> Response:
     return _file(request, name)
 

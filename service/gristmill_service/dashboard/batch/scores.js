@@ -1,8 +1,8 @@
 // Scores of groups, and what the estimator made of them.
-import { paths, read } from "./api.js";
-import { canvas, colours } from "./canvas.js";
-import { make, table } from "./dom.js";
-import { count, number, some } from "./text.js";
+import { paths, read } from "../shared/api.js";
+import { canvas, colours } from "../shared/canvas.js";
+import { make, table } from "../shared/dom.js";
+import { count, number, some } from "../shared/text.js";
 
 const HEIGHT = 136, LABEL = 46;
 

@@ -1,10 +1,10 @@
 // What holds a run up, worst first and loud where a person is needed; each leads to what it is about.
-import { make } from "./dom.js";
-import { since } from "./text.js";
+import { make } from "../shared/dom.js";
+import { since } from "../shared/text.js";
 
 export const rankId = (model, rank) => `rank-${model}-${rank}`;
 
-// open(what): { batch }, { model, rank } or { uid }.
+// open(what): { batch }, { model, rank }, { batch, model, miniBatch, rank } for the rows of that shard, or { uid }.
 export function findingItems(health, open) {
   return health.findings.map(one => {
     const isLoud = ["failed", "stuck"].includes(one.level);
@@ -19,6 +19,8 @@ function ways(one, open) {
   return [
     one.batch == null ? null : way(`batch ${one.batch}`, { batch: one.batch }),
     ...(one.ranks ?? []).map(rank => way(`${one.model === "critic" ? "critic " : ""}rank ${rank}`, { model: one.model, rank })),
+    one.mini_batch == null ? null : way(`longest row of rank ${one.ranks[0]}`,
+      { batch: one.batch, model: one.model, miniBatch: one.mini_batch, rank: one.ranks[0] }),
     one.uid == null ? null : way("find the group", { uid: one.uid }),
   ].filter(Boolean);
 }

@@ -1,7 +1,7 @@
 // How a batch's trajectories are spread: bars of scores, lengths and turns, and why they stopped.
-import { canvas, colours, readout, walkable } from "./canvas.js";
-import { make, table } from "./dom.js";
-import { number, share, some } from "./text.js";
+import { canvas, colours, readout, walkable } from "../shared/canvas.js";
+import { make, table } from "../shared/dom.js";
+import { number, share, some } from "../shared/text.js";
 
 const HEIGHT = 96, FOOT = 18;
 

@@ -1,7 +1,7 @@
 // The run's settings beside their defaults, and what others would give for the batch that is looked at.
-import { paths, read } from "./api.js";
-import { make, table } from "./dom.js";
-import { count, share } from "./text.js";
+import { paths, read } from "../shared/api.js";
+import { make, table } from "../shared/dom.js";
+import { count, share } from "../shared/text.js";
 
 export class SettingsView {
   constructor(run, batchOf) {

@@ -1,7 +1,7 @@
 // Loads: a lane a rank, micro-steps side by side, each as long as its slowest rank. What a lane leaves empty is waiting.
-import { canvas, colours, readout, walkable } from "./canvas.js";
-import { legend, make } from "./dom.js";
-import { count, share, some } from "./text.js";
+import { canvas, colours, readout, walkable } from "../shared/canvas.js";
+import { legend, make } from "../shared/dom.js";
+import { count, share, some } from "../shared/text.js";
 
 const LABEL = 62, END = 74;
 

@@ -1,8 +1,9 @@
 // What became of all batches of a run, those that are freed, too.
-import { paths, readVersion } from "./api.js";
-import { batches, curves } from "./curves.js";
-import { make, section, table } from "./dom.js";
-import { count, duration, number, share, some } from "./text.js";
+import { addressOf } from "../shared/address.js";
+import { paths, readVersion } from "../shared/api.js";
+import { batches, curves } from "../shared/curves.js";
+import { make, section, table } from "../shared/dom.js";
+import { count, duration, number, share, some } from "../shared/text.js";
 
 const AGAIN_MS = 10_000;
 const percent = value => share(value);
@@ -18,6 +19,7 @@ export class HistoryView {
     this.body = make("div", {});
     this.node = section("History", this.body);
     this.node.hidden = true;
+    this.whenDrawn = new Promise(resolve => { this.tellDrawn = resolve; });
   }
 
   // Asks when batches came since, and not often.
@@ -40,11 +42,6 @@ export class HistoryView {
     return this.told?.points.find(point => point.first <= batch && batch <= point.last) ?? null;
   }
 
-  // held: all batches that are sealed and not freed, the oldest 32 at least.
-  isFreed(batch, held) {
-    return this.kept(batch) !== null && !this.told.pictured.includes(batch) && (held.length === 0 || batch < held[0]);
-  }
-
   draw(told, isFinished) {
     this.told = told;
     this.node.hidden = !told.points.length && !told.failed.length;
@@ -63,6 +60,7 @@ export class HistoryView {
       make("details", {}, make("summary", {}, "Figures of every batch"), make("div", { class: "scroll", tabindex: "0", role: "region",
         "aria-label": "Figures of every batch" }, historyTable(points, this.run)))] : []));
     charts.forEach(chart => chart.redraw());
+    this.tellDrawn();
     performance.mark("history drawn");
   }
 }
@@ -108,11 +106,9 @@ function tiles(totals) {
 function failures(failed, run) {
   if (!failed.length) return [];
   return [make("ul", { class: "failures", "aria-label": "Batches that failed" }, failed.map(one => make("li", {},
-    make("b", { class: "state failed" }, make("a", { href: address(run, one.batch) }, `batch ${one.batch}`)), " ", one.reason,
+    make("b", { class: "state failed" }, make("a", { href: addressOf({ run, batch: one.batch }) }, `batch ${one.batch}`)), " ", one.reason,
     one.remedy ? `: ${one.remedy}` : "")))];
 }
-
-const address = (run, batch) => `#/${encodeURIComponent(run)}/${batch}`;
 
 // The figures of one point, for a batch that is freed.
 export function figures(point) {
@@ -131,6 +127,6 @@ const COLUMNS = [
 
 function historyTable(points, run) {
   return table(["batches", ...COLUMNS.map(([name]) => name)], points.map(point => [
-    make("a", { href: address(run, point.last) }, batches(point)),
+    make("a", { href: addressOf({ run, batch: point.last }) }, batches(point)),
     ...COLUMNS.map(([, value]) => value(point) == null ? "" : number(value(point)))]), "History of batches");
 }

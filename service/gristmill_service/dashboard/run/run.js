@@ -1,13 +1,14 @@
 // One run: how it is, what holds it up, and the batch that is looked at.
-import { paths, readVersion } from "./api.js";
-import { BatchView } from "./batch.js";
-import { make, section, table } from "./dom.js";
+import { addressOf } from "../shared/address.js";
+import { paths, readVersion } from "../shared/api.js";
+import { BatchView } from "../batch/batch.js";
+import { make, section, table } from "../shared/dom.js";
 import { findingItems, rankId } from "./findings.js";
 import { HistoryView } from "./history.js";
-import { badge } from "./runs.js";
+import { badge } from "../runs.js";
 import { SearchView } from "./search.js";
 import { SettingsView } from "./settings.js";
-import { bytes, count, place, setClock, since } from "./text.js";
+import { bytes, count, place, setClock, since } from "../shared/text.js";
 import { TimelineView } from "./timeline.js";
 
 export class RunView {
@@ -18,7 +19,7 @@ export class RunView {
     this.search = new SearchView(name);
     this.findings = make("ul", { class: "findings", "aria-label": "What holds the run up" });
     this.findings.hidden = true;
-    this.history = new HistoryView(name, batch => { location.hash = `#/${encodeURIComponent(name)}/${batch}`; });
+    this.history = new HistoryView(name, batch => { location.hash = addressOf({ run: name, batch }); });
     this.batch = new BatchView(name, this.history);
     this.timeline = new TimelineView(name);
     this.settings = new SettingsView(name, () => this.batch.batch);
@@ -29,9 +30,10 @@ export class RunView {
     this.look().catch(() => {});
   }
 
-  show(batch, uid = "") {
+  // uid: of a group whose rows are marked; shard: the one whose longest row is opened.
+  show(batch, { uid = "", shard = null } = {}) {
     this.wanted = batch;
-    if (batch !== null) this.batch.show(batch, { uid });
+    if (batch !== null) this.batch.show(batch, { uid, shard });
   }
 
   tellGone() {
@@ -43,10 +45,10 @@ export class RunView {
   }
 
   // A finding leads to what it is about.
-  lead({ batch, model, rank, uid }) {
+  lead({ batch, model, miniBatch, rank, uid }) {
     if (uid != null) return this.search.find(uid);
     if (batch != null) {
-      location.hash = `#/${encodeURIComponent(this.name)}/${batch}`;
+      location.hash = addressOf({ run: this.name, batch, shard: miniBatch == null ? null : { model, miniBatch, rank } });
       return this.batch.node.scrollIntoView();
     }
     const line = document.getElementById(rankId(model, rank));
@@ -65,7 +67,7 @@ export class RunView {
     this.showFindings(body);
     const held = body.batches.filter(batch => ["published", "waiting for columns"].includes(batch.state)).map(batch => batch.batch);
     if (this.wanted == null && held.length) this.show(held.at(-1));
-    this.batch.offer(held, body.batches.map(one => one.batch));
+    this.batch.offer(held);
     this.history.update(body);
     this.timeline.update(body);
     this.waiting.replaceChildren(...waiting(body));

@@ -1,6 +1,6 @@
 // Where merging broke: the token that differs, among those around it; as text where the service has a tokenizer.
-import { make, table } from "./dom.js";
-import { count, share } from "./text.js";
+import { make, table } from "../shared/dom.js";
+import { count, share } from "../shared/text.js";
 
 const END = -1;
 let texts = {};

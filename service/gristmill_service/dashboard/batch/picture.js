@@ -1,13 +1,13 @@
 // The picture of a batch: a panel a shard, a bar a row, all to one scale.
-import { canvas, colours, readout, snap, walkable } from "./canvas.js";
-import { legend, make, table } from "./dom.js";
-import { count, share, some } from "./text.js";
+import { canvas, colours, readout, snap, walkable } from "../shared/canvas.js";
+import { legend, make, table } from "../shared/dom.js";
+import { count, share, some } from "../shared/text.js";
 
 const PARTS = ["prompt", "observation", "trained", "padding"];
 const GAP = 10, HEAD = 18, ALL_BARS = 470, MOST_RANKS = 16;
 
-// uid: of the group whose rows are marked, "" for none.
-export function showPicture(parent, told, uid = "", openRow = null) {
+// uid: of the group whose rows are marked, "" for none. marked: a row that is marked, by its number. openRow(row): when one is chosen.
+export function showPicture(parent, told, { uid = "", marked = null, openRow }) {
   const group = uid ? told.groups.indexOf(uid.length > 80 ? `${uid.slice(0, 79)}…` : uid) : -1;
   const widest = Math.max(1, ...told.mini_batches.flatMap(part => part.shards.map(shard =>
     shard.trained.reduce((most, _, bar) => Math.max(most, extent(told, shard, bar)), 0))));
@@ -15,22 +15,30 @@ export function showPicture(parent, told, uid = "", openRow = null) {
   const lines = Math.ceil(Math.max(1, ...told.mini_batches.map(part => part.shards.length)) / MOST_RANKS);
   const height = Math.min(9, Math.max(1, ALL_BARS / lines / bars.reduce((sum, one) => sum + one, 0)));
   const words = readout("Point at a row, or walk through them with the arrow keys.");
-  const panels = told.mini_batches.map((part, index) => panel(told, part, { widest, height, bars: bars[index], words, group, openRow }));
+  const panels = told.mini_batches.map((part, index) => panel(told, part, { widest, height, bars: bars[index], words, group, marked, openRow }));
   parent.replaceChildren(
     make("div", { class: "bar" }, legend([["prompt", "prompt"], ["observation", "observation (loss mask 0)"],
       ["trained", "trained"], ["padding", "padding"]]), make("span", { class: "quiet small end" }, scale(told, widest))),
-    ...marked(told, uid, group), words, ...panels.flatMap(one => [one.title, one.shape.node]),
+    ...whereMarked(told, uid, group), words, ...panels.flatMap(one => [one.title, one.shape.node]),
     ...(leftOut(told) ? [make("p", { class: "quiet small" }, `${told.mini_batches.length} of ${told.mini_batches_in_all} mini-batches are drawn; others may be chosen above.`)] : []),
     make("details", {}, make("summary", {}, "The same as a table"), make("div", { class: "scroll", tabindex: "0", role: "region",
       "aria-label": "Tokens of each shard" }, shardTable(told))));
   panels.forEach(one => one.shape.redraw());
 }
 
-function marked(told, uid, group) {
+function whereMarked(told, uid, group) {
   if (!uid) return [];
   const places = told.mini_batches.flatMap(part => part.shards.flatMap((shard, rank) => (shard.group ?? []).includes(group) && group >= 0 ? [`mini-batch ${part.index} rank ${rank}`] : []));
   return [make("p", { class: "small", role: "status" }, places.length ? `Marked: the rows of ${uid}, in ${places.join(", ")}.`
     : `No row of ${uid} can be marked: it was dropped, or bars are several rows here. Choose a mini-batch alone.`)];
+}
+
+// The number of the shard's row of most tokens; null where it has none, or bars are several rows.
+export function longestRow(told, { miniBatch, rank }) {
+  const shard = told.mini_batches.find(part => part.index === miniBatch)?.shards[rank];
+  const rows = (shard?.row ?? []).map((row, bar) => ({ row, tokens: shard.prompt[bar] + shard.observation[bar] + shard.trained[bar] }))
+    .filter(one => one.row >= 0);
+  return rows.length ? rows.reduce((most, one) => one.tokens > most.tokens ? one : most).row : null;
 }
 
 const leftOut = told => told.mini_batches.length < told.mini_batches_in_all;
@@ -44,7 +52,7 @@ function scale(told, widest) {
   return `${rows}the widest bar is ${count(widest)} tokens${indented(told) ? "; a row begins where it leaves the row before it" : ""}`;
 }
 
-function panel(told, part, { widest, height, bars, words, group, openRow }) {
+function panel(told, part, { widest, height, bars, words, group, marked, openRow }) {
   const ranks = part.shards.length, columns = Math.min(ranks, MOST_RANKS), lines = Math.ceil(ranks / columns);
   const tall = HEAD + bars * height, paddingFirst = told.layout === "left_padded";
   const box = (rank, width) => {
@@ -56,7 +64,9 @@ function panel(told, part, { widest, height, bars, words, group, openRow }) {
   const shape = canvas(`Mini-batch ${part.index}: a panel for each of ${ranks} ranks, a bar for each row`, lines * (tall + 6), (context, width) => {
     const paint = colours(...PARTS, "grid", "quiet", "text", "stuck");
     part.shards.forEach((shard, rank) => drawShard(context, shard, rank, box(rank, width), paint));
-    if (group >= 0) part.shards.forEach((shard, rank) => (shard.group ?? []).forEach((one, bar) => one === group && outline(context, box(rank, width), rank, bar, paint.stuck)));
+    part.shards.forEach((shard, rank) => (shard.row ?? []).forEach((row, bar) => {
+      if (row === marked || group >= 0 && shard.group[bar] === group) outline(context, box(rank, width), rank, bar, paint.stuck);
+    }));
     if (shape.chosen) outline(context, box(shape.chosen[0], width), ...shape.chosen, paint.text);
   });
   function drawShard(context, shard, rank, { left, top, wide }, paint) {
@@ -98,7 +108,7 @@ function panel(told, part, { widest, height, bars, words, group, openRow }) {
       const most = part.shards[next].trained.length;
       return most ? [next, Math.min(most - 1, Math.max(0, bar + down))] : null;
     },
-    open: openRow && (([rank, bar]) => { const row = part.shards[rank].row?.[bar]; if (row >= 0) openRow(row); }),
+    open: ([rank, bar]) => { const row = part.shards[rank].row?.[bar]; if (row >= 0) openRow(row); },
     tell: ([rank, bar]) => `mini-batch ${part.index}, rank ${rank}, ${named(told, part.shards[rank], bar)}: ` +
       [...(told.layout === "prefix_tree" ? ["shared"] : []), ...PARTS]
         .map(name => `${name} ${count(part.shards[rank][name][bar])}`).join(", "),

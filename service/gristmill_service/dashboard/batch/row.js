@@ -1,7 +1,7 @@
 // One row's tokens: what they say where the service has a tokenizer, else their ids.
-import { paths, read } from "./api.js";
-import { legend, make } from "./dom.js";
-import { count } from "./text.js";
+import { paths, read } from "../shared/api.js";
+import { legend, make } from "../shared/dom.js";
+import { count } from "../shared/text.js";
 
 const KINDS = { "-1": "prompt", 0: "observation", 1: "trained" };
 

@@ -1,7 +1,8 @@
 // Groups by their uid: where they are, and what became of them.
-import { paths, read } from "./api.js";
-import { make, table } from "./dom.js";
-import { some } from "./text.js";
+import { addressOf } from "../shared/address.js";
+import { paths, read } from "../shared/api.js";
+import { make, table } from "../shared/dom.js";
+import { some } from "../shared/text.js";
 
 export class SearchView {
   constructor(run) {
@@ -28,7 +29,7 @@ export class SearchView {
       this.found.replaceChildren(make("p", { class: "quiet small" }, what), ...(told.groups.length ? [make("div",
         { class: "scroll", tabindex: "0", role: "region", "aria-label": "Groups that were found" }, table(["group", "state", "where"],
           told.groups.map(group => [group.uid + (group.round ? ` round ${group.round}` : "") + (group.tag ? ` (${group.tag})` : ""), group.state,
-            group.batch == null ? group.reason : make("a", { href: `#/${encodeURIComponent(this.run)}/${group.batch}/${encodeURIComponent(group.uid)}` }, `batch ${group.batch}`)]), "Groups that were found"))] : []));
+            group.batch == null ? group.reason : make("a", { href: addressOf({ run: this.run, batch: group.batch, uid: group.uid }) }, `batch ${group.batch}`)]), "Groups that were found"))] : []));
     } catch (error) {
       this.found.replaceChildren(make("p", { class: "quiet" }, error.message));
     }

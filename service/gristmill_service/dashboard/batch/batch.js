@@ -1,15 +1,16 @@
 // One batch: its picture at once, the rest when it comes into sight.
-import { paths, read } from "./api.js";
+import { addressOf } from "../shared/address.js";
+import { paths, read } from "../shared/api.js";
 import { showBreaks } from "./breaks.js";
 import { showDistributions } from "./distributions.js";
-import { make, section } from "./dom.js";
-import { figures } from "./history.js";
+import { make, section } from "../shared/dom.js";
+import { figures } from "../run/history.js";
 import { showHeat } from "./heat.js";
 import { showLoad } from "./load.js";
-import { showPicture } from "./picture.js";
+import { longestRow, showPicture } from "./picture.js";
 import { showRow } from "./row.js";
 import { ScoresView } from "./scores.js";
-import { count, share, some } from "./text.js";
+import { count, share, some } from "../shared/text.js";
 
 // From so many on, ranks stand as a heat map: bars would fill many screens.
 const MANY_RANKS = 16;
@@ -20,7 +21,6 @@ export class BatchView {
     this.history = history;
     this.batch = null;
     this.held = [];
-    this.all = null;
     this.choices = make("div", { class: "bar" });
     this.facts = make("p", { class: "quiet small" });
     this.picture = make("div", {});
@@ -40,17 +40,15 @@ export class BatchView {
       { rootMargin: "200px" });
   }
 
-  // uid: of the group whose rows are marked, if any.
-  async show(batch, { model = "policy", miniBatch = null, uid = "" } = {}) {
-    const wanted = JSON.stringify([batch, model, miniBatch, uid]);
+  // uid: of the group whose rows are marked, if any. shard: the one whose longest row is opened, if any.
+  async show(batch, { uid = "", shard = null, model = shard?.model ?? "policy", miniBatch = shard?.miniBatch ?? null } = {}) {
+    const wanted = JSON.stringify([batch, model, miniBatch, uid, shard]);
     if (wanted === this.wanted) return;
     this.wanted = wanted;
     this.node.hidden = false;
     const query = `?model=${model}${miniBatch === null ? "" : `&mini_batch=${miniBatch}`}`;
     let told;
     try {
-      // Asking for it would be an error for the console.
-      if (this.all && this.history.isFreed(batch, this.all)) throw new Error("it is trained and committed, and its rows are freed");
       told = await read(paths.batch(this.run, batch, "picture", query));
     } catch (error) {
       if (wanted === this.wanted) this.refuse(batch, error);
@@ -61,11 +59,13 @@ export class BatchView {
     Object.assign(this, { batch, told, model, miniBatch, uid });
     this.facts.textContent = facts(told);
     this.showChoices();
-    showPicture(this.picture, told, uid, row => showRow(this.row, this.run, batch, row));
-    if (batch !== this.batchOfRow) this.row.replaceChildren();
+    const longest = shard === null ? null : longestRow(told, shard);
+    showPicture(this.picture, told, { uid, marked: longest, openRow: row => showRow(this.row, this.run, batch, row) });
+    if (batch !== this.batchOfRow || shard) this.row.replaceChildren();
     this.batchOfRow = batch;
     performance.mark("picture drawn");
     (told.mini_batches.some(part => part.shards.length >= MANY_RANKS) ? showHeat : showLoad)(this.load, told);
+    if (shard) this.openLongest(longest, shard);
     if (isOther) {
       this.seen = new Set();
       for (const part of [this.breaks, this.scores.node, this.spread]) {
@@ -75,14 +75,25 @@ export class BatchView {
     }
   }
 
-  refuse(batch, error) {
+  async openLongest(row, { rank }) {
+    if (row === null) return this.row.replaceChildren(make("p", { class: "quiet", role: "status" },
+      `No row of rank ${rank} can be opened: it has none here, or bars are several rows.`));
+    await showRow(this.row, this.run, this.batch, row);
+    this.row.scrollIntoView({ block: "center" });
+    this.row.querySelector("[tabindex]")?.focus({ preventScroll: true });
+  }
+
+  async refuse(batch, error) {
     this.batch = null;
     this.facts.textContent = "";
     this.showChoices(batch);
-    const kept = this.history.kept(batch);
-    this.picture.replaceChildren(make("p", { class: "empty" }, `Batch ${batch} cannot be shown: ${error.message}`),
-      ...(kept ? [figures(kept)] : []));
+    const words = make("p", { class: "empty" }, `Batch ${batch} cannot be shown: ${error.message}`), { wanted } = this;
+    this.picture.replaceChildren(words);
     for (const part of [this.row, this.load, this.breaks, this.scores.node, this.spread]) part.replaceChildren();
+    // Its figures may be kept.
+    await this.history.whenDrawn;
+    const kept = this.history.kept(batch);
+    if (kept && wanted === this.wanted) this.picture.replaceChildren(words, figures(kept));
   }
 
   async see(part) {
@@ -104,8 +115,7 @@ export class BatchView {
   }
 
   // Which batches may be looked at, and all that are held. The one that is looked at stays until another is chosen.
-  offer(held, all) {
-    this.all = all;
+  offer(held) {
     if (JSON.stringify(held) === JSON.stringify(this.held)) return;
     this.held = held;
     if (this.batch !== null) this.showChoices();
@@ -113,7 +123,7 @@ export class BatchView {
 
   showChoices(batch = this.batch) {
     const all = [...new Set([...this.held, batch])].sort((a, b) => a - b), at = all.indexOf(batch);
-    const go = to => { location.hash = `#/${encodeURIComponent(this.run)}/${to}`; };
+    const go = to => { location.hash = addressOf({ run: this.run, batch: to }); };
     const focused = this.choices.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
     const choice = (label, options, value, change) => make("select", { "aria-label": label, onchange: event => change(event.target.value) },
       options.map(([key, text]) => make("option", { value: key, selected: String(key) === String(value) }, text)));

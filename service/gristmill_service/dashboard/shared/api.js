@@ -20,29 +20,24 @@ export class Refused extends Error {
   }
 }
 
-export async function read(path) {
-  const answer = await fetch(path, { cache: "no-store" });
-  if (!answer.ok) throw await refusal(answer);
-  return answer.json();
+// What the service refuses comes as an answer with status 200: a browser's console has errors for none.
+async function ask(path, headers = {}) {
+  const answer = await fetch(path, { headers: { ...headers, Prefer: "errors=body" }, cache: "no-store" });
+  const status = Number(answer.headers.get("Gristmill-Status") ?? answer.status);
+  if (answer.ok && status < 400 || status === 304) return answer;
+  if (status === 401) signIn();
+  const told = await answer.json().catch(() => null);
+  throw new Refused(told?.error?.message ?? `the service answered ${status}`, status);
 }
+
+export const read = async path => (await ask(path)).json();
 
 // {body, changed}: the body from before where the service says that it still holds.
 export async function readVersion(path) {
   const before = versions.get(path);
-  const headers = before ? { "If-None-Match": before.etag } : {};
-  const answer = await fetch(path, { headers, cache: "no-store" });
+  const answer = await ask(path, before ? { "If-None-Match": before.etag } : {});
   if (answer.status === 304 && before) return { body: before.body, changed: false };
-  if (!answer.ok) throw await refusal(answer);
   const body = await answer.json();
   versions.set(path, { etag: answer.headers.get("ETag"), body });
   return { body, changed: true };
-}
-
-async function refusal(answer) {
-  if (answer.status === 401) signIn();
-  try {
-    return new Refused((await answer.json()).error.message, answer.status);
-  } catch {
-    return new Refused(`the service answered ${answer.status}`, answer.status);
-  }
 }

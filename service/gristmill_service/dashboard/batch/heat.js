@@ -1,7 +1,7 @@
 // Loads of many ranks: a line a rank, a column a micro-step, dark where a rank works as long as the slowest.
-import { canvas, colours, readout, walkable } from "./canvas.js";
-import { legend, make } from "./dom.js";
-import { count, share } from "./text.js";
+import { canvas, colours, readout, walkable } from "../shared/canvas.js";
+import { legend, make } from "../shared/dom.js";
+import { count, share } from "../shared/text.js";
 
 const LABEL = 62, END = 74, HEAD = 18;
 

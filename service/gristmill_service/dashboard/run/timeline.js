@@ -1,8 +1,8 @@
 // The ranks' time line: when each worked on which batch, and when it had nothing to work on.
-import { paths, read } from "./api.js";
-import { canvas, colours } from "./canvas.js";
-import { legend, make } from "./dom.js";
-import { duration, now } from "./text.js";
+import { paths, read } from "../shared/api.js";
+import { canvas, colours } from "../shared/canvas.js";
+import { legend, make } from "../shared/dom.js";
+import { duration, now } from "../shared/text.js";
 
 const LABEL = 62, MOST = 64;
 
