@@ -9,6 +9,7 @@ from typing import NamedTuple
 from gristmill_recorder.refusals import NotRecorded
 
 _END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_END_LENGTH = 4
 
 
 class Event(NamedTuple):
@@ -22,17 +23,18 @@ class EventSplitter:
     """most_bytes: of one event."""
 
     def __init__(self, most_bytes: int) -> None:
-        self._rest = b""
+        self._rest = bytearray()
         self._most_bytes = most_bytes
 
     def feed(self, received: bytes) -> Iterator[Event]:
         """The events that are complete with what was received now."""
-        text = self._rest + received if self._rest else received
-        start = 0
-        for found in _END.finditer(text):
-            yield _event(text[start : found.end()])
+        # An event may come in a thousand parts: what was searched for its end is not searched again.
+        seen, start = max(0, len(self._rest) - _END_LENGTH), 0
+        self._rest += received
+        for found in _END.finditer(self._rest, seen):
+            yield _event(bytes(self._rest[start : found.end()]))
             start = found.end()
-        self._rest = text[start:]
+        del self._rest[:start]
         if len(self._rest) > self._most_bytes:
             raise NotRecorded(f"the engine sent an event of more than {self._most_bytes} bytes; raise --max-body-bytes")
 

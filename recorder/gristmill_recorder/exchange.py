@@ -14,7 +14,7 @@ from gristmill.completions import Sampled, sampled
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 from gristmill_recorder.events import EventSplitter
 from gristmill_recorder.forms import Form, Stream
-from gristmill_recorder.refusals import EngineAway, EngineSlow, NotRecorded, RefusalError
+from gristmill_recorder.refusals import EngineAway, EngineSlow, NotRecorded, RefusalError, WrongCall
 from gristmill_recorder.upstream import Upstream, answer_headers, request_headers
 
 Record = Callable[[Sequence[Sampled]], None]
@@ -47,7 +47,10 @@ class Exchange:
             # Where Anthropic's libraries have the key; engines look for it where OpenAI's have it.
             headers.setdefault("authorization", f"Bearer {key}")
         headers["content-type"] = "application/json"
-        body = orjson.dumps(self._form.request)
+        try:
+            body = orjson.dumps(self._form.request)
+        except TypeError as error:
+            raise WrongCall(f"the request cannot be written as JSON again: {error}; nest it less deeply") from None
         asked = time.perf_counter()
         async with upstream.calling("POST", self._form.path, self._request.query_string, headers, body) as answer:
             self.engine_s += time.perf_counter() - asked
@@ -66,8 +69,10 @@ class Exchange:
                 raise NotRecorded(f"the engine's answer has more than {self._most_bytes} bytes; raise --max-body-bytes")
         with _recordable():
             document = orjson.loads(body)
-            self._record(sampled(document))
+            found = sampled(document)
             told = orjson.dumps(self._form.whole(document))
+            # Last: what is recorded has to be answered.
+            self._record(found)
         self.response = web.Response(body=told, headers=answer_headers(answer.headers))
         # Now, not when the handler returns it: what is counted of the call comes after the answer.
         await self._write_eof()

@@ -81,7 +81,8 @@ class MessageStream(ChatStream):
         chunk = self.read_chunk(event)
         if chunk is None:
             if self.has_failed:
-                return _failure(event)
+                # Nothing of what may follow is told: the error ends the message.
+                return _failure(event) if event.data.startswith(b"{") else b""
             return b"".join(self._end()) if self.is_over else b""
         return b"".join(self._events(chunk))
 

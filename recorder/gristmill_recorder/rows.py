@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,16 +34,16 @@ class Row:
         """Raises InvalidArgumentError for what are no token ids or logprobs."""
         logprobs = None
         try:
-            prompt, response = np.array(choice.prompt_token_ids, np.int32), np.array(choice.response_ids, np.int32)
-            if has_logprobs:
-                logprobs = np.array(choice.rollout_logprobs, np.float32)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidArgumentError(f"the answer's token ids or logprobs are no numbers: {error}") from None
+            prompt, response = _numbers("i", choice.prompt_token_ids), _numbers("i", choice.response_ids)
+            if has_logprobs and choice.rollout_logprobs is not None:
+                logprobs = _numbers("f", choice.rollout_logprobs)
+        except (TypeError, OverflowError) as error:
+            raise InvalidArgumentError(f"the answer's token ids or logprobs are no such numbers: {error}") from None
         if not len(prompt) or min(prompt.min(), response.min()) < 0:
             raise InvalidArgumentError(
                 "the answer has an empty prompt, or token ids below 0; check the engine's version"
             )
-        if logprobs is not None and not (logprobs.shape == response.shape and np.isfinite(logprobs).all()):
+        if has_logprobs and (logprobs is None or len(logprobs) != len(response) or not np.isfinite(logprobs).all()):
             raise InvalidArgumentError(
                 "the answer does not have one finite logprob a token; start the recorder with --no-logprobs where the "
                 "engine gives none"
@@ -75,6 +77,11 @@ class Row:
             "policy_version": self.policy_version,
         }
         return found if self.logprobs is None else {**found, "rollout_logprobs": self.logprobs}
+
+
+def _numbers(code: str, values: Sequence[float]) -> NDArray[Any]:
+    """code: "i" of int32, "f" of float32. Raises TypeError for what is none, where numpy would cut a 1.5 to a 1."""
+    return np.frombuffer(array(code, values), np.dtype(code))
 
 
 def _common(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:

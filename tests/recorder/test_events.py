@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,3 +30,15 @@ def test_an_event_without_an_end_is_refused() -> None:
     splitter = EventSplitter(10)
     with pytest.raises(NotRecorded, match="more than 10 bytes; raise --max-body-bytes"):
         list(splitter.feed(b"data: 0123456789"))
+
+
+def test_a_long_event_in_many_parts_is_searched_once() -> None:
+    """A prompt of a million tokens is one: what was searched for its end again with each part took its square."""
+    part = b"1234567," * 1024
+    splitter = EventSplitter(1 << 30)
+    began = time.process_time()
+    for _ in range(2000):
+        assert not list(splitter.feed(part))
+    (event,) = splitter.feed(b"\n\n")
+    assert len(event.raw) == 2000 * len(part) + 2
+    assert time.process_time() - began < 5

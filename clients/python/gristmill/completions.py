@@ -163,7 +163,7 @@ def _checked(
     prompt: Sequence[int] | None,
     response: Sequence[int] | None,
     logprobs: Sequence[float] | None,
-    stop_reason: str,
+    stop_reason: Any,
     where: str,
 ) -> Sampled:
     lacking = "prompt's" if prompt is None else "response's" if response is None else ""
@@ -173,6 +173,8 @@ def _checked(
         raise InvalidArgumentError(
             f"{where}: the answer has {len(logprobs)} logprobs for {len(response)} token ids; it needs one each"
         )
+    if not isinstance(stop_reason, str):
+        raise InvalidArgumentError(f"{where}: finish_reason is {stop_reason!r}; it is the name of a reason, or null")
     return Sampled(prompt, response, logprobs, stop_reason)
 
 

@@ -1,0 +1,236 @@
+"""Engines that answer what no engine should: the agent is told, in words or by a cut, and nothing is trained of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from gristmill_service.service import Service
+from tests.recorder.broken import BrokenEngine, breaking, chunk, completion, streamed, whole
+from tests.recorder.engine import END
+from tests.recorder.recorders import Recorder, create_run, end, post, start, trained
+
+PROMPT = chunk(prompt_token_ids=[1, 2])
+FIRST, LAST = chunk("h", [104]), chunk("", [END], "stop")
+DONE = b"data: [DONE]\n\n"
+ERROR = {"error": {"message": "out of memory", "code": 500}}
+
+
+@pytest.fixture(scope="module")
+def broken() -> Iterator[BrokenEngine]:
+    with breaking() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def recorder(broken: BrokenEngine, service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorder]:
+    directory = tmp_path_factory.mktemp("broken")
+    flags = ("--journal", str(directory / "journal.sqlite3"), "--finish-wait-s", "5")
+    running = start(directory / "log", broken.url, service.grpc_address, *flags)
+    yield running
+    end(running)
+    assert "Traceback" not in running.log.read_text()
+
+
+def ask(recorder: Recorder, run: str, api: str = "chat/completions", **more: Any) -> tuple[int, bytes]:
+    """Status and body of the answer; raises what http.client raises where it has no end."""
+    return send(recorder, run, json.dumps({"messages": [{"role": "user", "content": "hi"}], **more}), api)
+
+
+def send(recorder: Recorder, run: str, body: str, api: str = "chat/completions") -> tuple[int, bytes]:
+    where = urlsplit(recorder.base(run))
+    connection = http.client.HTTPConnection(where.netloc, timeout=60)
+    try:
+        connection.request("POST", f"{where.path}/v1/{api}", body)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def has_recorded(recorder: Recorder, run: str) -> bool:
+    return post(f"{recorder.base(run)}/finish", {"reward": 1.0})[0] != 409
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        pytest.param(b"", "cannot be reached", id="nothing"),
+        pytest.param(b"good day\r\n\r\n", "cannot be reached", id="no HTTP"),
+        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-", "cannot be reached", id="half a head"),
+        pytest.param(
+            b"HTTP/1.1 200 OK\r\ncontent-length: many\r\n\r\n", "cannot be reached", id="a length that is none"
+        ),
+        pytest.param(whole(completion())[:-20], "cannot be reached", id="half a body"),
+        pytest.param(
+            b"HTTP/1.1 200 OK\r\nx: " + b"a" * 300_000 + b"\r\n\r\n", "cannot be reached", id="a head without end"
+        ),
+        pytest.param(whole(None), "as a mapping", id="null"),
+        pytest.param(whole([1]), "as a mapping", id="a list"),
+        pytest.param(whole({}), "has no choices", id="an empty object"),
+        pytest.param(whole(b"\xff\xfe{"), "JSONDecodeError", id="no JSON"),
+        pytest.param(whole(completion(choices="abc")), "not as its API has it", id="choices that are text"),
+        pytest.param(whole(completion(choices=[1])), "not as its API has it", id="choices that are numbers"),
+        pytest.param(whole(completion(token_ids=[1.5, 2.5, 3.5])), "no such numbers", id="fractions of tokens"),
+        pytest.param(whole(completion(token_ids="abc")), "no such numbers", id="tokens that are text"),
+        pytest.param(whole(completion(token_ids=[[1], [2], [3]])), "no such numbers", id="nested tokens"),
+        pytest.param(whole(completion(token_ids=[2**40, 2, 3])), "no such numbers", id="tokens beyond int32"),
+        pytest.param(whole(completion(token_ids=[-1, 2, 3])), "below 0", id="tokens below 0"),
+        pytest.param(whole(completion(prompt_token_ids=[])), "empty prompt", id="no prompt"),
+        pytest.param(whole(completion(logprobs=None)), "one finite logprob a token", id="no logprobs"),
+        pytest.param(
+            whole(completion(logprobs={"content": [{"logprob": 1e99}] * 3})),
+            "one finite logprob a token",
+            id="logprobs beyond float32",
+        ),
+        pytest.param(
+            whole(completion(logprobs={"content": [{"logprob": "-1"}] * 3})),
+            "no such numbers",
+            id="logprobs that are text",
+        ),
+        pytest.param(
+            whole(completion(logprobs={"content": [{"logprob": -1}]})),
+            "1 logprobs for 3 token ids",
+            id="a logprob for three tokens",
+        ),
+        pytest.param(whole(completion(finish_reason=7)), "finish_reason is 7", id="a reason that is a number"),
+        pytest.param(
+            whole(completion(finish_reason=["stop"])), "finish_reason is ['stop']", id="a reason that is a list"
+        ),
+        pytest.param(
+            whole(json.dumps(completion(extra=0)).replace(": 0}", f": {'[' * 300}{']' * 300}}}").encode()),
+            "Recursion",
+            id="nested too deeply",
+        ),
+    ],
+)
+def test_a_broken_answer_is_refused_and_nothing_of_it_is_trained(
+    recorder: Recorder, broken: BrokenEngine, run: str, answer: bytes, problem: str
+) -> None:
+    broken.answer = answer
+    status, body = ask(recorder, run)
+    message = json.loads(body)["error"]["message"]
+    assert (status, problem in message) == (502, True), message
+    assert not has_recorded(recorder, run)
+
+
+@pytest.mark.parametrize("api", ["chat/completions", "messages"])
+@pytest.mark.parametrize(
+    "events",
+    [
+        (PROMPT, FIRST, b"data: {oops\n\n"),
+        (PROMPT, FIRST, b'data: {"a": "\xff"}\n\n'),
+        (PROMPT, FIRST, {"choices": [1]}),
+        (PROMPT, FIRST, {"choices": [{"index": [1]}]}),
+        (PROMPT, FIRST, chunk("x", "ab", "stop"), DONE),
+        (PROMPT, FIRST, chunk("x", [1.5], "stop"), DONE),
+        (PROMPT, FIRST, chunk("x", [105], 7), DONE),  # type: ignore[arg-type]
+        (FIRST, LAST, DONE),
+    ],
+    ids=["no JSON", "no UTF-8", "a choice", "an index", "text", "fractions", "a reason", "no prompt"],
+)
+def test_garbage_within_a_stream_ends_it_with_an_error(
+    recorder: Recorder, broken: BrokenEngine, run: str, api: str, events: tuple[Any, ...]
+) -> None:
+    broken.answer = streamed(*events)
+    _, body = ask(recorder, run, api, stream=True)
+    assert b"gristmill_NotRecorded" in body
+    assert not has_recorded(recorder, run)
+
+
+@pytest.mark.parametrize("api", ["chat/completions", "messages"])
+def test_an_error_of_the_engine_within_a_stream_is_told_in_its_words(
+    recorder: Recorder, broken: BrokenEngine, run: str, api: str
+) -> None:
+    broken.answer = streamed(PROMPT, FIRST, ERROR, DONE)
+    status, body = ask(recorder, run, api, stream=True)
+    assert (status, b"out of memory" in body, b"gristmill" in body) == (200, True, False)
+    assert not has_recorded(recorder, run)
+
+
+@pytest.mark.parametrize("api", ["chat/completions", "messages"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        streamed(PROMPT, FIRST, is_ended=False),
+        streamed(PROMPT, FIRST),
+        streamed(PROMPT, FIRST, DONE),
+        streamed(PROMPT, FIRST, LAST, is_ended=False),
+        streamed(PROMPT, FIRST, is_ended=False) + b"HTTP/1.1 500 Internal Server Error\r\n\r\n",
+        streamed(),
+    ],
+    ids=["cut", "ended", "done", "cut behind the last chunk", "another answer", "empty"],
+)
+def test_a_stream_without_its_end_is_cut_for_the_agent_too(
+    recorder: Recorder, broken: BrokenEngine, run: str, api: str, answer: bytes
+) -> None:
+    """Or it is refused, where nothing was told yet."""
+    broken.answer = answer
+    try:
+        status, _ = ask(recorder, run, api, stream=True)
+    except (http.client.IncompleteRead, ConnectionError):
+        status = 502
+    assert status == 502
+    assert not has_recorded(recorder, run)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        whole(completion()),
+        b"HTTP/1.1 100 Continue\r\n\r\n" + whole(completion()),
+        whole(completion()).replace(b"HTTP/1.1", b"HTTP/1.0"),
+        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n" + json.dumps(completion()).encode(),
+        whole(completion(), "content-type: application/json\r\nset-cookie: a=1\r\nset-cookie: b=caf\xe9"),
+    ],
+    ids=["as usual", "100 Continue", "HTTP 1.0", "without a length", "cookies"],
+)
+def test_an_unusual_answer_is_recorded(
+    recorder: Recorder, broken: BrokenEngine, service: Service, run: str, answer: bytes
+) -> None:
+    broken.answer = answer
+    status, body = ask(recorder, run)
+    assert (status, json.loads(body)["choices"][0]["message"]["content"]) == (200, "hi")
+    assert recorder.finish(run) == {"steps": 1, "outcome": "accepted"}
+    assert [bytes(row.trained[:-1]) for row in trained(service.grpc_address, run)] == [b"hi"]
+
+
+def test_an_agent_that_hangs_up_within_a_stream_ends_the_engines_and_is_not_recorded(
+    recorder: Recorder, broken: BrokenEngine, run: str
+) -> None:
+    broken.answer, broken.holds = streamed(PROMPT, FIRST, is_ended=False), True
+    try:
+        where = urlsplit(recorder.base(run))
+        connection = http.client.HTTPConnection(where.netloc, timeout=60)
+        connection.request("POST", f"{where.path}/v1/chat/completions", json.dumps({"messages": [], "stream": True}))
+        with connection.getresponse() as answer:
+            assert answer.readline().startswith(b"data: ")
+        connection.close()
+        assert broken.closed.wait(60)
+    finally:
+        broken.holds = False
+    assert not has_recorded(recorder, run)
+
+
+def test_a_request_that_cannot_be_written_again_is_refused(recorder: Recorder, broken: BrokenEngine, run: str) -> None:
+    asked = len(broken.requests)
+    status, body = send(recorder, run, f'{{"messages": [], "tools": {"[" * 300}{"]" * 300}}}')
+    assert (status, b"nest it less deeply" in body) == (400, True)
+    assert len(broken.requests) == asked
+
+
+def test_a_prompt_of_a_million_tokens_is_recorded_and_delivered(
+    recorder: Recorder, broken: BrokenEngine, service: Service, run_name: str
+) -> None:
+    create_run(service.grpc_address, run_name)
+    prompt = list(range(1_000_000))
+    broken.answer = streamed(chunk(prompt_token_ids=prompt), FIRST, LAST, DONE)
+    assert ask(recorder, run_name, stream=True)[0] == 200
+    assert recorder.finish(run_name) == {"steps": 1, "outcome": "accepted"}
+    (row,) = trained(service.grpc_address, run_name)
+    assert (row.tokens, row.trained) == ([*prompt, 104, END], [104, END])
