@@ -13,6 +13,7 @@ import structlog
 from gristmill.errors import GristmillError, PermissionDeniedError, ResourceExhaustedError, UnauthenticatedError
 from gristmill_service.access import caller
 from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN, Caller
+from gristmill_service.access.debts import Debts
 from gristmill_service.access.quotas import Held, check_quota
 from gristmill_service.access.roles import AUDITED, OPEN_CALLS
 from gristmill_service.access.tokens import Callers, read_callers
@@ -33,7 +34,7 @@ class Gate:
 
     def __init__(self, settings: Settings, held: Held) -> None:
         """held: what callers' quotas are of. Raises InvalidArgumentError for a file that cannot be read."""
-        self._held = held
+        self._held, self.debts = held, Debts()
         self._file = None if settings.tokens_file is None else _CallersFile(settings.tokens_file)
         self._proxy = None
         if settings.proxy_user_header is not None:

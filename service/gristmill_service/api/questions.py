@@ -9,6 +9,7 @@ from gristmill_service.config import Model
 from gristmill_service.run.machine import conditions
 from gristmill_service.run.machine.answers import Admission, Admissions, BatchAnswer, BatchState, Position, ShardAnswer
 from gristmill_service.run.machine.conditions import Condition
+from gristmill_service.run.request_limits import check_group_count
 from gristmill_service.run.run import Run
 
 
@@ -44,7 +45,11 @@ def ask_policy_version(run: Run, at_least: int) -> Question[int]:
 def ask_groups(
     run: Run, round_: int, uids: Sequence[str], n_samples: Sequence[int], tags: Sequence[str]
 ) -> Question[Admissions]:
-    """Admits what has room; settled once the first uid that had none at the first reading is answered."""
+    """Admits what has room; settled once the first uid that had none at the first reading is answered. Raises
+    InvalidArgumentError for too many."""
+    # Before they are copied.
+    check_group_count(len(uids))
+    uids, n_samples, tags = list(uids), list(n_samples), list(tags)
     waits_for: list[int] = []
 
     def is_settled(answer: Admissions) -> bool:

@@ -10,14 +10,19 @@ from gristmill.errors import InvalidArgumentError
 _MOST_GROUPS, _MOST_ROWS = 1 << 15, 1 << 14
 
 
+def check_group_count(count: int) -> None:
+    """Raises InvalidArgumentError for too many groups."""
+    if count > _MOST_GROUPS:
+        raise InvalidArgumentError(f"{count} uids are begun at once, and {_MOST_GROUPS} are the most; send fewer")
+
+
 def check_begun(round_: int, uids: Sequence[str]) -> None:
     """Raises InvalidArgumentError for groups that cannot be named, or are too many."""
+    check_group_count(len(uids))
     if round_ < 0 or "" in uids:
         raise InvalidArgumentError(
             f"round is {round_} and uids are {list(uids)!r}; round is at least 0, no uid is empty"
         )
-    if len(uids) > _MOST_GROUPS:
-        raise InvalidArgumentError(f"{len(uids)} uids are begun at once, and {_MOST_GROUPS} are the most; send fewer")
     for uid in uids:
         check_uid(uid)
 

@@ -23,6 +23,7 @@ from gristmill_service.api.errors import STATUSES, refusal
 from gristmill_service.api.http import models, page, page_details, rollouts, runs, session, trainers
 from gristmill_service.api.http.authentication import Authenticated, authorize
 from gristmill_service.api.http.bodies import TOO_LARGE, BoundedBodies
+from gristmill_service.api.http.debts import Indebted
 from gristmill_service.api.http.dependencies import ContextDep, RequestIds
 from gristmill_service.api.http.forwarding import Forwarding
 from gristmill_service.api.http.host_names import HostNames
@@ -66,6 +67,7 @@ def make_app(context: ApiContext, peers: PeerCertificates | None = None) -> Fast
     app.add_exception_handler(HTTPException, _tell_status)
     app.add_exception_handler(Exception, _tell)
     app.add_middleware(BoundedBodies, limit=context.max_message_bytes, refuse_too_large=context.refuse_too_large)
+    app.add_middleware(Indebted, gate=context.gate)
     app.add_middleware(Authenticated, gate=context.gate)
     app.add_middleware(SameOrigin)
     if context.gate.is_open:

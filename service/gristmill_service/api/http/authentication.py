@@ -19,6 +19,7 @@ from gristmill_service.access.gate import AUTHORIZATION, Gate
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.http import models
 from gristmill_service.api.http.bodies import BODY
+from gristmill_service.api.http.debts import refuse_unknown
 
 _RANK = TypeAdapter(models.Int32)
 
@@ -43,6 +44,7 @@ class Authenticated:
         try:
             caller.begin(await self._identify(scope))
         except GristmillError as error:
+            await refuse_unknown(self._gate.debts, scope)
             told = refusal(error)
             headers = {**told.headers, "WWW-Authenticate": "Bearer"} if told.http_status == 401 else told.headers
             await JSONResponse(told.body, told.http_status, headers)(scope, receive, send)

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from gristmill.errors import GristmillError, InvalidArgumentError
+from gristmill.errors import GristmillError, InvalidArgumentError, UnauthenticatedError
 from gristmill_service.access import caller
+from gristmill_service.access.caller import ANYONE
 from gristmill_service.access.gate import AUTHORIZATION, Gate
 from gristmill_service.api.places import Places
-from gristmill_service.api.rpc.peers import caller_of
+from gristmill_service.api.rpc.peers import caller_of, debtor_of
 
 AT_ONCE = 32
 """Requests that are read and answered at once, but for those that wait. Python runs few at a time."""
 
 _LONGEST_S = 20.0
+
+_size: ContextVar[int] = ContextVar("gristmill_request_size", default=0)
+"""Of the request that is being answered, in bytes."""
 
 
 class Intake:
@@ -33,21 +40,68 @@ class Intake:
             takes_back=True,
         )
 
-    def read(self, requests: Iterator[Any], context: grpc.ServicerContext, held: ExitStack) -> Any:
+    def read(
+        self,
+        requests: Iterator[bytes],
+        parse: Callable[[bytes], Any],
+        context: grpc.ServicerContext,
+        held: ExitStack,
+    ) -> Any:
         """The request, or the error to answer with. held: what is to be closed when it is answered."""
         try:
-            self.identify(context)
+            self.admit(context)
             place = held.enter_context(self._places.place(caller_of(context), context.cancel, _LONGEST_S))
-            request = next(requests, None)
+            data = next(requests, None)
             place.idle_since = None
+            if data is None:
+                raise InvalidArgumentError("the call came without its request; send one")
+            request = parsed(data, parse)
         except GristmillError as error:
             return error
         if getattr(request, "wait_s", 0.0):
             # It holds a place among those that wait.
             held.close()
-        return InvalidArgumentError("the call came without its request; send one") if request is None else request
+        return request
+
+    def admit(self, context: grpc.ServicerContext) -> None:
+        """Finds out who calls, and has those wait who owe for calls that were refused. Raises UnauthenticatedError, and
+        ResourceExhaustedError where that would be too long."""
+        if self._gate.is_open:
+            return
+        debts = self._gate.debts
+        try:
+            self.identify(context)
+        except UnauthenticatedError:
+            caller.begin(ANYONE)
+            self._wait(debtor_of(context))
+            raise
+        if debts.any_owe:
+            debtor = debtor_of(context)
+            self._wait(debtor)
+            debts.check(debtor)
+
+    def charge(self, context: grpc.ServicerContext, code: str) -> None:
+        """The call was refused with this status."""
+        if not self._gate.is_open:
+            self._gate.debts.charge(debtor_of(context), code, _size.get())
+
+    def _wait(self, debtor: str) -> None:
+        with self._gate.debts.waiting(debtor) as wait_s:
+            time.sleep(wait_s)
 
     def identify(self, context: grpc.ServicerContext) -> None:
         """Finds out who calls, which is told to whoever asks during the call. Raises UnauthenticatedError."""
         if not self._gate.is_open:
             caller.begin(self._gate.identify(dict(context.invocation_metadata()).get(AUTHORIZATION)))
+
+
+def parsed(data: bytes, parse: Callable[[bytes], Any]) -> Any:
+    """The request. Raises InvalidArgumentError. gRPC itself would read it in the one thread that serves all calls, and
+    answer INTERNAL where it is none, as if it were our fault."""
+    _size.set(len(data))
+    try:
+        return parse(data)
+    except DecodeError as error:
+        raise InvalidArgumentError(
+            f"the request is no message of gristmill.v1: {error}; send what the protos describe"
+        ) from None

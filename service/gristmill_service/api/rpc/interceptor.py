@@ -10,16 +10,15 @@ from typing import Any, NoReturn
 
 import grpc
 import structlog
-from google.protobuf.message import DecodeError
 
-from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableError
+from gristmill.errors import GristmillError, UnavailableError
 from gristmill_service import tracing
 from gristmill_service.access import caller
 from gristmill_service.access.gate import Gate
 from gristmill_service.api import request_ids
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.rpc.forwarding import Forwarding
-from gristmill_service.api.rpc.intake import Intake
+from gristmill_service.api.rpc.intake import Intake, parsed
 from gristmill_service.api.rpc.spans import spanned, spanned_stream
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.storage.run_store import OwnedElsewhereError
@@ -56,32 +55,35 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
 
     def _guarded(self, handler: Any, call: Any) -> Any:
         streams, takes_stream = handler.response_streaming, handler.request_streaming
+        parse = self._parsers.get(call.method, handler.request_deserializer)
         if streams:
-            answer = self._stream(call.method, handler.stream_stream or handler.unary_stream, takes_stream)
+            parse_each = parse if takes_stream else None
+            answer = self._stream(call.method, handler.stream_stream or handler.unary_stream, parse_each)
         else:
             answer = self._unary(call.method, handler.unary_unary)
         if tracing.is_on():
             answer = (spanned_stream if streams else spanned)(call.method, answer)
         if not takes_stream:
-            answer = (self._received_stream if streams else self._received)(answer)
+            answer = (self._received_stream if streams else self._received)(answer, parse)
         make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
-        parse = self._parsers.get(call.method, handler.request_deserializer)
-        return make(answer, _told_later(parse), _or_bytes(handler.response_serializer))
+        return make(answer, None, _or_bytes(handler.response_serializer))
 
-    def _received(self, answer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def _received(self, answer: Callable[[Any, Any], Any], parse: Callable[[bytes], Any]) -> Callable[[Any, Any], Any]:
         """Reads the one request when there is room for it: gRPC itself would read as many at once as there are
         threads, for as long as their callers take to send them."""
 
         def received(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
             with ExitStack() as held:
-                return answer(self._intake.read(requests, context, held), context)
+                return answer(self._intake.read(requests, parse, context, held), context)
 
         return received
 
-    def _received_stream(self, answer: Callable[[Any, Any], Iterator[Any]]) -> Callable[[Any, Any], Iterator[Any]]:
+    def _received_stream(
+        self, answer: Callable[[Any, Any], Iterator[Any]], parse: Callable[[bytes], Any]
+    ) -> Callable[[Any, Any], Iterator[Any]]:
         def received(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
             with ExitStack() as held:
-                request = self._intake.read(requests, context, held)
+                request = self._intake.read(requests, parse, context, held)
             yield from answer(request, context)
 
         return received
@@ -106,7 +108,7 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
         return answer
 
     def _stream(
-        self, path: str, method: Callable[[Any, Any], Iterator[Any]], takes_stream: bool
+        self, path: str, method: Callable[[Any, Any], Iterator[Any]], parse_each: Callable[[bytes], Any] | None
     ) -> Callable[[Any, Any], Iterator[Any]]:
         name = path.rpartition("/")[2]
         allowed = self._allowing(name)
@@ -115,9 +117,9 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
             start = time.monotonic()
             context.set_trailing_metadata(((_ID, request_ids.begin(context.invocation_metadata())),))
             try:
-                if takes_stream:
-                    self._intake.identify(context)
-                    asked = (self._asked(one, allowed, context) for one in request)
+                if parse_each is not None:
+                    self._intake.admit(context)
+                    asked = (allowed(self._asked(one, parse_each, context)) for one in request)
                 else:
                     asked = allowed(_checked(request))
                 try:
@@ -131,11 +133,11 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
 
         return answer
 
-    def _asked(self, request: Any, allowed: Callable[[Any], Any], context: grpc.ServicerContext) -> Any:
+    def _asked(self, data: bytes, parse: Callable[[bytes], Any], context: grpc.ServicerContext) -> Any:
         """One request of a stream. Who calls is asked anew for each: a stream may be open for days, and its caller's
         token be withdrawn."""
-        self._intake.identify(context)
-        return allowed(_checked(request))
+        self._intake.admit(context)
+        return parsed(data, parse)
 
     def _allowing(self, name: str) -> Callable[[Any], Any]:
         """Gives the request, where the current caller may make it. Raises PermissionDeniedError."""
@@ -162,6 +164,7 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
                 code = "CANCELLED"
         _log.debug("call refused", call=name, code=code, reason=told.message)
         self._observe(name, code, start)
+        self._intake.charge(context, code)
         context.set_trailing_metadata((*told.trailers, (_ID, request_ids.current())))
         context.abort(told.grpc_status, told.grpc_message)
         raise AssertionError("abort always raises")
@@ -184,18 +187,6 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
         self._metrics.observe_call("grpc", name, status, time.monotonic() - start)
 
 
-def _told_later(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Gives the error in place of the request: gRPC itself would answer INTERNAL, as if it were our fault."""
-
-    def deserialize(data: bytes) -> Any:
-        try:
-            return parse(data)
-        except (DecodeError, GristmillError) as error:
-            return error
-
-    return deserialize
-
-
 def _or_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
     """Another process' answer is bytes already."""
     return lambda response: response if isinstance(response, bytes) else serialize(response)
@@ -204,8 +195,4 @@ def _or_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
 def _checked(request: Any) -> Any:
     if isinstance(request, GristmillError):
         raise request
-    if isinstance(request, DecodeError):
-        raise InvalidArgumentError(
-            f"the request is no message of gristmill.v1: {request}; send what the protos describe"
-        )
     return request

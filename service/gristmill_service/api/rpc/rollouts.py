@@ -17,6 +17,7 @@ from gristmill_service.api.context import ApiContext
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.questions import ask_groups
 from gristmill_service.api.rpc.forwarding import Forwarding
+from gristmill_service.api.rpc.intake import Intake
 from gristmill_service.api.rpc.streams import Streams
 from gristmill_service.storage.run_store import OwnedElsewhereError
 
@@ -24,14 +25,14 @@ _log = structlog.get_logger(__name__)
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    def __init__(self, context: ApiContext, streams: Streams, forwarding: Forwarding) -> None:
-        self._context, self._streams, self._forwarding = context, streams, forwarding
+    def __init__(self, context: ApiContext, streams: Streams, forwarding: Forwarding, intake: Intake) -> None:
+        self._context, self._streams, self._forwarding, self._intake = context, streams, forwarding, intake
 
     def BeginGroups(  # noqa: N802
         self, request: rollout_pb2.BeginGroupsRequest, context: grpc.ServicerContext
     ) -> rollout_pb2.BeginGroupsResponse:
         run = self._context.runs.get(request.run)
-        question = ask_groups(run, request.round, list(request.uids), list(request.n_samples), list(request.tags))
+        question = ask_groups(run, request.round, request.uids, request.n_samples, request.tags)
         return messages.admissions_to(self._context.long_poll.ask(question, request.wait_s, context))
 
     def SubmitRows(  # noqa: N802
@@ -92,6 +93,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             return rollout_pb2.StreamRowsResponse(error=failed)
         except Exception as error:  # noqa: BLE001  an error answers its own request only
             told = refusal(error)
+            self._intake.charge(context, told.code)
             if told.code == "INTERNAL":
                 _log.error("request of a stream failed", call="StreamRows", exc_info=error)
             code, retry_after_s = told.grpc_status.value[0], told.retry_after_s or 0.0

@@ -92,7 +92,7 @@ class GrpcServer:
             (run_pb2_grpc.add_RunServiceServicer_to_server, RunServicer(context)),
             (
                 rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
-                RolloutServicer(context, streams, self._forwarding),
+                RolloutServicer(context, streams, self._forwarding, self._intake),
             ),
             (trainers.add_to_server, TrainerServicer(context, streams)),
             (health_pb2_grpc.add_HealthServicer_to_server, self._health),
