@@ -64,6 +64,7 @@ class Service:
                 gate,
                 settings.http_host_names.split(","),
                 token_texts=None if settings.tokenizer is None else TokenTexts(settings.tokenizer),
+                request_files=self._storage.request_files,
             )
             peers = None if certificates is None else PeerCertificates(certificates, settings.tls_peer_ca_file)
             app = make_app(self._context, peers)

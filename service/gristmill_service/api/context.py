@@ -14,12 +14,14 @@ from gristmill_service.monitoring.token_texts import TokenTexts
 from gristmill_service.run.machine.answers import Outcome
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
+from gristmill_service.storage.request_files import RequestFiles
 
 
 @dataclass(slots=True)
 class ApiContext:
     """host_names: patterns of names that lead to the HTTP API. not_ready: why new work should go elsewhere; empty when
-    ready. grpc_address: where this process takes gRPC calls. token_texts: what tokens say; None without a tokenizer."""
+    ready. grpc_address: where this process takes gRPC calls. token_texts: what tokens say; None without a tokenizer.
+    request_files: None where there is no shared memory."""
 
     runs: Runs
     long_poll: LongPoll
@@ -30,6 +32,11 @@ class ApiContext:
     not_ready: str = "starting"
     grpc_address: str = ""
     token_texts: TokenTexts | None = None
+    request_files: RequestFiles | None = None
+
+    def request_directory(self) -> str:
+        """Where workers on this machine may write large requests; empty where they may not."""
+        return "" if self.request_files is None else self.request_files.offered()
 
     def unhealthy_reason(self) -> str:
         """Why the service is not ready; empty when it is."""

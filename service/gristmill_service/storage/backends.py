@@ -14,6 +14,7 @@ import structlog
 
 from gristmill.errors import UnavailableError
 from gristmill_service.settings import Settings
+from gristmill_service.storage.request_files import RequestFiles
 from gristmill_service.storage.run_store import RunStore
 from gristmill_service.storage.shard_store import ShardStore
 
@@ -34,13 +35,21 @@ class Storage:
     """A service's shards and runs. Closing it closes all that was opened for them.
 
     advertise(grpc_address, http_url) tells other services where they reach this one. room() returns, for each place
-    that is bounded, the bytes that are used there and the bytes that there are.
+    that is bounded, the bytes that are used there and the bytes that there are. request_files: for requests of workers
+    on this machine, where there is shared memory.
     """
 
     def __init__(
-        self, shards: ShardStore, runs: RunStore, advertise: Advertise, room: ReadRoom, close: Callable[[], None]
+        self,
+        shards: ShardStore,
+        runs: RunStore,
+        advertise: Advertise,
+        room: ReadRoom,
+        close: Callable[[], None],
+        request_files: RequestFiles | None = None,
     ) -> None:
         self.shards, self.runs, self.advertise, self.room, self.close = shards, runs, advertise, room, close
+        self.request_files = request_files
 
     def __enter__(self) -> Self:
         return self
@@ -63,13 +72,13 @@ def _on_this_machine(settings: Settings, opened: ExitStack) -> Storage:
     # The journal comes first: its lock refuses another service of the same directory.
     runs = _local_run_store(settings)
     opened.callback(runs.close)
-    shards = _local_shard_store(settings)
+    shards, files = _local_shard_store(settings)
     opened.callback(shards.close)
     places = {"journal": settings.journal_dir}
     if settings.store == "shared_memory":
         places["shared_memory"] = settings.shared_memory_dir
     room = partial(_room_on_disk, {name: path for name, path in places.items() if path is not None})
-    return Storage(shards, runs, lambda grpc_address, http_url: None, room, opened.close)
+    return Storage(shards, runs, lambda grpc_address, http_url: None, room, opened.close, files)
 
 
 def _room_on_disk(places: dict[str, Path]) -> dict[str, tuple[int, int]]:
@@ -92,14 +101,16 @@ def _local_run_store(settings: Settings) -> RunStore:
     return JournalRunStore(settings.journal_dir, settings.journal_fsync)
 
 
-def _local_shard_store(settings: Settings) -> ShardStore:
+def _local_shard_store(settings: Settings) -> tuple[ShardStore, RequestFiles | None]:
     if settings.store == "memory":
         from gristmill_service.storage.memory_shards import MemoryShardStore
 
-        return MemoryShardStore()
+        return MemoryShardStore(), None
     from gristmill_service.storage.shared_memory import SharedMemoryShardStore
 
-    return SharedMemoryShardStore(settings.shared_memory_dir)
+    shards = SharedMemoryShardStore(settings.shared_memory_dir)
+    # A run's directory never has this name.
+    return shards, RequestFiles(shards.root / "requests", int(settings.max_message_bytes))
 
 
 def _in_redis(settings: Settings, opened: ExitStack) -> Storage:

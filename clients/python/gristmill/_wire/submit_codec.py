@@ -6,7 +6,7 @@ copy every buffer two or three times on its way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,12 @@ from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rollout_pb2, rows_pb2
 
 Buffer = bytes | memoryview
+
+ReadFile = Callable[[str, int], memoryview]
+"""Gives the first bytes of a file of this name, so many."""
+
+LARGE_BYTES = 1 << 20
+"""A request of so many bytes is better written to a file, where the service reads those."""
 
 _ROWS = rollout_pb2.SubmitRowsRequest.DESCRIPTOR.fields_by_name["rows"].number
 _APART = (*row_codec.BUFFERS, row_codec.COLUMN_VALUES, "padding")
@@ -37,31 +43,38 @@ _ZSTD_LEVEL = 1
 class Submission:
     """One request as it came; the rows are read when they are asked for."""
 
-    def __init__(self, data: bytes, most_bytes: int = MESSAGE_BYTES) -> None:
-        """most_bytes: what a compressed request may grow to.
+    def __init__(self, data: bytes, most_bytes: int = MESSAGE_BYTES, read_file: ReadFile | None = None) -> None:
+        """most_bytes: what a compressed request may grow to. read_file: for requests that stand in files; None where
+        they may not.
 
-        Raises InvalidArgumentError for what is no SubmitRowsRequest, or a compressed one that is too large.
+        Raises InvalidArgumentError for what is no SubmitRowsRequest, or a compressed one that is too large, and as
+        read_file does.
         """
-        self._data = data
+        self._data: Buffer = data
+        self.is_large = len(data) >= LARGE_BYTES
         try:
             self._read(data)
             if self._zstd:
                 self._read(decompressed(self._zstd, most_bytes))
+            elif self._file is not None:
+                self._data = _content(self._file, read_file)
+                self._read(self._data)
         except DecodeError as error:
             raise InvalidArgumentError(
                 f"the request is no message of gristmill.v1: {error}; send what the protos describe"
             ) from None
 
-    def _read(self, data: bytes) -> None:
+    def _read(self, data: Buffer) -> None:
         parts = _parts(data)
         request = rollout_pb2.SubmitRowsRequest.FromString(parts.rest)
         if parts.small and request.HasField("rows"):
             # Messages that come twice are merged; nobody writes that, and protobuf knows how.
-            parts = _Parts({}, [], b"", data)
-            request = rollout_pb2.SubmitRowsRequest.FromString(data)
+            parts = _all_rest(data)
+            request = rollout_pb2.SubmitRowsRequest.FromString(parts.rest)
         self._rows = rows_pb2.Rows.FromString(parts.small) if parts.small else request.rows
         self._buffers, self._column_values = parts.buffers, parts.column_values
         self._zstd: bytes = request.zstd
+        self._file = request.file if request.HasField("file") else None
         self.run: str = request.run
 
     def rows(self) -> row_codec.Sent:
@@ -69,7 +82,13 @@ class Submission:
         return row_codec.read(self._rows, self._buffers, self._column_values)
 
     def SerializeToString(self) -> bytes:  # noqa: N802  as protobuf's own messages have it
-        return self._data
+        return bytes(self._data)
+
+
+def _content(file: rollout_pb2.RequestFile, read_file: ReadFile | None) -> memoryview:
+    if read_file is None:
+        raise InvalidArgumentError("file: this service reads no requests from files; send the request itself")
+    return read_file(file.name, file.size)
 
 
 def encode(
@@ -78,12 +97,22 @@ def encode(
     prefixes: row_codec.Prefixes | None = None,
     left_out: Mapping[str, Int64s] | None = None,
 ) -> bytes:
-    """The request for the tables' rows, one table after another; all have the same built-in columns.
+    """As `pieces`, in one."""
+    return b"".join(pieces(run, tables, prefixes, left_out))
+
+
+def pieces(
+    run: str,
+    tables: Sequence[Steps],
+    prefixes: row_codec.Prefixes | None = None,
+    left_out: Mapping[str, Int64s] | None = None,
+) -> list[Buffer]:
+    """The request for the tables' rows, one table after another, in pieces; all have the same built-in columns.
 
     prefixes: what of the rows' tokens is left out; left_out: of declared columns, how many values of each row are, by
     name. Each buffer stands at a multiple of 8 bytes, so that the service can use it where it is.
     """
-    pieces: list[Buffer] = []
+    found: list[Buffer] = []
     at = 1 + _LENGTH_BYTES
     small, extras = row_codec.small_fields(tables, prefixes), _extras(tables, left_out or {})
     small.columns.extend(column for column, _ in extras)
@@ -93,10 +122,10 @@ def encode(
         fill = -(at + len(_head(_NUMBERS["padding"], 0)) + len(head)) % _ALIGNMENT
         field = [_head(_NUMBERS["padding"], fill), bytes(fill), head, *memory]
         at += sum(map(len, field))
-        pieces += field
-    pieces.append(small.SerializeToString())
-    head = _varint(_ROWS << 3 | _LENGTH_DELIMITED) + _varint(sum(map(len, pieces)), _LENGTH_BYTES)
-    return b"".join([head, *pieces, rollout_pb2.SubmitRowsRequest(run=run).SerializeToString()])
+        found += field
+    found.append(small.SerializeToString())
+    head = _varint(_ROWS << 3 | _LENGTH_DELIMITED) + _varint(sum(map(len, found)), _LENGTH_BYTES)
+    return [head, *found, rollout_pb2.SubmitRowsRequest(run=run).SerializeToString()]
 
 
 def compressed(request: bytes) -> bytes:
@@ -191,31 +220,34 @@ class _Parts(NamedTuple):
     rest: bytes
 
 
-def _parts(data: bytes) -> _Parts:
-    """Cuts the request. One that is not as `encode` writes it is all rest, for protobuf to read."""
-    whole, buffers = _Parts({}, [], b"", data), dict[str, memoryview]()
-    view, column_values = memoryview(data), list[memoryview]()
+def _parts(data: Buffer) -> _Parts:
+    """Cuts the request. One that is not as `pieces` writes it is all rest, for protobuf to read."""
+    buffers, column_values, view = dict[str, memoryview](), list[memoryview](), memoryview(data)
     try:
         tag, begin = _read_varint(data, 0)
         size, at = _read_varint(data, begin)
         end = at + size
         if tag != _ROWS << 3 | _LENGTH_DELIMITED or end > len(data):
-            return whole
+            return _all_rest(data)
         while at < end:
             tag, begin = _read_varint(data, at)
             if tag not in _BY_TAG:
                 break
             size, begin = _read_varint(data, begin)
             if begin + size > end:
-                return whole
+                return _all_rest(data)
             at = begin + size
             if (name := _BY_TAG[tag]) == row_codec.COLUMN_VALUES:
                 column_values.append(view[begin:at])
             else:
                 buffers[name] = view[begin:at]
     except IndexError:
-        return whole
-    return _Parts(buffers, column_values, data[at:end], data[end:])
+        return _all_rest(data)
+    return _Parts(buffers, column_values, bytes(data[at:end]), bytes(data[end:]))
+
+
+def _all_rest(data: Buffer) -> _Parts:
+    return _Parts({}, [], b"", bytes(data))
 
 
 def _head(number: int, size: int) -> bytes:
@@ -231,7 +263,7 @@ def _varint(value: int, least_bytes: int = 1) -> bytes:
     return bytes(found)
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: Buffer, at: int) -> tuple[int, int]:
     """The value, and where it ends. Raises IndexError where the data ends first."""
     value = shift = 0
     while True:

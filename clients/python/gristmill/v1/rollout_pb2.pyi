@@ -123,6 +123,7 @@ class SubmitRowsRequest(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
     ZSTD_FIELD_NUMBER: builtins.int
+    FILE_FIELD_NUMBER: builtins.int
     run: builtins.str
     zstd: builtins.bytes
     """For slow links, in place of the other fields: a SubmitRowsRequest compressed by zstd (RFC 8878), in one frame that
@@ -130,23 +131,59 @@ class SubmitRowsRequest(google.protobuf.message.Message):
     """
     @property
     def rows(self) -> gristmill.v1.rows_pb2.Rows: ...
+    @property
+    def file(self) -> global___RequestFile:
+        """For large requests of workers on the service's machine, in place of the other fields: where a SubmitRowsRequest
+        stands. It counts towards max_message_bytes.
+        """
+
     def __init__(
         self,
         *,
         run: builtins.str = ...,
         rows: gristmill.v1.rows_pb2.Rows | None = ...,
         zstd: builtins.bytes = ...,
+        file: global___RequestFile | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["rows", b"rows"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["rows", b"rows", "run", b"run", "zstd", b"zstd"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["file", b"file", "rows", b"rows"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["file", b"file", "rows", b"rows", "run", b"run", "zstd", b"zstd"]) -> None: ...
 
 global___SubmitRowsRequest = SubmitRowsRequest
+
+@typing.final
+class RequestFile(google.protobuf.message.Message):
+    """A message in a file of the directory that the service named (`request_directory`). The file is the worker's: nobody
+    else writes to it, and it changes it no more until it has the answer.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    SIZE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Without a directory: 1 to 64 letters, digits, `-` and `_`."""
+    size: builtins.int
+    """Bytes of the message, which the file begins with."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        size: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "size", b"size"]) -> None: ...
+
+global___RequestFile = RequestFile
 
 @typing.final
 class SubmitRowsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OUTCOMES_FIELD_NUMBER: builtins.int
+    REQUEST_DIRECTORY_FIELD_NUMBER: builtins.int
+    request_directory: builtins.str
+    """To a large request that came whole: the directory in which the service reads requests (RequestFile). A worker that
+    finds it, on the same machine and as the same user, may write the next ones there. Empty: there is none.
+    """
     @property
     def outcomes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[gristmill.v1.rows_pb2.RowOutcome.ValueType]:
         """One a row, in their order."""
@@ -155,8 +192,9 @@ class SubmitRowsResponse(google.protobuf.message.Message):
         self,
         *,
         outcomes: collections.abc.Iterable[gristmill.v1.rows_pb2.RowOutcome.ValueType] | None = ...,
+        request_directory: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["outcomes", b"outcomes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["outcomes", b"outcomes", "request_directory", b"request_directory"]) -> None: ...
 
 global___SubmitRowsResponse = SubmitRowsResponse
 

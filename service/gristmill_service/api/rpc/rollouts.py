@@ -40,8 +40,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.SubmitRowsResponse:
         # The run comes first, so that what an unknown run is sent is not decoded.
         run = self._context.runs.get(request.run)
-        outcomes = self._context.submit(run, request.rows())
-        return rollout_pb2.SubmitRowsResponse(outcomes=messages.outcomes_to(outcomes))
+        outcomes = messages.outcomes_to(self._context.submit(run, request.rows()))
+        directory = self._context.request_directory() if request.is_large else ""
+        return rollout_pb2.SubmitRowsResponse(outcomes=outcomes, request_directory=directory)
 
     def StreamRows(  # noqa: N802
         self, requests: Iterator[rollout_pb2.StreamRowsRequest], context: grpc.ServicerContext

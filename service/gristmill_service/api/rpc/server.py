@@ -61,7 +61,7 @@ class GrpcServer:
             settings.max_waiters, context.runs.is_owner, None if peers is None else peers.credentials
         )
         self._intake = Intake(context.gate)
-        limit = int(settings.max_message_bytes)
+        limit, files = int(settings.max_message_bytes), context.request_files
         options = (
             ("grpc.max_receive_message_length", limit),
             ("grpc.max_send_message_length", limit),
@@ -83,7 +83,7 @@ class GrpcServer:
             context.gate,
             self._forwarding,
             self._intake,
-            {SUBMIT_ROWS: partial(Submission, most_bytes=limit)},
+            {SUBMIT_ROWS: partial(Submission, most_bytes=limit, read_file=None if files is None else files.read)},
         )
         self._server = grpc.server(self._pool, interceptors=(guard,), options=options)
         self._streams = streams = Streams(settings.max_streams)

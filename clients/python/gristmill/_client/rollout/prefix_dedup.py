@@ -20,6 +20,7 @@ from gristmill._wire import submit_codec
 from gristmill._wire.columns import Int64s, bytes_of
 from gristmill._wire.row_codec import Prefixes
 from gristmill._wire.steps import TrajectoryKey
+from gristmill._wire.submit_codec import Buffer
 
 # A shorter prefix is not worth its length and checksum.
 _LEAST_TOKENS = 16
@@ -104,12 +105,13 @@ class RequestEncoder:
         """From now on leaves out values of these columns where the service has them."""
         self._previous.shared_columns = columns
 
-    def encode(self, entries: Sequence[PendingRow]) -> bytes:
+    def encode(self, entries: Sequence[PendingRow]) -> list[Buffer]:
+        """The request, in pieces."""
         self._previous.find(entries)
         for entry in entries:
             _complete(entry)
-        request = submit_codec.encode(self.run, tables_of(entries), *_left_out(entries))
-        return submit_codec.compressed(request) if self._compresses else request
+        pieces = submit_codec.pieces(self.run, tables_of(entries), *_left_out(entries))
+        return [submit_codec.compressed(b"".join(pieces))] if self._compresses else pieces
 
 
 def _complete(entry: PendingRow) -> None:

@@ -44,9 +44,10 @@ class RolloutCore:
 
     async def create_run(self, config: Mapping[str, Any]) -> list[str]:
         request = requests.create_run(self.run, config)
-        warnings = (await self._connection.ask(self._connection.runs.CreateRun, request)).warnings
+        answer = await self._connection.ask(self._connection.runs.CreateRun, request)
         self._declared.created(config)
-        return list(warnings)
+        self.sender.files.told(answer.request_directory)
+        return list(answer.warnings)
 
     async def status(self) -> run_pb2.RunStatus:
         request = run_pb2.GetRunRequest(run=self.run)

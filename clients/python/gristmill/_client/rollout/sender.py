@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -17,17 +18,27 @@ from gristmill._client.connection.transport import Connection
 from gristmill._client.rollout.delivery import Delivery, PendingRow, outcomes_of
 from gristmill._client.rollout.outbox import Limits, Outbox
 from gristmill._client.rollout.prefix_dedup import RequestEncoder
+from gristmill._client.rollout.request_files import RequestFile, RequestFiles
 from gristmill._wire.steps import Steps, TrajectoryKey
+from gristmill._wire.submit_codec import LARGE_BYTES
 from gristmill.errors import GristmillError, UnavailableError
 
 _log = logging.getLogger("gristmill")
 
-Calls = deque[tuple[list[PendingRow], Callable[[], Any]]]
-"""Calls under way: their rows, and the function that waits for the answer."""
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One under way: its rows, the function that waits for the answer, and the file that the request is in, if any."""
+
+    entries: list[PendingRow]
+    answer: Callable[[], Any] | None = None
+    file: RequestFile | None = None
+
+
+Calls = deque[Call]
 
 # The next are written and sent while the service reads the first.
 _MOST_CALLS = 3
-_LARGE_BYTES = 1 << 20
 _INTERRUPTED = Failure(UnavailableError("interrupted"), may_retry=True)
 
 
@@ -39,6 +50,7 @@ class Sender:
         self._driver = connection.driver
         self._encoder = encoder
         self._outbox = Outbox(limits, connection.timeout_s, connection.channels.count)
+        self.files = RequestFiles()
         self._lock = self._driver.lock
         self._work: Signal = self._driver.signal()
         self._progress: Signal = self._driver.signal()
@@ -110,8 +122,10 @@ class Sender:
             self._closing = True
             self._outbox.flush()
             self._announce()
-        if self._join_worker is not None and self._connection.fork_guard.is_here():
-            await self._join_worker()
+        if self._connection.fork_guard.is_here():
+            if self._join_worker is not None:
+                await self._join_worker()
+            self.files.close()
 
     async def _add(self, table: Steps, delivery: Delivery, calls: Calls) -> bool:
         """Adds the rows once there is room. Returns whether that may have made a message due earlier."""
@@ -165,7 +179,7 @@ class Sender:
                     await self._step(calls)
             while calls:
                 with self._driver.uninterrupted():
-                    await self._finish(*calls.popleft())
+                    await self._finish(calls.popleft())
         except BaseException:
             self._abandon(calls)
             raise
@@ -181,53 +195,64 @@ class Sender:
         if entries:
             await self._begin(entries, calls)
         elif calls and is_waiting:
-            await self._finish(*calls.popleft())
+            await self._finish(calls.popleft())
 
     def _abandon(self, calls: Calls) -> None:
         """After an interrupt: whether the rows arrived is not known; whoever works next sends them again."""
-        for entries, _ in calls:
-            self._on_failure(entries, _INTERRUPTED)
+        for call in calls:
+            self._on_failure(call, _INTERRUPTED)
         calls.clear()
 
     async def _begin(self, entries: list[PendingRow], calls: Calls) -> None:
         """A large message is on its way while the next one is written; a small one is waited for, which is faster."""
-        with self._reporting(entries):
-            request = self._encoder.encode(entries)
+        call = Call(entries)
+        with self._reporting(call):
+            pieces = self._encoder.encode(entries)
             timeout_s = self._outbox.attempt_s(entries, time.monotonic())
-            if len(request) < _LARGE_BYTES:
+            if sum(map(len, pieces)) < LARGE_BYTES:
+                request = b"".join(pieces)
                 answer = await self._driver.call(self._connection.submit_rows, request, timeout=timeout_s)
-                self._on_answer(entries, answer)
+                self._on_answer(call, answer)
             else:
-                calls.append((entries, self._connection.begin_submit_rows(request, timeout=timeout_s)))
+                call.file = self.files.write(pieces)
+                request = b"".join(pieces) if call.file is None else call.file.message()
+                call.answer = self._connection.begin_submit_rows(request, timeout=timeout_s)
+                calls.append(call)
 
-    async def _finish(self, entries: list[PendingRow], answer: Callable[[], Any]) -> None:
-        with self._reporting(entries):
-            self._on_answer(entries, await self._driver.call(answer))
+    async def _finish(self, call: Call) -> None:
+        assert call.answer is not None, "it is under way"
+        with self._reporting(call):
+            self._on_answer(call, await self._driver.call(call.answer))
 
-    def _on_answer(self, entries: list[PendingRow], response: Any) -> None:
-        outcomes = outcomes_of(response, entries)
+    def _on_answer(self, call: Call, response: Any) -> None:
+        outcomes = outcomes_of(response, call.entries)
+        self.files.told(response.request_directory)
+        if call.file is not None:
+            self.files.answered(call.file)
         with self._lock:
-            self._outbox.on_outcomes(entries, outcomes)
+            self._outbox.on_outcomes(call.entries, outcomes)
             self._announce()
 
-    def _on_failure(self, entries: list[PendingRow], failure: Failure) -> None:
+    def _on_failure(self, call: Call, failure: Failure) -> None:
+        if call.file is not None:
+            self.files.failed(call.file, failure.error)
         with self._lock:
-            self._outbox.on_failure(entries, failure, time.monotonic())
+            self._outbox.on_failure(call.entries, failure, time.monotonic())
             self._announce()
 
     @contextmanager
-    def _reporting(self, entries: list[PendingRow]) -> Iterator[None]:
+    def _reporting(self, call: Call) -> Iterator[None]:
         """Whatever happens, the rows have an error or are sent again, and the others go on."""
         try:
             yield
-        except grpc.RpcError as call:
-            self._on_failure(entries, failure_of(call, self._connection.address))
+        except grpc.RpcError as error:
+            self._on_failure(call, failure_of(error, self._connection.address))
         except Exception as error:  # noqa: BLE001
-            self._on_failure(entries, Failure(GristmillError(f"{type(error).__name__}: {error}")))
+            self._on_failure(call, Failure(GristmillError(f"{type(error).__name__}: {error}")))
         except BaseException as interrupt:
             if isinstance(interrupt, KeyboardInterrupt):
                 self._connection.channels.reconnect()
-            self._on_failure(entries, _INTERRUPTED)
+            self._on_failure(call, _INTERRUPTED)
             raise
 
     def _announce(self) -> None:
