@@ -100,7 +100,10 @@ def parsed(data: bytes, parse: Callable[[bytes], Any]) -> Any:
     answer INTERNAL where it is none, as if it were our fault."""
     _size.set(len(data))
     try:
-        return parse(data)
+        request = parse(data)
+        # One that stands in a file has the bytes of that.
+        _size.set(getattr(request, "nbytes", len(data)))
+        return request
     except DecodeError as error:
         raise InvalidArgumentError(
             f"the request is no message of gristmill.v1: {error}; send what the protos describe"
