@@ -19,7 +19,7 @@ import pytest
 from gristmill.v1 import rollout_pb2
 from gristmill_service.access.tokens import create_token
 from gristmill_service.api.http import bodies, connections, server
-from gristmill_service.api.rpc import intake
+from gristmill_service.api.rpc import intake, peers
 from gristmill_service.service import Service
 from gristmill_service.settings import Settings
 from tests.api.doors import CONFIG, GrpcDoor, group
@@ -184,3 +184,19 @@ def ended(wire: socket.socket) -> bool:
 def connected(service: Service) -> socket.socket:
     where = urlsplit(service.http_url)
     return socket.create_connection((where.hostname, where.port), timeout=10)
+
+
+def test_calls_wait_for_a_thread_in_queues_by_the_machines_that_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    queues: list[str] = []
+
+    def noted(*arguments: Any) -> str:
+        queues.append(peers.queue_of(*arguments))
+        return queues[-1]
+
+    monkeypatch.setattr("gristmill_service.api.rpc.server.queue_of", noted)
+    running = serving()
+    with closing(GrpcDoor(running.grpc_address)) as door:
+        door.create("run", CONFIG)
+    running.stop()
+    assert set(queues) == {"ipv4:127.0.0.1"}
+    assert peers.queue_of("gRPC", "has", "other arguments") == peers.queue_of() == ""

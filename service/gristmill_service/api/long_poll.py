@@ -21,6 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from starlette.concurrency import run_in_threadpool
 
 from gristmill.errors import InvalidArgumentError, UnavailableError
+from gristmill_service.call_threads import waiting
 from gristmill_service.run.machine.conditions import Condition
 
 T = TypeVar("T")
@@ -93,7 +94,7 @@ class LongPoll:
             if not has_place or not caller.add_callback(wake):
                 return answer
             while not question.is_settled(answer) and not self._is_closed and caller.is_active():
-                with _waiting(question, wake), suppress(Empty):
+                with _listening(question, wake), waiting(), suppress(Empty):
                     woken.get(timeout=max(0.0, deadline - time.monotonic()))
                 if not caller.is_active():
                     # A reading may admit groups, of which nobody would hear.
@@ -129,7 +130,7 @@ class LongPoll:
                 return answer
             while not question.is_settled(answer) and not self._is_closed and not watcher.done():
                 woken.clear()
-                with _waiting(question, wake), suppress(TimeoutError):
+                with _listening(question, wake), suppress(TimeoutError):
                     await asyncio.wait_for(woken.wait(), max(0.0, deadline - time.monotonic()))
                 if watcher.done():
                     break
@@ -157,7 +158,7 @@ class LongPoll:
 
 
 @contextmanager
-def _waiting(question: Question[Any], wake: Wake) -> Iterator[None]:
+def _listening(question: Question[Any], wake: Wake) -> Iterator[None]:
     condition = question.condition()
     question.run.wait(condition, wake)
     try:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gristmill.errors import ResourceExhaustedError
+from gristmill_service.call_threads import waiting
 
 
 @dataclass(slots=True, eq=False)
@@ -73,8 +74,11 @@ class Places:
                 raise ResourceExhaustedError(self._refusal)
         if ended:
             ended.end()
-        elif not is_free and not place.granted.wait(wait_s) and not self._stop_waiting(place):
-            raise ResourceExhaustedError(self._refusal)
+        elif not is_free:
+            with waiting():
+                is_granted = place.granted.wait(wait_s)
+            if not is_granted and not self._stop_waiting(place):
+                raise ResourceExhaustedError(self._refusal)
 
     def _has_few(self, caller: str) -> bool:
         return self._most == self._limit or sum(one.caller == caller for one in self._taken) < self._most

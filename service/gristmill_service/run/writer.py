@@ -21,6 +21,7 @@ import structlog
 
 from gristmill._wire.steps import Steps
 from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
+from gristmill_service.call_threads import waiting
 from gristmill_service.config import RunConfig
 from gristmill_service.run.effects import Effects, SparseTable
 from gristmill_service.run.machine import admission, progress, sealing
@@ -112,7 +113,7 @@ class Writer:
             self._inbox.append(ticket)
             is_writer = not self._has_writer
             self._has_writer = True
-        if is_writer or ticket.signal.get():
+        if is_writer or _is_next(ticket):
             return ticket, self._write(ticket)
         return ticket, None
 
@@ -399,6 +400,12 @@ def _tables(event: Event) -> list[tuple[int, list[int]]]:
         case ColumnsWritten(_, columns):
             return [(column.table, [COLUMNS]) for column in columns.values()]
     return []
+
+
+def _is_next(ticket: Ticket[Any]) -> bool:
+    """Waits until the ticket's command is done, or its thread to be the writer."""
+    with waiting():
+        return ticket.signal.get()
 
 
 def _refuse(tickets: Sequence[Ticket[Any]], error: Exception) -> None:

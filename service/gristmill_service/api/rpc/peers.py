@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 
 from gristmill_service.access import caller
@@ -13,17 +15,28 @@ def caller_of(context: grpc.ServicerContext) -> str:
     found = caller.current()
     if found is not EVERYONE_IS_ADMIN:
         return found.name
-    return _address(context)
+    return _machine(context.peer())
 
 
 def debtor_of(context: grpc.ServicerContext) -> str:
     """Who makes up for what of this call is refused: a caller's connection, as others may show the same token, and an
     address where it is not known who calls."""
     found = caller.current()
-    return _address(context) if found is ANYONE else f"{found.name} {context.peer()}"
+    return _machine(context.peer()) if found is ANYONE else f"{found.name} {context.peer()}"
 
 
-def _address(context: grpc.ServicerContext) -> str:
+def queue_of(run: Any = None, answer: Any = None, event: Any = None, *more: Any) -> str:
+    """Whose call it is that gRPC hands to its threads, by the machine: who calls is not known before it is read.
+
+    The arguments are gRPC's own. Where a version of it has others, all callers are one.
+    """
+    try:
+        peer: bytes = event.call.peer()
+    except AttributeError:
+        return ""
+    return _machine(peer.decode())
+
+
+def _machine(address: str) -> str:
     # As `ipv4:10.0.0.7:51234`: without the port, which each connection has of its own.
-    address: str = context.peer()
     return address.rpartition(":")[0] or address

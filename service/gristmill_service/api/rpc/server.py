@@ -6,7 +6,6 @@ import os
 import socket
 import stat
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,12 @@ from gristmill_service.api.rpc import trainers
 from gristmill_service.api.rpc.forwarding import Forwarding
 from gristmill_service.api.rpc.intake import AT_ONCE, Intake
 from gristmill_service.api.rpc.interceptor import Interceptor
+from gristmill_service.api.rpc.peers import queue_of
 from gristmill_service.api.rpc.rollouts import RolloutServicer
 from gristmill_service.api.rpc.runs import RunServicer
 from gristmill_service.api.rpc.streams import Streams
 from gristmill_service.api.rpc.trainers import TrainerServicer
+from gristmill_service.call_threads import CallThreads
 from gristmill_service.process_tuning import most_connections
 from gristmill_service.settings import Settings
 
@@ -38,6 +39,8 @@ _SERVICES = tuple(
 )
 
 # Beyond the places of what is read at once, a thread for each call that waits for one: later ones queue in gRPC.
+# Each further one costs the others more than it does.
+_AT_WORK = 8
 _WORKERS = 2 * AT_ONCE
 # Of one connection: more wait at the caller.
 _CALLS_A_CONNECTION = 2048
@@ -54,9 +57,9 @@ class GrpcServer:
         certificates: Certificates | None,
         peers: PeerCertificates | None,
     ) -> None:
-        # A pool thread is started only when none is idle, so that a large pool costs nothing until it is needed; with a
-        # place for every waiter and stream, those can never take a thread that a short call needs.
-        self._pool = ThreadPoolExecutor(_WORKERS + settings.max_waiters + 2 * settings.max_streams, "grpc")
+        # A thread is started only when none is idle, so that many cost nothing until they are needed; with a place for
+        # every waiter and stream, those can never take a thread that a short call needs.
+        self._threads = CallThreads(_AT_WORK, _WORKERS + settings.max_waiters + 2 * settings.max_streams, queue_of)
         self._forwarding = Forwarding(
             settings.max_waiters, context.runs.is_owner, None if peers is None else peers.credentials
         )
@@ -85,7 +88,7 @@ class GrpcServer:
             self._intake,
             {SUBMIT_ROWS: partial(Submission, most_bytes=limit, read_file=None if files is None else files.read)},
         )
-        self._server = grpc.server(self._pool, interceptors=(guard,), options=options)
+        self._server = grpc.server(self._threads, interceptors=(guard,), options=options)
         self._streams = streams = Streams(settings.max_streams)
         self._health = health.HealthServicer()
         servicers: tuple[tuple[Callable[[Any, Any], None], object], ...] = (
@@ -140,7 +143,7 @@ class GrpcServer:
         self._streams.close()
         self._stopped.wait()
         self._forwarding.close()
-        self._pool.shutdown()
+        self._threads.shutdown()
 
 
 def _clear_stale_socket(path: Path) -> None:

@@ -11,6 +11,7 @@ import grpc
 from gristmill.errors import UnavailableError
 from gristmill_service.api.places import Place, Places
 from gristmill_service.api.rpc.peers import caller_of
+from gristmill_service.call_threads import waiting
 
 T = TypeVar("T")
 _PATIENCE_S = 60.0
@@ -60,7 +61,8 @@ class Streams:
     def _next(self, stream: Iterator[T], place: Place) -> T:
         place.idle_since = self._bringing.clock()
         try:
-            return next(stream)
+            with waiting():
+                return next(stream)
         finally:
             place.idle_since = None
 

@@ -1,0 +1,168 @@
+"""The threads that calls are answered in: few at work at a time, however many calls there are.
+
+Python runs one thread at a time, and each change of threads costs as much as a small call's own work. So a call waits
+in a queue, not in a thread of its own, until one of the few at work is done. A thread that waits for something does
+not count as at work: it says so (`waiting`), or is found at it after a while.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any
+
+_STUCK_S = 0.05
+
+Task = Callable[[], None]
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Around a wait: where the thread is one of a pool's, another may work meanwhile."""
+    worker = threading.current_thread()
+    if not isinstance(worker, _Worker):
+        yield
+        return
+    worker.pool.leave(worker)
+    try:
+        yield
+    finally:
+        worker.pool.come_back(worker)
+
+
+class _Worker(threading.Thread):
+    """tasks: those that it is handed; None ends it. since: when it began to work on one."""
+
+    def __init__(self, pool: CallThreads, number: int) -> None:
+        super().__init__(target=pool.answer, args=(self,), name=f"grpc-{number}", daemon=True)
+        self.pool = pool
+        self.tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self.since = 0.0
+
+
+class CallThreads:
+    """Thread-safe. An executor as `grpc.server` wants one."""
+
+    def __init__(self, at_work: int, threads: int, queue_of: Callable[..., str]) -> None:
+        """at_work: how many calls are worked on at once. threads: how many there may be, with those that wait.
+        queue_of: of the arguments of `submit`, who calls: callers take turns."""
+        self._at_work, self._most, self._queue_of = at_work, threads, queue_of
+        self._lock = threading.Lock()
+        self._queues: dict[str, deque[Task]] = {}
+        self._threads: list[_Worker] = []
+        self._idle: list[_Worker] = []
+        self._working: set[_Worker] = set()
+        self._is_closed = False
+        self._has_backlog = threading.Event()
+        self._watch = threading.Thread(target=self._release_stuck, name="grpc-watch", daemon=True)
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def task() -> None:
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:  # noqa: BLE001  it is told to whoever asks the future
+                future.set_exception(error)
+
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the pool of threads is closed")
+            if not self._threads:
+                self._watch.start()
+            self._queues.setdefault(self._queue_of(function, *args), deque()).append(task)
+            self._hand_out()
+            if self._queues and not self._has_backlog.is_set():
+                self._has_backlog.set()
+        return future
+
+    def shutdown(self) -> None:
+        """Returns when every call is answered."""
+        with self._lock:
+            self._is_closed = True
+            for worker in self._idle:
+                worker.tasks.put(None)
+            self._idle.clear()
+            self._has_backlog.set()
+        for thread in (self._watch, *self._threads):
+            if thread.ident is not None:
+                thread.join()
+
+    # --- With the lock held
+
+    def _hand_out(self) -> None:
+        """Gives what is queued to threads, while so many may work."""
+        while self._queues and len(self._working) < self._at_work and (worker := self._free_worker()):
+            self._begin(worker)
+            worker.tasks.put(self._take())
+
+    def _free_worker(self) -> _Worker | None:
+        if self._idle:
+            return self._idle.pop()
+        if len(self._threads) == self._most:
+            return None
+        worker = _Worker(self, len(self._threads))
+        self._threads.append(worker)
+        worker.start()
+        return worker
+
+    def _begin(self, worker: _Worker) -> None:
+        self._working.add(worker)
+        worker.since = time.monotonic()
+
+    def _take(self) -> Task:
+        """The first of the caller whose turn it is."""
+        caller = next(iter(self._queues))
+        queue = self._queues.pop(caller)
+        task = queue.popleft()
+        if queue:
+            # Behind the others.
+            self._queues[caller] = queue
+        return task
+
+    # --- For its threads
+
+    def leave(self, worker: _Worker) -> None:
+        """It waits, and works no more for a while."""
+        with self._lock:
+            self._working.discard(worker)
+            self._hand_out()
+
+    def come_back(self, worker: _Worker) -> None:
+        with self._lock:
+            self._begin(worker)
+
+    def answer(self, worker: _Worker) -> None:
+        task = worker.tasks.get()
+        while task is not None:
+            task()
+            task = self._following(worker) or worker.tasks.get()
+
+    def _following(self, worker: _Worker) -> Task | None:
+        with self._lock:
+            self._working.discard(worker)
+            if self._queues and len(self._working) < self._at_work:
+                self._begin(worker)
+                return self._take()
+            if self._is_closed:
+                worker.tasks.put(None)
+            else:
+                self._idle.append(worker)
+            return None
+
+    def _release_stuck(self) -> None:
+        """Lets others work beside threads that wait without having said so, for as long as calls are queued."""
+        while not self._is_closed or self._queues:
+            self._has_backlog.wait()
+            time.sleep(_STUCK_S / 2)
+            with self._lock:
+                before = time.monotonic() - _STUCK_S
+                self._working = {worker for worker in self._working if worker.since > before}
+                self._hand_out()
+                if not self._queues and not self._is_closed:
+                    self._has_backlog.clear()

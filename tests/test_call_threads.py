@@ -1,0 +1,140 @@
+"""The threads that calls are answered in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from gristmill_service.call_threads import CallThreads, waiting
+
+LONG_S = 30.0
+
+
+@contextmanager
+def pool(at_work: int, threads: int = 64) -> Iterator[CallThreads]:
+    """Calls are `submit(call, caller)`."""
+    opened = CallThreads(at_work, threads, lambda call, caller="": caller)
+    try:
+        yield opened
+    finally:
+        opened.shutdown()
+
+
+class Calls:
+    """Calls that note that they began, and go on when they are let."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.let = threading.Event()
+
+    def __call__(self, caller: str = "") -> str:
+        self.begun.append(caller)
+        assert self.let.wait(LONG_S)
+        return caller
+
+
+def until(found: Callable[[], bool]) -> None:
+    end = time.monotonic() + LONG_S
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_every_call_is_answered_once_however_few_threads_there_are() -> None:
+    answered: list[int] = []
+    with pool(at_work=2, threads=2) as threads:
+        for number in range(500):
+            threads.submit(lambda _, number=number: answered.append(number), "")
+    assert sorted(answered) == list(range(500))
+
+
+def test_a_call_that_raises_gives_its_error_and_the_thread_goes_on() -> None:
+    with pool(at_work=1, threads=1) as threads:
+        failed = threads.submit(lambda _: 1 // 0, "")
+        assert isinstance(failed.exception(LONG_S), ZeroDivisionError)
+        assert threads.submit(lambda _: 7, "").result(LONG_S) == 7
+
+
+def test_a_call_that_says_that_it_waits_lets_the_next_one_work() -> None:
+    woken = threading.Event()
+
+    def wait(_: str) -> bool:
+        with waiting():
+            return woken.wait(LONG_S)
+
+    with pool(at_work=1) as threads:
+        waits = [threads.submit(wait, "") for _ in range(20)]
+        assert threads.submit(lambda _: "worked", "").result(LONG_S) == "worked"
+        woken.set()
+        assert all(one.result(LONG_S) for one in waits)
+
+
+def test_a_thread_outside_of_pools_may_say_that_it_waits() -> None:
+    with waiting():
+        assert threading.current_thread() is threading.main_thread()
+
+
+def test_calls_that_wait_without_a_word_do_not_keep_others_from_work() -> None:
+    stuck = Calls()
+    with pool(at_work=2) as threads:
+        found: list[Future[Any]] = [threads.submit(stuck, "") for _ in range(10)]
+        assert threads.submit(lambda _: "worked", "").result(LONG_S) == "worked"
+        until(lambda: len(stuck.begun) == 10)
+        stuck.let.set()
+        assert [one.result(LONG_S) for one in found] == [""] * 10
+
+
+def test_no_more_threads_are_started_than_there_may_be() -> None:
+    stuck = Calls()
+    with pool(at_work=1, threads=3) as threads:
+        found = [threads.submit(stuck, "") for _ in range(5)]
+        until(lambda: len(stuck.begun) == 3)
+        time.sleep(0.2)
+        assert len(stuck.begun) == 3
+        stuck.let.set()
+        assert [one.result(LONG_S) for one in found] == [""] * 5
+
+
+def test_callers_take_turns() -> None:
+    first, order = Calls(), list[str]()
+    with pool(at_work=1, threads=1) as threads:
+        threads.submit(first, "crowd")
+        found = [threads.submit(order.append, caller) for caller in ["crowd"] * 50 + ["single"] * 2]
+        first.let.set()
+        for one in found:
+            one.result(LONG_S)
+    assert order.index("single") < 3
+    assert order[:4].count("single") == 2
+
+
+def test_a_pool_that_is_shut_down_answers_what_it_took_and_takes_no_more() -> None:
+    slow = Calls()
+    with pool(at_work=1, threads=1) as threads:
+        found = [threads.submit(slow, "") for _ in range(3)]
+        closing = threading.Thread(target=threads.shutdown)
+        closing.start()
+        until(lambda: _is_refused(threads))
+        slow.let.set()
+        closing.join(LONG_S)
+        assert [one.result(0) for one in found] == [""] * 3
+
+
+def _is_refused(threads: CallThreads) -> bool:
+    try:
+        threads.submit(lambda _: None, "")
+    except RuntimeError:
+        return True
+    return False
+
+
+def test_a_pool_that_was_never_used_is_shut_down() -> None:
+    threads = CallThreads(1, 1, lambda *_: "")
+    threads.shutdown()
+    with pytest.raises(RuntimeError, match="closed"):
+        threads.submit(lambda _: None, "")
