@@ -92,7 +92,7 @@ def answer(guarded: Guarded, method: str, path: str, token: str | None, **more: 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.name)
 def test_over_http_a_call_is_made_by_its_roles_alone(guarded: Guarded, route: APIRoute) -> None:
     method = next(iter(route.methods or ()))
-    path = route.path.format(**FILLED)
+    path = route.path_format.format(**FILLED)
     body = {"json": {"run": "r"}} if route.name == "create_run" else {}
     told = {role: answer(guarded, method, path, guarded.tokens[role], **body).status_code for role in ROLES}
     assert {role for role, code in told.items() if code != 403} == allowed(route.name)

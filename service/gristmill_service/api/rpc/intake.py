@@ -17,6 +17,7 @@ from gristmill_service.access.caller import ANYONE
 from gristmill_service.access.gate import AUTHORIZATION, Gate
 from gristmill_service.api.places import Places
 from gristmill_service.api.rpc.peers import caller_of, debtor_of
+from gristmill_service.call_threads import waiting
 
 AT_ONCE = 32
 """Requests that are read and answered at once, but for those that wait. Python runs few at a time."""
@@ -87,7 +88,9 @@ class Intake:
 
     def _wait(self, debtor: str) -> None:
         with self._gate.debts.waiting(debtor) as wait_s:
-            time.sleep(wait_s)
+            if wait_s:
+                with waiting():
+                    time.sleep(wait_s)
 
     def identify(self, context: grpc.ServicerContext) -> None:
         """Finds out who calls, which is told to whoever asks during the call. Raises UnauthenticatedError."""
