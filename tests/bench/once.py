@@ -1,4 +1,4 @@
-"""Bytes of a batch's rows at rest over those of its distinct tokens, and the way from seal to shards.
+"""Bytes of a batch's rows at rest over those of its distinct tokens.
 
 `python -m tests.bench once` measures. Turns come as a client sends them: without what the step before begins with.
 Distinct tokens are those of the tree of each prompt group; their columns are the token ids, and of sampled tokens the
@@ -11,11 +11,9 @@ import gc
 import json
 import os
 import tempfile
-import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +30,15 @@ from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.run_store import RunStore
+from gristmill_service.storage.shard_store import ShardStore
 from tests.bench.figures import Figure
 from tests.bench.pipeline import TMPFS
 from tests.bench.rollouts import rollouts
 from tests.bench.workloads import Workload
-from tests.redis.servers import RedisServer, wait_until
+from tests.redis.servers import RedisServer
 
 NAMES = ("short", "agent", "anti")
 REACH = {"short": 1.3, "agent": 1.1, "anti": 1.1}
-SEAL_REACH = {"redis": 1.5, "journal": 1.0}
-TIMES = (1, 16)
 
 
 def figures() -> Iterator[Figure]:
@@ -50,9 +47,6 @@ def figures() -> Iterator[Figure]:
         limit = distinct_bytes(work)
         for kind, held in (("memory", _in_memory), ("journal", _in_journal), ("redis", _in_redis)):
             yield Figure(f"once.{kind}.{name}", held(work) / limit, "x distinct", REACH[name], limit / 2**20, "MiB")
-    for kind in ("journal", "redis"):
-        for times in TIMES:
-            yield _seal(kind, rollouts("agent"), times)
 
 
 def distinct_bytes(work: Workload) -> int:
@@ -102,8 +96,10 @@ def submit(run: Run, work: Workload) -> None:
 
 
 @contextmanager
-def _run(store: RunStore | None, work: Workload) -> Iterator[Run]:
-    runs = Runs(MemoryShardStore(), store) if store else Runs(MemoryShardStore())
+def run_of(work: Workload, store: RunStore | None = None, shards: ShardStore | None = None) -> Iterator[Run]:
+    """A run that the workload can be submitted to. It seals nothing by itself."""
+    shards = shards or MemoryShardStore()
+    runs = Runs(shards, store) if store else Runs(shards)
     try:
         runs.create("bench", _settings(work))
         yield runs.get("bench")
@@ -113,7 +109,7 @@ def _run(store: RunStore | None, work: Workload) -> Iterator[Run]:
 
 def _in_memory(work: Workload) -> int:
     """What is given back when the rows are let go, Python's objects included."""
-    with _run(None, work) as run:
+    with run_of(work) as run:
         tracemalloc.start()
         try:
             submit(run, work)
@@ -130,13 +126,13 @@ def _in_journal(work: Workload) -> int:
     with tempfile.TemporaryDirectory(dir=TMPFS) as directory, ExitStack() as opened:
         store = JournalRunStore(Path(directory), "never")
         opened.callback(store.close)
-        run = opened.enter_context(_run(store, work))
+        run = opened.enter_context(run_of(work, store))
         submit(run, work)
         return sum(os.stat(path).st_blocks * 512 for path in Path(directory).glob("run-*/rows-*"))
 
 
 @contextmanager
-def _redis() -> Iterator[tuple[redis.Redis, RedisRunStore]]:
+def redis_store() -> Iterator[tuple[redis.Redis, RedisRunStore]]:
     with tempfile.TemporaryDirectory() as directory, RedisServer(Path(directory), appendonly="no") as server:
         client = server.client()
         store = RedisRunStore(client, "gristmill", lease_s=10.0)
@@ -149,39 +145,6 @@ def _redis() -> Iterator[tuple[redis.Redis, RedisRunStore]]:
 
 def _in_redis(work: Workload) -> int:
     """Bytes of the keys that hold rows, as the server counts them."""
-    with _redis() as (client, store), _run(store, work) as run:
+    with redis_store() as (client, store), run_of(work, store) as run:
         submit(run, work)
         return sum(int(client.memory_usage(key, samples=0) or 0) for key in client.scan_iter("*:rows:*"))
-
-
-def _seal(kind: str, work: Workload, times: int) -> Figure:
-    """Seconds a GB of rows as they would be whole, from the seal to published shards."""
-    size = times * work.input_bytes / 1e9
-    work = _multiplied(work, times)
-    with ExitStack() as opened:
-        store: RunStore
-        if kind == "redis":
-            _, store = opened.enter_context(_redis())
-        else:
-            directory = opened.enter_context(tempfile.TemporaryDirectory(dir=TMPFS))
-            store = JournalRunStore(Path(directory), "never")
-            opened.callback(store.close)
-        run = opened.enter_context(_run(store, work))
-        submit(run, work)
-        begin = time.perf_counter()
-        run.seal(0)
-        wait_until(lambda: run.status().batches_published, "the batch is published", timeout_s=300.0)
-        taken = time.perf_counter() - begin
-    name = f"{kind}.seal_seconds_per_gb" + ("" if times == 1 else f".{times}x")
-    return Figure(name, taken / size, "s/GB", SEAL_REACH[kind], size, "GB as sent, whole")
-
-
-def _multiplied(work: Workload, times: int) -> Workload:
-    """So many times the groups, under other names; tokens are the same ones in each."""
-    steps = work.steps
-    if times == 1:
-        return work
-    rows = np.tile(np.arange(len(steps)), times)
-    many = steps.take(rows)
-    uids = [f"{at // len(steps)}-{uid}" for at, uid in enumerate(many.uids)]
-    return Workload(work.name, replace(many, uids=uids), work.samples)

@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill._wire.column_spec import specs_of
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
+from gristmill.errors import InvalidArgumentError
 from gristmill_service.run.machine.answers import RewardUpdate
 from gristmill_service.run.machine.events import StoredRow
 from gristmill_service.run.machine.groups import Group
@@ -84,6 +86,13 @@ def test_a_table_may_shrink_while_its_rows_are_gathered() -> None:
     after = picked(buffer, wanted)
     assert contents(gather(before, False, _nothing_stored)) == contents(gather(after, False, _nothing_stored))
     assert contents(gather(after, False, _nothing_stored))["tokens"] == [[1, 2, 5], [1, 2, 1]]
+
+
+def test_a_table_that_is_not_as_the_state_knows_it_gives_no_rows() -> None:
+    buffer, steps = RowBuffer(compacts=True), table(row("a", response=[1, 2, 3]))
+    buffer.add(0, table(row("a", response=[1, 2])), 1, [0])
+    with pytest.raises(InvalidArgumentError, match="have 4 values of tokens, and their run's log says 5"):
+        gather(picked(buffer, described_rows(steps, 0)), False, _nothing_stored)
 
 
 def test_a_copy_that_comes_late_replaces_nothing_and_keeps_what_was_released_meanwhile_away() -> None:

@@ -103,19 +103,19 @@ class RowBuffer:
 
     def _pick(self, group: Group, row: StoredRow, picked: dict[RowName, PickedRow]) -> PickedRow:
         """picked: those of the group so far; the row and those with which it begins are added."""
-        path = [row]
-        while path[-1].name not in picked and (name := path[-1].parent) is not None:
-            path.append(group.find(name))
-        parent: PickedRow | None = None
-        for one in reversed(path):
-            name = one.name
-            if name not in picked:
-                table = self._tables[one.ref.table]
-                at = one.ref.row if table.places is None else table.places[one.ref.row]
-                picked[name] = PickedRow(one.ref.table, table.stored, at, one, parent, group.tag)
-            parent = picked[name]
-        assert parent is not None, "the path has a row"
-        return parent
+        name, path = row.name, list[tuple[RowName, StoredRow]]()
+        while (found := picked.get(name)) is None:
+            one = group.find(name) if path else row
+            path.append((name, one))
+            if one.parent is None:
+                break
+            name = one.parent
+        for name, one in reversed(path):
+            table = self._tables[one.ref.table]
+            at = one.ref.row if table.places is None else table.places[one.ref.row]
+            found = picked[name] = PickedRow(one.ref.table, table.stored, at, one, found, group.tag)
+        assert found is not None, "the path has a row"
+        return found
 
     def table(self, number: int) -> Stored | None:
         """A table that is held; None where the log has to be asked."""

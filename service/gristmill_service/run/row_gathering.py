@@ -7,17 +7,29 @@ copy of that beginning, for every row is one run of memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, repeat
+from operator import add, mul, sub
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gristmill._wire.columns import Array, Int64s, Ragged, bytes_of
+from gristmill._wire.columns import Array, Int64s, Ragged
 from gristmill._wire.steps import Extra, Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.run.machine.events import RowRef, StoredRow
 from gristmill_service.run.row_buffer import PickedRow
-from gristmill_service.storage.row_tables import NUMBERS, OF_RESPONSES, Column, Stored, opened, steps_from
+from gristmill_service.storage.row_tables import (
+    NUMBERS,
+    OF_RESPONSES,
+    OF_SOME,
+    Column,
+    Header,
+    Opened,
+    Stored,
+    opened,
+    steps_from,
+)
 
 Load = Callable[[int], Stored]
 """Gives a table, by its number, that nobody holds."""
@@ -28,18 +40,16 @@ _ITEM = 4
 
 def gather(picked: Sequence[PickedRow], token_rewards: bool, load: Load) -> Steps:
     """The rows as one table, in this order, with the rewards that came later and their groups' tags. Token data is
-    copied once."""
-    tables = _Tables(load)
+    copied once. Raises InvalidArgumentError where tables are not as the state knows their rows."""
+    tables, stored = _Tables(load), [one.row for one in picked]
     rows = [tables.row(one) for one in picked]
-    numbers = _numbers(rows)
-    numbers["rewards"] = np.array([one.row.reward for one in picked], np.float64)
-    numbers["rewards_pending"] = np.zeros(len(picked), np.bool_)
-    ragged = {"tokens": _tokens(picked, tables)} | _of_responses(rows, numbers)
+    numbers = _numbers(stored)
+    ragged = {"tokens": _tokens(picked, rows, tables)} | _of_responses(rows, numbers)
     if token_rewards:
-        ragged["token_rewards"] = _token_rewards(rows, [one.row for one in picked])
+        ragged["token_rewards"] = _token_rewards(rows, stored)
     strings = {"tags": [one.tag for one in picked], "stop_reasons": [row.stop_reason for row in rows]}
     given = {name: values for name, values in strings.items() if any(values)}
-    uids = [one.row.trajectory.uid for one in picked]
+    uids = [one.trajectory.uid for one in stored]
     return steps_from(uids, given, numbers, ragged, _extras(rows))
 
 
@@ -51,66 +61,49 @@ def tokens_of(row: PickedRow, load: Load) -> list[Array]:
 def columns_of(row: PickedRow, load: Load) -> frozenset[str]:
     """The declared columns that a row has."""
     found = _Tables(load).row(row)
-    columns = (column for column in found.table.header.columns if column.counts is not None)
-    return frozenset(column.name for column in columns if found.table.count(column, found.at) >= 0)
+    return frozenset(name for name, column in found.columns.items() if column.counts and column.counts[found.at] >= 0)
+
+
+class _Row(NamedTuple):
+    """A row's place in its table, of whose columns it has these bytes."""
+
+    columns: Mapping[str, Column]
+    memory: Mapping[str, memoryview]
+    at: int
+    stop_reason: str
 
 
 class _Table:
-    """An opened table, whose rows are read one by one."""
+    """A table of several rows, which are looked for one by one."""
 
-    __slots__ = ("_ends", "_index", "_memory", "header", "rows")
+    def __init__(self, table: Opened) -> None:
+        self._table = table
+        self._edges: dict[str, list[int]] = {}
 
-    def __init__(self, stored: Stored) -> None:
-        self.header, self._memory = opened(stored)
-        self.rows = len(self.header.uids)
-        self._index = {column.name: at for at, column in enumerate(self.header.columns)}
-        self._ends: dict[str, list[int]] = {}
-
-    def column(self, name: str) -> Column | None:
-        at = self._index.get(name)
-        return None if at is None else self.header.columns[at]
-
-    def count(self, column: Column, at: int) -> int:
-        """How many values the row at this place has; -1 where it has not got the column."""
-        if column.counts is not None:
-            return column.counts[at]
-        responses = self.number("response_lengths", at, 0)
-        if column.name != "tokens":
-            return int(responses)
-        return int(responses + self.number("prompt_lengths", at, 0) - self.number("prefix_lengths", at, 0))
-
-    def number(self, name: str, at: int, default: float) -> float:
-        values = self.header.numbers.get(name)
-        return default if values is None else values[at]
-
-    def memory(self, name: str, at: int) -> memoryview:
-        """The bytes of a column that the row at this place has."""
-        index = self._index[name]
-        if self.rows == 1:
-            return self._memory[index]
-        if (ends := self._ends.get(name)) is None:
-            column = self.header.columns[index]
-            sizes = (column.element_bytes * max(0, self.count(column, row)) for row in range(self.rows))
-            ends = self._ends[name] = [0, *accumulate(sizes)]
-        return self._memory[index][ends[at] : ends[at + 1]]
+    def row(self, at: int) -> _Row:
+        header, columns, whole = self._table
+        if not self._edges:
+            self._edges = {name: [0, *accumulate(_sizes(column, header))] for name, column in columns.items()}
+        memory = {name: whole[name][edges[at] : edges[at + 1]] for name, edges in self._edges.items()}
+        return _Row(columns, memory, at, _stop_reason(header, at))
 
 
-class _Row:
-    """A row's place in an opened table."""
+def _sizes(column: Column, header: Header) -> Iterator[int]:
+    """The bytes that each row has of a column."""
+    rows, numbers = len(header.uids), header.numbers
+    if column.counts is not None:
+        counts: Iterable[int] = (max(0, count) for count in column.counts)
+    else:
+        counts = numbers.response_lengths or repeat(0, rows)
+        if column.name == "tokens":
+            prompts, prefixes = numbers.prompt_lengths or repeat(0), numbers.prefix_lengths or repeat(0)
+            counts = map(sub, map(add, counts, prompts), prefixes)
+    return map(mul, counts, repeat(column.element_bytes))
 
-    __slots__ = ("at", "table")
 
-    def __init__(self, table: _Table, at: int) -> None:
-        self.table, self.at = table, at
-
-    @property
-    def stop_reason(self) -> str:
-        reasons = self.table.header.strings.get("stop_reasons")
-        return reasons[self.at] if reasons else ""
-
-    def memory(self, name: str) -> memoryview | None:
-        """The row's bytes of this column, None where its table has not got it."""
-        return None if self.table.column(name) is None else self.table.memory(name, self.at)
+def _stop_reason(header: Header, at: int) -> str:
+    reasons = header.strings.get("stop_reasons")
+    return reasons[at] if reasons else ""
 
 
 class _Tables:
@@ -118,19 +111,20 @@ class _Tables:
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        self._tables: dict[int, _Table] = {}
+        self._tables: dict[int, _Table | _Row] = {}
 
     def row(self, picked: PickedRow) -> _Row:
-        table = self._tables.get(picked.table)
-        if table is None:
-            stored = self._load(picked.table) if picked.stored is None else picked.stored
-            table = self._tables[picked.table] = _Table(stored)
-        return _Row(table, picked.at)
+        found = self._tables.get(picked.table)
+        if found is None:
+            found = self._tables[picked.table] = self._open(picked)
+        return found if isinstance(found, _Row) else found.row(picked.at)
 
-    def own_tokens(self, picked: PickedRow) -> memoryview:
-        """Those of the row's tokens that its table has."""
-        row = self.row(picked)
-        return row.table.memory("tokens", row.at)
+    def _open(self, picked: PickedRow) -> _Table | _Row:
+        """The row itself where it is alone in its table, as most are: so the description is let go."""
+        table = opened(self._load(picked.table) if picked.stored is None else picked.stored)
+        if len(table.header.uids) > 1:
+            return _Table(table)
+        return _Row(table.columns, table.memory, 0, _stop_reason(table.header, 0))
 
 
 def _pieces(row: PickedRow, count: int, tables: _Tables) -> list[memoryview]:
@@ -138,7 +132,7 @@ def _pieces(row: PickedRow, count: int, tables: _Tables) -> list[memoryview]:
     found: list[memoryview] = []
     one: PickedRow | None = row
     while one is not None and count:
-        own = tables.own_tokens(one)
+        own = tables.row(one).memory["tokens"]
         prefix = one.row.tokens - len(own) // _ITEM
         if count > prefix:
             found.append(own[: _ITEM * (count - prefix)])
@@ -147,64 +141,75 @@ def _pieces(row: PickedRow, count: int, tables: _Tables) -> list[memoryview]:
     return found[::-1]
 
 
-def _tokens(picked: Sequence[PickedRow], tables: _Tables) -> Ragged:
+def _tokens(picked: Sequence[PickedRow], rows: Sequence[_Row], tables: _Tables) -> Ragged:
     """All rows' tokens, those in which one goes on with another once."""
+    lines: list[list[memoryview]] = []
     sizes: list[int] = []
-    line_of, begins_line = list[int](), list[bool]()
+    line_of = list[int]()
     # The last row of each line so far.
     ends: dict[RowRef, int] = {}
-    own = [tables.own_tokens(one) for one in picked]
-    for one, memory in zip(picked, own, strict=True):
+    for one, row in zip(picked, rows, strict=True):
+        parent, own, count = one.parent, row.memory["tokens"], one.row.tokens
         line = None
-        if one.parent is not None and one.row.tokens - len(memory) // _ITEM == one.parent.row.tokens:
-            line = ends.pop(one.parent.row.ref, None)
-        begins_line.append(line is None)
+        if parent is not None and count - len(own) // _ITEM == parent.row.tokens:
+            line = ends.pop(parent.row.ref, None)
         if line is None:
-            line = len(sizes)
-            sizes.append(0)
-        sizes[line] = one.row.tokens
+            line = len(lines)
+            lines.append(_pieces(one, count, tables))
+            sizes.append(count)
+        else:
+            lines[line].append(own)
+            sizes[line] = count
         ends[one.row.ref] = line
         line_of.append(line)
-    begins = [0, *accumulate(sizes)]
-    values = np.empty(begins[-1], np.int32)
-    if len(values):
-        data = bytes_of(values)
-        for one, memory, line, is_first in zip(picked, own, line_of, begins_line, strict=True):
-            at = _ITEM * begins[line]
-            for piece in _pieces(one, one.row.tokens, tables) if is_first else ():
-                data[at : at + len(piece)] = piece
-                at += len(piece)
-            if not is_first:
-                end = _ITEM * (begins[line] + one.row.tokens)
-                data[end - len(memory) : end] = memory
-    starts = np.array([begins[line] for line in line_of], np.int64)
-    return Ragged(values, starts, np.array([one.row.tokens for one in picked], np.int64))
+    found = _column(Column("tokens", "<i4"), chain.from_iterable(lines), np.array(sizes, np.int64))
+    return Ragged(found.values, found.starts[line_of], np.array([one.row.tokens for one in picked], np.int64))
 
 
-def _numbers(rows: Sequence[_Row]) -> dict[str, Array]:
-    names = dict.fromkeys(name for row in rows for name in row.table.header.numbers)
-    found: dict[str, Array] = {}
-    for name, (dtype, default) in NUMBERS.items():
-        if name in names:
-            found[name] = np.array([row.table.number(name, row.at, default) for row in rows], dtype)
-        else:
-            found[name] = np.full(len(rows), default, dtype)
-    if "advantages" in names:
-        found["advantages"] = np.array([row.table.header.numbers["advantages"][row.at] for row in rows], np.float64)
-    return found
+def _column(column: Column, memory: Iterable[bytes | memoryview], lengths: Int64s) -> Ragged:
+    """The rows' values, copied one after another. lengths: int64 (rows,), of each as it has to be."""
+    values = column.values(b"".join(memory))
+    if len(values) != (expected := int(lengths.sum())):
+        raise InvalidArgumentError(
+            f"the rows' tables have {len(values)} values of {column.name}, and their run's log says {expected}: what "
+            "stores rows has lost some or changed them"
+        )
+    return Ragged.from_lengths(values, lengths)
+
+
+def _numbers(stored: Sequence[StoredRow]) -> dict[str, Array]:
+    """What the state knows of the rows, as their tables would have it."""
+    found: dict[str, list[Any]] = {
+        "rounds": [row.trajectory.round for row in stored],
+        "samples": [row.trajectory.sample for row in stored],
+        "steps": [row.step for row in stored],
+        "attempts": [row.attempt for row in stored],
+        "is_last_steps": [row.is_last for row in stored],
+        "policy_versions": [row.version for row in stored],
+        "prompt_lengths": [row.tokens - row.response_length for row in stored],
+        "response_lengths": [row.response_length for row in stored],
+        "rewards": [row.reward for row in stored],
+        "rewards_pending": [False] * len(stored),
+    }
+    numbers = {name: np.array(values, NUMBERS[name][0]) for name, values in found.items()}
+    if stored and stored[0].advantage is not None:
+        numbers["advantages"] = np.array([row.advantage for row in stored], OF_SOME["advantages"])
+    return numbers
 
 
 def _of_responses(rows: Sequence[_Row], numbers: dict[str, Array]) -> dict[str, Ragged]:
     """The columns with a value a response token, but rewards."""
     lengths = numbers["response_lengths"]
+    # Most rows have the same ones.
+    columns = {id(row.columns): row.columns for row in rows}.values()
     found: dict[str, Ragged] = {}
     for name in OF_RESPONSES:
-        some = next((column for row in rows if (column := row.table.column(name)) is not None), None)
+        some = next((one[name] for one in columns if name in one), None)
         if some is None or name == "token_rewards":
             continue
-        own = [row.memory(name) for row in rows]
+        own = [row.memory.get(name) for row in rows]
         memory = [_stand_in(name, numbers, at) if one is None else one for at, one in enumerate(own)]
-        found[name] = Ragged.from_lengths(some.values(b"".join(memory)), lengths)
+        found[name] = _column(some, memory, lengths)
     return found
 
 
@@ -224,22 +229,21 @@ def _token_rewards(rows: Sequence[_Row], stored: Sequence[StoredRow]) -> Ragged:
         if one.late_rewards:
             values.append(np.frombuffer(one.late_rewards, np.float64))
         else:
-            column = row.table.column("token_rewards")
+            column = row.columns.get("token_rewards")
             assert column is not None, "a row without a later reward brought its own"
-            values.append(column.values(row.table.memory("token_rewards", row.at)))
+            values.append(column.values(row.memory["token_rewards"]))
     return Ragged.from_arrays(values, np.float64)
 
 
 def _extras(rows: Sequence[_Row]) -> dict[str, Extra]:
     """The declared columns that any of the rows' tables has."""
-    columns = {column.name: column for row in rows for column in row.table.header.columns if column.counts is not None}
+    declared = {name: column for row in rows for name, column in row.columns.items() if column.counts is not None}
     found: dict[str, Extra] = {}
-    for name, some in columns.items():
-        own = [row.table.column(name) for row in rows]
+    for name, column in declared.items():
+        own = ((row.at, row.columns.get(name)) for row in rows)
         counts: Int64s = np.array(
-            [-1 if column is None else row.table.count(column, row.at) for row, column in zip(rows, own, strict=True)],
-            np.int64,
+            [-1 if some is None or some.counts is None else some.counts[at] for at, some in own], np.int64
         )
-        values = some.values(b"".join(row.memory(name) or b"" for row in rows))
-        found[name] = Extra(Ragged.from_lengths(values, np.maximum(counts, 0)), counts >= 0)
+        memory = [row.memory.get(name, b"") for row in rows]
+        found[name] = Extra(_column(column, memory, np.maximum(counts, 0)), counts >= 0)
     return found

@@ -6,9 +6,13 @@ such as a mask of ones, is left out. Reading makes views of the buffers, no copi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import repeat
 from math import prod
-from typing import Any, NamedTuple
+from operator import gt
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,6 +32,8 @@ SIZE_BYTES = 8
 _ALIGNMENT = 8
 _FORMAT = 2
 _HEAD = SIZE_BYTES + 4
+# Bytes of columns' descriptions that are kept when they were read.
+_SHORT = 1 << 10
 # A larger table is not copied to be held.
 _COPIED_BYTES = 256 << 10
 
@@ -53,7 +59,8 @@ class Column(msgspec.Struct, array_like=True):
 
     @property
     def element_bytes(self) -> int:
-        return int(self.dtype[2:]) * prod(self.shape)
+        item = int(self.dtype[2:])
+        return item * prod(self.shape) if self.shape else item
 
     def values(self, data: bytes | memoryview) -> Array:
         """The values that these bytes are; (n, *shape)."""
@@ -62,15 +69,35 @@ class Column(msgspec.Struct, array_like=True):
         return found.reshape(-1, *self.shape) if self.shape else found
 
 
-class Header(msgspec.Struct, array_like=True):
-    """strings, numbers: of each row one, by name; those that are not there are the default. columns: in the order of
-    their buffers."""
+_Length = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Numbers(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
+    """Of each row one; None: of all the default."""
+
+    rounds: list[int] | None = None
+    samples: list[int] | None = None
+    steps: list[int] | None = None
+    attempts: list[int] | None = None
+    is_last_steps: list[bool] | None = None
+    policy_versions: list[int] | None = None
+    prompt_lengths: list[_Length] | None = None
+    response_lengths: list[_Length] | None = None
+    rewards: list[float] | None = None
+    rewards_pending: list[bool] | None = None
+    advantages: list[float] | None = None
+    prefix_lengths: list[_Length] | None = None
+
+
+class Header(msgspec.Struct, array_like=True, gc=False):
+    """strings: of each row one, by name; those that are not there are empty. columns: encoded, in the order of their
+    buffers."""
 
     format: int
     uids: list[str]
     strings: dict[str, list[str]]
-    numbers: dict[str, list[int | float | bool]]
-    columns: list[Column]
+    numbers: Numbers
+    columns: msgspec.Raw
 
 
 NUMBERS: dict[str, tuple[Any, Any]] = {
@@ -87,25 +114,26 @@ NUMBERS: dict[str, tuple[Any, Any]] = {
 }
 OF_SOME = {"advantages": np.float64, "prefix_lengths": np.int64}
 OF_RESPONSES = ("loss_mask", "logprobs", "token_rewards", "token_advantages", "token_versions")
-_LENGTHS = ("prompt_lengths", "response_lengths", "prefix_lengths")
-_KNOWN_NUMBERS = NUMBERS.keys() | OF_SOME.keys()
 _BY_TOKEN = frozenset(("tokens", *OF_RESPONSES))
 _DTYPES = frozenset((BFLOAT16 if name == "bfloat16" else np.dtype(name)).str for name in DTYPES)
 _decoder = msgspec.msgpack.Decoder(Header)
+_columns_decoder = msgspec.msgpack.Decoder(list[Column])
+_head = struct.Struct("<QI")
 
 
 class Opened(NamedTuple):
-    """A table's description, and the bytes of each of its columns."""
+    """A table's description, its columns by name, and the bytes of each. Tables with equal columns may share these."""
 
     header: Header
-    memory: list[memoryview]
+    columns: Mapping[str, Column]
+    memory: dict[str, memoryview]
 
 
 def encode(table: Steps) -> TableBytes:
     opened = _of_steps(table)
     header = msgspec.msgpack.encode(opened.header)
     head = -(-(_HEAD + len(header)) // _ALIGNMENT) * _ALIGNMENT
-    buffers = [memory for memory in opened.memory if len(memory)]
+    buffers = [memory for memory in opened.memory.values() if len(memory)]
     size = head + sum(map(len, buffers))
     first = size.to_bytes(SIZE_BYTES, "little") + len(header).to_bytes(4, "little") + header
     return TableBytes([first.ljust(head, b"\0"), *buffers], size)
@@ -146,8 +174,10 @@ def _nbytes(table: Steps) -> int:
 
 def _of_steps(table: Steps) -> Opened:
     found = sorted(_columns(table), key=lambda one: -one[1].itemsize)
-    header = Header(_FORMAT, [*table.uids], _strings(table), _numbers(table), [column for column, _ in found])
-    return Opened(header, [memoryview(bytes_of(values)) for _, values in found])
+    columns = {column.name: column for column, _ in found}
+    encoded = msgspec.Raw(msgspec.msgpack.encode([*columns.values()]))
+    header = Header(_FORMAT, [*table.uids], _strings(table), _numbers(table), encoded)
+    return Opened(header, columns, {column.name: memoryview(bytes_of(values)) for column, values in found})
 
 
 def _strings(table: Steps) -> dict[str, list[str]]:
@@ -155,8 +185,8 @@ def _strings(table: Steps) -> dict[str, list[str]]:
     return {name: [*values] for name, values in found.items() if values is not None and any(values)}
 
 
-def _numbers(table: Steps) -> dict[str, list[int | float | bool]]:
-    found: dict[str, list[int | float | bool]] = {}
+def _numbers(table: Steps) -> Numbers:
+    found: dict[str, list[Any]] = {}
     for name, (_, default) in NUMBERS.items():
         values = getattr(table, name).tolist()
         if values.count(default) < len(values):
@@ -164,7 +194,7 @@ def _numbers(table: Steps) -> dict[str, list[int | float | bool]]:
     for name in OF_SOME:
         if (column := getattr(table, name)) is not None:
             found[name] = column.tolist()
-    return found
+    return Numbers(**found)
 
 
 def _columns(table: Steps) -> Iterator[tuple[Column, Array]]:
@@ -183,78 +213,88 @@ def _columns(table: Steps) -> Iterator[tuple[Column, Array]]:
 def _of_bytes(data: bytes | memoryview) -> Opened:
     try:
         return _read(data)
-    except (msgspec.MsgspecError, ValueError, TypeError, KeyError, OverflowError) as error:
+    except (msgspec.MsgspecError, struct.error, ValueError, TypeError, OverflowError) as error:
         if isinstance(error, InvalidArgumentError):
             raise
         raise InvalidArgumentError(f"{len(data)} bytes are no table of rows: {error}") from None
 
 
 def _read(data: bytes | memoryview) -> Opened:
-    end = _HEAD + int.from_bytes(data[SIZE_BYTES:_HEAD], "little")
+    end = _HEAD + _head.unpack_from(data)[1]
     header = _decoder.decode(data[_HEAD:end])
     if header.format != _FORMAT:
         raise InvalidArgumentError(
             f"a table of rows has format {header.format} and this version reads {_FORMAT}; use the gristmill that "
             "wrote it"
         )
-    _check(header)
-    view, at = memoryview(data), -(-end // _ALIGNMENT) * _ALIGNMENT
-    responses = sum(header.numbers.get("response_lengths", ()))
-    tokens = responses + sum(header.numbers.get("prompt_lengths", ())) - sum(header.numbers.get("prefix_lengths", ()))
-    memory = []
-    for column in header.columns:
-        if column.counts is None:
-            count = int(tokens if column.name == "tokens" else responses)
-        else:
+    columns, numbers = _columns_of(bytes(header.columns)), header.numbers
+    _check(header, columns)
+    view, at, memory = memoryview(data), -(-end // _ALIGNMENT) * _ALIGNMENT, dict[str, memoryview]()
+    responses = sum(numbers.response_lengths or ())
+    for name, column in columns.items():
+        if column.counts is not None:
             count = sum(max(0, one) for one in column.counts)
-        size = count * column.element_bytes
-        memory.append(view[at : at + size])
-        at += size
+        elif name == "tokens":
+            count = responses + sum(numbers.prompt_lengths or ()) - sum(numbers.prefix_lengths or ())
+        else:
+            count = responses
+        begin, at = at, at + count * column.element_bytes
+        memory[name] = view[begin:at]
     if at > len(data):
         raise ValueError(f"its columns end at {at}")
-    return Opened(header, memory)
+    return Opened(header, columns, memory)
 
 
-def _check(header: Header) -> None:
-    """Raises ValueError for a description that no table has."""
-    rows, numbers = len(header.uids), header.numbers
-    per_row: list[Sized] = [
-        *numbers.values(),
-        *header.strings.values(),
-        *(one.counts for one in header.columns if one.counts),
-    ]
-    if any(len(values) != rows for values in per_row) or not numbers.keys() <= _KNOWN_NUMBERS:
-        raise ValueError("a column has not one value a row")
-    lengths = [numbers[name] for name in _LENGTHS if name in numbers]
-    if any(type(value) is not int or value < 0 for values in lengths for value in values):
-        raise ValueError("a length is negative, or no whole number")
-    prompts, prefixes = numbers.get("prompt_lengths", [0] * rows), numbers.get("prefix_lengths", [0] * rows)
-    if any(prefix > prompt for prefix, prompt in zip(prefixes, prompts, strict=True)):
-        raise ValueError("a prefix is longer than its prompt")
-    for column in header.columns:
+def _columns_of(encoded: bytes) -> Mapping[str, Column]:
+    # Tables of a run have the same columns, mostly; what is long has counts of rows, which are each table's own.
+    return _decoded_columns(encoded) if len(encoded) <= _SHORT else _decoded_columns.__wrapped__(encoded)
+
+
+@lru_cache(maxsize=256)
+def _decoded_columns(encoded: bytes) -> Mapping[str, Column]:
+    found = _columns_decoder.decode(encoded)
+    columns = {column.name: column for column in found}
+    if len(columns) < len(found) or "tokens" not in columns:
+        raise ValueError("a column is there twice, or there are no tokens")
+    for column in found:
         if column.dtype not in _DTYPES or min(column.shape, default=1) < 1:
             raise ValueError(f"column {column.name!r} has dtype {column.dtype!r} and shape {column.shape}")
         if column.counts is None and column.name not in _BY_TOKEN:
             raise ValueError(f"{column.name!r} is no column")
+    return columns
 
 
-def _table(header: Header, memory: Sequence[memoryview]) -> Steps:
-    rows = len(header.uids)
-    numbers = {name: _of_rows(header, name, dtype, default, rows) for name, (dtype, default) in NUMBERS.items()}
-    some = {name: np.array(header.numbers[name], OF_SOME[name]) for name in OF_SOME if name in header.numbers}
+def _check(header: Header, columns: Mapping[str, Column]) -> None:
+    """Raises ValueError for a description that no table has."""
+    rows, numbers = len(header.uids), header.numbers
+    counts = [column.counts for column in columns.values() if column.counts is not None]
+    for values in (*msgspec.structs.astuple(numbers), *header.strings.values(), *counts):
+        if values is not None and len(values) != rows:
+            raise ValueError("a column has not one value a row")
+    prefixes = numbers.prefix_lengths or ()
+    if any(map(gt, prefixes, numbers.prompt_lengths or repeat(0))):
+        raise ValueError("a prefix is longer than its prompt")
+
+
+def _table(header: Header, columns: Mapping[str, Column], memory: Mapping[str, memoryview]) -> Steps:
+    rows, given = len(header.uids), header.numbers
+    numbers = {name: _of_rows(given, name, dtype, default, rows) for name, (dtype, default) in NUMBERS.items()}
+    some = {
+        name: np.array(values, dtype) for name, dtype in OF_SOME.items() if (values := getattr(given, name)) is not None
+    }
     responses = numbers["response_lengths"]
     lengths: Array = numbers["prompt_lengths"] + responses
     if "prefix_lengths" in some:
         lengths = lengths - some["prefix_lengths"]
     ragged: dict[str, Ragged] = {}
     extras: dict[str, Extra] = {}
-    for column, data in zip(header.columns, memory, strict=True):
-        values = column.values(data)
+    for name, column in columns.items():
+        values = column.values(memory[name])
         if column.counts is None:
-            ragged[column.name] = Ragged.from_lengths(values, lengths if column.name == "tokens" else responses)
+            ragged[name] = Ragged.from_lengths(values, lengths if name == "tokens" else responses)
         else:
             counts = np.array(column.counts, np.int64)
-            extras[column.name] = Extra(Ragged.from_lengths(values, np.maximum(counts, 0)), counts >= 0)
+            extras[name] = Extra(Ragged.from_lengths(values, np.maximum(counts, 0)), counts >= 0)
     return steps_from(header.uids, header.strings, numbers | some, ragged, extras)
 
 
@@ -280,6 +320,6 @@ def steps_from(
     )
 
 
-def _of_rows(header: Header, name: str, dtype: Any, default: Any, rows: int) -> Array:
-    values = header.numbers.get(name)
+def _of_rows(numbers: Numbers, name: str, dtype: Any, default: Any, rows: int) -> Array:
+    values = getattr(numbers, name)
     return few_of(rows, dtype, default) if values is None else np.array(values, dtype)
