@@ -217,7 +217,7 @@ def check_invariants(bench: Checked) -> None:
     groups = [*state.open.values(), *(group for batch in state.batches.values() for group in batch.groups)]
     written = [column for batch in state.batches.values() for column in batch.written.values()]
     refs = [ref for group in groups for ref in group.refs()] + [RowRef(column.table, COLUMNS) for column in written]
-    assert state.row_bytes == sum(row.nbytes for group in groups for row in group.ordered_rows()) + sum(
+    assert state.row_bytes == sum(row.nbytes for group in groups for row in group.stored_rows()) + sum(
         column.nbytes for column in written
     )
     assert sorted(refs) == sorted((number, row) for number, held in bench.rows._tables.items() for row in held.live)

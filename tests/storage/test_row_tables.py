@@ -45,6 +45,6 @@ def test_a_cut_table_is_refused() -> None:
 def test_a_table_without_tokens_or_with_an_unknown_column_is_refused() -> None:
     data = b"".join(row_tables.encode(any_table()).buffers)
     assert row_tables.decode(data).tokens.total
-    assert (other := data.replace(b"tokens", b"tokenz")) != data
+    other = data.replace(b"tokens", b"tokenz")
     with pytest.raises(InvalidArgumentError, match="are no table of rows"):
         row_tables.decode(other)
