@@ -12,7 +12,7 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' clients/python/gris
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	--no-emit-package colorama
 
-.PHONY: help setup axe demo test test-trainers test-environments $(PACKAGES:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
+.PHONY: help setup axe pictures demo test test-trainers test-environments $(PACKAGES:%=test-%) check docs manifests bench bench-peers bench-trl bench-skyrl bench-verl chaos fuzz protos format clean
 .PHONY: requirements version chart-version dist release-check image-test baseline formats
 
 help:  ## Show this help
@@ -34,6 +34,9 @@ build/axe/axe.min.js: Makefile
 	mkdir -p $(@D)
 	cd $(@D) && npm pack --silent axe-core@4.14.1 && tar -xzf axe-core-4.14.1.tgz --strip-components=1 package/axe.min.js
 	@touch $@
+
+pictures: setup  ## Take pictures of every view of the page: build/pictures, and those of the documents
+	$(BIN)/python -m tests.page.pictures
 
 demo: setup  ## Watch a small multi-turn RL run train through gristmill (under 4 minutes)
 	$(BIN)/python clients/demo

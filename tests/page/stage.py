@@ -14,7 +14,7 @@ from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
-from tests.bench.workloads import Workload, workload
+from tests.bench.workloads import Workload
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 2,
@@ -79,18 +79,6 @@ def until(holds: Callable[[], bool], seconds: float = 60) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def busy(runs: Runs, name: str = "swe-agent-7b") -> Run:
-    """An agents' run in the middle of its work: long trajectories, one rank behind the others, groups that are late."""
-    work = workload("agent")
-    run = published(runs, name, settings(work, merge="prefix", dp_size=8, seal_order="completion"), [work.steps])
-    for rank in range(8):
-        for mini_batch in range(2 - (rank == 5)):
-            run.acknowledge("policy", rank, Position(0, 0, mini_batch), 0, False)
-    late = [f"late-{number}" for number in range(3)]
-    run.begin_groups(0, late)
-    return run
 
 
 def scored(steps: Steps, seed: int = 3) -> Steps:

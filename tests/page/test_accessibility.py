@@ -1,16 +1,15 @@
-"""No view breaks a rule of axe-core, in light colours or dark ones."""
+"""No view breaks a rule of axe-core, in light colours or dark ones, on a screen or a phone; none complains, and none
+is wider than its window."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from gristmill._wire.rows import from_rows
-from gristmill_service.monitoring import findings
-from gristmill_service.service import Service
-from tests.page import axe, stage
-from tests.page.conftest import OpenPage
+from tests.page import axe
+from tests.page.views import VIEWS, Services, staged
 
 
 @pytest.fixture(scope="module")
@@ -18,58 +17,32 @@ def source() -> str:
     return axe.script()
 
 
-def rows(*uids: str) -> Any:
-    return from_rows([row for uid in uids for row in stage.group(uid)], step_wise=True)
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    with staged(tmp_path_factory.mktemp("views")) as services:
+        yield services
 
 
-def open_all(page: Any) -> None:
-    """Everything that can be opened, and all that comes when it is seen."""
-    page.locator("section[aria-label=Shards] canvas").first.wait_for()
-    page.locator("section[aria-label=Shards] canvas").first.click(position={"x": 20, "y": 22})
-    page.get_by_role("region", name="Tokens of row 0").wait_for()
-    page.locator("section[aria-label=Settings] summary").first.click()
-    page.locator("section[aria-label=Settings] tr").nth(1).wait_for()
-    page.get_by_role("button", name="What other settings would give").click()
-    page.get_by_label("Find groups by uid").fill("a")
-    page.get_by_role("button", name="Find", exact=True).click()
-    page.get_by_role("region", name="Groups that were found").wait_for()
-    page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
-    page.locator("section[aria-label=Distributions]").scroll_into_view_if_needed()
-    page.locator("section[aria-label=Distributions] canvas").first.wait_for()
+@pytest.mark.parametrize("view", VIEWS)
+def test_no_view_breaks_a_rule(browser: Any, services: Services, source: str, view: str) -> None:
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="light")
+    complaints: list[str] = []
 
-
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_view_breaks_a_rule(
-    open_page: OpenPage,
-    service: Service,
-    run_name: str,
-    source: str,
-    scheme: str,
-    width: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def look(address: str) -> Any:
-        page = open_page(address, color_scheme=scheme)
-        page.set_viewport_size({"width": width, "height": 800})
+    def open_(url: str) -> Any:
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(url)
         return page
 
-    page = look("")
-    page.get_by_role("heading", name="No runs yet").wait_for()
-    assert axe.violations(page, source) == []
-
-    monkeypatch.setattr(findings, "LATE_RANK_S", 0.01)
-    run = stage.published(service.runs, run_name, stage.CONFIG, [rows("a", "b")])
-    stage.acknowledge(run, 0, 0)
-    page = look(f"#/{run_name}")
-    page.locator(".findings li.loud").wait_for()
-    open_all(page)
-    assert axe.violations(page, source) == []
-
-    for rank, mini_batch in ((1, 0), (0, 1), (1, 1)):
-        stage.acknowledge(run, rank, mini_batch, commit=True)
-    run.finish()
-    page = look(f"#/{run_name}")
-    page.locator("h1 + .state.finished").wait_for()
-    page.locator("section[aria-label=History] figure").first.wait_for()
-    assert axe.violations(page, source) == []
+    try:
+        page = VIEWS[view](services, open_)
+        assert axe.violations(page, source) == []
+        page.emulate_media(color_scheme="dark")
+        page.set_viewport_size({"width": 390, "height": 800})
+        assert axe.violations(page, source) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert complaints == []
+    finally:
+        context.close()

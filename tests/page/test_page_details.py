@@ -146,7 +146,7 @@ def test_the_settings_and_what_would_be_gained_are_shown(open_page: OpenPage, ru
 def test_distributions_are_named_where_they_are_pointed_at(open_page: OpenPage, run: str) -> None:
     page = open_page(f"#/{run}")
     # What is drawn above moves it.
-    page.locator("section[aria-label=History] figure").first.wait_for()
+    page.locator("section[aria-label=History] dl").wait_for()
     page.locator("section[aria-label=Shards] canvas").first.wait_for()
     spread = page.locator("section[aria-label=Distributions]")
     spread.scroll_into_view_if_needed()

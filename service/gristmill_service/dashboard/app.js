@@ -73,7 +73,9 @@ async function look() {
 }
 
 const poll = new Poll(look, 2);
-poll.failed = error => { live.textContent = `no answer: ${error.message}; asking again`; };
+poll.failed = error => {
+  live.textContent = error.status === 401 ? "not signed in" : `${error.status ? "refused" : "no answer"}: ${error.message}; asking again`;
+};
 document.addEventListener("visibilitychange", () => { if (document.hidden) live.textContent = "paused"; });
 window.addEventListener("hashchange", () => { follow(); poll.now(); });
 setInterval(() => { if (!document.hidden) tick(); }, 1000);

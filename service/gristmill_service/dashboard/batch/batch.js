@@ -66,6 +66,7 @@ export class BatchView {
     performance.mark("picture drawn");
     (told.mini_batches.some(part => part.shards.length >= MANY_RANKS) ? showHeat : showLoad)(this.load, told);
     if (shard) this.openLongest(longest, shard);
+    else if (uid) this.node.scrollIntoView();
     if (isOther) {
       this.seen = new Set();
       for (const part of [this.breaks, this.scores.node, this.spread]) {

@@ -48,15 +48,16 @@ export class HistoryView {
     const isOpen = this.body.querySelector("details.more")?.open ?? isFinished;
     const { points, totals } = told, failed = told.failed.map(one => one.batch);
     const shared = { failed, open: point => this.open(point.last) };
-    const charts = points.length ? CURVES.flatMap(([title, linesOf, format]) => {
+    // One point makes no curve.
+    const charts = points.length > 1 ? CURVES.flatMap(([title, linesOf, format]) => {
       const lines = linesOf(points, totals);
       return lines.length ? [curves(title, points, lines, { ...shared, format })] : [];
     }) : [];
-    const rest = make("details", { class: "more", open: isOpen }, make("summary", {}, "More curves"),
+    const rest = !charts.length ? null : make("details", { class: "more", open: isOpen }, make("summary", {}, "More curves"),
       make("div", { class: "curves" }, charts.slice(FIRST).map(chart => chart.node)));
-    rest.addEventListener("toggle", () => charts.forEach(chart => chart.redraw()));
+    rest?.addEventListener("toggle", () => charts.forEach(chart => chart.redraw()));
     this.body.replaceChildren(...failures(told.failed, this.run), ...(totals ? [make("dl", { class: "tiles" }, ...tiles(totals)),
-      make("div", { class: "curves" }, charts.slice(0, FIRST).map(chart => chart.node)), rest,
+      make("div", { class: "curves" }, charts.slice(0, FIRST).map(chart => chart.node)), ...(rest ? [rest] : []),
       make("details", {}, make("summary", {}, "Figures of every batch"), make("div", { class: "scroll", tabindex: "0", role: "region",
         "aria-label": "Figures of every batch" }, historyTable(points, this.run)))] : []));
     charts.forEach(chart => chart.redraw());

@@ -19,7 +19,7 @@ export class SettingsView {
   async show() {
     if (this.list.childElementCount) return;
     const told = await read(paths.settings(this.run));
-    const text = value => value == null ? "none" : typeof value === "string" ? value : JSON.stringify(value);
+    const text = value => value == null ? "none" : typeof value === "string" ? value : JSON.stringify(value, (_, part) => part ?? undefined);
     const lines = all => all.map(one => [make("code", {}, one.name), text(one.value), one.is_default ? "the default" : one.default == null ? "none" : text(one.default)]);
     const part = (name, all) => make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name }, table(["setting", "value", "default"], lines(all), name));
     this.list.replaceChildren(part("Settings of the run", told.settings.filter(one => !one.is_default)),

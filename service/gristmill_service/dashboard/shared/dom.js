@@ -12,9 +12,10 @@ export function make(tag, attributes = {}, ...children) {
 }
 
 export function table(heads, rows, caption) {
-  const cell = (tag, value) => make(tag, typeof value === "number" ? { class: "number" } : {},
+  const isNumber = value => typeof value === "number" || typeof value === "string" && /^-?\d[\d.,]*%?$/.test(value);
+  const cell = (tag, value) => make(tag, isNumber(value) ? { class: "number" } : {},
     typeof value === "number" ? value.toLocaleString("en") : value);
-  const numeric = heads.map((_, index) => rows.length > 0 && rows.every(row => typeof row[index] === "number"));
+  const numeric = heads.map((_, index) => rows.length > 0 && rows.every(row => row[index] === "" || isNumber(row[index])));
   return make("table", {},
     caption ? make("caption", { class: "skip" }, caption) : null,
     make("thead", {}, make("tr", {}, heads.map((head, index) =>

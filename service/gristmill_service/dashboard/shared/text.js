@@ -18,7 +18,7 @@ export function duration(seconds) {
   return `${Math.floor(whole / 86400)} d ${Math.floor(whole % 86400 / 3600)} h`;
 }
 
-export const number = value => Number.isInteger(value) ? count(value) : value.toPrecision(3);
+export const number = value => Number.isInteger(value) || Math.abs(value) >= 1000 ? count(Math.round(value)) : value.toPrecision(3);
 
 export function place(position) {
   const epoch = position.epoch ? ` epoch ${position.epoch}` : "";

@@ -1,5 +1,4 @@
-"""A trainer's way through a run, whatever ranks one client stands for: its place in the training order, batches,
-acknowledgements, resuming. What shards there are is the service's.
+"""A trainer's way through a run, whatever ranks one client stands for: batches and their shards, one after the other.
 
 `TrainerClient` says what each call means; `AllRanksClient` makes the same ones for every rank.
 """
@@ -7,9 +6,8 @@ acknowledgements, resuming. What shards there are is the service's.
 from __future__ import annotations
 
 import json
-import logging
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from types import TracebackType
@@ -19,12 +17,12 @@ from gristmill._client.connection.credentials import Credentials
 from gristmill._client.connection.transport import Transport
 from gristmill._client.rollout.requests import check_run
 from gristmill._client.trainer.batch_metrics import PREFIX, batch_metrics
-from gristmill._client.trainer.checkpoint import Checkpoint, checkpoint_of
 from gristmill._client.trainer.chosen_columns import ChosenColumns
 from gristmill._client.trainer.pull import Opened
 from gristmill._client.trainer.shard_reader import ShardReader, Wanted
+from gristmill._client.trainer.training_place import TrainingPlace
 from gristmill._wire.addresses import MODELS, Position
-from gristmill._wire.column_spec import ColumnSpec, specs_of, tensor_names
+from gristmill._wire.column_spec import ColumnSpec, tensor_names
 from gristmill._wire.row_codec import decode
 from gristmill._wire.rows import to_rows
 from gristmill.errors import BatchFailedError, FailedPreconditionError, InvalidArgumentError
@@ -36,12 +34,10 @@ if TYPE_CHECKING:
 
     from gristmill._client.trainer.trainer_batch import BatchCore
 
-_log = logging.getLogger("gristmill")
-
 B = TypeVar("B", bound="BatchCore[Any]")
 
 
-class TrainerCore(ABC, Generic[B]):
+class TrainerCore(TrainingPlace, Generic[B]):
     """B: what a batch is to this client."""
 
     def __init__(
@@ -66,13 +62,18 @@ class TrainerCore(ABC, Generic[B]):
             raise InvalidArgumentError(f"prefetch is {prefetch}; give how many shards to open ahead, 0 for none")
         if isinstance(columns, str):
             raise InvalidArgumentError(f"columns is {columns!r}; give a list of names, as [{columns!r}]")
-        self.run, self.model = check_run(run), model
-        self._expected_dp_size = dp_size
+        check_run(run)
+        super().__init__(
+            Transport(address, timeout_s, type(self).__name__, credentials),
+            run,
+            model,
+            dp_size,
+            auto_commit=auto_commit,
+            acknowledges=acknowledges,
+        )
         self._convert = Conversion(device, dtypes)
         self._columns = ChosenColumns(run, columns)
-        self._auto_commit = auto_commit
-        self._acknowledges = acknowledges
-        self._transport = Transport(address, timeout_s, type(self).__name__, credentials)
+        self._declared: Sequence[ColumnSpec] = ()
         self._reader = ShardReader(
             self._transport,
             run,
@@ -82,166 +83,25 @@ class TrainerCore(ABC, Generic[B]):
             ahead=prefetch,
             place=lambda: self.position,
         )
-        self._declared: Sequence[ColumnSpec] = ()
-        self._dp_size = 0
-        self._ranks = range(0)
-        self._epochs = 1
-        self._position: Position | None = None
-        # The batch whose failure the caller was told of last.
-        self._failed: int | None = None
-        # A place in the last failed batch that the ranks went past, until the service is told.
-        self._went_past: Position | None = None
         # The plan of the batch that was given last, and the seconds that it was waited for.
         self._given: tuple[dict[str, Any], float] | None = None
-        self._incarnation = 0
-        self._run_id, self._generation = "", 0
 
     def __repr__(self) -> str:
         place = "not asked yet where it is" if self._position is None else f"next is {self._position}"
         return f"<{type(self).__name__} of {self._name} {self._transport.state}: {self.model}, {place}>"
 
-    # Which ranks.
-
-    @abstractmethod
-    def _own_ranks(self, dp_size: int) -> range:
-        """The ranks that the client stands for. Raises InvalidArgumentError where the run has no such."""
-
-    @property
-    @abstractmethod
-    def _name(self) -> str:
-        """The run, and the rank where it is one, as errors name them."""
-
     @abstractmethod
     def _batch(self, number: int, plan: dict[str, Any], awaits: frozenset[str]) -> B:
         """A batch as this client gives it."""
 
-    # Where the ranks are.
-
-    @property
-    def position(self) -> Position:
-        """The next mini-batch to train: the one after the last acknowledged. Asks the service when first used.
-
-        Raises NotFoundError where there is no such run, and InvalidArgumentError where it has another `dp_size`, no
-        such rank, or no such model.
-        """
-        if self._position is None:
-            self._position = self._start()
-        return self._position
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in training and the identity of the run, for the trainer's checkpoint: plain values, to be saved
-        together with the weights.
-
-        `run_id` distinguishes the run from one that is created later under its name. `generation` counts how often the
-        service found less of the run than it had acknowledged, as after a failover of Redis that lost the last writes.
-        """
-        return Checkpoint(self.position, self._run_id, self._generation).state(self.run, self.model)
-
-    def _resume(self, state: Mapping[str, Any], launch: str | None, give_up_reason: str | None) -> None:
-        """Puts the model's ranks to the state's position, as a new incarnation. launch: None: made up."""
-        if give_up_reason == "":
-            raise InvalidArgumentError("give_up_reason is empty; name the reason under which the groups are counted")
-        saved = checkpoint_of(state, self.run, self.model) if state else None
-        self._read_run(self._expected_dp_size)
-        self._ranks = self._own_ranks(self._dp_size)
-        request = trainer_pb2.ResumeRequest(
-            run=self.run,
-            model=MODELS[self.model],
-            position=None if saved is None else saved.position.message(),
-            launch=launch or self._make_launch_id(),
-            dp_size=self._dp_size,
-            run_id="" if saved is None else saved.run_id,
-            generation=0 if saved is None else saved.generation,
-            give_up_reason=give_up_reason or "",
-        )
-        response = self._transport.call(self._transport.trainers.Resume, request)
-        resumed = Position.of(response.position)
-        if saved is not None and resumed != saved.position:
-            raise FailedPreconditionError(
-                f"{self._name}: another rank of this launch resumed at {resumed} and this one's "
-                f"state is {saved.position}; load the state of the same checkpoint on all ranks"
-            )
-        self._position, self._incarnation = resumed, response.incarnation
-        self._failed = self._went_past = None
-        self._reader.kept.forget()
-        self._run_id, self._generation = response.run_id, response.generation
-        self._go_past_all(self._read_run(self._expected_dp_size).failed_batches)
-        # Opened for another incarnation, perhaps cut for another dp_size.
-        self.expect(())
-
-    @abstractmethod
-    def _make_launch_id(self) -> str:
-        """A name for this start of the trainer, the same for all its ranks."""
-
-    def _go_past_all(self, failed: Mapping[int, str]) -> None:
-        """A batch that failed is told of by an error once. A trainer that ends by it and is started again would get
-        the same error for ever. One that failed for another dp_size is not among these any more: it is built anew."""
-        while (number := self.position.batch) in failed:
-            _log.warning("run %r: batch %d failed, and is stepped over: %s", self.run, number, failed[number])
-            self._go_past(number)
-
-    def _go_past(self, batch: int) -> None:
-        self._went_past, self._position = self.position, Position(batch + 1)
-
-    def commit(self, state: Mapping[str, Any] | None = None) -> None:
-        """Says that a checkpoint holds all training before its position: batches before it are freed once every rank
-        has acknowledged them. Idempotent; any rank may call it, one is enough.
-
-        state: the checkpoint's `state_dict`, where training went on since; else the position now.
-        """
-        position = self.position if state is None else checkpoint_of(state, self.run, self.model).position
-        request = trainer_pb2.CommitRequest(
-            run=self.run, model=MODELS[self.model], position=position.message(), incarnation=self._incarnation
-        )
-        self._follow(self._transport.call(self._transport.trainers.Commit, request).generation)
-
-    def _follow(self, generation: int) -> None:
-        """The run took the ranks' position in this generation, so that its next checkpoints are of that."""
-        self._generation = max(self._generation, generation)
-
-    def announce_policy_version(self, version: int) -> None:
-        """Tells rollout workers which version to sample from, once its weights can be had. One rank calls it; versions
-        never go back. Idempotent."""
-        request = run_pb2.AnnouncePolicyVersionRequest(run=self.run, version=version)
-        self._transport.call(self._transport.runs.AnnouncePolicyVersion, request)
-
-    def _start(self) -> Position:
-        """Checks the run against what these ranks expect, and returns their place: that of the one furthest behind."""
-        status = self._read_run(None)
-        if self._expected_dp_size not in (None, self._dp_size):
-            raise InvalidArgumentError(
-                f"run {self.run!r}: its dp_size is {self._dp_size} and this trainer's {self._expected_dp_size}; create "
-                "the run with the trainer's, or call load_state_dict first, which has the run's batches cut anew"
-            )
-        self._ranks = self._own_ranks(self._dp_size)
-        self._run_id, self._generation = status.run_id, status.generation
-        number = MODELS[self.model]
-        for progress in status.models:
-            if progress.model == number:
-                self._incarnation = progress.incarnation
-        places = [
-            Position.of(place.next) for place in status.ranks if place.model == number and place.rank in self._ranks
-        ]
-        if not places:
-            raise InvalidArgumentError(
-                f"run {self.run!r}: it has no {self.model}; give critic_mini_batch_size when it is created"
-            )
-        found = min(places)
-        if found.batch - 1 in status.failed_batches:
-            self._went_past = Position(found.batch - 1, self._epochs)
-        return found
-
-    def _read_run(self, dp_size: int | None) -> run_pb2.RunStatus:
-        """The run's state. dp_size: what it is to have; None: what it has."""
-        answer: run_pb2.GetRunResponse = self._transport.call(
-            self._transport.runs.GetRun, run_pb2.GetRunRequest(run=self.run)
-        )
-        config = json.loads(answer.status.config_json)
-        self._epochs, self._dp_size = config.get("update_epochs_per_batch", 1), dp_size or config.get("dp_size", 1)
-        columns = self._declared = specs_of(config.get("columns", ()))
+    def _declare(self, columns: Sequence[ColumnSpec]) -> None:
+        self._declared = columns
         self._columns.declare(columns)
         self._convert.check(name for column in columns for name in tensor_names(column))
-        return answer.status
+
+    def _forget_opened(self) -> None:
+        self._reader.kept.forget()
+        self.expect(())
 
     # Batches.
 
@@ -384,30 +244,6 @@ class TrainerCore(ABC, Generic[B]):
             lambda request, timeout: list(self._transport.trainers.ExportBatch(request, timeout=timeout)), request
         )
         return [row for page in pages for row in to_rows(decode(page.rows), self._declared)]
-
-    def acknowledge(self, position: Position, following: Position) -> None:
-        """Called by `ack`. `following` is the position after it."""
-        if position < self.position:
-            return
-        if not self._acknowledges and position > self.position:
-            raise FailedPreconditionError(
-                f"{self._name}: {position} cannot be acknowledged, the next is {self.position}; acknowledge in order"
-            )
-        self._send_acknowledgements(position)
-        # Not the next that the service answers, which steps over failed batches: iterating raises their errors.
-        self._position = following
-
-    def _send_acknowledgements(self, position: Position) -> None:
-        for rank in self._ranks if self._acknowledges else ():
-            request = trainer_pb2.AcknowledgeRequest(
-                run=self.run,
-                model=MODELS[self.model],
-                rank=rank,
-                position=position.message(),
-                incarnation=self._incarnation,
-                commit=self._auto_commit,
-            )
-            self._follow(self._transport.call(self._transport.trainers.Acknowledge, request).generation)
 
     # The end.
 
