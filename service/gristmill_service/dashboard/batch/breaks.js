@@ -21,11 +21,12 @@ export function showBreaks(parent, told) {
   if (!told.in_all) return parent.replaceChildren(make("p", { class: "quiet" },
     `Nowhere: ${count(told.rows_received)} rows became ${count(told.rows)}.`));
   const tree = told.merge === "tree";
+  const often = told.pairs.filter(pair => pair.count > 1).slice(0, 5);
   const rest = told.in_all > told.breaks.length ? ` The first ${count(told.breaks.length)} are shown.` : "";
   parent.replaceChildren(
     make("p", {}, `${count(told.in_all)} of ${count(told.rows_received)} steps (${share(told.in_all / told.rows_received)}) did not ` +
       `extend ${tree ? "an earlier step" : "the step before them"}, and began a row of their own.${rest}`),
-    make("p", { class: "small" }, told.pairs.length ? "Most often: " : "", told.pairs.slice(0, 5).flatMap((pair, index) => [index ? "; " : "",
+    make("p", { class: "small" }, often.length ? "Most often: " : "", often.flatMap((pair, index) => [index ? "; " : "",
       make("code", {}, token(pair.was)), " came back as ", make("code", {}, token(pair.now)), ` ${count(pair.count)} ×`])),
     make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Breaks" },
       table(["trajectory", "step", "token", tree ? "in the step most like it" : "in the step before", "in this step's prompt"], told.breaks.map(one => [
