@@ -173,7 +173,7 @@ class Rows:
         """Who attends to whom on that axis. Raises FailedPreconditionError where there is none."""
         if not self.is_tree:
             raise FailedPreconditionError(
-                "these rows have no tree; it is had by the micro-batches of layout: prefix_tree"
+                "these rows have no tree; only micro-batches of layout: prefix_tree have one"
             )
         # What is read number by number stays in this machine's memory.
         return TokenTree(

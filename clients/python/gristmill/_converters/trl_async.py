@@ -87,7 +87,7 @@ def _check_groups(uids: list[str], num_generations: int) -> None:
         if count != num_generations:
             raise InvalidArgumentError(
                 f"{_WHAT}: group {uid} has {count} samples of {num_generations} generations; hand over whole groups, "
-                "and raise fork_threshold_tokens where TRL tears conversations: a sample does not say which it is of"
+                "and raise fork_threshold_tokens where TRL splits conversations: a sample does not name its own"
             )
 
 

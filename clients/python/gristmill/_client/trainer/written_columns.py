@@ -38,7 +38,7 @@ def requests(
     if metadata["dp_size"] != dp_size:
         raise InvalidArgumentError(
             f"run {run!r}: the shard was cut for {metadata['dp_size']} ranks and the trainer has {dp_size} since it "
-            "was resumed; write what is computed of the shards of now, which iterating the trainer again gives"
+            "was resumed; iterate the trainer again, and write what you compute from the shards that it gives"
         )
     for name in values:
         if name not in written:
