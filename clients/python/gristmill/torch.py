@@ -172,9 +172,7 @@ class Rows:
     def tree(self) -> TokenTree:
         """Who attends to whom on that axis. Raises FailedPreconditionError where there is none."""
         if not self.is_tree:
-            raise FailedPreconditionError(
-                "these rows have no tree; only micro-batches of layout: prefix_tree have one"
-            )
+            raise FailedPreconditionError("these rows have no tree; only micro-batches of layout: prefix_tree have one")
         # What is read number by number stays in this machine's memory.
         return TokenTree(
             self["parents"], *(self._raw[name] for name in ("segment_starts", "segment_parents", "row_ends"))

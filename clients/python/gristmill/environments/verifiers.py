@@ -151,7 +151,7 @@ def _row(step: Mapping[str, Any], gives_advantages: bool) -> dict[str, Any] | No
     tokens = step["tokens"]
     if tokens is None:
         raise FailedPreconditionError(
-            "the engine gave no token ids, and gristmill does not tokenise text; use an engine that gives them, such as "
+            "the engine gave no token ids, and gristmill tokenises no text; use an engine that gives them, such as "
             "vLLM, by one of verifiers' clients that reads them: openai_chat_completions, "
             "openai_chat_completions_token or renderer"
         )

@@ -95,7 +95,7 @@ def _steps(trace: Any) -> list[Row]:
     sampled = [(number, node) for number, node in enumerate(trace.nodes) if node.sampled and id(node) in kept]
     if not all(node.token_ids for _, node in sampled):
         raise FailedPreconditionError(
-            "a model call has no token ids, and gristmill does not tokenise text; give a context with a TrainClientConfig "
+            "a model call has no token ids, and gristmill tokenises no text; give a context with a TrainClientConfig "
             "and an engine that serves /inference/v1/generate"
         )
     return [_step(trace, node, reasons.get(number) or "stop") for number, node in sampled if any(node.mask)]
