@@ -12,22 +12,30 @@ import sys
 
 import structlog
 
+from tests.fuzz import operations
 from tests.fuzz.campaign import keep, run
 from tests.fuzz.targets import all_targets
+
+_OPERATIONS = "operations"
 
 
 def main() -> int:
     targets = all_targets()
     parser = argparse.ArgumentParser(description="Fuzz what reads bytes of others.")
-    parser.add_argument("targets", nargs="*", choices=[*targets, []], help="Which; all by default.")
+    names = [*targets, _OPERATIONS]
+    parser.add_argument("targets", nargs="*", choices=[*names, []], help="Which; all by default.")
     parser.add_argument("--seconds", type=float, default=60.0, help="Of each target.")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     total, has_findings = 0, False
-    for name in given.targets or targets:
-        outcome = run(targets[name], given.seed, seconds=given.seconds)
-        keep(outcome)
+    for name in given.targets or names:
+        if name == _OPERATIONS:
+            # What is found there is told with the request, for curl.
+            outcome = operations.run(given.seed, examples=50, seconds=given.seconds)
+        else:
+            outcome = run(targets[name], given.seed, seconds=given.seconds)
+            keep(outcome)
         total, has_findings = total + outcome.inputs, has_findings or bool(outcome.findings)
         print(f"{name}: {outcome.inputs} inputs, {outcome.taken} taken, longest {outcome.longest_s:.3f} s", flush=True)
         for place, data in outcome.findings.items():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fuzz import operations
 from tests.fuzz.campaign import known, run
 from tests.fuzz.targets import Target, all_targets
 
@@ -37,3 +38,9 @@ def test_valid_inputs_are_taken(name: str) -> None:
 )
 def test_what_was_found_once_is_found_no_more(target: Target, path: Path) -> None:
     target.takes(path.read_bytes())
+
+
+def test_answers_over_http_are_as_the_api_describes_them() -> None:
+    outcome = operations.run(0, examples=3)
+    assert not outcome.findings
+    assert 0 < outcome.taken < outcome.inputs

@@ -141,6 +141,11 @@ def _explain(error: RequestValidationError, *, is_secret: bool) -> Iterator[str]
 async def _tell_status(request: Request, error: Exception) -> JSONResponse:
     """Answers an unknown path or method."""
     assert isinstance(error, HTTPException)
+    if error.status_code == 400:
+        # So FastAPI says that it cannot read the body.
+        return await _tell(
+            request, InvalidArgumentError("the body is not JSON in UTF-8, or nested too deeply; send JSON")
+        )
     code = {404: "NOT_FOUND", 405: "UNIMPLEMENTED"}.get(error.status_code, "INVALID_ARGUMENT")
     message = f"{request.method} {request.url.path}: {error.detail}; see /docs for the calls that there are"
     body = {"error": {"code": code, "type": "GristmillError", "message": message}}
