@@ -104,7 +104,10 @@ def without_shared(
     lengths = np.array([start.length for start in starts], np.int64)
     cut = lengths if prefixes is None else lengths - prefixes.lengths
     own = Ragged(steps.tokens.values, steps.tokens.starts + cut, steps.tokens.lengths - cut)
-    found = [start.sum.and_also(rest) for start, rest in zip(starts, own.arrays(), strict=True)]
+    lasts = steps.is_last_steps.tolist()
+    found = [
+        start.sum.and_also(rest, is_last=last) for start, rest, last in zip(starts, own.arrays(), lasts, strict=True)
+    ]
     if not lengths.any():
         return Kept(steps, [None] * len(steps), found)
     return Kept(replace(steps, tokens=own, prefix_lengths=lengths), [start.parent for start in starts], found)
@@ -112,7 +115,8 @@ def without_shared(
 
 def as_sent(steps: Steps) -> Kept:
     """Whole rows as they came."""
-    return Kept(steps, [None] * len(steps), [Sum.of_nothing().and_also(tokens) for tokens in steps.tokens.arrays()])
+    rows = zip(steps.tokens.arrays(), steps.is_last_steps.tolist(), strict=True)
+    return Kept(steps, [None] * len(steps), [Sum.of_nothing().and_also(tokens, is_last=last) for tokens, last in rows])
 
 
 class _Request:
@@ -122,16 +126,18 @@ class _Request:
         self, steps: Steps, prefixes: Prefixes | None, shared: Collection[str], sums: Mapping[RowRef, Sum]
     ) -> None:
         self._steps, self._prefixes, self._sums = steps, prefixes, sums
-        self._sent = steps.tokens.arrays()
+        self._sent, self._lasts = steps.tokens.arrays(), steps.is_last_steps.tolist()
+        self._groups = [GroupKey(*key) for key in zip(steps.rounds.tolist(), steps.uids, strict=True)]
+        columns = (steps.samples.tolist(), steps.attempts.tolist(), steps.steps.tolist())
+        self._names = [RowName(*name) for name in zip(*columns, strict=True)]
         self._lacks = _lacking(steps, shared)
         self._known: dict[tuple[GroupKey, RowName], _Known] = {}
         self._first: dict[GroupKey, _Known] = {}
 
     def start(self, row: int, before: PickedRow | None) -> _Start:
         """With what the row begins; to be asked of each row in turn."""
-        steps, key = self._steps, self._steps.key(row)
-        group, name = GroupKey(key.round, key.uid), RowName(key.sample, int(steps.attempts[row]), int(steps.steps[row]))
-        step_before = name._replace(step=name.step - 1)
+        steps, group, name = self._steps, self._groups[row], self._names[row]
+        step_before = RowName(name.sample, name.attempt, name.step - 1)
         in_request = self._known.get((group, step_before))
         found = in_request or self._held(before) or self._first.get(group)
         left_out = 0 if self._prefixes is None else int(self._prefixes.lengths[row])
@@ -141,7 +147,7 @@ class _Request:
             raise PrefixUnknownError(f"{steps.name(row)}: the step before it is not here; send all of its tokens")
         else:
             start = self._left_out(row, left_out, found, None if in_request else before)
-        if row < len(steps) - 1:
+        if row < len(self._sent) - 1:
             tokens = [*start.tokens(), self._sent[row][start.length - left_out :]]
             known = _Known(name, lambda: tokens, lambda: _has(steps, row))
             self._known[group, name] = known
@@ -190,7 +196,8 @@ class _Request:
         if common < LEAST_TOKENS:
             return _NOTHING
         beginning = self._sent[row][:common]
-        return _Start(other.name, common, lambda: [beginning], Sum.of_nothing().and_also(beginning))
+        summed = Sum.of_nothing().and_also(beginning, is_last=self._lasts[row])
+        return _Start(other.name, common, lambda: [beginning], summed)
 
 
 def _tokens_held(picked: PickedRow) -> Tokens | None:

@@ -19,7 +19,8 @@ _MOST = 16_384
 
 
 class Sum(NamedTuple):
-    """Of some tokens: how many, their CRC-32, and their digest, which goes on with copies of it."""
+    """Of some tokens: how many, their CRC-32, and their digest, which goes on with copies of it. What a trajectory ends
+    with has no CRC-32: no step begins with it."""
 
     tokens: int
     checksum: int
@@ -29,11 +30,11 @@ class Sum(NamedTuple):
     def of_nothing(cls) -> Sum:
         return cls(0, 0, xxh3_128())
 
-    def and_also(self, tokens: Array) -> Sum:
-        """With these tokens behind them."""
-        state = self.state.copy()
-        state.update(bytes_of(tokens))
-        return Sum(self.tokens + len(tokens), zlib.crc32(bytes_of(tokens), self.checksum), state)
+    def and_also(self, tokens: Array, *, is_last: bool = False) -> Sum:
+        """With these tokens behind them. is_last: whether their trajectory ends with them."""
+        added, state = bytes_of(tokens), self.state.copy()
+        state.update(added)
+        return Sum(self.tokens + len(tokens), 0 if is_last else zlib.crc32(added, self.checksum), state)
 
     @property
     def digest(self) -> bytes:

@@ -19,7 +19,7 @@ from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.rows.validate import Received
 
 NONE = -1
-_COMPARED_FIRST = 1 << 14
+_COMPARED_FIRST, _COMPARED_NEXT = 1 << 7, 1 << 14
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -234,5 +234,5 @@ def common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
         at = int(differs.argmax())
         if differs[at]:
             return begin + at
-        begin, size = end, 2 * size
+        begin, size = end, max(2 * size, _COMPARED_NEXT)
     return shorter
