@@ -82,6 +82,9 @@ class Settings(BaseSettings):
         None, description="Where the other services reach this one's HTTP API; None: as it listens."
     )
     shared_memory_dir: Path = Field(Path("/dev/shm"), description="The tmpfs that shared_memory writes to.")  # noqa: S108
+    shard_checksums: bool = Field(
+        False, description="Whether shards in shared memory have a checksum, which trainers may check (check_shards)."
+    )
     journal_dir: Path | None = Field(
         None,
         description="Where runs are kept, so that they outlive the process: a disk, or a tmpfs. None: in memory only.",

@@ -108,7 +108,7 @@ def _local_shard_store(settings: Settings) -> tuple[ShardStore, RequestFiles | N
         return MemoryShardStore(), None
     from gristmill_service.storage.shared_memory import SharedMemoryShardStore
 
-    shards = SharedMemoryShardStore(settings.shared_memory_dir)
+    shards = SharedMemoryShardStore(settings.shared_memory_dir, checksums=settings.shard_checksums)
     # A run's directory never has this name.
     return shards, RequestFiles(shards.root / "requests", int(settings.max_message_bytes))
 

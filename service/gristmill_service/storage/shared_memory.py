@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import secrets
 import shutil
 import stat
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -38,14 +40,16 @@ _PIECE = 1 << 20
 class SharedMemoryShardStore:
     """See `gristmill_service.storage.shard_store.ShardStore`.
 
-    directory: a tmpfs; /dev/shm is the one that every Linux has.
+    directory: a tmpfs; /dev/shm is the one that every Linux has. checksums: whether one is taken of each shard, so that
+    who maps it may check it.
     """
 
-    def __init__(self, directory: Path = Path("/dev/shm")) -> None:  # noqa: S108
+    def __init__(self, directory: Path = Path("/dev/shm"), *, checksums: bool = False) -> None:  # noqa: S108
         prefix = f"gristmill-{os.geteuid()}-"
         remove_leftovers(directory, prefix)
         self._root, self._lock_file = _claim(directory, prefix)
-        self._sizes: dict[tuple[str, int], dict[ShardAddress, int]] = {}
+        self._checksums = checksums
+        self._located: dict[tuple[str, int], dict[ShardAddress, ShardLocation]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -63,12 +67,13 @@ class SharedMemoryShardStore:
             partial.mkdir(mode=0o700)
             sizes = write_shards(partial, shards)
             _write_bytes(partial / "plan.json", plan)
+            located = {address: self._location(partial, final, address, size) for address, size in sizes.items()}
             self.free(run, batch)
             with self._lock:
                 if self._closed:
                     raise UnavailableError(f"run {run!r}: batch {batch} came after the store was closed")
                 partial.rename(final)
-                self._sizes[run, batch] = sizes
+                self._located[run, batch] = located
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -108,10 +113,14 @@ class SharedMemoryShardStore:
                 raise _gone(run, batch) from None
 
     def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
-        size = self._shards(run, batch).get(address)
-        if size is None:
+        found = self._shards(run, batch).get(address)
+        if found is None:
             raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}")
-        return ShardLocation(size, str(self._path(run, batch) / address.path))
+        return found
+
+    def _location(self, partial: Path, final: Path, address: ShardAddress, size: int) -> ShardLocation:
+        crc32 = _crc32(partial / address.path) if self._checksums else None
+        return ShardLocation(size, str(final / address.path), crc32)
 
     def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
         path = self.locate(run, batch, address).shared_memory_path
@@ -131,11 +140,11 @@ class SharedMemoryShardStore:
         path = self._path(run, batch)
         freed = path.with_name(f".{path.name}.freed-{secrets.token_hex(4)}")
         with self._lock, _explained(path):
-            if (run, batch) not in self._sizes:
+            if (run, batch) not in self._located:
                 return
             if path.exists():
                 path.rename(freed)
-            del self._sizes[run, batch]
+            del self._located[run, batch]
         # Another thread may remove the whole run at the same time.
         shutil.rmtree(freed, ignore_errors=True)
 
@@ -146,8 +155,8 @@ class SharedMemoryShardStore:
             # Away at once, so that a new run of the name starts with nothing.
             if root.exists():
                 root.rename(deleted)
-            for key in [key for key in self._sizes if key[0] == run]:
-                del self._sizes[key]
+            for key in [key for key in self._located if key[0] == run]:
+                del self._located[key]
         shutil.rmtree(deleted, ignore_errors=True)
 
     def sweep(self, run: str) -> None:
@@ -158,19 +167,25 @@ class SharedMemoryShardStore:
             if self._closed:
                 return
             self._closed = True
-            self._sizes.clear()
+            self._located.clear()
         _remove(self._root)
         os.close(self._lock_file)
 
     def _path(self, run: str, batch: int) -> Path:
         return self._root / directory_name(run) / f"batch-{batch:05d}"
 
-    def _shards(self, run: str, batch: int) -> dict[ShardAddress, int]:
+    def _shards(self, run: str, batch: int) -> dict[ShardAddress, ShardLocation]:
         with self._lock:
-            sizes = self._sizes.get((run, batch))
-        if sizes is None:
+            found = self._located.get((run, batch))
+        if found is None:
             raise _gone(run, batch)
-        return sizes
+        return found
+
+
+def _crc32(path: Path) -> int:
+    """Of a file's bytes, which were written a moment ago and have not been seen by anybody."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return zlib.crc32(data)
 
 
 def remove_leftovers(directory: Path, prefix: str) -> None:
