@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import aiohttp
 import orjson
 from aiohttp import web
 
@@ -15,7 +14,7 @@ from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 from gristmill_recorder.events import EventSplitter
 from gristmill_recorder.forms import Form, Stream
 from gristmill_recorder.refusals import EngineAway, EngineSlow, NotRecorded, RefusalError, WrongCall
-from gristmill_recorder.upstream import Upstream, answer_headers, request_headers
+from gristmill_recorder.upstream import Answer, Upstream, answer_headers, request_headers
 
 Record = Callable[[Sequence[Sampled]], None]
 """Takes what was sampled; when it returns, that outlives the process."""
@@ -56,12 +55,14 @@ class Exchange:
             self.engine_s += time.perf_counter() - asked
             if answer.status != 200:
                 self.response = await unchanged(answer)
+            elif (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
+                raise NotRecorded(f"the engine's answer is encoded as {encoding}, which it was asked not to do")
             elif answer.content_type == _STREAM:
                 await self._stream(answer)
             else:
                 await self._whole(answer)
 
-    async def _whole(self, answer: aiohttp.ClientResponse) -> None:
+    async def _whole(self, answer: Answer) -> None:
         body = bytearray()
         async for part in self._parts(answer):
             body += part
@@ -77,7 +78,7 @@ class Exchange:
         # Now, not when the handler returns it: what is counted of the call comes after the answer.
         await self._write_eof()
 
-    async def _stream(self, answer: aiohttp.ClientResponse) -> None:
+    async def _stream(self, answer: Answer) -> None:
         self.response = web.StreamResponse(headers=answer_headers(answer.headers))
         try:
             await self._events(answer, self._form.stream())
@@ -87,7 +88,7 @@ class Exchange:
             await self._write(refusal.event())
         await self._write_eof()
 
-    async def _events(self, answer: aiohttp.ClientResponse, stream: Stream) -> None:
+    async def _events(self, answer: Answer, stream: Stream) -> None:
         """From the event on that completes the answer, what the agent gets is held back until that is recorded."""
         splitter, held, is_recorded = EventSplitter(self._most_bytes), bytearray(), False
         async for received in self._parts(answer):
@@ -111,9 +112,9 @@ class Exchange:
                 self._record(stream.sampled())
         await self._write(held)
 
-    async def _parts(self, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    async def _parts(self, answer: Answer) -> AsyncIterator[bytes]:
         asked = time.perf_counter()
-        async for part in answer.content.iter_any():
+        async for part in answer.parts():
             self.engine_s += time.perf_counter() - asked
             yield part
             asked = time.perf_counter()
@@ -138,7 +139,7 @@ class Exchange:
             raise AgentGoneError from None
 
 
-async def unchanged(answer: aiohttp.ClientResponse) -> web.Response:
+async def unchanged(answer: Answer) -> web.Response:
     """The engine's answer as it is: its errors, and what is not recorded."""
     return web.Response(status=answer.status, body=await answer.read(), headers=answer_headers(answer.headers))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import ByteSize, Field, PositiveInt, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -70,6 +71,9 @@ class RecorderSettings(BaseSettings):
     def _check_upstream(cls, upstream: str) -> str:
         if not upstream.startswith(("http://", "https://")):
             raise ValueError("expected http://HOST:PORT or https://HOST")
+        where = urlsplit(upstream)
+        if not where.hostname or "@" in where.netloc or where.port == 0 or where.query or where.fragment:
+            raise ValueError("expected http://HOST:PORT or https://HOST alone: agents' own keys go on to the engine")
         return upstream.rstrip("/").removesuffix("/v1")
 
     @field_validator("listen")

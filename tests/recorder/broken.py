@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +16,14 @@ from tests.recorder.engine import END, tokens_of
 
 @dataclass
 class BrokenEngine:
-    """answer: the bytes. holds: whether the connection stays open after them, until the other side closes it."""
+    """answer: the bytes. holds: whether the connection stays open after them, until the other side closes it. keeps:
+    whether it stays open for the next request."""
 
     url: str = ""
     answer: bytes = b""
     holds: bool = False
+    keeps: bool = False
+    connections: int = 0
     requests: list[bytes] = field(default_factory=list)
     closed: threading.Event = field(default_factory=threading.Event)
     """Set when the other side has closed a connection that was held."""
@@ -62,33 +66,41 @@ def chunk(text: str = "", tokens: Any = (), finish: str | None = None, **more: A
 
 
 @contextmanager
-def breaking() -> Iterator[BrokenEngine]:
+def breaking(tls: ssl.SSLContext | None = None) -> Iterator[BrokenEngine]:
     """The engine in threads of this process."""
     engine = BrokenEngine()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        engine.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        thread = threading.Thread(target=_serve, args=(listener, engine))
+        engine.url = f"{'https' if tls else 'http'}://localhost:{listener.getsockname()[1]}"
+        thread = threading.Thread(target=_serve, args=(listener, engine, tls))
         thread.start()
         yield engine
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
 
 
-def _serve(listener: socket.socket, engine: BrokenEngine) -> None:
+def _serve(listener: socket.socket, engine: BrokenEngine, tls: ssl.SSLContext | None) -> None:
     answering = []
     with suppress(OSError):
         while True:
             connection, _ = listener.accept()
-            answering.append(threading.Thread(target=_answer, args=(connection, engine)))
+            answering.append(threading.Thread(target=_answer, args=(connection, engine, tls)))
             answering[-1].start()
     for thread in answering:
         thread.join()
 
 
-def _answer(connection: socket.socket, engine: BrokenEngine) -> None:
-    with connection, suppress(ConnectionError):
+def _answer(accepted: socket.socket, engine: BrokenEngine, tls: ssl.SSLContext | None) -> None:
+    engine.connections += 1
+    with (
+        suppress(ConnectionError, EOFError, ssl.SSLError),
+        accepted,
+        accepted if tls is None else tls.wrap_socket(accepted, server_side=True) as connection,
+    ):
         engine.requests.append(_request(connection))
         connection.sendall(engine.answer)
+        while engine.keeps:
+            engine.requests.append(_request(connection))
+            connection.sendall(engine.answer)
         if engine.holds:
             connection.settimeout(60)
             while connection.recv(65536):
@@ -97,11 +109,15 @@ def _answer(connection: socket.socket, engine: BrokenEngine) -> None:
 
 
 def _request(connection: socket.socket) -> bytes:
-    received = b""
-    while b"\r\n\r\n" not in received:
-        received += connection.recv(65536)
-    head, _, body = received.partition(b"\r\n\r\n")
+    """The body of the next one. Raises EOFError where none comes."""
+    head, _, body = _until(connection, b"", lambda received: b"\r\n\r\n" in received).partition(b"\r\n\r\n")
     length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
-    while len(body) < length:
-        body += connection.recv(65536)
-    return body
+    return _until(connection, body, lambda received: len(received) >= length)
+
+
+def _until(connection: socket.socket, received: bytes, is_whole: Callable[[bytes], bool]) -> bytes:
+    while not is_whole(received):
+        if not (part := connection.recv(65536)):
+            raise EOFError
+        received += part
+    return received

@@ -74,6 +74,7 @@ def has_recorded(recorder: Recorder, run: str) -> bool:
         pytest.param(whole([1]), "as a mapping", id="a list"),
         pytest.param(whole({}), "has no choices", id="an empty object"),
         pytest.param(whole(b"\xff\xfe{"), "JSONDecodeError", id="no JSON"),
+        pytest.param(whole(completion(), "content-encoding: br"), "encoded as br", id="an encoding"),
         pytest.param(whole(completion(choices="abc")), "not as its API has it", id="choices that are text"),
         pytest.param(whole(completion(choices=[1])), "not as its API has it", id="choices that are numbers"),
         pytest.param(whole(completion(token_ids=[1.5, 2.5, 3.5])), "no such numbers", id="fractions of tokens"),
@@ -185,10 +186,11 @@ def test_a_stream_without_its_end_is_cut_for_the_agent_too(
         whole(completion()),
         b"HTTP/1.1 100 Continue\r\n\r\n" + whole(completion()),
         whole(completion()).replace(b"HTTP/1.1", b"HTTP/1.0"),
+        whole(completion()) + whole(completion(message={"role": "assistant", "content": "twice"})),
         b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n" + json.dumps(completion()).encode(),
         whole(completion(), "content-type: application/json\r\nset-cookie: a=1\r\nset-cookie: b=caf\xe9"),
     ],
-    ids=["as usual", "100 Continue", "HTTP 1.0", "without a length", "cookies"],
+    ids=["as usual", "100 Continue", "HTTP 1.0", "two answers", "without a length", "cookies"],
 )
 def test_an_unusual_answer_is_recorded(
     recorder: Recorder, broken: BrokenEngine, service: Service, run: str, answer: bytes

@@ -24,6 +24,8 @@ GRISTMILL = str(Path(sys.executable).with_name("gristmill"))
     [
         ({}, "--upstream or GRISTMILL_RECORD_UPSTREAM is needed: The engine's URL"),
         ({"upstream": "vllm:8000"}, "--upstream: upstream is 'vllm:8000': expected http://HOST:PORT"),
+        ({"upstream": "http://me:secret@vllm"}, "agents' own keys go on to the engine"),
+        ({"upstream": "http://vllm:99999"}, "--upstream: upstream is 'http://vllm:99999'"),
         ({"listen": "8090"}, "--listen: listen is '8090': expected HOST:PORT"),
         ({"listen": "0.0.0.0:0", "upstream": "http://vllm"}, "listen: 0.0.0.0:0 is reached from other machines"),
     ],
