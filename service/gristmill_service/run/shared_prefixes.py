@@ -188,6 +188,9 @@ class _Request:
         if other is None or is_other_attempt or (tokens := other.tokens()) is None:
             return _NOTHING
         prompt, common = self._sent[row][: int(self._steps.prompt_lengths[row])], 0
+        if len(tokens[0]) >= LEAST_TOKENS and tokens[0][:LEAST_TOKENS].tobytes() != prompt[:LEAST_TOKENS].tobytes():
+            # So most rows are told apart that are not of one prompt.
+            return _NOTHING
         for piece in tokens:
             found = common_prefix(piece, prompt[common:])
             common += found

@@ -67,6 +67,10 @@ class Prefix(NamedTuple):
     columns: frozenset[str] = frozenset()
 
 
+WHOLE = Prefix()
+"""Nothing is left out."""
+
+
 @dataclass(slots=True, eq=False)
 class PendingRow:
     """One row on its way.

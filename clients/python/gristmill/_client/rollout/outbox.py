@@ -17,10 +17,10 @@ from gristmill._client.connection.channels import MESSAGE_BYTES
 from gristmill._client.connection.failures import Failure, with_message
 from gristmill._client.connection.retries import Backoff
 from gristmill._client.rollout.delivery import (
+    WHOLE,
     Delivery,
     Group,
     PendingRow,
-    Prefix,
     RowOutcome,
     error_of,
     form_of,
@@ -36,7 +36,6 @@ from gristmill.errors import (
     ResourceExhaustedError,
 )
 
-_WHOLE = Prefix()
 # A message is a little more than its rows' buffers.
 _MESSAGE_RESERVE = 64 << 10
 
@@ -193,9 +192,9 @@ class Outbox:
         bad row does not take others with it, or gives them up."""
         self._returned(entries)
         error = failure.error
-        if isinstance(error, PrefixUnknownError) and any(entry.prefix != _WHOLE for entry in entries):
+        if isinstance(error, PrefixUnknownError) and any(entry.prefix != WHOLE for entry in entries):
             for entry in entries:
-                entry.prefix = _WHOLE
+                entry.prefix = WHOLE
             self._again.appendleft(entries)
         elif failure.may_retry:
             expired = [entry for entry in entries if entry.expires <= now]

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._client.rollout.delivery import PendingRow, Prefix, tables_of
+from gristmill._client.rollout.delivery import WHOLE, PendingRow, Prefix, tables_of
 from gristmill._wire import submit_codec
 from gristmill._wire.columns import Int64s, bytes_of
 from gristmill._wire.row_codec import Prefixes
-from gristmill._wire.steps import TrajectoryKey
+from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill._wire.submit_codec import Buffer
 
 # A shorter prefix is not worth its length and checksum.
@@ -50,15 +50,18 @@ class PreviousSteps:
 
     def find(self, entries: Sequence[PendingRow]) -> None:
         """Finds what of the entries is left out, once for each."""
+        table: Steps | None = None
         for entry in entries:
+            if entry.table is not table:
+                table = entry.table
+                steps, lasts = table.steps.tolist(), table.is_last_steps.tolist()
             if entry.prefix is None:
-                entry.prefix = self._prefix(entry)
+                step, is_last = steps[entry.row], lasts[entry.row]
+                # Of a trajectory of one step nothing is known, and nothing goes on.
+                entry.prefix = WHOLE if is_last and not step else self._prefix(entry, step, is_last)
 
-    def _prefix(self, entry: PendingRow) -> Prefix:
+    def _prefix(self, entry: PendingRow, step: int, is_last: bool) -> Prefix:
         table, row = entry.table, entry.row
-        step, is_last = int(table.steps[row]), bool(table.is_last_steps[row])
-        if is_last and not step:
-            return Prefix()
         attempt, tokens = int(table.attempts[row]), table.tokens[row]
         columns = frozenset(name for name in self.shared_columns & table.extras.keys() if table.extras[name].given[row])
         before = self._take(entry.key)
@@ -77,7 +80,7 @@ class PreviousSteps:
                 tokens = tokens.copy()
             rest = zlib.crc32(bytes_of(tokens[length:]), checksum)
             self._put(entry.key, _Step(attempt, step, tokens, rest, columns))
-        return Prefix(length, checksum, shared) if length >= _LEAST_TOKENS else Prefix()
+        return Prefix(length, checksum, shared) if length >= _LEAST_TOKENS else WHOLE
 
     def _take(self, key: TrajectoryKey) -> _Step | None:
         with self._lock:
@@ -109,14 +112,15 @@ class RequestEncoder:
         """The request, in pieces."""
         self._previous.find(entries)
         for entry in entries:
-            _complete(entry)
+            if entry.table.extras:
+                _complete(entry)
         pieces = submit_codec.pieces(self.run, tables_of(entries), *_left_out(entries))
         return [submit_codec.compressed(b"".join(pieces))] if self._compresses else pieces
 
 
 def _complete(entry: PendingRow) -> None:
     """Puts values back that the row lacks, unless the tokens are left out that they are of."""
-    extras, prefix = entry.table.extras, entry.prefix or Prefix()
+    extras, prefix = entry.table.extras, entry.prefix or WHOLE
     lacking = {name: extra for name, extra in extras.items() if extra.before}
     if any(name not in prefix.columns or extra.left_out != prefix.length for name, extra in lacking.items()):
         whole = {name: extra.whole() for name, extra in extras.items()}
@@ -125,7 +129,7 @@ def _complete(entry: PendingRow) -> None:
 
 def _left_out(entries: Sequence[PendingRow]) -> tuple[Prefixes | None, dict[str, Int64s]]:
     """The tokens of the entries that are left out, None where there are none; and of each column how many values."""
-    found = [entry.prefix or Prefix() for entry in entries]
+    found = [entry.prefix or WHOLE for entry in entries]
     lengths = np.array([prefix.length for prefix in found], np.int64)
     if not lengths.any():
         return None, {}
