@@ -243,11 +243,14 @@ def _closed_outcome(state: State, row: StoredRow, closed: int | str) -> Outcome:
 
 
 def _check_row(row: StoredRow, group: Group | None, config: RunConfig) -> None:
-    name, sample = f"{row.trajectory} step {row.step}", row.trajectory.sample
-    if group is None:
-        check_first_sample(name, sample, config)
-    else:
-        check_sample(name, sample, group, config)
+    sample = row.trajectory.sample
+    # Only who is refused is named: it takes longer than all else here.
+    if not 0 <= sample < (config.n_samples_per_prompt + config.surplus if group is None else group.sampled):
+        name = f"{row.trajectory} step {row.step}"
+        if group is None:
+            check_first_sample(name, sample, config)
+        else:
+            check_sample(name, sample, group, config)
     if not config.step_wise and (row.step or not row.is_last):
         raise InvalidArgumentError(
             f"{row.trajectory} step {row.step}: step_wise: false allows one step a trajectory, number 0 and the last; "
