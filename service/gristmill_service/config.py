@@ -23,6 +23,7 @@ from gristmill._wire.column_spec import ColumnSpec, specs_of
 from gristmill._wire.steps import LONGEST_TAG
 from gristmill.errors import InvalidArgumentError
 from gristmill_service import column_rules, group_rules
+from gristmill_service.foreign_settings import renamings
 from gristmill_service.validation_messages import place, problems, shown
 
 LossReduction = Literal[
@@ -326,7 +327,7 @@ def _refuse_unknown(mapping: dict[Any, Any], known: Collection[str], section: st
     unknown = [name for name in mapping if name not in known]
     if unknown:
         names = (f"unknown setting {section}{name if str(name).isprintable() else shown(name)}" for name in unknown)
-        raise InvalidArgumentError(f"{problems(names)}; known are {', '.join(known)}")
+        raise InvalidArgumentError(f"{problems(names)}{renamings(unknown, known)}; known are {', '.join(known)}")
 
 
 def _explain(error: PydanticValidationError) -> Iterator[str]:

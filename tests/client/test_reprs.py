@@ -1,7 +1,8 @@
-"""What clients, trajectories, batches and shards show of themselves, in a notebook: one line, no tokens, no secrets."""
+"""What clients, trajectories, batches, plans and shards show of themselves: one line, no tokens, no secrets."""
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -62,7 +63,12 @@ def test_what_a_rank_trains_on_is_one_line_each(service: Service, run_name: str,
         assert repr(trainer) == head + "not asked yet where it is>"
         batch = next(iter(trainer))
         assert repr(trainer) == head + "next is batch 0 epoch 0 mini-batch 0>"
-        assert repr(batch) == "<Batch 0: 1 prompts, 3 rows, 1 mini-batch in each of 2 epochs>"
+        assert repr(batch) == "<Batch 0: 1 prompt, 3 rows, 1 mini-batch in each of 2 epochs>"
+        assert re.fullmatch(
+            r"<Plan of batch 0: 1 prompt, 3 rows, 2 optimizer steps on 2 ranks, [\d.]+% padding; keys batch, rows.*>",
+            repr(batch.plan),
+        )
+        assert json.loads(json.dumps(batch.plan))["rows"] == 3
         shard = next(batch.mini_batches())
         assert re.fullmatch(
             r"<Shard batch 0 epoch 0 mini-batch 0 rank 1: 2 rows, 1 of them padding(, padded to \d tokens)?, "
@@ -81,6 +87,6 @@ def test_the_trainer_of_all_ranks_shows_ranks_not_shards(service: Service, run_n
     with AllRanksClient(service.grpc_address, run_name) as trainer:
         assert repr(trainer).startswith(f"<AllRanksClient of run '{run_name}' at {service.grpc_address}: policy, ")
         batch = next(iter(trainer))
-        assert repr(batch).startswith("<WholeBatch 0: 1 prompts, 3 rows, ")
+        assert repr(batch).startswith("<WholeBatch 0: 1 prompt, 3 rows, ")
         mini_batch = next(batch.mini_batches())
         assert repr(mini_batch) == "<MiniBatch batch 0 epoch 0 mini-batch 0: 4 rows in the shards of 2 ranks>"

@@ -52,7 +52,8 @@ class BatchCore(Generic[S]):
         epochs = f" in each of {self._epochs} epochs" if self._epochs > 1 else ""
         awaits = f", awaits {', '.join(sorted(self.awaits))}" if self.awaits else ""
         parts = f"{self._count} mini-batch{'es' * (self._count != 1)}{epochs}"
-        size = f"{self.plan['prompts']} prompts, {self.plan['rows']} rows"
+        prompts, rows = self.plan["prompts"], self.plan["rows"]
+        size = f"{prompts} prompt{'s' * (prompts != 1)}, {rows} row{'s' * (rows != 1)}"
         return f"<{type(self).__name__} {self.number}: {size}, {parts}{awaits}>"
 
     def __len__(self) -> int:

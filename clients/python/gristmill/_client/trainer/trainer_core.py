@@ -18,6 +18,7 @@ from gristmill._client.connection.transport import Transport
 from gristmill._client.rollout.requests import check_run
 from gristmill._client.trainer.batch_metrics import PREFIX, batch_metrics
 from gristmill._client.trainer.chosen_columns import ChosenColumns
+from gristmill._client.trainer.plan import Plan
 from gristmill._client.trainer.pull import Opened
 from gristmill._client.trainer.shard_reader import ShardReader, Wanted
 from gristmill._client.trainer.training_place import TrainingPlace
@@ -165,7 +166,7 @@ class TrainerCore(TrainingPlace, Generic[B]):
         if answer.state == trainer_pb2.BATCH_STATE_END:
             return None
         awaits = frozenset(awaited.column for awaited in answer.awaits)
-        plan = json.loads(answer.plan_json)
+        plan = Plan(json.loads(answer.plan_json))
         self._given = plan, time.monotonic() - asked
         return self._batch(number, plan, awaits)
 
