@@ -154,7 +154,7 @@ def test_ranks_that_wait_for_rollouts_are_well_and_told_what_is_missing(watched:
     one.run.begin_groups(0, ["b"])
     one.after(200)
     assert one.findings() == [("note", "policy ranks wait for batch 0: 1 of 2 groups are complete", 200.0)]
-    assert (one.health().state, one.health().summary) == ("collecting", "1 groups are open, 1 complete")
+    assert (one.health().state, one.health().summary) == ("collecting", "1 group is open, 1 complete")
 
 
 def test_a_run_without_rollouts_is_idle_for_ever(watched: Make) -> None:
@@ -211,7 +211,7 @@ def test_groups_that_are_open_for_long_hold_nobody_up_while_ranks_train(watched:
     one.after(400)
     one.seal("a", "b")
     assert one.findings() == [
-        ("note", "1 groups are open for long; the oldest, 'late', has 0 of 2 samples", 400.0)
+        ("note", "1 group is open for long; the oldest, 'late', has 0 of 2 samples", 400.0)
     ]  # fmt: skip
 
 

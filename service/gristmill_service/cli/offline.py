@@ -19,6 +19,7 @@ from rich.filesize import decimal
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.cli import summary
+from gristmill_service.cli.counted import counted
 from gristmill_service.cli.progress import Advance, byte_bar, count_bar
 from gristmill_service.cli.refusal_exit import messages, refusals
 from gristmill_service.cli.rollout_files import read_batches
@@ -95,7 +96,7 @@ def batch(
         with byte_bar("Writing shards", sum(sizes)) as advance:
             for target, one in zip(targets, built, strict=True):
                 _write(target, one, advance)
-        messages.print(f"{len(sizes):,} shards, {decimal(sum(sizes))}, in {out}", markup=False)
+        messages.print(f"{counted(len(sizes), 'shard')}, {decimal(sum(sizes))}, in {out}", markup=False)
         _summarise([one.plan for one in built], batches[0], settings)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from gristmill_service.cli.counted import counted
 from gristmill_service.cli.refusal_exit import messages
 from gristmill_service.pipeline.alternatives import BatchCost
 from gristmill_service.pipeline.plan_document import PlanDocument
@@ -28,17 +29,13 @@ def tell(plans: Sequence[PlanDocument], first: Iterable[tuple[str, BatchCost]]) 
 def _totals(plans: Sequence[PlanDocument]) -> str:
     received, rows = sum(plan.rows_received for plan in plans), sum(plan.rows for plan in plans)
     told = [
-        _counted(len(plans), "batch", "batches"),
-        _counted(sum(plan.prompts for plan in plans), "prompt group", "prompt groups"),
-        f"{_counted(received, 'row', 'rows')} sent" + (f", {rows:,} after merging" if rows < received else ""),
-        f"{_counted(sum(plan.optimizer_steps for plan in plans), 'optimizer step', 'optimizer steps')} on "
-        f"{_counted(plans[0].dp_size, 'rank', 'ranks')}",
+        counted(len(plans), "batch", "batches"),
+        counted(sum(plan.prompts for plan in plans), "prompt group", "prompt groups"),
+        f"{counted(received, 'row', 'rows')} sent" + (f", {rows:,} after merging" if rows < received else ""),
+        f"{counted(sum(plan.optimizer_steps for plan in plans), 'optimizer step', 'optimizer steps')} on "
+        f"{counted(plans[0].dp_size, 'rank', 'ranks')}",
     ]
     return "; ".join(told)
-
-
-def _counted(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"
 
 
 def _cells(cost: BatchCost) -> list[str]:

@@ -58,7 +58,10 @@ def summary_of(facts: RunFacts, state: HealthState, findings: Sequence[Finding])
         case "training":
             return _training(facts)
         case "collecting":
-            return f"{facts.counts.groups_open} groups are open, {facts.counts.groups_complete} complete"
+            opened = facts.counts.groups_open
+            return (
+                f"{opened} {'group is' if opened == 1 else 'groups are'} open, {facts.counts.groups_complete} complete"
+            )
         case "idle":
             return "no group is open: no rollouts come"
         case "finished":
@@ -221,7 +224,7 @@ def _stragglers(facts: RunFacts) -> Iterator[Finding]:
         return
     first, more = old[0], "or more " if len(old) == SHOWN_GROUPS else ""
     text = (
-        f"{len(old)} {more}groups are open for long; the oldest, {first.uid!r}, has {first.complete} of "
+        f"{len(old)} {more}{'group is' if len(old) == 1 else 'groups are'} open for long; the oldest, {first.uid!r}, has {first.complete} of "
         f"{first.samples} samples"
     )
     if facts.ranks_have_work or facts.building is not None:

@@ -15,6 +15,7 @@ from gristmill import Credentials
 from gristmill._client.connection.channels import addresses_of
 from gristmill.errors import GristmillError
 from gristmill_service.cli.checks.check import Check
+from gristmill_service.cli.counted import counted
 from gristmill_service.cli.watch.snapshot import ReplicaSnapshot, connect
 from gristmill_service.settings import split_address
 
@@ -35,7 +36,7 @@ def check_replicas(address: str, http_port: int) -> Iterator[Check]:
             yield from over_grpc(replica)
         if any(replica.is_reached for replica in replicas):
             try:
-                yield Check("credentials", f"accepted, {len(client.names())} runs are visible")
+                yield Check("credentials", f"accepted, {counted(len(client.names()), 'run is', 'runs are')} visible")
             except GristmillError as error:
                 yield Check("credentials", str(error), "see docs/security.md")
     for name in addresses_of(address):

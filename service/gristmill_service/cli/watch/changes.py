@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from gristmill.v1 import run_pb2
+from gristmill_service.cli.counted import counted
 from gristmill_service.cli.watch.escape import printable
 from gristmill_service.cli.watch.json_documents import place_document
 from gristmill_service.cli.watch.positions import model_name, order, place
@@ -48,7 +49,7 @@ def _sentence(change: Change) -> str:
     if event == "groups dropped":
         names = ", ".join(group["uid"] for group in change["groups"][:8])
         more = ", ..." if len(change["groups"]) > 8 else ""
-        what = "1 group" if change["count"] == 1 else f"{change['count']} groups"
+        what = counted(change["count"], "group")
         return f"{what} dropped ({change['reason']}): {names}{more}"
     if event == "acknowledged":
         return f"acknowledged by {change['model']} rank {_ranges(change['ranks'])}; next is {_place(change)}"

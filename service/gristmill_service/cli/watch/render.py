@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gristmill.v1 import run_pb2
+from gristmill_service.cli.counted import counted
 from gristmill_service.cli.watch.escape import printable
 from gristmill_service.cli.watch.positions import model_name, place, slowest
 from gristmill_service.cli.watch.reported_health import ReportedFinding, ReportedHealth
@@ -118,6 +119,8 @@ def _models(status: run_pb2.RunStatus) -> Iterable[Text]:
     for model in status.models:
         ranks = [rank for rank in status.ranks if rank.model == model.model]
         behind = slowest(run_pb2.RunStatus(ranks=ranks))
-        progress = f"committed up to {place(model.committed)}, incarnation {model.incarnation}, {len(ranks)} ranks"
+        progress = (
+            f"committed up to {place(model.committed)}, incarnation {model.incarnation}, {counted(len(ranks), 'rank')}"
+        )
         last = "" if behind is None else f"; the slowest, rank {behind.rank}, is at {place(behind.next)}"
         yield Text.assemble((f"{model_name(model.model)}: ", "bold"), progress, last)
