@@ -223,8 +223,9 @@ def _stragglers(facts: RunFacts) -> Iterator[Finding]:
     if not old:
         return
     first, more = old[0], "or more " if len(old) == SHOWN_GROUPS else ""
+    groups = "group is" if len(old) == 1 else "groups are"
     text = (
-        f"{len(old)} {more}{'group is' if len(old) == 1 else 'groups are'} open for long; the oldest, {first.uid!r}, has {first.complete} of "
+        f"{len(old)} {more}{groups} open for long; the oldest, {first.uid!r}, has {first.complete} of "
         f"{first.samples} samples"
     )
     if facts.ranks_have_work or facts.building is not None:
