@@ -22,7 +22,7 @@ from gristmill_service.pipeline.rows.validate import Received
 
 SCALE_DOWN = "scale the rewards down"
 
-PART = 1 << 20
+PART = 1 << 18
 """Of so many tokens at a time credit is computed: few enough that their numbers stay in a cache, and enough that each
 operation is worth its call."""
 
