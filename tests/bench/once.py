@@ -51,13 +51,18 @@ def figures() -> Iterator[Figure]:
 
 def distinct_bytes(work: Workload) -> int:
     """Bytes of the columns of the tokens of the trees that prompt groups are."""
+    return 4 * distinct_tokens(work) + 5 * work.steps.loss_mask.total
+
+
+def distinct_tokens(work: Workload) -> int:
+    """Tokens of the trees that prompt groups are."""
     steps = work.steps
     found, group = 0, list[bytes]()
     for row in range(len(steps)):
         if row and steps.uids[row] != steps.uids[row - 1]:
             found, group = found + _distinct(group), []
         group.append(steps.tokens[row].astype(">i4").tobytes())
-    return 4 * (found + _distinct(group)) + 5 * steps.loss_mask.total
+    return found + _distinct(group)
 
 
 def _distinct(rows: list[bytes]) -> int:

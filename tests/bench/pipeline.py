@@ -55,8 +55,8 @@ def _speed(work: Workload, merge: str) -> Figure:
 
         def bound() -> None:
             for column in work.columns():
-                _read_once(column.values)
-            _write_once(Path(directory) / "bound", warm, size)
+                read_once(column.values)
+            write_once(Path(directory) / "bound", warm, size)
 
         ratio, limit = paired(ours, bound, ROUNDS)
     return Figure(f"pipeline.{work.name}.{merge}", ratio, "x bound", 1.5, limit * 1e3, "ms")
@@ -69,12 +69,12 @@ def make(work: Workload, merge: str, target: Path) -> int:
     return sum(write_shards(target, batch.shards).values())
 
 
-def _read_once(values: np.ndarray) -> None:
+def read_once(values: np.ndarray) -> None:
     data = values.view(np.uint8)
     data[: len(data) // 8 * 8].view(np.uint64).max()
 
 
-def _write_once(path: Path, warm: NDArray[np.uint8], size: int) -> None:
+def write_once(path: Path, warm: NDArray[np.uint8], size: int) -> None:
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY)
     try:
         while size > 0:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill._wire import lists
-from gristmill._wire.lists import ConvertedTokens, from_list
+from gristmill._wire.lists import ConvertedTokens, from_list, from_lists
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from tests.strategies import Row, rollouts
@@ -34,6 +34,24 @@ def test_plain_lists_are_all_converted(tokens: list[int], numbers: list[float]) 
     assert from_list(tokens, np.dtype(np.int32)) is not None
     assert from_list(numbers, np.dtype(np.float32)) is not None
     assert from_list([token % 2 for token in tokens], np.dtype(np.uint8)) is not None
+
+
+@given(
+    st.sampled_from([np.int32, np.uint8, np.float32, np.float64]),
+    st.lists(st.lists(st.one_of(st.integers(0, 255), UNUSUAL), max_size=5), max_size=6),
+    st.integers(1, 9),
+)
+def test_many_lists_are_converted_as_each_of_them_would_be(dtype: Any, rows: list[list[Any]], at_once: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lists, "_AT_ONCE", at_once)
+        found = from_lists(rows, np.dtype(dtype))
+    each = [from_list(row, np.dtype(dtype)) for row in rows]
+    if found is None:
+        assert not rows or any(row is None for row in each)
+    else:
+        assert len(found) == len(rows)
+        for one, row in zip(found, each, strict=True):
+            np.testing.assert_array_equal(one, row)
 
 
 def lists_of(row: Row) -> Row:

@@ -6,6 +6,8 @@ A conversion that finds anything unusual returns None, and `gristmill._wire.tabl
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from gristmill._wire.columns import Array
 from gristmill.errors import InvalidArgumentError
 
 _INT32 = np.dtype(np.int32)
+_AT_ONCE = 1 << 16
 
 
 def from_list(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
@@ -31,6 +34,42 @@ def from_list(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
         return np.frombuffer(struct.pack(f"{len(values)}{dtype.char}", *values), dtype)
     except (TypeError, ValueError, OverflowError, struct.error):
         return None
+
+
+def from_lists(rows: list[Any], dtype: np.dtype[Any]) -> list[Array] | None:
+    """Each row as `from_list` has it, where all rows are plain lists that it converts; else None. A call for many of
+    them costs a fraction of a call for each."""
+    if set(map(type, rows)) != {list}:
+        return None
+    found: list[Array] = []
+    for some in _some_at_once(rows):
+        if any(row and isinstance(row[0], bool) for row in some) and dtype != np.uint8:
+            return None
+        try:
+            # A list of small integers is quicker by itself.
+            whole = b"".join(map(bytes, some)) if dtype == np.uint8 else _packed(some, dtype)
+        except (TypeError, ValueError, OverflowError, struct.error):
+            return None
+        values, ends = np.frombuffer(whole, dtype), [0, *accumulate(map(len, some))]
+        found += [values[begin:end] for begin, end in pairwise(ends)]
+    return found
+
+
+def _some_at_once(rows: list[list[Any]]) -> Iterator[list[list[Any]]]:
+    """The rows in their order, so many at a time that their numbers are looked at once while they are at hand."""
+    some, count = list[list[Any]](), 0
+    for row in rows:
+        some.append(row)
+        count += len(row)
+        if count >= _AT_ONCE:
+            yield some
+            some, count = [], 0
+    if some:
+        yield some
+
+
+def _packed(rows: list[list[Any]], dtype: np.dtype[Any]) -> bytes:
+    return struct.pack(f"{sum(map(len, rows))}{dtype.char}", *chain.from_iterable(rows))
 
 
 def check_no_null(values: Any, name: str, where: str) -> None:
@@ -54,28 +93,47 @@ def size_of(values: Any) -> int:
 
 
 class ConvertedTokens:
-    """Tokens that were given as lists. A prompt that begins with all of its trajectory's step before, or is the first
-    one of another sample of its group, is compared with it, which costs a twentieth of converting it again."""
+    """Tokens that were given as lists. A prompt that begins with the objects of its trajectory's step before, or has
+    those of another sample's first one, is compared with it, which costs a third of converting it again. Equal numbers
+    that are other objects are converted, which costs no more than comparing them.
 
-    def __init__(self) -> None:
-        self._steps: dict[tuple[str, int], tuple[list[Any], tuple[Array, Array]]] = {}
+    are_kept: whether prompts come later that begin with lists which are changed until then, as agents add to theirs:
+    lists are copied for it.
+    """
+
+    def __init__(self, are_kept: bool = True) -> None:
+        self._are_kept = are_kept
+        self._steps: dict[tuple[str, int], tuple[list[list[Any]], tuple[Array, Array]]] = {}
         self._prompts: dict[str, tuple[list[Any], Array]] = {}
 
     def prompt(self, uid: str, sample: int, values: list[Any]) -> Array | None:
         """As `from_list`; int32."""
         if step := self._steps.get((uid, sample)):
-            tokens, arrays = step
-            if values[: len(tokens)] == tokens:
-                rest = from_list(values[len(tokens) :], _INT32)
-                return None if rest is None else np.concatenate((*arrays, rest))
-        elif (known := self._prompts.get(uid)) and known[0] == values:
+            lists, arrays = step
+            begin = 0
+            for tokens in lists:
+                if not _goes_on(values, begin, tokens):
+                    return from_list(values, _INT32)
+                begin += len(tokens)
+            rest = from_list(values[begin:], _INT32)
+            return None if rest is None else np.concatenate((*arrays, rest))
+        if (known := self._prompts.get(uid)) and len(known[0]) == len(values) and _goes_on(values, 0, known[0]):
             return known[1]
         return from_list(values, _INT32)
 
     def keep(self, uid: str, sample: int, prompt: list[Any], response: Any, arrays: tuple[Array, Array]) -> None:
-        """Keeps a step that another follows: prompt and response as they were given, and the arrays of both. The lists
-        are copied: agents go on adding to them."""
+        """Keeps a step that another follows: prompt and response as they were given, and the arrays of both."""
         if (uid, sample) not in self._steps:
-            self._prompts.setdefault(uid, (prompt.copy(), arrays[0]))
+            self._prompts.setdefault(uid, (prompt.copy() if self._are_kept else prompt, arrays[0]))
         listed = response if type(response) is list else arrays[1].tolist()
-        self._steps[uid, sample] = prompt + listed, arrays
+        self._steps[uid, sample] = [prompt + listed] if self._are_kept else [prompt, listed], arrays
+
+
+def _goes_on(values: list[Any], begin: int, tokens: list[Any]) -> bool:
+    """Whether these tokens stand in `values` from there on, as the same objects; some are looked at first."""
+    if not tokens:
+        return True
+    end, middle = begin + len(tokens), len(tokens) // 2
+    if end > len(values) or values[begin] is not tokens[0] or values[end - 1] is not tokens[-1]:
+        return False
+    return values[begin + middle] is tokens[middle] and values[begin:end] == tokens

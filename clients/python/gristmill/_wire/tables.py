@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array, Int64s, Ragged, exact_sum, least
-from gristmill._wire.lists import ConvertedTokens, check_no_null, from_list
+from gristmill._wire.lists import ConvertedTokens, check_no_null, from_list, from_lists
 from gristmill._wire.steps import FLOAT32_MAX, INT32_MAX, UNKNOWN, Extra, Steps, check, check_text, oldest_versions
 from gristmill._wire.unlike_numbers import unlike_numbers
 from gristmill.errors import InvalidArgumentError
@@ -66,7 +66,7 @@ class ValueColumns:
         for name in ("prompt_token_ids", "response_ids", "loss_mask"):
             self._check_complete(name)
         self._responses = self._array_column("response_ids", np.int32, _tokens)
-        self._prompts = self._prompt_column(converted or ConvertedTokens())
+        self._prompts = self._prompt_column(converted or ConvertedTokens(are_kept=False))
         self._masks = self._array_column("loss_mask", np.uint8, _mask)
         self._logprobs = self._array_column("rollout_logprobs", np.float32, _float32s)
         self._versions = self._array_column("policy_versions", np.int32, _version_array)
@@ -98,6 +98,8 @@ class ValueColumns:
         dtype, values = np.dtype(dtype), self._columns.get(name)
         if values is None:
             return [None] * self._count
+        if (arrays := from_lists(values, dtype)) is not None:
+            return [*arrays]
         return [
             value if value is None or _is_converted(value, dtype) else self._array(row, value, name, dtype, read)
             for row, value in enumerate(values)
