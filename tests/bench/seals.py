@@ -6,12 +6,16 @@ shared memory, with Redis into Redis, as a service's do. Each is measured in a p
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import mmap
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,14 +30,17 @@ from gristmill_service.storage.run_store import RunStore
 from gristmill_service.storage.shard_store import ShardStore
 from gristmill_service.storage.shared_memory import SharedMemoryShardStore
 from tests.bench.figures import Figure
-from tests.bench.once import redis_store, run_of, submit
+from tests.bench.once import distinct_bytes, redis_store, run_of, submit
 from tests.bench.pipeline import TMPFS
 from tests.bench.rollouts import rollouts
 from tests.bench.workloads import Workload
 
 REACH = {"redis": 1.5, "journal": 1.0}
+PEAK_REACH = 2.0
 TIMES = {1: 5, 16: 1}
 """How many times the rollouts, and how often that is measured."""
+PEAK_TIMES = 4
+"""Enough that what every process has, such as what is on its way to Redis, is little of it."""
 
 _PATIENCE_S = 300.0
 
@@ -54,10 +61,52 @@ def figures() -> Iterator[Figure]:
             elapsed, cpu = (statistics.median(values) / size for values in zip(*found, strict=True))
             name = f"{kind}.seal_seconds_per_gb" + ("" if times == 1 else f".{times}x")
             yield Figure(name, elapsed, "s/GB", reach, cpu, "core-s/GB")
+    with ProcessPoolExecutor(1, get_context("spawn"), tune_process) as pool:
+        peak, distinct = pool.submit(peak_of_owner).result()
+    yield Figure("once.peak_ratio", peak / distinct, "x distinct", PEAK_REACH, distinct / 2**20, "MiB")
 
 
 def sealing(kind: str, times: int) -> Sealing:
-    work = _multiplied(rollouts("agent"), times)
+    return _sealing(kind, _multiplied(rollouts("agent"), times))
+
+
+def peak_of_owner() -> tuple[int, int]:
+    """Bytes that the process which owns a run in Redis has at most, from the first row to published shards, and those
+    of the columns of distinct tokens."""
+    # Loads every module, and starts the threads.
+    _sealing("redis", rollouts("short"))
+    work = _multiplied(rollouts("agent"), PEAK_TIMES)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with _watched() as peak:
+        _sealing("redis", work)
+    return peak[0], PEAK_TIMES * distinct_bytes(rollouts("agent"))
+
+
+@contextmanager
+def _watched() -> Iterator[list[int]]:
+    """Within it, the most anonymous memory above what there was before."""
+    before, most, over = _anonymous_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.001):
+            most[0] = max(most[0], _anonymous_bytes() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield most
+    finally:
+        over.set()
+        thread.join()
+
+
+def _anonymous_bytes() -> int:
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * mmap.PAGESIZE
+
+
+def _sealing(kind: str, work: Workload) -> Sealing:
     with ExitStack() as opened:
         runs, shards = _stores(kind, opened)
         run = opened.enter_context(run_of(work, runs, shards))
