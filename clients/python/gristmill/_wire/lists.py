@@ -17,6 +17,8 @@ from gristmill.errors import InvalidArgumentError
 
 _INT32 = np.dtype(np.int32)
 _AT_ONCE = 1 << 16
+_SHORT = 256
+"""Values of a row that take longer to convert than the call does."""
 
 
 def from_list(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
@@ -37,9 +39,9 @@ def from_list(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
 
 
 def from_lists(rows: list[Any], dtype: np.dtype[Any]) -> list[Array] | None:
-    """Each row as `from_list` has it, where all rows are plain lists that it converts; else None. A call for many of
-    them costs a fraction of a call for each."""
-    if set(map(type, rows)) != {list}:
+    """Each row as `from_list` has it, where all rows are plain lists that it converts, and short ones; else None. For
+    these a call for many costs a fraction of a call for each."""
+    if set(map(type, rows)) != {list} or sum(map(len, rows)) > _SHORT * len(rows):
         return None
     found: list[Array] = []
     for some in _some_at_once(rows):
