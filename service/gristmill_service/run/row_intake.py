@@ -44,7 +44,7 @@ class RowIntake:
 
     def _store(self, kept: Kept, shared: Collection[str], execute: Execute) -> list[Outcome]:
         steps, checks = kept.steps, [b""] * len(kept.steps)
-        digests = row_digests(steps, shared, [found.digest for found in kept.sums])
+        digests = row_digests(steps, shared, kept.digests)
         if steps.prefix_lengths is not None:
             of_kept = row_digests(steps, shared)
             checks = [b"" if parent is None else of_kept[row] for row, parent in enumerate(kept.parents)]

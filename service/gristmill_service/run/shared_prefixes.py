@@ -6,7 +6,7 @@ of another sample of its prompt. Nothing is decided here: a row is judged as if 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from gristmill_service.run.machine.groups import Group
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.row_buffer import PickedRow, RowBuffer
 from gristmill_service.run.row_gathering import columns_of, tokens_of
-from gristmill_service.run.token_sums import Sum
+from gristmill_service.run.token_sums import Sum, digest_of
 from gristmill_service.storage.row_tables import Stored
 
 LEAST_TOKENS = 16
@@ -36,45 +36,51 @@ class Kept(NamedTuple):
     """Rows as they are kept.
 
     steps: without the tokens that others have. parents: of each row, who has those with which it begins, or None.
-    sums: of each row, of all its tokens.
+    digests: of each row, of all its tokens. sums: of the rows after which their trajectories go on, else None.
     """
 
     steps: Steps
     parents: Sequence[RowName | None]
-    sums: Sequence[Sum]
+    digests: Sequence[bytes]
+    sums: Sequence[Sum | None]
 
 
 class _Known(NamedTuple):
     """A row that others may begin as. tokens: gives all of them, None where they are not at hand. columns: gives the
-    declared ones that it has."""
+    declared ones that it has. sum: of its tokens, where that is known."""
 
     name: RowName
     tokens: Callable[[], Tokens | None]
     columns: Callable[[], frozenset[str]]
+    sum: Sum | None
 
 
 class _Start(NamedTuple):
-    """With what a row begins: whose first tokens, how many, what these are, and their sum."""
+    """With what a row begins: whose first tokens, how many, and the sum of those that were not sent."""
 
     parent: RowName | None
     length: int
-    tokens: Callable[[], Tokens]
-    sum: Sum
+    left_out: Sum | None = None
 
 
-_NOTHING = _Start(None, 0, lambda: (), Sum.of_nothing())
+_NOTHING = _Start(None, 0)
 
 
 def rows_before(state: State, rows: RowBuffer, steps: Steps) -> dict[int, PickedRow]:
     """Of each row, as far as the run has it: the step before; else the first step of another sample of its prompt."""
     wanted: dict[GroupKey, dict[int, StoredRow]] = {}
-    for row, (attempt, step) in enumerate(zip(steps.attempts.tolist(), steps.steps.tolist(), strict=True)):
-        key = steps.key(row)
-        group = state.open.get(GroupKey(key.round, key.uid))
-        if group is not None and (found := _before(group, RowName(key.sample, attempt, step))) is not None:
-            wanted.setdefault(group.key, {})[row] = found
+    for row, (key, name) in enumerate(_names(steps)):
+        group = state.open.get(key)
+        if group is not None and (found := _before(group, name)) is not None:
+            wanted.setdefault(key, {})[row] = found
     picked = rows.pick((state.open[key], found.values()) for key, found in wanted.items())
     return dict(zip((row for found in wanted.values() for row in found), picked, strict=True))
+
+
+def _names(steps: Steps) -> Iterator[tuple[GroupKey, RowName]]:
+    columns = (steps.rounds, steps.samples, steps.attempts, steps.steps)
+    for uid, round_, *name in zip(steps.uids, *(column.tolist() for column in columns), strict=True):
+        yield GroupKey(round_, uid), RowName(*name)
 
 
 def _before(group: Group, name: RowName) -> StoredRow | None:
@@ -100,107 +106,120 @@ def without_shared(
     """
     assert (steps.prefix_lengths is None) == (prefixes is None), "what was not sent comes with its checksums"
     request = _Request(steps, prefixes, shared, sums)
-    starts = [request.start(row, before.get(row)) for row in range(len(steps))]
-    lengths = np.array([start.length for start in starts], np.int64)
-    cut = lengths if prefixes is None else lengths - prefixes.lengths
-    own = Ragged(steps.tokens.values, steps.tokens.starts + cut, steps.tokens.lengths - cut)
-    lasts = steps.is_last_steps.tolist()
-    found = [
-        start.sum.and_also(rest, is_last=last) for start, rest, last in zip(starts, own.arrays(), lasts, strict=True)
-    ]
-    if not lengths.any():
-        return Kept(steps, [None] * len(steps), found)
-    return Kept(replace(steps, tokens=own, prefix_lengths=lengths), [start.parent for start in starts], found)
+    starts = [request.start(row, key, name, before.get(row)) for row, (key, name) in enumerate(_names(steps))]
+    kept = steps
+    if any(start.length for start in starts):
+        lengths = np.array([start.length for start in starts], np.int64)
+        cut = lengths if prefixes is None else lengths - prefixes.lengths
+        own = Ragged(steps.tokens.values, steps.tokens.starts + cut, steps.tokens.lengths - cut)
+        kept = replace(steps, tokens=own, prefix_lengths=lengths)
+    return Kept(kept, [start.parent for start in starts], request.digests, request.sums)
 
 
 def as_sent(steps: Steps) -> Kept:
     """Whole rows as they came."""
-    rows = zip(steps.tokens.arrays(), steps.is_last_steps.tolist(), strict=True)
-    return Kept(steps, [None] * len(steps), [Sum.of_nothing().and_also(tokens, is_last=last) for tokens, last in rows])
+    digests = [digest_of(None, tokens) for tokens in steps.tokens.arrays()]
+    return Kept(steps, [None] * len(steps), digests, [None] * len(steps))
 
 
 class _Request:
-    """The rows of a request, of which later ones may begin as earlier ones."""
+    """The rows of a request, of which later ones may begin as earlier ones.
+
+    digests, sums: of those whose start was asked for, as `Kept` has them.
+    """
 
     def __init__(
         self, steps: Steps, prefixes: Prefixes | None, shared: Collection[str], sums: Mapping[RowRef, Sum]
     ) -> None:
-        self._steps, self._prefixes, self._sums = steps, prefixes, sums
-        self._sent, self._lasts = steps.tokens.arrays(), steps.is_last_steps.tolist()
-        self._groups = [GroupKey(*key) for key in zip(steps.rounds.tolist(), steps.uids, strict=True)]
-        columns = (steps.samples.tolist(), steps.attempts.tolist(), steps.steps.tolist())
-        self._names = [RowName(*name) for name in zip(*columns, strict=True)]
+        nothing = [0] * len(steps)
+        self._steps, self._sums = steps, sums
+        self._sent, self._prompts = steps.tokens.arrays(), steps.prompt_lengths.tolist()
+        self._left_out = nothing if prefixes is None else prefixes.lengths.tolist()
+        self._checksums = nothing if prefixes is None else prefixes.checksums.tolist()
+        self._is_last = steps.is_last_steps.tolist()
         self._lacks = _lacking(steps, shared)
         self._known: dict[tuple[GroupKey, RowName], _Known] = {}
         self._first: dict[GroupKey, _Known] = {}
+        self.digests: list[bytes] = []
+        self.sums: list[Sum | None] = []
 
-    def start(self, row: int, before: PickedRow | None) -> _Start:
+    def start(self, row: int, group: GroupKey, name: RowName, before: PickedRow | None) -> _Start:
         """With what the row begins; to be asked of each row in turn."""
-        steps, group, name = self._steps, self._groups[row], self._names[row]
         step_before = RowName(name.sample, name.attempt, name.step - 1)
-        in_request = self._known.get((group, step_before))
-        found = in_request or self._held(before) or self._first.get(group)
-        left_out = 0 if self._prefixes is None else int(self._prefixes.lengths[row])
-        if not left_out:
+        found = self._known.get((group, step_before)) or self._held(before) or self._first.get(group)
+        if not self._left_out[row]:
             start = self._compared(row, name, found)
         elif found is None or found.name != step_before:
-            raise PrefixUnknownError(f"{steps.name(row)}: the step before it is not here; send all of its tokens")
+            raise PrefixUnknownError(f"{self._steps.name(row)}: the step before it is not here; send all of its tokens")
         else:
-            start = self._left_out(row, left_out, found, None if in_request else before)
-        if row < len(self._sent) - 1:
-            tokens = [*start.tokens(), self._sent[row][start.length - left_out :]]
-            known = _Known(name, lambda: tokens, lambda: _has(steps, row))
-            self._known[group, name] = known
-            self._first.setdefault(group, known)
+            start = self._after(row, found)
+        self._note(row, group, name, found, start)
         return start
+
+    def _note(self, row: int, group: GroupKey, name: RowName, before: _Known | None, start: _Start) -> None:
+        sent, left_out = self._sent[row], self._left_out[row]
+        total = None
+        if not self._is_last[row]:
+            total = (start.left_out or Sum.of_nothing()).and_also(sent)
+        self.sums.append(total)
+        self.digests.append(digest_of(start.left_out, sent) if total is None else total.digest)
+        if row == len(self._sent) - 1 or (self._is_last[row] and group in self._first):
+            return
+
+        def tokens() -> Tokens | None:
+            first = before.tokens() if left_out and before else ()
+            return None if first is None else [*_beginning(first, left_out), sent]
+
+        known = _Known(name, tokens, lambda: _has(self._steps, row), total)
+        self._known[group, name] = known
+        self._first.setdefault(group, known)
 
     def _held(self, picked: PickedRow | None) -> _Known | None:
         """A row that the run has."""
         if picked is None:
             return None
-        return _Known(picked.row.name, lambda: _tokens_held(picked), lambda: columns_of(picked, _not_held))
+        found = self._sums.get(picked.row.ref)
+        return _Known(picked.row.name, lambda: _tokens_held(picked), lambda: columns_of(picked, _not_held), found)
 
-    def _left_out(self, row: int, length: int, before: _Known, picked: PickedRow | None) -> _Start:
-        name, prefixes, lacks = self._steps.name(row), self._prefixes, self._lacks[row]
-        assert prefixes is not None, "something was left out"
-        found = None if picked is None or picked.row.tokens != length else self._sums.get(picked.row.ref)
-        if found is None:
+    def _after(self, row: int, before: _Known) -> _Start:
+        """Of a row that came without what the step before it has."""
+        name, length, lacks = self._steps.name, self._left_out[row], self._lacks[row]
+        found = before.sum
+        if found is None or found.tokens != length:
             tokens = before.tokens()
             if tokens is None:
-                raise PrefixUnknownError(f"{name}: the step before it is not here; send all of its tokens")
+                raise PrefixUnknownError(f"{name(row)}: the step before it is not here; send all of its tokens")
             found = Sum.of_nothing()
             for piece in _beginning(tokens, length):
                 found = found.and_also(piece)
-        if found.tokens < length or found.checksum != int(prefixes.checksums[row]):
+        if found.tokens < length or found.checksum != self._checksums[row]:
             raise PrefixUnknownError(
-                f"{name}: the step before it does not begin with the {length} tokens that were left out; send all of "
-                "its tokens"
+                f"{name(row)}: the step before it does not begin with the {length} tokens that were left out; send all "
+                "of its tokens"
             )
         if lacks and not lacks <= before.columns():
             raise PrefixUnknownError(
-                f"{name}: the step before it has no {min(lacks - before.columns())} that could stand for what was left "
-                "out; send all of its values"
+                f"{name(row)}: the step before it has no {min(lacks - before.columns())} that could stand for what was "
+                "left out; send all of its values"
             )
-        return _Start(before.name, length, lambda: _beginning(before.tokens() or (), length), found)
+        return _Start(before.name, length, found)
 
     def _compared(self, row: int, name: RowName, other: _Known | None) -> _Start:
+        """Of a row that came whole."""
         is_other_attempt = other is not None and other.name.sample == name.sample and other.name.attempt != name.attempt
         if other is None or is_other_attempt or (tokens := other.tokens()) is None:
             return _NOTHING
-        prompt, common = self._sent[row][: int(self._steps.prompt_lengths[row])], 0
-        if len(tokens[0]) >= LEAST_TOKENS and tokens[0][:LEAST_TOKENS].tobytes() != prompt[:LEAST_TOKENS].tobytes():
+        prompt, common = self._sent[row][: self._prompts[row]], 0
+        if tokens and len(first := tokens[0][:LEAST_TOKENS]) == LEAST_TOKENS:
             # So most rows are told apart that are not of one prompt.
-            return _NOTHING
+            if first.tobytes() != prompt[:LEAST_TOKENS].tobytes():
+                return _NOTHING
         for piece in tokens:
             found = common_prefix(piece, prompt[common:])
             common += found
             if found < len(piece):
                 break
-        if common < LEAST_TOKENS:
-            return _NOTHING
-        beginning = self._sent[row][:common]
-        summed = Sum.of_nothing().and_also(beginning, is_last=self._lasts[row])
-        return _Start(other.name, common, lambda: [beginning], summed)
+        return _NOTHING if common < LEAST_TOKENS else _Start(other.name, common)
 
 
 def _tokens_held(picked: PickedRow) -> Tokens | None:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from xxhash import xxh3_128
+from xxhash import xxh3_128, xxh3_128_digest
 
 from gristmill._wire.columns import Array, bytes_of
 from gristmill._wire.steps import TrajectoryKey
@@ -19,8 +19,7 @@ _MOST = 16_384
 
 
 class Sum(NamedTuple):
-    """Of some tokens: how many, their CRC-32, and their digest, which goes on with copies of it. What a trajectory ends
-    with has no CRC-32: no step begins with it."""
+    """Of some tokens: how many, their CRC-32, and their digest, which goes on with copies of it."""
 
     tokens: int
     checksum: int
@@ -30,15 +29,24 @@ class Sum(NamedTuple):
     def of_nothing(cls) -> Sum:
         return cls(0, 0, xxh3_128())
 
-    def and_also(self, tokens: Array, *, is_last: bool = False) -> Sum:
-        """With these tokens behind them. is_last: whether their trajectory ends with them."""
-        added, state = bytes_of(tokens), self.state.copy()
-        state.update(added)
-        return Sum(self.tokens + len(tokens), 0 if is_last else zlib.crc32(added, self.checksum), state)
+    def and_also(self, tokens: Array) -> Sum:
+        """With these tokens behind them."""
+        state = self.state.copy()
+        state.update(bytes_of(tokens))
+        return Sum(self.tokens + len(tokens), zlib.crc32(bytes_of(tokens), self.checksum), state)
 
     @property
     def digest(self) -> bytes:
         return self.state.digest()
+
+
+def digest_of(first: Sum | None, tokens: Array) -> bytes:
+    """The digest of tokens that none are to follow. first: the sum of those before them, if there are any."""
+    if first is None:
+        return xxh3_128_digest(bytes_of(tokens))
+    state = first.state.copy()
+    state.update(bytes_of(tokens))
+    return state.digest()
 
 
 class TokenSums:
@@ -49,13 +57,14 @@ class TokenSums:
         self._last: dict[TrajectoryKey, RowRef] = {}
         self.known: dict[RowRef, Sum] = {}
 
-    def note(self, rows: Sequence[StoredRow], outcomes: Sequence[Outcome], sums: Sequence[Sum]) -> None:
-        """Remembers those of rows that were accepted, unless they end their trajectory."""
+    def note(self, rows: Sequence[StoredRow], outcomes: Sequence[Outcome], sums: Sequence[Sum | None]) -> None:
+        """Remembers those of rows that were accepted. sums: None of rows that end their trajectory, whose others are
+        forgotten."""
         with self._lock:
             for row, outcome, found in zip(rows, outcomes, sums, strict=True):
                 if outcome is Outcome.ACCEPTED:
                     self.known.pop(self._last.pop(row.trajectory, row.ref), None)
-                    if not row.is_last:
+                    if found is not None:
                         self._last[row.trajectory], self.known[row.ref] = row.ref, found
             while len(self._last) > _MOST:
                 self.known.pop(self._last.pop(next(iter(self._last))), None)

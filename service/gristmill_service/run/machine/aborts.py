@@ -29,7 +29,7 @@ def abort_trajectories(
     for trajectory in trajectories:
         key = GroupKey(trajectory.round, trajectory.uid)
         group = _open_group(state, key)
-        check_sample(str(trajectory), trajectory.sample, group, config)
+        check_sample(trajectory, trajectory.sample, group, config)
         if group is not None and trajectory.sample not in group.aborted:
             aborted[trajectory] = None
             touched[key] = group

@@ -81,6 +81,9 @@ class StoredRow(NamedTuple):
     parent: RowName | None = None
     check: bytes = b""
 
+    def __str__(self) -> str:
+        return f"{self.trajectory} step {self.step}"
+
     @property
     def name(self) -> RowName:
         return RowName(self.trajectory.sample, self.attempt, self.step)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.rows.validate import sizes_of
-from gristmill_service.run.machine.events import GroupKey, NewGroup
+from gristmill_service.run.machine.events import GroupKey, NewGroup, StoredRow
 from gristmill_service.run.machine.groups import Group
 from gristmill_service.run.machine.state import State
 
@@ -32,32 +33,39 @@ def check_sizes(state: State, wanted: Sequence[NewGroup], config: RunConfig) -> 
             )
 
 
-def check_sample(name: str, sample: int, group: Group | None, config: RunConfig) -> None:
-    """Refuses a sample that the group has not. name: what has it. group: None where nothing is known of its size."""
-    if group is None:
-        _check_sample(name, sample, config.most_samples + config.surplus, sizes_of(config))
-    else:
-        with_surplus = f" with surplus: {group.surplus}" if group.surplus else ""
-        is_own = group.samples != config.n_samples_per_prompt
-        size = "the group's n_samples" if is_own else "n_samples_per_prompt"
-        _check_sample(name, sample, group.sampled, f"{size}: {group.samples}{with_surplus}")
+def check_sample(row: StoredRow | TrajectoryKey, sample: int, group: Group | None, config: RunConfig) -> None:
+    """Refuses a sample that the group has not. row: what has it. group: None where nothing is known of its size."""
+    samples = config.most_samples + config.surplus if group is None else group.sampled
+    if not 0 <= sample < samples:
+        raise _no_sample(row, sample, samples, sizes_of(config) if group is None else _size_of(group, config))
 
 
-def check_first_sample(name: str, sample: int, config: RunConfig) -> None:
+def check_first_sample(row: StoredRow, sample: int, config: RunConfig) -> None:
     """The same for a row that begins its group, which has the run's own size then."""
-    with_surplus = f" with surplus: {config.surplus}" if config.surplus else ""
-    own = f"n_samples_per_prompt: {config.n_samples_per_prompt}{with_surplus}"
+    samples = config.n_samples_per_prompt + config.surplus
+    if 0 <= sample < samples:
+        return
+    own = f"n_samples_per_prompt: {config.n_samples_per_prompt}{_with_surplus(config.surplus)}"
     if config.most_samples > config.n_samples_per_prompt:
         own += " (the group was not begun with n_samples of its own)"
-    _check_sample(name, sample, config.n_samples_per_prompt + config.surplus, own)
+    raise _no_sample(row, sample, samples, own)
 
 
-def _check_sample(name: str, sample: int, samples: int, allows: str) -> None:
-    if not 0 <= sample < samples:
-        raise InvalidArgumentError(
-            f"{name}: sample is {sample}, and {allows} allows 0..{samples - 1}; number samples from 0, or begin the "
-            "group with more (max_samples_per_prompt)"
-        )
+def _size_of(group: Group, config: RunConfig) -> str:
+    is_own = group.samples != config.n_samples_per_prompt
+    size = "the group's n_samples" if is_own else "n_samples_per_prompt"
+    return f"{size}: {group.samples}{_with_surplus(group.surplus)}"
+
+
+def _with_surplus(surplus: int) -> str:
+    return f" with surplus: {surplus}" if surplus else ""
+
+
+def _no_sample(row: StoredRow | TrajectoryKey, sample: int, samples: int, allows: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{row}: sample is {sample}, and {allows} allows 0..{samples - 1}; number samples from 0, or begin the "
+        "group with more (max_samples_per_prompt)"
+    )
 
 
 def _most(config: RunConfig) -> str:

@@ -126,7 +126,7 @@ class _View:
         if known is not None:
             if known.digest != row.digest:
                 raise AlreadyExistsError(
-                    f"{row.trajectory} step {row.step}: another content was accepted for this step under attempt "
+                    f"{row}: another content was accepted for this step under attempt "
                     f"{row.attempt}; send the same again, or restart the trajectory with a higher attempt"
                 )
             return Outcome.DUPLICATE
@@ -141,18 +141,18 @@ class _View:
         if self.last is not None and (row.is_last or row.step > self.last):
             problem = "is_last_step is true" if row.is_last else f"step {row.step} comes after the last step"
             raise InvalidArgumentError(
-                f"{row.trajectory} step {row.step}: {problem}, and step {self.last} is the last of the trajectory "
+                f"{row}: {problem}, and step {self.last} is the last of the trajectory "
                 "already; exactly one step is the last"
             )
         if row.is_last and row.step < self.highest:
             raise InvalidArgumentError(
-                f"{row.trajectory} step {row.step}: is_last_step is true, and step {self.highest} was accepted "
+                f"{row}: is_last_step is true, and step {self.highest} was accepted "
                 "already; the last step has the highest number"
             )
         other = next(iter(self.added.values()), None) or next(iter(self.before.values()), None)
         if other is not None and other.advantage != row.advantage:
             raise InvalidArgumentError(
-                f"{row.trajectory} step {row.step}: advantage is {row.advantage} and {other.advantage} on step "
+                f"{row}: advantage is {row.advantage} and {other.advantage} on step "
                 f"{other.step}; give the same on every step of a trajectory, or one per response token"
             )
 
@@ -185,7 +185,7 @@ def take_rows(
         group = state.open.get(key)
         _check_row(row, group, config)
         if tag:
-            named.name(key, tag, f"{row.trajectory} step {row.step}")
+            named.name(key, tag, str(row))
         if group is None:
             admitted[key] = NewGroup(key, config.n_samples_per_prompt)
         elif row.trajectory.sample in group.aborted:
@@ -226,8 +226,7 @@ def _check_parent(row: StoredRow, group: Group | None, views: dict[TrajectoryKey
         view = _View.of(None if group is None else group.trajectories.get(sample))
     if view.attempt != attempt or (step not in view.added and step not in view.before):
         raise PrefixUnknownError(
-            f"{row.trajectory} step {row.step}: begins as sample {sample} step {step}, which is not here any more; "
-            "send all of its tokens"
+            f"{row}: begins as sample {sample} step {step}, which is not here any more; send all of its tokens"
         )
 
 
@@ -243,17 +242,13 @@ def _closed_outcome(state: State, row: StoredRow, closed: int | str) -> Outcome:
 
 
 def _check_row(row: StoredRow, group: Group | None, config: RunConfig) -> None:
-    sample = row.trajectory.sample
-    # Only who is refused is named: it takes longer than all else here.
-    if not 0 <= sample < (config.n_samples_per_prompt + config.surplus if group is None else group.sampled):
-        name = f"{row.trajectory} step {row.step}"
-        if group is None:
-            check_first_sample(name, sample, config)
-        else:
-            check_sample(name, sample, group, config)
+    if group is None:
+        check_first_sample(row, row.trajectory.sample, config)
+    else:
+        check_sample(row, row.trajectory.sample, group, config)
     if not config.step_wise and (row.step or not row.is_last):
         raise InvalidArgumentError(
-            f"{row.trajectory} step {row.step}: step_wise: false allows one step a trajectory, number 0 and the last; "
+            f"{row}: step_wise: false allows one step a trajectory, number 0 and the last; "
             "set step_wise: true for multi-turn trajectories"
         )
 
@@ -262,7 +257,7 @@ def _check_bytes(stored: Sequence[StoredRow], left: BytesLeft) -> None:
     nbytes = sum(row.nbytes for row in stored)
     if nbytes > left.nbytes:
         raise ResourceExhaustedError(
-            f"{stored[0].trajectory} step {stored[0].step}: the request's rows take {nbytes} bytes as they are held, "
+            f"{stored[0]}: the request's rows take {nbytes} bytes as they are held, "
             f"and {left.nbytes} are left: {left.reason}",
             RETRY_AFTER_S,
         )
