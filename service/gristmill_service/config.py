@@ -44,6 +44,7 @@ Versions = Annotated[int, Field(ge=0, le=INT64_MAX)]
 # Thirty years: what timers take.
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 
+_MOST_PADDED_TO = 1 << 17
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, serialize_by_alias=True)
 
 
@@ -344,6 +345,7 @@ def _explain(error: PydanticValidationError) -> Iterator[str]:
 def _refuse_wrong_combinations(config: RunConfig) -> None:
     _check_micro_batch(config)
     _check_mini_batches(config)
+    _check_padding(config)
     _check_alignment(config)
     _check_balance(config)
     group_rules.check_sizes(config)
@@ -398,6 +400,17 @@ def _check_mini_batches(config: RunConfig) -> None:
         raise InvalidArgumentError(
             "mini_batch_unit: sequence works with micro_batch: {size: ...} and on_misaligned: pad only; "
             "change those, or use mini_batch_unit: prompt"
+        )
+
+
+def _check_padding(config: RunConfig) -> None:
+    """A row that is padding costs as much work as one that is not."""
+    each = config.micro_batch
+    least = max(config.align_to, config.dp_size * (each.count or 1)) * (each.size if each.full and each.size else 1)
+    if least > _MOST_PADDED_TO:
+        raise InvalidArgumentError(
+            f"every mini-batch would be padded to {least} rows at least, and {_MOST_PADDED_TO} are the most: dp_size × "
+            "microbatch_group_size (under VPP) or micro_batch.count, × micro_batch.size where it is full; lower one"
         )
 
 

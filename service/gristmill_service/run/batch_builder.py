@@ -135,17 +135,18 @@ class BatchBuilder:
         self._pipeline, self._monitor, self._clock = pipeline, monitor, clock
 
     def build(self, perform: Callable[[Effects], None], retry: Callable[[], None]) -> None:
-        """Builds what is sealed and not published, oldest first, until nothing is left or the store has no room.
+        """Builds the oldest batch that is sealed and not published, where there is one.
 
-        perform: sees to effects. retry: has `build` called again, when there may be room. Never raises for a batch's
-        sake.
+        perform: sees to effects. retry: has `build` called again: for the next batch, behind those of other runs that
+        wait for a thread, or when there may be room. Never raises for a batch's sake.
         """
         # A next try is due some time after this one, which may take long, has failed.
         self.retry_at = math.inf
         # Together they may hold the room that the first of them needs.
         for number in self._writer.read(_withdrawn):
             self._discard(number)
-        while (job := self._next_job()) is not None:
+        job = self._next_job()
+        if job is not None:
             removals = self._room.removals
             try:
                 with tracing.making_span(self._name, job.number):
@@ -160,7 +161,7 @@ class BatchBuilder:
                 if isinstance(error, ResourceExhaustedError):
                     self._room.wait(removals, retry)
                 return
-            self.blocked_reason = ""
+            retry()
         # Also where the batch that was blocked is wanted no more.
         self.blocked_reason = ""
 

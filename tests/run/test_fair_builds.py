@@ -1,0 +1,45 @@
+"""Runs take turns in having their batches built: one whose batches do not end holds up nobody else's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import pytest
+
+from gristmill_service.run import runs as runs_module
+from gristmill_service.run.runs import Runs
+from gristmill_service.storage.memory_shards import MemoryShardStore
+from gristmill_service.storage.shard_store import ShardSource
+from tests.run.harness import CONFIG, group_rows, table, wait_until
+
+BATCHES_OF_ONE = CONFIG | {"train_batch_size": 1, "policy_mini_batch_size": 1, "max_buffered_batches": 4}
+
+
+class Shelf(MemoryShardStore):
+    """Takes nothing before it is opened, and remembers in which order batches came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened, self.came = threading.Event(), list[tuple[str, int]]()
+
+    def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
+        assert self.opened.wait(30)
+        self.came.append((run, batch))
+        return super().publish(run, batch, plan, shards)
+
+
+def test_where_threads_are_few_a_run_s_next_batch_is_built_behind_another_run_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runs_module, "_BUILDERS", 1)
+    shelf = Shelf()
+    runs = Runs(shelf, max_row_bytes=1 << 26)
+    for name, uids in (("greedy", "abc"), ("modest", "a")):
+        runs.create(name, BATCHES_OF_ONE)
+        for uid in uids:
+            runs.get(name).submit(table(*group_rows(uid)))
+    shelf.opened.set()
+    wait_until(lambda: len(shelf.came) == 4)
+    runs.close(30)
+    assert shelf.came == [("greedy", 0), ("modest", 0), ("greedy", 1), ("greedy", 2)]
