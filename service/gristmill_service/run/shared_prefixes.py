@@ -210,10 +210,10 @@ class _Request:
         if other is None or is_other_attempt or (tokens := other.tokens()) is None:
             return _NOTHING
         prompt, common = self._sent[row][: self._prompts[row]], 0
-        if tokens and len(first := tokens[0][:LEAST_TOKENS]) == LEAST_TOKENS:
+        first = tokens[0][:LEAST_TOKENS] if tokens else ()
+        if len(first) == LEAST_TOKENS and not np.array_equal(first, prompt[:LEAST_TOKENS]):
             # So most rows are told apart that are not of one prompt.
-            if first.tobytes() != prompt[:LEAST_TOKENS].tobytes():
-                return _NOTHING
+            return _NOTHING
         for piece in tokens:
             found = common_prefix(piece, prompt[common:])
             common += found
