@@ -22,7 +22,7 @@ _LOOKS = {"light": ("light", 1280), "dark": ("dark", 1280), "phone": ("light", 3
 
 def main() -> None:
     _FOLDER.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, staged(Path(folder)) as services, launched() as browser:
+    with tempfile.TemporaryDirectory() as folder, staged(Path(folder), trained=10) as services, launched() as browser:
         for view in _PICTURED:
             for look in _LOOKS:
                 _take(browser, services, view, look)

@@ -19,7 +19,7 @@ def source() -> str:
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    with staged(tmp_path_factory.mktemp("views")) as services:
+    with staged(tmp_path_factory.mktemp("views"), trained=1) as services:
         yield services
 
 

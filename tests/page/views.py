@@ -42,8 +42,9 @@ class Services:
 
 
 @contextmanager
-def staged(folder: Path) -> Iterator[Services]:
-    """Services with something to see. A rank counts as late after a moment."""
+def staged(folder: Path, *, trained: int) -> Iterator[Services]:
+    """Services with something to see. A rank counts as late after a moment. trained: batches that the largest run has
+    behind it."""
     words = folder / "tokenizer.json"
     Tokenizer(WordLevel({_word(number): number for number in range(_WORDS)}, unk_token=_word(0))).save(str(words))
     tokens = folder / "tokens.yaml"
@@ -56,7 +57,7 @@ def staged(folder: Path) -> Iterator[Services]:
     with mock.patch.object(findings, "LATE_RANK_S", 0.01):
         try:
             services = Services(*each)
-            _fill(services.runs)
+            _fill(services.runs, trained)
             yield services
         finally:
             for service in each:
@@ -68,8 +69,8 @@ def _word(number: int) -> str:
     return "".join(_SYLLABLES[number // base**place % base] for place in range(3)) + " "
 
 
-def _fill(service: Service) -> None:
-    _busy(service)
+def _fill(service: Service, trained: int) -> None:
+    _busy(service, trained)
     work = workload("short")
     stage.published(
         service.runs, HEAT, stage.settings(work, merge="none", dp_size=64, micro_batch={"size": 7}), [work.steps]
@@ -80,19 +81,19 @@ def _fill(service: Service) -> None:
     stage.published(service.runs, SMALL, stage.CONFIG, [from_rows(rows, step_wise=True)])
 
 
-def _busy(service: Service) -> None:
-    """An agents' run with ten batches behind it; of the eleventh one rank is late, and groups of the next are open."""
+def _busy(service: Service, trained: int) -> None:
+    """An agents' run with so many batches behind it; of the next one rank is late, and groups of another are open."""
     work = workload("agent")
     service.runs.create(BUSY, stage.settings(work, merge="prefix", dp_size=8))
     run = service.runs.get(BUSY)
-    for batch in range(10):
+    for batch in range(trained):
         _train(run, batch, _rows(batch, groups=32, samples=8, solves={"": 0.1 + 0.04 * batch}), ranks=8, mini_batches=4)
     run.begin_groups(0, list(dict.fromkeys(work.steps.uids)))
     run.submit(stage.scored(work.steps))
-    stage.until(lambda: run.status().batches_published == 11)
+    stage.until(lambda: run.status().batches_published == trained + 1)
     for rank in range(8):
         for mini_batch in range(2 - (rank == 5)):
-            stage.acknowledge(run, rank, mini_batch, batch=10)
+            stage.acknowledge(run, rank, mini_batch, batch=trained)
     run.begin_groups(0, [f"late-{number}" for number in range(3)])
 
 
