@@ -19,6 +19,7 @@ import numpy as np
 from gristmill import RolloutClient
 from gristmill._client.connection.credentials import Credentials
 from gristmill_service.access.tokens import create_token
+from tests.bench.crowd import cpu_s
 from tests.bench.figures import Figure, seconds
 from tests.bench.flooding import RUN, Flood
 from tests.bench.processes import Served, served
@@ -26,7 +27,7 @@ from tests.bench.submissions import config
 from tests.bench.submit import turn_rows
 
 SLICES, TURNS = 4, 200
-SETTLED_S = 0.3
+SETTLED_S, ALONE_S = 0.3, 4.0
 MIB = 1 << 20
 MAX_ROW_BYTES, MAX_MESSAGE_BYTES = 256 * MIB, 16 * MIB
 DOORS, AT_ONCE = 2, 32
@@ -43,6 +44,7 @@ def figures() -> Iterator[Figure]:
             worst, quiet_ms = found.ratio, found.quiet * 1e3
         yield Figure(f"hostile.{way}_p99_ratio", found.ratio, "x beside nobody", None, found.quiet * 1e3, "ms")
         yield Figure(f"hostile.{way}_elsewhere_p99_ratio", found.elsewhere, "x beside nobody", None)
+        yield Figure(f"hostile.{way}_cores", found.cores, "cores", None)
     yield Figure("hostile.neighbour_p99_ratio", worst, "x beside nobody", 3.0, quiet_ms, "ms")
     yield Figure("hostile.elsewhere_p99_ratio", worst_elsewhere, "x beside nobody", None)
     limits = MAX_ROW_BYTES + DOORS * AT_ONCE * MAX_MESSAGE_BYTES
@@ -52,12 +54,13 @@ def figures() -> Iterator[Figure]:
 class _Beside(NamedTuple):
     """quiet: the p99 of a turn's seconds beside nobody. ratio: the p99 beside the flood over that. elsewhere: the same
     of turns at another service of this machine, which the flood does not call: what two cores do. over: the service's
-    most bytes over idle ones."""
+    most bytes over idle ones. cores: what of them the service takes for the flood alone, in seconds of a second."""
 
     quiet: float
     ratio: float
     elsewhere: float
     over: float
+    cores: float
 
 
 def _beside(way: str) -> _Beside:
@@ -84,7 +87,7 @@ def _beside(way: str) -> _Beside:
                     getattr(found, name).extend(_turns(client, f"{name}-{number}"))
         over = _memory(services[0], "VmHWM") - idle
         here, elsewhere = times
-        return _Beside(_p99(here.quiet), here.ratio, elsewhere.ratio, over)
+        return _Beside(_p99(here.quiet), here.ratio, elsewhere.ratio, over, _cores(services[0]))
 
 
 @dataclass
@@ -121,6 +124,12 @@ def _flooded(way: str, service: Served, token: str) -> Iterator[subprocess.Popen
             yield process
         finally:
             process.send_signal(signal.SIGCONT)
+
+
+def _cores(service: Served) -> float:
+    begin, spent = time.monotonic(), cpu_s(service.process.pid)
+    time.sleep(ALONE_S)
+    return (cpu_s(service.process.pid) - spent) / (time.monotonic() - begin)
 
 
 def _create(service: Served, run: str, token: str) -> None:
