@@ -78,7 +78,7 @@ class Connection(asyncio.Protocol):
             if self._received:
                 part = bytes(self._received)
                 self._received.clear()
-                if self._is_paused:
+                if self._is_paused and not self._transport.is_closing():
                     self._is_paused = False
                     self._transport.resume_reading()
                 yield part

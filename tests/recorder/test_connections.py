@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+import os
 import ssl
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import trustme
 
 from gristmill_service.service import Service
-from tests.recorder.broken import BrokenEngine, breaking, completion, whole
+from tests.recorder.broken import BrokenEngine, breaking, chunk, completion, streamed, whole
+from tests.recorder.engine import END
 from tests.recorder.recorders import Recorder, StartRecorder, post
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
@@ -27,8 +33,13 @@ def ask(recorder: Recorder, run: str) -> int:
     return post(f"{recorder.base(run)}/v1/chat/completions", BODY)[0]
 
 
+def resident(recorder: Recorder) -> int:
+    """Bytes of memory."""
+    return int(Path(f"/proc/{recorder.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_a_connection_serves_one_call_after_another(
-    start_recorder: StartRecorder, broken: BrokenEngine, service: Service, run: str
+    broken: BrokenEngine, start_recorder: StartRecorder, service: Service, run: str
 ) -> None:
     recorder = start_recorder(broken.url, service.grpc_address)
     assert [ask(recorder, run) for _ in range(5)] == [200] * 5
@@ -46,7 +57,7 @@ def test_a_connection_serves_one_call_after_another(
     ids=["more than asked for", "told so", "an answer that is refused"],
 )
 def test_a_connection_that_may_have_more_is_not_used_again(
-    start_recorder: StartRecorder, broken: BrokenEngine, service: Service, run: str, answer: bytes
+    broken: BrokenEngine, start_recorder: StartRecorder, service: Service, run: str, answer: bytes
 ) -> None:
     recorder = start_recorder(broken.url, service.grpc_address, "--silence-timeout-s", "0.5")
     broken.answer = answer
@@ -59,7 +70,7 @@ def test_a_connection_that_may_have_more_is_not_used_again(
 
 
 def test_an_engine_that_was_started_again_is_called_at_the_next_try(
-    start_recorder: StartRecorder, broken: BrokenEngine, service: Service, run: str
+    broken: BrokenEngine, start_recorder: StartRecorder, service: Service, run: str
 ) -> None:
     recorder = start_recorder(broken.url, service.grpc_address)
     assert ask(recorder, run) == 200
@@ -69,6 +80,29 @@ def test_an_engine_that_was_started_again_is_called_at_the_next_try(
     assert (status, "closed the connection" in told["error"]["message"]) == (502, True)
     broken.answer = whole(completion())
     assert ask(recorder, run) == 200
+    recorder.kill()
+
+
+def test_an_agent_that_reads_slowly_holds_its_engine_back_and_gets_all(
+    broken: BrokenEngine, start_recorder: StartRecorder, service: Service, run: str
+) -> None:
+    texts = [f"{number:06}" * 2000 for number in range(4000)]
+    chunks = [chunk(text, [7]) for text in texts]
+    broken.answer = streamed(chunk(prompt_token_ids=[1]), *chunks, chunk("", [END], "stop"), b"data: [DONE]\n\n")
+    recorder = start_recorder(broken.url, service.grpc_address)
+    before = resident(recorder)
+    where = urlsplit(recorder.base(run))
+    connection = http.client.HTTPConnection(where.netloc, timeout=60)
+    connection.request("POST", f"{where.path}/v1/chat/completions", json.dumps({**BODY, "stream": True}))
+    with connection.getresponse() as answer:
+        time.sleep(1)
+        held = resident(recorder) - before
+        events = answer.read().split(b"\n\n")
+    connection.close()
+    told = [json.loads(event[6:])["choices"][0]["delta"]["content"] for event in events if event.startswith(b"data: {")]
+    assert told == ["", *texts, ""]
+    assert held < 20 << 20, "of 48 MB"
+    assert recorder.finish(run)["steps"] == 1
     recorder.kill()
 
 
