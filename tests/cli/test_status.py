@@ -121,7 +121,7 @@ def test_a_run_in_which_nothing_happened_for_so_long_is_stuck_for_who_says_so(se
     told = gristmill("status", run_name, "--for", 0.001, "--address", service.grpc_address)
     assert told.returncode == 1
     assert "workers wait for the trainer: 2 batches not committed, policy rank 0 is at batch 0" in told.stdout
-    assert re.search(r"stuck  nothing happened for \d s: workers wait", told.stdout)
+    assert re.search(r"stuck  nothing happened for \d+ s: workers wait", told.stdout)
 
 
 def test_a_rank_that_others_are_past_is_stuck_by_itself(

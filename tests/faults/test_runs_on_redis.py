@@ -309,7 +309,7 @@ def test_a_run_read_anew_again_and_again_leaves_no_thread_and_no_connection(serv
     before = used()
     for _ in range(100):
         reopen()
-    wait_until(lambda: used()[0] <= before[0], "its threads have ended", 5)
+    wait_until(lambda: used()[0] <= before[0], "its threads have ended")
     assert used()[1] <= before[1] + 32, "a connection a worker and a building thread at most"
     assert published(one, "run", 0)
 
