@@ -176,8 +176,9 @@ def test_a_caller_that_was_woken_for_nothing_goes_on_waiting(kind: str) -> None:
 
     class Taken(Counter):
         def set(self, value: int) -> None:
-            super().set(value)
-            self.value = 0
+            woken, self.wakes = self.wakes, {}
+            for wake in woken:
+                wake()
 
     counter = Taken()
     with asking(LongPoll(1), counter, 1, Caller(), kind) as answers:

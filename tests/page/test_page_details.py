@@ -168,6 +168,8 @@ def test_loads_of_many_ranks_are_a_heat_map(open_page: OpenPage, service: Servic
 
 
 def test_an_empty_service_shows_a_first_run_that_runs(open_page: OpenPage, service: Service) -> None:
+    for name in service.runs.names():
+        service.runs.delete(name)
     page = open_page()
     text = page.locator("section[aria-label='No runs yet'] pre").inner_text()
     assert service.grpc_address in page.locator("section[aria-label='No runs yet'] p").inner_text()
