@@ -179,7 +179,8 @@ class Journal:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
             raise FailedPreconditionError(
-                f"the journal cannot be written: {error}; make room on its disk: what is not recorded is not answered"
+                f"the journal cannot be written: {error}; make room on its disk: a call that is not "
+                "recorded is not answered"
             ) from None
 
 

@@ -54,8 +54,8 @@ def _name(given: Mapping[str, str]) -> TrajectoryName:
     for key in ("runs", "uid", "sample"):
         if not given.get(key):
             raise InvalidArgumentError(
-                f"the call names no {key.removesuffix('s')}; its base URL ends as in {_EXAMPLE}, or it has the headers "
-                f"{HEADER}run, {HEADER}uid and {HEADER}sample"
+                f"the call names no {key.removesuffix('s')}; give a base URL that ends as in {_EXAMPLE}, or the "
+                f"headers {HEADER}run, {HEADER}uid and {HEADER}sample"
             )
     numbers = {key: _number(key, given.get(key, "0")) for key in _NUMBERS}
     return TrajectoryName(given["runs"], given["uid"], numbers["sample"], numbers["round"], numbers["attempt"])

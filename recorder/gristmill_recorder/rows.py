@@ -45,7 +45,7 @@ class Row:
             )
         if has_logprobs and (logprobs is None or len(logprobs) != len(response) or not np.isfinite(logprobs).all()):
             raise InvalidArgumentError(
-                "the answer does not have one finite logprob a token; start the recorder with --no-logprobs where the "
+                "the answer does not have one finite logprob a token; start the recorder with --no-logprobs if the "
                 "engine gives none"
             )
         return cls(step, prompt, response, logprobs, choice.stop_reason, policy_version)

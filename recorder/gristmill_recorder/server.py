@@ -67,7 +67,8 @@ async def _listening(app: RecorderApp, settings: RecorderSettings) -> web.AppRun
     except OSError as error:
         await runner.cleanup()
         raise UnavailableError(
-            f"listen: cannot listen on {settings.listen}: {error.strerror}; stop who listens there or choose another"
+            f"listen: cannot listen on {settings.listen}: {error.strerror}; stop the program that uses it, or choose "
+            "another"
         ) from None
     return runner
 

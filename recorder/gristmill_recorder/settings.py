@@ -89,8 +89,8 @@ class RecorderSettings(BaseSettings):
         host = self.listen.rpartition(":")[0].strip("[]")
         if not self.insecure and not _is_of_this_machine(host):
             raise ValueError(
-                f"listen: {self.listen} is reached from other machines, and a recorder asks nobody who they are; give "
-                "insecure where the network keeps everyone else out"
+                f"listen: {self.listen} is reached from other machines, and a recorder does not check who calls; "
+                "give insecure if the network keeps everyone else out"
             )
         return self
 

@@ -102,7 +102,7 @@ def test_of_callers_who_are_not_known_little_is_read(browser: httpx.Client, is_p
     with browser:
         told = browser.post("/v1/session", content=gzip.compress(content) if is_packed else content, headers=headers)
     assert told.status_code == 413
-    assert "of a caller who is not known" in told.text
+    assert "from a caller without a known token" in told.text
 
 
 def test_a_name_of_megabytes_is_cut_in_the_log(guarded: Guarded) -> None:

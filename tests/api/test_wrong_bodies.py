@@ -48,8 +48,8 @@ BODIES = {
     "a row of a long uid": ("rows", b'{"rows":[{"uid":"' + b"x" * (MIB - 50) + b'"}]}', "uid 'xxx"),
     "more rows than are read": ("rows", b'{"rows":[' + b"{}," * 20_000 + b"{}]}", "20001 rows, and 16384 are the most"),
     "a longer row than is read": ("rows", b'{"rows":["' + b"x" * (5 * MIB) + b'"]}', "a row of JSON may have 4194304"),
-    "more JSON of rows than is read": ("rows", b" " * (9 * MIB), "more than the 8388608 bytes that JSON may have"),
-    "more JSON than is read": ("groups", b" " * (2 * MIB), "more than the 1048576 bytes that JSON may have"),
+    "more JSON of rows than is read": ("rows", b" " * (9 * MIB), "more than 8388608 bytes, the most for JSON"),
+    "more JSON than is read": ("groups", b" " * (2 * MIB), "more than 1048576 bytes, the most for JSON"),
     "unknown settings": ("", b'{"run":"x","config":{' + UNKNOWN + b"}}", "unknown setting field_000000"),
     "a long name": ("", b'{"config":{},"run":"' + b"x" * (MIB - 50) + b'"}', "run is 'xxx"),
 }

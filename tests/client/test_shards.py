@@ -190,7 +190,7 @@ def test_micro_batches_are_views_in_row_order(changes: dict[str, Any]) -> None:
 def test_tensors_of_micro_batches_are_not_the_shards() -> None:
     shard = shard_of(pad_width="micro_batch")
     assert shard.is_per_micro_batch
-    with pytest.raises(KeyError, match="one per micro-batch in this shard; take it from micro_batches"):
+    with pytest.raises(KeyError, match="has a 'sequences' for each micro-batch; take it from micro_batches"):
         shard["sequences"]
     with pytest.raises(KeyError, match="no tensor 'logits'; there are "):
         next(shard.micro_batches())["logits"]

@@ -42,7 +42,7 @@ def test_a_closed_file_has_no_more_users_and_says_why(tmp_path: Path) -> None:
     with file.use():
         file.close()
         with pytest.raises(
-            UnavailableError, match="closed meanwhile, because the run is deleted or read anew; ask again"
+            UnavailableError, match="closed meanwhile, because the run is being deleted or read again; ask again"
         ):
             file.use().__enter__()
     assert not is_open(descriptor)

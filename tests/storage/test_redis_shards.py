@@ -218,7 +218,7 @@ def test_an_evicted_part_is_said_to_be_lost(store: RedisShardStore, client: redi
 def test_a_batch_of_a_newer_format_is_refused(store: RedisShardStore, client: redis.Redis) -> None:
     store.publish("run", 0, b"{}", sources())
     client.setrange("{gristmill:run}:batch:0", 0, b"\x02")
-    with pytest.raises(FailedPreconditionError, match="format has version 2, and this one reads version 1; upgrade"):
+    with pytest.raises(FailedPreconditionError, match="has format 2 and this version reads 1; use the gristmill"):
         store.plan("run", 0)
 
 
@@ -482,7 +482,7 @@ class TestSweep:
         client.setrange("{gristmill:run}:batch:0", 0, b"\x02")
         fence.claims = 2
         before = set(client.keys())
-        with pytest.raises(FailedPreconditionError, match="upgrade it"):
+        with pytest.raises(FailedPreconditionError, match="use the gristmill that published it"):
             store.sweep("run")
         assert set(client.keys()) == before
 

@@ -219,8 +219,8 @@ class Rows:
         """
         if self.is_tree:
             raise FailedPreconditionError(
-                "with layout: prefix_tree several tokens may follow one, so that log_probs cannot be of the next; "
-                "use micro.logprobs(logits), or micro.before_responses(output) for what is not of the next token"
+                "with layout: prefix_tree a token may have several next tokens, so it has no log_probs of the next; "
+                "use micro.logprobs(logits), or micro.before_responses(output) for other outputs"
             )
         self._check_shape(log_probs, "log_probs", tuple(self["sequences"].shape))
         if self.is_packed:
@@ -281,7 +281,7 @@ class Rows:
     def _check_shape(values: torch.Tensor, name: str, expected: tuple[int, ...]) -> None:
         if tuple(values.shape[: len(expected)]) != expected:
             raise InvalidArgumentError(
-                f"{name} has shape {tuple(values.shape)}; these rows need {expected}, and what may follow"
+                f"{name} has shape {tuple(values.shape)}; these rows need {expected}, and further axes may follow"
             )
 
 
@@ -361,7 +361,7 @@ class Shard(Rows):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._raw and self.is_per_micro_batch and f"micro_batch_000/{name}" in self._raw:
-            raise KeyError(f"{name!r} is one per micro-batch in this shard; take it from micro_batches()")
+            raise KeyError(f"this shard has a {name!r} for each micro-batch; take it from micro_batches()")
         return super().__getitem__(name)
 
     def ack(self) -> None:
@@ -374,7 +374,7 @@ class Shard(Rows):
         """
         if self._acknowledge is None:
             raise FailedPreconditionError(
-                f"{self.position}: this shard is read without training order; acknowledge what mini_batches() gives"
+                f"{self.position}: this shard is read without training order; acknowledge those of mini_batches()"
             )
         self._acknowledge()
 
@@ -405,7 +405,7 @@ def map_shard(path: str, crc32: int | None = None) -> tuple[Tensors, dict[str, A
     if crc32 is not None and (found := zlib.crc32(data)) != crc32:
         raise FailedPreconditionError(
             f"{path} has CRC-32 {found:08x} and was published with {crc32:08x}: somebody wrote to it; restart the "
-            "service, which makes the batch anew where it has a journal"
+            "service: with a journal it makes the batch again"
         )
     return _tensors(data, header, path, "make it anew"), header.metadata
 

@@ -88,7 +88,7 @@ class Gate:
             return found
         if self._web_tokens is not None and token.count(".") == 2:
             return self._web_tokens.caller(token, known)
-        raise UnauthenticatedError("the token is not known here; ask who operates the service for one")
+        raise UnauthenticatedError("the token is not known here; ask the service's operator for one")
 
     def check(self, found: Caller, call: str, run: str | None, rank: int | None) -> None:
         """Raises UnauthenticatedError or PermissionDeniedError where the caller may not make the call, and

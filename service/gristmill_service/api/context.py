@@ -48,7 +48,7 @@ class ApiContext:
         size = 0 if sent.prefixes is None else 4 * int(sent.steps.tokens.total + sent.prefixes.lengths.sum())
         if size > self.max_message_bytes:
             raise InvalidArgumentError(
-                f"the rows' tokens are {size} bytes with their prefixes and max_message_bytes is "
+                f"the rows' tokens and prefixes have {size} bytes together, and max_message_bytes is "
                 f"{self.max_message_bytes}; send fewer rows a request, or raise the setting"
             )
         return run.submit(run.checked(sent), sent.prefixes)

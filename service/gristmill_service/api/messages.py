@@ -69,7 +69,7 @@ def dp_size_of(number: int) -> int:
     """0: not given."""
     if number < 0:
         raise InvalidArgumentError(
-            f"dp_size is {number}; give how many ranks the trainer has, or 0 for as many as before"
+            f"dp_size is {number}; give the trainer's number of data-parallel ranks, or 0 to keep it as it was"
         )
     return number
 

@@ -82,7 +82,8 @@ def _header(stream: _Stream, columns: Collection[str]) -> _Header:
     known = declared.difference(*map(of_column, declared))
     if unknown := sorted(set(columns) - known):
         raise InvalidArgumentError(
-            f"columns: the shard has no column {unknown[0]!r}, but {', '.join(sorted(known)) or 'none'}; ask for those"
+            f"columns: the shard has no column {unknown[0]!r}; it has {', '.join(sorted(known)) or 'none'}: ask for "
+            "those"
         )
     tensors = declared.difference(columns, *(of_column(name) for name in columns))
     left: dict[str, Any] = {}

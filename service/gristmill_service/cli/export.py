@@ -64,7 +64,7 @@ def _write(
 ) -> None:
     """Writes the file whole or not at all."""
     if out.suffix not in (".jsonl", ".gz"):
-        raise InvalidArgumentError(f"--out is {out}; it ends in .jsonl or .jsonl.gz")
+        raise InvalidArgumentError(f"--out is {out}; give a name that ends in .jsonl or .jsonl.gz")
     draft = out.with_name(f".{out.name}.draft")
     try:
         pages = transport.call(

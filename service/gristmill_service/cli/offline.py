@@ -119,7 +119,7 @@ def _read_settings(path: Path) -> RunConfig:
     config = read_config(path)
     if config.zero_variance_filter == "replace":
         raise InvalidArgumentError(
-            f"{path}: zero_variance_filter: replace puts the next group in the place of one with equal scores, and a "
+            f"{path}: zero_variance_filter: replace takes the next group instead of one with equal scores, and a "
             "file has no next group; use zero_variance_filter: mask, or leave it out"
         )
     return config

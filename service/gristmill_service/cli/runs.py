@@ -143,7 +143,7 @@ def delete(
     with early_ends():
         if not yes:
             if not sys.stdin.isatty():
-                raise InvalidArgumentError(f"all that run {run!r} holds would be lost; give --yes to delete it")
+                raise InvalidArgumentError(f"this would delete all that run {run!r} holds; give --yes to do it")
             typer.confirm(f"Delete run {run!r} at {address} and all that it holds?", abort=True, err=True)
         with connect(address, _OWNER) as client:
             client.delete(run)

@@ -13,7 +13,7 @@ _MOST_GROUPS, _MOST_ROWS = 1 << 15, 1 << 14
 def check_group_count(count: int) -> None:
     """Raises InvalidArgumentError for too many groups."""
     if count > _MOST_GROUPS:
-        raise InvalidArgumentError(f"{count} uids are begun at once, and {_MOST_GROUPS} are the most; send fewer")
+        raise InvalidArgumentError(f"the call begins {count} groups, and {_MOST_GROUPS} are the most; send fewer")
 
 
 def check_begun(round_: int, uids: Sequence[str]) -> None:
@@ -31,5 +31,5 @@ def check_submitted(steps: Steps) -> None:
     """Raises InvalidArgumentError for too many rows."""
     if len(steps) > _MOST_ROWS:
         raise InvalidArgumentError(
-            f"the request has {len(steps)} rows, and {_MOST_ROWS} are the most; send fewer a request"
+            f"the request has {len(steps)} rows, and {_MOST_ROWS} are the most; send several requests"
         )

@@ -81,7 +81,7 @@ def test_a_trained_token_needs_a_temperature() -> None:
 
 
 def test_what_prime_rl_cannot_train_is_refused_naming_the_remedy() -> None:
-    with pytest.raises(FailedPreconditionError, match=r"rank 0: it is padded, .* layout: packed"):
+    with pytest.raises(FailedPreconditionError, match=r"rank 0: the shard is padded, .* layout: packed"):
         Encoding().encode(shards(rows(with_columns=False), layout="left_padded")[0])
     without = [
         {name: value for name, value in row.items() if name != "rollout_logprobs"} for row in rows(with_columns=False)
@@ -99,9 +99,9 @@ def test_what_prime_rl_cannot_train_is_refused_naming_the_remedy() -> None:
 @pytest.mark.parametrize(
     ("column", "reason"),
     [
-        ({"name": "pixel_values", "scope": "items"}, "pixel_values is of scope items, as images are"),
-        ({"name": "ref_logprobs", "scope": "token"}, "for prime-rl of scope response, and a value of it has 0 axes"),
-        ({"name": "routed_experts", "scope": "token", "shape": [4]}, "of scope token, and a value of it has 2 axes"),
+        ({"name": "pixel_values", "scope": "items"}, "pixel_values has scope items, as images have"),
+        ({"name": "ref_logprobs", "scope": "token"}, "declare scope response, and a shape of 0 axes"),
+        ({"name": "routed_experts", "scope": "token", "shape": [4]}, "declare scope token, and a shape of 2 axes"),
         ({"name": "ce_weights", "scope": "response", "fill": 1}, "with which prime-rl would train prompts"),
     ],
 )

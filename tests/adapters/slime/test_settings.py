@@ -113,7 +113,7 @@ def test_workers_of_one_s_own_may_sample_more() -> None:
         (None, "its file has no mapping `gristmill`"),
         ({"address": "here"}, "gristmill: run must be given"),
         ({"address": "here", "run": "r", "port": 1}, "unknown option 'port'; known are address, run, rollouts"),
-        ({"address": "here", "run": "r", "rollouts": "both"}, "rollouts is 'both'; it is slime or workers"),
+        ({"address": "here", "run": "r", "rollouts": "both"}, "rollouts is 'both'; give slime or workers"),
     ],
 )
 def test_options_are_checked(given: Any, reason: str) -> None:

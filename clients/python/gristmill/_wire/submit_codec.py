@@ -61,7 +61,7 @@ class Submission:
                 self._read(self._data)
         except DecodeError as error:
             raise InvalidArgumentError(
-                f"the request is no message of gristmill.v1: {error}; send what the protos describe"
+                f"the request is not a message of gristmill.v1: {error}; send the message that the protos describe"
             ) from None
 
     def _read(self, data: Buffer) -> None:

@@ -42,7 +42,7 @@ class Ledger:
 
     @property
     def _remedy(self) -> str:
-        return "remove it to train on after the trainer's checkpoint with what the run has not committed"
+        return "remove it to go on after the trainer's checkpoint with the batches that the run has not committed"
 
     def begin(self, step: int, state: Mapping[str, Any]) -> None:
         """Says that the run is at `state` after `step`, whatever was before."""
@@ -79,7 +79,7 @@ class Ledger:
         before = [step for step, known in self._states.items() if _position(known) <= _position(state)]
         if not before:
             raise FailedPreconditionError(
-                f"{self.path} begins behind {_position(state)}, where run {state['run']!r} is; {self._remedy}"
+                f"{self.path} begins after {_position(state)}, where run {state['run']!r} is; {self._remedy}"
             )
         return max(before)
 

@@ -147,7 +147,7 @@ async def _tell_status(request: Request, error: Exception) -> JSONResponse:
             request, InvalidArgumentError("the body is not JSON in UTF-8, or nested too deeply; send JSON")
         )
     code = {404: "NOT_FOUND", 405: "UNIMPLEMENTED"}.get(error.status_code, "INVALID_ARGUMENT")
-    message = f"{request.method} {request.url.path}: {error.detail}; see /docs for the calls that there are"
+    message = f"{request.method} {request.url.path}: {error.detail}; see /docs for all calls"
     body = {"error": {"code": code, "type": "GristmillError", "message": message}}
     return JSONResponse(body, error.status_code, error.headers)
 

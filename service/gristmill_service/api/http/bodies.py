@@ -51,8 +51,8 @@ class BoundedBodies:
     def _refuse_too_large(self, size: int) -> None:
         if caller.current() is ANYONE and size > _MOST_OF_ANYONE:
             raise ResourceExhaustedError(
-                f"the request has more than the {_MOST_OF_ANYONE} bytes that are read of a caller who is not known; "
-                "show a token"
+                f"the request has more than {_MOST_OF_ANYONE} bytes, the most that the service reads from a caller "
+                "without a known token; send a token"
             )
         self._refuse(size)
 
@@ -127,7 +127,7 @@ class BoundedBodies:
             most = min(most, _MOST_OF_ANYONE) if caller.current() is ANYONE else most
             found = decompressor.decompress(body, most + 1)
         except zlib.error as error:
-            raise InvalidArgumentError(f"the body is not gzip as content-encoding says: {error}") from None
+            raise InvalidArgumentError(f"content-encoding is gzip, and the body is not: {error}; send gzip") from None
         self._refuse_too_large(len(found))
         if len(found) > most:
             return found

@@ -34,8 +34,8 @@ def check_size(body: bytes, path: str) -> None:
     most = most_bytes(path)
     if len(body) > most:
         raise InvalidArgumentError(
-            f"the body has more than the {most} bytes that JSON may have here; send less a request, or rows as "
-            "application/x-protobuf, or over gRPC"
+            f"the body has more than {most} bytes, the most for JSON in this call; send less in a request, or send "
+            "rows as application/x-protobuf or over gRPC"
         )
 
 
@@ -79,7 +79,7 @@ def _read(row: msgspec.Raw, number: int) -> Any:
         # A string with half of a surrogate pair, or a number that none of orjson's types holds: the row is named then.
         with suppress(ValueError, RecursionError):
             return json.loads(bytes(view))
-        raise InvalidArgumentError(f"row {number}: it is not JSON") from None
+        raise InvalidArgumentError(f"row {number}: it is not valid JSON; send an object") from None
 
 
 def _rows_of_python(body: bytes, error: Exception) -> list[Any]:
@@ -98,4 +98,4 @@ def _rows_of_python(body: bytes, error: Exception) -> list[Any]:
 
 def _check_count(count: int) -> None:
     if count > MOST_ROWS:
-        raise InvalidArgumentError(f"the request has {count} rows, and {MOST_ROWS} are the most; send fewer a request")
+        raise InvalidArgumentError(f"the request has {count} rows, and {MOST_ROWS} are the most; send several requests")

@@ -28,7 +28,7 @@ def sign_in(request: Request, response: Response, body: SignIn, context: Context
     """Keeps a token for the page, as a cookie for a day."""
     found = context.gate.identify(f"Bearer {body.token}")
     if found is ANYONE:
-        raise UnauthenticatedError("the token is not known here; ask who operates the service for one")
+        raise UnauthenticatedError("the token is not known here; ask the service's operator for one")
     # A proxy may have taken off the encryption.
     schemes = (request.url.scheme, request.headers.get("x-forwarded-proto"))
     response.set_cookie(COOKIE, body.token, max_age=_DAY_S, httponly=True, samesite="strict", secure="https" in schemes)

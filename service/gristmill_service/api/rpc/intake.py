@@ -55,7 +55,7 @@ class Intake:
             data = next(requests, None)
             place.idle_since = None
             if data is None:
-                raise InvalidArgumentError("the call came without its request; send one")
+                raise InvalidArgumentError("the call has no request message; send one")
             request = parsed(data, parse)
         except GristmillError as error:
             return error
@@ -109,5 +109,5 @@ def parsed(data: bytes, parse: Callable[[bytes], Any]) -> Any:
         return request
     except DecodeError as error:
         raise InvalidArgumentError(
-            f"the request is no message of gristmill.v1: {error}; send what the protos describe"
+            f"the request is not a message of gristmill.v1: {error}; send the message that the protos describe"
         ) from None

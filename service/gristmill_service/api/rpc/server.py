@@ -121,7 +121,7 @@ class GrpcServer:
         if not port:
             raise UnavailableError(
                 f"grpc_address: cannot listen on {address}: it is in use, not of this machine, or not permitted; stop "
-                "who listens there or choose another"
+                "the program that listens there, or choose another"
             )
         if path is not None:
             path.chmod(stat.S_IRUSR | stat.S_IWUSR)
@@ -156,4 +156,4 @@ def _clear_stale_socket(path: Path) -> None:
         except OSError:
             path.unlink()
             return
-    raise UnavailableError(f"grpc_address: unix:{path} is in use; stop who listens there or choose another")
+    raise UnavailableError(f"grpc_address: unix:{path} is in use; stop the program that uses it, or choose another")

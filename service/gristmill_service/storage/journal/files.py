@@ -37,7 +37,7 @@ def explained(path: Path, action: Literal["written", "read"] = "written") -> Ite
                 "lower max_row_bytes or max_buffered_batches; it goes on by itself when there is room"
             ) from None
         raise UnavailableError(
-            f"the journal cannot be {action}: {path}: {error.strerror}; it goes on by itself when the file system does"
+            f"the journal cannot be {action}: {path}: {error.strerror}; it goes on when the file system works again"
         ) from None
 
 

@@ -56,5 +56,5 @@ class OpenFile(AbstractContextManager[int]):
 
 def closed_error(directory: Path) -> UnavailableError:
     return UnavailableError(
-        f"the files of {directory} were closed meanwhile, because the run is deleted or read anew; ask again"
+        f"the files of {directory} were closed meanwhile, because the run is being deleted or read again; ask again"
     )

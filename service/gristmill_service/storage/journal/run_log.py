@@ -100,7 +100,7 @@ class JournalRunLog:
             except OSError as error:
                 # The kernel may have dropped what it could not write, and will not say so again.
                 self._is_broken = True
-                raise LogLostError(f"the journal cannot be made safe: {self._directory}: {error.strerror}") from None
+                raise LogLostError(f"the journal cannot be synced: {self._directory}: {error.strerror}") from None
             self._synced = appended
             if self._fsync == "always":
                 self._clear_mark()
@@ -182,4 +182,4 @@ class JournalRunLog:
         if self._is_closed:
             raise closed_error(self._directory)
         if self._is_broken:
-            raise LogLostError(f"the journal {self._directory} is read anew")
+            raise LogLostError(f"the journal {self._directory} is being read again; ask again")

@@ -141,7 +141,7 @@ def _parse(address: RedisAddress) -> _Target:
     base, _, kind = scheme.partition("+")
     if not separator or base not in ("redis", "rediss") or kind not in ("", "sentinel", "cluster"):
         # What stands there is not shown: it may be a password.
-        raise InvalidArgumentError(f"redis_url has no scheme that is known; expected {_FORMS}")
+        raise InvalidArgumentError(f"redis_url has no scheme, or an unknown one; expected {_FORMS}")
     # The last @, so that a password may hold one, and / ? # too, at which redis-py's own from_url would cut it.
     userinfo, _, location = rest.rpartition("@")
     username, _, password = userinfo.partition(":")

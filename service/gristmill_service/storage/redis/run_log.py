@@ -172,7 +172,7 @@ class RedisRunLog:
             )
         pieces = [cast(bytes | None, self._client.get(key)) for key in found.keys]
         if None in pieces:
-            raise InvalidArgumentError(f"Redis has lost a part of {self._keys.snapshot}; the run cannot be read")
+            raise InvalidArgumentError(f"Redis has lost a part of {self._keys.snapshot}; restore it, or delete the run")
         self._snapshot = found
         return b"".join(cast(list[bytes], pieces))
 
@@ -221,7 +221,7 @@ class RedisRunLog:
             raise LogLostError(
                 "another replica decides for this run by now; ask again"
                 if outcome is Outcome.FENCED
-                else f"Redis has forgotten a part of {self._keys.log}; the run is read anew from what it has"
+                else f"Redis has forgotten a part of {self._keys.log}; the service reads the run again from the rest"
             )
         self._last += 1
         self._digest, self._before = crc32(record), None

@@ -88,7 +88,7 @@ def _check(name: str, server: redis.Redis, durability: Durability) -> list[str]:
         findings.append(f"maxmemory-policy is {policy}: a full server deletes rows and shards; set it to noeviction")
     if configuration.get("appendonly", "yes") == "no":
         if durability.on_disk:
-            raise FailedPreconditionError(f"Redis at {name} has appendonly no; redis_wait_aof needs it to be yes")
+            raise FailedPreconditionError(f"Redis at {name} has appendonly no; set it to yes for redis_wait_aof")
         findings.append(
             "appendonly is no: when the server ends, what was accepted since its last snapshot is lost; set it to yes"
         )

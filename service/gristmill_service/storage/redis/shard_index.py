@@ -45,8 +45,8 @@ class ShardIndex(msgspec.Struct, frozen=True):
         version = data[0] if data else 0
         if version != VERSION:
             raise FailedPreconditionError(
-                f"batch {batch} was published by a gristmill whose format has version {version}, and this one reads "
-                f"version {VERSION}; upgrade it"
+                f"batch {batch} in Redis has format {version} and this version reads {VERSION}; use the gristmill that "
+                "published it, or a newer one"
             )
         try:
             return msgspec.msgpack.decode(memoryview(data)[1:], type=cls)

@@ -188,8 +188,8 @@ class RedisShardStore:
                 yield
         except _REDIS_ERRORS as error:
             raise FailedPreconditionError(
-                f"Redis refuses a command on shards: {error}; see what its keys under {self._prefix!r} hold, and who "
-                "else writes there"
+                f"Redis refuses a command on shards: {error}; check the keys under {self._prefix!r}, and that no other "
+                "program writes there"
             ) from error
 
     def _own_claim(self, run: str) -> int:

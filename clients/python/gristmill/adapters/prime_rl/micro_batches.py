@@ -92,7 +92,7 @@ class Encoding:
         for number, rows in enumerate(shard.micro_batches()):
             if not rows.is_packed:
                 raise FailedPreconditionError(
-                    f"{where}: it is padded, and prime-rl packs; create the run with layout: packed"
+                    f"{where}: the shard is padded, and prime-rl packs rows; create the run with layout: packed"
                 )
             if "rollout_logprobs" not in rows:
                 raise FailedPreconditionError(
@@ -136,8 +136,8 @@ class Encoding:
         sampled = rows["loss_mask"].numpy() != 0
         if not (given[sampled] > 0).all():
             raise InvalidArgumentError(
-                f"{where}: {TEMPERATURES} has {given[sampled].min()} on a token that is trained; logits are divided by "
-                "it, give what it was sampled at"
+                f"{where}: {TEMPERATURES} has {given[sampled].min()} on a token that is trained, and logits are "
+                "divided by it; give the temperature that sampled the token"
             )
         found = np.where(given > 0, given, self.temperature)
         for begin, end in pairwise(edges):
@@ -163,13 +163,13 @@ def check_columns(columns: Iterable[ColumnSpec]) -> None:
     for column in columns:
         if column.scope == "items":
             raise InvalidArgumentError(
-                f"columns: {column.name} is of scope items, as images are, which every rank of prime-rl needs in the "
-                "same micro-batches; they are not scheduled so, leave the column out"
+                f"columns: {column.name} has scope items, as images have, and prime-rl needs images in the same "
+                "micro-batches on every rank, which this bridge does not do; leave the column out"
             )
         form = _FORMS.get(column.name)
         if form is not None and (column.scope not in form.scopes or len(column.shape) != form.axes):
             raise InvalidArgumentError(
-                f"columns: {column} is for prime-rl of scope {' or '.join(form.scopes)}, and a value of it has "
+                f"columns: {column} does not fit prime-rl; declare scope {' or '.join(form.scopes)}, and a shape of "
                 f"{form.axes} axes"
             )
         if column.name in _LOSS_WEIGHTS and column.fill:

@@ -96,8 +96,8 @@ class Session:
         if step is not None and step > self._trained and self._trainer.checkpoints is not None:
             raise FailedPreconditionError(
                 f"run {self._client.run!r} is committed up to step {step}, and prime-rl resumes from step "
-                f"{self._trained}: what came between is freed. Resume from a checkpoint of step {step} or later, or "
-                f"remove {self._ledger.path} to go on after step {self._trained} with other rollouts"
+                f"{self._trained}: the steps between them are freed. Resume from a checkpoint of step {step} or later, "
+                f"or remove {self._ledger.path} to go on after step {self._trained} with other rollouts"
             )
         if step is None or step > self._trained:
             # The first start, or a trainer without checkpoints that begins anew, on what is left.

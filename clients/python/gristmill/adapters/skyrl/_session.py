@@ -76,7 +76,7 @@ class Session:
             trainer.load_state_dict({} if states is None else states[model])
             if states is None and trainer.position.batch:
                 raise FailedPreconditionError(
-                    f"run {self._run!r}: its trainer came as far as batch {trainer.position.batch}, and this one "
+                    f"run {self._run!r}: its trainer came as far as batch {trainer.position.batch}, and this training "
                     "begins anew; resume the training's last checkpoint, or give another run"
                 )
             trainer.commit()
@@ -132,7 +132,7 @@ class Session:
             admitted = set(self._rollouts.begin_groups(waiting, round=self._round, wait_s=self._timeout_s))
             if not admitted:
                 raise ResourceExhaustedError(
-                    f"run {self._run!r}: it has no room for another batch, as it keeps those since the last "
+                    f"run {self._run!r}: it has no room for another batch, because it keeps all since the last "
                     "checkpoint; lower trainer.ckpt_interval, or raise max_buffered_batches and max_buffered_bytes in "
                     "settings"
                 )
@@ -147,7 +147,7 @@ class Session:
             batch = next(batches, None)
             if batch is None:
                 raise FailedPreconditionError(
-                    f"run {self._run!r}: it was finished before its trainer was; give the training another run"
+                    f"run {self._run!r}: the run was finished before the training; give the training another run"
                 )
             found[model] = batch
         return found

@@ -202,8 +202,8 @@ def _read_states(checkpoint: str) -> dict[str, Any]:
             found: dict[str, Any] = json.loads(file.read())
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(
-            f"{path}: cannot read the place in the run: {error}; resume a checkpoint that this trainer wrote, or begin "
-            "anew with another run"
+            f"{path}: cannot read the position in the run: {error}; resume a checkpoint that this trainer wrote, or "
+            "begin anew with another run"
         ) from None
     return found
 

@@ -72,8 +72,8 @@ class Feed:
         if step > trained:
             raise FailedPreconditionError(
                 f"run {self.options.run!r} is committed up to rollout {step}, and slime resumes after rollout "
-                f"{trained}: what came between is freed. Resume from a checkpoint of rollout {step} or later, or "
-                f"remove {self._ledger.path} to go on after rollout {trained} with other samples"
+                f"{trained}: the rollouts between them are freed. Resume from a checkpoint of rollout {step} or later, "
+                f"or remove {self._ledger.path} to go on after rollout {trained} with other samples"
             )
         for number, batch in zip(range(step + 1, trained + 1), self._client, strict=False):
             # The checkpoint has it.

@@ -50,7 +50,7 @@ class Options:
             raise InvalidArgumentError(f"gristmill: {' and '.join(missing)} must be given")
         made = cls(**{**given, "ignore": tuple(given.get("ignore", ()))})
         if made.rollouts not in ("slime", "workers"):
-            raise InvalidArgumentError(f"gristmill: rollouts is {made.rollouts!r}; it is slime or workers")
+            raise InvalidArgumentError(f"gristmill: rollouts is {made.rollouts!r}; give slime or workers")
         return made
 
 

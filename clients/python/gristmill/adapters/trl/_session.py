@@ -97,7 +97,7 @@ class Session:
         if (positions != own).any():
             places = ", ".join(str(Position(*place)) for place in positions.tolist())
             raise FailedPreconditionError(
-                f"run {self._options.run!r}: a checkpoint has one position, and the ranks are at {places}; see that "
+                f"run {self._options.run!r}: a checkpoint has one position, and the ranks are at {places}; let "
                 "all make the same optimizer steps"
             )
         if self._accelerator.is_main_process:

@@ -88,7 +88,7 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     @property
     def session(self) -> Session:
         if self._session is None:
-            raise FailedPreconditionError(f"run {self.gristmill.run!r}: the trainer is connected while it trains alone")
+            raise FailedPreconditionError(f"run {self.gristmill.run!r}: the trainer is connected only within train()")
         return self._session
 
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: Any = None, **named: Any) -> Any:

@@ -43,8 +43,8 @@ def async_run_settings(args: Any, settings: Mapping[str, Any] | None = None) -> 
     for name in settings or {}:
         if name in derived and name != "max_buffered_batches":
             raise InvalidArgumentError(
-                f"settings: {name} is {derived[name]!r} where AsyncGRPOTrainer decides what is trained together; leave "
-                "it out"
+                f"settings: {name} must be {derived[name]!r}, because AsyncGRPOTrainer decides which samples are "
+                "trained together; leave it out"
             )
     return derived | dict(settings or {})
 

@@ -38,7 +38,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         listener = socket.create_server((host, port))
     except OSError as error:
         raise UnavailableError(
-            f"cannot listen on {host}:{port}: {error.strerror}; stop who listens there or choose another --port"
+            f"cannot listen on {host}:{port}: {error.strerror}; stop the program that uses it, or choose another --port"
         ) from None
     with listener:
         yield listener
