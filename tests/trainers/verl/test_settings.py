@@ -96,7 +96,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["reward.reward_model.enable=True"], r"reward_model.enable: True .* rollouts come with their rewards"),
     (
         ["+trainer.v1.gristmill.settings={dp_size: 4}"],
-        r"settings.dp_size: 4 is what verl's own configuration says, as 2",
+        r"settings.dp_size is 4, and verl's own configuration says 2",
     ),
     (["+trainer.v1.gristmill.settings={loss_reduction: token_mean}"], r"settings.loss_reduction: .*loss_agg_mode"),
     (["+trainer.v1.gristmill.settings={layout: packed}"], r"settings.layout: .*the run is packed; leave it out"),

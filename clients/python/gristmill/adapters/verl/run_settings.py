@@ -87,7 +87,7 @@ def _with_settings(derived: dict[str, Any], config: Mapping[str, Any]) -> dict[s
     given = dict(config["trainer"]["v1"]["gristmill"].get("settings") or {})
     if taken := sorted(derived.keys() & given.keys()):
         raise InvalidArgumentError(
-            f"trainer.v1.gristmill.settings.{taken[0]}: {given[taken[0]]} is what verl's own configuration says, as "
+            f"trainer.v1.gristmill.settings.{taken[0]} is {given[taken[0]]}, and verl's own configuration says "
             f"{derived[taken[0]]}; change it there, and leave it out here"
         )
     for name, remedy in _REFUSED_SETTINGS.items():
