@@ -164,7 +164,7 @@ BAD_BODIES: dict[str, tuple[bytes, dict[str, str], str]] = {
     "protobuf that does not say so": (b"\x0a\x03\xff\xff\xff", {}, "the header content-type: application/x-protobuf"),
     "missing field": (json.dumps({"rows": [row("a", 0, loss_mask=...)]}).encode(), {}, "loss_mask is missing"),
     "foreign protobuf": (b"\xff\xff\xff", {"Content-Type": "application/x-protobuf"}, "not a gristmill.v1.Rows"),
-    "foreign gzip": (b"\x00\x01", {"Content-Encoding": "gzip"}, "not gzip"),
+    "foreign gzip": (b"\x00\x01", {"Content-Encoding": "gzip"}, "the body is not"),
     "truncated gzip": (gzip.compress(b"x" * 99)[:-9], {"Content-Encoding": "gzip"}, "ends early"),
     "unknown encoding": (b"{}", {"Content-Encoding": "br"}, "content-encoding 'br'"),
 }

@@ -95,7 +95,7 @@ def test_bytes_that_are_no_message_are_the_callers_fault(service: Service, metho
         with pytest.raises(grpc.RpcError) as caught:
             calls[method]()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "no message of gristmill.v1" in caught.value.details()
+    assert "not a message of gristmill.v1" in caught.value.details()
 
 
 def test_a_reward_needs_a_value(grpc_door: GrpcDoor, run_name: str) -> None:

@@ -16,6 +16,7 @@ from gristmill.errors import UnavailableError
 from gristmill_service import tracing
 from gristmill_service.access.gate import AUTHORIZATION
 from gristmill_service.api import request_ids
+from gristmill_service.call_threads import waiting
 from gristmill_service.storage.run_store import OwnedElsewhereError
 
 _MARK = "gristmill-forwarded"
@@ -65,7 +66,8 @@ class Forwarding:
             context.add_callback(call.cancel)
             while True:
                 try:
-                    answer: bytes = call.result(timeout=_LOOK_S)
+                    with waiting():
+                        answer: bytes = call.result(timeout=_LOOK_S)
                     return answer
                 except grpc.FutureTimeoutError:
                     if not self._is_owner(owner.run, owner.grpc_address):

@@ -38,9 +38,9 @@ _SERVICES = tuple(
     for contract, name in ((run_pb2, "RunService"), (rollout_pb2, "RolloutService"), (trainer_pb2, "TrainerService"))
 )
 
+# Python runs one at a time; the second goes on while the first copies or hashes. More contend for the interpreter.
+_AT_WORK = 2
 # Beyond the places of what is read at once, a thread for each call that waits for one: later ones queue in gRPC.
-# Each further one costs the others more than it does.
-_AT_WORK = 8
 _WORKERS = 2 * AT_ONCE
 # Of one connection: more wait at the caller.
 _CALLS_A_CONNECTION = 2048

@@ -11,6 +11,7 @@ import structlog
 
 from gristmill._wire.steps import Steps
 from gristmill.errors import UnavailableError
+from gristmill_service.call_threads import waiting
 from gristmill_service.storage.errors import FullError, LogLostError
 from gristmill_service.storage.journal.boot_mark import BootMark
 from gristmill_service.storage.journal.disk_room import DiskRoom
@@ -88,7 +89,7 @@ class JournalRunLog:
     def _sync_up_to(self, wanted: int) -> None:
         if self._synced >= wanted:
             return
-        with self._syncing:
+        with waiting(), self._syncing:
             if self._synced >= wanted:
                 return
             appended = self._appended

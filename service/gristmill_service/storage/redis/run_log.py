@@ -18,6 +18,7 @@ import structlog
 
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError, UnavailableError
+from gristmill_service.call_threads import waiting
 from gristmill_service.storage.redis import row_values
 from gristmill_service.storage.redis.connection import Client, outcome_unknown, translated
 from gristmill_service.storage.redis.run_tables import RunTables
@@ -234,7 +235,7 @@ class RedisRunLog:
         is_unknown = False
         while True:
             try:
-                with self._health.noted(), translated(self._client):
+                with waiting(), self._health.noted(), translated(self._client):
                     outcome = self._scripts.append(self._keys, self.token, self._last + 1, record, rows, present)
                 if outcome is not Outcome.UNCONFIRMED:
                     return outcome
