@@ -161,6 +161,7 @@ def test_loads_of_many_ranks_are_a_heat_map(open_page: OpenPage, service: Servic
     page = open_page(f"#/{run_name}")
     loads = page.locator("section[aria-label='Load per rank and micro-step']")
     loads.scroll_into_view_if_needed()
+    loads.locator("canvas").first.wait_for()
     assert loads.locator("canvas").count() == 1
     assert loads.locator("canvas").bounding_box()["height"] < 400
     loads.locator("canvas").hover(position={"x": 70, "y": 24})

@@ -224,7 +224,7 @@ def test_a_directory_of_another_run_is_refused_naming_the_remedy(
     first.stop()
     service.runs.delete(rollouts.run)
     roll_out(rollouts, 2)
-    with pytest.raises(FailedPreconditionError, match=r"gristmill.json is of run .* remove it to train on"):
+    with pytest.raises(FailedPreconditionError, match=r"gristmill.json is of run .* remove it to go on"):
         bridge().finished()
 
 
