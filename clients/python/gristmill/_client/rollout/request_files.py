@@ -19,9 +19,10 @@ from gristmill._wire.submit_codec import Buffer
 from gristmill.errors import GristmillError, UnavailableError
 from gristmill.v1 import rollout_pb2
 
-# Those of calls that are over are kept, for their memory is there already; larger ones are not.
+# Those of calls that are over are kept, for their memory is there already. Larger requests are sent: new pages for them
+# would take longer than the connection does.
 _MOST_IDLE = 3
-_LARGEST_IDLE = 8 << 20
+_LARGEST_BYTES = 8 << 20
 # The kernel takes no more pieces at once (IOV_MAX).
 _PIECES = 1024
 
@@ -80,6 +81,8 @@ class RequestFiles:
 
     def write(self, pieces: Sequence[Buffer]) -> RequestFile | None:
         """A file with these bytes; None where the request has to be sent."""
+        if sum(map(len, pieces)) > _LARGEST_BYTES:
+            return None
         with self._lock:
             directory = self._directory
             file = self._idle.pop() if self._idle else None
@@ -96,7 +99,7 @@ class RequestFiles:
 
     def answered(self, file: RequestFile) -> None:
         with self._lock:
-            is_kept = file.directory == self._directory and len(self._idle) < _MOST_IDLE and file.size <= _LARGEST_IDLE
+            is_kept = file.directory == self._directory and len(self._idle) < _MOST_IDLE
             if is_kept:
                 self._idle.append(file)
         if not is_kept:
