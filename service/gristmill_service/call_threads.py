@@ -89,9 +89,11 @@ class CallThreads:
                 worker.tasks.put(None)
             self._idle.clear()
             self._has_backlog.set()
-        for thread in (self._watch, *self._threads):
-            if thread.ident is not None:
-                thread.join()
+        if self._threads:
+            self._watch.join()
+        # Also of those that are started meanwhile.
+        for worker in self._threads:
+            worker.join()
 
     # --- With the lock held
 
@@ -107,8 +109,9 @@ class CallThreads:
         if len(self._threads) == self._most:
             return None
         worker = _Worker(self, len(self._threads))
-        self._threads.append(worker)
+        # Not before: one that cannot be started is none of them.
         worker.start()
+        self._threads.append(worker)
         return worker
 
     def _begin(self, worker: _Worker) -> None:

@@ -15,6 +15,7 @@ from gristmill_service.run.machine.answers import Position
 from gristmill_service.service import Service
 from tests.page import stage
 from tests.page.conftest import OpenPage
+from tests.page.views import section
 from tests.serving import StartService
 
 
@@ -31,12 +32,6 @@ def two_groups(*uids: str) -> Any:
 def drawn(page: Any) -> Any:
     page.locator("section[aria-label=Shards] canvas").first.wait_for()
     return page
-
-
-def section(page: Any, name: str) -> Any:
-    found = page.locator(f"section[aria-label='{name}']")
-    found.scroll_into_view_if_needed()
-    return found
 
 
 def test_the_first_view_shows_the_runs_and_the_newest_batch(open_page: OpenPage, run: str) -> None:

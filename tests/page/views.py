@@ -146,7 +146,7 @@ def _batch_of(page: Any) -> Any:
     return page
 
 
-def _section(page: Any, name: str) -> Any:
+def section(page: Any, name: str) -> Any:
     found = page.locator(f"section[aria-label='{name}']")
     found.scroll_into_view_if_needed()
     return found
@@ -179,9 +179,9 @@ def _row(services: Services, open_: Open) -> Any:
 
 def _breaks(services: Services, open_: Open, run: str = SMALL) -> Any:
     page = _batch_of(open_(f"{services.runs.http_url}/#/{run}"))
-    _section(page, "Where merging broke").locator("tbody tr").first.wait_for()
-    _section(page, "Scores and advantages").locator("canvas").first.wait_for()
-    _section(page, "Where merging broke").locator("h2").evaluate("title => title.scrollIntoView()")
+    section(page, "Where merging broke").locator("tbody tr").first.wait_for()
+    section(page, "Scores and advantages").locator("canvas").first.wait_for()
+    section(page, "Where merging broke").locator("h2").evaluate("title => title.scrollIntoView()")
     return page
 
 
@@ -189,27 +189,27 @@ def _tables(services: Services, open_: Open) -> Any:
     """All that can be opened is."""
     page = _row(services, open_)
     for name in ("Where merging broke", "Scores and advantages", "Distributions"):
-        _section(page, name).locator("canvas, table").first.wait_for()
+        section(page, name).locator("canvas, table").first.wait_for()
     page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
     return page
 
 
 def _heat(services: Services, open_: Open) -> Any:
     page = _batch_of(open_(f"{services.runs.http_url}/#/{HEAT}"))
-    canvas = _section(page, "Load per rank and micro-step").locator("canvas")
+    canvas = section(page, "Load per rank and micro-step").locator("canvas")
     canvas.hover(position={"x": 120, "y": 60})
     return page
 
 
 def _timeline(services: Services, open_: Open) -> Any:
     page = _batch_of(open_(f"{services.runs.http_url}/#/{SMALL}"))
-    _section(page, "Time line of ranks").locator("canvas").wait_for()
+    section(page, "Time line of ranks").locator("canvas").wait_for()
     return page
 
 
 def _settings(services: Services, open_: Open) -> Any:
     page = _batch_of(open_(f"{services.runs.http_url}/#/{SMALL}"))
-    settings = _section(page, "Settings")
+    settings = section(page, "Settings")
     settings.locator("summary").first.click()
     settings.locator("tr").nth(1).wait_for()
     settings.get_by_role("button", name="What other settings would give").click()

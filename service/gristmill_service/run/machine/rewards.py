@@ -45,9 +45,7 @@ def take_rewards(state: State, updates: Sequence[RewardUpdate], digests: Sequenc
 
 def _check_same(row: StoredRow, known: float, known_digest: bytes, value: float, digest: bytes) -> None:
     if (known, known_digest) != (value, digest):
-        raise AlreadyExistsError(
-            f"{row.trajectory} step {row.step}: reward is {known} already, and now {value}; a reward is given once"
-        )
+        raise AlreadyExistsError(f"{row}: reward is {known} already, and now {value}; a reward is given once")
 
 
 def _bytes(update: RewardUpdate) -> bytes:
@@ -75,11 +73,11 @@ def _value(row: StoredRow, update: RewardUpdate) -> float:
     """The step's reward; the sum, where it is given per token."""
     if update.token_values is None:
         if update.value is None:
-            raise InvalidArgumentError(f"{row.trajectory} step {row.step}: reward has no value; give one")
+            raise InvalidArgumentError(f"{row}: reward has no value; give one")
         value = update.value
     elif len(update.token_values) != row.response_length:
         raise InvalidArgumentError(
-            f"{row.trajectory} step {row.step}: reward has {len(update.token_values)} values and response_ids has "
+            f"{row}: reward has {len(update.token_values)} values and response_ids has "
             f"{row.response_length}; they need one each"
         )
     else:
@@ -88,7 +86,5 @@ def _value(row: StoredRow, update: RewardUpdate) -> float:
         most = float(np.abs(update.token_values).max(initial=0.0))
         value = value if most <= FLOAT32_MAX else most
     if not abs(value) <= FLOAT32_MAX:
-        raise InvalidArgumentError(
-            f"{row.trajectory} step {row.step}: reward is {value}; it must be finite, also as float32"
-        )
+        raise InvalidArgumentError(f"{row}: reward is {value}; it must be finite, also as float32")
     return value

@@ -46,12 +46,10 @@ def check_schema(steps: Steps, schema: RowSchema, config: RunConfig) -> RowSchem
 def check_reward_schema(row: StoredRow, update: RewardUpdate, schema: RowSchema) -> RowSchema:
     per_token = update.token_values is not None
     if per_token and update.value is not None:
-        raise InvalidArgumentError(
-            f"{row.trajectory} step {row.step}: reward is given twice, as one number and per response token; send one"
-        )
+        raise InvalidArgumentError(f"{row}: reward is given twice, as one number and per response token; send one")
     if schema.token_rewards is not None and schema.token_rewards != per_token:
         raise InvalidArgumentError(
-            f"{row.trajectory} step {row.step}: has {_NAMES['token_rewards'][per_token]}, and rows of this run have "
+            f"{row}: has {_NAMES['token_rewards'][per_token]}, and rows of this run have "
             f"{_NAMES['token_rewards'][schema.token_rewards]}; give that"
         )
     return replace(schema, token_rewards=per_token)
