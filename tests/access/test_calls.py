@@ -32,6 +32,7 @@ METHODS: list[MethodDescriptor] = [
 ROUTERS = (runs.router, rollouts.router, trainers.router, page.router, page_details.router, page.page, session.router)
 ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
 FILLED = {"run": "r", "batch": "0", "model": "policy", "mini_batch": "0", "row": "0", "rank": "0", "name": "app.js"}
+FILLED |= {"sample": "0", "step": "0"}
 TAKEN = {"CreateRun": run_pb2.CreateRunRequest(run="r", config_json="[]")}
 
 

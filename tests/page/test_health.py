@@ -388,6 +388,8 @@ def test_the_api_page_has_the_schema_of_each_answer(client: httpx.Client) -> Non
         "/runs/{run}/history": "BatchHistory",
         "/runs/{run}/settings": "RunSettings",
         "/runs/{run}/find": "FoundGroups",
+        "/runs/{run}/samples": "GroupSamples",
+        "/runs/{run}/samples/{sample}/rows/{step}": "OpenRowTokens",
         f"{batch}/distributions": "BatchDistributions",
         f"{batch}/costs": "BatchCosts",
         f"{batch}/rows/{{row}}": "RowTokens",

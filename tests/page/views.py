@@ -94,7 +94,10 @@ def _busy(service: Service, trained: int) -> None:
     for rank in range(8):
         for mini_batch in range(2 - (rank == 5)):
             stage.acknowledge(run, rank, mini_batch, batch=trained)
-    run.begin_groups(0, [f"late-{number}" for number in range(3)])
+    late = [f"late-{number}" for number in range(3)]
+    run.begin_groups(0, late)
+    first = stage.turn(late[0], 0, 0, range(20), range(30), is_last_step=False) | {"rollout_logprobs": [-1.0] * 30}
+    run.submit(from_rows([first], step_wise=True))
 
 
 def _failed(service: Service) -> None:
@@ -227,6 +230,14 @@ def _search(services: Services, open_: Open) -> Any:
     return page
 
 
+def _samples(services: Services, open_: Open) -> Any:
+    page = _batch_of(open_(f"{services.runs.http_url}/#/{BUSY}"))
+    section(page, "What waits, and for how long").get_by_role("link", name="late-0").click()
+    page.get_by_role("button", name="tokens of sample 0 step 0").click()
+    page.get_by_role("region", name="Tokens of sample 0 step 0").wait_for()
+    return page
+
+
 def _failed_batch(services: Services, open_: Open) -> Any:
     page = open_(f"{services.runs.http_url}/#/{FAILED}")
     page.locator("section[aria-label=History] .failures li").wait_for()
@@ -263,6 +274,7 @@ VIEWS: dict[str, Callable[[Services, Open], Any]] = {
     "timeline": _timeline,
     "settings": _settings,
     "search": _search,
+    "samples": _samples,
     "failed": _failed_batch,
     "finished": _finished_run,
     "freed": _freed_batch,

@@ -50,12 +50,14 @@ CALLS: dict[str, frozenset[Role]] = {
     "run_history": _SEE,
     "run_settings": _SEE,
     "find_groups": _SEE,
+    "group_samples": _SEE,
     "batch_distributions": _SEE,
     "batch_costs": _SEE,
     "batch_picture": _SEE,
     "batch_scores": _SEE,
     "batch_breaks": _DATA,
     "batch_row": _DATA,
+    "group_row": _DATA,
     # Operation.
     "metrics": frozenset(["scraper"]),
     "docs": _SEE,
@@ -77,6 +79,7 @@ AUDITED = frozenset(
         "export_batch",
         "batch_breaks",
         "batch_row",
+        "group_row",
     )
 )
 """Calls that are logged with their caller: they begin or end something, or give tokens of rows away."""

@@ -34,6 +34,7 @@ function follow() {
     document.title = `${run} · gristmill`;
   }
   view.show(wanted.batch ?? runs.find(one => one.run === run)?.newest_batch ?? null, wanted);
+  if (wanted.group) view.search.find(wanted.group.uid, wanted.group.round);
   showRuns(nav, runs, run);
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gristmill_service.config import Model
-from gristmill_service.monitoring.health_models import LEVELS, Finding, HealthState, Level
+from gristmill_service.monitoring.health_models import LEVELS, Finding, HealthState, Level, OpenGroup
 from gristmill_service.monitoring.run_facts import SHOWN_GROUPS, AwaitingBatch, ModelFacts, RunFacts, seconds
 from gristmill_service.monitoring.run_history import BatchTimes
 from gristmill_service.run.machine.answers import Position
@@ -171,7 +171,8 @@ def _waiting_ranks(facts: RunFacts, model: ModelFacts) -> Finding:
     have, need = facts.counts.groups_complete, facts.train_batch_size
     tags = ", ".join(f"{count} of tag {tag!r}" for tag, count in facts.missing_tags.items())
     text = f"{model.model} ranks wait for batch {number}: {have} of {need} groups are complete"
-    return _finding("note", f"{text}; tag_shares lacks {tags}" if tags else text, since)
+    oldest = facts.open_groups[0] if facts.open_groups else None
+    return _finding("note", f"{text}; tag_shares lacks {tags}" if tags else text, since, group=oldest)
 
 
 def _columns(facts: RunFacts) -> Iterator[Finding]:
@@ -229,11 +230,11 @@ def _stragglers(facts: RunFacts) -> Iterator[Finding]:
         f"{first.samples} samples"
     )
     if facts.ranks_have_work or facts.building is not None:
-        yield _finding("note", text, first.since, uid=first.uid)
+        yield _finding("note", text, first.since, group=first)
     elif now - max(first.since, facts.history.rows_since) >= _NO_ROWS_S:
-        yield _finding("stuck", f"{text}, and no row comes", first.since, uid=first.uid)
+        yield _finding("stuck", f"{text}, and no row comes", first.since, group=first)
     else:
-        yield _finding("slow", text, first.since, uid=first.uid)
+        yield _finding("slow", text, first.since, group=first)
 
 
 def _did_not(facts: RunFacts, model: ModelFacts, ranks: Sequence[int]) -> str:
@@ -255,9 +256,9 @@ def _finding(
     at: Position | None = None,
     model: Model | None = None,
     ranks: Sequence[int] = (),
-    uid: str | None = None,
+    group: OpenGroup | None = None,
 ) -> Finding:
-    """batch, model, ranks, uid: what it is about. at: the mini-batch that ranks are to acknowledge."""
+    """batch, model, ranks, group: what it is about. at: the mini-batch that ranks are to acknowledge."""
     return Finding(
         level=level,
         text=text[:_LONGEST_TEXT],
@@ -266,7 +267,8 @@ def _finding(
         mini_batch=None if at is None else at.mini_batch,
         model=model,
         ranks=list(ranks[:_NAMED_RANKS]),
-        uid=uid,
+        uid=None if group is None else group.uid,
+        round=None if group is None else group.round,
     )
 
 

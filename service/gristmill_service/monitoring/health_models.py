@@ -49,7 +49,8 @@ class Finding(Document):
     mini_batch: int | None = Field(default=None, description="Of that batch, which the ranks are to acknowledge.")
     model: Model | None = None
     ranks: list[int] = Field(default=[], description="That it is about, at most 8.")
-    uid: str | None = Field(default=None, description="Of a group that it is about, shortened.")
+    uid: str | None = Field(default=None, description="Of an open group that it is about, its first 80 characters.")
+    round: int | None = Field(default=None, description="Of that group.")
 
 
 class OpenGroup(Document):

@@ -18,12 +18,10 @@ from gristmill_service.pipeline.rows.validate import receive
 SHOWN_TOKENS = 2_000
 
 
-class RowTokens(Document):
-    """tokens: from `start` on, at most 2,000. loss_mask: one each, -1 in the prompt."""
+class ShownTokens(Document):
+    """Some of a row's tokens: from `start` on, at most 2,000. loss_mask: one each, -1 in the prompt."""
 
     run: str
-    batch: int
-    row: int = Field(description="As the plan numbers them.")
     uid: str
     round: int
     sample: int
@@ -33,6 +31,13 @@ class RowTokens(Document):
     tokens: list[int]
     loss_mask: list[int]
     texts: dict[int, str] = Field(default={}, description="What each says, where the service has a tokenizer.")
+
+
+class RowTokens(ShownTokens):
+    """A training row. tokens: from `start` on, at most 2,000. loss_mask: one each, -1 in the prompt."""
+
+    batch: int
+    row: int = Field(description="As the plan numbers them.")
 
 
 def key_of(rows: BatchSummary, row: int) -> tuple[TrajectoryKey, int]:

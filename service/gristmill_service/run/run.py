@@ -50,6 +50,7 @@ from gristmill_service.run.machine.state import State
 from gristmill_service.run.machine.status import found_groups, status
 from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.monitor import RunMonitor
+from gristmill_service.run.open_rows import read_open_row
 from gristmill_service.run.request_limits import check_begun, check_submitted
 from gristmill_service.run.row_digests import values_digest
 from gristmill_service.run.row_intake import RowIntake
@@ -299,6 +300,11 @@ class Run:
         """The rows of a sealed batch in their order, some at a time. Raises as `batch` does."""
         self._writer.check_open()
         return self._builder.export(number)
+
+    def open_row(self, key: GroupKey, sample: int, step: int) -> Steps:
+        """A row of a group that is not sealed. Raises NotFoundError where there is none; see `read_open_row`."""
+        self._writer.check_open()
+        return read_open_row(self._writer, self._log, key, sample, step)
 
     def write(self, batch: int, mini_batch: int, rank: int, incarnation: int, tensors: Mapping[str, Array]) -> int:
         """Takes columns that a trainer writes for one of the policy's shards. Answers how many columns of shards the

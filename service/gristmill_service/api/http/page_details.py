@@ -1,8 +1,9 @@
-"""Calls of the page for what somebody asks to see: settings, groups by uid, distributions, costs. They only read."""
+"""Calls of the page for what somebody asks to see: settings, groups by uid, samples of open groups, distributions,
+costs. They only read."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Query
 from starlette.concurrency import run_in_threadpool
@@ -11,13 +12,22 @@ from gristmill_service.api.http.dependencies import ContextDep, RunDep
 from gristmill_service.api.http.models import Int64
 from gristmill_service.api.http.page import ViewsDep, view_of
 from gristmill_service.monitoring import found_groups
+from gristmill_service.monitoring import group_samples as samples
 from gristmill_service.monitoring import run_settings as settings
 from gristmill_service.monitoring.distributions import BatchDistributions
 from gristmill_service.monitoring.found_groups import FoundGroups
-from gristmill_service.monitoring.row_view import RowTokens
+from gristmill_service.monitoring.group_samples import GroupSamples, OpenRowTokens
+from gristmill_service.monitoring.row_view import RowTokens, ShownTokens
 from gristmill_service.monitoring.run_settings import BatchCosts, RunSettings
+from gristmill_service.monitoring.token_texts import TokenTexts
+from gristmill_service.run.machine.events import GroupKey
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["page"])
+
+UidQuery = Annotated[str, Query(min_length=1, description="The group's uid.")]
+RoundQuery = Annotated[int, Query(ge=0, lt=2**31, description="The group's round.")]
+StartQuery = Annotated[int, Query(ge=0, lt=2**31, description="The first token to tell of.")]
+T = TypeVar("T", bound=ShownTokens)
 
 
 @router.get("/settings")
@@ -34,6 +44,27 @@ def find_groups(
     return found_groups.find_groups(run, uid)
 
 
+@router.get("/samples")
+def group_samples(run: RunDep, uid: UidQuery, round: RoundQuery = 0) -> GroupSamples:
+    """The samples of a group that is not sealed: what of each has come, and which are complete."""
+    return samples.group_samples(run, GroupKey(round, uid))
+
+
+@router.get("/samples/{sample}/rows/{step}")
+def group_row(
+    run: RunDep,
+    context: ContextDep,
+    sample: Int64,
+    step: Int64,
+    uid: UidQuery,
+    round: RoundQuery = 0,
+    start: StartQuery = 0,
+) -> OpenRowTokens:
+    """The tokens of a step of a group that is not sealed, 2,000 at a time, and what they say where the service has a
+    tokenizer."""
+    return _with_texts(samples.row_tokens(run, GroupKey(round, uid), sample, step, start), context.token_texts)
+
+
 @router.get("/batches/{batch}/distributions")
 async def batch_distributions(run: RunDep, views: ViewsDep, batch: Int64) -> BatchDistributions:
     """Histograms of the trajectories' scores, response tokens and turns, and why they stopped."""
@@ -47,14 +78,13 @@ async def batch_row(
     context: ContextDep,
     batch: Int64,
     row: Int64,
-    start: Annotated[int, Query(ge=0, lt=2**31, description="The first token to tell of.")] = 0,
+    start: StartQuery = 0,
 ) -> RowTokens:
     """The tokens of one training row, 2,000 at a time, and what they say where the service has a tokenizer."""
     view = await view_of(views, run, batch)
     async with views.turn:
         told = await run_in_threadpool(view.tokens, run, row, start)
-    texts = context.token_texts
-    return told if texts is None else told.model_copy(update={"texts": texts.of(set(told.tokens))})
+    return _with_texts(told, context.token_texts)
 
 
 @router.get("/batches/{batch}/costs")
@@ -63,3 +93,7 @@ async def batch_costs(run: RunDep, views: ViewsDep, batch: Int64) -> BatchCosts:
     own rows. Takes seconds for a large batch."""
     async with views.turn:
         return await run_in_threadpool(settings.batch_costs, run, batch)
+
+
+def _with_texts(told: T, texts: TokenTexts | None) -> T:
+    return told if texts is None else told.model_copy(update={"texts": texts.of(set(told.tokens))})

@@ -4,7 +4,7 @@ import { since } from "../shared/text.js";
 
 export const rankId = (model, rank) => `rank-${model}-${rank}`;
 
-// open(what): { batch }, { model, rank }, { batch, model, miniBatch, rank } for the rows of that shard, or { uid }.
+// open(what): { batch }, { model, rank }, { batch, model, miniBatch, rank } for the rows of that shard, or { group }: one that is open.
 export function findingItems(health, open) {
   return health.findings.map(one => {
     const isLoud = ["failed", "stuck"].includes(one.level);
@@ -21,6 +21,6 @@ function ways(one, open) {
     ...(one.ranks ?? []).map(rank => way(`${one.model === "critic" ? "critic " : ""}rank ${rank}`, { model: one.model, rank })),
     one.mini_batch == null ? null : way(`longest row of rank ${one.ranks[0]}`,
       { batch: one.batch, model: one.model, miniBatch: one.mini_batch, rank: one.ranks[0] }),
-    one.uid == null ? null : way("find the group", { uid: one.uid }),
+    one.uid == null ? null : way("samples of the oldest group", { group: { uid: one.uid, round: one.round ?? 0 } }),
   ].filter(Boolean);
 }

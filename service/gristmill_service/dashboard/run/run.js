@@ -4,6 +4,7 @@ import { paths, readVersion } from "../shared/api.js";
 import { BatchView } from "../batch/batch.js";
 import { make, section, table } from "../shared/dom.js";
 import { findingItems, rankId } from "./findings.js";
+import { nameOf } from "./group.js";
 import { HistoryView } from "./history.js";
 import { badge } from "../runs.js";
 import { SearchView } from "./search.js";
@@ -45,8 +46,12 @@ export class RunView {
   }
 
   // A finding leads to what it is about.
-  lead({ batch, model, miniBatch, rank, uid }) {
-    if (uid != null) return this.search.find(uid);
+  lead({ batch, model, miniBatch, rank, group }) {
+    if (group) {
+      const address = addressOf({ run: this.name, ...group });
+      // Whoever is there already wants to look again.
+      return location.hash === address ? this.search.find(group.uid, group.round) : location.hash = address;
+    }
     if (batch != null) {
       location.hash = addressOf({ run: this.name, batch, shard: miniBatch == null ? null : { model, miniBatch, rank } });
       return this.batch.node.scrollIntoView();
@@ -70,7 +75,9 @@ export class RunView {
     this.batch.offer(held);
     this.history.update(body);
     this.timeline.update(body);
+    const focused = this.waiting.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
     this.waiting.replaceChildren(...waiting(body));
+    if (focused) this.waiting.querySelector(`[href="${CSS.escape(focused)}"]`)?.focus();
   }
 
   showFindings(body) {
@@ -106,7 +113,8 @@ function doing(rank) {
 
 function waiting(body) {
   const seen = seconds => seconds == null ? "not known" : since(seconds, body.watched_since);
-  const groups = body.open_groups.map(one => [one.tag ? `${one.uid} (${one.tag})` : one.uid, `${one.complete} of ${one.samples} samples`, one.rows, since(one.since)]);
+  const samples = one => make("a", { href: addressOf({ run: body.run, uid: one.uid, round: one.round }) }, nameOf(one));
+  const groups = body.open_groups.map(one => [samples(one), `${one.complete} of ${one.samples} samples`, one.rows, since(one.since)]);
   const batches = body.batches.map(one => [`batch ${one.batch}`, one.state, one.prompts, seen(one.since)]);
   const ranks = body.models.flatMap(model => model.ranks.map(rank => [
     body.models.length > 1 ? `${model.model} rank ${rank.rank}` : `rank ${rank.rank}`, place(rank.next),

@@ -3,11 +3,15 @@ import { signIn } from "./signin.js";
 
 const versions = new Map();
 
+const groupOf = group => `uid=${encodeURIComponent(group.uid)}&round=${group.round}`;
+
 export const paths = {
   overview: () => "v1/overview",
   health: run => `v1/runs/${encodeURIComponent(run)}/health`,
   settings: run => `v1/runs/${encodeURIComponent(run)}/settings`,
   find: (run, uid) => `v1/runs/${encodeURIComponent(run)}/find?uid=${encodeURIComponent(uid)}`,
+  samples: (run, group) => `v1/runs/${encodeURIComponent(run)}/samples?${groupOf(group)}`,
+  openRow: (run, group, sample, step, start) => `v1/runs/${encodeURIComponent(run)}/samples/${sample}/rows/${step}?${groupOf(group)}&start=${start}`,
   history: run => `v1/runs/${encodeURIComponent(run)}/history`,
   timeline: (run, model, seconds) => `v1/runs/${encodeURIComponent(run)}/timeline?model=${model}&seconds=${seconds}`,
   batch: (run, batch, what, query = "") => `v1/runs/${encodeURIComponent(run)}/batches/${batch}/${what}${query}`,

@@ -85,7 +85,15 @@ def columns_of_output(
 
 
 def unknown_keys(output: Mapping[str, Any]) -> list[str]:
-    """The keys that are neither fields of rows nor known to be no part of them: a run may declare them as columns."""
+    """The keys that are neither fields of rows nor known to be no part of them: a run may declare them as columns.
+
+    Raises InvalidArgumentError for an output that is no mapping.
+    """
+    if not isinstance(output, Mapping):
+        raise InvalidArgumentError(
+            f"generator output is a {type(output).__name__}; submit takes a dict of lists with one entry for each row; "
+            "give a list of rows to submit_rows"
+        )
     given = {name for name, values in output.items() if values is not None}
     return sorted(given - _KEYS.fields - _KEYS.ignored.keys())
 

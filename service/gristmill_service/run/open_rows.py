@@ -1,0 +1,53 @@
+"""A row of a group that is not sealed yet, for whoever wants to see what its workers have sent so far."""
+
+from __future__ import annotations
+
+from gristmill._wire.steps import Steps
+from gristmill.errors import NotFoundError
+from gristmill_service.run.machine.events import GroupKey, StoredRow
+from gristmill_service.run.machine.state import State
+from gristmill_service.run.row_buffer import PickedRow, RowBuffer
+from gristmill_service.run.row_gathering import gather
+from gristmill_service.run.writer import Writer
+from gristmill_service.storage.run_store import RunLog
+
+
+def read_open_row(writer: Writer, log: RunLog, key: GroupKey, sample: int, step: int) -> Steps:
+    """The row of the sample's current attempt, alone in a table, without rewards of tokens; its reward is NaN while it
+    is pending.
+
+    Raises NotFoundError where the group is not open or the row has not come, also where it is let go while it is read.
+    """
+
+    def pick(state: State, rows: RowBuffer) -> PickedRow:
+        row = _find(state, key, sample, step)
+        return rows.pick([(state.open[key], [row])])[0]
+
+    picked = writer.read(pick)
+    try:
+        return gather([picked], False, log.get)
+    finally:
+        # A row that was let go while it was read may be zeros.
+        writer.check_open()
+        if writer.read(lambda state, rows: _find(state, key, sample, step)).ref != picked.row.ref:
+            raise NotFoundError(f"{picked.row} was sampled anew while it was read; ask again")
+
+
+def _find(state: State, key: GroupKey, sample: int, step: int) -> StoredRow:
+    group = state.open.get(key)
+    if group is None:
+        raise NotFoundError(f"{key} is not open: {what_became_of(state, key)}")
+    trajectory = group.trajectories.get(sample)
+    if trajectory is None or step not in trajectory.rows:
+        raise NotFoundError(f"{key} sample {sample} has no step {step} yet; its samples say which steps came")
+    return trajectory.rows[step]
+
+
+def what_became_of(state: State, key: GroupKey) -> str:
+    """Why this group is not among those that are open."""
+    found = state.closed.get(key)
+    if found is None:
+        return "no such group was begun; look for its uid and round"
+    if isinstance(found, int):
+        return f"it was sealed into batch {found}; look at its rows there"
+    return f"it was dropped ({found}), and its rows are gone"
