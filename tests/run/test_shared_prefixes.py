@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +86,21 @@ def test_steps_that_go_on_stand_once_in_what_the_batch_is_made_of() -> None:
     bench.make_batches()
     tokens = bench.build_batch.batches[0].tokens
     assert len(tokens.values) == len(rows[-1]["prompt_token_ids"]) + 5
+
+
+def test_rows_that_begin_as_each_other_leave_memory_without_the_garbage_collector() -> None:
+    bench = Bench(n_samples_per_prompt=1, train_batch_size=9)
+    sent = table(*turns("a"))
+    gone = weakref.ref(sent.tokens.values)
+    gc.collect()
+    gc.disable()
+    try:
+        bench.run.submit(sent)
+        del sent
+        bench.run.abort_groups(0, ["a"], "lost")
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_what_a_row_begins_as_stays_until_nothing_needs_it() -> None:

@@ -166,11 +166,14 @@ class _Request:
         if row == len(self._sent) - 1 or (self._is_last[row] and group in self._first):
             return
 
+        # Nothing of it refers to this request itself, which would keep its bytes until garbage is collected.
+        steps = self._steps
+
         def tokens() -> Tokens | None:
             first = before.tokens() if left_out and before else ()
             return None if first is None else [*_beginning(first, left_out), sent]
 
-        known = _Known(name, tokens, lambda: _has(self._steps, row), total)
+        known = _Known(name, tokens, lambda: _has(steps, row), total)
         self._known[group, name] = known
         self._first.setdefault(group, known)
 
