@@ -34,8 +34,9 @@ _FORMAT = 2
 _HEAD = SIZE_BYTES + 4
 # Bytes of columns' descriptions that are kept when they were read.
 _SHORT = 1 << 10
-# A larger table is not copied to be held.
+# A larger table is not copied to be held, unless more than one byte in so many that it views is not its own.
 _COPIED_BYTES = 256 << 10
+_MOST_WASTE = 16
 
 
 class TableBytes(NamedTuple):
@@ -145,9 +146,9 @@ def decode(data: bytes | memoryview) -> Steps:
 
 
 def held(table: Steps) -> Stored:
-    """The table as it is held on the heap: what is small, or views more than it has, as bytes of its own."""
-    is_view = len(table.tokens.values) > table.tokens.total
-    if is_view or _nbytes(table) <= _COPIED_BYTES:
+    """The table as it is held on the heap: what is small, or views much more than it has, as bytes of its own."""
+    size, waste = _nbytes(table), 4 * (len(table.tokens.values) - table.tokens.total)
+    if size <= _COPIED_BYTES or _MOST_WASTE * waste > size:
         return encode(table).joined()
     return table
 
