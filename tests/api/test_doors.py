@@ -13,7 +13,7 @@ from tests.api.doors import CONFIG, Door, GrpcDoor, HttpDoor, Json, Refused, gro
 FIRST: Json = {"batch": 0, "epoch": 0, "mini_batch": 0}
 SECOND: Json = {"batch": 0, "epoch": 0, "mini_batch": 1}
 NEXT_BATCH: Json = {"batch": 1, "epoch": 0, "mini_batch": 0}
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def fill_batch(door: Door, run: str, *uids: str) -> None:

@@ -19,7 +19,7 @@ from tests.api.doors import CONFIG, STATES, Door, GrpcDoor, HttpDoor, Refused, g
 from tests.serving import FREE_PORTS
 
 T = TypeVar("T")
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @contextmanager

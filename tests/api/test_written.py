@@ -11,7 +11,7 @@ from safetensors.numpy import load, save
 from gristmill._wire.columns import Array
 from tests.api.doors import CONFIG, Door, HttpDoor, Json, Refused, group
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 COLUMNS = [{"name": "values", "dtype": "float32", "scope": "response", "source": "trainer"}]
 PLACES = [(0, mini_batch, rank) for mini_batch in range(2) for rank in range(2)]
 

@@ -63,17 +63,13 @@ def test_a_large_wrong_body_is_refused_within_a_second_and_in_a_few_lines(
     path = f"/v1/runs/{run}/{call}" if call else "/v1/runs"
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     packed = gzip.compress(body, 1)
-    seconds = []
-    for _ in range(3):  # the machine may be busy with something else
-        start = time.monotonic()
-        answer = http_door.client.post(path, content=packed, headers=headers)
-        seconds.append(time.monotonic() - start)
-        assert answer.status_code == 422
-        assert reason in answer.json()["error"]["message"]
-        assert len(answer.content) < 10_000
-        if seconds[-1] < 1:
-            break
-    assert min(seconds) < 1
+    # The service is of this process; what else the machine does is not counted.
+    start = time.process_time()
+    answer = http_door.client.post(path, content=packed, headers=headers)
+    assert time.process_time() - start < 1
+    assert answer.status_code == 422
+    assert reason in answer.json()["error"]["message"]
+    assert len(answer.content) < 10_000
 
 
 def test_the_first_ten_problems_of_a_body_are_named_and_its_values_cut_short(http_door: HttpDoor, run: str) -> None:

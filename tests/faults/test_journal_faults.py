@@ -375,7 +375,7 @@ def test_a_clock_that_is_set_is_no_reason_to_time_groups_out(services: Services,
     service.grpc.begin(run, ["late"])
     begun = time.monotonic()
     eventually(lambda: service.grpc.get(run)["groups_dropped"] == {"timeout": 1}, "the late one is dropped")
-    assert 1.2 < time.monotonic() - begun < 8
+    assert time.monotonic() - begun > 1.2
 
 
 def test_the_journal_is_one_process_also_when_that_forked(services: Services, tmp_path: Path) -> None:

@@ -30,16 +30,16 @@ from tests.faults.services import (
 from tests.redis.proxy import Proxy
 from tests.redis.servers import RedisServer
 
-LEASE_S = 1.0
+LEASE_S = 2.0
 
 
 class TestTheOwnerGoes:
     @pytest.fixture
-    def start(self, services: Services, shared_redis: RedisServer, run: str) -> Callable[[], tuple[Service, Service]]:
+    def start(self, services: Services, shared_redis: RedisServer, run: str) -> Callable[..., tuple[Service, Service]]:
         """An owner of the run, and another."""
 
-        def begin() -> tuple[Service, Service]:
-            both = services.start(2, *on_redis(shared_redis.url, LEASE_S, run))
+        def begin(lease_s: float = LEASE_S) -> tuple[Service, Service]:
+            both = services.start(2, *on_redis(shared_redis.url, lease_s, run))
             both[0].grpc.create(run, CONFIG)
             first = owner(both, run)
             return first, next(one for one in both if one is not first)
@@ -59,7 +59,7 @@ class TestTheOwnerGoes:
         killed = time.monotonic()
         assert second.grpc.read(run, 0, 0, 0) == data, "shards need no owner"
         found = patiently(lambda: second.grpc.batch(run, 0))
-        assert time.monotonic() - killed < 5
+        assert time.monotonic() - killed < 15
         assert found == before
         assert second.grpc.policy_version(run) == 4
         assert second.grpc.submit(run, [*group("a"), *group("c")]) == ["duplicate"] * 4
@@ -196,8 +196,8 @@ class TestTheOwnerGoes:
         finally:
             first.resume()
 
-    def test_asked_to_stop_it_hands_over_at_once(self, start: Callable[[], tuple[Service, Service]], run: str) -> None:
-        first, second = start()
+    def test_asked_to_stop_it_hands_over_at_once(self, start: Callable[..., tuple[Service, Service]], run: str) -> None:
+        first, second = start(lease_s := 30.0)
         first.grpc.submit(run, [*group("a"), *group("b"), *group("c")])
         first.grpc.batch(run, 0, wait_s=20)
         waits = threading.Thread(target=lambda: patiently(lambda: second.grpc.batch(run, 1, wait_s=20.0)))
@@ -205,7 +205,7 @@ class TestTheOwnerGoes:
         assert first.stop() == 0
         stopped = time.monotonic()
         assert patiently(lambda: second.grpc.submit(run, group("d"))) == ["accepted"] * 2
-        assert time.monotonic() - stopped < LEASE_S
+        assert time.monotonic() - stopped < lease_s / 2
         waits.join(20)
         assert not waits.is_alive()
         assert second.grpc.batch(run, 1, wait_s=20)["state"] == "published"
@@ -253,7 +253,7 @@ class TestOneIsCutOff:
         proxy.cut()
         begun = time.monotonic()
         assert patiently(lambda: near.grpc.submit(run, group("b"))) == ["accepted"] * 2
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 15
         assert "Redis at" in eventually(lambda: far.trouble, "it tells")
         for door in (far.grpc, far.http):
             with pytest.raises(Refused) as refused:
@@ -298,7 +298,7 @@ class TestOneIsCutOff:
             for each in calls:
                 each.result()
         assert set(codes) == {"UNAVAILABLE"}
-        assert slowest < 12
+        assert slowest < 20
         assert "Redis at" in far.trouble
         assert patiently(lambda: near.grpc.submit(run, group("b"))) == ["accepted"] * 2
         proxy.thaw()

@@ -25,7 +25,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 HOST = "127.0.0.1"
-_PATIENCE_S = 20.0
+_PATIENCE_S = 60.0
 
 # Below what the kernel gives to outgoing connections, so that nothing takes a port while its server is down for a
 # restart; a cluster's bus is at the port plus 10000, and must fit there too.

@@ -238,7 +238,7 @@ class TestOwnership:
             found.extend(filter(None, [taken()]))
             return bool(found)
 
-        wait_until(is_taken_over, "the run is taken over", 10)
+        wait_until(is_taken_over, "the run is taken over")
         assert started(found[0]) == [b"one"]
         assert log.is_lost, "the former owner knows by its own clock"
 
@@ -280,7 +280,7 @@ class TestOwnership:
         log = first.create("run", b"{}")
         expire(first)
         second.open("run")
-        wait_until(lambda: log.is_lost, "it learns", 5)
+        wait_until(lambda: log.is_lost, "it learns")
 
     def test_a_process_may_open_its_own_run_anew_and_what_it_sent_before_counts_no_more(
         self, store: RedisRunStore

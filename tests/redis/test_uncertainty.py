@@ -124,7 +124,7 @@ class TestDoubt:
             log = store.open("run")
         doubtful(delete)
         log.close()
-        wait_until(lambda: not redis_server.client().exists(f"{{{PREFIX}:run}}:owner"), "nothing is left", 5)
+        wait_until(lambda: not redis_server.client().exists(f"{{{PREFIX}:run}}:owner"), "nothing is left")
         assert {key for key in redis_server.client().keys("*") if b":snapshot:" not in key} <= {b"test:probe"}
 
     def test_a_silent_server_refuses_rows_and_is_told_as_trouble_until_it_answers(
@@ -138,9 +138,9 @@ class TestDoubt:
         number, _ = log.put(any_table())
         with pytest.raises(UnavailableError):
             log.append(b"rows", [number])
-        wait_until(lambda: store.unhealthy_reason(), "it is told", 5)
+        wait_until(lambda: store.unhealthy_reason(), "it is told")
         proxy.accept()
-        wait_until(lambda: not store.unhealthy_reason(), "it is well again", 5)
+        wait_until(lambda: not store.unhealthy_reason(), "it is well again")
 
     def test_a_server_without_room_refuses_rows_and_takes_what_makes_room(
         self, redis_server: RedisServer, join: Join
@@ -153,13 +153,13 @@ class TestDoubt:
         try:
             admin.config_set("maxmemory-policy", "noeviction")
             admin.config_set("maxmemory", int(admin.info("memory")["used_memory"] / 0.95))
-            wait_until(lambda: "maxmemory" in store.unhealthy_reason(), "it is told", 5)
+            wait_until(lambda: "maxmemory" in store.unhealthy_reason(), "it is told")
             with pytest.raises(UnavailableError, match="maxmemory"):
                 log.put(any_table())
             log.append(b"acknowledged")
             log.remove([number])
             admin.config_set("maxmemory", 0)
-            wait_until(lambda: not store.unhealthy_reason(), "it is well again", 5)
+            wait_until(lambda: not store.unhealthy_reason(), "it is well again")
             log.put(any_table())
         finally:
             admin.config_set("maxmemory", 0)
@@ -326,7 +326,7 @@ class TestRollback:
         log.close()
         with pytest.raises(OwnedElsewhereError):
             store.open("run")
-        wait_until(lambda: taken.is_lost, "it is told", 5)
+        wait_until(lambda: taken.is_lost, "it is told")
         taken.close()
         assert other.open("run").replay().is_short()
 
@@ -343,7 +343,7 @@ class TestRollback:
         with pytest.raises(OwnedElsewhereError):
             store.open("run")
         assert store._client.delete(report), "it is reported"
-        wait_until(lambda: reported_again(store), "it is reported again", 5)
+        wait_until(lambda: reported_again(store), "it is reported again")
         taken.check_reported()
         assert taken.is_lost
 
@@ -356,13 +356,13 @@ class TestRollback:
         taken = other.open("run")
         started(taken)
         log.close()
-        wait_until(lambda: reported_again(store), "it is reported", 5)
+        wait_until(lambda: reported_again(store), "it is reported")
         taken.check_reported()
         taken.close()
         again = other.open("run")
         assert again.replay().is_short()
         again.append(b"goes on")
-        wait_until(lambda: reported_again(store), "it is reported again", 5)
+        wait_until(lambda: reported_again(store), "it is reported again")
         again.check_reported()
         assert not again.is_lost
 
@@ -381,7 +381,7 @@ class TestRollback:
             outcome = append(*arguments)
             with pytest.raises(OwnedElsewhereError):
                 store.open("run")
-            wait_until(lambda: taken.is_lost, "it is told", 5)
+            wait_until(lambda: taken.is_lost, "it is told")
             return outcome
 
         with pytest.MonkeyPatch.context() as patched:
@@ -400,14 +400,14 @@ class TestRollback:
         log.close()
         with pytest.raises(OwnedElsewhereError):
             store.open("run")
-        wait_until(lambda: not store._client.exists(store._keys("run").acknowledged), "it is read", 5)
+        wait_until(lambda: not store._client.exists(store._keys("run").acknowledged), "it is read")
         assert not taken.is_lost
 
     def test_an_idle_owner_learns_it_when_it_renews_its_lease(
         self, redis_server: RedisServer, log: RedisRunLog
     ) -> None:
         self.forget(redis_server, 1)
-        wait_until(lambda: log.is_lost, "it learns", 5)
+        wait_until(lambda: log.is_lost, "it learns")
         wait_until(lambda: log.lease == 0, "and stays lost", 1)
 
     def test_a_log_that_another_process_has_written_on_since_is_found_out(

@@ -413,7 +413,7 @@ class Bench:
         return state
 
 
-def wait_until(ready: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_until(ready: Callable[[], bool], seconds: float = 60.0) -> None:
     """Returns when `ready()` is true."""
     deadline = time.monotonic() + seconds
     while not ready():

@@ -20,7 +20,7 @@ from gristmill_service.storage.memory_runs import MemoryRunLog, MemoryRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.run.harness import CONFIG, BuildBatch, row, table
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 class FailingStore(JournalRunStore):

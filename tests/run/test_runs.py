@@ -29,7 +29,7 @@ from gristmill_service.storage.shard_store import ShardStore
 from gristmill_service.storage.shared_memory import SharedMemoryShardStore
 from tests.run.harness import CONFIG, BuildBatch, Shelf, group_rows, row, table, wait_until
 
-PATIENCE_S = 30
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.run.harness import CONFIG, Bench, group_rows, row, table, wait_until
 from tests.strategies import Row, batches_and_settings, batches_with_columns
 
-PATIENCE_S = 30
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from gristmill_service.run.workers import Workers
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 def test_a_task_that_comes_while_the_workers_stop_is_run_or_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

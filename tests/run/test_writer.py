@@ -32,7 +32,7 @@ from gristmill_service.storage.run_store import LogLostError
 from tests.run.harness import CONFIG, Bench, group_rows, row, table, wait_until
 from tests.run.test_served_bytes import await_batch
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 class SlowAppends:
