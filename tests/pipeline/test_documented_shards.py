@@ -236,4 +236,4 @@ def test_all_metadata_is_on_the_page(tmp_path: Path) -> None:
         count = len(found["uids"])
         for name, told in divisors.items():
             value = found["loss_denominators"][name]
-            assert (len(value) == count) if told.startswith("one number a row") else isinstance(value, int)
+            assert (len(value) == count) if told.startswith("one number for each row") else isinstance(value, int)
