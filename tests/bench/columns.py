@@ -84,7 +84,7 @@ def _write(path: Path, warm: NDArray[np.uint8], size: int) -> None:
 def _service() -> Iterator[Figure]:
     """Turns with experts, each sent by its trajectory; then a pull that leaves them out."""
     work = with_experts(first_tokens(workload("agent"), SUBMITTED_TOKENS))
-    whole = encode("bench", [work.steps])
+    whole, experts = encode("bench", [work.steps]), whole_experts(work)
     pieces = [whole[at : at + _CHUNK // 2] for at in range(0, len(whole), _CHUNK // 2)]
     with bare() as limit, served([]) as service:
         found = []
@@ -92,7 +92,7 @@ def _service() -> Iterator[Figure]:
             name = f"columns-{number}"
             with RolloutClient(service.grpc_address, name) as client:
                 client.create_run(_config(work, layout="left_padded").model_dump(mode="json", exclude_defaults=True))
-                ours = seconds(lambda client=client: _roll_out(client, work))  # type: ignore[misc]
+                ours = seconds(lambda client=client: _roll_out(client, work, experts))  # type: ignore[misc]
             found.append(seconds(lambda: limit.send(pieces)) / ours)
             if number == ROUNDS:
                 yield Figure("columns.skipped_bytes", _skipped(service.grpc_address, name), "bytes", 0.0)
@@ -103,8 +103,8 @@ def _service() -> Iterator[Figure]:
         yield Figure("columns.submit_ratio", ratio, "x bare gRPC", 0.6, len(whole) / 1e6, "MB", at_most=False)
 
 
-def _roll_out(client: RolloutClient, work: Workload) -> None:
-    steps, experts = work.steps, whole_experts(work)
+def _roll_out(client: RolloutClient, work: Workload, experts: list[NDArray[np.int16]]) -> None:
+    steps = work.steps
     for row in range(len(steps)):
         tokens, split = steps.tokens[row], int(steps.prompt_lengths[row])
         if steps.steps[row] == 0:

@@ -143,6 +143,20 @@ def test_rows_are_given_up_when_their_time_is_over() -> None:
     assert "gave up after 5 s" in str(outbox.take_error(delivery))
 
 
+def test_a_trajectory_that_waits_for_an_answer_holds_back_its_own_rows_and_no_others() -> None:
+    limits = Limits(1, 10_000, 0.0)
+    outbox, _ = filled(table("a", 0), table("a", 1), table("a", 2), table("b", 0), table("b", 1), limits=limits)
+    first, other = outbox.next_message(0.0), outbox.next_message(0.0)
+    assert names(first) == [("a", 0)]
+    assert names(other) == [("b", 0)]
+    assert outbox.next_message(0.0) == []
+    assert outbox.due_in(0.0) is None
+    outbox.on_outcomes(other, kept(other))
+    assert names(outbox.next_message(0.0)) == [("b", 1)]
+    outbox.on_outcomes(first, kept(first))
+    assert names(outbox.next_message(0.0)) == [("a", 1)]
+
+
 def test_a_group_without_room_holds_back_its_own_rows_and_no_others() -> None:
     outbox, _ = filled(table("a"), table("b"), table("c"))
     sent = []

@@ -60,6 +60,8 @@ def tokens_of(row: PickedRow, load: Load) -> list[Array]:
 
 def columns_of(row: PickedRow, load: Load) -> frozenset[str]:
     """The declared columns that a row has."""
+    if isinstance(row.stored, Steps):
+        return frozenset(name for name, extra in row.stored.extras.items() if extra.given[row.at])
     found = _Tables(load).row(row)
     return frozenset(name for name, column in found.columns.items() if column.counts and column.counts[found.at] >= 0)
 

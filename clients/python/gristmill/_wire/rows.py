@@ -12,7 +12,7 @@ from gristmill._wire.column_spec import BFLOAT16, ColumnSpec, from_bfloat16
 from gristmill._wire.foreign_names import renamings
 from gristmill._wire.lists import ConvertedTokens
 from gristmill._wire.steps import Extra, Steps
-from gristmill._wire.tables import ARRAYS, SCALARS, ValueColumns, describe
+from gristmill._wire.tables import ARRAYS, SCALARS, ValueColumns, describe, extras_of_row
 from gristmill.errors import InvalidArgumentError
 
 _REQUIRED = ("uid", "sample", "prompt_token_ids", "response_ids", "loss_mask")
@@ -48,6 +48,12 @@ def columns_of(
     known = _FIELDS.union(column.name for column in columns)
     names = _names(rows, (*_REQUIRED, "step", "is_last_step") if step_wise else _REQUIRED, known)
     return ValueColumns({name: [row.get(name) for row in rows] for name in names}, len(rows), columns, converted)
+
+
+def extras_of(row: Mapping[str, Any], columns: Sequence[ColumnSpec]) -> dict[str, Extra]:
+    """The declared columns of one row, by name; their values are copied. Raises InvalidArgumentError as `from_rows`."""
+    _names([row], (), _FIELDS.union(column.name for column in columns))
+    return extras_of_row(row, columns)
 
 
 def extra_names(rows: Iterable[Mapping[str, Any]]) -> set[str]:

@@ -256,6 +256,16 @@ def _extra(column: ColumnSpec, arrays: Sequence[Array | None]) -> Extra:
     return Extra(Ragged.from_arrays(values, column.storage), given)
 
 
+def extras_of_row(row: Mapping[str, Any], columns: Sequence[ColumnSpec]) -> dict[str, Extra]:
+    """Those of the declared columns that the row has, each of one row."""
+    where = describe(row, 0)
+    return {
+        column.name: _extra(column, [column.array(row[column.name], where)])
+        for column in columns
+        if row.get(column.name) is not None
+    }
+
+
 def _versions(
     given: Sequence[int], arrays: Sequence[Array | None], responses: Sequence[Any]
 ) -> tuple[NDArray[np.int32], Ragged | None]:

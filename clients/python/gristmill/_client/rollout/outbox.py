@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 
 from gristmill._client.connection.channels import MESSAGE_BYTES
@@ -38,6 +39,8 @@ from gristmill.errors import (
 
 # A message is a little more than its rows' buffers.
 _MESSAGE_RESERVE = 64 << 10
+# So many rows are looked at for one that need not wait for an answer.
+_LOOK_AHEAD = 64
 
 
 @dataclass(slots=True)
@@ -174,8 +177,8 @@ class Outbox:
         times = [parked.not_before for parked in self._parked.values()]
         if self._again:
             times.append(now)
-        if self._fresh:
-            times.append(now if self._is_full() or self._is_urgent() else self._fresh[0].added + self._limits.linger_s)
+        if first := self._first_free():
+            times.append(now if self._is_full() or self._is_urgent(first) else first.added + self._limits.linger_s)
         soonest = min(times, default=inf)
         return None if soonest == inf else max(soonest, self._held_until) - now
 
@@ -229,19 +232,28 @@ class Outbox:
             return False
         if self._again or self._parked:
             return True
-        return bool(self._fresh) and self._fresh[0].key in self._being_sent
+        return bool(self._fresh) and self._first_free() is None
+
+    def _first_free(self) -> PendingRow | None:
+        """The first row, of those looked at, of whose trajectory nothing is under way."""
+        return next((entry for entry in islice(self._fresh, _LOOK_AHEAD) if entry.key not in self._being_sent), None)
 
     def _returned(self, entries: Sequence[PendingRow]) -> None:
         self._messages -= bool(entries)
         self._being_sent.difference_update(entry.key for entry in entries)
 
     def _take_fresh(self, now: float) -> list[PendingRow]:
-        fresh, taken = self._fresh, list[PendingRow]()
-        if not fresh:
-            return taken
-        if not (self._is_full() or self._is_urgent() or fresh[0].added + self._limits.linger_s <= now):
-            return taken
-        taken = self._fill(fresh)
+        first = self._first_free()
+        if first is None:
+            return []
+        if not (self._is_full() or self._is_urgent(first) or first.added + self._limits.linger_s <= now):
+            return []
+        # Those of trajectories that are being sent stay, all of them, so that each trajectory keeps its order.
+        passed = list[PendingRow]()
+        while self._fresh[0].key in self._being_sent:
+            passed.append(self._fresh.popleft())
+        taken = self._fill(self._fresh)
+        self._fresh.extendleft(reversed(passed))
         self._fresh_bytes -= sum(entry.size for entry in taken)
         return taken
 
@@ -267,8 +279,8 @@ class Outbox:
         """Whether a message can be filled."""
         return len(self._fresh) >= self._limits.message_rows or self._fresh_bytes >= self._limits.message_bytes
 
-    def _is_urgent(self) -> bool:
-        return self._fresh[0].number <= self._urgent_number
+    def _is_urgent(self, entry: PendingRow) -> bool:
+        return entry.number <= self._urgent_number
 
     def _wait_for_room(self, entries: list[PendingRow], failure: Failure, now: float) -> None:
         """Parks the group that has no room; of several groups, finds by halving which it is."""

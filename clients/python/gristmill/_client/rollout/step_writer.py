@@ -12,7 +12,7 @@ from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array, Ragged
 from gristmill._wire.extras import check_extras
 from gristmill._wire.lists import ConvertedTokens, size_of
-from gristmill._wire.rows import from_rows
+from gristmill._wire.rows import extras_of, from_rows
 from gristmill._wire.steps import UNKNOWN, Extra, Steps, TrajectoryKey
 from gristmill._wire.tables import is_vector, token_ids
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
@@ -109,12 +109,10 @@ class StepWriter:
         may be hundreds of times the size of their tokens."""
         kept = self._kept(table, row, shared)
         count = 0 if self._before is None or not kept else self._before.tokens.total
-        split = table.prompt_lengths[0]
-        converted = {"prompt_token_ids": table.tokens[0][:split], "response_ids": table.tokens[0][split:]}
-        new = from_rows([{**row, **converted, **{name: row[name][count:] for name in kept}}], columns=declared)
+        new = extras_of({**row, **{name: row[name][count:] for name in kept}}, declared)
         pieces = {name: (*one.before, one.values[0]) for name, one in kept.items()}
-        extras = {name: replace(extra, before=pieces.get(name, ())) for name, extra in new.extras.items()}
-        return check_extras(replace(new, extras=extras), declared, np.array([count]))
+        extras = {name: replace(extra, before=pieces[name]) if name in pieces else extra for name, extra in new.items()}
+        return check_extras(replace(table, extras=extras), declared, np.array([count]))
 
     def _kept(self, table: Steps, row: Mapping[str, Any], shared: frozenset[str]) -> dict[str, Extra]:
         """The shared columns of the step before, where this step begins with all of its tokens and has the columns."""
