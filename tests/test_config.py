@@ -14,7 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill.errors import GristmillError, InvalidArgumentError, UnsupportedError
-from gristmill_service.config import SETTINGS, Flops, KlInReward, MicroBatch, RunConfig, parse_config, read_config
+from gristmill_service.config import (
+    SETTINGS,
+    Flops,
+    KlInReward,
+    MicroBatch,
+    RunConfig,
+    parse_config,
+    read_config,
+    warnings_of,
+    with_dp_size,
+)
 
 GOOD: dict[str, Any] = {
     "train_batch_size": 8,
@@ -379,23 +389,24 @@ def test_flops_are_read_from_yaml_with_an_exponent(tmp_path: Path) -> None:
 
 def test_warnings_name_settings_that_do_not_go_together() -> None:
     merged = GOOD | {"step_wise": True, "merge": "prefix", "loss_reduction": "sequence_mean"}
-    assert "scale of the loss depends on how many steps merge" in parse_config(merged).warnings()[0]
-    assert "merge: tree makes fewer of them" in parse_config(merged | {"merge": "tree"}).warnings()[0]
+    assert "scale of the loss depends on how many steps merge" in warnings_of(parse_config(merged))[0]
+    assert "merge: tree makes fewer of them" in warnings_of(parse_config(merged | {"merge": "tree"}))[0]
     dropping = GOOD | {"on_misaligned": "drop_trailing"}
-    assert "drops the groups that finished last" in parse_config(dropping).warnings()[0]
+    assert "drops the groups that finished last" in warnings_of(parse_config(dropping))[0]
     crowded = GOOD | {"micro_batch": {"count": 3}, "dp_size": 3}
-    assert "makes 9 micro-batches, and a mini-batch has 8 rows at most" in parse_config(crowded).warnings()[0]
-    assert parse_config(crowded | {"dp_size": 2}).warnings() == []
+    assert "makes 9 micro-batches, and a mini-batch has 8 rows at most" in warnings_of(parse_config(crowded))[0]
+    assert warnings_of(parse_config(crowded | {"dp_size": 2})) == []
     lone = GOOD | {"n_samples_per_prompt": 1, "max_samples_per_prompt": 2}
-    assert "max_samples_per_prompt: 2 with n_samples_per_prompt: 1: a group of one" in parse_config(lone).warnings()[0]
+    (told,) = warnings_of(parse_config(lone))
+    assert "max_samples_per_prompt: 2 with n_samples_per_prompt: 1: a group of one" in told
     cut = GOOD | {"layout": "prefix_tree", "n_samples_per_prompt": 4, "micro_batch": {"size": 3}}
-    assert "cuts every group of 4 samples" in parse_config(cut).warnings()[0]
-    assert parse_config(cut | {"micro_batch": {"size": 4}}).warnings() == []
+    assert "cuts every group of 4 samples" in warnings_of(parse_config(cut))[0]
+    assert warnings_of(parse_config(cut | {"micro_batch": {"size": 4}})) == []
     waits = GOOD | {"tag_shares": {"math": {"min": 0.5}}}
-    assert "where a tag stops coming no batch is sealed" in parse_config(waits).warnings()[0]
-    assert parse_config(waits | {"tag_timeout_s": 60.0}).warnings() == []
-    assert parse_config(lone | {"advantage_estimator": "none"}).warnings() == []
-    assert parse_config(GOOD).warnings() == []
+    assert "where a tag stops coming no batch is sealed" in warnings_of(parse_config(waits))[0]
+    assert warnings_of(parse_config(waits | {"tag_timeout_s": 60.0})) == []
+    assert warnings_of(parse_config(lone | {"advantage_estimator": "none"})) == []
+    assert warnings_of(parse_config(GOOD)) == []
 
 
 @pytest.mark.parametrize(
@@ -443,7 +454,7 @@ def test_a_missing_file_is_refused_with_its_name(tmp_path: Path) -> None:
     ],
 )
 def test_a_setting_that_the_estimator_does_not_read_is_told(change: dict[str, Any], told: list[str]) -> None:
-    found = parse_config(GOOD | change).warnings()
+    found = warnings_of(parse_config(GOOD | change))
     assert len(found) == len(told)
     assert all(warning.startswith(expected) for warning, expected in zip(found, told, strict=True))
 
@@ -451,7 +462,7 @@ def test_a_setting_that_the_estimator_does_not_read_is_told(change: dict[str, An
 def test_lambda_has_its_own_name_wherever_a_configuration_is_stored_or_sent() -> None:
     config = parse_config(GOOD | {"lambda": 0.95})
     assert config.lambda_ == config.model_dump()["lambda"] == json.loads(config.model_dump_json())["lambda"] == 0.95
-    assert config.with_dp_size(2).lambda_ == 0.95
+    assert with_dp_size(config, 2).lambda_ == 0.95
 
 
 def test_numbers_that_yaml_takes_for_text_are_read(tmp_path: Path) -> None:

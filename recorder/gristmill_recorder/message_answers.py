@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
 from gristmill_recorder.events import Event
-from gristmill_recorder.forms import ChatStream, Document
-
-if TYPE_CHECKING:
-    from gristmill_recorder.messages import MessagesForm
+from gristmill_recorder.forms import ChatForm, ChatStream, Document
 
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 _DONE = "message_stop"
@@ -67,7 +64,7 @@ def _stop(finish: str | None, sequence: Any) -> Document:
 class MessageStream(ChatStream):
     """Chunks of a completion, of which the agent gets events of a message."""
 
-    def __init__(self, form: MessagesForm) -> None:
+    def __init__(self, form: ChatForm) -> None:
         super().__init__(form)
         self._index = -1
         self._open = ""

@@ -6,7 +6,7 @@ import json
 from random import Random
 from typing import Any
 
-from gristmill_service.config import parse_config
+from gristmill_service.config import parse_config, warnings_of
 from tests.fuzz.mutate import changed_document
 from tests.fuzz.targets import Target
 
@@ -40,7 +40,7 @@ def _change(random: Random, data: bytes) -> bytes:
 
 def _read(data: bytes) -> None:
     config = parse_config(json.loads(data))
-    config.warnings()
+    warnings_of(config)
     text = config.model_dump_json()
     assert len(text) < 100_000 + 10 * len(data)
     assert parse_config(json.loads(text)) == config, "what is stored is what was given"

@@ -23,7 +23,7 @@ from gristmill_service.cli.counted import counted
 from gristmill_service.cli.progress import Advance, byte_bar, count_bar
 from gristmill_service.cli.refusal_exit import messages, refusals
 from gristmill_service.cli.rollout_files import read_batches
-from gristmill_service.config import RunConfig, read_config
+from gristmill_service.config import RunConfig, read_config, warnings_of
 from gristmill_service.pipeline import BuiltBatch, build_batch, plan_batch
 from gristmill_service.pipeline.alternatives import costs
 from gristmill_service.pipeline.plan_document import PlanDocument, encode_plan
@@ -134,7 +134,7 @@ def _refuse_written(path: Path, config: RunConfig) -> None:
 
 
 def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:
-    for warning in config.warnings():
+    for warning in warnings_of(config):
         messages.print(f"[yellow]warning:[/] {warning}")
     size = file.stat().st_size if file.is_file() else None
     with byte_bar("Reading rollouts", size) as advance:

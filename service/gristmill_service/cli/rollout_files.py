@@ -21,8 +21,7 @@ from gristmill._wire.extras import check_extras
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.config import RunConfig
-from gristmill_service.group_rules import MOST_TAGS
+from gristmill_service.config import MOST_TAGS, RunConfig
 
 Progress = Callable[[int], None]
 """A function that is called with the number of the file's bytes that are read so far."""

@@ -26,7 +26,7 @@ from gristmill.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gristmill_service.config import RunConfig, parse_config
+from gristmill_service.config import RunConfig, parse_config, warnings_of
 from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.pipeline import build_batch as build_with_pipeline
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
@@ -108,7 +108,7 @@ class Runs:
                     f"there are {count} runs and max_runs allows {self._max_runs}; delete one, or raise the setting"
                 ) from None
             if self._create(name, parsed):
-                return parsed.warnings(), True
+                return warnings_of(parsed), True
             run = self.get(name)
         if run.is_deleted:
             raise UnavailableError(f"run {name!r} is being deleted; create it again when that is done")
@@ -116,7 +116,7 @@ class Runs:
             raise AlreadyExistsError(
                 f"run {name!r} exists with another configuration: {_difference(run.created_with, parsed)}"
             )
-        return parsed.warnings(), False
+        return warnings_of(parsed), False
 
     def get(self, name: str) -> Run:
         """Raises NotFoundError where there is no such run, OwnedElsewhereError where another process has it, and

@@ -22,7 +22,7 @@ import structlog
 from gristmill._wire.steps import Steps
 from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service.call_threads import waiting
-from gristmill_service.config import RunConfig
+from gristmill_service.config import RunConfig, with_dp_size
 from gristmill_service.run.effects import Effects, SparseTable
 from gristmill_service.run.machine import admission, progress, sealing
 from gristmill_service.run.machine.admission import BytesLeft, Room, RowBudget
@@ -89,7 +89,7 @@ class Writer:
     ) -> None:
         self.lock = threading.Lock()
         self.state, self.rows, self.waiters = state, RowBuffer(compacts=not log.maps_rows), Waiters()
-        self.config, self.now = config.with_dp_size(state.dp_size), now
+        self.config, self.now = with_dp_size(config, state.dp_size), now
         self.staged: dict[int, Staged] = {}
         self.closed: GristmillError | None = None
         self._name, self._log, self._monitor, self._budget, self._clock = name, log, monitor, budget, clock
@@ -367,7 +367,7 @@ class Writer:
             case BatchWithdrawn():
                 effects.builds = True
             case Resized(dp_size):
-                self.config = self.config.with_dp_size(dp_size)
+                self.config = with_dp_size(self.config, dp_size)
 
     def _note_change(self, topics: set[Topic]) -> None:
         room = self.room()

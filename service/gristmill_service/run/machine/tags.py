@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from gristmill._wire.steps import check_tag
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.group_rules import MOST_TAGS
+from gristmill_service.config import MOST_TAGS
 from gristmill_service.run.machine.events import GroupKey, GroupTagged, NewGroup
 from gristmill_service.run.machine.state import State
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from gristmill._wire.steps import check_text
 from gristmill.errors import FailedPreconditionError
-from gristmill_service.config import Model, RunConfig
+from gristmill_service.config import Model, RunConfig, with_dp_size
 from gristmill_service.run.machine import columns as written_columns
 from gristmill_service.run.machine import progress
 from gristmill_service.run.machine.answers import ColumnPlace, Moved, Position, Resumed
@@ -97,7 +97,7 @@ class Resume(Command[Resumed]):
                 f"{self._run_id}: that run was deleted since; start without the checkpoint's state, or restore that run"
             )
         dp_size = self._dp_size or view.state.dp_size
-        view.config.with_dp_size(dp_size)
+        with_dp_size(view.config, dp_size)
         return resume(
             view.state, self._model, given.position, self._launch, dp_size, given.generation, given.give_up_reason
         )

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 from gristmill.errors import InvalidArgumentError
 
-if TYPE_CHECKING:
-    from gristmill.torch import Rows
-
 Part = Literal["row", "prompt", "response"]
 _PARTS = ("row", "prompt", "response")
+
+
+class Rows(Protocol):
+    """What is asked of `gristmill.torch.Rows`."""
+
+    @property
+    def is_packed(self) -> bool: ...
+
+    @property
+    def is_tree(self) -> bool: ...
+
+    def __getitem__(self, name: str) -> torch.Tensor: ...
+
+    def position_ids(self) -> torch.Tensor: ...
 
 
 class Jagged(NamedTuple):

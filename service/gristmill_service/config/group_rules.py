@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from gristmill.errors import InvalidArgumentError
+from gristmill_service.config.run_config import RunConfig
 from gristmill_service.validation_messages import shown
-
-if TYPE_CHECKING:
-    from gristmill_service.config import RunConfig
 
 # Of a mini-batch, where `micro_batch.count` asks for them: each has a row, if only a padding row.
 MOST_MICRO_BATCHES = 1 << 20
@@ -82,33 +78,3 @@ def check_tags(config: RunConfig) -> None:
             f"tag_shares: {' + '.join(f'{count} of {shown(tag)}' for tag, count in groups.items())} whole groups are "
             f"more than train_batch_size: {config.train_batch_size}; lower the shares or enlarge the batch"
         )
-
-
-def warnings(config: RunConfig) -> Iterator[str]:
-    """Yields a sentence for each thing that is allowed but probably not meant."""
-    micro_batches, rows = config.dp_size * (config.micro_batch.count or 0), _most_rows(config)
-    if rows is not None and micro_batches > rows:
-        yield (
-            f"micro_batch.count: {config.micro_batch.count} on dp_size: {config.dp_size} ranks makes {micro_batches} "
-            f"micro-batches, and a mini-batch has {rows} rows at most, so that the others are padding alone; lower "
-            "the count or enlarge the mini-batches"
-        )
-    if config.tag_shares and config.tag_timeout_s is None:
-        yield (
-            "tag_shares without tag_timeout_s: where a tag stops coming no batch is sealed any more until the run "
-            "is finished; set tag_timeout_s"
-        )
-    several = config.most_samples > 1 and config.n_samples_per_prompt == 1
-    if several and config.advantage_estimator in ("grpo", "rloo", "maxrl"):
-        yield (
-            f"max_samples_per_prompt: {config.max_samples_per_prompt} with n_samples_per_prompt: 1: a group of one "
-            "is scored without a baseline, also one that is left of several, and the others relative to their "
-            "group; use n_samples_per_prompt: 2 or more, or advantage_estimator: none"
-        )
-
-
-def _most_rows(config: RunConfig) -> int | None:
-    """The most rows that a mini-batch can have; None where trajectories have steps."""
-    if config.step_wise:
-        return None
-    return max(map(config.mini_batch_size, config.models)) * config.most_samples

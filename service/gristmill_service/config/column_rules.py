@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gristmill._wire.column_spec import ColumnScope
 from gristmill.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from gristmill_service.config import RunConfig
+from gristmill_service.config.run_config import RunConfig
 
 
 def check_kl(config: RunConfig) -> None:

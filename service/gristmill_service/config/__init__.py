@@ -1,0 +1,34 @@
+"""A run's configuration: its settings, the rules that they follow, and how it is read.
+
+Owns every rule that can be decided before a rollout is seen. Reads no file but the one that it is given.
+"""
+
+from gristmill_service.config.group_rules import MOST_TAGS
+from gristmill_service.config.parsing import parse_config, read_config, with_dp_size
+from gristmill_service.config.run_config import (
+    SETTINGS,
+    Flops,
+    KlEstimator,
+    KlInReward,
+    LossReduction,
+    MicroBatch,
+    Model,
+    RunConfig,
+)
+from gristmill_service.config.warnings import warnings_of
+
+__all__ = [
+    "MOST_TAGS",
+    "SETTINGS",
+    "Flops",
+    "KlEstimator",
+    "KlInReward",
+    "LossReduction",
+    "MicroBatch",
+    "Model",
+    "RunConfig",
+    "parse_config",
+    "read_config",
+    "warnings_of",
+    "with_dp_size",
+]

@@ -1,0 +1,101 @@
+"""A run's configuration as JSON or YAML gave it, checked as a whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+from pydantic import ValidationError as PydanticValidationError
+
+from gristmill._wire.column_spec import ColumnSpec, specs_of
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.config import rules
+from gristmill_service.config.foreign_settings import renamings
+from gristmill_service.config.run_config import (
+    FLOAT64_MAX,
+    SETTINGS,
+    Flops,
+    KlInReward,
+    MicroBatch,
+    RunConfig,
+    TagShare,
+)
+from gristmill_service.validation_messages import place, problems, shown
+
+_SECTIONS: dict[str, type[BaseModel]] = {"micro_batch": MicroBatch, "flops": Flops, "kl_in_reward": KlInReward}
+
+
+def parse_config(mapping: object, source: str = "configuration") -> RunConfig:
+    """Returns a checked configuration from what JSON or YAML gave.
+
+    Raises InvalidArgumentError naming the setting, its value, the reason and the remedy.
+    """
+    if not isinstance(mapping, dict):
+        raise InvalidArgumentError(f"{source}: expected a mapping of settings, got {type(mapping).__name__}")
+    try:
+        _refuse_unknown(mapping, SETTINGS)
+        for section, model in _SECTIONS.items():
+            if isinstance(given := mapping.get(section), dict):
+                _refuse_unknown(given, model.model_fields, f"{section}.")
+        if isinstance(shares := mapping.get("tag_shares"), dict):
+            for tag, share in shares.items():
+                if isinstance(share, dict):
+                    _refuse_unknown(share, TagShare.model_fields, f"tag_shares.{shown(tag)}.")
+        if "columns" in mapping:
+            mapping = mapping | {"columns": _columns(mapping["columns"])}
+        config = RunConfig.model_validate(mapping)
+        rules.check(config)
+    except PydanticValidationError as error:
+        raise InvalidArgumentError(f"{source}: {problems(_explain(error))}") from None
+    except InvalidArgumentError as error:
+        raise type(error)(f"{source}: {error}") from None
+    return config
+
+
+def read_config(path: Path) -> RunConfig:
+    """Returns a checked configuration from a YAML or JSON file. Raises InvalidArgumentError naming the file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"{path}: cannot read the configuration: {error}") from None
+    try:
+        mapping = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise InvalidArgumentError(f"{path}: neither valid YAML nor JSON: {error}") from None
+    return parse_config(mapping, str(path))
+
+
+def with_dp_size(config: RunConfig, dp_size: int) -> RunConfig:
+    """The same settings for so many ranks. Raises InvalidArgumentError where the others do not allow it."""
+    if dp_size == config.dp_size:
+        return config
+    return parse_config(json.loads(config.model_dump_json(exclude_defaults=True)) | {"dp_size": dp_size})
+
+
+def _columns(given: object) -> tuple[ColumnSpec, ...]:
+    if not isinstance(given, list | tuple):
+        raise InvalidArgumentError(f"columns: expected a list of columns, got {type(given).__name__}")
+    return specs_of(given)
+
+
+def _refuse_unknown(mapping: dict[Any, Any], known: Collection[str], section: str = "") -> None:
+    """Refuses settings that there are not, before pydantic makes an error of each."""
+    unknown = [name for name in mapping if name not in known]
+    if unknown:
+        names = (f"unknown setting {section}{name if str(name).isprintable() else shown(name)}" for name in unknown)
+        raise InvalidArgumentError(f"{problems(names)}{renamings(unknown, known)}; known are {', '.join(known)}")
+
+
+def _explain(error: PydanticValidationError) -> Iterator[str]:
+    for item in error.errors(include_url=False, include_context=False):
+        name, value = place(item), item["input"]
+        if item["type"] == "missing":
+            yield f"{name} is required"
+        elif item["type"] == "float_type" and isinstance(value, int) and not isinstance(value, bool):
+            yield f"{name}: input should be less than or equal to {FLOAT64_MAX}, got {shown(value)}"
+        else:
+            yield f"{name}: {item['msg'].lower()}, got {shown(value)}"

@@ -1,0 +1,227 @@
+"""A run's settings: names, types and defaults as the specification has them, and what follows from them."""
+
+from __future__ import annotations
+
+import sys
+from fractions import Fraction
+from functools import lru_cache
+from math import ceil
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, NonNegativeFloat
+from pydantic_core import PydanticCustomError
+
+from gristmill._wire.column_spec import ColumnSpec
+from gristmill._wire.steps import LONGEST_TAG
+
+LossReduction = Literal[
+    "none", "token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean", "trajectory_mean"
+]
+Model = Literal["policy", "critic"]
+KlEstimator = Literal["k1", "k2", "k3"]
+
+# Far beyond what anyone runs, and small enough that a slip of the keyboard is refused before memory is.
+Size = Annotated[int, Field(gt=0, le=1 << 14)]
+Count = Annotated[int, Field(gt=0, le=1 << 24)]
+# Where a setting has no other limit it is that of 64 bits: nothing that stores or sends a configuration holds more.
+INT64_MAX = 2**63 - 1
+FLOAT64_MAX = sys.float_info.max
+Tokens = Annotated[int, Field(gt=0, le=INT64_MAX)]
+Bytes = Annotated[int, Field(gt=0, le=INT64_MAX)]
+Versions = Annotated[int, Field(ge=0, le=INT64_MAX)]
+# Thirty years: what timers take.
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+
+_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, serialize_by_alias=True)
+
+
+class MicroBatch(BaseModel):
+    """What bounds micro-batches: exactly one of `size` (rows of each), `max_tokens` (tokens of each per rank, times
+    `cp_size`) and `count` (how many a rank has of a mini-batch). `full`: whether padding rows fill a rank's last
+    micro-batch up to `size`."""
+
+    model_config = _STRICT
+
+    size: Count | None = None
+    max_tokens: Tokens | None = None
+    count: Size | None = None
+    full: bool = False
+
+
+def _number(value: object) -> object:
+    """Makes a number of text: YAML 1.1 takes `1.5e10` for text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _encodable(text: str) -> str:
+    """Refuses what no file and no message can hold: half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PydanticCustomError("unicode", "input should be valid Unicode") from error
+    return text
+
+
+Tag = Annotated[str, AfterValidator(_encodable), Field(min_length=1, max_length=LONGEST_TAG)]
+StopReason = Annotated[str, AfterValidator(_encodable), Field(max_length=1000)]
+Coefficient = Annotated[NonNegativeFloat, BeforeValidator(_number)]
+Epsilon = Annotated[float, BeforeValidator(_number), Field(gt=0)]
+Discount = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
+ColumnName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$", max_length=63)]
+
+
+class Flops(BaseModel):
+    """The FLOPs of a row of n tokens are `linear * n + quadratic * n**2`.
+
+    Only their ratio counts. For a dense transformer 2 * parameters and 2 * layers * hidden size: a forward pass takes
+    2 * parameters + 4 * layers * hidden size * context per token (PaLM, arXiv:2204.02311, appendix B, where both passes
+    are three times that), and a causal row's tokens see n / 2 on average.
+    """
+
+    model_config = _STRICT
+
+    linear: Coefficient = 1.0
+    quadratic: Coefficient = 0.0
+
+
+class TagShare(BaseModel):
+    """The part of each batch, of its groups, that has a tag: at least `min`."""
+
+    model_config = _STRICT
+
+    min: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
+
+    def groups(self, size: int) -> int:
+        """The groups that a batch of so many has at least. Decimal: 0.7 of 10 is 7."""
+        return _share_of(self.min, size)
+
+
+@lru_cache
+def _share_of(share: float, size: int) -> int:
+    return ceil(Fraction(repr(share)) * size)
+
+
+class KlInReward(BaseModel):
+    """What is subtracted from rewards: `coef` times the KL against a reference, exactly one of `estimator` (of each
+    trained token's log-probabilities) and `column` (a row column that holds a row's sum)."""
+
+    model_config = _STRICT
+
+    coef: Coefficient
+    estimator: KlEstimator | None = None
+    column: ColumnName | None = None
+
+
+def _filter_mode(value: object) -> object:
+    """Reads YAML's `true` as `mask` and `false` as off."""
+    return {True: "mask", False: None}[value] if isinstance(value, bool) else value
+
+
+class RunConfig(BaseModel):
+    """The settings of a run. Field names, defaults and rules are those of the specification."""
+
+    model_config = _STRICT
+
+    train_batch_size: Count
+    n_samples_per_prompt: Size
+    policy_mini_batch_size: Count
+    critic_mini_batch_size: Count | None = None
+    mini_batch_unit: Literal["prompt", "sequence"] = "prompt"
+    update_epochs_per_batch: Count = 1
+    step_wise: bool = False
+    merge: Literal["none", "prefix", "tree"] = "none"
+    retokenised_tail: Annotated[int, Field(ge=0, le=INT64_MAX)] = 0
+    trajectory_score: Literal["last_step", "sum"] = "last_step"
+    advantage_estimator: Literal["grpo", "rloo", "maxrl", "none", "gae", "reinforce++"] = "grpo"
+    grpo_norm_by_std: bool = True
+    grpo_epsilon: Epsilon = 1e-6
+    gamma: Discount = 1.0
+    lambda_: Discount = Field(default=1.0, alias="lambda")
+    whiten: Literal["batch", "mini_batch", "none"] = "none"
+    kl_in_reward: KlInReward | None = None
+    kl_from: Literal["old_logprobs", "rollout_logprobs"] = "old_logprobs"
+    loss_reduction: LossReduction = "none"
+    zero_variance_filter: Annotated[Literal["mask", "replace"] | None, BeforeValidator(_filter_mode)] = None
+    overlong_filter: Annotated[tuple[StopReason, ...], FailFast()] = Field(default=(), strict=False, max_length=1000)
+    max_staleness: Versions | None = None
+    stale: Literal["drop", "count", "mask"] = "count"
+    dp_size: Size = 1
+    cp_size: Size = 1
+    vpp_size: Size = 1
+    microbatch_group_size: Size = 1
+    micro_batch: MicroBatch
+    on_misaligned: Literal["pad", "drop_trailing", "error"] = "pad"
+    balance: Literal["none", "tokens", "flops"] = "none"
+    flops: Flops | None = None
+    seal_order: Literal["completion", "admission"] = "completion"
+    group_timeout_s: Seconds | None = None
+    min_samples: Size = 1
+    max_samples_per_prompt: Size | None = None
+    surplus: Annotated[int, Field(ge=0, le=1 << 14)] = 0
+    max_buffered_batches: Count = 4
+    max_buffered_bytes: Bytes = 4 << 30
+    tag_shares: dict[Tag, TagShare] = Field(default={})
+    tag_timeout_s: Seconds | None = None
+    layout: Literal["left_padded", "packed", "prefix_tree"] = "left_padded"
+    pad_width: Literal["batch", "mini_batch", "shard", "micro_batch"] = "shard"
+    pad_to_multiple_of: Size = 1
+    pad_token_id: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    max_seq_len: Tokens | None = None
+    columns: tuple[ColumnSpec, ...] = ()
+
+    @property
+    def align_to(self) -> int:
+        """The number of which a mini-batch's micro-batch count is a multiple (all ranks together)."""
+        return self.dp_size * (self.microbatch_group_size if self.vpp_size > 1 else 1)
+
+    @property
+    def token_cap(self) -> int | None:
+        """The tokens (prompt and response) that a micro-batch may hold; None without `micro_batch.max_tokens`."""
+        tokens = self.micro_batch.max_tokens
+        return None if tokens is None else min(tokens * self.cp_size, INT64_MAX)
+
+    @property
+    def padding_row_tokens(self) -> int:
+        """The length of a padding row: one prompt and one response token, or what `pad_to_multiple_of` asks for."""
+        return max(2, self.pad_to_multiple_of)
+
+    @property
+    def has_token_axis(self) -> bool:
+        """Whether the rows of a micro-batch stand on one token axis."""
+        return self.layout != "left_padded"
+
+    @property
+    def shared_columns(self) -> frozenset[str]:
+        """The names of the columns whose values a row may lack where the step before has them."""
+        return frozenset(column.name for column in self.columns if column.is_shared)
+
+    @property
+    def written_columns(self) -> tuple[ColumnSpec, ...]:
+        """The columns that trainers write back: a batch waits for them."""
+        return tuple(column for column in self.columns if column.source == "trainer")
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        return ("policy",) if self.critic_mini_batch_size is None else ("policy", "critic")
+
+    @property
+    def most_samples(self) -> int:
+        """The samples that a prompt group may be made of."""
+        return self.max_samples_per_prompt or self.n_samples_per_prompt
+
+    def tag_groups(self, size: int) -> dict[str, int]:
+        """The groups of each tag that a batch of so many groups has at least."""
+        return {tag: share.groups(size) for tag, share in self.tag_shares.items()}
+
+    def mini_batch_size(self, model: Model) -> int:
+        """Returns the prompt groups, or rows with `mini_batch_unit: sequence`, of one optimizer step of `model`."""
+        if model == "policy" or self.critic_mini_batch_size is None:
+            return self.policy_mini_batch_size
+        return self.critic_mini_batch_size
+
+
+# By the names that a configuration has: `lambda` is a word of Python's.
+SETTINGS = {field.alias or name: field for name, field in RunConfig.model_fields.items()}
