@@ -24,6 +24,7 @@ from gristmill_service.api.rpc.server import GrpcServer
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.registry import Watched
 from gristmill_service.monitoring.metrics.storage_timing import TimedRunStore, TimedShardStore
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.monitoring.run_stats import RunStats, run_stats
 from gristmill_service.monitoring.token_texts import TokenTexts
 from gristmill_service.run.runs import Runs
@@ -43,7 +44,13 @@ class Service:
             metrics = Metrics()
             shards = TimedShardStore(self._storage.shards, metrics.storing)
             stored_runs = TimedRunStore(self._storage.runs, metrics.storing)
-            self.runs = Runs(shards, stored_runs, max_row_bytes=int(settings.max_row_bytes), max_runs=settings.max_runs)
+            self.runs = Runs(
+                shards,
+                stored_runs,
+                make_monitor=Monitor,
+                max_row_bytes=int(settings.max_row_bytes),
+                max_runs=settings.max_runs,
+            )
             undo.callback(self.runs.close, 0.0)
             self.long_poll = LongPoll(settings.max_waiters)
             metrics.watch(

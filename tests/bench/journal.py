@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gristmill._client.connection.transport import Transport
 from gristmill.v1 import run_pb2
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
@@ -50,7 +51,7 @@ def _recovery() -> Figure:
 def _fill(directory: Path) -> None:
     """As a killed service leaves it: a run of long rows, nothing of it sealed."""
     ledger = JournalRunStore(directory, "never")
-    runs = Runs(MemoryShardStore(), ledger)
+    runs = Runs(MemoryShardStore(), ledger, make_monitor=Monitor)
     runs.create("bench", config())
     for table in tables(LONG, JOURNAL_BYTES):
         runs.get("bench").submit(table)
@@ -99,7 +100,7 @@ def _at_rest() -> Figure:
     work = workload("agent")
     with tempfile.TemporaryDirectory(dir=TMPFS) as directory:
         ledger = JournalRunStore(Path(directory), "never")
-        runs = Runs(MemoryShardStore(), ledger)
+        runs = Runs(MemoryShardStore(), ledger, make_monitor=Monitor)
         # One group more than there are: nothing is sealed.
         runs.create("bench", config(train_batch_size=len(set(work.steps.uids)) + 1, policy_mini_batch_size=1))
         for table in split(work):

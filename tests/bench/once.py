@@ -23,6 +23,7 @@ import redis
 from gristmill._client.rollout.delivery import Delivery, PendingRow
 from gristmill._client.rollout.prefix_dedup import RequestEncoder
 from gristmill._wire.submit_codec import Submission
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.run.row_buffer import RowBuffer
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
@@ -104,7 +105,7 @@ def submit(run: Run, work: Workload) -> None:
 def run_of(work: Workload, store: RunStore | None = None, shards: ShardStore | None = None) -> Iterator[Run]:
     """A run that the workload can be submitted to. It seals nothing by itself."""
     shards = shards or MemoryShardStore()
-    runs = Runs(shards, store) if store else Runs(shards)
+    runs = Runs(shards, store, make_monitor=Monitor) if store else Runs(shards, make_monitor=Monitor)
     try:
         runs.create("bench", _settings(work))
         yield runs.get("bench")

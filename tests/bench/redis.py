@@ -14,6 +14,7 @@ import redis
 from safetensors.numpy import load
 
 from gristmill._wire.compact_shards import restore
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.pipeline.layout.shard import Shard
@@ -74,7 +75,7 @@ def _at_rest(server: RedisServer, name: str) -> Iterator[Figure]:
         client.flushall()
         ledger = RedisRunStore(client, "gristmill", lease_s=10.0)
         ledger.advertise("127.0.0.1:1", "http://127.0.0.1:1")
-        runs = Runs(RedisShardStore(client, ledger), ledger)
+        runs = Runs(RedisShardStore(client, ledger), ledger, make_monitor=Monitor)
         try:
             # More groups than there are: nothing is sealed before it is asked for.
             settings = json.loads(work.config(merge).model_dump_json(exclude_defaults=True))

@@ -8,6 +8,7 @@ from typing import Any
 
 import redis
 
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.pipeline import build_batch
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.runs import Runs
@@ -28,7 +29,7 @@ class Replica:
         self.client = connect(RedisAddress(url=url))
         self.run_store = RedisRunStore(self.client, PREFIX, lease_s)
         self.store = RedisShardStore(self.client, self.run_store, PREFIX)
-        self.runs = Runs(self.store, self.run_store, build_batch=build_batch)
+        self.runs = Runs(self.store, self.run_store, build_batch=build_batch, make_monitor=Monitor)
         self.run_store.advertise(name, name)
         self._is_open = True
 

@@ -17,6 +17,7 @@ from gristmill.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Position
@@ -223,7 +224,7 @@ def test_owners_that_die_under_load_with_short_logs_lose_nothing(
 def test_a_journal_that_is_compacted_under_load_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gristmill_service.storage.journal.event_log._LEAST_LENGTH", 3000)
     run_store, store = JournalRunStore(tmp_path, "always"), MemoryShardStore()
-    runs = Runs(store, run_store, build_batch=build_batch)
+    runs = Runs(store, run_store, build_batch=build_batch, make_monitor=Monitor)
     runs.create("run", CREATED)
     accepted, lock = list[str](), threading.Lock()
 
@@ -244,7 +245,7 @@ def test_a_journal_that_is_compacted_under_load_loses_nothing(tmp_path: Path, mo
     runs.close(10)
     run_store.close()
     run_store = JournalRunStore(tmp_path)
-    again = Runs(MemoryShardStore(), run_store, build_batch=build_batch)
+    again = Runs(MemoryShardStore(), run_store, build_batch=build_batch, make_monitor=Monitor)
     try:
         groups = again.get("run").groups()
         assert sorted(view.uid for view in groups) == sorted(accepted)

@@ -14,6 +14,7 @@ from gristmill_service.api.context import ApiContext
 from gristmill_service.api.http.app import make_app
 from gristmill_service.api.long_poll import LongPoll
 from gristmill_service.monitoring.metrics import Metrics
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.run.runs import Runs
 from gristmill_service.settings import load_settings
 from gristmill_service.storage.memory_shards import MemoryShardStore
@@ -71,7 +72,7 @@ class _Service:
     """The application, with a run in memory, and a loop of its own."""
 
     def __init__(self) -> None:
-        self._runs = Runs(MemoryShardStore(), max_row_bytes=1 << 26)
+        self._runs = Runs(MemoryShardStore(), max_row_bytes=1 << 26, make_monitor=Monitor)
         gate = Gate(load_settings({}), self._runs)
         context = ApiContext(self._runs, LongPoll(4), Metrics(), 1 << 20, gate, not_ready="")
         self._app, self._loop = make_app(context), asyncio.new_event_loop()

@@ -14,6 +14,7 @@ from gristmill._wire.rows import from_rows
 from gristmill_service.config import RunConfig
 from gristmill_service.monitoring.health import health, timeline
 from gristmill_service.monitoring.health_models import Overview, RunHealth
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.machine.trainer_commands import Checkpoint
@@ -30,7 +31,7 @@ class Watched:
 
     def __init__(self, *, store: Any = None, **settings: Any) -> None:
         self.now = 1_000_000.0
-        self.runs = Runs(store or MemoryShardStore(), clock=lambda: self.now)
+        self.runs = Runs(store or MemoryShardStore(), clock=lambda: self.now, make_monitor=Monitor)
         self.runs.create("r", RunConfig.model_validate({**stage.CONFIG, **settings}))
         self.run: Run = self.runs.get("r")
 

@@ -30,11 +30,11 @@ from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.pipeline.written import ShardForm, Written
 from gristmill_service.pipeline.written_rows import WrittenRows
 from gristmill_service.run.batch_builder import BuildBatch as Pipeline
-from gristmill_service.run.machine.admission import RowBudget
 from gristmill_service.run.machine.answers import ColumnPlace
 from gristmill_service.run.machine.codec import decode_events
 from gristmill_service.run.machine.events import Event
 from gristmill_service.run.machine.state import State, apply
+from gristmill_service.run.row_budget import RowBudget
 from gristmill_service.run.row_buffer import RowBuffer
 from gristmill_service.run.run import Run, Shared
 from gristmill_service.run.shard_room import ShardRoom

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.run import runs as runs_module
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_shards import MemoryShardStore
@@ -34,7 +35,7 @@ def test_where_threads_are_few_a_run_s_next_batch_is_built_behind_another_run_s(
 ) -> None:
     monkeypatch.setattr(runs_module, "_BUILDERS", 1)
     shelf = Shelf()
-    runs = Runs(shelf, max_row_bytes=1 << 26)
+    runs = Runs(shelf, max_row_bytes=1 << 26, make_monitor=Monitor)
     for name, uids in (("greedy", "abc"), ("modest", "a")):
         runs.create(name, BATCHES_OF_ONE)
         for uid in uids:

@@ -11,6 +11,7 @@ import pytest
 
 from gristmill.errors import FailedPreconditionError, GristmillError, NotFoundError, ResourceExhaustedError
 from gristmill_service.config import RunConfig
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.run.machine.answers import Admission, BatchState, Position, RewardUpdate
 from gristmill_service.run.machine.state import State, apply
 from gristmill_service.run.row_buffer import RowBuffer
@@ -119,7 +120,7 @@ def test_whatever_many_threads_do_every_row_ends_once_and_nothing_is_left(monkey
     log, store, stopped = RecordingLog(), MemoryShardStore(), threading.Event()
     ledger = MemoryRunStore()
     monkeypatch.setattr(ledger, "create", lambda name, config: log.of(config))
-    runs = Runs(store, ledger, clock=lambda: 0.0)
+    runs = Runs(store, ledger, clock=lambda: 0.0, make_monitor=Monitor)
     runs.create("run", CONFIG | CHAOS)
     run = runs.get("run")
     with ThreadPoolExecutor(WORKERS + RANKS + 1) as pool:
@@ -168,7 +169,7 @@ def check_outcome(run: Run, events: list[Any], done: list[list[Position]]) -> No
 
 def test_a_run_deleted_under_load_ends_every_call_and_leaves_nothing() -> None:
     store = MemoryShardStore()
-    runs = Runs(store)
+    runs = Runs(store, make_monitor=Monitor)
     for number in range(20):
         runs.create("run", CONFIG | {"train_batch_size": 1, "max_buffered_batches": 50})
         run, begun = runs.get("run"), threading.Barrier(5)

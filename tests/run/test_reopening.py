@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gristmill.errors import FailedPreconditionError, UnavailableError
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.run.machine import conditions
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.journal.run_log import JournalRunLog
@@ -44,7 +45,7 @@ def store(tmp_path: Path) -> Iterator[FailingStore]:
 
 
 def opened(store: FailingStore) -> Runs:
-    return Runs(MemoryShardStore(), store, build_batch=BuildBatch())
+    return Runs(MemoryShardStore(), store, build_batch=BuildBatch(), make_monitor=Monitor)
 
 
 def test_a_run_that_cannot_be_opened_anew_at_first_is_there_when_it_can(store: FailingStore) -> None:
@@ -138,7 +139,7 @@ def test_a_run_that_is_read_anew_takes_no_workers_result_though_its_lease_comes_
             return self.create(name, self.logs[-1].config)
 
     store = Leases()
-    runs = Runs(MemoryShardStore(), store, build_batch=BuildBatch())
+    runs = Runs(MemoryShardStore(), store, build_batch=BuildBatch(), make_monitor=Monitor)
     runs.create("run", CONFIG)
     before, found = runs.get("run"), list[bool]()
 
@@ -178,7 +179,7 @@ def test_the_clock_of_a_run_that_is_deleted_is_no_error() -> None:
             super().delete_run(run)
 
     store = SlowStore()
-    runs = Runs(store, build_batch=BuildBatch())
+    runs = Runs(store, build_batch=BuildBatch(), make_monitor=Monitor)
     runs.create("run", CONFIG | {"group_timeout_s": 1000.0})
     runs.get("run").submit(table(row("a")))
     with capture_logs() as logged, ThreadPoolExecutor(1) as pool:

@@ -20,6 +20,7 @@ from gristmill.errors import (
     NotFoundError,
     UnavailableError,
 )
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.pipeline import build_batch as pipeline_build_batch
 from gristmill_service.run.machine.answers import BatchState, Outcome, Position
 from gristmill_service.run.run import Run
@@ -38,7 +39,7 @@ def serve() -> Iterator[Callable[..., Runs]]:
     started = []
 
     def start(store: ShardStore | None = None, **more: Any) -> Runs:
-        runs = Runs(store or Shelf(), **({"build_batch": BuildBatch()} | more))
+        runs = Runs(store or Shelf(), **({"build_batch": BuildBatch()} | more), make_monitor=Monitor)
         started.append(runs)
         return runs
 

@@ -15,6 +15,7 @@ from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import BatchFailedError
 from gristmill_service.config import parse_config
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.pipeline.plan_document import decode_plan
@@ -30,7 +31,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(scope="module")
 def runs() -> Iterator[Runs]:
-    serving = Runs(MemoryShardStore(), clock=lambda: 0.0)
+    serving = Runs(MemoryShardStore(), clock=lambda: 0.0, make_monitor=Monitor)
     yield serving
     serving.close(PATIENCE_S)
 

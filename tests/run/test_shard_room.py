@@ -10,6 +10,7 @@ import pytest
 from gristmill._wire.steps import Steps
 from gristmill.errors import FailedPreconditionError, NotFoundError, UnavailableError
 from gristmill_service.config import RunConfig
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.pipeline.written import Written
 from gristmill_service.run.machine.answers import BatchState, Position
@@ -40,7 +41,7 @@ def test_a_removal_between_the_attempt_and_the_wait_is_not_missed() -> None:
 @pytest.mark.parametrize("ending", ["trained on", "deleted"])
 def test_a_run_whose_batch_waits_for_another_runs_room_goes_on_when_that_comes(ending: str) -> None:
     shelf = Shelf(places=1)
-    runs = Runs(shelf, build_batch=BuildBatch())
+    runs = Runs(shelf, build_batch=BuildBatch(), make_monitor=Monitor)
     for name in ("one", "other"):
         runs.create(name, CONFIG | {"train_batch_size": 1})
         runs.get(name).submit(table(*group_rows("a")))
@@ -59,7 +60,7 @@ def test_a_run_whose_batch_waits_for_another_runs_room_goes_on_when_that_comes(e
 
 def test_a_run_deleted_while_its_batch_waits_for_room_is_in_no_ones_way() -> None:
     shelf = Shelf(places=1)
-    runs = Runs(shelf, build_batch=BuildBatch())
+    runs = Runs(shelf, build_batch=BuildBatch(), make_monitor=Monitor)
     for name in ("one", "other", "third"):
         runs.create(name, CONFIG | {"train_batch_size": 1})
     runs.get("one").submit(table(*group_rows("a")))
@@ -94,7 +95,7 @@ def test_one_runs_full_store_and_long_build_delay_no_other_run() -> None:
                 gate.wait(PATIENCE_S)
             return super().__call__(steps, config, run=run, batch=batch, policy_version=policy_version, timed=timed)
 
-    runs = Runs(Shelf(), build_batch=SlowForOne())
+    runs = Runs(Shelf(), build_batch=SlowForOne(), make_monitor=Monitor)
     for name in ("slow", "quick"):
         runs.create(name, CONFIG | {"train_batch_size": 1})
         runs.get(name).submit(table(*group_rows("a")))
@@ -107,7 +108,7 @@ def test_one_runs_full_store_and_long_build_delay_no_other_run() -> None:
 
 def test_batches_of_a_run_that_waits_for_room_are_published_in_order() -> None:
     shelf = Shelf(places=1)
-    runs = Runs(shelf, build_batch=BuildBatch())
+    runs = Runs(shelf, build_batch=BuildBatch(), make_monitor=Monitor)
     runs.create("run", CONFIG | {"train_batch_size": 1, "max_buffered_batches": 4})
     run = runs.get("run")
     run.submit(table(*(row for uid in "abc" for row in group_rows(uid))))
@@ -156,7 +157,7 @@ def test_a_run_that_is_deleted_while_the_service_shuts_down_leaves_nothing() -> 
 def test_a_batch_built_while_the_run_is_deleted_leaves_no_shards() -> None:
     gate, shelf = threading.Event(), Shelf()
     build = BuildBatch(gate=gate)
-    runs = Runs(shelf, build_batch=build)
+    runs = Runs(shelf, build_batch=build, make_monitor=Monitor)
     runs.create("run", CONFIG | {"train_batch_size": 1})
     runs.get("run").submit(table(*group_rows("a")))
     assert build.entered.wait(PATIENCE_S)

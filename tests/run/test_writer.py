@@ -20,12 +20,13 @@ from gristmill.errors import (
     NotFoundError,
     UnavailableError,
 )
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.run.machine import conditions
-from gristmill_service.run.machine.admission import RowBudget
 from gristmill_service.run.machine.answers import Outcome, Position
 from gristmill_service.run.machine.codec import decode_events
 from gristmill_service.run.machine.events import RowsStored, RunFinished
 from gristmill_service.run.machine.trainer_commands import Checkpoint
+from gristmill_service.run.row_budget import RowBudget
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.run_store import LogLostError
@@ -197,7 +198,7 @@ def test_ranks_that_acknowledge_at_once_are_logged_together_and_commit_once() ->
 
 @pytest.mark.parametrize("is_collected", [False, True], ids=["its rows", "the run itself"])
 def test_a_deleted_run_leaves_memory_without_the_garbage_collector(is_collected: bool) -> None:
-    runs = Runs(MemoryShardStore())
+    runs = Runs(MemoryShardStore(), make_monitor=Monitor)
     runs.create("run", CONFIG | {"train_batch_size": 1})
     run = runs.get("run")
     for number in range(3):
@@ -241,7 +242,7 @@ def test_closing_returns_when_no_call_is_under_way() -> None:
 
 
 def test_callers_that_wait_in_a_run_whose_lease_ran_out_are_woken() -> None:
-    runs = Runs(MemoryShardStore())
+    runs = Runs(MemoryShardStore(), make_monitor=Monitor)
     runs.create("run", CONFIG)
     run, woken = runs.get("run"), threading.Event()
     run.wait(conditions.version_is_reached(7), woken.set)

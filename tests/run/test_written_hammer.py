@@ -22,6 +22,7 @@ from gristmill.errors import (
     StaleIncarnationError,
     UnavailableError,
 )
+from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.machine.trainer_commands import Checkpoint
@@ -78,7 +79,7 @@ def write(run: Run, stopped: threading.Event, seed: int) -> None:
 
 
 def test_whoever_writes_what_a_batch_is_made_of_one_incarnations_values_each_once() -> None:
-    runs, stopped = Runs(MemoryShardStore()), threading.Event()
+    runs, stopped = Runs(MemoryShardStore(), make_monitor=Monitor), threading.Event()
     run = filled(runs)
     with ThreadPoolExecutor(WRITERS) as pool:
         writers = [pool.submit(write, run, stopped, seed) for seed in range(WRITERS)]
@@ -110,7 +111,7 @@ def test_whoever_writes_what_a_batch_is_made_of_one_incarnations_values_each_onc
 
 def test_a_run_that_is_deleted_while_it_is_written_ends_every_call_and_leaves_nothing() -> None:
     store = MemoryShardStore()
-    runs = Runs(store)
+    runs = Runs(store, make_monitor=Monitor)
     for number in range(8):
         run, begun = filled(runs), threading.Barrier(WRITERS + 1)
 

@@ -26,7 +26,7 @@ from gristmill_service.run import recovery
 from gristmill_service.run.batch_builder import BatchBuilder, BuildBatch
 from gristmill_service.run.housekeeping import Housekeeping
 from gristmill_service.run.machine import columns, progress, rollout_commands, trainer_commands
-from gristmill_service.run.machine.admission import Room, RowBudget
+from gristmill_service.run.machine.admission import Room
 from gristmill_service.run.machine.answers import (
     Admission,
     Admissions,
@@ -52,6 +52,7 @@ from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.open_rows import read_open_row
 from gristmill_service.run.request_limits import check_begun, check_submitted
+from gristmill_service.run.row_budget import RowBudget
 from gristmill_service.run.row_digests import values_digest
 from gristmill_service.run.row_intake import RowIntake
 from gristmill_service.run.shard_room import ShardRoom

@@ -27,11 +27,10 @@ from gristmill.errors import (
     UnavailableError,
 )
 from gristmill_service.config import RunConfig, parse_config, warnings_of
-from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.pipeline import build_batch as build_with_pipeline
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.batch_builder import BuildBatch
-from gristmill_service.run.machine.admission import RowBudget
+from gristmill_service.run.row_budget import RowBudget
 from gristmill_service.run.run import MakeMonitor, Run, Shared
 from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.workers import Workers
@@ -56,6 +55,7 @@ _WORKERS = 16
 class Runs:
     """Thread-safe. Owns its threads, neither the shard store nor the run store.
 
+    make_monitor(clock, now): of each run; now is the run's own time.
     max_row_bytes: how many bytes the rows of all runs together may hold. max_runs: how many runs there may be.
     """
 
@@ -64,9 +64,9 @@ class Runs:
         shard_store: ShardStore,
         run_store: RunStore | None = None,
         *,
+        make_monitor: MakeMonitor,
         clock: Callable[[], float] = time.monotonic,
         build_batch: BuildBatch = build_with_pipeline,
-        make_monitor: MakeMonitor = Monitor,
         max_row_bytes: int = _MAX_ROW_BYTES,
         max_runs: int = _MAX_RUNS,
     ) -> None:

@@ -25,7 +25,7 @@ from gristmill_service.call_threads import waiting
 from gristmill_service.config import RunConfig, with_dp_size
 from gristmill_service.run.effects import Effects, SparseTable
 from gristmill_service.run.machine import admission, progress, sealing
-from gristmill_service.run.machine.admission import BytesLeft, Room, RowBudget
+from gristmill_service.run.machine.admission import BytesLeft, Room
 from gristmill_service.run.machine.codec import encode_events, encode_state
 from gristmill_service.run.machine.command import Command
 from gristmill_service.run.machine.conditions import Condition, Topic, topics_of
@@ -46,6 +46,7 @@ from gristmill_service.run.machine.events import (
 )
 from gristmill_service.run.machine.state import State, apply
 from gristmill_service.run.monitor import RunMonitor
+from gristmill_service.run.row_budget import RowBudget
 from gristmill_service.run.row_buffer import RowBuffer
 from gristmill_service.run.ticket import Ticket
 from gristmill_service.run.waiters import Waiters

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -17,7 +16,6 @@ RETRY_AFTER_S = 0.5
 
 _UNBOUNDED = 1 << 31
 _LEAST_OVERDRAFT = 1 << 20
-_SHARE = 4
 
 
 class Room(NamedTuple):
@@ -55,54 +53,6 @@ def with_overdraft(limit: int) -> int:
     """What rows may take where admission stops at `limit`. What admitted groups bring is an estimate: a quarter more
     lets batches that are under way be filled, and beyond that even their rows wait."""
     return limit + limit // 4 + _LEAST_OVERDRAFT
-
-
-class RowBudget:
-    """The bytes of rows that all runs of the service hold or have promised room for, and their bound. Thread-safe.
-
-    Runs are admitted to it one by one, so that two at the same moment may overshoot by what they then admit. Where
-    there are several, each may have more as long as it holds less than four times what is free: one that takes all it
-    gets leaves a fifth to the next that comes (dynamic thresholds, Choudhury and Hahne 1998).
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self._lock = threading.Lock()
-        self._held: dict[str, int] = {}
-        self._total = 0
-
-    def hold(self, run: str, nbytes: int) -> None:
-        """The run now holds so much, in place of what it held before."""
-        with self._lock:
-            self._total += nbytes - self._held.get(run, 0)
-            self._held[run] = nbytes
-
-    def forget(self, run: str) -> None:
-        """The run holds nothing and wants nothing any more."""
-        with self._lock:
-            self._total -= self._held.pop(run, 0)
-
-    def by_run(self) -> dict[str, int]:
-        """Bytes of each run."""
-        with self._lock:
-            return dict(self._held)
-
-    @property
-    def held(self) -> int:
-        """Bytes of all runs."""
-        return self._total
-
-    def left_for(self, run: str) -> int:
-        """What the run may hold and promise in all, beside the others."""
-        with self._lock:
-            free = self.max_bytes - self._total
-            left = free + self._held.get(run, 0)
-            return left if len(self._held.keys() | {run}) == 1 else min(left, _SHARE * free)
-
-    def most_for(self, run: str) -> int:
-        """What the run's rows may take, whatever was promised to them: what the others hold is kept for those."""
-        with self._lock:
-            return with_overdraft(self.max_bytes) - self._total + self._held.get(run, 0)
 
 
 def room(state: State, config: RunConfig, service_bytes: int) -> Room:

@@ -1,0 +1,75 @@
+"""The tree shows a call's way from the top down: who imports what."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SERVICE = ROOT / "service" / "gristmill_service"
+ROOMS = ("cli", "service", "api", "monitoring", "run", "storage", "pipeline", "access", "config", "settings")
+"""As docs/architecture.md has them: each may import those after it."""
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The modules that a file imports, also those that only its types need."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports name the whole module"
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+
+
+def files(room: str) -> list[Path]:
+    alone = SERVICE / f"{room}.py"
+    return [alone] if alone.exists() else sorted((SERVICE / room).rglob("*.py"))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_none_above_it(room: str) -> None:
+    above = ROOMS[: ROOMS.index(room)]
+    found = [
+        f"{path.relative_to(SERVICE)} imports {module}"
+        for path in files(room)
+        for module in imports(path)
+        if module.startswith("gristmill_service.") and module.split(".")[1] in above
+    ]
+    assert files(room)
+    assert found == []
+
+
+@pytest.mark.parametrize("room", ["run/machine", "pipeline"])
+def test_what_is_pure_does_no_io_and_asks_no_clock(room: str) -> None:
+    forbidden = {"grpc", "redis", "fastapi", "socket", "subprocess", "threading", "time"}
+    found = [
+        f"{path.relative_to(SERVICE)} imports {module}"
+        for path in sorted((SERVICE / room).rglob("*.py"))
+        for module in imports(path)
+        if any(module == name or module.startswith(f"{name}.") for name in forbidden)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("package", ["clients/python/gristmill", "recorder/gristmill_recorder", "clients/demo"])
+def test_clients_import_nothing_of_the_service(package: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for module in imports(path)
+        if module.startswith("gristmill_service")
+    ]
+    assert found == []
+
+
+def test_the_service_never_imports_torch() -> None:
+    found = [
+        f"{path.relative_to(SERVICE)} imports {module}"
+        for path in sorted(SERVICE.rglob("*.py"))
+        for module in imports(path)
+        if module.split(".")[0] == "torch" or module.startswith(("gristmill.torch", "gristmill._torch"))
+    ]
+    assert found == []
