@@ -16,6 +16,7 @@ import structlog
 from gristmill.errors import NotFoundError, UnavailableError
 from gristmill_service.access.certificates import Certificates, PeerCertificates
 from gristmill_service.access.gate import Gate
+from gristmill_service.access.quotas import most_a_run
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.http.app import make_app
 from gristmill_service.api.http.server import HttpServer
@@ -50,9 +51,11 @@ class Service:
                 make_monitor=Monitor,
                 max_row_bytes=int(settings.max_row_bytes),
                 max_runs=settings.max_runs,
+                most_a_run=most_a_run(settings),
             )
             undo.callback(self.runs.close, 0.0)
             self.long_poll = LongPoll(settings.max_waiters)
+            gate, certificates = Gate(settings, self.runs), Certificates.of(settings)
             metrics.watch(
                 Watched(
                     runs=self._run_stats,
@@ -60,9 +63,9 @@ class Service:
                     leases=self.runs.leases,
                     unhealthy_reason=self.runs.unhealthy_reason,
                     room=self._room,
+                    quotas=gate.usage,
                 )
             )
-            gate, certificates = Gate(settings, self.runs), Certificates.of(settings)
             self._context = ApiContext(
                 self.runs,
                 self.long_poll,
@@ -106,6 +109,7 @@ class Service:
             self.long_poll.close()
             self._grpc.wait_until_idle()
             self._http.wait_until_idle()
+            self._context.gate.flush_log()
         _log.info("closed")
 
     def _run_stats(self) -> Iterator[RunStats]:

@@ -101,6 +101,18 @@ class Settings(BaseSettings):
         ByteSize(8 << 30), gt=0, description="Rows that all runs together may hold; beyond it producers wait."
     )
     max_runs: PositiveInt = Field(4096, description="Runs that there may be.")
+    max_run_groups: PositiveInt | None = Field(
+        None, description="Prompt groups that a run may hold, open or in batches that are not freed. None: any number."
+    )
+    max_run_rows: PositiveInt | None = Field(None, description="Rows that a run may hold. None: any number.")
+    max_run_row_bytes: ByteSize | None = Field(
+        None, gt=0, description="Bytes of rows that a run may hold, whatever its max_buffered_bytes. None: any number."
+    )
+    max_run_requests: PositiveInt | None = Field(
+        None,
+        description="Calls for a run that may be answered at once, waiting ones counted: at least a few for each of "
+        "its workers and ranks. None: any number.",
+    )
     max_waiters: PositiveInt = Field(
         512, description="Calls that may wait at once, each for a thread over gRPC; others are answered at once."
     )

@@ -1,21 +1,32 @@
-"""What a caller's runs may hold, beside what everyone's may."""
+"""What a caller's runs, and what any one run, may be and hold, beside what everyone's may: over both doors."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import httpx
+import pytest
 import yaml
 
+from gristmill import Credentials, RolloutClient
+from gristmill.v1 import rollout_pb2
 from gristmill_service.access.tokens import create_token
 from gristmill_service.service import Service
 from tests.access.conftest import Serve
-from tests.api.doors import CONFIG, group
+from tests.api.doors import CONFIG, Door, GrpcDoor, HttpDoor, Refused, group, row, rows_message
+from tests.metrics.scraping import Scrape
+
+ROW_BYTES = 768 + 4 * 5 + 2
+DOORS = [lambda service: HttpDoor(service.http_url), lambda service: GrpcDoor(service.grpc_address)]
+either_door = pytest.mark.parametrize("open_door", DOORS, ids=["http", "grpc"])
 
 
 def limited(path: Path, name: str, runs: str, **quota: object) -> dict[str, str]:
     """The header of a caller who may have this much."""
-    token = create_token(path, name, ["worker"], [runs], None)
+    token = create_token(path, name, ["worker", "scraper"], [runs], None)
     document = yaml.safe_load(path.read_text())
     document["tokens"][-1] |= quota
     path.write_text(yaml.safe_dump(document))
@@ -24,6 +35,21 @@ def limited(path: Path, name: str, runs: str, **quota: object) -> dict[str, str]
 
 def post(service: Service, path: str, body: object, headers: dict[str, str]) -> httpx.Response:
     return httpx.post(f"{service.http_url}/v1/runs{path}", json=body, headers=headers, trust_env=False)
+
+
+def quotas(service: Service, headers: dict[str, str] | None = None) -> dict[tuple[str, str], tuple[float, float]]:
+    """Of each quota and whose it is: what is taken, and what it allows."""
+    found = Scrape(httpx.get(f"{service.http_url}/metrics", headers=headers, trust_env=False).text)
+    used, limit = (
+        {
+            (sample.labels["quota"], sample.labels["name"]): sample.value
+            for family in found.families
+            for sample in family.samples
+            if sample.name == name
+        }
+        for name in ("gristmill_quota_used", "gristmill_quota_limit")
+    )
+    return {key: (used[key], limit[key]) for key in used}
 
 
 def test_a_caller_has_no_more_runs_than_its_token_says(serve: Serve, tmp_path: Path) -> None:
@@ -38,19 +64,133 @@ def test_a_caller_has_no_more_runs_than_its_token_says(serve: Serve, tmp_path: P
     assert post(service, "", {"run": "free", "config": CONFIG}, other).status_code == 200
 
 
-def test_a_caller_brings_no_more_rows_than_its_token_says(serve: Serve, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quota", "told"),
+    [
+        ({"max_rows": 5}, "brings 4 rows, and the runs of team (team-*) hold 4 rows, where max_rows of the token"),
+        ({"max_row_bytes": "4KiB"}, "hold 3176 bytes of rows, where max_row_bytes of the token allows 4096"),
+    ],
+    ids=["rows", "bytes"],
+)
+def test_a_caller_brings_no_more_rows_than_its_token_says(
+    serve: Serve, tmp_path: Path, quota: dict[str, object], told: str
+) -> None:
     path = tmp_path / "tokens.yaml"
-    team, other = limited(path, "team", "team-*", max_row_bytes="4KiB"), limited(path, "other", "free")
+    team, other = limited(path, "team", "team-*", **quota), limited(path, "other", "free")
     service = serve(tokens_file=path)
     for name, headers in (("team-1", team), ("team-2", team), ("free", other)):
         post(service, "", {"run": name, "config": CONFIG}, headers)
-    assert post(service, "/team-1/rows", {"rows": [*group("a"), *group("b")]}, team).status_code == 200
-    for call, body in (("rows", {"rows": group("c")}), ("groups", {"uids": ["d"]})):
-        refused = post(service, f"/team-2/{call}", body, team)
+    rows = group("a")
+    assert post(service, "/team-1/rows", {"rows": rows}, team).status_code == 200
+    refused = post(service, "/team-2/rows", {"rows": group("c")}, team)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert told in refused.json()["error"]["message"]
+    assert post(service, "/team-1/rows", {"rows": rows}, team).json()["outcomes"] == ["duplicate"] * 4
+    assert post(service, "/team-2/rows", {"rows": [row("d", 0)]}, team).status_code == 200, "so much fits yet"
+    door = GrpcDoor(service.grpc_address)
+    request = rollout_pb2.SubmitRowsRequest(run="team-2", rows=rows_message(group("e")))
+    with pytest.raises(grpc.RpcError, match=r"where max_row.* of the token allows"):
+        door.rollouts.SubmitRows(request, metadata=tuple(team.items()))
+    door.close()
+    kept = httpx.get(f"{service.http_url}/v1/runs/team-2/groups", headers=team, trust_env=False).json()["groups"]
+    assert [one["uid"] for one in kept] == ["d"], "nothing is kept of what was refused"
+    assert post(service, "/free/rows", {"rows": group("c")}, other).status_code == 200
+
+
+def test_a_caller_begins_no_more_groups_than_its_token_says(serve: Serve, tmp_path: Path) -> None:
+    path = tmp_path / "tokens.yaml"
+    team = limited(path, "team", "team-*", max_groups=3)
+    service = serve(tokens_file=path)
+    for name in ("team-1", "team-2"):
+        post(service, "", {"run": name, "config": CONFIG}, team)
+    assert post(service, "/team-1/groups", {"uids": ["a", "b"]}, team).json()["admissions"] == ["admitted"] * 2
+    # It is answered at once: another run's groups make room, of which this one does not hear.
+    some = post(service, "/team-2/groups", {"uids": ["c", "d"], "wait_s": 30}, team).json()
+    assert some["admissions"] == ["admitted", "no_room"]
+    assert (
+        "the runs of team (team-*) hold 2 prompt groups, where max_groups of the token allows 3; batches have to be "
+        "freed or groups aborted, or raise max_groups of the token"
+    ) in some["reason"]
+    token = team["authorization"].split()[1]
+    with RolloutClient(service.grpc_address, "team-2", credentials=Credentials(token=token)) as client:
+        assert client.begin_groups(["c", "d"], wait_s=0) == ["c"], "what has begun may be asked for again"
+        assert client.begin_groups(["e"], wait_s=0) == []
+        refused = post(service, "/team-2/rows", {"rows": group("f")}, team)
         assert refused.status_code == 429
-        assert "raise max_row_bytes of the token" in refused.json()["error"]["message"]
-        assert refused.headers["retry-after"] == "1"
-        assert post(service, f"/free/{call}", body, other).status_code == 200
+        assert "max_groups of the token allows 3" in refused.json()["error"]["message"]
+        assert quotas(service, team) == {("max_groups", "team"): (3, 3)}
+        post(service, "/team-1/groups:abort", {"uids": ["a"], "reason": "none"}, team)
+        assert client.begin_groups(["e"], wait_s=5) == ["e"]
+
+
+@either_door
+@pytest.mark.parametrize(
+    ("setting", "value", "held"),
+    [("max_run_groups", 2, 2), ("max_run_rows", 6, 4), ("max_run_row_bytes", 7 * ROW_BYTES, 4 * ROW_BYTES)],
+)
+def test_a_run_holds_no_more_than_the_service_lets_any(
+    serve: Serve, open_door: Callable[[Service], Door], setting: str, value: int, held: int
+) -> None:
+    service = serve(**{setting: value})
+    door = open_door(service)
+    for name in ("one", "other"):
+        door.create(name, {**CONFIG, "dp_size": 1})
+    door.submit("one", [one for uid in ("a", "b") for one in group(uid, steps=1)])
+    with pytest.raises(Refused, match=rf"run 'one' holds {held} .*service's {setting} allows {value}; .* or raise the"):
+        door.submit("one", [one for uid in ("c", "d") for one in group(uid, steps=1)])
+    assert [one["uid"] for one in door.groups("one")] == ["a", "b"], "nothing is kept of what was refused"
+    assert door.submit("one", group("a", steps=1)) == ["duplicate"] * 2
+    assert quotas(service)[setting, "one"] == (held, value)
+    assert door.submit("other", group("c", steps=1)) == ["accepted"] * 2
+    shard = door.shard("one", 0, wait_s=30)
+    door.acknowledge("one", 0, shard["position"])
+    last = door.shard("one", 0, wait_s=30)
+    door.acknowledge("one", 0, last["position"], commit=True)
+    assert door.begin("one", ["c", "d"], wait_s=30) == ["admitted"] * 2, "the batch is freed"
+    door.close()
+
+
+@either_door
+def test_a_run_and_a_caller_have_no_more_calls_in_flight_than_they_may(
+    serve: Serve, open_door: Callable[[Service], Door]
+) -> None:
+    service = serve(max_run_requests=1)
+    door, second = open_door(service), open_door(service)
+    for name in ("one", "other"):
+        door.create(name, CONFIG)
+    waits = threading.Thread(target=lambda: second.policy_version("one", at_least=1, wait_s=30))
+    waits.start()
+    while not quotas(service):
+        pass
+    with pytest.raises(Refused, match="1 calls of run 'one' are being answered, where the service's max_run_requests"):
+        door.get("one")
+    assert door.get("other")["policy_version"] == 0
+    service.runs.get("one").announce(1)
+    waits.join()
+    assert door.get("one")["policy_version"] == 1
+    for one in (door, second):
+        one.close()
+
+
+def test_calls_of_one_caller_in_flight_are_counted_over_both_doors(serve: Serve, tmp_path: Path) -> None:
+    path = tmp_path / "tokens.yaml"
+    team, other = limited(path, "team", "*", max_requests=1), limited(path, "other", "*")
+    service = serve(tokens_file=path)
+    post(service, "", {"run": "run", "config": CONFIG}, team)
+    token = team["authorization"].split()[1]
+    with RolloutClient(service.grpc_address, "run", credentials=Credentials(token=token)) as client:
+        waits = threading.Thread(target=lambda: client.wait_policy_version(1, timeout_s=30))
+        waits.start()
+        while quotas(service, other)["max_requests", "team"] != (1, 1):
+            pass
+        refused = httpx.get(f"{service.http_url}/v1/runs/run", headers=team, trust_env=False)
+        assert refused.status_code == 429
+        assert "calls of caller 'team' are being answered" in refused.json()["error"]["message"]
+        assert httpx.get(f"{service.http_url}/v1/runs/run", headers=other, trust_env=False).status_code == 200
+        assert httpx.get(f"{service.http_url}/healthz", trust_env=False).status_code == 200
+        service.runs.get("run").announce(1)
+        waits.join()
+    assert quotas(service, other)["max_requests", "team"] == (0, 1)
 
 
 def test_a_service_has_no_more_runs_than_it_is_told(serve: Serve) -> None:

@@ -7,20 +7,23 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from gristmill.errors import PermissionDeniedError
+from gristmill_service.access.held import ANY, Most
 from gristmill_service.access.roles import CALLS, OPEN_CALLS, Role
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """runs: patterns of run names, as a shell's. rank: the only rank that a trainer may be; None: any. max_runs,
-    max_row_bytes: what the runs of these names may be and hold in all, for the caller to add to them; None: any."""
+    """runs: patterns of run names, as a shell's. rank: the only rank that a trainer may be; None: any. max_runs, most:
+    what the runs of these names may be and hold in all, for the caller to add to them. max_requests: its calls that may
+    be answered at once. None: any number."""
 
     name: str
     roles: frozenset[Role]
     runs: tuple[str, ...] = ("*",)
     rank: int | None = None
     max_runs: int | None = None
-    max_row_bytes: int | None = None
+    most: Most = ANY
+    max_requests: int | None = None
 
     def sees(self, run: str) -> bool:
         return any(fnmatchcase(run, pattern) for pattern in self.runs)

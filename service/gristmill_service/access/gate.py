@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 
@@ -14,7 +15,18 @@ from gristmill.errors import GristmillError, PermissionDeniedError, ResourceExha
 from gristmill_service.access import caller
 from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN, Caller
 from gristmill_service.access.debts import Debts
-from gristmill_service.access.quotas import Held, check_quota
+from gristmill_service.access.held import Quota
+from gristmill_service.access.in_flight import InFlight
+from gristmill_service.access.quotas import (
+    Runs,
+    Usage,
+    check_runs,
+    most_a_run,
+    quota_of,
+    usage_of_caller,
+    usage_of_runs,
+)
+from gristmill_service.access.refusal_log import RefusalLog
 from gristmill_service.access.roles import AUDITED, OPEN_CALLS
 from gristmill_service.access.tokens import Callers, read_callers
 from gristmill_service.access.web_tokens import WebTokens
@@ -26,15 +38,16 @@ AUTHORIZATION = "authorization"
 
 _BEARER = "bearer "
 _MOST_CHARACTERS = 16 << 10
-_MOST_OF_A_NAME = 200
 
 
 class Gate:
     """Thread-safe. Without a file of tokens everyone may do everything."""
 
-    def __init__(self, settings: Settings, held: Held) -> None:
-        """held: what callers' quotas are of. Raises InvalidArgumentError for a file that cannot be read."""
-        self._held, self.debts = held, Debts()
+    def __init__(self, settings: Settings, runs: Runs) -> None:
+        """runs: what callers' quotas are of. Raises InvalidArgumentError for a file that cannot be read."""
+        self._runs, self.debts, self._refusals = runs, Debts(), RefusalLog()
+        self._in_flight, self._most_a_run = InFlight(settings.max_run_requests), most_a_run(settings)
+        self._counts_calls = settings.tokens_file is not None or settings.max_run_requests is not None
         self._file = None if settings.tokens_file is None else _CallersFile(settings.tokens_file)
         self._proxy = None
         if settings.proxy_user_header is not None:
@@ -80,7 +93,13 @@ class Gate:
             return EVERYONE_IS_ADMIN
         if not authorization:
             return ANYONE
-        known = self._file.callers()
+        try:
+            return self._known(authorization, self._file.callers())
+        except UnauthenticatedError as error:
+            self._refusals.note("unknown", "identify", error.code, None, None)
+            raise
+
+    def _known(self, authorization: str, known: Callers) -> Caller:
         if not authorization[: len(_BEARER)].lower() == _BEARER or len(authorization) > _MOST_CHARACTERS:
             raise UnauthenticatedError("authorization is no bearer token; send 'Bearer TOKEN'")
         token = authorization[len(_BEARER) :].strip()
@@ -89,6 +108,42 @@ class Gate:
         if self._web_tokens is not None and token.count(".") == 2:
             return self._web_tokens.caller(token, known)
         raise UnauthenticatedError("the token is not known here; ask the service's operator for one")
+
+    @property
+    def counts_calls(self) -> bool:
+        """Whether calls are to be answered within `call`."""
+        return self._counts_calls
+
+    @contextmanager
+    def call(self, name: str, run: str | None) -> Iterator[None]:
+        """Around the answering of a call of the current caller. Raises ResourceExhaustedError where too many are being
+        answered."""
+        with ExitStack() as held:
+            try:
+                held.enter_context(self._in_flight.call(caller.current(), run))
+            except ResourceExhaustedError as error:
+                self._refusals.note(caller.current().name, name, error.code, run, None)
+                raise
+            yield
+
+    def quota(self) -> Callable[[], Quota] | None:
+        """What the runs of the current caller hold and may; None where nothing limits it."""
+        return quota_of(caller.current(), self._runs)
+
+    def usage(self) -> Iterator[Usage]:
+        """Of all quotas that are set: each run's, and those of static tokens."""
+        calls = self._in_flight.counts()
+        yield from usage_of_runs(self._most_a_run, self._runs)
+        if most := self._in_flight.most_a_run:
+            for (of, name), count in calls.items():
+                if of == "run":
+                    yield Usage("max_run_requests", of, name, count, most)
+        for entry in () if self._file is None else self._file.callers().tokens:
+            yield from usage_of_caller(entry.caller(entry.name), self._runs, calls.get(("caller", entry.name), 0))
+
+    def flush_log(self) -> None:
+        """Tells of what the audit log left out."""
+        self._refusals.flush()
 
     def check(self, found: Caller, call: str, run: str | None, rank: int | None) -> None:
         """Raises UnauthenticatedError or PermissionDeniedError where the caller may not make the call, and
@@ -100,10 +155,10 @@ class Gate:
                     "GRISTMILL_TOKEN or GRISTMILL_TOKEN_FILE)"
                 )
             found.check(call, run, rank)
-            check_quota(found, call, run, self._held)
-        except (UnauthenticatedError, PermissionDeniedError, ResourceExhaustedError):
-            # Cut: whoever is refused may send names of megabytes.
-            _log.warning("refused", caller=found.name, call=call, target=run and run[:_MOST_OF_A_NAME], rank=rank)
+            if call == "create_run":
+                check_runs(found, run, self._runs)
+        except (UnauthenticatedError, PermissionDeniedError, ResourceExhaustedError) as error:
+            self._refusals.note(found.name, call, error.code, run, rank)
             raise
         if call in AUDITED and not self.is_open:
             _log.info("allowed", caller=found.name, call=call, target=run, rank=rank)

@@ -1,38 +1,88 @@
-"""What a caller's runs may hold in all, as the caller's token says."""
+"""What a caller's runs may be and hold in all, as the caller's token says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple, Protocol
 
 from gristmill.errors import ResourceExhaustedError
 from gristmill_service.access.caller import Caller
+from gristmill_service.access.held import ANY, NOTHING, Held, Most, Quota
+from gristmill_service.settings import Settings
 
-_BRINGING = frozenset(["begin_groups", "submit_rows", "stream_rows"])
+
+class Usage(NamedTuple):
+    """How much of a quota is taken. of: "run" or "caller"; name: whose."""
+
+    quota: str
+    of: str
+    name: str
+    used: int
+    most: int
 
 
-class Held(Protocol):
-    """The runs that there are. With Redis, bytes are those of the runs that this process decides for."""
+class Runs(Protocol):
+    """The runs that there are. With Redis, what they hold is told of those that this process decides for."""
 
     def names(self) -> Iterable[str]: ...
 
-    def row_bytes(self) -> Mapping[str, int]: ...
+    def held(self) -> Mapping[str, Held]: ...
 
 
-def check_quota(found: Caller, call: str, run: str | None, held: Held) -> None:
-    """Raises ResourceExhaustedError where the call would add to runs that hold as much as the caller's may: those whose
-    names its token is for."""
-    if call == "create_run" and found.max_runs is not None:
-        own = [name for name in held.names() if found.sees(name)]
-        if run not in own and len(own) >= found.max_runs:
-            raise ResourceExhaustedError(
-                f"{found.name} may have {found.max_runs} runs of the names {', '.join(found.runs)}, and there are "
-                f"{len(own)}; delete one, or raise max_runs of the token"
-            )
-    if call in _BRINGING and found.max_row_bytes is not None:
-        nbytes = sum(nbytes for name, nbytes in held.row_bytes().items() if found.sees(name))
-        if nbytes >= found.max_row_bytes:
-            raise ResourceExhaustedError(
-                f"runs of the names {', '.join(found.runs)} hold {nbytes} bytes of rows, and {found.name} may have "
-                f"them hold {found.max_row_bytes}; free batches, or raise max_row_bytes of the token"
-            )
+def most_a_run(settings: Settings) -> Most:
+    """What the service lets any one run hold."""
+    return Most(settings.max_run_groups, settings.max_run_rows, settings.max_run_row_bytes)
+
+
+def check_runs(found: Caller, run: str | None, runs: Runs) -> None:
+    """Raises ResourceExhaustedError where the caller would create a run more than its token lets there be: of those
+    whose names it is for."""
+    if found.max_runs is None:
+        return
+    own = [name for name in runs.names() if found.sees(name)]
+    if run not in own and len(own) >= found.max_runs:
+        raise ResourceExhaustedError(
+            f"{found.name} may have {found.max_runs} runs of the names {', '.join(found.runs)}, and there are "
+            f"{len(own)}; delete one, or raise max_runs of the token"
+        )
+
+
+def quota_of(found: Caller, runs: Runs) -> Callable[[], Quota] | None:
+    """What all runs hold that the caller's token is for, asked whenever something is to be added to them; None where
+    the token sets no limit."""
+    if found.most == ANY:
+        return None
+    whose = f"the runs of {found.name} ({', '.join(found.runs)}) hold"
+
+    return lambda: Quota(_held(found, runs), found.most, whose, "max_{} of the token", is_of_run=False)
+
+
+def _held(found: Caller, runs: Runs) -> Held:
+    held = NOTHING
+    for name, of_run in runs.held().items():
+        if found.sees(name):
+            held = held.with_more(of_run)
+    return held
+
+
+def usage_of_caller(found: Caller, runs: Runs, in_flight: int) -> Iterator[Usage]:
+    """Of the quotas that the caller has."""
+    if found.max_runs is not None:
+        yield Usage("max_runs", "caller", found.name, sum(map(found.sees, runs.names())), found.max_runs)
+    if found.max_requests is not None:
+        yield Usage("max_requests", "caller", found.name, in_flight, found.max_requests)
+    if found.most != ANY:
+        yield from _usage("max_", "caller", found.name, _held(found, runs), found.most)
+
+
+def usage_of_runs(most: Most, runs: Runs) -> Iterator[Usage]:
+    """Of what each run may hold, where that is limited."""
+    if most != ANY:
+        for name, held in runs.held().items():
+            yield from _usage("max_run_", "run", name, held, most)
+
+
+def _usage(prefix: str, of: str, name: str, held: Held, most: Most) -> Iterator[Usage]:
+    for kind, used, limit in zip(Most._fields, held, most, strict=True):
+        if limit is not None:
+            yield Usage(prefix + kind, of, name, used, limit)

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.access.caller import Caller
+from gristmill_service.access.held import Most
 from gristmill_service.access.roles import Role
 from gristmill_service.validation_messages import complaint, problems
 
@@ -35,10 +36,14 @@ class _Entry(BaseModel):
     runs: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] = ["*"]
     rank: Annotated[int, Field(ge=0)] | None = None
     max_runs: Annotated[int, Field(ge=0)] | None = None
+    max_groups: Annotated[int, Field(ge=0)] | None = None
+    max_rows: Annotated[int, Field(ge=0)] | None = None
     max_row_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
+    max_requests: Annotated[int, Field(ge=1)] | None = None
 
     def caller(self, name: str) -> Caller:
-        return Caller(name, frozenset(self.roles), tuple(self.runs), self.rank, self.max_runs, self.max_row_bytes)
+        most = Most(self.max_groups, self.max_rows, self.max_row_bytes)
+        return Caller(name, frozenset(self.roles), tuple(self.runs), self.rank, self.max_runs, most, self.max_requests)
 
 
 class TokenEntry(_Entry):

@@ -51,7 +51,7 @@ class ApiContext:
                 f"the rows' tokens and prefixes have {size} bytes together, and max_message_bytes is "
                 f"{self.max_message_bytes}; send fewer rows a request, or raise the setting"
             )
-        return run.submit(run.checked(sent), sent.prefixes)
+        return run.submit(run.checked(sent), sent.prefixes, self.gate.quota())
 
     def refuse_too_large(self, size: int) -> None:
         """Raises ResourceExhaustedError for a request of so many bytes, when that is beyond the limit."""

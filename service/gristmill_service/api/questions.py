@@ -8,6 +8,7 @@ from gristmill_service.api.long_poll import Question
 from gristmill_service.config import Model
 from gristmill_service.run.machine import conditions
 from gristmill_service.run.machine.answers import Admission, Admissions, BatchAnswer, BatchState, Position, ShardAnswer
+from gristmill_service.run.machine.command import FindQuota
 from gristmill_service.run.machine.conditions import Condition
 from gristmill_service.run.request_limits import check_group_count
 from gristmill_service.run.run import Run
@@ -43,10 +44,15 @@ def ask_policy_version(run: Run, at_least: int) -> Question[int]:
 
 
 def ask_groups(
-    run: Run, round_: int, uids: Sequence[str], n_samples: Sequence[int], tags: Sequence[str]
+    run: Run,
+    round_: int,
+    uids: Sequence[str],
+    n_samples: Sequence[int],
+    tags: Sequence[str],
+    quota: FindQuota | None,
 ) -> Question[Admissions]:
-    """Admits what has room; settled once the first uid that had none at the first reading is answered. Raises
-    InvalidArgumentError for too many."""
+    """Admits what has room; settled once the first uid that had none at the first reading is answered, or where it is
+    the caller's quota that leaves none: of that the run cannot tell. Raises InvalidArgumentError for too many."""
     # Before they are copied.
     check_group_count(len(uids))
     uids, n_samples, tags = list(uids), list(n_samples), list(tags)
@@ -55,9 +61,9 @@ def ask_groups(
     def is_settled(answer: Admissions) -> bool:
         if not waits_for:
             waits_for.extend(index for index, found in enumerate(answer.admissions) if found is Admission.NO_ROOM)
-        return not waits_for or answer.admissions[waits_for[0]] is not Admission.NO_ROOM
+        return not waits_for or not answer.waits or answer.admissions[waits_for[0]] is not Admission.NO_ROOM
 
     def condition() -> Condition:
         return conditions.there_is_room(tags[waits_for[0]] if waits_for and tags else "")
 
-    return Question(run, condition, lambda: run.begin_groups(round_, uids, n_samples, tags), is_settled)
+    return Question(run, condition, lambda: run.begin_groups(round_, uids, n_samples, tags, quota), is_settled)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from gristmill_service.access.held import ANY, NOTHING, Held, Most
 from gristmill_service.run.machine.admission import with_overdraft
 
 _SHARE = 4
@@ -15,29 +16,34 @@ class RowBudget:
     Runs are admitted to it one by one, so that two at the same moment may overshoot by what they then admit. Where
     there are several, each may have more as long as it holds less than four times what is free: one that takes all it
     gets leaves a fifth to the next that comes (dynamic thresholds, Choudhury and Hahne 1998).
+
+    most_a_run: what any one may hold, whatever is free.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+    def __init__(self, max_bytes: int, most_a_run: Most = ANY) -> None:
+        self.max_bytes, self.most_a_run = max_bytes, most_a_run
         self._lock = threading.Lock()
         self._held: dict[str, int] = {}
+        self._by_run: dict[str, Held] = {}
         self._total = 0
 
-    def hold(self, run: str, nbytes: int) -> None:
-        """The run now holds so much, in place of what it held before."""
+    def hold(self, run: str, nbytes: int, held: Held = NOTHING) -> None:
+        """The run now holds and has promised room for so many bytes, in place of what it had before. held: what it
+        holds."""
         with self._lock:
             self._total += nbytes - self._held.get(run, 0)
-            self._held[run] = nbytes
+            self._held[run], self._by_run[run] = nbytes, held
 
     def forget(self, run: str) -> None:
         """The run holds nothing and wants nothing any more."""
         with self._lock:
             self._total -= self._held.pop(run, 0)
+            self._by_run.pop(run, None)
 
-    def by_run(self) -> dict[str, int]:
-        """Bytes of each run."""
+    def by_run(self) -> dict[str, Held]:
+        """What each run holds."""
         with self._lock:
-            return dict(self._held)
+            return dict(self._by_run)
 
     @property
     def held(self) -> int:

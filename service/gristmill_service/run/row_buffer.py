@@ -50,9 +50,10 @@ class PickedRow(NamedTuple):
 
 class RowBuffer:
     """Rows by reference. A table goes when the last of its rows is released; one that only the heap holds shrinks
-    before that. compacts: whether they do."""
+    before that. compacts: whether they do. needed: how many rows are needed."""
 
     def __init__(self, compacts: bool) -> None:
+        self.needed = 0
         self._tables: dict[int, _Table] = {}
         self._compacts = compacts
         self._sparse: set[int] = set()
@@ -66,6 +67,7 @@ class RowBuffer:
         """Keeps a request's table of so many rows, of which these are referenced."""
         is_whole = len(rows) == size and COLUMNS not in rows
         places = None if is_whole else {row: row for row in rows}
+        self.needed += len(rows) - (COLUMNS in rows)
         added = self._tables[number] = _Table(stored, size, places)
         if added.is_sparse:
             self._sparse.add(number)
@@ -75,6 +77,7 @@ class RowBuffer:
             table = self._tables[ref.table]
             table.places = table.live
             del table.places[ref.row]
+            self.needed -= ref.row != COLUMNS
             if not table.places:
                 self.drop(ref.table)
                 self._empty.append(ref.table)

@@ -9,7 +9,7 @@ from gristmill._wire.steps import Steps
 from gristmill.errors import PrefixUnknownError
 from gristmill_service.run import shared_prefixes
 from gristmill_service.run.machine.answers import Outcome
-from gristmill_service.run.machine.command import Command
+from gristmill_service.run.machine.command import Command, FindQuota
 from gristmill_service.run.machine.ingest import describe_rows
 from gristmill_service.run.machine.rollout_commands import TakeRows
 from gristmill_service.run.row_digests import row_digests
@@ -26,23 +26,30 @@ class RowIntake:
     def __init__(self, writer: Writer) -> None:
         self._writer, self._sums = writer, TokenSums()
 
-    def take(self, steps: Steps, prefixes: Prefixes | None, shared: Collection[str], execute: Execute) -> list[Outcome]:
+    def take(
+        self,
+        steps: Steps,
+        prefixes: Prefixes | None,
+        shared: Collection[str],
+        execute: Execute,
+        quota: FindQuota | None = None,
+    ) -> list[Outcome]:
         """Stores the rows as far as the run has not got their tokens. prefixes, shared: as `without_shared` has them.
-        execute: has a command decided and made safe.
+        execute: has a command decided and made safe. quota: the caller's, where it has one.
 
         Raises PrefixUnknownError for what came without tokens that are not here.
         """
         before = self._writer.read(lambda state, rows: shared_prefixes.rows_before(state, rows, steps))
         kept = shared_prefixes.without_shared(steps, prefixes, before, shared, self._sums.known)
         try:
-            return self._store(kept, shared, execute)
+            return self._store(kept, shared, execute, quota)
         except PrefixUnknownError:
             if prefixes is not None:
                 raise
             # A row that they begin as is gone since it was found.
-            return self._store(shared_prefixes.as_sent(steps), shared, execute)
+            return self._store(shared_prefixes.as_sent(steps), shared, execute, quota)
 
-    def _store(self, kept: Kept, shared: Collection[str], execute: Execute) -> list[Outcome]:
+    def _store(self, kept: Kept, shared: Collection[str], execute: Execute, quota: FindQuota | None) -> list[Outcome]:
         steps, checks = kept.steps, [b""] * len(kept.steps)
         digests = row_digests(steps, shared, kept.digests)
         if steps.prefix_lengths is not None:
@@ -51,7 +58,7 @@ class RowIntake:
         number = self._writer.stage(steps)
         try:
             rows = describe_rows(steps, number, digests, checks, kept.parents)
-            outcomes = execute(TakeRows(steps, rows))
+            outcomes = execute(TakeRows(steps, rows, quota))
         finally:
             self._writer.unstage([number])
         self._sums.note(rows, outcomes, kept.sums)

@@ -43,7 +43,7 @@ from gristmill_service.run.machine.answers import (
     Sealed,
     ShardAnswer,
 )
-from gristmill_service.run.machine.command import Barrier, Command
+from gristmill_service.run.machine.command import Barrier, Command, FindQuota
 from gristmill_service.run.machine.conditions import Condition
 from gristmill_service.run.machine.events import GroupKey, NewGroup
 from gristmill_service.run.machine.state import State
@@ -139,10 +139,15 @@ class Run:
     # --- Rollout workers
 
     def begin_groups(
-        self, round_: int, uids: Sequence[str], n_samples: Sequence[int] = (), tags: Sequence[str] = ()
+        self,
+        round_: int,
+        uids: Sequence[str],
+        n_samples: Sequence[int] = (),
+        tags: Sequence[str] = (),
+        quota: FindQuota | None = None,
     ) -> Admissions:
         """n_samples: of how many samples each is made, 0 for as many as the run says; tags: the environment or task of
-        each, or "". Either may be empty."""
+        each, or "". Either may be empty. quota: the caller's, where it has one."""
         check_begun(round_, uids)
         for name, given in (("n_samples", n_samples), ("tags", tags)):
             if len(given) not in (0, len(uids)):
@@ -153,7 +158,7 @@ class Run:
         wanted = [
             NewGroup(GroupKey(round_, uid), samples, tag) for uid, samples, tag in zip(uids, sizes, names, strict=True)
         ]
-        begun = self._execute(rollout_commands.BeginGroups(wanted))
+        begun = self._execute(rollout_commands.BeginGroups(wanted, quota))
         self.monitor.asked_for_groups(Admission.NO_ROOM not in begun.admissions)
         return begun
 
@@ -162,15 +167,15 @@ class Run:
         left_out = None if sent.prefixes is None else sent.prefixes.lengths
         return check_extras(check(sent.steps), self.config.columns, left_out)
 
-    def submit(self, steps: Steps, prefixes: Prefixes | None = None) -> list[Outcome]:
-        """prefixes: with what the steps before them begin, where they came without it. Raises PrefixUnknownError where
-        such a step is not at hand."""
+    def submit(self, steps: Steps, prefixes: Prefixes | None = None, quota: FindQuota | None = None) -> list[Outcome]:
+        """prefixes: with what the steps before them begin, where they came without it. quota: the caller's, where it
+        has one. Raises PrefixUnknownError where such a step is not at hand."""
         if not len(steps):
             return []
         check_submitted(steps)
         self._writer.check_open()
         check_credit_columns(steps, self.config)
-        outcomes = self._intake.take(steps, prefixes, self.config.shared_columns, self._execute)
+        outcomes = self._intake.take(steps, prefixes, self.config.shared_columns, self._execute, quota)
         self._duplicates += outcomes.count(Outcome.DUPLICATE)
         self.monitor.received(outcomes, steps)
         if _logs(logging.DEBUG):

@@ -26,6 +26,7 @@ from gristmill.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from gristmill_service.access.held import ANY, Held, Most
 from gristmill_service.config import RunConfig, parse_config, warnings_of
 from gristmill_service.pipeline import build_batch as build_with_pipeline
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
@@ -57,6 +58,7 @@ class Runs:
 
     make_monitor(clock, now): of each run; now is the run's own time.
     max_row_bytes: how many bytes the rows of all runs together may hold. max_runs: how many runs there may be.
+    most_a_run: what any one of them may hold.
     """
 
     def __init__(
@@ -69,10 +71,11 @@ class Runs:
         build_batch: BuildBatch = build_with_pipeline,
         max_row_bytes: int = _MAX_ROW_BYTES,
         max_runs: int = _MAX_RUNS,
+        most_a_run: Most = ANY,
     ) -> None:
         self._shards, self._clock = shard_store, clock
         self._store = run_store or MemoryRunStore()
-        self._budget, self._max_runs = RowBudget(max_row_bytes), max_runs
+        self._budget, self._max_runs = RowBudget(max_row_bytes, most_a_run), max_runs
         self._builders, self._workers = Workers(_BUILDERS, "gristmill-build"), Workers(_WORKERS, "gristmill-worker")
         self._shared = Shared(
             shard_store, ShardRoom(), self._budget, build_batch, make_monitor, clock, self._builders, self._workers
@@ -181,8 +184,8 @@ class Runs:
         with self._lock:
             return {name: str(error) for name, error in self._unreadable.items()}
 
-    def row_bytes(self) -> Mapping[str, int]:
-        """Bytes of rows that each run of this process holds or has promised room for."""
+    def held(self) -> Mapping[str, Held]:
+        """What each run of this process holds."""
         return self._budget.by_run()
 
     @property

@@ -21,10 +21,11 @@ import structlog
 
 from gristmill._wire.steps import Steps
 from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
+from gristmill_service.access.held import ANY, Held, Quota
 from gristmill_service.call_threads import waiting
 from gristmill_service.config import RunConfig, with_dp_size
 from gristmill_service.run.effects import Effects, SparseTable
-from gristmill_service.run.machine import admission, progress, sealing
+from gristmill_service.run.machine import admission, progress, quotas, sealing
 from gristmill_service.run.machine.admission import BytesLeft, Room
 from gristmill_service.run.machine.codec import encode_events, encode_state
 from gristmill_service.run.machine.command import Command
@@ -176,7 +177,21 @@ class Writer:
 
     def room(self) -> Room:
         """Groups that may be admitted now. For the writer, or with the lock held."""
-        return admission.room(self.state, self.config, self._budget.left_for(self._name))
+        found = admission.room(self.state, self.config, self._budget.left_for(self._name))
+        quota = self.quota()
+        return found if quota is None else found.within(quotas.room(quota))
+
+    def quota(self) -> Quota | None:
+        """What the service lets a run hold, and what this one does; None where it sets no limit. For the writer, or
+        with the lock held."""
+        most = self._budget.most_a_run
+        if most == ANY:
+            return None
+        return Quota(self._held(), most, f"run {self._name!r} holds", "the service's max_run_{}", is_of_run=True)
+
+    def _held(self) -> Held:
+        state = self.state
+        return Held(len(state.open) + state.groups_buffered, self.rows.needed, state.row_bytes)
 
     def bytes_left(self) -> BytesLeft:
         """Bytes that rows of groups which are admitted may still take. For the writer."""
@@ -323,7 +338,7 @@ class Writer:
             self.owes = False
         except UnavailableError:
             self.owes = True
-        self._budget.hold(self._name, admission.row_bytes_promised(self.state))
+        self._budget.hold(self._name, admission.row_bytes_promised(self.state), self._held())
 
     def _append(self, events: Sequence[Event]) -> None:
         """Logs and applies all of the events, or none: raises UnavailableError, or InvalidArgumentError, then."""

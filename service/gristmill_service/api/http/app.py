@@ -21,7 +21,7 @@ from gristmill_service.access.certificates import PeerCertificates
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.errors import STATUSES, refusal
 from gristmill_service.api.http import models, page, page_details, rollouts, runs, session, trainers
-from gristmill_service.api.http.authentication import Authenticated, authorize
+from gristmill_service.api.http.authentication import Authenticated, authorize, counted
 from gristmill_service.api.http.bodies import TOO_LARGE, BoundedBodies
 from gristmill_service.api.http.debts import Indebted
 from gristmill_service.api.http.dependencies import ContextDep, RequestIds
@@ -53,7 +53,7 @@ def make_app(context: ApiContext, peers: PeerCertificates | None = None) -> Fast
         description=_DESCRIPTION,
         docs_url=None,
         redoc_url=None,
-        dependencies=[Depends(authorize)],
+        dependencies=[Depends(authorize), *([Depends(counted)] if context.gate.counts_calls else [])],
     )
     app.state.context, app.state.batch_views = context, BatchViewCache()
     for router in (session.router, runs.router, rollouts.router, trainers.router, page.router, page_details.router):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 
 from fastapi import Request
 from pydantic import TypeAdapter, ValidationError
@@ -16,6 +17,7 @@ from gristmill.errors import GristmillError
 from gristmill_service.access import caller
 from gristmill_service.access.caller import ANYONE, Caller
 from gristmill_service.access.gate import AUTHORIZATION, Gate
+from gristmill_service.access.roles import OPEN_CALLS
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.http import models
 from gristmill_service.api.http.bodies import BODY
@@ -89,6 +91,18 @@ async def authorize(request: Request) -> None:
     named = {**request.query_params, **body, **request.path_params}
     run = named.get("run")
     gate.check(caller.current(), call, None if run is None else str(run), _rank(named.get("rank")))
+
+
+async def counted(request: Request) -> AsyncIterator[None]:
+    """A dependency of every route where calls are counted. Raises ResourceExhaustedError where too many are being
+    answered."""
+    call = request.scope["route"].name
+    if call in OPEN_CALLS:
+        yield
+        return
+    gate: Gate = request.app.state.context.gate
+    with gate.call(call, request.path_params.get("run")):
+        yield
 
 
 def _fields(body: bytes) -> dict[str, object]:

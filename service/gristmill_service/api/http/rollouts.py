@@ -36,7 +36,7 @@ async def begin_groups(
 ) -> models.GroupsBegun:
     """Admits prompt groups: as many of the uids, in order, as there is room for."""
     sizes, tags = models.one_each(body.n_samples, body.uids), models.one_each(body.tag, body.uids)
-    question = ask_groups(run, body.round, body.uids, sizes, tags)
+    question = ask_groups(run, body.round, body.uids, sizes, tags, context.gate.quota())
     view = await context.long_poll.ask_async(question, body.wait_s, gone(request))
     return models.GroupsBegun(
         admissions=[admission.name.lower() for admission in view.admissions],  # type: ignore[misc]
@@ -104,7 +104,7 @@ def _submit_in_turn(context: ApiContext, run: Run, body: bytes, caller: str) -> 
 
 
 def _submit(context: ApiContext, run: Run, decode: Callable[[Run, bytes], Steps], body: bytes) -> models.RowsSubmitted:
-    outcomes = run.submit(decode(run, body))
+    outcomes = run.submit(decode(run, body), quota=context.gate.quota())
     return models.RowsSubmitted.model_construct(outcomes=[outcome.name.lower() for outcome in outcomes])
 
 

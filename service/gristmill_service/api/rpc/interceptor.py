@@ -58,9 +58,10 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
         parse = self._parsers.get(call.method, handler.request_deserializer)
         if streams:
             parse_each = parse if takes_stream else None
-            answer = self._stream(call.method, handler.stream_stream or handler.unary_stream, parse_each)
+            method = handler.stream_stream or handler.unary_stream
+            answer = self._stream(call.method, self._counted_stream(call.method, method), parse_each)
         else:
-            answer = self._unary(call.method, handler.unary_unary)
+            answer = self._unary(call.method, self._counted(call.method, handler.unary_unary))
         if tracing.is_on():
             answer = (spanned_stream if streams else spanned)(call.method, answer)
         if not takes_stream:
@@ -133,6 +134,32 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
 
         return answer
 
+    def _counted(self, path: str, method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """The method, among the calls that are being answered where these are counted."""
+        if not self._gate.counts_calls:
+            return method
+        call = _call_of(path)
+
+        def counted(request: Any, context: grpc.ServicerContext) -> Any:
+            with self._gate.call(call, getattr(request, "run", None)):
+                return method(request, context)
+
+        return counted
+
+    def _counted_stream(
+        self, path: str, method: Callable[[Any, Any], Iterator[Any]]
+    ) -> Callable[[Any, Any], Iterator[Any]]:
+        """Likewise. A stream that brings rows is its caller's, and of no run."""
+        if not self._gate.counts_calls:
+            return method
+        call = _call_of(path)
+
+        def counted(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            with self._gate.call(call, getattr(request, "run", None)):
+                yield from method(request, context)
+
+        return counted
+
     def _asked(self, data: bytes, parse: Callable[[bytes], Any], context: grpc.ServicerContext) -> Any:
         """One request of a stream. Who calls is asked anew for each: a stream may be open for days, and its caller's
         token be withdrawn."""
@@ -143,7 +170,7 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
         """Gives the request, where the current caller may make it. Raises PermissionDeniedError."""
         if self._gate.is_open:
             return lambda request: request
-        call = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+        call = _call_of(name)
 
         def allowed(request: Any) -> Any:
             self._gate.check(caller.current(), call, getattr(request, "run", None), getattr(request, "rank", None))
@@ -185,6 +212,11 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
 
     def _observe(self, name: str, status: str, start: float) -> None:
         self._metrics.observe_call("grpc", name, status, time.monotonic() - start)
+
+
+def _call_of(path: str) -> str:
+    """The name under which roles have a method: of `/gristmill.v1.RunService/GetRun` it is get_run."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path.rpartition("/")[2]).lower()
 
 
 def _or_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:

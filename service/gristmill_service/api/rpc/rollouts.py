@@ -32,7 +32,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.BeginGroupsRequest, context: grpc.ServicerContext
     ) -> rollout_pb2.BeginGroupsResponse:
         run = self._context.runs.get(request.run)
-        question = ask_groups(run, request.round, request.uids, request.n_samples, request.tags)
+        question = ask_groups(
+            run, request.round, request.uids, request.n_samples, request.tags, self._context.gate.quota()
+        )
         return messages.admissions_to(self._context.long_poll.ask(question, request.wait_s, context))
 
     def SubmitRows(  # noqa: N802

@@ -11,6 +11,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 import gristmill
+from gristmill_service.access.quotas import Usage
 from gristmill_service.monitoring.metrics.exposition import text
 from gristmill_service.monitoring.metrics.run_families import run_metrics
 from gristmill_service.monitoring.metrics.storage_timing import StoreMetrics
@@ -26,7 +27,7 @@ class Watched:
 
     runs: the statistics of each run that this process decides for. waiting: the number of calls that wait. leases: runs
     by who decides for them. unhealthy_reason: why storage cannot take batches or calls now, empty where it can. room:
-    bytes used and bytes in all, of each place where something is stored.
+    bytes used and bytes in all, of each place where something is stored. quotas: how much of each is taken.
     """
 
     runs: Callable[[], Iterable[RunStats]]
@@ -34,6 +35,7 @@ class Watched:
     leases: Callable[[], Mapping[str, int]] = dict
     unhealthy_reason: Callable[[], str] = str
     room: Callable[[], Mapping[str, tuple[int, int]]] = dict
+    quotas: Callable[[], Iterable[Usage]] = tuple
 
 
 class Metrics:
@@ -95,4 +97,15 @@ class _WatchedCollector(Collector):
             used.add_metric((store,), taken)
             limit.add_metric((store,), most)
         yield from (used, limit)
+        yield from _quotas(watched.quotas())
         yield from run_metrics(list(watched.runs()))
+
+
+def _quotas(usages: Iterable[Usage]) -> Iterator[Metric]:
+    labels = ("quota", "of", "name")
+    used = GaugeMetricFamily("gristmill_quota_used", "How much of a quota is taken.", labels=labels)
+    limit = GaugeMetricFamily("gristmill_quota_limit", "What the quota allows.", labels=labels)
+    for one in usages:
+        used.add_metric((one.quota, one.of, one.name), one.used)
+        limit.add_metric((one.quota, one.of, one.name), one.most)
+    return iter((used, limit))

@@ -14,17 +14,23 @@ from gristmill_service.run.machine.tags import NamedTags
 
 RETRY_AFTER_S = 0.5
 
-_UNBOUNDED = 1 << 31
+UNBOUNDED = 1 << 31
 _LEAST_OVERDRAFT = 1 << 20
 
 
 class Room(NamedTuple):
     """reason: what sets the limit, for a person who is refused. kept: of these groups, those that only groups of a tag
-    may be, so that what comes first does not take the room of what `tag_shares` waits for."""
+    may be, so that what comes first does not take the room of what `tag_shares` waits for. waits: whether the run can
+    tell when there is more of it."""
 
     groups: int
     reason: str
     kept: Mapping[str, int] = MappingProxyType({})
+    waits: bool = True
+
+    def within(self, other: Room) -> Room:
+        """Where both are limits. What is kept is this one's."""
+        return self if self.groups <= other.groups else other._replace(kept=self.kept)
 
     def groups_of(self, tag: str) -> int:
         """Groups of a tag, or of none, that may be admitted now."""
@@ -33,7 +39,7 @@ class Room(NamedTuple):
     def less(self, tag: str) -> Room:
         """What is left after one more of the tag."""
         kept = {name: count - (name == tag) for name, count in self.kept.items()}
-        return Room(self.groups - 1, self.reason, {name: count for name, count in kept.items() if count})
+        return self._replace(groups=self.groups - 1, kept={name: count for name, count in kept.items() if count})
 
     def reason_for(self, tag: str) -> str:
         if self.groups <= 0 or not self.kept:
@@ -65,8 +71,8 @@ def room(state: State, config: RunConfig, service_bytes: int) -> Room:
         bounds = [Room(max(bound.groups, needed), bound.reason) for bound in bounds]
     if config.max_staleness is not None:
         bounds.append(_by_staleness(state, config, config.max_staleness))
-    groups, reason, _ = min(bounds, key=lambda bound: bound[:2])
-    return Room(max(0, groups), reason, kept)
+    least = min(bounds, key=lambda bound: bound[:2])
+    return Room(max(0, least.groups), least.reason, kept)
 
 
 def _kept(state: State, config: RunConfig) -> dict[str, int]:
@@ -162,7 +168,7 @@ def _by_service(state: State, service_bytes: int) -> Room:
 def _groups_in(state: State, free: int) -> int:
     """How many groups fit. Before the first is complete their size is unknown: anything fits as long as any is free."""
     mean = _mean(state)
-    return int(free // mean) if mean else (_UNBOUNDED if free > 0 else 0)
+    return int(free // mean) if mean else (UNBOUNDED if free > 0 else 0)
 
 
 def _by_staleness(state: State, config: RunConfig, max_staleness: int) -> Room:

@@ -60,9 +60,12 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Admissions:
+    """waits: whether the run can tell when there is more room."""
+
     admissions: Sequence[Admission]
     retry_after_s: float = 0.0
     reason: str = ""
+    waits: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from gristmill_service.access.held import Quota
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.admission import BytesLeft, Room
 from gristmill_service.run.machine.events import Event
 from gristmill_service.run.machine.state import State
 
 T = TypeVar("T")
+
+FindQuota = Callable[[], Quota]
+"""Says what the runs of a caller hold now, and may. Called from any thread."""
 
 
 class View(Protocol):
@@ -28,6 +32,9 @@ class View(Protocol):
 
     def bytes_left(self) -> BytesLeft:
         """Bytes that rows of groups which are admitted may still take."""
+
+    def quota(self) -> Quota | None:
+        """What the run may hold whatever there is room for, where that is limited."""
 
     def now(self) -> float:
         """The run's own time, in seconds."""

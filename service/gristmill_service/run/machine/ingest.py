@@ -164,12 +164,13 @@ def take_rows(
     tags: Sequence[str] | None,
     schema: RowSchema,
     room: Callable[[], Room],
-    bytes_left: Callable[[], BytesLeft],
+    check_held: Callable[[Sequence[StoredRow]], None],
     now: Callable[[], float],
 ) -> tuple[list[Outcome], list[Event]]:
     """Outcome of each row, and what happened. Raises with nothing decided when any row is refused.
 
-    tags: of each row, as it names its group's; None where none does.
+    tags: of each row, as it names its group's; None where none does. check_held: raises where there is no room for
+    rows that would be stored.
     """
     named = NamedTags(state)
     views: dict[TrajectoryKey, _View] = {}
@@ -209,7 +210,7 @@ def take_rows(
         events.append(GroupsAdmitted(tuple(admitted.values()), now()))
     events += named.events(admitted.values())
     if stored:
-        _check_bytes(stored, bytes_left())
+        check_held(stored)
         if schema != state.schema:
             events.append(SchemaFixed(schema))
         events.append(RowsStored(tuple(stored)))
@@ -253,7 +254,8 @@ def _check_row(row: StoredRow, group: Group | None, config: RunConfig) -> None:
         )
 
 
-def _check_bytes(stored: Sequence[StoredRow], left: BytesLeft) -> None:
+def check_bytes(stored: Sequence[StoredRow], left: BytesLeft) -> None:
+    """Raises ResourceExhaustedError where the rows take more than is left."""
     nbytes = sum(row.nbytes for row in stored)
     if nbytes > left.nbytes:
         raise ResourceExhaustedError(

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import FailedPreconditionError
-from gristmill_service.run.machine import aborts, admission, group_sizes, ingest, sealing
+from gristmill_service.run.machine import aborts, admission, group_sizes, ingest, quotas, sealing
 from gristmill_service.run.machine.admission import Room
 from gristmill_service.run.machine.answers import Admission, Admissions, Outcome, RewardUpdate, Sealed
-from gristmill_service.run.machine.command import Command, View
+from gristmill_service.run.machine.command import Command, FindQuota, View
 from gristmill_service.run.machine.events import (
     Event,
     GroupDropped,
@@ -26,12 +26,12 @@ from gristmill_service.run.machine.tags import NamedTags
 
 
 class BeginGroups(Command[Admissions]):
-    """groups: with a size of their own, or 0 for the run's, and their tags."""
+    """groups: with a size of their own, or 0 for the run's, and their tags. quota: the caller's, where it has one."""
 
-    def __init__(self, groups: Sequence[NewGroup]) -> None:
-        self._groups = groups
+    def __init__(self, groups: Sequence[NewGroup], quota: FindQuota | None = None) -> None:
+        self._groups, self._quota = groups, quota
         self._found: list[Admission] = []
-        self._full_reason = ""
+        self._full_reason, self._waits = "", True
 
     def decide(self, view: View) -> Sequence[Event]:
         group_sizes.check_sizes(view.state, self._groups, view.config)
@@ -40,7 +40,8 @@ class BeginGroups(Command[Admissions]):
             if key not in view.state.closed:
                 tags.name(key, tag, str(key))
         is_finished = view.state.finished
-        room = Room(len(self._groups), "") if is_finished else view.room()
+        room = Room(len(self._groups), "") if is_finished else _room(view, self._quota)
+        self._waits = room.waits
         self._found, admitted = admission.begin(view.state, self._groups, view.config, room, tags)
         if admitted and is_finished:
             raise ingest.finished()
@@ -56,27 +57,46 @@ class BeginGroups(Command[Admissions]):
 
     def answer(self, state: State) -> Admissions:
         if Admission.NO_ROOM in self._found:
-            return Admissions(self._found, admission.RETRY_AFTER_S, self._full_reason)
+            return Admissions(self._found, admission.RETRY_AFTER_S, self._full_reason, self._waits)
         return Admissions(self._found)
 
 
-class TakeRows(Command[list[Outcome]]):
-    """rows: as the state would know them; steps: the same with their tokens."""
+def _room(view: View, quota: FindQuota | None) -> Room:
+    room = view.room()
+    return room if quota is None else room.within(quotas.room(quota()))
 
-    def __init__(self, steps: Steps, rows: Sequence[StoredRow]) -> None:
+
+class TakeRows(Command[list[Outcome]]):
+    """rows: as the state would know them; steps: the same with their tokens. quota: the caller's, where it has one."""
+
+    def __init__(self, steps: Steps, rows: Sequence[StoredRow], quota: FindQuota | None = None) -> None:
         self.keys = frozenset([row.trajectory for row in rows])
         self.reads = frozenset(
             [row.trajectory._replace(sample=row.parent.sample) for row in rows if row.parent is not None]
         )
-        self._steps, self._rows = steps, rows
+        self._steps, self._rows, self._quota = steps, rows, quota
         self._outcomes: list[Outcome] = []
 
     def decide(self, view: View) -> Sequence[Event]:
         schema = check_schema(self._steps, view.state.schema, view.config)
         self._outcomes, events = ingest.take_rows(
-            view.state, view.config, self._rows, self._steps.tags, schema, view.room, view.bytes_left, view.now
+            view.state,
+            view.config,
+            self._rows,
+            self._steps.tags,
+            schema,
+            lambda: _room(view, self._quota),
+            lambda rows: self._check_held(view, rows),
+            view.now,
         )
         return events
+
+    def _check_held(self, view: View, rows: Sequence[StoredRow]) -> None:
+        """Raises ResourceExhaustedError where there is no room for these rows."""
+        ingest.check_bytes(rows, view.bytes_left())
+        for quota in (view.quota(), self._quota and self._quota()):
+            if quota is not None:
+                quotas.check(quota, rows)
 
     def answer(self, state: State) -> list[Outcome]:
         return self._outcomes
