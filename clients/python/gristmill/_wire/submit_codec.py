@@ -16,6 +16,7 @@ from gristmill._client.connection.channels import MESSAGE_BYTES
 from gristmill._wire import row_codec
 from gristmill._wire.columns import Array, Int64s, Ragged, bytes_of
 from gristmill._wire.steps import Steps
+from gristmill._wire.varints import LENGTH_BYTES, read_varint, varint
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rollout_pb2, rows_pb2
 
@@ -32,9 +33,6 @@ _APART = (*row_codec.BUFFERS, row_codec.COLUMN_VALUES, "padding")
 _NUMBERS = {name: rows_pb2.Rows.DESCRIPTOR.fields_by_name[name].number for name in _APART}
 _LENGTH_DELIMITED = 2
 _BY_TAG = {number << 3 | _LENGTH_DELIMITED: name for name, number in _NUMBERS.items()}
-# A length may be written longer than it needs to be, so that it is known where the rows begin before it is known how
-# long they are. Five bytes are the most that every reader takes.
-_LENGTH_BYTES = 5
 _ALIGNMENT = 8
 # Token ids use 17 of their 32 bits: a higher level takes longer and gains little.
 _ZSTD_LEVEL = 1
@@ -118,7 +116,7 @@ def pieces(
     name. Each buffer stands at a multiple of 8 bytes, so that the service can use it where it is.
     """
     found: list[Buffer] = []
-    at = 1 + _LENGTH_BYTES
+    at = 1 + LENGTH_BYTES
     small, extras = row_codec.small_fields(tables, prefixes), _extras(tables, left_out or {})
     small.columns.extend(column for column, _ in extras)
     buffers = [*_buffers(tables, prefixes).items(), *((row_codec.COLUMN_VALUES, memory) for _, memory in extras)]
@@ -129,7 +127,7 @@ def pieces(
         at += sum(map(len, field))
         found += field
     found.append(small.SerializeToString())
-    head = _varint(_ROWS << 3 | _LENGTH_DELIMITED) + _varint(sum(map(len, found)), _LENGTH_BYTES)
+    head = varint(_ROWS << 3 | _LENGTH_DELIMITED) + varint(sum(map(len, found)), LENGTH_BYTES)
     return [head, *found, rollout_pb2.SubmitRowsRequest(run=run).SerializeToString()]
 
 
@@ -229,16 +227,16 @@ def _parts(data: Buffer) -> _Parts:
     """Cuts the request. One that is not as `pieces` writes it is all rest, for protobuf to read."""
     buffers, column_values, view = dict[str, memoryview](), list[memoryview](), memoryview(data)
     try:
-        tag, begin = _read_varint(data, 0)
-        size, at = _read_varint(data, begin)
+        tag, begin = read_varint(data, 0)
+        size, at = read_varint(data, begin)
         end = at + size
         if tag != _ROWS << 3 | _LENGTH_DELIMITED or end > len(data):
             return _all_rest(data)
         while at < end:
-            tag, begin = _read_varint(data, at)
+            tag, begin = read_varint(data, at)
             if tag not in _BY_TAG:
                 break
-            size, begin = _read_varint(data, begin)
+            size, begin = read_varint(data, begin)
             if begin + size > end:
                 return _all_rest(data)
             at = begin + size
@@ -256,24 +254,4 @@ def _all_rest(data: Buffer) -> _Parts:
 
 
 def _head(number: int, size: int) -> bytes:
-    return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(size)
-
-
-def _varint(value: int, least_bytes: int = 1) -> bytes:
-    found = bytearray()
-    while value >= 0x80 or len(found) + 1 < least_bytes:
-        found.append(value & 0x7F | 0x80)
-        value >>= 7
-    found.append(value)
-    return bytes(found)
-
-
-def _read_varint(data: Buffer, at: int) -> tuple[int, int]:
-    """The value, and where it ends. Raises IndexError where the data ends first."""
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if not byte & 0x80 or shift > 63:
-            return value, at
+    return varint(number << 3 | _LENGTH_DELIMITED) + varint(size)

@@ -30,6 +30,12 @@ _HEAD, _LONGEST_HEADER, _MOST_AXES = 8, 1 << 20, 16
 
 def encode(tensors: Mapping[str, Array]) -> bytes:
     """The file's bytes."""
+    return b"".join(pieces(tensors))
+
+
+def pieces(tensors: Mapping[str, Array], begin: int = 0) -> list[bytes | memoryview]:
+    """The file's bytes in pieces, which are not copied. begin: where it will stand in what contains it; the tensors
+    then begin at a multiple of 8 bytes of that."""
     entries: dict[str, Any] = {}
     offset = 0
     for name, values in tensors.items():
@@ -37,17 +43,22 @@ def encode(tensors: Mapping[str, Array]) -> bytes:
         entries[name] = {"dtype": NAMES[values.dtype], "shape": list(values.shape), "data_offsets": [offset, end]}
         offset = end
     header = json.dumps(entries).encode()
-    header += b" " * (-len(header) % _HEAD)
-    return b"".join([len(header).to_bytes(_HEAD, "little"), header, *map(bytes_of, tensors.values())])
+    header += b" " * (-(begin + len(header)) % _HEAD)
+    return [len(header).to_bytes(_HEAD, "little"), header, *map(bytes_of, tensors.values())]
 
 
-def decode(data: bytes) -> dict[str, Array]:
+def begin_of_data(file: bytes | memoryview) -> int:
+    """Where the tensors begin in the file, by its first bytes."""
+    return _HEAD + int.from_bytes(file[:_HEAD], "little")
+
+
+def decode(data: bytes | memoryview) -> dict[str, Array]:
     """Views of the file's tensors. Raises InvalidArgumentError for what is no such file."""
     try:
-        length = int.from_bytes(data[:_HEAD], "little")
+        length = begin_of_data(data) - _HEAD
         if not 2 <= length <= min(len(data) - _HEAD, _LONGEST_HEADER):
             raise ValueError(f"its header would have {length} bytes")
-        entries = json.loads(data[_HEAD : _HEAD + length])
+        entries = json.loads(bytes(data[_HEAD : _HEAD + length]))
         entries.pop("__metadata__", None)
         found = {str(name): _tensor(data, _HEAD + length, **entry) for name, entry in entries.items()}
         if sum(values.nbytes for values in found.values()) != len(data) - _HEAD - length:
@@ -60,7 +71,7 @@ def decode(data: bytes) -> dict[str, Array]:
     return found
 
 
-def _tensor(data: bytes, start: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Array:
+def _tensor(data: bytes | memoryview, start: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Array:
     kind, (begin, end) = _DTYPES.get(dtype), data_offsets
     if kind is None:
         raise ValueError(f"a tensor has dtype {dtype!r}, which no column has")

@@ -14,7 +14,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from gristmill._client.connection.transport import SUBMIT_ROWS
+from gristmill._client.connection.transport import SUBMIT_ROWS, WRITE_COLUMNS
+from gristmill._wire.columns_codec import ColumnsRequest
 from gristmill._wire.submit_codec import Submission
 from gristmill.errors import UnavailableError
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc, trainer_pb2
@@ -86,7 +87,10 @@ class GrpcServer:
             context.gate,
             self._forwarding,
             self._intake,
-            {SUBMIT_ROWS: partial(Submission, most_bytes=limit, read_file=None if files is None else files.read)},
+            {
+                SUBMIT_ROWS: partial(Submission, most_bytes=limit, read_file=None if files is None else files.read),
+                WRITE_COLUMNS: ColumnsRequest,
+            },
         )
         self._server = grpc.server(self._threads, interceptors=(guard,), options=options)
         self._streams = streams = Streams(settings.max_streams)

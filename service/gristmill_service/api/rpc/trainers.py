@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import grpc
 
 from gristmill._wire import row_codec, tensor_file
+from gristmill._wire.columns_codec import ColumnsRequest
 from gristmill._wire.shard_frames import frame
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
 from gristmill_service.api import messages
@@ -87,7 +88,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return self._streams.read(exported, context)
 
     def WriteColumns(  # noqa: N802
-        self, request: trainer_pb2.WriteColumnsRequest, context: grpc.ServicerContext
+        self, request: ColumnsRequest, context: grpc.ServicerContext
     ) -> trainer_pb2.WriteColumnsResponse:
         run, tensors = self._context.runs.get(request.run), tensor_file.decode(request.tensors)
         lacking = run.write(request.batch, request.mini_batch, request.rank, request.incarnation, tensors)

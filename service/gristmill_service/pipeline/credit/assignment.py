@@ -132,7 +132,7 @@ class _Numbers:
         else:
             advantages, returns = token_credit.reinforce_plus_plus(tokens, credited, config.gamma)
         self._advantages[part.trained] = advantages
-        self._returns[part.responses] = tokens.response(returns, "return").values
+        tokens.put(returns, self._returns[part.responses])
         return uncredited
 
 

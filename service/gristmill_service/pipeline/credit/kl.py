@@ -35,7 +35,9 @@ def kl(logprobs: Float64s, reference: Float64s, estimator: KlEstimator) -> Float
             case "k2":
                 return difference * difference / 2
             case "k3":
-                estimate: Float64s = np.expm1(-difference) + difference
+                estimate: Float64s = np.negative(difference)
+                np.expm1(estimate, out=estimate)
+                estimate += difference
                 return estimate
 
 
@@ -46,8 +48,10 @@ def kl_of_tokens(tokens: TrainedTokens, logprobs: Ragged, reference: Ragged, est
     they hold where nothing is trained is not read. Raises InvalidArgumentError naming a token whose estimate overflows.
     """
     estimates = kl(tokens.take(logprobs), tokens.take(reference), estimator)
-    is_finite = np.isfinite(estimates)
-    if not is_finite.all():
+    with np.errstate(over="ignore", invalid="ignore"):
+        # What is not finite shows in the sum, which may overflow without it.
+        looks_well = np.isfinite(estimates.sum())
+    if not looks_well and not (is_finite := np.isfinite(estimates)).all():
         token = int(is_finite.argmin())
         before, after = (tokens.take(column)[token] for column in (logprobs, reference))
         raise InvalidArgumentError(
@@ -61,7 +65,8 @@ def kl_in_rewards(tokens: TrainedTokens, rewards: Float64s, estimates: Float64s,
     """Returns the rewards of the response tokens less `coef` times the estimates at the trained ones."""
     with np.errstate(over="ignore", invalid="ignore"):
         if tokens.mask is None:
-            return rewards - coef * estimates
+            shares = coef * estimates
+            return np.subtract(rewards, shares, out=shares)
         result = rewards.copy()
         result[tokens.mask] -= coef * estimates
     return result

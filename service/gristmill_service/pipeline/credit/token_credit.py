@@ -34,10 +34,11 @@ def gae(
     Raises InvalidArgumentError naming the token where float32 does not hold a result.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        deltas = gamma * _next(values, tokens.bounds)
-        deltas += rewards
-        deltas -= values
-        advantages = discounted_sums(deltas, tokens.bounds, gamma * lambda_)
+        advantages = _next(values, tokens.bounds)
+        advantages *= gamma
+        advantages += rewards
+        advantages -= values
+        _sum_up(advantages, tokens.bounds, gamma * lambda_)
         returns = advantages + values
     tokens.check(advantages, "advantage", "scale the rewards and values down")
     tokens.check(returns, "return", "scale the rewards and values down")
@@ -103,7 +104,7 @@ def _sum_of_squares(numbers: Float64s, mean: np.float64) -> np.float64:
 
 def _next(numbers: Float64s, bounds: Int64s) -> Float64s:
     """Returns the number after each in its run, 0 after the last."""
-    following = np.zeros_like(numbers)
+    following = np.empty_like(numbers)
     following[:-1] = numbers[1:]
     following[bounds[1:][np.diff(bounds) > 0] - 1] = 0
     return following
@@ -119,8 +120,14 @@ def discounted_sums(numbers: Float64s, bounds: Int64s, decay: float) -> Float64s
     run that is no longer than a piece is exactly what the plain loop makes of it, and longer ones differ by rounding.
     """
     sums = numbers.copy()
-    if decay == 0 or not len(numbers):
-        return sums
+    _sum_up(sums, bounds, decay)
+    return sums
+
+
+def _sum_up(sums: Float64s, bounds: Int64s, decay: float) -> None:
+    """Makes of numbers their discounted sums, in place."""
+    if decay == 0 or not len(sums):
+        return
     if decay == 1:
         _add_up_pieces(sums, bounds)
     else:
@@ -128,7 +135,6 @@ def discounted_sums(numbers: Float64s, bounds: Int64s, decay: float) -> Float64s
     powers = decay ** np.arange(PIECE, 0, -1.0)
     for run in np.flatnonzero(np.diff(bounds) > PIECE).tolist():
         _join_pieces(sums[bounds[run] : bounds[run + 1]], powers)
-    return sums
 
 
 def _sum_pieces(sums: Float64s, bounds: Int64s, decay: float) -> None:

@@ -88,12 +88,17 @@ class TrainedTokens:
     def response(self, numbers: Float64s, name: str, remedy: str = SCALE_DOWN) -> Ragged:
         """Returns a float32 response column of the steps with these numbers, and 0 where nothing is trained."""
         self.check(numbers, name, remedy)
-        if self.mask is None:
-            values = numbers.astype(np.float32)
-        else:
-            values = np.zeros(self.edges[-1], np.float32)
-            values[self.mask] = numbers
+        values = np.empty(self.edges[-1], np.float32)
+        self.put(numbers, values)
         return Ragged.from_lengths(values, self.steps.response_lengths)
+
+    def put(self, numbers: Float64s, values: NDArray[np.float32]) -> None:
+        """Puts these numbers, which are checked, into those of the response tokens, and 0 where nothing is trained."""
+        if self.mask is None:
+            values[:] = numbers
+        else:
+            values[:] = 0
+            values[self.mask] = numbers
 
     def check(self, numbers: Float64s, name: str, remedy: str = SCALE_DOWN) -> None:
         """Refuses a number that float32 does not hold, naming its step and token."""

@@ -18,7 +18,7 @@ from gristmill._client.connection.drivers import Blocking, Driver, block_on
 from gristmill._client.connection.failures import failure_of
 from gristmill._client.connection.retries import Retry, WaitBudget
 from gristmill.errors import FailedPreconditionError
-from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2_grpc, trainer_pb2_grpc
+from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 T = TypeVar("T")
 
@@ -27,6 +27,9 @@ TIMEOUT_S = 120.0
 
 SUBMIT_ROWS = "/gristmill.v1.RolloutService/SubmitRows"
 """Called with requests that are bytes already, as `gristmill._wire.submit_codec` writes them."""
+
+WRITE_COLUMNS = "/gristmill.v1.TrainerService/WriteColumns"
+"""Likewise, as `gristmill._wire.columns_codec` writes them."""
 
 
 class ForkGuard:
@@ -66,6 +69,8 @@ class Connection:
         answer = rollout_pb2.SubmitRowsResponse.FromString
         self.submit_rows = channels.unary_unary(SUBMIT_ROWS, response_deserializer=answer)
         self.begin_submit_rows = channels.begin(SUBMIT_ROWS, response_deserializer=answer)
+        lacking = trainer_pb2.WriteColumnsResponse.FromString
+        self.write_columns = channels.unary_unary(WRITE_COLUMNS, response_deserializer=lacking)
 
     async def ask(
         self, method: Callable[..., Any], request: Any, *, wait_s: float = 0.0, timeout_s: float = -1.0

@@ -233,8 +233,8 @@ class TrainerCore(TrainingPlace, Generic[B]):
 
         self._transport.check_usable()
         written = self._columns.written
-        for name, request in requests(shard, columns, written, self.run, self._incarnation, self._dp_size):
-            self._transport.call(self._transport.trainers.WriteColumns, request)
+        for name, request, data in requests(shard, columns, written, self.run, self._incarnation, self._dp_size):
+            self._transport.call(self._transport.write_columns, data)
             self._reader.kept.wrote(request, name)
 
     def rows(self, batch: int) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gristmill._wire import tensor_file
+from gristmill._wire import columns_codec
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array
 from gristmill.errors import InvalidArgumentError
@@ -18,8 +18,9 @@ from gristmill.v1 import trainer_pb2
 
 def requests(
     shard: Shard, values: Mapping[str, Any], written: Mapping[str, ColumnSpec], run: str, incarnation: int, dp_size: int
-) -> Iterator[tuple[str, trainer_pb2.WriteColumnsRequest]]:
-    """The calls that write these columns for a shard, one a column, with its name; none where it has its columns.
+) -> Iterator[tuple[str, trainer_pb2.WriteColumnsRequest, bytes]]:
+    """The calls that write these columns for a shard, one a column: its name, the request without its tensors, and its
+    bytes with them; none where it has its columns.
 
     written: the columns that trainers of the run write. dp_size: as many ranks as the trainer has now. Raises
     InvalidArgumentError naming the column.
@@ -54,9 +55,8 @@ def requests(
             mini_batch=metadata["mini_batch"],
             rank=metadata["rank"],
             incarnation=incarnation,
-            tensors=tensor_file.encode(_tensors(shard, written[name], own)),
         )
-        yield name, request
+        yield name, request, columns_codec.encode(request, _tensors(shard, written[name], own))
 
 
 def _tensors(shard: Shard, column: ColumnSpec, values: Any) -> dict[str, Array]:

@@ -1,0 +1,88 @@
+"""Requests that write columns: protobuf reads what is written by hand, and the other way round."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gristmill._wire import columns_codec, tensor_file
+from gristmill._wire.columns import Array
+from gristmill._wire.columns_codec import ColumnsRequest
+from gristmill.v1 import trainer_pb2
+from tests.wire.test_tensor_file import TENSORS, check_same
+
+REQUESTS = st.builds(
+    trainer_pb2.WriteColumnsRequest,
+    run=st.text(max_size=20),
+    batch=st.integers(0, 2**40),
+    mini_batch=st.integers(0, 300),
+    rank=st.integers(0, 300),
+    incarnation=st.integers(-(2**40), 2**40),
+)
+
+
+def check_request(found: ColumnsRequest, expected: trainer_pb2.WriteColumnsRequest) -> None:
+    for name in ("run", "batch", "mini_batch", "rank", "incarnation"):
+        assert getattr(found, name) == getattr(expected, name)
+
+
+@given(REQUESTS, TENSORS)
+def test_protobuf_reads_what_is_written(request: trainer_pb2.WriteColumnsRequest, tensors: dict[str, Array]) -> None:
+    data = columns_codec.encode(request, tensors)
+    parsed = trainer_pb2.WriteColumnsRequest.FromString(data)
+    check_same(tensor_file.decode(parsed.tensors), tensors)
+    parsed.ClearField("tensors")
+    assert parsed == request
+
+
+@given(REQUESTS, TENSORS)
+def test_what_is_written_is_viewed(request: trainer_pb2.WriteColumnsRequest, tensors: dict[str, Array]) -> None:
+    data = columns_codec.encode(request, tensors)
+    found = ColumnsRequest(data)
+    check_request(found, request)
+    assert found.SerializeToString() == data
+    decoded = tensor_file.decode(found.tensors)
+    check_same(decoded, tensors)
+    for values in decoded.values():
+        assert not values.size or np.shares_memory(values, np.frombuffer(data, np.uint8))
+
+
+@given(REQUESTS, TENSORS)
+def test_what_protobuf_wrote_is_read_with_its_tensors_aligned(
+    request: trainer_pb2.WriteColumnsRequest, tensors: dict[str, Array]
+) -> None:
+    request.tensors = tensor_file.encode(tensors)
+    found = ColumnsRequest(request.SerializeToString())
+    check_request(found, request)
+    check_same(tensor_file.decode(found.tensors), tensors)
+    begin = np.frombuffer(found.tensors, np.uint8).ctypes.data + tensor_file.begin_of_data(found.tensors)
+    assert begin % 8 == 0
+
+
+def test_of_tensors_that_come_twice_the_last_ones_count_and_unknown_fields_are_passed_over() -> None:
+    data = b"".join(
+        (
+            trainer_pb2.WriteColumnsRequest(run="one", tensors=b"first").SerializeToString(),
+            b"\x7a\x03new",
+            trainer_pb2.WriteColumnsRequest(tensors=b"second, and longer").SerializeToString(),
+        )
+    )
+    found = ColumnsRequest(data)
+    assert (found.run, bytes(found.tensors)) == ("one", b"second, and longer")
+    assert not bytes(ColumnsRequest(b"").tensors)
+
+
+@given(st.binary(max_size=60))
+def test_what_protobuf_refuses_is_refused(data: bytes) -> None:
+    try:
+        expected = trainer_pb2.WriteColumnsRequest.FromString(data)
+    except DecodeError:
+        with pytest.raises(DecodeError):
+            ColumnsRequest(data)
+    else:
+        found = ColumnsRequest(data)
+        check_request(found, expected)
+        assert bytes(found.tensors) == expected.tensors
