@@ -99,8 +99,9 @@ bench-verl: .venv-verl/.installed  ## Measure verl's adapter beside verl's own p
 bench-trl: .venv-trl/.installed  ## Measure TRL's adapter beside TRL's own preparation of a batch
 	.venv-trl/bin/python -m tests.bench.adapters_trl
 
-bench-skyrl: .venv-skyrl/.installed  ## Measure SkyRL's adapter beside SkyRL's own preparation of a batch
+bench-skyrl: .venv-skyrl/.installed  ## Measure SkyRL's adapter, and our way from lists, beside SkyRL's own preparation of a batch
 	.venv-skyrl/bin/python -m tests.bench.adapters_skyrl
+	.venv-skyrl/bin/python -m tests.bench.lists_skyrl
 
 requirements: setup  ## Pin what the image installs; `make requirements UPGRADE=--upgrade` takes what is newest
 	$(LOCK) $(UPGRADE) pyproject.toml --extra service --extra record --extra otel --extra jwt -o deploy/requirements.txt

@@ -38,6 +38,12 @@ from tests.trainers.skyrl.play import WORDS, Engine, Prompts, Recorded, Tracker,
 PROMPTS, SAMPLES, PROMPT, RESPONSE, RANKS = 250, 8, 200, 800, 4
 ROWS = PROMPTS * SAMPLES
 ROUNDS = 7
+_SIZES: dict[str, Any] = {
+    "trainer__train_batch_size": PROMPTS,
+    "trainer__policy_mini_batch_size": PROMPTS // 5,
+    "generator__n_samples_per_prompt": SAMPLES,
+    "generator__step_wise_trajectories": False,
+}
 
 Spent = Counter[str]
 
@@ -79,8 +85,9 @@ def _rounds() -> list[Spent]:
         ),
     ):
         save_model(Path(directory) / "model")
-        theirs = _trainer(RayPPOTrainer, directory)
-        ours = _trainer(GristmillPPOTrainer, directory, gristmill=Gristmill(service.grpc_address, "bench"))
+        theirs = trainer_of(RayPPOTrainer, Path(directory), **_SIZES)
+        named = {"gristmill": Gristmill(service.grpc_address, "bench")}
+        ours = trainer_of(GristmillPPOTrainer, Path(directory), named, **_SIZES)
         ours._session = Session(ours._gristmill, ours._settings(RANKS), auto_commit=True)
         ours._session.resume(None)
         output, uids = _output()
@@ -88,14 +95,14 @@ def _rounds() -> list[Spent]:
         for _ in range(ROUNDS + 1):
             clock.spent.clear()
             with clock.on("theirs"):
-                _prepare(theirs, dict(output), uids)
+                prepare(theirs, dict(output), uids)
             _step(ours, clock, dict(output), uids)
             rounds.append(clock.spent.copy())
         ours._session.close()
     return rounds
 
 
-def _prepare(trainer: Any, output: dict[str, Any], uids: list[str]) -> Any:
+def prepare(trainer: Any, output: dict[str, Any], uids: list[str]) -> Any:
     data = trainer.convert_to_training_input(*trainer.postprocess_generator_output(output, uids))
     data["values"] = None
     data = trainer.compute_advantages_and_returns(data)
@@ -134,23 +141,17 @@ def _output() -> tuple[dict[str, Any], list[str]]:
     }, uids
 
 
-def _trainer(kind: Any, directory: str, **named: Any) -> Any:
-    sizes = {
-        "trainer__train_batch_size": PROMPTS,
-        "trainer__policy_mini_batch_size": PROMPTS // 5,
-        "trainer__micro_train_batch_size_per_gpu": 8,
-        "generator__n_samples_per_prompt": SAMPLES,
-        "generator__step_wise_trajectories": False,
-    }
-    cfg = config(Path(directory), **sizes)
+def trainer_of(kind: Any, directory: Path, named: dict[str, Any] | None = None, **sizes: Any) -> Any:
+    """A trainer of SkyRL's that samples nothing and trains no model. sizes: its settings, as `config` takes them."""
+    cfg = config(directory, **{"trainer__micro_train_batch_size_per_gpu": 8} | sizes)
     trainer = kind(
         cfg=cfg,
         tracker=Tracker(),
         tokenizer=tokenizer(cfg),
-        train_dataset=Prompts(PROMPTS),
+        train_dataset=Prompts(cfg.trainer.train_batch_size),
         inference_engine_client=Engine(),
         generator=Recorded(cfg),
-        **named,
+        **(named or {}),
     )
     trainer.dispatch = SimpleNamespace(get_lcm_dp_size=lambda: RANKS)
     logger.remove()

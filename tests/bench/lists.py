@@ -21,7 +21,7 @@ import numpy as np
 
 from gristmill._client.rollout.skyrl_output import columns_of_output
 from gristmill._wire.steps import Steps
-from gristmill_service.pipeline import build_batch
+from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.pipeline.rows.joins import common_prefix
 from gristmill_service.storage.shard_files import write_shards
 from tests.bench.figures import Figure
@@ -89,11 +89,15 @@ def _going_on(steps: Steps) -> list[list[int]]:
 
 def published(output: dict[str, Any], work: Workload, target: Path) -> int:
     """The whole way once; the bytes of the shards."""
-    columns = columns_of_output(output)
-    steps = columns.table(0, len(output["uids"]))
-    batch = build_batch(steps, work.config("prefix"), run="bench", batch=0)
+    batch = built(output, work)
     target.mkdir()
     return sum(write_shards(target, batch.shards).values())
+
+
+def built(output: dict[str, Any], work: Workload) -> BuiltBatch:
+    """The way as far as the batch, of which no shard is written."""
+    steps = columns_of_output(output).table(0, len(output["uids"]))
+    return build_batch(steps, work.config("prefix"), run="bench", batch=0)
 
 
 def _measured(work: Workload, output: dict[str, Any]) -> _Measured:
