@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, register_random, settings
 
@@ -31,6 +32,10 @@ settings.register_profile(
 settings.load_profile("laws")
 # Pauses are drawn; a law that finds a counterexample has to find it again.
 register_random(retries.JITTER)
+
+# Hangs end by pytest's timeout; a busy machine may take more than httpx's 5 s.
+for _part in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, 60.0)
 
 # Where the tests run in a shell's background, SIGINT is ignored, and would be in every process that they start and
 # interrupt as a person does.

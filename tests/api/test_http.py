@@ -44,6 +44,8 @@ PATHS = {
     "/v1/runs/{run}/batches/{batch}/costs": {"get"},
     "/v1/runs/{run}/batches/{batch}/distributions": {"get"},
     "/v1/runs/{run}/find": {"get"},
+    "/v1/runs/{run}/samples": {"get"},
+    "/v1/runs/{run}/samples/{sample}/rows/{step}": {"get"},
     "/v1/runs/{run}/settings": {"get"},
     "/v1/runs/{run}/history": {"get"},
     "/v1/runs/{run}/batches/{batch}/picture": {"get"},

@@ -158,7 +158,7 @@ def test_a_service_that_is_not_ready_says_why(start_service: StartService, tmp_p
         service = start_service("--store", "memory", "--journal-dir", str(journal))
         create(service.grpc_address, "run")
         _fill_up(small)
-        with RolloutClient(service.grpc_address, "run", timeout_s=0.5) as client, pytest.raises(UnavailableError):
+        with RolloutClient(service.grpc_address, "run", timeout_s=3) as client, pytest.raises(UnavailableError):
             client.submit_rows([LONG_ROW])
         told = gristmill("status", "--address", service.grpc_address)
         assert told.returncode == 1

@@ -41,6 +41,8 @@ def roll_out(service: Service | ServiceProcess, run: str, uids: Iterable[str], *
             for sample in range(2):
                 with client.trajectory(uid, sample) as trajectory:
                     trajectory.step([1, 2], [3 + sample, 4], reward=float(sample), is_last_step=True)
+            # Groups are sealed in the order in which they are complete.
+            client.flush()
 
 
 @pytest.fixture

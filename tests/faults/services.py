@@ -71,7 +71,7 @@ class Service:
     def http(self) -> HttpDoor:
         return HttpDoor(self.http_url)
 
-    def probe(self, path: str, timeout_s: float = 5.0) -> httpx.Response:
+    def probe(self, path: str, timeout_s: float = 30.0) -> httpx.Response:
         return httpx.get(f"{self.http_url}{path}", timeout=timeout_s, trust_env=False)
 
     @property

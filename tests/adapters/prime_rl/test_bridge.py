@@ -133,7 +133,14 @@ def test_a_file_that_was_removed_before_the_trainer_read_it_is_written_again(
     roll_out(rollouts, 2)
     bridge()
     eventually(trainer.is_given_a_step)
-    shutil.rmtree(trainer.output_dir / "rollouts")
+    written = trainer.output_dir / "rollouts"
+
+    def is_removed() -> bool:
+        """The bridge may write in there at the same moment."""
+        shutil.rmtree(written, ignore_errors=True)
+        return not written.exists()
+
+    eventually(is_removed)
     trainer.train()
     assert trained(trainer) == [1]
 
