@@ -46,7 +46,7 @@ def test_the_rollout_and_the_trainer_snippet_train_a_model_through_the_service(
     # A second time they do nothing, and say so.
     assert caplog.messages == []
     exec(snippet("rollout", service.grpc_address), {})
-    assert "nothing is left to roll out of uid 'prompt-1' (2 groups" in caplog.text
+    assert "no group was begun, of uid 'prompt-1' and others (2 in all)" in caplog.text
     exec(snippet("trainer", service.grpc_address), names)
     assert service.runs.get("my-run").status().rows_accepted == 8
 

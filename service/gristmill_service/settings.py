@@ -58,28 +58,34 @@ class Settings(BaseSettings):
         description="redis://HOST:PORT[/DB], redis+sentinel://HOST:PORT,HOST:PORT/NAME or "
         "redis+cluster://HOST:PORT,...; rediss in place of redis for TLS.",
     )
-    redis_username: str | None = Field(None, description="Also from the URL.")
-    redis_password: SecretStr | None = Field(None, description="Better from the environment than from a flag.")
+    redis_username: str | None = Field(None, description="The user name at Redis; the URL may have it, too.")
+    redis_password: SecretStr | None = Field(
+        None,
+        description="The password at Redis. Give it by the environment rather than by a flag, which other users of the "
+        "machine can read.",
+    )
     redis_ca_file: Path | None = Field(None, description="The authority that signed Redis' certificate.")
-    redis_prefix: str = Field("gristmill", pattern=r"^[\w.-]+$", description="What the names of all keys begin with.")
+    redis_prefix: str = Field(
+        "gristmill", pattern=r"^[\w.-]+$", description="The names of all keys in Redis begin with this."
+    )
     redis_min_replicas: int = Field(
         0,
         ge=0,
         le=16,
-        description="Replicas of Redis that must have a change before it is acknowledged; 0: its master alone.",
+        description="How many replicas of Redis must have a change before the service answers; 0: only the master.",
     )
     redis_wait_aof: bool = Field(
         False,
-        description="Whether a change must be on the disks of Redis, and of these replicas, too; needs Redis 7.2.",
+        description="Whether a change must also be on the disks of Redis and of these replicas; needs Redis 7.2.",
     )
     lease_s: float = Field(
         3.0, ge=0.5, le=60, description="Seconds that a run's owner may be silent before another service takes it over."
     )
     advertise_grpc_address: str | None = Field(
-        None, description="Where the other services reach this one's gRPC API; None: as it listens."
+        None, description="The address at which other services reach this one's gRPC API. None: grpc_address."
     )
     advertise_http_url: str | None = Field(
-        None, description="Where the other services reach this one's HTTP API; None: as it listens."
+        None, description="The URL at which other services reach this one's HTTP API. None: made of http_address."
     )
     shared_memory_dir: Path = Field(Path("/dev/shm"), description="The tmpfs that shared_memory writes to.")  # noqa: S108
     shard_checksums: bool = Field(
@@ -87,20 +93,23 @@ class Settings(BaseSettings):
     )
     journal_dir: Path | None = Field(
         None,
-        description="Where runs are kept, so that they outlive the process: a disk, or a tmpfs. None: in memory only.",
+        description="The directory in which runs are kept, so that they outlive the process. None: runs are in "
+        "memory only.",
     )
     journal_fsync: Literal["always", "interval", "never"] = Field(
         "interval",
-        description="When the journal is made safe from the machine's death, not only the process's: always (before "
-        "each answer), interval (each second), never.",
+        description="When the journal is synced to the disk, so that it survives a crash of the machine, too: always "
+        "(before each answer), interval (each second), never.",
     )
     max_message_bytes: ByteSize = Field(
         ByteSize(64 << 20), gt=0, description="The largest request, compressed or not (64MiB, 1GiB, or bytes)."
     )
     max_row_bytes: ByteSize = Field(
-        ByteSize(8 << 30), gt=0, description="Rows that all runs together may hold; beyond it producers wait."
+        ByteSize(8 << 30),
+        gt=0,
+        description="The bytes of rows that all runs together may hold; beyond it workers wait.",
     )
-    max_runs: PositiveInt = Field(4096, description="Runs that there may be.")
+    max_runs: PositiveInt = Field(4096, description="How many runs there may be.")
     max_run_groups: PositiveInt | None = Field(
         None, description="Prompt groups that a run may hold, open or in batches that are not freed. None: any number."
     )
@@ -114,15 +123,19 @@ class Settings(BaseSettings):
         "its workers and ranks. None: any number.",
     )
     max_waiters: PositiveInt = Field(
-        512, description="Calls that may wait at once, each for a thread over gRPC; others are answered at once."
+        512,
+        description="How many calls may wait at a time; each takes a thread over gRPC. Calls beyond it are "
+        "answered at once.",
     )
     max_streams: PositiveInt = Field(
-        256, description="gRPC streams (StreamRows, ReadShard) that may be open at once; others are told to retry."
+        256,
+        description="How many gRPC streams of a kind (StreamRows, ReadShard) may be open at a time; others are "
+        "told to retry.",
     )
     tokenizer: Path | None = Field(
         None,
         description="The tokenizer.json of the models that are trained, or its directory: the page shows tokens as "
-        "text. Needs the extra [tokenizer]. None: token ids alone.",
+        "text. Needs the extra [tokenizer]. None: only token ids.",
     )
     tokens_file: Path | None = Field(
         None,
@@ -135,44 +148,55 @@ class Settings(BaseSettings):
         "file, or a URL. Their subjects' roles stand in tokens_file.",
     )
     jwks_ca_file: Path | None = Field(
-        None, description="The authority that signed the certificate of the host in that URL. None: public ones."
+        None, description="The authority that signed the certificate of that URL's host. None: public authorities."
     )
-    jwt_issuer: str | None = Field(None, description="Who must have issued them (iss).")
-    jwt_audience: str | None = Field(None, description="For whom they must be (aud).")
+    jwt_issuer: str | None = Field(None, description="The issuer that JSON web tokens must have (iss).")
+    jwt_audience: str | None = Field(None, description="The audience that JSON web tokens must have (aud).")
     proxy_user_header: str | None = Field(
         None,
         pattern="^[A-Za-z0-9-]+$",
-        description="A header in which a proxy before the HTTP API tells who signed in there, such as "
-        "X-Forwarded-User; it must take out what clients send of it. Their roles stand in tokens_file, under subjects.",
+        description="The header in which a proxy in front of the HTTP API names the person who signed in there, such "
+        "as X-Forwarded-User. The proxy must remove this header from what clients send. Roles of people stand in "
+        "tokens_file, under subjects.",
     )
     proxy_addresses: str = Field(
         "127.0.0.1,::1",
-        description="The proxy's addresses or networks, with commas between: the header counts from there alone.",
+        description="The addresses or networks of the proxy, separated by commas; the header is believed from "
+        "these only.",
     )
     tls_cert_file: Path | None = Field(
         None, description="The certificate (chain) that both APIs show, PEM; read again when it changes."
     )
-    tls_key_file: Path | None = Field(None, description="Its key.")
+    tls_key_file: Path | None = Field(None, description="The key of the certificate, PEM.")
     tls_client_ca_file: Path | None = Field(
-        None, description="The authority of whom every client must have a certificate. None: they need none."
+        None,
+        description="The authority that must have signed the certificate of every client. None: clients need no "
+        "certificate.",
     )
     tls_peer_ca_file: Path | None = Field(
-        None, description="The authority that signed the other services' certificates. None: those that gRPC knows."
+        None,
+        description="The authority that signed the other services' certificates. None: the authorities that gRPC "
+        "knows.",
     )
     insecure: bool = Field(
         False,
-        description="Listen beyond this machine without TLS and tokens: on a network where whoever reaches a port may "
-        "read, change and delete every run.",
+        description="Listen beyond this machine without TLS and tokens. Everybody who reaches a port may then read, "
+        "change and delete every run.",
     )
     shutdown_grace_s: float = Field(
-        30.0, ge=0, description="Seconds that SIGTERM leaves for batches being sealed and calls being answered."
+        30.0,
+        ge=0,
+        description="After SIGTERM, the seconds in which batches that are being built and calls that are being "
+        "answered may end.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="The least level that is logged."
     )
     log_format: Literal["human", "json"] = Field("human", description="human, or json: one object a line.")
     announce: Path | None = Field(
-        None, description="A file that gets the chosen addresses as JSON once ready, and goes at shutdown."
+        None,
+        description="A file to which the service writes its addresses as JSON when it is ready, and which it removes "
+        "at shutdown.",
     )
 
     @classmethod
@@ -195,11 +219,14 @@ class Settings(BaseSettings):
             ("advertise_http_url", self.http_address, self.advertise_http_url),
         ):
             if self.store == "redis" and told is None and listens.startswith(_EVERYWHERE):
-                raise ValueError(f"{name}: the other services cannot reach this one at {listens}; say where they can")
+                raise ValueError(
+                    f"{name} is needed with store: redis, because other services cannot reach this one at {listens}; "
+                    "give the address at which they can"
+                )
         if self.store != "redis" and (self.redis_min_replicas or self.redis_wait_aof):
             raise ValueError("redis_min_replicas and redis_wait_aof are for store: redis; leave them out")
         if self.store == "redis" and self.journal_dir is not None:
-            raise ValueError("journal_dir is for one service alone, store: redis keeps everything; give one of them")
+            raise ValueError("journal_dir and store: redis exclude each other: Redis keeps the runs; give one of them")
         return self
 
     @model_validator(mode="after")
@@ -219,8 +246,8 @@ class Settings(BaseSettings):
             address = getattr(self, name)
             if not is_safe and not self.insecure and not _is_of_this_machine(address):
                 raise ValueError(
-                    f"{name}: {address} is reached from other machines, which needs tls_cert_file, tls_key_file and "
-                    "tokens_file; give them, or insecure where the network keeps everyone else out"
+                    f"{name}: other machines can reach {address}, so the service needs tls_cert_file, tls_key_file and "
+                    "tokens_file; give them, or give insecure if the network keeps strangers out"
                 )
         return self
 

@@ -250,7 +250,7 @@ def test_a_file_that_cannot_be_read_leaves_who_was_known_and_is_not_logged(
         path.write_text(content)
         assert [status(service, token) for _ in range(2)] == [200, 200]
     assert [line["event"] for line in lines if line["log_level"] == "error"] == [
-        "tokens cannot be read; those of before go on"
+        "tokens cannot be read; the ones before stay valid"
     ]
     assert SECRET not in str(lines)
 
@@ -358,7 +358,7 @@ def test_keys_outlive_their_issuers_garbage_and_one_call_alone_waits_for_it(
     callers = Callers.model_validate({"subjects": [{"subject": SUBJECT, "roles": ["trainer"]}]})
     for garbage in (b"", b"<html>", b"[]", b'{"keys": []}', b"\xff"):
         told.content = garbage
-        with pytest.raises(UnavailableError, match="cannot be had"):
+        with pytest.raises(UnavailableError, match="cannot be fetched"):
             keys.caller(issuer.token(), callers)
     told.content = issuer.path.read_bytes()
     assert keys.caller(issuer.token(), callers).name == SUBJECT

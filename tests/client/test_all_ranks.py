@@ -128,7 +128,7 @@ def test_shards_of_an_epoch_are_acknowledged_by_their_batch_alone(
     roll_out(client, "ab")
     mini_batch = next(iter(next(iter(trainer)).epoch()))
     for acknowledge in (mini_batch.ack, mini_batch[1].ack):
-        with pytest.raises(FailedPreconditionError, match="read without training order"):
+        with pytest.raises(FailedPreconditionError, match="read outside of the training order"):
             acknowledge()
 
 
@@ -136,7 +136,7 @@ def test_a_batch_that_is_not_acknowledged_is_not_skipped(client: RolloutClient, 
     roll_out(client, "abcd")
     batches = iter(trainer)
     next(batches)
-    with pytest.raises(FailedPreconditionError, match=f"run '{client.run}': batch 0 was left at batch 0 epoch 0"):
+    with pytest.raises(FailedPreconditionError, match=f"run '{client.run}': the loop left batch 0 at batch 0 epoch 0"):
         next(batches)
 
 

@@ -193,7 +193,7 @@ def test_a_trainer_that_a_failed_batch_ended_goes_on_behind_it_and_is_warned(
         trainer.load_state_dict(checkpoint, launch="second")
         batch = next(iter(trainer))
         assert batch.number == 1
-    assert f"run {run_name!r}: batch 0 failed, and is stepped over: " in caplog.text
+    assert f"run {run_name!r}: batch 0 failed, and the trainer skips it: " in caplog.text
 
 
 MISALIGNED = {

@@ -126,7 +126,9 @@ def test_a_batch_left_before_its_end_is_not_skipped_silently(client: RolloutClie
     roll_out(client, prompts(0, 2))
     batches = iter(trainer)
     next(batches)
-    with pytest.raises(FailedPreconditionError, match=r"batch 0 was left at batch 0 epoch 0 mini-batch 0; train its"):
+    with pytest.raises(
+        FailedPreconditionError, match=r"the loop left batch 0 at batch 0 epoch 0 mini-batch 0; train its"
+    ):
         next(batches)
 
 

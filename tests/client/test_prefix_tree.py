@@ -167,7 +167,7 @@ def test_what_is_of_the_next_token_is_refused_where_there_are_several() -> None:
     micro = one_tree()
     with pytest.raises(FailedPreconditionError, match=r"use micro\.logprobs\(logits\)"):
         micro.response_logprobs(torch.zeros(len(micro["sequences"])))
-    with pytest.raises(InvalidArgumentError, match="stands once for several rows"):
+    with pytest.raises(InvalidArgumentError, match="a shared token stands once"):
         micro.jagged("advantages")
     with pytest.raises(InvalidArgumentError, match="these rows need"):
         micro.logprobs(torch.zeros(3, 100))

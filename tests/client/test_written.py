@@ -172,7 +172,7 @@ def test_a_critic_in_a_process_of_its_own_reads_the_policys_shards_and_writes_it
         shard.ack()
     batch = next(iter(critic))
     assert not batch.awaits
-    with pytest.raises(InvalidArgumentError, match="columns are written for the policy's shards"):
+    with pytest.raises(InvalidArgumentError, match="write columns for the policy's shards of this run"):
         critic.write(next(batch.forward()), {"values": []})
     for shard in batch.mini_batches():
         check(shard)
@@ -186,7 +186,7 @@ def test_a_trainer_that_is_started_again_writes_anew(service: Service, run_name:
     shard = next(next(iter(first)).forward())
     first.write(shard, computed(shard))
     first.write(shard, computed(shard))
-    with pytest.raises(AlreadyExistsError, match="written already"):
+    with pytest.raises(AlreadyExistsError, match="was written before with other values"):
         first.write(shard, computed(shard) | {"verdict": shard["row"]})
     second = trainers(0, dp_size=1)
     second.load_state_dict({}, launch="second")

@@ -240,7 +240,7 @@ def test_a_lengths_file_is_not_planned_as_a_prefix_tree(config: Path, tmp_path: 
     file = tmp_path / "lengths.jsonl"
     file.write_text(lines({"uid": f"p{n // 2}", "sample": n % 2, "prompt_len": 3, "response_len": 2} for n in range(4)))
     said = run("plan", file, "--config", config, expect=1).stderr
-    assert "plans by the tokens that rows share" in " ".join(said.split())
+    assert "needs the rows' tokens to find what rows share" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(
@@ -248,8 +248,8 @@ def test_a_lengths_file_is_not_planned_as_a_prefix_tree(config: Path, tmp_path: 
     [
         (b"", "holds no rows"),
         (b'{"uid": "a", "sample"', "line 1 is not valid JSON"),
-        (b"[1, 2]\n", "row 0: expected a mapping of fields, got list"),
-        (b"null\n[1]\n", "row 0: expected a mapping of fields, got NoneType"),
+        (b"[1, 2]\n", "row 0 is a list; each row is a mapping of fields"),
+        (b"null\n[1]\n", "row 0 is a NoneType; each row is a mapping of fields"),
         (b"[" * 200_000, "line 1 is not valid JSON"),
         (b'{"a":' * 200_000, "line 1 is not valid JSON"),
         (b'{"uid": ' + b"1" * 5000 + b"}", "line 1 is not valid JSON"),

@@ -118,9 +118,7 @@ def test_scores_too_far_apart_for_the_float32_of_a_shard_are_refused_with_the_tr
         }
         for sample, reward in enumerate([3e38, -3e38])
     ]
-    with pytest.raises(
-        InvalidArgumentError, match=r"uid 'p' sample 0: advantage is 6e\+38, which float32 does not hold"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"uid 'p' sample 0: advantage is 6e\+38, which float32 cannot hold"):
         build_batch(from_rows(rows, step_wise=False), config("rloo", 2), run="r", batch=0)
 
 

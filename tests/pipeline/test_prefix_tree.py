@@ -340,7 +340,9 @@ def test_columns_that_tell_rows_apart_whose_tokens_are_alike_are_refused(column:
 def test_lengths_alone_are_not_planned() -> None:
     steps = from_rows(group(([1, 2], [3])))
     lengths = replace(steps, tokens=Ragged(steps.tokens.values[:0], np.zeros(1, np.int64), steps.tokens.lengths))
-    with pytest.raises(InvalidArgumentError, match="plans by the tokens that rows share, and these have lengths alone"):
+    with pytest.raises(
+        InvalidArgumentError, match="needs the rows' tokens to find what rows share, and these rows have lengths only"
+    ):
         plan_batch(lengths, parse_config(CONFIG), batch=0)
 
 

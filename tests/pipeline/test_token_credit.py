@@ -409,7 +409,7 @@ def test_whatever_is_given_results_are_finite_float32_or_refused(reward: float, 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -1e39])
 def test_a_reward_that_float32_does_not_hold_is_refused_with_step_and_token(bad: float) -> None:
     steps = tokens_of([[[Token()], [Token(), Token()]]]).steps
-    with pytest.raises(InvalidArgumentError, match=r"step 1: reward\[1\] is .* does not hold; scale the rewards or"):
+    with pytest.raises(InvalidArgumentError, match=r"step 1: reward\[1\] is .* cannot hold; scale the rewards or"):
         reward_column(steps, np.array([0.0, 0.0, bad]))
 
 

@@ -169,7 +169,7 @@ def test_what_is_not_finite_on_padding_does_not_matter() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"columns": [column("values", scope="token")]}, "writes a value a row or a response token"),
+        ({"columns": [column("values", scope="token")]}, "one value for each row or response token"),
         ({"columns": [column("values", merge="equal")]}, "leave merge out"),
         ({"columns": [column("values"), column("score", scope="row", merge="sum")]}, "leave merge out"),
         ({"columns": [column("values"), column("score", required=False)]}, "leave required out"),

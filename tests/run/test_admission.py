@@ -185,8 +185,8 @@ def test_a_run_that_takes_all_it_gets_leaves_a_fifth_to_the_next() -> None:
 
 def test_a_round_below_zero_or_a_nameless_group_is_refused() -> None:
     bench = Bench()
-    for round_, uids in ((-1, ["a"]), (0, ["a", ""])):
-        with pytest.raises(InvalidArgumentError, match="round is at least 0, no uid is empty"):
+    for round_, uids, told in ((-1, ["a"], "round is -1; give 0 or more"), (0, ["a", ""], r"uids\[1\] is empty")):
+        with pytest.raises(InvalidArgumentError, match=told):
             bench.run.begin_groups(round_, uids)
     assert not bench.state.open
 

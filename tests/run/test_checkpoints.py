@@ -71,7 +71,7 @@ def test_a_checkpoint_in_the_middle_of_a_batch_that_was_not_begun_is_refused() -
     bench = Bench(train_batch_size=2, policy_mini_batch_size=1)
     bench.submit(*group_rows("a"), *group_rows("b"))
     bench.make_batches()
-    with pytest.raises(FailedPreconditionError, match="what a begun batch has left"):
+    with pytest.raises(FailedPreconditionError, match="the rest of a batch that was begun"):
         bench.run.resume("policy", Checkpoint(Position(0, 0, 1)), "launch")
 
 

@@ -180,7 +180,9 @@ class TestResuming:
 
     def test_an_incarnation_that_was_never_given_out_is_refused(self) -> None:
         bench = published()
-        with pytest.raises(FailedPreconditionError, match="incarnation 4 was never given out, the current is 1"):
+        with pytest.raises(
+            FailedPreconditionError, match="this run never gave incarnation 4, and the current one is 1"
+        ):
             ack(bench, 0, incarnation=4)
 
     def test_acknowledgements_before_a_resume_do_not_count_after_it(self) -> None:

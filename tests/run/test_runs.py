@@ -77,7 +77,7 @@ class TestNames:
 
     @pytest.mark.parametrize("name", ["a/b", "r/groups", "../../etc", ".", ".."])
     def test_a_name_that_no_path_can_tell_is_refused(self, serve: Callable[..., Runs], name: str) -> None:
-        with pytest.raises(InvalidArgumentError, match="which no HTTP path can name"):
+        with pytest.raises(InvalidArgumentError, match="a name stands in the path of URLs"):
             serve().create(name, CONFIG)
 
     def test_a_wrong_configuration_creates_nothing(self, serve: Callable[..., Runs]) -> None:

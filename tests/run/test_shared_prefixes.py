@@ -256,5 +256,5 @@ def test_a_prefix_of_a_step_that_is_not_here_is_refused() -> None:
     [tokens] = steps.tokens.arrays()
     prefixes = Prefixes(np.array([55]), np.array([zlib.crc32(tokens[:55].tobytes())], np.uint32))
     rest = Ragged.from_arrays([tokens[55:]], np.int32)
-    with pytest.raises(PrefixUnknownError, match="the step before it is not here"):
+    with pytest.raises(PrefixUnknownError, match="the run does not have the step before it"):
         bench.run.submit(replace(steps, tokens=rest, prefix_lengths=prefixes.lengths), prefixes)

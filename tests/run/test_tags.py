@@ -216,8 +216,8 @@ class TestShares:
         bench = Bench(**SHARES, max_buffered_batches=1)
         assert begin(bench, a="code", b="code") == ["ADMITTED", "NO_ROOM"]
         answer = bench.run.begin_groups(0, ["b"], (), ["code"])
-        assert answer.reason == "the 1 groups that may begin are kept for 'math' (tag_shares)"
-        with pytest.raises(ResourceExhaustedError, match=r"0 may be admitted: .* are kept for 'math'"):
+        assert answer.reason == "the 1 groups that may begin are reserved for the tags 'math' (tag_shares)"
+        with pytest.raises(ResourceExhaustedError, match=r"0 may be admitted: .* are reserved for the tags 'math'"):
             bench.submit(row("b", tag="code"))
         assert begin(bench, b="", c="math", d="math") == ["NO_ROOM", "ADMITTED", "NO_ROOM"]
 

@@ -256,7 +256,7 @@ def test_a_value_that_no_log_can_hold_is_refused_and_the_run_goes_on(monkeypatch
     with pytest.raises(InvalidArgumentError, match="launch is '\\\\ud800', which is not valid Unicode"):
         bench.run.resume("policy", Checkpoint(None), "\ud800")
     monkeypatch.setattr("gristmill_service.run.machine.trainer_commands.PolicyVersionAnnounced", lambda _: RunFinished)
-    with pytest.raises(InvalidArgumentError, match="cannot be logged"):
+    with pytest.raises(InvalidArgumentError, match="cannot be written to the run's log"):
         bench.run.announce(1)
     assert bench.submit(row("u0")) == ["ACCEPTED"]
     assert not bench.run.is_lost

@@ -51,8 +51,11 @@ class TestWrites:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"tensors": {}}, "no tensor came"),
-            ({"tensors": {"advantages": np.zeros((1, 4), np.float32)}}, "'advantages' is of no column that trainers"),
+            ({"tensors": {}}, "the request has no tensor"),
+            (
+                {"tensors": {"advantages": np.zeros((1, 4), np.float32)}},
+                "'advantages' belongs to no column that trainers",
+            ),
             ({"tensors": {"micro_batch_000/values": np.zeros((1, 4), np.float32)}}, "is no tensor of this shard"),
             (
                 {"tensors": {"values": np.zeros((2, 4), np.float32)}},
@@ -83,7 +86,7 @@ class TestWrites:
         write_all(bench.run)
         bench.make_batches()
         bench.state.batches[0].written.popitem()
-        with pytest.raises(FailedPreconditionError, match="waits for no column"):
+        with pytest.raises(FailedPreconditionError, match="has all columns that trainers write"):
             write(bench.run, 1, 1)
 
     def test_before_the_shards_are_there_the_caller_is_told_to_come_again(self) -> None:
@@ -176,6 +179,8 @@ class TestWrites:
     def test_what_float32_cannot_hold_is_refused_before_it_fails_the_batch(self) -> None:
         bench = forwarded(columns=[column("values", dtype="float64"), column("ref_logprobs")])
         sent = {"values": np.full((1, 4), -1e300)}
-        with pytest.raises(InvalidArgumentError, match=r"values\[0\] is -1e\+300, which float32 does not hold"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"values\[0\] is -1e\+300, which is too large to be added up in float32"
+        ):
             bench.run.write(0, 0, 0, 1, sent)
         assert len(bench.run.batch(0).awaits) == 8

@@ -132,7 +132,7 @@ class TestCompletion:
             write(bench.run, 0, 0)
         values = values_for(shard(bench.run, 0, 0), ("values",))
         with pytest.raises(
-            InvalidArgumentError, match=r"values\[0\] is 1.9.*e\+38, which float32 does not hold in sums"
+            InvalidArgumentError, match=r"values\[0\] is 1.9.*e\+38, which is too large to be added up in float32"
         ):
             bench.run.write(0, 0, 0, 1, {"values": np.full_like(values["values"], 2e38)})
         assert len(bench.run.batch(0).awaits) == 8

@@ -66,7 +66,11 @@ def test_variables_that_kubernetes_sets_are_left_alone(load: Load) -> None:
         ({"store": "disk"}, {}, "--store: store is 'disk': input should be 'shared_memory', 'memory' or 'redis'"),
         ({"store": "redis"}, {}, "store: redis and redis_url go together"),
         ({"redis_min_replicas": 1}, {}, "redis_min_replicas and redis_wait_aof are for store: redis"),
-        ({"store": "redis", "redis_url": "redis://a", "journal_dir": "/j"}, {}, "journal_dir is for one service alone"),
+        (
+            {"store": "redis", "redis_url": "redis://a", "journal_dir": "/j"},
+            {},
+            "journal_dir and store: redis exclude each other",
+        ),
         ({"config_file": "/nowhere.yaml"}, {}, "/nowhere.yaml: cannot read the settings"),
     ],
 )

@@ -148,13 +148,13 @@ def test_a_frame_that_would_fill_the_memory_is_refused_before_it_does() -> None:
     assert len(bomb) < 20_000
     with pytest.raises(InvalidArgumentError, match=r"104857600 bytes uncompressed and max_message_bytes is 1048576"):
         Submission(bomb, most_bytes=1 << 20)
-    with pytest.raises(InvalidArgumentError, match="does not tell the size of its content"):
+    with pytest.raises(InvalidArgumentError, match="does not say how large its content is"):
         Submission(frame_of(100, tells=False))
 
 
 @pytest.mark.parametrize("frame", [b"no frame", frame_of(1000)[6:-5]])
 def test_what_is_no_frame_is_refused(frame: bytes) -> None:
-    with pytest.raises(InvalidArgumentError, match="are no frame of zstd"):
+    with pytest.raises(InvalidArgumentError, match="bytes are not a frame of zstd"):
         Submission(rollout_pb2.SubmitRowsRequest(zstd=frame).SerializeToString())
 
 

@@ -123,7 +123,9 @@ class PeerCertificates:
             try:
                 self._renew()
             except (OSError, ssl.SSLError) as error:
-                _log.warning("certificate for other services cannot be read; that of before goes on", reason=str(error))
+                _log.warning(
+                    "certificate for other services cannot be read; the one before stays in use", reason=str(error)
+                )
 
     def _renew(self) -> None:
         own = self._own
@@ -160,7 +162,7 @@ class _Watch:
                 self._certificates.check()
             except (OSError, InvalidArgumentError) as error:
                 # Half of a renewal is written, perhaps.
-                _log.warning("certificates cannot be read; those of before go on", reason=str(error))
+                _log.warning("certificates cannot be read; the ones before stay in use", reason=str(error))
                 return False
             self._version = version
         _log.info("certificates read again", file=str(self._certificates.cert_file))

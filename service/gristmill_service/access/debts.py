@@ -83,8 +83,8 @@ class Debts:
         """Raises ResourceExhaustedError where the caller has to wait, which says for how long."""
         if wait_s := self.wait_s(caller):
             raise ResourceExhaustedError(
-                f"too many calls of this caller were refused lately, so that this one was not read; look at what they "
-                f"were told, and retry in {wait_s:.0f} s",
+                "too many calls of this caller were refused lately, so the service did not read this one; see why "
+                f"they were refused, and retry in {wait_s:.0f} s",
                 retry_after_s=max(1.0, wait_s),
             )
 

@@ -191,7 +191,7 @@ class _CallersFile:
             self._callers = read_callers(self._path)
             _log.info("tokens read", file=str(self._path), tokens=len(self._callers.tokens))
         except GristmillError as error:
-            _log.error("tokens cannot be read; those of before go on", reason=str(error))
+            _log.error("tokens cannot be read; the ones before stay valid", reason=str(error))
 
     def _look(self) -> tuple[int, ...] | None:
         try:

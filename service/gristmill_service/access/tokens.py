@@ -89,7 +89,7 @@ def read_callers(path: Path) -> Callers:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
         if found is None:
             # As of a file that is being written: it must lock nobody out.
-            raise InvalidArgumentError(f"{path} is empty; write 'tokens: []' where nobody is to be known")
+            raise InvalidArgumentError(f"{path} is empty; write 'tokens: []' if no token is to be valid")
         return Callers.model_validate(found)
     except OSError as error:
         raise InvalidArgumentError(f"{path}: cannot read the tokens: {error.strerror}; give a YAML file") from None

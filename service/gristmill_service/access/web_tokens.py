@@ -107,7 +107,7 @@ class _Published:
         if found is not None:
             return found
         if self._failure:
-            raise UnavailableError(f"the keys at {self._url} cannot be had: {self._failure}; retry")
+            raise UnavailableError(f"the keys at {self._url} cannot be fetched: {self._failure}; retry")
         raise self._jwt.InvalidTokenError(f"no key {str(name)[:100]!r} at {self._url}")
 
     def _ask(self) -> None:

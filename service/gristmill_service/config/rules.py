@@ -28,8 +28,8 @@ def check(config: RunConfig) -> None:
         )
     if config.retokenised_tail and config.merge == "none":
         raise InvalidArgumentError(
-            f"retokenised_tail: {config.retokenised_tail} says which steps merge, and merge is none; set merge: prefix "
-            "or tree, or leave it out"
+            f"retokenised_tail: {config.retokenised_tail} has an effect only where steps merge, and merge is none; set "
+            "merge: prefix or tree, or leave retokenised_tail out"
         )
     if config.loss_reduction == "seq_mean_token_sum_norm" and config.max_seq_len is None:
         raise InvalidArgumentError("loss_reduction: seq_mean_token_sum_norm divides by max_seq_len; set max_seq_len")
@@ -60,8 +60,8 @@ def _check_mini_batches(config: RunConfig) -> None:
         if config.mini_batch_unit == "sequence":
             if size % config.dp_size:
                 raise InvalidArgumentError(
-                    f"{name}: {size} rows is not a multiple of dp_size: {config.dp_size}, so not every rank could have "
-                    "as many; change one of them"
+                    f"{name}: {size} rows is not a multiple of dp_size: {config.dp_size}, so the ranks could not have "
+                    "equally many; change one of them"
                 )
         elif config.train_batch_size % size:
             raise InvalidArgumentError(
@@ -80,8 +80,9 @@ def _check_padding(config: RunConfig) -> None:
     least = max(config.align_to, config.dp_size * (each.count or 1)) * (each.size if each.full and each.size else 1)
     if least > _MOST_PADDED_TO:
         raise InvalidArgumentError(
-            f"every mini-batch would be padded to {least} rows at least, and {_MOST_PADDED_TO} are the most: dp_size × "
-            "microbatch_group_size (under VPP) or micro_batch.count, × micro_batch.size where it is full; lower one"
+            f"every mini-batch would be padded to at least {least} rows, and {_MOST_PADDED_TO} are the most; this is "
+            "dp_size × microbatch_group_size (with VPP) or × micro_batch.count, and × micro_batch.size with full: "
+            "lower one of these"
         )
 
 

@@ -113,8 +113,8 @@ def _sharing(received: Received, rows: Rows, row_group_bounds: Int64s, config: R
     tokens = received.steps.tokens
     if tokens.total and not tokens.values.size:
         raise InvalidArgumentError(
-            "layout: prefix_tree plans by the tokens that rows share, and these have lengths alone; give rows with "
-            "tokens, or another layout"
+            "layout: prefix_tree needs the rows' tokens to find what rows share, and these rows have lengths only; "
+            "give rows with tokens, or another layout"
         )
     return find_sharing(rows, tokens, row_group_bounds)
 

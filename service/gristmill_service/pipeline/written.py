@@ -163,11 +163,11 @@ def _of_responses(column: ColumnSpec, parts: Sequence[Array], own: StepPlaces, r
 def _tensor(tensors: Mapping[str, Array], name: str, shape: tuple[int, ...], column: ColumnSpec, where: str) -> Array:
     found = tensors.get(name)
     if found is None:
-        raise InvalidArgumentError(f"{where}: {name} is missing; a column is written whole")
+        raise InvalidArgumentError(f"{where}: {name} is missing; write all tensors of a column together")
     expected = (*shape, *column.shape)
     if found.shape != expected or found.dtype != column.storage:
         raise InvalidArgumentError(
-            f"{where}: {name} is {safetensors_name(found.dtype)} {list(found.shape)} and has to be "
-            f"{safetensors_name(column.storage)} {list(expected)}: write it in the shard's own shape"
+            f"{where}: {name} is {safetensors_name(found.dtype)} {list(found.shape)} and the shard needs "
+            f"{safetensors_name(column.storage)} {list(expected)}; write it with that dtype and shape"
         )
     return found

@@ -66,8 +66,8 @@ class WrittenRows:
             at = int(outside[0])
             times = "" if coef == 1 else f" with the coefficient {coef}"
             raise InvalidArgumentError(
-                f"{where}: {self._name(column, at)} is {values[at]}, which float32 does not hold in sums{times}; "
-                f"credit is computed of numbers up to {MOST:g}, scale it down"
+                f"{where}: {self._name(column, at)} is {values[at]}, which is too large to be added up in "
+                f"float32{times}; scale it down to at most {MOST:g}"
             )
 
     def _check_kl(
@@ -94,9 +94,9 @@ class WrittenRows:
         if outside.size:
             at = int(outside[0])
             raise InvalidArgumentError(
-                f"{where}: {self._name(column, at)} is {values[at]}, and the KL is {estimates[at]}, of "
+                f"{where}: {self._name(column, at)} is {values[at]}, and the KL is {estimates[at]}, computed from the "
                 f"log-probabilities {ours[at]} and {theirs[at]} (ref_logprobs); check that both are of the same "
-                "tokens, or use k1 or k2"
+                "tokens, or use the estimator k1 or k2"
             )
 
     def _name(self, column: ColumnSpec, at: int) -> str:

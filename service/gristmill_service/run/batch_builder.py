@@ -235,7 +235,9 @@ class BatchBuilder:
             raise
         except (MemoryError, OSError) as error:
             # The process is short of something for now; the rows are not to be dropped for it.
-            raise UnavailableError(f"this process cannot build it now: {type(error).__name__}: {error}") from error
+            raise UnavailableError(
+                f"this process cannot build the batch now: {type(error).__name__}: {error}"
+            ) from error
         except Exception as error:  # noqa: BLE001 - whatever went wrong is the batch's reason, not the thread's end
             if not isinstance(error, GristmillError):
                 _log.exception("batch failed", run=self._name, batch=job.number)

@@ -104,7 +104,9 @@ class Housekeeping:
                 self._store.free(self._name, batch)
             except (GristmillError, OSError) as error:
                 # Whoever acknowledged is not to blame.
-                _log.warning("shards are removed later", run=self._name, batch=batch, reason=str(error))
+                _log.warning(
+                    "shards could not be removed; trying again later", run=self._name, batch=batch, reason=str(error)
+                )
                 with self._lock:
                     self._free_again.add(batch)
         self._room.removed()

@@ -19,10 +19,10 @@ def check_group_count(count: int) -> None:
 def check_begun(round_: int, uids: Sequence[str]) -> None:
     """Raises InvalidArgumentError for groups that cannot be named, or are too many."""
     check_group_count(len(uids))
-    if round_ < 0 or "" in uids:
-        raise InvalidArgumentError(
-            f"round is {round_} and uids are {list(uids)!r}; round is at least 0, no uid is empty"
-        )
+    if round_ < 0:
+        raise InvalidArgumentError(f"round is {round_}; give 0 or more")
+    if "" in uids:
+        raise InvalidArgumentError(f"uids[{list(uids).index('')}] is empty; name each prompt")
     for uid in uids:
         check_uid(uid)
 

@@ -173,8 +173,8 @@ def _column(column: Column, memory: Iterable[bytes | memoryview], lengths: Int64
     values = column.values(b"".join(memory))
     if len(values) != (expected := int(lengths.sum())):
         raise InvalidArgumentError(
-            f"the rows' tables have {len(values)} values of {column.name}, and their run's log says {expected}: what "
-            "stores rows has lost some or changed them"
+            f"the stored rows have {len(values)} values of {column.name}, and the run's log says {expected}: the store "
+            "has lost or changed rows; restore it, or delete the run"
         )
     return Ragged.from_lengths(values, lengths)
 

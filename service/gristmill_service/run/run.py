@@ -283,7 +283,7 @@ class Run:
     def _withdraw(self, number: int, reason: str) -> None:
         # It may be there again: then it is built once more, to the same bytes.
         if self._execute(trainer_commands.WithdrawBatch(number)):
-            _log.warning("batch is built anew: its shards are lost", run=self.name, batch=number, reason=reason)
+            _log.warning("shards are lost, and the batch is built again", run=self.name, batch=number, reason=reason)
 
     def read_shard(self, batch: int, address: ShardAddress) -> Iterator[bytes]:
         self._writer.check_open()

@@ -100,7 +100,9 @@ class Runs:
         if not 1 <= len(name) <= _LONGEST_NAME or not name.isprintable():
             raise InvalidArgumentError(f"run is {name!r}; a name has 1 to {_LONGEST_NAME} printable characters")
         if "/" in name or name in (".", ".."):
-            raise InvalidArgumentError(f"run is {name!r}, which no HTTP path can name; a name has no slash")
+            raise InvalidArgumentError(
+                f"run is {name!r}; a name stands in the path of URLs, so it has no slash and is not '.' or '..'"
+            )
         parsed = config if isinstance(config, RunConfig) else parse_config(config)
         self._check_serving()
         try:
@@ -310,7 +312,7 @@ class Runs:
                 self._set_aside(name, error)
                 self._forget(name)
                 raise FailedPreconditionError(
-                    f"run {name!r} cannot be read: {error}; mend what stores it, or delete the run"
+                    f"run {name!r} cannot be read: {error}; restore it where it is stored, or delete the run"
                 ) from error
             _log.info("run restored", run=name, **_holding(run), seconds=round(self._clock() - began, 3))
             self._workers.submit(("sweep", name), lambda: _quietly(lambda: self._shards.sweep(name)))

@@ -150,7 +150,9 @@ class _Request:
         if not self._left_out[row]:
             start = self._compared(row, name, found)
         elif found is None or found.name != step_before:
-            raise PrefixUnknownError(f"{self._steps.name(row)}: the step before it is not here; send all of its tokens")
+            raise PrefixUnknownError(
+                f"{self._steps.name(row)}: the run does not have the step before it; send all tokens of the row"
+            )
         else:
             start = self._after(row, found)
         self._note(row, group, name, found, start)
@@ -191,19 +193,21 @@ class _Request:
         if found is None or found.tokens != length:
             tokens = before.tokens()
             if tokens is None:
-                raise PrefixUnknownError(f"{name(row)}: the step before it is not here; send all of its tokens")
+                raise PrefixUnknownError(
+                    f"{name(row)}: the run does not have the step before it; send all tokens of the row"
+                )
             found = Sum.of_nothing()
             for piece in _beginning(tokens, length):
                 found = found.and_also(piece)
         if found.tokens < length or found.checksum != self._checksums[row]:
             raise PrefixUnknownError(
                 f"{name(row)}: the step before it does not begin with the {length} tokens that were left out; send all "
-                "of its tokens"
+                "tokens of the row"
             )
         if lacks and not lacks <= before.columns():
             raise PrefixUnknownError(
-                f"{name(row)}: the step before it has no {min(lacks - before.columns())} that could stand for what was "
-                "left out; send all of its values"
+                f"{name(row)}: values of {min(lacks - before.columns())} were left out, and the step before has none; "
+                "send all values of the row"
             )
         return _Start(before.name, length, found)
 

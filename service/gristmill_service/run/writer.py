@@ -228,7 +228,7 @@ class Writer:
         if closed is not None and not (is_internal and not isinstance(closed, NotFoundError)):
             raise type(closed)(*closed.args)
         if self.is_lost:
-            raise UnavailableError(f"run {self._name!r} is being read anew from where it is stored; ask again")
+            raise UnavailableError(f"run {self._name!r} is being read again from its store; ask again")
 
     # --- From the writer
 

@@ -69,7 +69,9 @@ class SentColumns:
         """
         form = forms.get(self._address)
         if new and form is None:
-            raise UnavailableError(f"{self._where}: is being published again; write once its forward shards are there")
+            raise UnavailableError(
+                f"{self._where}: its forward shard is being published again; write the columns when it is"
+            )
         values = {place: self._own_values(self._columns[place], form) for place in new if form is not None}
         for place, own in values.items():
             assert form is not None, "there are values"
@@ -154,12 +156,12 @@ def _by_column(tensors: Mapping[str, Array], columns: Sequence[ColumnSpec], wher
         if column not in written:
             known = ", ".join(written) or "none"
             raise InvalidArgumentError(
-                f"{where}: {name[:200]!r} is of no column that trainers of this run write, which are {known}; declare "
-                "it with source: trainer"
+                f"{where}: {name[:200]!r} belongs to no column that trainers of this run write; these are {known}; "
+                "declare the column with source: trainer"
             )
         found.setdefault(column, {})[name] = tensors[name]
     if not found:
-        raise InvalidArgumentError(f"{where}: no tensor came; write at least one column")
+        raise InvalidArgumentError(f"{where}: the request has no tensor; write at least one column")
     return [_Sent(written[name], own, _digest(own)) for name, own in found.items()]
 
 

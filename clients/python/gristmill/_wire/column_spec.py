@@ -175,7 +175,9 @@ class ColumnSpec:
         if self.name in BUILT_IN:
             raise InvalidArgumentError(f"{where}: is the name of a built-in column; choose another")
         if beside := next((name for name in BUILT_IN if self.name in of_column(name)), None):
-            raise InvalidArgumentError(f"{where}: would stand beside the built-in {beside}; choose another name")
+            raise InvalidArgumentError(
+                f"{where}: its tensors would have a name of the built-in column {beside}; choose another name"
+            )
         for name, allowed in (
             ("dtype", DTYPES),
             ("scope", tuple(_MERGES)),
@@ -202,7 +204,9 @@ class ColumnSpec:
                 raise InvalidArgumentError(f"{where}: {name} is {getattr(self, name)!r:.80}; it is true or false")
         self._check_fill(where)
         if self.merge == "sum" and self.dtype == "bool":
-            raise InvalidArgumentError(f"{where}: merge: sum adds numbers, and its dtype is bool; use another")
+            raise InvalidArgumentError(
+                f"{where}: merge: sum adds numbers, and the dtype is bool; use another dtype or merge"
+            )
         if self.source == "trainer":
             self._check_written(where)
 
@@ -215,24 +219,25 @@ class ColumnSpec:
             )
         if self.fill and self.scope in ("token", "response"):
             raise InvalidArgumentError(
-                f"{where}: {size}, and tokens without one are filled with 0 beyond {MOST_REPEATED_BYTES}; leave fill "
-                "out"
+                f"{where}: {size}, and values of more than {MOST_REPEATED_BYTES} bytes are filled with 0 only; leave "
+                "fill out"
             )
 
     def _check_written(self, where: str) -> None:
         if self.scope not in ("row", "response"):
             raise InvalidArgumentError(
-                f"{where}: source: trainer writes a value a row or a response token; set scope: row or response"
+                f"{where}: with source: trainer a column has one value for each row or response token; set scope: row "
+                "or response"
             )
         if self.merge not in ("", _MERGES[self.scope][0]):
             raise InvalidArgumentError(
-                f"{where}: merge is {self.merge}, and with source: trainer rows are merged before it is written; leave "
-                "merge out"
+                f"{where}: merge is {self.merge}, and rows are merged before trainers write a column (source: "
+                "trainer); leave merge out"
             )
         if not self.required:
             raise InvalidArgumentError(
-                f"{where}: required is false, and a batch waits for what trainers write (source: trainer); leave "
-                "required out"
+                f"{where}: required is false, and a batch always waits for columns that trainers write (source: "
+                "trainer); leave required out"
             )
 
     def _check_fill(self, where: str) -> None:
@@ -240,8 +245,7 @@ class ColumnSpec:
             raise InvalidArgumentError(f"{where}: fill is {self.fill!r:.80}; it is a number")
         if isinstance(self.fill, float) and not math.isfinite(self.fill):
             raise InvalidArgumentError(
-                f"{where}: fill is {self.fill}, and configurations are JSON, which has no such number; give a finite "
-                "one"
+                f"{where}: fill is {self.fill}, which JSON cannot hold, as a configuration has to; give a finite number"
             )
         try:
             # JSON and YAML write 1 and 1.0 for the same number.
@@ -251,7 +255,7 @@ class ColumnSpec:
         except (InvalidArgumentError, OverflowError):
             is_held = False
         if not is_held:
-            raise InvalidArgumentError(f"{where}: fill is {self.fill!s:.80}, which {self.dtype} does not hold")
+            raise InvalidArgumentError(f"{where}: fill is {self.fill!s:.80}, which {self.dtype} cannot hold")
 
 
 _UNITS: dict[ColumnScope, str] = {"row": "step", "response": "response token", "token": "token", "items": "item"}

@@ -121,7 +121,9 @@ def decode(message: rows_pb2.Rows) -> Steps:
     """
     sent = read(message, {})
     if sent.prefixes is not None:
-        raise InvalidArgumentError("prefix_lengths are given; only SubmitRows takes rows that are not whole")
+        raise InvalidArgumentError(
+            "prefix_lengths is given, and only SubmitRows takes rows whose first tokens are left out; send whole rows"
+        )
     return check(sent.steps)
 
 

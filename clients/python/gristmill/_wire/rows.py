@@ -115,7 +115,9 @@ def _names(rows: Sequence[Mapping[str, Any]], required: Sequence[str], known: Co
     names, seen = set[str](), None
     for position, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise InvalidArgumentError(f"row {position}: expected a mapping of fields, got {type(row).__name__}")
+            raise InvalidArgumentError(
+                f"row {position} is a {type(row).__name__}; each row is a mapping of fields, so give a list of dicts"
+            )
         if row.keys() != seen:
             unknown = row.keys() - known
             if unknown:

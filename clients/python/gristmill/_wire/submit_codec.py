@@ -149,11 +149,15 @@ def decompressed(frame: bytes, most_bytes: int) -> bytes:
                 "rows a request, or raise the setting"
             )
         if size < 0:
-            raise InvalidArgumentError("zstd: the frame does not tell the size of its content; write it with that")
+            raise InvalidArgumentError(
+                "zstd: the frame does not say how large its content is; compress it with the content size"
+            )
         found: bytes = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
         return found
     except zstandard.ZstdError as error:
-        raise InvalidArgumentError(f"zstd: {len(frame)} bytes are no frame of zstd: {error}; send another") from None
+        raise InvalidArgumentError(
+            f"zstd: the {len(frame)} bytes are not a frame of zstd: {error}; compress the request with zstd"
+        ) from None
 
 
 def check_zstd() -> None:

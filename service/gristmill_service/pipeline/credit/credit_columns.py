@@ -49,8 +49,8 @@ def _check_fits(steps: Steps, name: str) -> None:
         if outside.size:
             at = int(outside[0])
             raise InvalidArgumentError(
-                f"{steps.name(row)}: {name}[{at}] is {values[at]}, which float32 does not hold in sums; credit is "
-                f"computed of numbers up to {MOST:g}, scale it down"
+                f"{steps.name(row)}: {name}[{at}] is {values[at]}, which is too large to be added up in float32; scale "
+                f"it down to at most {MOST:g}"
             )
 
 
@@ -73,6 +73,7 @@ def _check_kl(steps: Steps, config: RunConfig) -> None:
         if outside.size:
             at = int(outside[0])
             raise InvalidArgumentError(
-                f"{steps.name(row)}: the KL of response token {at} is {estimates[at]}, of log-probabilities {ours[at]} "
-                f"and {theirs[at]} (ref_logprobs); check that both are of the same tokens, or use k1 or k2"
+                f"{steps.name(row)}: the KL of response token {at} is {estimates[at]}, computed from the "
+                f"log-probabilities {ours[at]} and {theirs[at]} (ref_logprobs); check that both are of the same "
+                "tokens, or use the estimator k1 or k2"
             )

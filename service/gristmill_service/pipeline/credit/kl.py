@@ -56,7 +56,7 @@ def kl_of_tokens(tokens: TrainedTokens, logprobs: Ragged, reference: Ragged, est
         before, after = (tokens.take(column)[token] for column in (logprobs, reference))
         raise InvalidArgumentError(
             f"{tokens.name(token, estimator)} is {estimates[token]}: the log-probability is {before} and the "
-            f"reference's {after}; check that both are of the same tokens, or use k1 or k2"
+            f"reference's {after}; check that both are of the same tokens, or use the estimator k1 or k2"
         )
     return estimates
 
@@ -99,8 +99,8 @@ def kl_in_scores(received: Received, scores: Float64s, sums: Float64s, coef: flo
         trajectory = int(outside[0])
         key = received.steps.key(int(received.trajectory_bounds[trajectory]))
         raise InvalidArgumentError(
-            f"{key}: score is {result[trajectory]} with a KL of {sums[trajectory]} in it, which float32 does not hold; "
-            "lower the coefficient of kl_in_reward"
+            f"{key}: the score is {result[trajectory]}, with a KL of {sums[trajectory]} in it, which float32 cannot "
+            "hold; lower the coefficient of kl_in_reward"
         )
     return result
 

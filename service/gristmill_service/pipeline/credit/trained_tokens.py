@@ -105,7 +105,7 @@ class TrainedTokens:
         outside = _first_outside(numbers)
         if outside is not None:
             raise InvalidArgumentError(
-                f"{self.name(outside, name)} is {numbers[outside]}, which float32 does not hold; {remedy}"
+                f"{self.name(outside, name)} is {numbers[outside]}, which float32 cannot hold; {remedy}"
             )
 
     def name(self, index: int, column: str) -> str:
@@ -165,8 +165,8 @@ def reward_column(steps: Steps, rewards: Float64s) -> Ragged:
     if outside is not None:
         edges = np.append(0, np.cumsum(steps.response_lengths))
         raise InvalidArgumentError(
-            f"{_name(steps, edges, outside, 'reward')} is {rewards[outside]}, which float32 does not hold; "
-            "scale the rewards or the coefficient of kl_in_reward down"
+            f"{_name(steps, edges, outside, 'reward')} is {rewards[outside]}, which float32 cannot hold; scale the "
+            "rewards or the coefficient of kl_in_reward down"
         )
     return Ragged.from_lengths(rewards.astype(np.float32), steps.response_lengths)
 

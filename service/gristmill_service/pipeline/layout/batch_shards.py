@@ -150,7 +150,7 @@ class _ShardBuilder:
             row = int(outside[0])
             raise InvalidArgumentError(
                 f"{self._scored.received.steps.key(int(self._scored.rows.first[row]))}: advantage is "
-                f"{advantages[row]}, which float32 does not hold; scale the rewards down"
+                f"{advantages[row]}, which float32 cannot hold; scale the rewards down"
             )
 
     def _scaled(self, tokens: Ragged, scale: Float64s) -> Ragged:

@@ -149,8 +149,8 @@ def _check_group_sizes(steps: Steps, bounds: Int64s, group_bounds: Int64s, confi
         found = int(group_bounds[group + 1] - group_bounds[group])
         raise InvalidArgumentError(
             f"uid {steps.uids[int(bounds[group_bounds[group]])]!r}: the group has {found} samples, and "
-            f"{config.most_samples} are the most ({sizes_of(config)}); rows do not tell which were complete first, so "
-            "leave the surplus out"
+            f"{config.most_samples} are the most ({sizes_of(config)}); leave the surplus samples out, because rows do "
+            "not say which samples were complete first"
         )
 
 

@@ -66,8 +66,8 @@ def checked_reason(reason: str) -> str:
     """Reasons are counted by name, so that they are names and not reports."""
     if len(reason) > _LONGEST_REASON:
         raise InvalidArgumentError(
-            f"reason has {len(reason)} characters and {_LONGEST_REASON} are allowed; name the kind of problem, "
-            "for it is counted"
+            f"reason has {len(reason)} characters, and {_LONGEST_REASON} are the most; give a short name of the "
+            "problem, because groups are counted by it"
         )
     check_text(reason, "reason")
     return reason or _UNNAMED_REASON
@@ -77,5 +77,7 @@ def _open_group(state: State, key: GroupKey) -> Group | None:
     """None where it is sealed or dropped, so that giving it up changes nothing."""
     group = state.open.get(key)
     if group is None and key not in state.closed:
-        raise NotFoundError(f"{key}: this prompt group was not begun; nothing to abort")
+        raise NotFoundError(
+            f"{key}: no such group was begun, so there is nothing to abort; check the uid and the round"
+        )
     return group

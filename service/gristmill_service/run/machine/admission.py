@@ -44,7 +44,10 @@ class Room(NamedTuple):
     def reason_for(self, tag: str) -> str:
         if self.groups <= 0 or not self.kept:
             return self.reason
-        return f"the {self.groups} groups that may begin are kept for {', '.join(map(repr, self.kept))} (tag_shares)"
+        return (
+            f"the {self.groups} groups that may begin are reserved for the tags {', '.join(map(repr, self.kept))} "
+            "(tag_shares)"
+        )
 
 
 class BytesLeft(NamedTuple):

@@ -34,7 +34,9 @@ def encode_events(events: Sequence[Event]) -> bytes:
     try:
         return _encoder.encode((FORMAT, [(type(event).__name__, event) for event in events]))
     except (UnicodeEncodeError, OverflowError, TypeError) as error:
-        raise InvalidArgumentError(f"this cannot be logged: {error}; give text and numbers of 64 bits") from None
+        raise InvalidArgumentError(
+            f"the request cannot be written to the run's log: {error}; send valid Unicode and integers of 64 bits"
+        ) from None
 
 
 def decode_events(record: bytes) -> list[Event]:
@@ -64,5 +66,6 @@ def decode_state(snapshot: bytes) -> State:
 def _check(version: int) -> None:
     if version != FORMAT:
         raise InvalidArgumentError(
-            f"the run's log has format {version} and this version reads {FORMAT}; use the gristmill that wrote it"
+            f"the run's log has format {version} and this version reads {FORMAT}; use the version of gristmill that "
+            "wrote it"
         )

@@ -24,14 +24,15 @@ def unwritten(state: State, number: int, incarnation: int, digests: Mapping[Colu
     """
     if not incarnation:
         raise InvalidArgumentError(
-            "incarnation is 0; what is written is bound to the trainer's: give that which came with the shard"
+            "incarnation is 0; columns are written under an incarnation of the trainer; give the one that came with "
+            "the shard"
         )
     progress.check_incarnation(state, "policy", incarnation)
     progress.batch_state(state, number)
     batch = state.batches.get(number)
     if batch is None or batch.mini_batches is None:
         progress.check_not_ahead(state, "policy", {place.rank for place in digests}, number)
-        raise UnavailableError(f"batch {number} is not published yet; read its forward shards first")
+        raise UnavailableError(f"batch {number} has no forward shards yet; read them before you write their columns")
     for place in digests:
         progress.check_rank(state, "policy", place.rank)
         count = batch.mini_batches.get("policy", 0)
@@ -43,11 +44,13 @@ def unwritten(state: State, number: int, incarnation: int, digests: Mapping[Colu
     for place in digests.keys() - set(new):
         if batch.written[place].digest != digests[place]:
             raise AlreadyExistsError(
-                f"batch {number} mini-batch {place.mini_batch} rank {place.rank}: {place.column} is written already, "
-                "with other values; a trainer that is started again resumes first, and then writes anew"
+                f"batch {number} mini-batch {place.mini_batch} rank {place.rank}: {place.column} was written before "
+                "with other values; a trainer that was started again has to resume before it writes columns anew"
             )
     if new and not batch.is_published:
-        raise UnavailableError(f"batch {number} is being published again; write once its forward shards are there")
+        raise UnavailableError(
+            f"batch {number}: its forward shards are being published again; write the columns when they are"
+        )
     if new and not batch.awaits:
-        raise FailedPreconditionError(f"batch {number} waits for no column: it has all of them, train it")
+        raise FailedPreconditionError(f"batch {number} has all columns that trainers write; train it")
     return new

@@ -19,8 +19,8 @@ def check_sizes(state: State, wanted: Sequence[NewGroup], config: RunConfig) -> 
     for key, samples, _ in wanted:
         if not 0 <= samples <= config.most_samples:
             raise InvalidArgumentError(
-                f"{key}: n_samples is {samples}, and {_most(config)} allows 1..{config.most_samples}; give fewer, 0 "
-                "for the run's own, or raise max_samples_per_prompt"
+                f"{key}: n_samples is {samples}, and {_most(config)} allows 1..{config.most_samples}; give a number of "
+                "these, give 0 for the run's n_samples_per_prompt, or raise max_samples_per_prompt"
             )
         if not samples:
             continue

@@ -126,8 +126,8 @@ class _View:
         if known is not None:
             if known.digest != row.digest:
                 raise AlreadyExistsError(
-                    f"{row}: another content was accepted for this step under attempt "
-                    f"{row.attempt}; send the same again, or restart the trajectory with a higher attempt"
+                    f"{row}: other content was accepted for this step of attempt {row.attempt}; send the same row, or "
+                    "sample the trajectory anew with a higher attempt"
                 )
             return Outcome.DUPLICATE
         self._check_order(row)
@@ -227,7 +227,8 @@ def _check_parent(row: StoredRow, group: Group | None, views: dict[TrajectoryKey
         view = _View.of(None if group is None else group.trajectories.get(sample))
     if view.attempt != attempt or (step not in view.added and step not in view.before):
         raise PrefixUnknownError(
-            f"{row}: begins as sample {sample} step {step}, which is not here any more; send all of its tokens"
+            f"{row}: its first tokens were left out because sample {sample} step {step} has them, and the run does not "
+            "have that step any more; send all tokens of the row"
         )
 
 
@@ -249,8 +250,8 @@ def _check_row(row: StoredRow, group: Group | None, config: RunConfig) -> None:
         check_sample(row, row.trajectory.sample, group, config)
     if not config.step_wise and (row.step or not row.is_last):
         raise InvalidArgumentError(
-            f"{row}: step_wise: false allows one step a trajectory, number 0 and the last; "
-            "set step_wise: true for multi-turn trajectories"
+            f"{row}: with step_wise: false a trajectory has one step, which is number 0 and the last; set step_wise: "
+            "true for trajectories of several turns"
         )
 
 
@@ -259,8 +260,8 @@ def check_bytes(stored: Sequence[StoredRow], left: BytesLeft) -> None:
     nbytes = sum(row.nbytes for row in stored)
     if nbytes > left.nbytes:
         raise ResourceExhaustedError(
-            f"{stored[0]}: the request's rows take {nbytes} bytes as they are held, "
-            f"and {left.nbytes} are left: {left.reason}",
+            f"{stored[0]}: the run needs {nbytes} bytes to hold the request's rows, and {left.nbytes} are left: "
+            f"{left.reason}",
             RETRY_AFTER_S,
         )
 
@@ -281,7 +282,7 @@ def _check_room(admitted: dict[GroupKey, NewGroup], found: Room, config: RunConf
     if len(admitted) > most:
         raise InvalidArgumentError(
             f"{next(iter(admitted))}: the request begins {len(admitted)} prompt groups at once, and "
-            f"max_buffered_batches allows {most}; send fewer a request"
+            f"max_buffered_batches allows {most}; begin fewer in one request"
         )
     raise ResourceExhaustedError(
         f"{next(iter(admitted))}: no room for {len(admitted)} more prompt groups, {found.groups_of(refused.tag)} may "

@@ -59,8 +59,8 @@ def check_incarnation(state: State, model: Model, incarnation: int) -> None:
         )
     if incarnation > current:
         raise FailedPreconditionError(
-            f"{model}: incarnation {incarnation} was never given out, the current is {current}; is it of another run, "
-            "or of one that was created anew? Resume first"
+            f"{model}: this run never gave incarnation {incarnation}, and the current one is {current}; it may be of "
+            "another run, or of a deleted run of this name; resume first"
         )
 
 
@@ -226,8 +226,8 @@ def check_not_ahead(state: State, model: Model, ranks: Collection[int], number: 
     following = max(settle(state, model, own[rank]) for rank in ranks or range(len(own)))
     if number > following.batch:
         raise FailedPreconditionError(
-            f"{model}: batch {number} lies ahead of what this run knows as trained, which is what lies before "
-            f"{text_of(following)}: its log was rolled back, it is in generation {state.generation}; resume from a "
+            f"{model}: batch {number} lies ahead of this run, which knows only the training before "
+            f"{text_of(following)}: its log was rolled back, and it is in generation {state.generation}; resume from a "
             "checkpoint at or before that position"
         )
 

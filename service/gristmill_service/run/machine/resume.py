@@ -135,8 +135,8 @@ def _refusal(state: State, model: Model, target: Position, fits: Position, betwe
             f"{state.generation}: its log was rolled back in between."
         )
     return (
-        f"{model}: the checkpoint is at {text_of(target)}, and this run knows as trained what lies before "
-        f"{text_of(fits)}.{why} Resuming would skip accepted rows: {len(between)} sealed batches with {groups} prompt "
-        "groups, and what a begun batch has left. Load a checkpoint at or before that position, or give "
-        "give_up_reason to drop those groups for that reason"
+        f"{model}: the checkpoint is at {text_of(target)}, and this run knows only the training before "
+        f"{text_of(fits)}.{why} To resume there would skip accepted rows: {len(between)} sealed batches with {groups} "
+        "groups, and the rest of a batch that was begun. Load a checkpoint at or before that position, or give "
+        "give_up_reason, under which these groups are dropped"
     )

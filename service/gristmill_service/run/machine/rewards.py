@@ -45,7 +45,7 @@ def take_rewards(state: State, updates: Sequence[RewardUpdate], digests: Sequenc
 
 def _check_same(row: StoredRow, known: float, known_digest: bytes, value: float, digest: bytes) -> None:
     if (known, known_digest) != (value, digest):
-        raise AlreadyExistsError(f"{row}: reward is {known} already, and now {value}; a reward is given once")
+        raise AlreadyExistsError(f"{row}: the reward {known} was given before, and now {value}; a reward is given once")
 
 
 def _bytes(update: RewardUpdate) -> bytes:

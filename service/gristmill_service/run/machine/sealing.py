@@ -84,7 +84,7 @@ def seal_now(state: State, config: RunConfig) -> BatchSealed:
     if not state.complete:
         raise FailedPreconditionError(
             f"no prompt group is complete ({len(state.open)} are open), so there is nothing to seal; submit the "
-            "missing steps and rewards, or abort what will not come"
+            "missing steps and rewards, or abort the trajectories that will not end"
         )
     return _seal(state, config, _preferred(_complete_groups(state, config), state, config))
 

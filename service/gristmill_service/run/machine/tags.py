@@ -45,6 +45,6 @@ class NamedTags:
         names = self._state.tags.keys() | self._found.values()
         if len(names) > MOST_TAGS:
             raise InvalidArgumentError(
-                f"{what}: tag is one more than the {MOST_TAGS} that a run may have ({', '.join(sorted(names)[:5])}, "
-                "...); a tag names an environment or task, not a prompt"
+                f"{what}: the run would have more than {MOST_TAGS} tags ({', '.join(sorted(names)[:5])}, ...); name "
+                "the environment or task by the tag, and not the prompt"
             )

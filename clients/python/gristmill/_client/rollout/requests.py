@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any, TypeVar
 
@@ -62,6 +62,8 @@ def check_run(run: str) -> str:
 
 
 def create_run(run: str, config: Mapping[str, Any]) -> run_pb2.CreateRunRequest:
+    if not isinstance(config, Mapping):
+        raise InvalidArgumentError(f"run {run!r}: config is a {type(config).__name__}; give a mapping of settings")
     try:
         return run_pb2.CreateRunRequest(run=run, config_json=json.dumps(dict(config), allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -76,7 +78,9 @@ def begin_groups(
     tag: str | Mapping[str, str] | None,
 ) -> rollout_pb2.BeginGroupsRequest:
     if isinstance(uids, str):
-        raise InvalidArgumentError(f"uids is the string {uids!r}; give a list of uids")
+        raise InvalidArgumentError(f"uids is the string {uids!r}; give a list of strings")
+    if not isinstance(uids, Iterable):
+        raise InvalidArgumentError(f"uids is {uids!r}; give a list of strings")
     sizes = _one_each(uids, n_samples, 0)
     for uid, size in zip(uids, sizes, strict=False):
         if isinstance(size, bool) or not hasattr(size, "__index__") or not 0 <= size <= INT32_MAX:
@@ -86,7 +90,12 @@ def begin_groups(
         if not isinstance(name, str):
             raise InvalidArgumentError(f"uid {uid!r}: tag is {name!r}; name the environment or task with a string")
         check_tag(name, f"uid {uid!r}")
-    return rollout_pb2.BeginGroupsRequest(run=run, round=round_, uids=uids, n_samples=sizes, tags=tags)
+    try:
+        return rollout_pb2.BeginGroupsRequest(run=run, round=round_, uids=uids, n_samples=sizes, tags=tags)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"uids is {uids!r:.200} and round is {round_!r}: {error}; give a list of strings, and an integer of 32 bits"
+        ) from None
 
 
 def _one_each(uids: Sequence[str], given: _T | Mapping[str, _T] | None, default: _T) -> list[_T]:
@@ -101,9 +110,10 @@ def admitted(request: rollout_pb2.BeginGroupsRequest, answer: rollout_pb2.BeginG
     if answer.admissions and _FINISHED.issuperset(answer.admissions):
         sealed = sum(state == rollout_pb2.GROUP_ADMISSION_SEALED for state in answer.admissions)
         _log.warning(
-            "run %r: nothing is left to roll out of uid %r (%d groups were asked for): %d are in batches already, %d "
-            "were dropped. What is sent of them is not taken again. Give other uids; or, for another pass over them "
-            "in a run that is not finished, round=%d in begin_groups and trajectory; or begin anew with delete_run",
+            "run %r: no group was begun, of uid %r and others (%d in all): %d are already in batches, and %d were "
+            "dropped. The service does not take their rows again. Give other uids. For another pass over the same "
+            "uids, in a run that is not finished, give round=%d to begin_groups and trajectory. Or delete the run "
+            "(delete_run) and begin anew",
             request.run,
             request.uids[0],
             len(request.uids),
@@ -141,7 +151,10 @@ class RoomWait:
 
 def set_reward(run: str, key: TrajectoryKey, step: int | None, reward: Any) -> rollout_pb2.SetRewardsRequest:
     values = plain(reward, "reward", str(key))
-    array = np.asarray(values, np.float64) if np.size(values) else np.empty(0)
+    try:
+        array = np.asarray(values, np.float64) if np.size(values) else np.empty(0)
+    except (TypeError, ValueError):
+        array = np.empty(0)
     if array.ndim > 1 or not array.size or not np.isfinite(array).all():
         raise InvalidArgumentError(f"{key}: reward is {reward!r}; expected a finite number, or one per response token")
     message = rollout_pb2.Reward(trajectory=trajectory_key(key), step=step)
@@ -157,7 +170,12 @@ def abort_trajectory(run: str, key: TrajectoryKey, reason: str) -> rollout_pb2.A
 
 
 def trajectory_key(key: TrajectoryKey) -> rollout_pb2.TrajectoryKey:
-    return rollout_pb2.TrajectoryKey(uid=key.uid, round=key.round, sample=key.sample)
+    try:
+        return rollout_pb2.TrajectoryKey(uid=key.uid, round=key.round, sample=key.sample)
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(
+            f"uid is {key.uid!r}, sample {key.sample!r} and round {key.round!r}; give a string and two integers"
+        ) from None
 
 
 def wait_of(wait_s: float | None) -> float:

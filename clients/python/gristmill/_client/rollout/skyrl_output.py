@@ -169,7 +169,9 @@ def _length(given: Mapping[str, Any], name: str) -> int:
     try:
         return len(given[name])
     except TypeError:
-        raise InvalidArgumentError(f"generator output: {name} is {given[name]!r}; it needs one entry a row") from None
+        raise InvalidArgumentError(
+            f"generator output: {name} is {given[name]!r}; give one entry for each row"
+        ) from None
 
 
 def _where(columns: Mapping[str, list[Any]], row: int) -> str:

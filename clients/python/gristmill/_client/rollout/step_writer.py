@@ -69,7 +69,7 @@ class StepWriter:
         }
         if clash := sorted(columns.keys() & row.keys()):
             raise InvalidArgumentError(
-                f"{where}: columns has {clash[0]}, which is no declared column; give it by itself"
+                f"{where}: columns has {clash[0]}, which is a field of the step; give it as the argument {clash[0]}"
             )
         table = from_rows([row], converted=self._converted)
         if columns:

@@ -44,8 +44,8 @@ class MiniBatch(tuple[Shard, ...]):
         """Says that the optimizer step on this mini-batch is made: every rank moves on to the next. As `Shard.ack`."""
         if self._acknowledge is None:
             raise FailedPreconditionError(
-                f"{self.position}: its shards are read without training order; acknowledge those of mini_batches(), or "
-                "the batch"
+                f"{self.position}: these shards were read outside of the training order; acknowledge the shards of "
+                "mini_batches(), or the batch"
             )
         self._acknowledge()
 

@@ -84,8 +84,8 @@ def jagged(rows: Rows, name: str, part: Part) -> Jagged:
         raise InvalidArgumentError(f"part is {part!r}; known are {', '.join(_PARTS)}")
     if rows.is_tree:
         raise InvalidArgumentError(
-            f"{name}: with layout: prefix_tree a token stands once for several rows, with the values of the one that "
-            "trains it, so that it has no rows of its own; use layout: packed"
+            f"{name}: with layout: prefix_tree a shared token stands once, with the values of the row that trains it, "
+            "and the other rows have no values for it; use layout: packed"
         )
     values = rows.position_ids() if name == "position_ids" else rows[name]
     if rows.is_packed:

@@ -125,8 +125,8 @@ class ShardReader:
         """None where the shard is in no file that could be mapped."""
         if found.shared_memory_path and not found.HasField("crc32"):
             raise FailedPreconditionError(
-                f"{address}: the service took no checksum of it; start it with --shard-checksums, or leave out "
-                "check_shards"
+                f"{address}: the service made no checksum of this shard; start the service with --shard-checksums, or "
+                "leave check_shards out"
             )
         return found.crc32 if found.HasField("crc32") else None
 

@@ -123,8 +123,8 @@ class TrainerCore(TrainingPlace, Generic[B]):
                 self._position = Position(batch.number + 1)
             elif self.position.batch == batch.number:
                 raise FailedPreconditionError(
-                    f"{self._name}: batch {batch.number} was left at {self.position}; train its "
-                    "mini_batches() to the end and ack() each"
+                    f"{self._name}: the loop left batch {batch.number} at {self.position}; train its mini_batches() to "
+                    "the end and ack() each"
                 )
 
     def metrics(self, prefix: str = PREFIX) -> dict[str, float]:
@@ -142,7 +142,7 @@ class TrainerCore(TrainingPlace, Generic[B]):
         """
         if self._given is None:
             raise FailedPreconditionError(
-                f"{self._name}: it gave no batch yet; ask for metrics() within `for batch in trainer`"
+                f"{self._name}: the trainer has given no batch yet; call metrics() inside `for batch in trainer`"
             )
         return batch_metrics(*self._given, prefix)
 

@@ -116,7 +116,7 @@ class TrainingPlace(ABC):
         """A batch that failed is told of by an error once. A trainer that ends by it and is started again would get
         the same error for ever. One that failed for another dp_size is not among these any more: it is built anew."""
         while (number := self.position.batch) in failed:
-            _log.warning("run %r: batch %d failed, and is stepped over: %s", self.run, number, failed[number])
+            _log.warning("run %r: batch %d failed, and the trainer skips it: %s", self.run, number, failed[number])
             self._go_past(number)
 
     def _go_past(self, batch: int) -> None:
@@ -149,8 +149,9 @@ class TrainingPlace(ABC):
         status = self._read_run(None)
         if self._expected_dp_size not in (None, self._dp_size):
             raise InvalidArgumentError(
-                f"run {self.run!r}: its dp_size is {self._dp_size} and this trainer's {self._expected_dp_size}; create "
-                "the run with the trainer's, or call load_state_dict first, which has the run's batches cut anew"
+                f"run {self.run!r}: the run has dp_size {self._dp_size} and this trainer {self._expected_dp_size}; "
+                "create the run with the trainer's dp_size, or call load_state_dict first: the service then builds "
+                "the run's batches for so many ranks"
             )
         self._ranks = self._own_ranks(self._dp_size)
         self._run_id, self._generation = status.run_id, status.generation
@@ -163,7 +164,7 @@ class TrainingPlace(ABC):
         ]
         if not places:
             raise InvalidArgumentError(
-                f"run {self.run!r}: it has no {self.model}; give critic_mini_batch_size when it is created"
+                f"run {self.run!r}: the run has no {self.model}; create it with critic_mini_batch_size"
             )
         found = min(places)
         if found.batch - 1 in status.failed_batches:

@@ -32,20 +32,19 @@ def requests(
     metadata = shard.metadata
     if (metadata["run"], metadata["model"]) != (run, "policy"):
         raise InvalidArgumentError(
-            f"run {run!r}: the shard is of the {metadata['model']} of run {metadata['run']!r}; columns are written for "
-            "the policy's shards, by whoever computes them: read these with a TrainerClient of its own, "
-            "acknowledges=False"
+            f"run {run!r}: the shard is of the {metadata['model']} of run {metadata['run']!r}; write columns for the "
+            "policy's shards of this run, and read these with another TrainerClient (acknowledges=False)"
         )
     if metadata["dp_size"] != dp_size:
         raise InvalidArgumentError(
-            f"run {run!r}: the shard was cut for {metadata['dp_size']} ranks and the trainer has {dp_size} since it "
-            "was resumed; iterate the trainer again, and write what you compute from the shards that it gives"
+            f"run {run!r}: the shard is one of {metadata['dp_size']} ranks, and the trainer has {dp_size} since it "
+            "resumed; iterate the trainer again, and write columns for the shards that it then gives"
         )
     for name in values:
         if name not in written:
             known = ", ".join(written) or "none"
             raise InvalidArgumentError(
-                f"run {run!r}: {name!r} is not a column that trainers write, which are {known}; declare it with "
+                f"run {run!r}: {name!r} is not a column that trainers write; these are {known}; declare it with "
                 "source: trainer"
             )
     for name, own in values.items() if shard.is_forward else ():
