@@ -143,10 +143,10 @@ def test_a_required_setting_that_is_missing_is_named(name: str) -> None:
         ({"group_timeout_s": float("inf")}, "group_timeout_s"),
         (
             {"dp_size": 16384, "vpp_size": 2, "microbatch_group_size": 64},
-            "be padded to 1048576 rows at least, and 131072",
+            "be padded to at least 1048576 rows, and 131072",
         ),
-        ({"dp_size": 16, "micro_batch": {"count": 16384}}, "padded to 262144 rows at least"),
-        ({"dp_size": 2, "micro_batch": {"size": 1 << 20, "full": True}}, "padded to 2097152 rows at least"),
+        ({"dp_size": 16, "micro_batch": {"count": 16384}}, "padded to at least 262144 rows"),
+        ({"dp_size": 2, "micro_batch": {"size": 1 << 20, "full": True}}, "padded to at least 2097152 rows"),
         (
             {"on_misaligned": "drop_trailing", "critic_mini_batch_size": 2},
             "drop_trailing is refused with a critic",

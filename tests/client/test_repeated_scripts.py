@@ -23,7 +23,7 @@ def test_who_asks_for_groups_that_are_finished_is_told_why_there_are_none(
         assert client.begin_groups(["a", "b", "given-up"]) == []
         (told,) = caplog.messages
         assert f"run {run_name!r}: no group was begun, of uid 'a' and others (3 in all)" in told
-        assert "2 are in batches already, 1 were dropped" in told
+        assert "2 are already in batches, and 1 were dropped" in told
         assert "round=1" in told
         # It is no mere advice: another round has room for them, and what is sent of this one is not taken twice.
         assert client.begin_groups(["a"], round=1) == ["a"]

@@ -86,7 +86,7 @@ def test_a_refused_row_names_its_trajectory_and_what_was_accepted_stays(client: 
     assert client.status().rows_accepted == 1
     again = client.trajectory("p0", 0)
     again.step([1], [3])
-    with pytest.raises(AlreadyExistsError, match="uid 'p0' sample 0 step 0: another content"):
+    with pytest.raises(AlreadyExistsError, match="uid 'p0' sample 0 step 0: other content"):
         client.flush()
 
 

@@ -205,5 +205,5 @@ def test_group_estimators_take_the_kl_as_a_change_of_the_score() -> None:
 def test_a_score_that_its_kl_takes_beyond_float32_is_refused_with_the_trajectory() -> None:
     received = received_of([[[Token()]], [[Token()]]])
     for coef, sums in ((1e38, [0.0, 9.0]), (1e308, [0.0, -1e9]), (0.0, [0.0, math.nan])):
-        with pytest.raises(InvalidArgumentError, match=r"uid 'p1' sample 0: score is .* lower the coefficient"):
+        with pytest.raises(InvalidArgumentError, match=r"uid 'p1' sample 0: the score is .* lower the coefficient"):
             kl_in_scores(received, np.array([1.0, 1.0]), np.array(sums), coef)

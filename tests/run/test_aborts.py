@@ -49,7 +49,7 @@ def test_an_abort_is_done_whole_or_not_at_all() -> None:
     bench.begin("a")
     with pytest.raises(InvalidArgumentError, match=r"uid 'a' sample 7: sample is 7"):
         bench.run.abort_trajectories([key("a", 0), key("a", 7)], "")
-    with pytest.raises(NotFoundError, match=r"uid 'nobody': this prompt group was not begun"):
+    with pytest.raises(NotFoundError, match=r"uid 'nobody': no such group was begun"):
         bench.run.abort_trajectories([key("a", 0), key("nobody")], "")
     with pytest.raises(NotFoundError, match="uid 'nobody' round 3"):
         bench.run.abort_groups(3, ["nobody"], "")

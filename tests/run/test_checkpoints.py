@@ -38,8 +38,8 @@ def test_a_checkpoint_ahead_of_what_was_acknowledged_is_refused_and_says_what_wo
         bench.run.resume("policy", Checkpoint(Position(3)), "launch")
     message = str(refused.value)
     assert "the checkpoint is at batch 3 epoch 0 mini-batch 0" in message
-    assert "what lies before batch 1 epoch 0 mini-batch 0" in message
-    assert "2 sealed batches with 2 prompt groups" in message
+    assert "only the training before batch 1 epoch 0 mini-batch 0" in message
+    assert "2 sealed batches with 2 groups" in message
     assert "give_up_reason" in message
     assert bench.run.resume("policy", Checkpoint(Position(1)), "launch").position == Position(1), "one that fits"
 
@@ -220,7 +220,7 @@ def test_columns_for_a_batch_that_a_rollback_took_back_are_refused_at_once() -> 
     short = len(bench.log.records)
     bench.submit(*group_rows("more"))
     verdict = {"verdict": np.zeros(1, np.float32)}
-    with pytest.raises(UnavailableError, match="batch 1 is not published yet"):
+    with pytest.raises(UnavailableError, match="batch 1 has no forward shards yet"):
         bench.run.write(1, 0, 0, 1, verdict)
     again = rolled_back(bench, short)
     with pytest.raises(

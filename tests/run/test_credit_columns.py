@@ -20,7 +20,10 @@ GOOD = {"values": 0.5, "old_logprobs": -1.0, "ref_logprobs": -1.5}
     ("change", "message"),
     [
         ({"values": 1e300}, r"values\[0\] is 1e\+300, which is too large to be added up in float32"),
-        ({"old_logprobs": -1e9}, r"the KL of response token 0 is inf, of log-probabilities -1000000000.0 and -1.5"),
+        (
+            {"old_logprobs": -1e9},
+            r"the KL of response token 0 is inf, computed from the log-probabilities -1000000000.0 and -1.5",
+        ),
         ({"ref_logprobs": -1e39}, r"ref_logprobs\[0\] is -1e\+39"),
     ],
 )

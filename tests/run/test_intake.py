@@ -38,7 +38,7 @@ def test_the_same_row_again_is_a_duplicate_also_within_a_request() -> None:
 def test_another_content_under_the_same_attempt_is_refused_whatever_differs(change: dict[str, Any]) -> None:
     bench = Bench()
     bench.submit(row("a", stop_reason="stop", policy_version=1))
-    with pytest.raises(AlreadyExistsError, match=r"uid 'a' sample 0 step 0: another content .* higher attempt"):
+    with pytest.raises(AlreadyExistsError, match=r"uid 'a' sample 0 step 0: other content .* higher attempt"):
         bench.submit(row("a", **{"stop_reason": "stop", "policy_version": 1, **change}))
 
 
@@ -223,7 +223,7 @@ def test_rows_of_an_unadmitted_group_admit_it_where_there_is_room() -> None:
 
 
 def test_a_request_that_could_never_fit_is_not_to_be_retried() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"begins 3 prompt groups at once, .*allows 2; send fewer"):
+    with pytest.raises(InvalidArgumentError, match=r"begins 3 prompt groups at once, .*allows 2; begin fewer"):
         Bench(max_buffered_batches=1).submit(row("a"), row("b"), row("c"))
 
 

@@ -42,7 +42,9 @@ def test_the_same_reward_again_changes_nothing_and_another_is_refused() -> None:
     assert bench.run.set_rewards([scalar("a", 1.0), scalar("a", 1.0)]) == 1
     assert bench.run.set_rewards([scalar("a", 1.0), scalar("b", 3.0)]) == 0
     for uid, value in (("a", 2.0), ("b", 2.0)):
-        with pytest.raises(AlreadyExistsError, match=rf"uid '{uid}' sample 0 step 0: reward is .* and now 2.0"):
+        with pytest.raises(
+            AlreadyExistsError, match=rf"uid '{uid}' sample 0 step 0: the reward .* was given before, and now 2.0"
+        ):
             bench.run.set_rewards([scalar(uid, value)])
 
 

@@ -74,9 +74,11 @@ class TestNaming:
         bench = Bench(max_buffered_batches=100)
         begin(bench, **{f"u{number}": f"t{number}" for number in range(64)})
         bench.run.abort_groups(0, [f"u{number}" for number in range(64)], "")
-        with pytest.raises(InvalidArgumentError, match="uid 'new': tag is one more than the 64 that a run may have"):
+        with pytest.raises(InvalidArgumentError, match="uid 'new': the run would have more than 64 tags"):
             begin(bench, new="t64")
-        with pytest.raises(InvalidArgumentError, match="uid 'new' sample 0 step 0: tag is one more than the 64"):
+        with pytest.raises(
+            InvalidArgumentError, match="uid 'new' sample 0 step 0: the run would have more than 64 tags"
+        ):
             bench.submit(row("new", tag="t64"))
         assert begin(bench, new="t0") == ["ADMITTED"]
 

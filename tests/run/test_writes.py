@@ -37,7 +37,9 @@ class TestWrites:
         state, records = encode_state(bench.state), len(bench.log.records)
         bench.run.write(0, 0, 0, 1, sent)
         assert (encode_state(bench.state), len(bench.log.records)) == (state, records)
-        with pytest.raises(AlreadyExistsError, match="batch 0 mini-batch 0 rank 0: ref_logprobs is written already"):
+        with pytest.raises(
+            AlreadyExistsError, match="batch 0 mini-batch 0 rank 0: ref_logprobs was written before with other values"
+        ):
             bench.run.write(0, 0, 0, 1, {**sent, "ref_logprobs": sent["ref_logprobs"] + 1})
         assert encode_state(bench.state) == state
         assert not bench.run._writer.staged
@@ -59,7 +61,7 @@ class TestWrites:
             ({"tensors": {"micro_batch_000/values": np.zeros((1, 4), np.float32)}}, "is no tensor of this shard"),
             (
                 {"tensors": {"values": np.zeros((2, 4), np.float32)}},
-                r"values is F32 \[2, 4\] and has to be F32 \[1, 4\]",
+                r"values is F32 \[2, 4\] and the shard needs F32 \[1, 4\]",
             ),
             (
                 {"tensors": {"values": np.array([[0, 1, 2, np.inf]], np.float32)}},
@@ -92,12 +94,12 @@ class TestWrites:
     def test_before_the_shards_are_there_the_caller_is_told_to_come_again(self) -> None:
         bench = forwarded()
         sent = values_for(shard(bench.run, 0, 0))
-        with pytest.raises(UnavailableError, match="batch 1 is not published yet"):
+        with pytest.raises(UnavailableError, match="batch 1 has no forward shards yet"):
             bench.run.write(1, 0, 0, 1, sent)
         bench.store.free("run", 0)
         bench.run.batch(0)
         bench.run.shard("policy", 0, Position(0), 0, is_forward=True)
-        with pytest.raises(UnavailableError, match="batch 0 is being published again"):
+        with pytest.raises(UnavailableError, match="batch 0: its forward shards are being published again"):
             bench.run.write(0, 0, 0, 1, sent)
 
     def test_a_log_that_is_full_refuses_the_write_whole(self) -> None:
@@ -127,7 +129,7 @@ class TestWrites:
             first = next(name for name in tensors if name != last)
             bench.run.write(0, 0, 0, 1, {first: tensors.pop(first)})
         held = encode_state(bench.state)
-        message = r"uid 'a' sample 0 step 1: \w+\[1\] is .*, and the KL is inf, of log-probabilities -2.0 and 800.0"
+        message = r"uid 'a' sample 0 step 1: \w+\[1\] is .*, and the KL is inf, .* log-probabilities -2.0 and 800.0"
         with pytest.raises(InvalidArgumentError, match=message):
             bench.run.write(0, 0, 0, 1, tensors)
         assert encode_state(bench.state) == held
@@ -158,7 +160,7 @@ class TestWrites:
             assert bench.run.write(0, 0, 0, 1, own) == 6
         else:
             message = (
-                r"old_logprobs\[1\] is -2.0, and the KL is inf, of log-probabilities -2.0 and 800.0 \(ref_logprobs"
+                r"old_logprobs\[1\] is -2.0, and the KL is inf, .* log-probabilities -2.0 and 800.0 \(ref_logprobs"
             )
             with pytest.raises(InvalidArgumentError, match=message):
                 bench.run.write(0, 0, 0, 1, own)
