@@ -94,7 +94,9 @@ def test_what_has_not_come_and_what_is_not_open_are_told_apart(
 
     assert refused("a") == "uid 'a' is not open: it was sealed into batch 0; look at its rows there"
     assert refused("d") == "uid 'd' is not open: it was dropped (no sandbox), and its rows are gone"
-    assert refused("nobody", "/0/rows/0").startswith("uid 'nobody' is not open: no such group was begun")
+    assert refused("nobody", "/0/rows/0").startswith(
+        "uid 'nobody' is not open: no group of this uid and round was begun"
+    )
     assert refused("c", "/1/rows/2") == "uid 'c' sample 1 has no step 2 yet; its samples say which steps came"
 
 

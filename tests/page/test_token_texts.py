@@ -39,6 +39,8 @@ def test_tokens_are_told_as_text_where_merging_broke(browser: Any, tokenizer: Pa
         told = httpx.get(f"{service.http_url}/v1/runs/r/batches/0/breaks", trust_env=False, timeout=60).json()
         assert told["texts"]["13"] == "w13"
         assert "99" not in told["texts"]
+        row = httpx.get(f"{service.http_url}/v1/runs/r/batches/0/rows/0", trust_env=False, timeout=60).json()
+        assert row["texts"]["5"] == "w5"
         page.goto(f"{service.http_url}/#/r")
         broken = page.locator("section[aria-label='Where merging broke']")
         page.locator("section[aria-label=Shards] canvas").first.wait_for()

@@ -374,7 +374,8 @@ class Shard(Rows):
         """
         if self._acknowledge is None:
             raise FailedPreconditionError(
-                f"{self.position}: this shard is read without training order; acknowledge those of mini_batches()"
+                f"{self.position}: this shard was read outside of the training order; acknowledge the shards of "
+                "mini_batches()"
             )
         self._acknowledge()
 

@@ -47,6 +47,8 @@ def read_batches(path: Path, config: RunConfig, progress: Progress) -> tuple[lis
         return _split(table, config), is_lengths
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{path}: {error}") from None
+    except FileNotFoundError:
+        raise InvalidArgumentError(f"{path}: there is no such file; give a file of rollouts") from None
     except (OSError, EOFError, zlib.error) as error:
         raise InvalidArgumentError(f"{path}: cannot be read to its end: {error}") from None
 

@@ -47,7 +47,7 @@ def what_became_of(state: State, key: GroupKey) -> str:
     """Why this group is not among those that are open."""
     found = state.closed.get(key)
     if found is None:
-        return "no such group was begun; look for its uid and round"
+        return "no group of this uid and round was begun"
     if isinstance(found, int):
         return f"it was sealed into batch {found}; look at its rows there"
     return f"it was dropped ({found}), and its rows are gone"
