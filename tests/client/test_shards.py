@@ -299,7 +299,7 @@ def test_a_shard_file_is_opened_by_its_path(path: Path) -> None:
     assert shard.is_mapped
     assert shard["sequences"].equal(shard_of()["sequences"])
     assert shard.metadata == shard_of().metadata
-    with pytest.raises(FailedPreconditionError, match="batch 0 epoch 0 mini-batch 0: this shard is read without"):
+    with pytest.raises(FailedPreconditionError, match="batch 0 epoch 0 mini-batch 0: this shard was read outside"):
         shard.ack()
 
 
