@@ -18,8 +18,8 @@ LONG_S = 30.0
 
 @contextmanager
 def pool(at_work: int, threads: int = 64) -> Iterator[CallThreads]:
-    """Calls are `submit(call, caller)`."""
-    opened = CallThreads(at_work, threads, lambda call, caller="": caller)
+    """Calls are `submit(call, ..., caller)`."""
+    opened = CallThreads(at_work, threads, lambda call, *arguments: arguments[-1])
     try:
         yield opened
     finally:
@@ -138,3 +138,24 @@ def test_a_pool_that_was_never_used_is_shut_down() -> None:
     threads.shutdown()
     with pytest.raises(RuntimeError, match="closed"):
         threads.submit(lambda _: None, "")
+
+
+def test_threads_time_is_shared_and_not_the_number_of_calls() -> None:
+    first, order = Calls(), list[str]()
+
+    def work(cpu_s: float, caller: str) -> None:
+        end = time.thread_time() + cpu_s
+        while time.thread_time() < end:
+            pass
+        order.append(caller)
+
+    with pool(at_work=1, threads=1) as threads:
+        threads.submit(first, "flood")
+        found = [threads.submit(work, 0.02, "flood") for _ in range(10)]
+        found += [threads.submit(work, 0.001, "victim") for _ in range(50)]
+        first.let.set()
+        for one in found:
+            one.result(LONG_S)
+    # As many calls of each in turn would be 10 of the flood among the first 20.
+    assert order[:20].count("flood") <= 3
+    assert order[:50].count("victim") >= 45

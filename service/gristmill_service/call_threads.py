@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
-_STUCK_S = 0.05
+from gristmill_service.call_turns import CallTurns, Task
 
-Task = Callable[[], None]
+_STUCK_S = 0.05
 
 
 @contextmanager
@@ -36,13 +35,13 @@ def waiting() -> Iterator[None]:
 
 
 class _Worker(threading.Thread):
-    """tasks: those that it is handed; None ends it. since: when it began to work on one."""
+    """tasks: those that it is handed; None ends it. caller: whose it works on. since: when it began to."""
 
     def __init__(self, pool: CallThreads, number: int) -> None:
         super().__init__(target=pool.answer, args=(self,), name=f"grpc-{number}", daemon=True)
         self.pool = pool
         self.tasks: SimpleQueue[Task | None] = SimpleQueue()
-        self.since = 0.0
+        self.caller, self.since = "", 0.0
 
 
 class CallThreads:
@@ -50,10 +49,10 @@ class CallThreads:
 
     def __init__(self, at_work: int, threads: int, queue_of: Callable[..., str]) -> None:
         """at_work: how many calls are worked on at once. threads: how many there may be, with those that wait.
-        queue_of: of the arguments of `submit`, who calls: callers take turns."""
+        queue_of: of the arguments of `submit`, who calls: those who wait share the threads' CPU time."""
         self._at_work, self._most, self._queue_of = at_work, threads, queue_of
         self._lock = threading.Lock()
-        self._queues: dict[str, deque[Task]] = {}
+        self._waiting = CallTurns()
         self._threads: list[_Worker] = []
         self._idle: list[_Worker] = []
         self._working: set[_Worker] = set()
@@ -75,9 +74,9 @@ class CallThreads:
                 raise RuntimeError("the pool of threads is closed")
             if not self._threads:
                 self._watch.start()
-            self._queues.setdefault(self._queue_of(function, *args), deque()).append(task)
+            self._waiting.put(self._queue_of(function, *args), task)
             self._hand_out()
-            if self._queues and not self._has_backlog.is_set():
+            if self._waiting and not self._has_backlog.is_set():
                 self._has_backlog.set()
         return future
 
@@ -99,9 +98,9 @@ class CallThreads:
 
     def _hand_out(self) -> None:
         """Gives what is queued to threads, while so many may work."""
-        while self._queues and len(self._working) < self._at_work and (worker := self._free_worker()):
+        while self._waiting and len(self._working) < self._at_work and (worker := self._free_worker()):
             self._begin(worker)
-            worker.tasks.put(self._take())
+            worker.tasks.put(self._take(worker))
 
     def _free_worker(self) -> _Worker | None:
         if self._idle:
@@ -118,14 +117,8 @@ class CallThreads:
         self._working.add(worker)
         worker.since = time.monotonic()
 
-    def _take(self) -> Task:
-        """The first of the caller whose turn it is."""
-        caller = next(iter(self._queues))
-        queue = self._queues.pop(caller)
-        task = queue.popleft()
-        if queue:
-            # Behind the others.
-            self._queues[caller] = queue
+    def _take(self, worker: _Worker) -> Task:
+        worker.caller, task = self._waiting.take()
         return task
 
     # --- For its threads
@@ -142,16 +135,21 @@ class CallThreads:
 
     def answer(self, worker: _Worker) -> None:
         task = worker.tasks.get()
+        before = time.thread_time()
         while task is not None:
             task()
-            task = self._following(worker) or worker.tasks.get()
+            now = time.thread_time()
+            task = self._following(worker, now - before) or worker.tasks.get()
+            before = now
 
-    def _following(self, worker: _Worker) -> Task | None:
+    def _following(self, worker: _Worker, seconds: float) -> Task | None:
+        """seconds: what the call took of the thread's time, waits not counted."""
         with self._lock:
             self._working.discard(worker)
-            if self._queues and len(self._working) < self._at_work:
+            self._waiting.charge(worker.caller, seconds)
+            if self._waiting and len(self._working) < self._at_work:
                 self._begin(worker)
-                return self._take()
+                return self._take(worker)
             if self._is_closed:
                 worker.tasks.put(None)
             else:
@@ -160,12 +158,12 @@ class CallThreads:
 
     def _release_stuck(self) -> None:
         """Lets others work beside threads that wait without having said so, for as long as calls are queued."""
-        while not self._is_closed or self._queues:
+        while not self._is_closed or self._waiting:
             self._has_backlog.wait()
             time.sleep(_STUCK_S / 2)
             with self._lock:
                 before = time.monotonic() - _STUCK_S
                 self._working = {worker for worker in self._working if worker.since > before}
                 self._hand_out()
-                if not self._queues and not self._is_closed:
+                if not self._waiting and not self._is_closed:
                     self._has_backlog.clear()

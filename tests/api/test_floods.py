@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ import grpc
 import httpx
 import pytest
 
+from gristmill import Credentials, RolloutClient
 from gristmill.v1 import rollout_pb2
+from gristmill_service.access.gate import Gate
 from gristmill_service.access.tokens import create_token
 from gristmill_service.api.http import bodies, connections, server
 from gristmill_service.api.rpc import intake, peers
@@ -186,17 +188,25 @@ def connected(service: Service) -> socket.socket:
     return socket.create_connection((where.hostname, where.port), timeout=10)
 
 
-def test_calls_wait_for_a_thread_in_queues_by_the_machines_that_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("has_tokens", "queue"), [(False, "ipv4:127.0.0.1"), (True, "team")], ids=["open", "tokens"])
+def test_calls_wait_for_a_thread_in_queues_by_who_calls_or_from_where(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_tokens: bool, queue: str
+) -> None:
     queues: list[str] = []
 
-    def noted(*arguments: Any) -> str:
-        queues.append(peers.queue_of(*arguments))
-        return queues[-1]
+    def noting(gate: Gate) -> Callable[..., str]:
+        def noted(*arguments: Any) -> str:
+            queues.append(queue_of(*arguments))
+            return queues[-1]
 
-    monkeypatch.setattr("gristmill_service.api.rpc.server.queue_of", noted)
-    running = serving()
-    with closing(GrpcDoor(running.grpc_address)) as door:
-        door.create("run", CONFIG)
+        queue_of = peers.queue_of(gate)
+        assert queue_of("gRPC", "has", "other arguments") == queue_of() == ""
+        return noted
+
+    monkeypatch.setattr("gristmill_service.api.rpc.server.queue_of", noting)
+    token = create_token(tmp_path / "tokens.yaml", "team", ["worker"], ["*"], None)
+    running = serving(**({"tokens_file": tmp_path / "tokens.yaml"} if has_tokens else {}))
+    with RolloutClient(running.grpc_address, "run", credentials=Credentials(token=token)) as client:
+        client.create_run(CONFIG)
     running.stop()
-    assert set(queues) == {"ipv4:127.0.0.1"}
-    assert peers.queue_of("gRPC", "has", "other arguments") == peers.queue_of() == ""
+    assert set(queues) == {queue}

@@ -45,6 +45,7 @@ class Flood:
             ),
             "tiny_rows": lambda: self._post("rows", self._tiny_rows()),
             "large_rows": self._large_rows,
+            "repeated_rows": self._repeated_rows,
             "groups": self._groups,
             "refused": lambda: self._post("rows", b"{}", token="nobody's"),
         }
@@ -117,6 +118,24 @@ class Flood:
             )
 
         self._over_and_over(send)
+
+    def _repeated_rows(self) -> None:
+        """Rows that the service takes, and then has: each request is answered well and costs as much as the first."""
+        count = 1 << 20
+        table = rows_pb2.Rows(
+            uids=["repeated"],
+            samples=[0],
+            steps=[0],
+            is_last_steps=[False],
+            prompt_lengths=[1],
+            response_lengths=[count - 1],
+            tokens=b"\x01\0\0\0" * count,
+            rewards=[0.0],
+        )
+        channel = grpc.insecure_channel(self._address, (("grpc.max_send_message_length", -1),))
+        submit = channel.unary_unary("/gristmill.v1.RolloutService/SubmitRows")
+        data = rollout_pb2.SubmitRowsRequest(run=RUN, rows=table).SerializeToString()
+        self._over_and_over(lambda: submit(data, metadata=self._metadata, timeout=60))
 
     def _groups(self) -> None:
         channel = grpc.insecure_channel(self._address)

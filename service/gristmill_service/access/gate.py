@@ -38,6 +38,7 @@ AUTHORIZATION = "authorization"
 
 _BEARER = "bearer "
 _MOST_CHARACTERS = 16 << 10
+_MOST_NAMES = 1024
 
 
 class Gate:
@@ -45,6 +46,7 @@ class Gate:
 
     def __init__(self, settings: Settings, runs: Runs) -> None:
         """runs: what callers' quotas are of. Raises InvalidArgumentError for a file that cannot be read."""
+        self._names: dict[str, str] = {}
         self._runs, self.debts, self._refusals = runs, Debts(), RefusalLog()
         self._in_flight, self._most_a_run = InFlight(settings.max_run_requests), most_a_run(settings)
         self._counts_calls = settings.tokens_file is not None or settings.max_run_requests is not None
@@ -144,6 +146,18 @@ class Gate:
     def flush_log(self) -> None:
         """Tells of what the audit log left out."""
         self._refusals.flush()
+
+    def name_of(self, authorization: str) -> str | None:
+        """Of the caller whose static token this header shows, for taking turns alone: a token that was withdrawn since
+        may still be known by it."""
+        name = self._names.get(authorization)
+        if name is None and self._file is not None and len(authorization) <= _MOST_CHARACTERS:
+            found = self._file.callers().with_token(authorization[len(_BEARER) :].strip())
+            if found is not None:
+                if len(self._names) >= _MOST_NAMES:
+                    self._names.clear()
+                name = self._names[authorization] = found.name
+        return name
 
     def check(self, found: Caller, call: str, run: str | None, rank: int | None) -> None:
         """Raises UnauthenticatedError or PermissionDeniedError where the caller may not make the call, and

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from gristmill_service.access import caller
 from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN
+from gristmill_service.access.gate import AUTHORIZATION, Gate
 
 
 def caller_of(context: grpc.ServicerContext) -> str:
@@ -25,16 +27,27 @@ def debtor_of(context: grpc.ServicerContext) -> str:
     return _machine(context.peer()) if found is ANYONE else f"{found.name} {context.peer()}"
 
 
-def queue_of(run: Any = None, answer: Any = None, event: Any = None, *more: Any) -> str:
-    """Whose call it is that gRPC hands to its threads, by the machine: who calls is not known before it is read.
+def queue_of(gate: Gate) -> Callable[..., str]:
+    """Tells whose call it is that gRPC hands to its threads: by the name of the static token that it shows, and without
+    one by the machine.
 
     The arguments are gRPC's own. Where a version of it has others, all callers are one.
     """
-    try:
-        peer: bytes = event.call.peer()
-    except AttributeError:
-        return ""
-    return _machine(peer.decode())
+
+    def of_machine(run: Any = None, answer: Any = None, event: Any = None, *more: Any) -> str:
+        try:
+            peer: bytes = event.call.peer()
+        except AttributeError:
+            return ""
+        return _machine(peer.decode())
+
+    def of_caller(run: Any = None, answer: Any = None, event: Any = None, *more: Any) -> str:
+        for name, value in getattr(event, "invocation_metadata", None) or ():
+            if name == AUTHORIZATION and (found := gate.name_of(value)):
+                return found
+        return of_machine(run, answer, event)
+
+    return of_machine if gate.is_open else of_caller
 
 
 def _machine(address: str) -> str:

@@ -60,7 +60,8 @@ class GrpcServer:
     ) -> None:
         # A thread is started only when none is idle, so that many cost nothing until they are needed; with a place for
         # every waiter and stream, those can never take a thread that a short call needs.
-        self._threads = CallThreads(_AT_WORK, _WORKERS + settings.max_waiters + 2 * settings.max_streams, queue_of)
+        most = _WORKERS + settings.max_waiters + 2 * settings.max_streams
+        self._threads = CallThreads(_AT_WORK, most, queue_of(context.gate))
         self._forwarding = Forwarding(
             settings.max_waiters, context.runs.is_owner, None if peers is None else peers.credentials
         )
