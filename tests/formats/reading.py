@@ -20,7 +20,7 @@ from tests.redis.servers import RedisServer
 
 DIRECTORY = Path(__file__).with_name("fixtures")
 # What this version writes: the numbers of all that has one.
-_WITHIN = f"{codec.FORMAT}.{row_tables._FORMAT}"
+_WITHIN = f"{codec.FORMAT}.{row_tables.FORMAT}"
 JOURNAL = f"journal-{run_description._FORMAT}.{event_log._FORMAT}.{_WITHIN}"
 REDIS = f"redis-{run_store._FORMAT}.{run_log._FORMAT}.{_WITHIN}"
 

@@ -106,6 +106,17 @@ class RowBuffer:
 
     def _pick(self, group: Group, row: StoredRow, picked: dict[RowName, PickedRow]) -> PickedRow:
         """picked: those of the group so far; the row and those with which it begins are added."""
+        name = row.name
+        if (found := picked.get(name)) is None:
+            before = None if row.parent is None else picked.get(row.parent)
+            if row.parent is None or before is not None:
+                found = picked[name] = self._picked(row, before, group.tag)
+            else:
+                found = self._pick_path(group, row, picked)
+        return found
+
+    def _pick_path(self, group: Group, row: StoredRow, picked: dict[RowName, PickedRow]) -> PickedRow:
+        """A row of which others come first, none of which is picked yet, or not all."""
         name, path = row.name, list[tuple[RowName, StoredRow]]()
         while (found := picked.get(name)) is None:
             one = group.find(name) if path else row
@@ -114,11 +125,14 @@ class RowBuffer:
                 break
             name = one.parent
         for name, one in reversed(path):
-            table = self._tables[one.ref.table]
-            at = one.ref.row if table.places is None else table.places[one.ref.row]
-            found = picked[name] = PickedRow(one.ref.table, table.stored, at, one, found, group.tag)
+            found = picked[name] = self._picked(one, found, group.tag)
         assert found is not None, "the path has a row"
         return found
+
+    def _picked(self, row: StoredRow, before: PickedRow | None, tag: str) -> PickedRow:
+        number, at = row.ref
+        table = self._tables[number]
+        return PickedRow(number, table.stored, at if table.places is None else table.places[at], row, before, tag)
 
     def table(self, number: int) -> Stored | None:
         """A table that is held; None where the log has to be asked."""

@@ -30,6 +30,7 @@ from gristmill_service.storage.row_tables import (
     opened,
     steps_from,
 )
+from gristmill_service.storage.single_rows import single_row
 
 Load = Callable[[int], Stored]
 """Gives a table, by its number, that nobody holds."""
@@ -123,7 +124,10 @@ class _Tables:
 
     def _open(self, picked: PickedRow) -> _Table | _Row:
         """The row itself where it is alone in its table, as most are: so the description is let go."""
-        table = opened(self._load(picked.table) if picked.stored is None else picked.stored)
+        stored = self._load(picked.table) if picked.stored is None else picked.stored
+        if not isinstance(stored, Steps) and (one := single_row(stored)) is not None:
+            return _Row(one.columns, one.memory, 0, one.stop_reason)
+        table = opened(stored)
         if len(table.header.uids) > 1:
             return _Table(table)
         return _Row(table.columns, table.memory, 0, _stop_reason(table.header, 0))

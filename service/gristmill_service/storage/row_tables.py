@@ -30,8 +30,12 @@ SIZE_BYTES = 8
 """A table's bytes begin with their number, these included."""
 
 _ALIGNMENT = 8
-_FORMAT = 2
-_HEAD = SIZE_BYTES + 4
+FORMAT = 2
+"""Of the tables that this version writes and reads."""
+
+HEAD = SIZE_BYTES + 4
+"""Where a table's description begins."""
+
 # Bytes of columns' descriptions that are kept when they were read.
 _SHORT = 1 << 10
 # A larger table is not copied to be held, unless more than one byte in so many that it views is not its own.
@@ -70,7 +74,7 @@ class Column(msgspec.Struct, array_like=True):
         return found.reshape(-1, *self.shape) if self.shape else found
 
 
-_Length = Annotated[int, msgspec.Meta(ge=0)]
+Length = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Numbers(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
@@ -82,12 +86,12 @@ class Numbers(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc
     attempts: list[int] | None = None
     is_last_steps: list[bool] | None = None
     policy_versions: list[int] | None = None
-    prompt_lengths: list[_Length] | None = None
-    response_lengths: list[_Length] | None = None
+    prompt_lengths: list[Length] | None = None
+    response_lengths: list[Length] | None = None
     rewards: list[float] | None = None
     rewards_pending: list[bool] | None = None
     advantages: list[float] | None = None
-    prefix_lengths: list[_Length] | None = None
+    prefix_lengths: list[Length] | None = None
 
 
 class Header(msgspec.Struct, array_like=True, gc=False):
@@ -133,7 +137,7 @@ class Opened(NamedTuple):
 def encode(table: Steps) -> TableBytes:
     opened = _of_steps(table)
     header = msgspec.msgpack.encode(opened.header)
-    head = -(-(_HEAD + len(header)) // _ALIGNMENT) * _ALIGNMENT
+    head = -(-(HEAD + len(header)) // _ALIGNMENT) * _ALIGNMENT
     buffers = [memory for memory in opened.memory.values() if len(memory)]
     size = head + sum(map(len, buffers))
     first = size.to_bytes(SIZE_BYTES, "little") + len(header).to_bytes(4, "little") + header
@@ -177,7 +181,7 @@ def _of_steps(table: Steps) -> Opened:
     found = sorted(_columns(table), key=lambda one: -one[1].itemsize)
     columns = {column.name: column for column, _ in found}
     encoded = msgspec.Raw(msgspec.msgpack.encode([*columns.values()]))
-    header = Header(_FORMAT, [*table.uids], _strings(table), _numbers(table), encoded)
+    header = Header(FORMAT, [*table.uids], _strings(table), _numbers(table), encoded)
     return Opened(header, columns, {column.name: memoryview(bytes_of(values)) for column, values in found})
 
 
@@ -220,17 +224,25 @@ def _of_bytes(data: bytes | memoryview) -> Opened:
         raise InvalidArgumentError(f"{len(data)} bytes are no table of rows: {error}") from None
 
 
+def edges_of(data: bytes | memoryview) -> tuple[int, int, int]:
+    """A table's bytes, where its description ends, and where its columns begin. Raises struct.error for what is too
+    short."""
+    size, length = _head.unpack_from(data)
+    end: int = HEAD + length
+    return size, end, -(-end // _ALIGNMENT) * _ALIGNMENT
+
+
 def _read(data: bytes | memoryview) -> Opened:
-    end = _HEAD + _head.unpack_from(data)[1]
-    header = _decoder.decode(data[_HEAD:end])
-    if header.format != _FORMAT:
+    _, end, at = edges_of(data)
+    header = _decoder.decode(data[HEAD:end])
+    if header.format != FORMAT:
         raise InvalidArgumentError(
-            f"a table of rows has format {header.format} and this version reads {_FORMAT}; use the gristmill that "
+            f"a table of rows has format {header.format} and this version reads {FORMAT}; use the gristmill that "
             "wrote it"
         )
-    columns, numbers = _columns_of(bytes(header.columns)), header.numbers
+    columns, numbers = columns_of(bytes(header.columns)), header.numbers
     _check(header, columns)
-    view, at, memory = memoryview(data), -(-end // _ALIGNMENT) * _ALIGNMENT, dict[str, memoryview]()
+    view, memory = memoryview(data), dict[str, memoryview]()
     responses = sum(numbers.response_lengths or ())
     for name, column in columns.items():
         if column.counts is not None:
@@ -246,7 +258,8 @@ def _read(data: bytes | memoryview) -> Opened:
     return Opened(header, columns, memory)
 
 
-def _columns_of(encoded: bytes) -> Mapping[str, Column]:
+def columns_of(encoded: bytes) -> Mapping[str, Column]:
+    """The columns that a table describes, by name. Raises ValueError, or as msgspec does, for what describes none."""
     # Tables of a run have the same columns, mostly; what is long has counts of rows, which are each table's own.
     return _decoded_columns(encoded) if len(encoded) <= _SHORT else _decoded_columns.__wrapped__(encoded)
 
