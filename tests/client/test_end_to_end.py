@@ -185,6 +185,26 @@ def test_a_mapped_shard_is_compared_with_what_was_published_where_that_is_asked_
         trainer.open_shard(position)
 
 
+@pytest.mark.parametrize("size", [0, 100], ids=["emptied", "shortened"])
+def test_a_shard_that_somebody_truncated_is_not_mapped_but_made_anew(
+    start_service: StartService, run_name: str, tmp_path: Path, size: int
+) -> None:
+    service = start_service("--shared-memory-dir", str(tmp_path))
+    with RolloutClient(service.grpc_address, run_name) as client:
+        client.create_run(CONFIG)
+        roll_out(client, prompts(0, 2))
+    with TrainerClient(service.grpc_address, run_name, 0, prefetch=0) as trainer:
+        first = next(next(iter(trainer)).forward())
+        whole = {name: tensor.clone() for name, tensor in first.tensors.items()}
+        for file in tmp_path.glob("**/*.safetensors"):
+            os.truncate(file, size)
+        again = trainer.open_shard(first.position)
+        assert again.tensors.keys() == whole.keys()
+        assert all(again[name].equal(tensor) for name, tensor in whole.items())
+        # The same bytes stand in shared memory again.
+        assert trainer.open_shard(first.position).is_mapped
+
+
 def test_who_wants_shards_checked_is_told_where_the_service_takes_no_checksums(
     service_process: ServiceProcess, run_name: str
 ) -> None:

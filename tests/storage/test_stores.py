@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import shutil
 import stat
@@ -27,7 +28,7 @@ from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.redis.shard_store import RedisShardStore
 from gristmill_service.storage.shard_files import write_file
-from gristmill_service.storage.shard_store import ShardStore
+from gristmill_service.storage.shard_store import ShardsLostError, ShardStore
 from gristmill_service.storage.shared_memory import SharedMemoryShardStore
 from tests.redis.fence import OpenFence
 from tests.redis.servers import RedisServer
@@ -268,6 +269,38 @@ def test_a_batch_whose_files_are_gone_is_freed(tmp_path: Path) -> None:
         with pytest.raises(NotFoundError):
             call()
     store.free("run", 0)
+    store.close()
+
+
+def test_what_was_published_is_never_truncated_whatever_becomes_of_its_batch(tmp_path: Path) -> None:
+    store, data = SharedMemoryShardStore(tmp_path), os.urandom(3 << 20)
+
+    def map_it(run: str, batch: int) -> mmap.mmap:
+        store.publish(run, batch, b"{}", sources(first=data))
+        with open(store.locate(run, batch, FIRST).shared_memory_path or "", "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    # A page of a file that was truncated under its map would kill the process that touches it.
+    published_anew, freed, deleted, closed = map_it("run", 0), map_it("run", 1), map_it("other", 0), map_it("last", 0)
+    store.publish("run", 0, b"{}", sources(first=b"shorter"))
+    store.free("run", 1)
+    store.delete_run("other")
+    store.close()
+    for mapped in (published_anew, freed, deleted, closed):
+        assert mapped[:] == data
+        mapped.close()
+
+
+@pytest.mark.parametrize("size", [0, 5, 20], ids=["emptied", "shortened", "lengthened"])
+def test_a_shard_that_somebody_truncated_is_lost_and_may_be_published_anew(tmp_path: Path, size: int) -> None:
+    store = SharedMemoryShardStore(tmp_path)
+    store.publish("run", 0, b"{}", sources())
+    os.truncate(store.locate("run", 0, FIRST).shared_memory_path or "", size)
+    with pytest.raises(ShardsLostError, match=rf"has {size} bytes and was published with 11: another program wrote"):
+        store.read("run", 0, FIRST)
+    assert b"".join(store.read("run", 0, SECOND)) == b"second"
+    store.publish("run", 0, b"{}", sources())
+    assert b"".join(store.read("run", 0, FIRST)) == b"first shard"
     store.close()
 
 

@@ -32,7 +32,7 @@ from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.storage.file_names import directory_name
 from gristmill_service.storage.memory_room import MemoryRoom, memory_room
 from gristmill_service.storage.shard_files import write_shards
-from gristmill_service.storage.shard_store import ShardLocation, ShardSource
+from gristmill_service.storage.shard_store import ShardLocation, ShardsLostError, ShardSource
 
 _PIECE = 1 << 20
 
@@ -123,7 +123,9 @@ class SharedMemoryShardStore:
         return ShardLocation(size, str(final / address.path), crc32)
 
     def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
-        path = self.locate(run, batch, address).shared_memory_path
+        """Raises ShardsLostError where somebody else has shortened or lengthened the file."""
+        location = self.locate(run, batch, address)
+        path = location.shared_memory_path
         assert path is not None
         with _explained(Path(path)):
             try:
@@ -131,6 +133,12 @@ class SharedMemoryShardStore:
                 file = open(path, "rb", buffering=0)  # noqa: SIM115
             except FileNotFoundError:
                 raise _gone(run, batch) from None
+            if (found := os.fstat(file.fileno()).st_size) != location.size:
+                file.close()
+                raise ShardsLostError(
+                    f"run {run!r}: batch {batch}: {path} has {found} bytes and was published with {location.size}: "
+                    "another program wrote to it; ask again, the batch is made anew"
+                )
         return _pieces(file)
 
     def read_compact(self, run: str, batch: int, address: ShardAddress) -> None:
