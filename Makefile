@@ -123,7 +123,7 @@ release-check: check dist  ## All of a release that needs no network
 	$(BIN)/python -m pytest tests/release tests/formats tests/test_documents.py tests/test_readme.py
 
 image-test: setup  ## Build the image by buildah, podman or docker, run it confined, kill it (minutes)
-	IMAGE_TEST=1 $(BIN)/python -m pytest tests/image -rs --capture=no
+	IMAGE_TEST=1 tests/image/own_cgroups.sh $(BIN)/python -m pytest tests/image -rs --capture=no
 
 baseline: setup  ## Hold the protos against these from now on: when they are released
 	$(BIN)/buf build protos -o protos/released.binpb

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from tests.image.engine import ROOT, Engine, EngineError, flags, run
+from tests.image.engine import ROOT, Engine, flags, run
 from tests.image.test_image import pytestmark as _pytestmark
 from tests.image.test_image import train, wait_for
 
@@ -22,21 +22,19 @@ ADDRESSES = ("127.0.0.1:50051", "127.0.0.1:50052")
 def compose() -> Iterator[list[str]]:
     """The command, with the project up."""
     engine = Engine.found()
-    if engine.runner == "docker":
-        command = ["docker", "compose"]
-    elif program := shutil.which("podman-compose"):
-        given = [f"--podman-args={one}" for one in flags("ENGINE")] + [
-            f"--podman-run-args={one}" for one in flags("RUN")
-        ]
-        command = [program, *given]
-    else:
+    program = shutil.which("docker" if engine.runner == "docker" else "podman-compose")
+    if program is None:
         pytest.skip("no podman-compose: pip install podman-compose")
     services = yaml.safe_load(FILE.read_text())["services"]
-    try:
-        engine("image", "inspect", services["redis"]["image"])
-    except EngineError:
-        engine("pull", services["redis"]["image"])
-    engine("tag", engine.build(), "localhost/gristmill:local" if engine.runner == "podman" else "gristmill:local")
+    engine.get_valkey(services["redis"]["image"])
+    image = engine.build()
+    engine("tag", image, "localhost/gristmill:local" if engine.runner == "podman" else "gristmill:local")
+    if engine.runner == "docker":
+        command = [program, "compose"]
+    else:
+        engine.concede(image)
+        command = [program, "--in-pod", "false", *(f"--podman-args={one}" for one in flags("ENGINE"))]
+        command += [f"--podman-run-args={one}" for one in (*flags("RUN"), *engine.concessions)]
     os.environ.setdefault("GRISTMILL_REDIS_PASSWORD", "of-a-test")
     command += ["--file", str(FILE)]
     try:

@@ -40,19 +40,26 @@ def image(engine: Engine) -> str:
     return engine.build()
 
 
+@pytest.fixture(scope="module")
+def confined(engine: Engine, image: str) -> Engine:
+    """The engine, which runs the image on this machine."""
+    engine.concede(image)
+    return engine
+
+
 @pytest.fixture
-def start(engine: Engine, image: str) -> Iterator[Start]:
+def start(confined: Engine, image: str) -> Iterator[Start]:
     """Starts a container with these variables and mounts; returns its name, which is its gRPC address' too."""
     names: list[str] = []
 
     def started(*arguments: str, **environment: str) -> str:
         names.append(f"gristmill-test-{uuid.uuid4().hex[:8]}")
-        engine.start(image, names[-1], *arguments, GRISTMILL_HTTP_ADDRESS=f"127.0.0.1:{free_port()}", **environment)
+        confined.start(image, names[-1], *arguments, GRISTMILL_HTTP_ADDRESS=f"127.0.0.1:{free_port()}", **environment)
         return names[-1]
 
     yield started
     for name in names:
-        engine("rm", "--force", name)
+        confined("rm", "--force", name)
 
 
 @pytest.fixture
