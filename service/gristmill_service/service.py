@@ -130,8 +130,8 @@ def _refuse_taken(grpc_address: str) -> None:
         found = socket.getaddrinfo(*split_address(grpc_address), type=socket.SOCK_STREAM)
         if all(_is_taken(family, where) for family, _, _, _, where in found):
             raise UnavailableError(
-                f"grpc_address: cannot listen on {grpc_address}: it is in use; stop the program that uses it, or "
-                "choose another"
+                f"grpc_address: cannot listen on {grpc_address}: it is in use; stop the program that uses it, or give "
+                "another grpc_address (--grpc-address)"
             )
 
 

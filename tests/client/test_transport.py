@@ -139,6 +139,31 @@ def test_a_call_ends_with_the_error_of_its_last_attempt() -> None:
         retry.pause_s(Failure(NotFoundError("gone")))
 
 
+def test_a_call_that_is_tried_for_long_says_once_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    times = iter([0.0, 1.0, 6.0, 7.0])
+    monkeypatch.setattr("gristmill._client.connection.retries.time.monotonic", lambda: next(times))
+    retry = Retry(60.0)
+    for _ in range(3):
+        retry.pause_s(failure_of(Status("UNAVAILABLE", "away"), "here:1"))
+    [message] = caplog.messages
+    assert message.startswith("here:1: the service cannot be reached (away)")
+    assert message.endswith("; trying again for 54 s more")
+
+
+def test_what_grpc_raised_is_not_shown_beside_the_error() -> None:
+    def asked() -> None:
+        try:
+            raise Status("NOT_FOUND", "no run")
+        except grpc.RpcError as call:
+            Retry(1.0).pause_s(failure_of(call, "here:1"))
+
+    with pytest.raises(NotFoundError) as raised:
+        asked()
+    assert raised.value.__suppress_context__
+
+
 def test_a_wait_is_made_of_parts_and_not_asked_without_pause() -> None:
     budget = WaitBudget(1000.0)
     assert budget.next_wait_s() == 20.0

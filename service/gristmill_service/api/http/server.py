@@ -118,7 +118,7 @@ def _bind(address: str) -> socket.socket:
             raise
     except OSError as error:
         raise UnavailableError(
-            f"http_address: cannot listen on {address}: {error.strerror}; stop the program that uses it, or choose "
-            "another"
+            f"http_address: cannot listen on {address}: {error.strerror}; stop the program that uses it, or give "
+            "another http_address (--http-address)"
         ) from None
     return listener

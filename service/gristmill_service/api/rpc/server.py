@@ -161,4 +161,7 @@ def _clear_stale_socket(path: Path) -> None:
         except OSError:
             path.unlink()
             return
-    raise UnavailableError(f"grpc_address: unix:{path} is in use; stop the program that uses it, or choose another")
+    raise UnavailableError(
+        f"grpc_address: unix:{path} is in use; stop the program that uses it, or give another grpc_address "
+        "(--grpc-address)"
+    )

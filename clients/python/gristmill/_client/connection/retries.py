@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 
@@ -15,10 +16,14 @@ noticed."""
 # asked yet. Once all were, it is the service that is slow, and hurrying it would not help.
 _ATTEMPT_S, _ATTEMPT_AMONG_OTHERS_S = 20.0, 8.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
+# Who waits at a terminal should not have to guess for longer.
+_SILENT_S = 5.0
 # The service answers a wait early when too many wait already.
 _EARLY_ANSWER_PAUSE_S = 0.25
 # Of its own: who seeds the module's numbers draws the same ones again, whatever pauses here.
 JITTER = random.Random()
+
+_log = logging.getLogger("gristmill")
 
 
 class Backoff:
@@ -52,6 +57,7 @@ class Retry:
         self._began = time.monotonic()
         self._deadline = self._began + timeout_s
         self._backoff = Backoff(replicas)
+        self._has_told = False
 
     def attempt_s(self, wait_s: float) -> float:
         """The time that the next attempt gets, of which the service may wait `wait_s`."""
@@ -60,14 +66,20 @@ class Retry:
         return wait_s + self._backoff.attempt_s(self._deadline - time.monotonic())
 
     def pause_s(self, failure: Failure) -> float:
-        """Seconds until the next attempt. Raises the failure's error where there is to be none."""
+        """Seconds until the next attempt. Raises the failure's error where there is to be none. A warning says once why
+        a call takes so long."""
         if not failure.may_retry:
-            raise failure.error
+            # What gRPC raised is told by the error.
+            raise failure.error from None
         pause_s = self._backoff.pause_s(failure.pushback_s, is_of_replica=failure.is_of_replica)
         now = time.monotonic()
         if now + pause_s >= self._deadline:
             tried = f"gave up after {self._backoff.attempts} attempts in {now - self._began:.1f} s"
-            raise with_message(failure.error, f"{failure.error} ({tried}; a larger timeout_s tries longer)")
+            message = f"{failure.error} ({tried}; a larger timeout_s tries longer)"
+            raise with_message(failure.error, message) from None
+        if not self._has_told and now - self._began >= _SILENT_S:
+            self._has_told = True
+            _log.warning("%s; trying again for %.0f s more", failure.error, self._deadline - now)
         return pause_s
 
 
