@@ -3,6 +3,7 @@
 TRL makes its batch of lists of token ids, which it pads, decodes, has scored, shuffles and splits. Through gristmill
 TRL does the same but for the last two; then the adapter submits the rows, the service makes shards of them, and the
 adapter opens its own, makes TRL's inputs of every micro-batch and acknowledges. Nothing is sampled and no model runs.
+TRL's loader of prompts counts for neither: a trainer without gristmill has it too.
 TRL's environment has not all that the other benchmarks need, so that this one is run alone.
 """
 
@@ -29,6 +30,7 @@ from trl import GRPOTrainer
 
 from gristmill.adapters.trl import Gristmill, GristmillGRPOTrainer
 from gristmill.adapters.trl._generations import Generations
+from gristmill.adapters.trl._prompts import Prompts
 from tests.bench.figures import Figure, merge
 from tests.bench.processes import served
 from tests.trainers.trl.play import WORDS, config, policy, tokenizer
@@ -55,6 +57,15 @@ class Clock:
         self.spent[name] += time.perf_counter() - begin  # type: ignore[assignment]
         self.spent[f"cpu {name}"] += time.process_time() - computed  # type: ignore[assignment]
 
+    def each(self, name: str, source: Iterator[Any]) -> Iterator[Any]:
+        """What comes, with the time that it takes to come."""
+        while True:
+            with self.on(name):
+                found = next(source, None)
+            if found is None:
+                return
+            yield found
+
 
 class Measured(GristmillGRPOTrainer):
     """Measures what the adapter does in a step, and lets TRL prepare the same batch between two steps."""
@@ -72,13 +83,7 @@ class Measured(GristmillGRPOTrainer):
                 return len(shards)
 
             def __iter__(self) -> Iterator[Any]:
-                source = iter(shards)
-                while True:
-                    with clock.on("shard"):
-                        shard = next(source, None)
-                    if shard is None:
-                        return
-                    yield shard
+                return clock.each("shard", iter(shards))
 
         return Timed()
 
@@ -117,13 +122,14 @@ def figures() -> Iterator[Figure]:
 
 
 def _own(spent: Spent, kind: str = "") -> float:
-    """The adapter's seconds of a step, waiting for the service among them."""
-    shard, generation = spent[f"{kind}shard"], spent[f"{kind}generation"]
-    return shard - generation + spent[f"{kind}step"] + spent[f"{kind}acknowledgement"]
+    """The adapter's seconds of a step, waiting for the service among them. TRL's generation and its loader of prompts
+    are within the wait for a shard, and not the adapter's."""
+    trls = spent[f"{kind}generation"] + spent[f"{kind}prompts"]
+    return spent[f"{kind}shard"] - trls + spent[f"{kind}step"] + spent[f"{kind}acknowledgement"]
 
 
 def _rounds() -> list[Spent]:
-    clock, submit = Clock(), Generations.submit
+    clock, submit, prompts = Clock(), Generations.submit, Prompts.batches
 
     def submitted(*args: Any, **named: Any) -> None:
         with clock.on("submission"):
@@ -133,6 +139,7 @@ def _rounds() -> list[Spent]:
         tempfile.TemporaryDirectory() as directory,
         served() as service,
         patch.object(Generations, "submit", submitted),
+        patch.object(Prompts, "batches", lambda *args: clock.each("prompts", prompts(*args))),
         # The model's part of a step.
         patch.object(GRPOTrainer, "training_step", lambda *_: torch.zeros(())),
     ):

@@ -213,5 +213,5 @@ def test_a_finished_run_is_said_to_be_finished(service: Service, run_name: str, 
 
 def test_what_would_contradict_trls_own_batching_is_refused(args: AsyncGRPOConfig) -> None:
     assert async_run_settings(args, {"max_buffered_batches": 3})["max_buffered_batches"] == 3
-    with pytest.raises(InvalidArgumentError, match="train_batch_size is 1 where AsyncGRPOTrainer decides"):
+    with pytest.raises(InvalidArgumentError, match="train_batch_size must be 1, because AsyncGRPOTrainer decides"):
         async_run_settings(args, {"train_batch_size": 4})

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gristmill._converters.keys import Choice, Keys, Row
 from gristmill._converters.padding import Padded, check_shape
@@ -77,9 +78,13 @@ def from_trl(
         output = trainer._generate_and_score_completions(inputs)
         rows = from_trl(output, uids=["math/17", "math/18"], num_generations=8, rewards=rewards)
     """
-    found = _Output.of(output, Choice.of(columns, ignore))
+    found = TrlOutput.of(output, Choice.of(columns, ignore))
     count = found.padding.rows
-    names, scores, own_tags = _uids(uids, num_generations, count), _rewards(rewards, count), tagged(tags, count, _WHAT)
+    names, scores, own_tags = (
+        _uids(uids, num_generations, count),
+        rewards_of(rewards, count).tolist(),
+        tagged(tags, count, _WHAT),
+    )
     return [
         {
             "uid": uid,
@@ -99,7 +104,7 @@ def from_trl(
 
 
 @dataclass(frozen=True)
-class _Output:
+class TrlOutput:
     """tensors: by name, a line a row but for images. images: columns that are of images, cut at the rows. names: the
     columns."""
 
@@ -109,7 +114,7 @@ class _Output:
     padding: Padded
 
     @classmethod
-    def of(cls, output: Mapping[str, Any], choice: Choice) -> _Output:
+    def of(cls, output: Mapping[str, Any], choice: Choice) -> TrlOutput:
         given = {name: value for name, value in output.items() if value is not None}
         _KEYS.check(given, choice)
         wanted = (_KEYS.fields | set(choice.columns)) & given.keys()
@@ -119,14 +124,23 @@ class _Output:
         images = {name: _by_row(name, tensors[name], given, padding.rows) for name in of_images}
         return cls(tensors, images, choice.columns, padding)
 
+    @property
+    def loss_mask(self) -> Array:
+        """As wide as the completions, which it may have padding beyond."""
+        return self.tensors.get("tool_mask", self.tensors["completion_mask"])
+
+    @property
+    def has_logprobs(self) -> bool:
+        return "sampling_per_token_logps" in self.tensors
+
     def fields(self, row: int, advantages: bool) -> Row:
         tensors, padding = self.tensors, self.padding
         fields: Row = {
             "prompt_token_ids": padding.prompt(tensors["prompt_ids"], row),
             "response_ids": padding.response(tensors["completion_ids"], row),
-            "loss_mask": padding.response(tensors.get("tool_mask", tensors["completion_mask"]), row),
+            "loss_mask": padding.response(self.loss_mask, row),
         }
-        if "sampling_per_token_logps" in tensors:
+        if self.has_logprobs:
             fields["rollout_logprobs"] = padding.response(tensors["sampling_per_token_logps"], row)
         if advantages:
             fields["advantage"] = _advantage(tensors, padding, row)
@@ -177,7 +191,8 @@ def _uids(uids: Sequence[str | int], num_generations: int | None, count: int) ->
     return [name for name in names for _ in range(num_generations)]
 
 
-def _rewards(rewards: Any, count: int) -> list[float]:
+def rewards_of(rewards: Any, count: int) -> NDArray[np.float64]:
+    """One a row, (count,). Raises InvalidArgumentError for others, and where no function scored a row."""
     found = array_of(rewards, "rewards", _WHAT)
     if found.shape != (count,):
         raise InvalidArgumentError(
@@ -189,7 +204,7 @@ def _rewards(rewards: Any, count: int) -> list[float]:
         raise InvalidArgumentError(
             f"{_WHAT}: row {row}: its reward is nan: no function scored it; give a reward, such as 0"
         )
-    return [float(reward) for reward in found]
+    return found.astype(np.float64)
 
 
 def _advantage(tensors: Mapping[str, Array], padding: Padded, row: int) -> Any:

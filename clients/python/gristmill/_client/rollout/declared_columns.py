@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
-from gristmill._wire.column_spec import ColumnSpec, specs_of
+from gristmill._wire.column_spec import ColumnSpec, by_name, specs_of
 from gristmill.errors import GristmillError, InvalidArgumentError
 from gristmill.v1 import run_pb2
 
@@ -32,6 +32,16 @@ class Declared(NamedTuple):
         names = {column.name for column in self.columns}
         needed = {column.name for column in self.columns if column.required and column.source == "rollout"}
         return needed <= set(given) <= names
+
+    def named(self, names: Collection[str]) -> list[ColumnSpec]:
+        """The columns of these names. Raises InvalidArgumentError for one that the run does not declare."""
+        known = by_name(self.columns)
+        for name in names:
+            if name not in known:
+                raise InvalidArgumentError(
+                    f"unknown field {name}; the run declares {', '.join(known) or 'none'}; declare it as a column"
+                )
+        return [known[name] for name in names]
 
 
 class DeclaredColumns:

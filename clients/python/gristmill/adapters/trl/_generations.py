@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 
 from gristmill import RolloutClient
-from gristmill.converters import from_trl
+from gristmill._client.rollout.declared_columns import Declared
+from gristmill._converters.keys import Choice
+from gristmill._converters.trl import TrlOutput, rewards_of
+from gristmill._converters.trl_tables import TrlTables
 
 _UNUSED = ("sampling_per_token_logps",)
-_TYPES = dict.fromkeys(("prompt_ids", "completion_ids"), torch.int32)
-_TYPES |= dict.fromkeys(("prompt_mask", "completion_mask", "tool_mask"), torch.uint8)
 
 
 class Generations:
@@ -39,7 +41,7 @@ class Generations:
         self._client, self._accelerator = client, accelerator
         self._samples, self._columns = samples, tuple(columns)
         self._keeps_sampling_logprobs = keeps_sampling_logprobs
-        self._end_tokens = frozenset(end_tokens)
+        self._end_tokens = [token for token in end_tokens if token is not None]
         self._attempt = attempt
 
     def begin(self, number: int, rows: int) -> set[str]:
@@ -51,10 +53,9 @@ class Generations:
         groups = _groups(number, rows * self._accelerator.num_processes // self._samples)
         wanted = torch.zeros(len(groups), dtype=torch.uint8, device=self._accelerator.device)
         if self._accelerator.is_main_process:
-            left = groups
-            while admitted := self._client.begin_groups(left) if left else []:
-                wanted[[groups.index(uid) for uid in admitted]] = 1
-                left = [uid for uid in left if uid not in admitted]
+            places = {uid: place for place, uid in enumerate(groups)}
+            while admitted := self._client.begin_groups([*places]) if places else []:
+                wanted[[places.pop(uid) for uid in admitted]] = 1
         return {uid for uid, is_wanted in zip(groups, broadcast(wanted).tolist(), strict=True) if is_wanted}
 
     def submit(
@@ -66,20 +67,26 @@ class Generations:
         version: of the weights that sampled.
         """
         given = {name: value for name, value in output.items() if self._keeps_sampling_logprobs or name not in _UNUSED}
-        count, first = len(rewards), len(rewards) * self._accelerator.process_index
-        uids = [_uid(number, (first + row) // self._samples) for row in range(count)]
-        rows = from_trl(
-            _compact(given),
-            uids=uids,
-            rewards=rewards,
-            policy_version=version,
-            attempt=self._attempt,
-            columns=self._columns,
-        )
-        for place, row in enumerate(rows, first):
-            row["sample"] = place % self._samples
-            row["stop_reason"] = "stop" if int(row["response_ids"][-1]) in self._end_tokens else "length"
-        self._client.submit_rows([row for row in rows if row["uid"] in wanted])
+        found = TrlOutput.of(_readable(given), Choice(self._columns))
+        scores = rewards_of(rewards.cpu(), found.padding.rows)
+        count, first = len(scores), len(scores) * self._accelerator.process_index
+        places = np.arange(first, first + count)
+        uids = [_uid(number, group) for group in (places // self._samples).tolist()]
+
+        def rows(declared: Declared) -> TrlTables:
+            return TrlTables(
+                found,
+                declared.named(found.names),
+                uids=uids,
+                samples=(places % self._samples).astype(np.int32),
+                rewards=scores,
+                ends=self._end_tokens,
+                is_wanted=np.array([uid in wanted for uid in uids]),
+                policy_version=version,
+                attempt=self._attempt,
+            )
+
+        self._client._submit_tables(self._columns, rows)
 
 
 def _groups(number: int, count: int) -> list[str]:
@@ -90,9 +97,15 @@ def _uid(number: int, group: int) -> str:
     return f"{number}-{group}"
 
 
-def _compact(output: Mapping[str, Any]) -> dict[str, Any]:
-    """In the types that rows have, all rows at once, and with ratios that are one a sequence on each of its tokens."""
-    found = {name: value.to(_TYPES[name]) if name in _TYPES else value for name, value in output.items()}
+def _readable(output: Mapping[str, Any]) -> dict[str, Any]:
+    """As NumPy reads it: in this machine's memory, without bfloat16, and with ratios that are one a sequence on each of
+    its tokens."""
+    found = {name: _on_cpu(value) if isinstance(value, torch.Tensor) else value for name, value in output.items()}
     if (ratio := found.get("importance_sampling_ratio")) is not None:
         found["importance_sampling_ratio"] = ratio.expand_as(found["completion_ids"])
     return found
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    found = tensor.detach().cpu()
+    return found.float() if found.dtype == torch.bfloat16 else found

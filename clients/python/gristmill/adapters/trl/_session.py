@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -77,9 +78,9 @@ class Session:
     def position(self) -> Position:
         return self._trainer.position
 
-    @property
+    @cached_property
     def incarnation(self) -> int:
-        """How often the run's trainer was started."""
+        """How often the run's trainer was started, up to this session."""
         return max(model.incarnation for model in self.rollouts.status().models)
 
     def batches(self) -> Iterator[Batch]:
