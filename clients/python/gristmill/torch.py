@@ -41,17 +41,18 @@ _KINDS = {
     "masks": ("attention_mask", "response_mask", "loss_mask"),
     "floats": ("rewards", "advantages", "returns", "rollout_logprobs"),
 }
-_DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
+_DTYPES: dict[str, Any] = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "I16": np.int16,
+    "I32": np.int32,
+    "I64": np.int64,
+    "F16": np.float16,
+    # Its bits: NumPy has no such type.
+    "BF16": np.uint16,
+    "F32": np.float32,
+    "F64": np.float64,
 }
 # Metadata with one value a row, also within loss_denominators.
 _OF_ROWS = (
@@ -437,10 +438,12 @@ def _view(
     begin, end = data_offsets
     if not 0 <= begin <= end <= len(data) - start:
         raise ValueError(f"a tensor stands at {begin}:{end} of {len(data) - start} bytes")
-    kind = _DTYPES[dtype]
-    if begin == end:
-        return torch.empty(0, dtype=kind).view(shape)
-    return torch.frombuffer(data, dtype=kind, count=(end - begin) // kind.itemsize, offset=start + begin).view(shape)
+    # NumPy's views are made in half the time of PyTorch's, and there may be thousands.
+    array: NDArray[Any] = np.ndarray(shape, _DTYPES[dtype], data, start + begin)
+    if array.nbytes != end - begin:
+        raise ValueError(f"a tensor of {array.nbytes} bytes stands at {begin}:{end}")
+    found = torch.from_numpy(array)
+    return found.view(torch.bfloat16) if dtype == "BF16" else found
 
 
 def open_shard(
