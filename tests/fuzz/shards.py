@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from gristmill._wire import tensor_file
+from gristmill._wire import columns_codec, tensor_file
 from gristmill._wire.compact_shards import PART, restore
 from gristmill._wire.rows import from_rows
+from gristmill.v1 import trainer_pb2
+from gristmill_service.api.rpc.intake import parsed
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join
@@ -85,10 +87,24 @@ def _tensor_seeds() -> list[bytes]:
     return [tensor_file.encode(one), tensor_file.encode({"x": np.zeros(0, np.float32)})]
 
 
-def _read_tensors(data: bytes) -> None:
+def _read_tensors(data: bytes | memoryview) -> None:
     for tensor in tensor_file.decode(data).values():
         assert tensor.nbytes <= len(data)
 
 
+def _write_seeds() -> list[bytes]:
+    request = trainer_pb2.WriteColumnsRequest(run="run", batch=3, mini_batch=1, rank=2, incarnation=1)
+    by_hand = columns_codec.encode(request, {"values": np.zeros(5, np.float32)})
+    request.tensors = _tensor_seeds()[0]
+    return [by_hand, request.SerializeToString()]
+
+
+def _read_write(data: bytes) -> None:
+    request = parsed(data, columns_codec.ColumnsRequest)
+    assert len(request.tensors) <= len(data)
+    _read_tensors(request.tensors)
+
+
 COMPACT = Target("compact_shards", _seeds, _change, _read)
 TENSORS = Target("tensors", _tensor_seeds, changed_bytes, _read_tensors)
+WRITES = Target("writes", _write_seeds, changed_bytes, _read_write)

@@ -41,6 +41,7 @@ def all_targets() -> dict[str, Target]:
         submissions.DELTAS,
         shards.COMPACT,
         shards.TENSORS,
+        shards.WRITES,
         journals.LOGS,
         journals.EVENTS,
         journals.TABLES,
