@@ -120,10 +120,10 @@ def test_a_state_of_something_else_is_refused(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"dp_size": 4}, "the run has dp_size 1 and this trainer 4"),
+        ({"dp_size": 4}, "has dp_size 1 and this trainer 4"),
         ({"rank": 1}, r"rank is 1; with dp_size 1 it is 0\.\.0"),
         ({"rank": -1}, "rank is -1"),
-        ({"model": "critic"}, "the run has no critic; create it with critic_mini_batch_size"),
+        ({"model": "critic"}, "has no critic; create it with critic_mini_batch_size"),
     ],
 )
 def test_a_trainer_that_does_not_fit_the_run_is_refused(

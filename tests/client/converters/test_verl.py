@@ -169,8 +169,8 @@ def broken(name: str, row: int, column: int, value: float) -> Any:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (broken("attention_mask", 1, 4, 0), "row 1: attention_mask is not one block"),
-        (broken("attention_mask", 2, 12, 1), "row 2: attention_mask is not one block"),
+        (broken("attention_mask", 1, 4, 0), "row 1: attention_mask is not one run of ones"),
+        (broken("attention_mask", 2, 12, 1), "row 2: attention_mask is not one run of ones"),
         (broken("attention_mask", 0, 2, 1), None),
         (broken("response_mask", 1, 5, 1), r"row 1 \(uid 'a' sample 1\): response_mask is not 0 on padding"),
         (broken("rm_scores", 2, 7, 1.0), r"row 2 \(uid 'b' sample 0\): rm_scores is not 0 on padding"),

@@ -32,8 +32,8 @@ class Padded:
         gaps = (prompt_on[:, :-1] > prompt_on[:, 1:]).any(1) | (response_on[:, :-1] < response_on[:, 1:]).any(1)
         if gaps.any():
             raise InvalidArgumentError(
-                f"{where}: row {int(gaps.argmax())}: {name} is not one block around the seam of prompt and response; "
-                "prompts are padded on the left and responses on the right"
+                f"{where}: row {int(gaps.argmax())}: {name} is not one run of ones across the end of the prompt and "
+                "the beginning of the response; prompts are padded on the left and responses on the right"
             )
         self._prompt_on, self._response_on = prompt_on, response_on
         self.prompt_lengths: Int64s = np.count_nonzero(prompt_on, axis=1).astype(np.int64)

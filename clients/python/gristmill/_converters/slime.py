@@ -119,7 +119,7 @@ def _sample_numbers(samples: list[Any]) -> list[int]:
         if group is None or rollout is None:
             lacks = "group_index" if group is None else "index"
             raise InvalidArgumentError(
-                f"{_WHAT}: sample {position} has no {lacks}, so that nothing says which of which group it is; set it"
+                f"{_WHAT}: sample {position} has no {lacks}, which says which sample of which group it is; set it"
             )
         rollouts.setdefault(group, set()).add(rollout)
         keys.append((group, rollout))

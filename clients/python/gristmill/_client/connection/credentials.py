@@ -113,4 +113,6 @@ def _bytes(name: str, path: Path | str | None) -> bytes | None:
     try:
         return None if path is None else Path(path).read_bytes()
     except OSError as error:
-        raise InvalidArgumentError(f"{name}: cannot read {path}: {error.strerror}; give a file that can be") from None
+        raise InvalidArgumentError(
+            f"{name}: cannot read {path}: {error.strerror}; give a file that can be read"
+        ) from None

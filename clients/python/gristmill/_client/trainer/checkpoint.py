@@ -33,7 +33,10 @@ def checkpoint_of(state: Mapping[str, Any], run: str, model: str) -> Checkpoint:
         raise InvalidArgumentError(f"state: version is {state.get('version')!r} and this gristmill reads {known}")
     for name, value in {"run": run, "model": model}.items():
         if state.get(name) != value:
-            raise InvalidArgumentError(f"state: {name} is {state.get(name)!r} and this trainer's is {value!r}")
+            raise InvalidArgumentError(
+                f"state: {name} is {state.get(name)!r} and this trainer's is {value!r}; load the state that this "
+                "trainer saved"
+            )
     run_id, generation = state.get("run_id", ""), state.get("generation", 0)
     if not isinstance(run_id, str) or not isinstance(generation, int):
         raise InvalidArgumentError(

@@ -28,7 +28,8 @@ class ChosenColumns:
         declared = by_name(columns)
         if unknown := [name for name in self._names if name not in declared]:
             raise InvalidArgumentError(
-                f"run {self._run!r}: columns names {unknown[0]!r}, and the run declares {', '.join(declared) or 'none'}"
+                f"run {self._run!r}: columns names {unknown[0]!r}, and the run declares "
+                f"{', '.join(declared) or 'none'}; name declared columns only"
             )
         others = (column for column in columns if column.name not in self._names)
         self._unwanted = frozenset(name for column in others for name in tensor_names(column))

@@ -149,9 +149,9 @@ class TrainingPlace(ABC):
         status = self._read_run(None)
         if self._expected_dp_size not in (None, self._dp_size):
             raise InvalidArgumentError(
-                f"run {self.run!r}: the run has dp_size {self._dp_size} and this trainer {self._expected_dp_size}; "
-                "create the run with the trainer's dp_size, or call load_state_dict first: the service then builds "
-                "the run's batches for so many ranks"
+                f"run {self.run!r} has dp_size {self._dp_size} and this trainer {self._expected_dp_size}; create the "
+                "run with the trainer's dp_size, or call load_state_dict first: the service then builds the run's "
+                "batches for so many ranks"
             )
         self._ranks = self._own_ranks(self._dp_size)
         self._run_id, self._generation = status.run_id, status.generation
@@ -163,9 +163,7 @@ class TrainingPlace(ABC):
             Position.of(place.next) for place in status.ranks if place.model == number and place.rank in self._ranks
         ]
         if not places:
-            raise InvalidArgumentError(
-                f"run {self.run!r}: the run has no {self.model}; create it with critic_mini_batch_size"
-            )
+            raise InvalidArgumentError(f"run {self.run!r} has no {self.model}; create it with critic_mini_batch_size")
         found = min(places)
         if found.batch - 1 in status.failed_batches:
             self._went_past = Position(found.batch - 1, self._epochs)

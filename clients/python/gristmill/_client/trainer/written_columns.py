@@ -92,12 +92,14 @@ def _array(column: ColumnSpec, values: Any) -> Array:
     try:
         tensor = torch.as_tensor(values).detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidArgumentError(f"{column.name} is no tensor or array: {error}") from None
+        raise InvalidArgumentError(
+            f"{column.name} is no tensor or array: {error}; give numbers as a tensor or an array"
+        ) from None
     wanted: torch.dtype = getattr(torch, column.dtype)
     if tensor.dtype != wanted:
         if not (column.is_float and tensor.is_floating_point()) and not torch.can_cast(tensor.dtype, wanted):
             raise InvalidArgumentError(
-                f"{column.name} holds {tensor.dtype} values and its column declares {column.dtype}"
+                f"{column.name} holds {tensor.dtype} values and its column declares {column.dtype}; convert the values"
             )
         tensor = tensor.to(wanted)
     tensor = tensor.cpu().contiguous()
