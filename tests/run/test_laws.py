@@ -221,6 +221,7 @@ def check_invariants(bench: Checked) -> None:
         column.nbytes for column in written
     )
     assert sorted(refs) == sorted((number, row) for number, held in bench.rows._tables.items() for row in held.live)
+    assert bench.rows.needed == len(refs) - len(written), "what quotas count"
     assert len(bench.rows) <= 2 * len(refs), "what is held is at most twice what is accounted for"
     assert set(state.complete) == {name for name, group in state.open.items() if group.is_complete}
     for group in groups:
