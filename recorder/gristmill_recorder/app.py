@@ -18,7 +18,7 @@ from gristmill_recorder.names import TrajectoryName, split
 from gristmill_recorder.refusals import Busy, Conflict, RefusalError, UnknownPath, WrongCall
 from gristmill_recorder.runs import Runs
 from gristmill_recorder.settings import RecorderSettings
-from gristmill_recorder.upstream import Upstream, request_headers
+from gristmill_recorder.upstream import Upstream, query_of, request_headers
 
 _log = logging.getLogger("gristmill.recorder")
 
@@ -103,7 +103,7 @@ class RecorderApp:
     async def _pass_on(self, request: web.Request, path: str) -> web.Response:
         body = await read_body(request) if request.can_read_body else None
         headers = request_headers(request.headers)
-        async with self._upstream.calling(request.method, path, request.query_string, headers, body) as answer:
+        async with self._upstream.calling(request.method, path, query_of(request), headers, body) as answer:
             return await unchanged(answer)
 
     async def _alive(self, request: web.Request) -> web.Response:

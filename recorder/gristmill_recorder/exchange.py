@@ -14,7 +14,7 @@ from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 from gristmill_recorder.events import EventSplitter
 from gristmill_recorder.forms import Form, Stream
 from gristmill_recorder.refusals import EngineAway, EngineSlow, NotRecorded, RefusalError, WrongCall
-from gristmill_recorder.upstream import Answer, Upstream, answer_headers, request_headers
+from gristmill_recorder.upstream import Answer, Upstream, answer_headers, query_of, request_headers
 
 Record = Callable[[Sequence[Sampled]], None]
 """Takes what was sampled; when it returns, that outlives the process."""
@@ -51,7 +51,7 @@ class Exchange:
         except TypeError as error:
             raise WrongCall(f"the request cannot be written as JSON again: {error}; nest it less deeply") from None
         asked = time.perf_counter()
-        async with upstream.calling("POST", self._form.path, self._request.query_string, headers, body) as answer:
+        async with upstream.calling("POST", self._form.path, query_of(self._request), headers, body) as answer:
             self.engine_s += time.perf_counter() - asked
             if answer.status != 200:
                 self.response = await unchanged(answer)

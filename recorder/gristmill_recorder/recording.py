@@ -103,7 +103,8 @@ class Recording:
             self._journal.append(self._entry, rows, self._waiting[-1] if self._waiting else None)
         self._waiting += rows
         self._metrics.recorded(rows)
-        self.deliver()
+        # Once the answer is sent, which waits for this.
+        asyncio.get_running_loop().call_soon(self.deliver)
 
     async def finish(self, reward: float | None, wait_s: float) -> None:
         """Ends the trajectory with its last step's reward, None for one that `set_reward` gives later. Idempotent.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ class Row:
             prompt, response = _numbers("i", choice.prompt_token_ids), _numbers("i", choice.response_ids)
             if has_logprobs and choice.rollout_logprobs is not None:
                 logprobs = _numbers("f", choice.rollout_logprobs)
-        except (TypeError, OverflowError) as error:
+        except (TypeError, OverflowError, struct.error) as error:
             raise InvalidArgumentError(f"the answer's token ids or logprobs are no such numbers: {error}") from None
         if not len(prompt) or min(prompt.min(), response.min()) < 0:
             raise InvalidArgumentError(
@@ -80,8 +80,9 @@ class Row:
 
 
 def _numbers(code: str, values: Sequence[float]) -> NDArray[Any]:
-    """code: "i" of int32, "f" of float32. Raises TypeError for what is none, where numpy would cut a 1.5 to a 1."""
-    return np.frombuffer(array(code, values), np.dtype(code))
+    """code: "i" of int32, "f" of float32. Raises struct.error and OverflowError for what is none, where numpy would cut
+    a 1.5 to a 1."""
+    return np.frombuffer(struct.pack(f"{len(values)}{code}", *values), np.dtype(code))
 
 
 def _common(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:

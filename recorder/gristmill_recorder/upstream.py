@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
+from aiohttp.web import BaseRequest
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from gristmill_recorder.connection import BrokenAnswerError, Connection
@@ -111,6 +112,11 @@ class Upstream:
             self._idle.append(connection)
         else:
             connection.close()
+
+
+def query_of(request: BaseRequest) -> str:
+    """A call's query as the agent wrote it: decoded it might end the line that the engine reads."""
+    return request.raw_path.partition("?")[2]
 
 
 def request_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:

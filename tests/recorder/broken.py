@@ -17,13 +17,14 @@ from tests.recorder.engine import END, tokens_of
 @dataclass
 class BrokenEngine:
     """answer: the bytes. holds: whether the connection stays open after them, until the other side closes it. keeps:
-    whether it stays open for the next request."""
+    whether it stays open for the next request. heads, requests: heads and bodies of what was asked."""
 
     url: str = ""
     answer: bytes = b""
     holds: bool = False
     keeps: bool = False
     connections: int = 0
+    heads: list[bytes] = field(default_factory=list)
     requests: list[bytes] = field(default_factory=list)
     closed: threading.Event = field(default_factory=threading.Event)
     """Set when the other side has closed a connection that was held."""
@@ -96,10 +97,10 @@ def _answer(accepted: socket.socket, engine: BrokenEngine, tls: ssl.SSLContext |
         accepted,
         accepted if tls is None else tls.wrap_socket(accepted, server_side=True) as connection,
     ):
-        engine.requests.append(_request(connection))
+        _read_request(connection, engine)
         connection.sendall(engine.answer)
         while engine.keeps:
-            engine.requests.append(_request(connection))
+            _read_request(connection, engine)
             connection.sendall(engine.answer)
         if engine.holds:
             connection.settimeout(60)
@@ -108,11 +109,12 @@ def _answer(accepted: socket.socket, engine: BrokenEngine, tls: ssl.SSLContext |
             engine.closed.set()
 
 
-def _request(connection: socket.socket) -> bytes:
-    """The body of the next one. Raises EOFError where none comes."""
+def _read_request(connection: socket.socket, engine: BrokenEngine) -> None:
+    """Takes note of the next one. Raises EOFError where none comes."""
     head, _, body = _until(connection, b"", lambda received: b"\r\n\r\n" in received).partition(b"\r\n\r\n")
     length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
-    return _until(connection, body, lambda received: len(received) >= length)
+    engine.heads.append(head)
+    engine.requests.append(_until(connection, body, lambda received: len(received) >= length))
 
 
 def _until(connection: socket.socket, received: bytes, is_whole: Callable[[bytes], bool]) -> bytes:

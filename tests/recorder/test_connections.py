@@ -47,6 +47,18 @@ def test_a_connection_serves_one_call_after_another(
     recorder.kill()
 
 
+def test_a_query_reaches_the_engine_as_the_agent_wrote_it(
+    broken: BrokenEngine, start_recorder: StartRecorder, service: Service, run: str
+) -> None:
+    recorder = start_recorder(broken.url, service.grpc_address)
+    query = "note=a%20b%0d%0ax-forged:%201&n=%26"
+    assert post(f"{recorder.base(run)}/v1/chat/completions?{query}", BODY)[0] == 200
+    line, *headers = broken.heads[0].split(b"\r\n")
+    assert line.decode() == f"POST /v1/chat/completions?{query} HTTP/1.1"
+    assert not [header for header in headers if header.startswith(b"x-forged")]
+    recorder.kill()
+
+
 @pytest.mark.parametrize(
     "answer",
     [
