@@ -87,6 +87,27 @@ class TestRows:
         with pytest.raises(NotFoundError):
             log.get(number)
 
+    @pytest.mark.usefixtures("small_values")
+    def test_many_tables_come_back_at_once_whatever_their_sizes(self, log: RedisRunLog, store: RedisRunStore) -> None:
+        sent = {
+            stored(log, any_table(index, tokens=size)): (index, size) for index, size in enumerate([2, 200, 2, 9, 2])
+        }
+        log.close()
+        again = store.open("run")
+        started(again)
+        assert again.retain(sent.keys(), whole) == set()
+        fresh, _ = again.put(any_table(7))
+        found = again.get_all([*sent, fresh])
+        assert found.keys() == {*sent, fresh}
+        assert same(found[fresh], any_table(7))
+        for number, (index, size) in sent.items():
+            assert same(found[number], any_table(index, tokens=size))
+        with pytest.raises(NotFoundError):
+            again.get_all([*sent, 99 << 32])
+        again.remove([next(iter(sent))])
+        with pytest.raises(NotFoundError):
+            again.get_all(sent)
+
     def test_what_nothing_refers_to_is_swept_when_the_run_is_claimed_again(
         self, log: RedisRunLog, store: RedisRunStore
     ) -> None:

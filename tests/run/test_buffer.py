@@ -18,7 +18,7 @@ from gristmill_service.run.machine.answers import RewardUpdate
 from gristmill_service.run.machine.events import StoredRow
 from gristmill_service.run.machine.groups import Group
 from gristmill_service.run.machine.ingest import describe_rows
-from gristmill_service.run.row_buffer import PickedRow, RowBuffer, compacted
+from gristmill_service.run.row_buffer import PickedRow, RowBuffer, compacted, not_held
 from gristmill_service.run.row_digests import row_digests
 from gristmill_service.run.row_gathering import gather
 from gristmill_service.storage.row_tables import steps_of
@@ -93,6 +93,15 @@ def test_a_table_that_is_not_as_the_state_knows_it_gives_no_rows() -> None:
     buffer.add(0, table(row("a", response=[1, 2])), 1, [0])
     with pytest.raises(InvalidArgumentError, match="have 4 values of tokens, and the run's log says 5"):
         gather(picked(buffer, described_rows(steps, 0)), False, _nothing_stored)
+
+
+def test_the_log_is_asked_for_the_tables_of_all_that_rows_begin_as() -> None:
+    rows, held = described_rows(table(*group_rows("a")), 1), table(row("b"))
+    first, second = rows[0], rows[-1]
+    begun = PickedRow(3, None, 0, first, PickedRow(2, None, 0, first))
+    picked = [PickedRow(1, None, 0, first), PickedRow(1, None, 1, second, begun), PickedRow(4, held, 0, first, begun)]
+    assert not_held(picked) == {1, 2, 3}
+    assert not_held([PickedRow(4, held, 0, first)]) == set()
 
 
 def test_a_copy_that_comes_late_replaces_nothing_and_keeps_what_was_released_meanwhile_away() -> None:

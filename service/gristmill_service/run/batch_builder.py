@@ -37,8 +37,8 @@ from gristmill_service.run.machine.events import BatchFailed, BatchPublished, Wr
 from gristmill_service.run.machine.state import Batch, State
 from gristmill_service.run.machine.trainer_commands import RecordBatch, WithdrawBatch
 from gristmill_service.run.monitor import RunMonitor
-from gristmill_service.run.row_buffer import PickedRow, RowBuffer
-from gristmill_service.run.row_gathering import gather
+from gristmill_service.run.row_buffer import PickedRow, RowBuffer, not_held
+from gristmill_service.run.row_gathering import Load, gather
 from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.writer import Writer
 from gristmill_service.run.written_columns import values_of
@@ -183,7 +183,7 @@ class BatchBuilder:
         columns = self._writer.config.columns
         for some in _whole_trajectories(picked):
             try:
-                part = made_whole(gather(some, token_rewards, self._log.get), columns)
+                part = made_whole(gather(some, token_rewards, self._loaded(some)), columns)
             finally:
                 # Rows that were freed while they were read may be zeros.
                 self._writer.check_open()
@@ -213,7 +213,7 @@ class BatchBuilder:
         self._monitor.building(job.number)
         try:
             with self._monitor.timed("gather"):
-                steps = gather(job.rows, job.token_rewards, self._log.get)
+                steps = gather(job.rows, job.token_rewards, self._loaded(job.rows))
             built = self._pipeline(
                 steps,
                 job.config,
@@ -246,6 +246,11 @@ class BatchBuilder:
         record = self._monitor.built(job.number, built.stats) if job.is_first else None
         self._keep(job.number, plan, built.forms)
         return BatchPublished(job.number, mini_batches, nbytes, tuple(sorted(built.awaits)), record)
+
+    def _loaded(self, rows: Sequence[PickedRow]) -> Load:
+        """Gives the tables of the rows that nobody holds. They are read at once: one by one, each would be a round trip
+        where the log is elsewhere."""
+        return self._log.get_all(numbers).__getitem__ if (numbers := not_held(rows)) else self._log.get
 
     def _written(self, job: _Job) -> Written | None:
         if job.written is None:

@@ -48,6 +48,20 @@ class PickedRow(NamedTuple):
     tag: str = ""
 
 
+def not_held(picked: Iterable[PickedRow]) -> set[int]:
+    """The tables that the log has to be asked for, of these rows and those with which they begin."""
+    found, seen = set[int](), set[int]()
+    for row in picked:
+        one: PickedRow | None = row
+        # Rows share those that they begin with.
+        while one is not None and id(one) not in seen:
+            seen.add(id(one))
+            if one.stored is None:
+                found.add(one.table)
+            one = one.parent
+    return found
+
+
 class RowBuffer:
     """Rows by reference. A table goes when the last of its rows is released; one that only the heap holds shrinks
     before that. compacts: whether they do. needed: how many rows are needed."""

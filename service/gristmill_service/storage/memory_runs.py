@@ -78,6 +78,9 @@ class MemoryRunLog:
     def get(self, number: int) -> Stored:
         raise NotFoundError(f"table {number} of rows is held by its run")
 
+    def get_all(self, numbers: Collection[int]) -> dict[int, Stored]:
+        return {number: self.get(number) for number in numbers}
+
     def remove(self, numbers: Collection[int]) -> None:
         pass
 

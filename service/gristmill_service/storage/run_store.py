@@ -6,7 +6,7 @@ Implementations pass the same tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from gristmill._wire.steps import Steps
@@ -96,6 +96,9 @@ class RunLog(Protocol):
 
     def get(self, number: int) -> Stored:
         """Raises NotFoundError for a table that was removed or lost."""
+
+    def get_all(self, numbers: Collection[int]) -> Mapping[int, Stored]:
+        """These tables by their numbers, many in one round trip where the store is elsewhere. Raises as `get`."""
 
     def remove(self, numbers: Collection[int]) -> None:
         """Removes tables. Never raises: one that cannot be removed now is removed when the log is opened again."""

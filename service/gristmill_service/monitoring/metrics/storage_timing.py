@@ -6,7 +6,7 @@ Waits for room are a run's own; what is not found is no failure.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -134,3 +134,6 @@ class TimedRunLog:
 
     def get(self, number: int) -> Stored:
         return self._call("get", lambda: self._log.get(number))
+
+    def get_all(self, numbers: Collection[int]) -> Mapping[int, Stored]:
+        return self._call("get", lambda: self._log.get_all(numbers))

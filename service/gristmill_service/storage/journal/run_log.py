@@ -135,6 +135,9 @@ class JournalRunLog:
     def get(self, number: int) -> Stored:
         return self._rows.get(number)
 
+    def get_all(self, numbers: Collection[int]) -> dict[int, Stored]:
+        return {number: self._rows.get(number) for number in numbers}
+
     def remove(self, numbers: Collection[int]) -> None:
         self._rows.remove(numbers)
 

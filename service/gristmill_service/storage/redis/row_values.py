@@ -61,9 +61,40 @@ def read(client: Client, keys: RowKeys, number: int) -> bytes:
         size = int.from_bytes(first[:SIZE_BYTES], "little")
         pieces += [cast(bytes | None, client.get(key)) for key in keys.pieces(number, size)[1:]]
     if None in pieces:
-        raise NotFoundError(f"table {number:#x} of rows is not in Redis")
+        raise _missing(number)
     whole = cast(list[bytes], pieces)
     return whole[0] if len(whole) == 1 else b"".join(whole)
+
+
+def read_all(client: Client, keys: RowKeys, sizes: Mapping[int, int]) -> dict[int, bytes]:
+    """Tables' bytes by their numbers, those of one value many at once, some MiB of them. sizes: of each, 0 where it is
+    not known. Raises NotFoundError as `read`."""
+    found: dict[int, bytes] = {}
+    parcel: dict[str, int] = {}
+    left = 0
+    for number, size in sizes.items():
+        if not 0 < size <= VALUE_BYTES:
+            found[number] = read(client, keys, number)
+            continue
+        if parcel and (size > left or len(parcel) == _KEYS_AT_ONCE):
+            found |= _read_parcel(client, parcel)
+            parcel = {}
+        left = (left if parcel else VALUE_BYTES) - size
+        parcel[keys.piece(number, 0)] = number
+    return found | _read_parcel(client, parcel)
+
+
+def _read_parcel(client: Client, numbers: Mapping[str, int]) -> dict[int, bytes]:
+    """Tables of one value each, by the numbers that stand by their keys."""
+    answers = pipelined(client, {key: ("GET", key) for key in numbers})
+    for key, answer in answers.items():
+        if answer is None:
+            raise _missing(numbers[key])
+    return {numbers[key]: answer for key, answer in answers.items()}
+
+
+def _missing(number: int) -> NotFoundError:
+    return NotFoundError(f"table {number:#x} of rows is not in Redis")
 
 
 def sizes(client: Client, keys: RowKeys, numbers: Iterable[int]) -> dict[int, int]:

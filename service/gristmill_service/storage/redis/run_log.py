@@ -87,7 +87,8 @@ class RedisRunLog:
         compared: set[Acknowledged],
     ) -> None:
         self.config, self.run_id, self.token = config, run_id, token
-        self.get, self.remove, self.retain, self.claim = tables.get, tables.remove, tables.retain, tables.claim
+        self.get, self.get_all = tables.get, tables.get_all
+        self.remove, self.retain, self.claim = tables.remove, tables.retain, tables.claim
         self.on_close: Callable[[], None] = lambda: None
         self._client, self._scripts, self._keys, self._tables = client, scripts, keys, tables
         self._health, self._before = health, before

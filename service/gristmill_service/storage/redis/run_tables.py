@@ -75,6 +75,13 @@ class RunTables:
         with translated(self._client):
             return row_values.read(self._client, self._keys, number)
 
+    def get_all(self, numbers: Collection[int]) -> dict[int, bytes]:
+        with self._lock:
+            found = {number: self._held[number] for number in numbers if number in self._held}
+            sizes = {number: self._sizes.get(number, 0) for number in numbers if number not in found}
+        with translated(self._client):
+            return found | row_values.read_all(self._client, self._keys, sizes)
+
     def remove(self, numbers: Collection[int]) -> None:
         with self._lock:
             for number in numbers:
