@@ -171,7 +171,7 @@ def test_a_state_ahead_of_its_run_drops_what_it_steps_over_for_the_reason_given_
     with RolloutClient(address, run_name) as client, TrainerClient(address, run_name, 0, auto_commit=False) as trainer:
         roll_out(client, "a", "b", "c")
         ahead = trainer.state_dict() | {"batch": 2}
-        with pytest.raises(FailedPreconditionError, match="would skip accepted rows: 2 sealed batches with 2 prompt"):
+        with pytest.raises(FailedPreconditionError, match="would skip accepted rows: 2 sealed batches with 2 groups"):
             trainer.load_state_dict(ahead)
         trainer.load_state_dict(ahead, give_up_reason="trained elsewhere")
         assert train(trainer, 1) == ["c"]

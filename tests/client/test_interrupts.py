@@ -6,6 +6,7 @@ import _thread
 import signal
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,6 +63,22 @@ def test_a_second_interrupt_is_not_waited_with() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         work()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_before_the_block_has_begun_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    install = signal.signal
+
+    def install_then_interrupts(number: int, handler: Any) -> Any:
+        found = install(number, handler)
+        if handler is not signal.default_int_handler:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(signal, "signal", install_then_interrupts)
+    with pytest.raises(KeyboardInterrupt), DeferSigint():
+        pytest.fail("it was waited with")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import struct
 import tempfile
 import zlib
@@ -92,7 +94,9 @@ def _change_log(random: Random, data: bytes) -> bytes:
 @cache
 def _directory() -> Path:
     # In memory: each input is a file, and its end may be cut, which is then made safe.
-    return Path(tempfile.mkdtemp(prefix="gristmill-fuzz-", dir="/dev/shm"))
+    found = Path(tempfile.mkdtemp(prefix="gristmill-fuzz-", dir="/dev/shm"))
+    atexit.register(shutil.rmtree, found, ignore_errors=True)
+    return found
 
 
 def _read_log(data: bytes) -> None:

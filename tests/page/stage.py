@@ -74,7 +74,7 @@ def published(runs: Runs, name: str, config: RunConfig | dict[str, Any], tables:
     return run
 
 
-def until(holds: Callable[[], bool], seconds: float = 60) -> None:
+def until(holds: Callable[[], bool], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline

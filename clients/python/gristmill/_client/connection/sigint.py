@@ -34,5 +34,7 @@ class DeferSigint:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._asked:
+            # Where this comes while the block is entered or left, nobody else would give it back.
+            signal.signal(signal.SIGINT, self._before)
             self._before(number, frame)
         self._asked = True
