@@ -12,8 +12,8 @@ import orjson
 from aiohttp import web
 
 from gristmill_recorder.exchange import AgentGoneError, Exchange
-from gristmill_recorder.forms import Asking, ChatForm, Document, Form, ResponsesForm
-from gristmill_recorder.messages import MessagesForm
+from gristmill_recorder.forms.forms import Asking, ChatForm, Document, Form, ResponsesForm
+from gristmill_recorder.forms.messages import MessagesForm
 from gristmill_recorder.metrics import Metrics
 from gristmill_recorder.names import HEADER, TrajectoryName
 from gristmill_recorder.refusals import Busy, EngineAway, EngineSlow, TooLarge, WrongCall

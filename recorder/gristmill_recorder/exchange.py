@@ -11,8 +11,8 @@ from aiohttp import web
 
 from gristmill.completions import Sampled, sampled
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
-from gristmill_recorder.events import EventSplitter
-from gristmill_recorder.forms import Form, Stream
+from gristmill_recorder.forms.events import EventSplitter
+from gristmill_recorder.forms.forms import Form, Stream
 from gristmill_recorder.refusals import EngineAway, EngineSlow, NotRecorded, RefusalError, WrongCall
 from gristmill_recorder.upstream import Answer, Upstream, answer_headers, query_of, request_headers
 

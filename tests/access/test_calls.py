@@ -20,7 +20,8 @@ from gristmill._client.connection.credentials import Credentials
 from gristmill.errors import PermissionDeniedError, UnauthenticatedError
 from gristmill.v1 import rollout_pb2, run_pb2, run_pb2_grpc, trainer_pb2
 from gristmill_service.access.roles import CALLS, OPEN_CALLS, ROLES
-from gristmill_service.api.http import page, page_details, rollouts, runs, session, trainers
+from gristmill_service.api.http import rollouts, runs, trainers
+from gristmill_service.api.http.page import page, page_details, session
 from tests.access.conftest import Guarded
 
 METHODS: list[MethodDescriptor] = [

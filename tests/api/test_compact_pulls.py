@@ -13,14 +13,14 @@ import pytest
 from safetensors.numpy import load
 
 from gristmill._client.connection.transport import Transport
-from gristmill._client.trainer.pull import stream
+from gristmill._client.trainer.shards.pull import stream
 from gristmill._wire.addresses import ShardAddress
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
 from gristmill_service.api.rpc.streams import Streams
 from gristmill_service.api.rpc.trainers import TrainerServicer
 from gristmill_service.pipeline import BuiltBatch, build_batch
 from gristmill_service.storage.memory_shards import MemoryShardStore
-from gristmill_service.storage.redis.shard_store import RedisShardStore
+from gristmill_service.storage.redis.shards.shard_store import RedisShardStore
 from gristmill_service.storage.shard_store import ShardSource, ShardStore
 from tests import naive
 from tests.bench.workloads import workload

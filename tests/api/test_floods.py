@@ -20,7 +20,8 @@ from gristmill import Credentials, RolloutClient
 from gristmill.v1 import rollout_pb2
 from gristmill_service.access.gate import Gate
 from gristmill_service.access.tokens import create_token
-from gristmill_service.api.http import bodies, connections, server
+from gristmill_service.api.http import server
+from gristmill_service.api.http.guards import bodies, connections
 from gristmill_service.api.rpc import intake, peers
 from gristmill_service.service import Service
 from gristmill_service.settings import Settings

@@ -11,7 +11,7 @@ import pytest
 
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill_service.api.long_poll import LONGEST_WAIT_S, LongPoll, Question, checked_wait
-from gristmill_service.run.machine.conditions import Condition, Topic
+from gristmill_service.run.machine.queries.conditions import Condition, Topic
 from tests.run.harness import wait_until
 
 

@@ -21,8 +21,8 @@ from typing import TypeVar
 import numpy as np
 import zstandard
 
+from gristmill._wire.codecs.compact_shards import restore
 from gristmill._wire.columns import Ragged
-from gristmill._wire.compact_shards import restore
 from gristmill._wire.steps import Steps
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from gristmill import RolloutClient
 from gristmill._client.connection.transport import Transport
+from gristmill._wire.codecs.submit_codec import encode
 from gristmill._wire.columns import Ragged
 from gristmill._wire.steps import Extra
-from gristmill._wire.submit_codec import encode
 from gristmill.v1 import run_pb2, trainer_pb2, trainer_pb2_grpc
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline import build_batch

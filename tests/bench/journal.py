@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gristmill._client.connection.transport import Transport
 from gristmill.v1 import run_pb2
-from gristmill_service.monitoring.run_monitor import Monitor
+from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore

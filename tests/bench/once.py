@@ -22,9 +22,9 @@ import redis
 
 from gristmill._client.rollout.delivery import Delivery, PendingRow
 from gristmill._client.rollout.prefix_dedup import RequestEncoder
-from gristmill._wire.submit_codec import Submission
-from gristmill_service.monitoring.run_monitor import Monitor
-from gristmill_service.run.row_buffer import RowBuffer
+from gristmill._wire.codecs.submit_codec import Submission
+from gristmill_service.monitoring.collectors.run_monitor import Monitor
+from gristmill_service.run.rows.row_buffer import RowBuffer
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.journal.run_store import JournalRunStore

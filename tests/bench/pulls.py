@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from gristmill import TrainerClient
-from gristmill._client.trainer.pull import stream
+from gristmill._client.trainer.shards.pull import stream
 from gristmill._wire.addresses import Position, ShardAddress
 from gristmill.torch import map_shard
 from tests.bench.figures import Figure, paired, seconds
@@ -94,7 +94,7 @@ def _overlapped(side: OtherSide) -> Iterator[Figure]:
     """The share of a loop's time that a rank waits for its next shard, all of them streamed, at steps of 20 ms."""
     run = side.publish("overlapped", _GROUPS * 8, mini_batches=8)
     shares: dict[int, list[float]] = {0: [], 1: []}
-    with patch("gristmill._client.trainer.pull.is_mappable", lambda path, size: False):
+    with patch("gristmill._client.trainer.shards.pull.is_mappable", lambda path, size: False):
         for number in range(10):
             with TrainerClient(side.grpc_address, run, 0, prefetch=number % 2) as trainer:
                 share = _waited(next(iter(trainer)).forward())

@@ -13,14 +13,14 @@ import numpy as np
 import redis
 from safetensors.numpy import load
 
-from gristmill._wire.compact_shards import restore
-from gristmill_service.monitoring.run_monitor import Monitor
+from gristmill._wire.codecs.compact_shards import restore
+from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.pipeline.layout.shard import Shard
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.redis.run_store import RedisRunStore
-from gristmill_service.storage.redis.shard_store import RedisShardStore
+from gristmill_service.storage.redis.shards.shard_store import RedisShardStore
 from tests.bench.figures import Figure, paired
 from tests.bench.submissions import split
 from tests.bench.workloads import workload

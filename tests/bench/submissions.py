@@ -12,8 +12,8 @@ import grpc
 import numpy as np
 
 from gristmill._client.connection.transport import Transport
+from gristmill._wire.codecs.row_codec import encode
 from gristmill._wire.columns import Ragged
-from gristmill._wire.row_codec import encode
 from gristmill._wire.steps import Steps
 from gristmill.v1 import rollout_pb2, run_pb2
 from gristmill_service.config import RunConfig, parse_config

@@ -16,7 +16,7 @@ from gristmill import RolloutClient, TrainerClient
 from gristmill._client.connection.transport import Transport
 from gristmill._client.rollout import requests
 from gristmill._client.rollout.skyrl_output import columns_of_output
-from gristmill._wire.submit_codec import encode
+from gristmill._wire.codecs.submit_codec import encode
 from gristmill.v1 import run_pb2
 from tests.bench.bare import Bare, bare
 from tests.bench.figures import Figure, seconds

@@ -17,9 +17,9 @@ from typing import Any
 import grpc
 import numpy as np
 
+from gristmill._wire.codecs.submit_codec import encode
 from gristmill._wire.columns import Ragged
 from gristmill._wire.steps import Steps
-from gristmill._wire.submit_codec import encode
 from gristmill.v1 import rollout_pb2, rows_pb2
 from tests.bench.submissions import SAMPLES
 from tests.bench.teams import Team, lead, team

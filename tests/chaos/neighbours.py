@@ -17,9 +17,9 @@ import grpc
 from gristmill import RolloutClient
 from gristmill._client.connection.transport import Transport
 from gristmill._wire.addresses import Position
-from gristmill._wire.row_codec import decode
+from gristmill._wire.codecs.row_codec import decode
+from gristmill._wire.codecs.submit_codec import encode
 from gristmill._wire.rows import from_rows
-from gristmill._wire.submit_codec import encode
 from gristmill.errors import FailedPreconditionError, GristmillError, NotFoundError
 from gristmill.v1 import run_pb2, trainer_pb2
 from tests.chaos.contents import digest

@@ -25,7 +25,7 @@ from safetensors.numpy import load, save
 from gristmill._client.connection.failures import failure_of
 from gristmill._client.connection.transport import Transport
 from gristmill._wire.addresses import Position
-from gristmill._wire.compact_shards import restore
+from gristmill._wire.codecs.compact_shards import restore
 from gristmill.errors import BatchFailedError, GristmillError
 from gristmill.v1 import run_pb2, trainer_pb2
 from tests.chaos import written

@@ -1,8 +1,8 @@
 """Names that clients gave do nothing to a terminal."""
 
 from gristmill.v1 import run_pb2
+from gristmill_service.cli.escape import printable
 from gristmill_service.cli.watch.changes import sentence
-from gristmill_service.cli.watch.escape import printable
 from gristmill_service.cli.watch.render import _lines
 
 

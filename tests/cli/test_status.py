@@ -13,7 +13,7 @@ import pytest
 
 from gristmill import RolloutClient, TrainerClient, UnavailableError
 from gristmill.errors import DeadlineExceededError
-from gristmill_service.monitoring import findings
+from gristmill_service.monitoring.health import findings
 from gristmill_service.service import Service
 from tests.cli.rollouts import FAILS, create, fill, train
 from tests.cli.terminal import gristmill

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from gristmill._wire.row_codec import decode
+from gristmill._wire.codecs.row_codec import decode
 from gristmill.errors import GristmillError, ResourceExhaustedError
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, rows_pb2, run_pb2, run_pb2_grpc
 

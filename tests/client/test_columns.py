@@ -16,13 +16,13 @@ import safetensors.torch
 import torch
 
 from gristmill import InvalidArgumentError, RolloutClient, RowOutcome, TrainerClient
-from gristmill._wire.row_codec import Sent, encode
+from gristmill._wire.codecs.row_codec import Sent, encode
+from gristmill._wire.codecs.submit_codec import Submission
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
-from gristmill._wire.submit_codec import Submission
 from gristmill.torch import MicroBatch, Shard
 from gristmill.v1 import rows_pb2
-from gristmill_service.run import shared_prefixes
+from gristmill_service.run.rows import shared_prefixes
 from gristmill_service.service import Service
 from tests.cli.terminal import gristmill
 from tests.client.faces import Connect

@@ -108,7 +108,7 @@ def test_a_trainer_goes_on_within_its_batch_when_the_service_is_killed(
     before = start_service(*flags)
     fill(before.grpc_address, "run", "abcd", length=200_000)
     if not is_mapped:
-        monkeypatch.setattr("gristmill._client.trainer.pull.is_mappable", lambda path, size: False)
+        monkeypatch.setattr("gristmill._client.trainer.shards.pull.is_mappable", lambda path, size: False)
     with TrainerClient(before.grpc_address, "run", 0, auto_commit=False, prefetch=prefetch) as trainer:
         batch = next(iter(trainer))
         [*expected] = batch.forward()

@@ -16,12 +16,12 @@ from gristmill._client.connection.failures import failure_of
 from gristmill._client.rollout.delivery import Delivery
 from gristmill._client.rollout.outbox import Limits, Outbox
 from gristmill._client.rollout.prefix_dedup import PreviousSteps
-from gristmill._wire.row_codec import Sent
-from gristmill._wire.row_codec import encode as encode_message
+from gristmill._wire.codecs.row_codec import Sent
+from gristmill._wire.codecs.row_codec import encode as encode_message
+from gristmill._wire.codecs.submit_codec import Submission
 from gristmill._wire.rows import from_rows, to_rows
-from gristmill._wire.submit_codec import Submission
 from gristmill.v1 import rollout_pb2
-from gristmill_service.run import shared_prefixes
+from gristmill_service.run.rows import shared_prefixes
 from gristmill_service.service import Service
 from tests.client.faces import Connect
 from tests.serving import StartService

@@ -154,7 +154,7 @@ def test_shards_are_mapped_where_the_service_shares_memory_and_streamed_where_no
         mapped = next(next(iter(trainer)).forward())
         mapped["rewards"].zero_()
         again = trainer.open_shard(mapped.position)
-        monkeypatch.setattr("gristmill._client.trainer.pull.is_mappable", lambda path, size: False)
+        monkeypatch.setattr("gristmill._client.trainer.shards.pull.is_mappable", lambda path, size: False)
         streamed = trainer.open_shard(mapped.position)
     assert (again.is_mapped, streamed.is_mapped) == (True, False)
     assert again["rewards"].any()

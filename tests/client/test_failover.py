@@ -34,7 +34,7 @@ from gristmill._client.connection.channels import Channels, addresses_of
 from gristmill._client.connection.credentials import Credentials
 from gristmill._client.connection.failures import failure_of
 from gristmill._client.connection.retries import Backoff
-from gristmill._client.trainer.pull import stream
+from gristmill._client.trainer.shards.pull import stream
 from gristmill._wire.addresses import ShardAddress
 from gristmill.errors import GristmillError
 from gristmill.v1 import trainer_pb2_grpc

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 
 from gristmill._client.rollout.skyrl_output import columns_of_output
-from gristmill._wire.row_codec import encode
+from gristmill._wire.codecs.row_codec import encode
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError

@@ -21,9 +21,9 @@ from gristmill import (
     UnavailableError,
 )
 from gristmill._client.connection.transport import Transport
-from gristmill._client.trainer import shard_reader
-from gristmill._client.trainer.prefetch import Prefetch
-from gristmill._client.trainer.pull import stream
+from gristmill._client.trainer.shards import shard_reader
+from gristmill._client.trainer.shards.prefetch import Prefetch
+from gristmill._client.trainer.shards.pull import stream
 from gristmill._wire.addresses import Position, ShardAddress
 from gristmill_service.pipeline.layout import shard_address
 from gristmill_service.run.run import Run

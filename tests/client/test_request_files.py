@@ -13,7 +13,7 @@ import pytest
 
 from gristmill import RolloutClient, RowOutcome, TrainerClient
 from gristmill._client.rollout.request_files import RequestFiles
-from gristmill._wire.submit_codec import LARGE_BYTES
+from gristmill._wire.codecs.submit_codec import LARGE_BYTES
 from gristmill.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from gristmill.v1 import rollout_pb2
 from gristmill_service.service import Service

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from gristmill import FailedPreconditionError, InvalidArgumentError
 from gristmill._wire.addresses import Position, ShardAddress, is_mappable
+from gristmill._wire.codecs.shard_frames import frame, unframe
 from gristmill._wire.rows import from_rows
-from gristmill._wire.shard_frames import frame, unframe
 from gristmill.torch import Conversion, Shard, map_shard, open_shard, parse_shard, token_logprobs
 from gristmill.v1 import trainer_pb2
 from gristmill_service.config import parse_config

@@ -18,7 +18,7 @@ from gristmill import errors
 from gristmill._client.connection.failures import Failure, failure_of
 from gristmill._client.connection.retries import Backoff, Retry, WaitBudget
 from gristmill._client.connection.transport import Transport
-from gristmill._client.trainer.pull import stream
+from gristmill._client.trainer.shards.pull import stream
 from gristmill._wire.addresses import ShardAddress
 from gristmill._wire.rows import from_rows
 from gristmill.errors import (

@@ -21,7 +21,7 @@ from gristmill import (
     TrainerClient,
 )
 from gristmill.torch import MicroBatch, Shard
-from gristmill_service.run.machine.command import Command, View
+from gristmill_service.run.machine.commands.command import Command, View
 from gristmill_service.run.machine.events import BatchWithdrawn, ColumnsDropped, Event
 from gristmill_service.run.machine.state import State
 from gristmill_service.service import Service

@@ -8,13 +8,13 @@ from typing import Any
 
 import redis
 
-from gristmill_service.monitoring.run_monitor import Monitor
+from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.pipeline import build_batch
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.runs import Runs
-from gristmill_service.storage.redis.connection import RedisAddress, connect
 from gristmill_service.storage.redis.run_store import RedisRunStore
-from gristmill_service.storage.redis.shard_store import RedisShardStore
+from gristmill_service.storage.redis.servers.connection import RedisAddress, connect
+from gristmill_service.storage.redis.shards.shard_store import RedisShardStore
 from tests.redis.servers import RedisServer
 from tests.run.harness import CONFIG
 

@@ -13,8 +13,8 @@ from gristmill_service.access.gate import Gate
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.http.app import make_app
 from gristmill_service.api.long_poll import LongPoll
+from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.monitoring.metrics import Metrics
-from gristmill_service.monitoring.run_monitor import Monitor
 from gristmill_service.run.runs import Runs
 from gristmill_service.settings import load_settings
 from gristmill_service.storage.memory_shards import MemoryShardStore

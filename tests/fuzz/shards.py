@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from gristmill._wire import columns_codec, tensor_file
-from gristmill._wire.compact_shards import PART, restore
+from gristmill._wire.codecs import columns_codec, tensor_file
+from gristmill._wire.codecs.compact_shards import PART, restore
 from gristmill._wire.rows import from_rows
 from gristmill.v1 import trainer_pb2
 from gristmill_service.api.rpc.intake import parsed

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gristmill._wire.rows import from_rows
-from gristmill_service.cli.show import read_figures
+from gristmill_service.cli.offline.show import read_figures
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.batch_stats import BatchStats

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from gristmill_service.config import parse_config
-from gristmill_service.monitoring.run_monitor import Monitor
+from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.run.machine.answers import Outcome
 from gristmill_service.run.machine.events import Acknowledged, BatchSealed
 from gristmill_service.run.machine.state import START, State

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.cli.rollout_files import read_batches
+from gristmill_service.cli.offline.rollout_files import read_batches
 from gristmill_service.config import parse_config
 
 CONFIG = parse_config(

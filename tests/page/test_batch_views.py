@@ -17,8 +17,8 @@ from gristmill._wire.columns import Ragged
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
 from gristmill_service.config import parse_config
-from gristmill_service.monitoring.batch_models import BatchBreaks, BatchPicture, BatchScores
-from gristmill_service.monitoring.batch_summary import summarize
+from gristmill_service.monitoring.views.batch_models import BatchBreaks, BatchPicture, BatchScores
+from gristmill_service.monitoring.views.batch_summary import summarize
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.service import Service

@@ -12,12 +12,12 @@ import pytest
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import RunConfig
-from gristmill_service.monitoring.health import health, timeline
-from gristmill_service.monitoring.health_models import Overview, RunHealth
-from gristmill_service.monitoring.run_monitor import Monitor
+from gristmill_service.monitoring.collectors.run_monitor import Monitor
+from gristmill_service.monitoring.health.health import health, timeline
+from gristmill_service.monitoring.health.health_models import Overview, RunHealth
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState
-from gristmill_service.run.machine.trainer_commands import Checkpoint
+from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
 from gristmill_service.service import Service

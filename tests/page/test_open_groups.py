@@ -12,7 +12,7 @@ import pytest
 from gristmill import RolloutClient
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import TrajectoryKey
-from gristmill_service.monitoring import findings
+from gristmill_service.monitoring.health import findings
 from gristmill_service.run.run import Run
 from gristmill_service.service import Service
 from tests.page import stage

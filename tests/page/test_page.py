@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gristmill._wire.rows import from_rows
-from gristmill_service.monitoring import findings
+from gristmill_service.monitoring.health import findings
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.service import Service
 from tests.page import stage

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from gristmill._wire.rows import from_rows
-from gristmill_service.monitoring import findings
+from gristmill_service.monitoring.health import findings
 from gristmill_service.service import Service
 from tests.bench.workloads import uniform
 from tests.page import stage

@@ -6,9 +6,9 @@ import gc
 import weakref
 from collections.abc import Callable
 
-from gristmill_service.monitoring.batch_view import BatchViewCache
+from gristmill_service.monitoring.views.batch_view import BatchViewCache
 from gristmill_service.pipeline import build_batch
-from gristmill_service.run.machine.trainer_commands import Checkpoint
+from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.run.harness import Bench, group_rows
 

@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.access.tokens import create_token
-from gristmill_service.monitoring import findings
+from gristmill_service.monitoring.health import findings
 from gristmill_service.run.run import Run
 from gristmill_service.service import Service
 from gristmill_service.settings import Settings

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gristmill._wire import compact_shards
-from gristmill._wire.compact_shards import PART, restore
+from gristmill._wire.codecs import compact_shards
+from gristmill._wire.codecs.compact_shards import PART, restore
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config

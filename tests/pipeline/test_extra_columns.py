@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 
+from gristmill._wire.codecs.compact_shards import restore
 from gristmill._wire.column_spec import ColumnSpec, from_bfloat16, specs_of
 from gristmill._wire.columns import Ragged
-from gristmill._wire.compact_shards import restore
 from gristmill._wire.extras import check_extras, made_whole
 from gristmill._wire.rows import from_rows, to_rows
 from gristmill._wire.steps import Extra, Steps

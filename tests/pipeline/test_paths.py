@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gristmill._wire.compact_shards import restore
+from gristmill._wire.codecs.compact_shards import restore
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.pipeline import BuiltBatch, build_batch, scored_batch

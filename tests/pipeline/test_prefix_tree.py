@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gristmill._wire.codecs.compact_shards import restore
 from gristmill._wire.columns import Ragged
-from gristmill._wire.compact_shards import restore
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import parse_config

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gristmill._wire import row_codec, submit_codec
-from gristmill._wire.compact_shards import restore
+from gristmill._wire.codecs import row_codec, submit_codec
+from gristmill._wire.codecs.compact_shards import restore
 from gristmill._wire.rows import from_rows, to_rows
 from gristmill._wire.steps import Steps, concat
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError

@@ -11,8 +11,8 @@ import pytest
 import trustme
 
 from gristmill_service.storage.redis import row_values, run_tables
-from gristmill_service.storage.redis.connection import Client, RedisAddress, connect
 from gristmill_service.storage.redis.run_store import RedisRunStore
+from gristmill_service.storage.redis.servers.connection import Client, RedisAddress, connect
 from tests.redis.cluster import RedisCluster
 from tests.redis.opening import Open
 from tests.redis.proxy import Proxy

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from gristmill._wire.rows import to_rows
 from gristmill._wire.steps import Steps
-from gristmill_service.storage.redis.connection import Client
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
+from gristmill_service.storage.redis.servers.connection import Client
 from gristmill_service.storage.row_tables import Stored, steps_of
 from tests.run.harness import row, table
 

@@ -14,8 +14,8 @@ from redis import exceptions
 from redis.cluster import NodesManager
 
 from gristmill.errors import UnavailableError
-from gristmill_service.storage.redis import connection
-from gristmill_service.storage.redis.connection import (
+from gristmill_service.storage.redis.servers import connection
+from gristmill_service.storage.redis.servers.connection import (
     Client,
     RedisAddress,
     Translated,
@@ -23,8 +23,8 @@ from gristmill_service.storage.redis.connection import (
     outcome_unknown,
     translated,
 )
-from gristmill_service.storage.redis.durability import pipelined
-from gristmill_service.storage.redis.sentinels import Sentinels
+from gristmill_service.storage.redis.servers.durability import pipelined
+from gristmill_service.storage.redis.servers.sentinels import Sentinels
 from tests.redis.cluster import RedisCluster
 from tests.redis.opening import Open, failure
 from tests.redis.proxy import Proxy

@@ -10,14 +10,14 @@ import trustme
 from redis import exceptions
 
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
-from gristmill_service.storage.redis import connection, server_check
-from gristmill_service.storage.redis.connection import (
+from gristmill_service.storage.redis.servers import connection, server_check
+from gristmill_service.storage.redis.servers.connection import (
     RedisAddress,
     Translated,
     connect,
     outcome_unknown,
 )
-from gristmill_service.storage.redis.server_check import check_server
+from gristmill_service.storage.redis.servers.server_check import check_server
 from tests.redis.cluster import RedisCluster
 from tests.redis.opening import SECRET, Open, failure
 from tests.redis.proxy import Proxy

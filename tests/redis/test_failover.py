@@ -13,11 +13,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from gristmill.errors import FailedPreconditionError, UnavailableError
-from gristmill_service.storage.redis.connection import RedisAddress, connect, watched_master
-from gristmill_service.storage.redis.durability import SERVER_ALONE, Durability
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
-from gristmill_service.storage.redis.server_check import check_server
+from gristmill_service.storage.redis.servers.connection import RedisAddress, connect, watched_master
+from gristmill_service.storage.redis.servers.durability import SERVER_ALONE, Durability
+from gristmill_service.storage.redis.servers.server_check import check_server
 from gristmill_service.storage.run_store import LogLostError
 from tests.redis.cluster import RedisCluster
 from tests.redis.servers import HOST, RedisServer, Sentinel, SentinelServer, StartRedis, free_port, wait_until
@@ -245,7 +245,7 @@ def test_a_replica_that_does_not_confirm_in_time_loses_the_log(
     sentinel: Sentinel, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gristmill_service.storage.redis.run_log._RETRY_S", 0.3)
-    monkeypatch.setattr("gristmill_service.storage.redis.durability._CONFIRM_MS", 100)
+    monkeypatch.setattr("gristmill_service.storage.redis.servers.durability._CONFIRM_MS", 100)
     store = join(sentinel.url, Durability(replicas=1))
     log = store.create("run", b"{}")
     log.replay()

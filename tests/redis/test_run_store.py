@@ -11,10 +11,10 @@ from urllib.parse import quote
 import pytest
 
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, UnavailableError
-from gristmill_service.storage.redis.connection import RedisAddress, connect
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
-from gristmill_service.storage.redis.shard_store import RedisShardStore
+from gristmill_service.storage.redis.servers.connection import RedisAddress, connect
+from gristmill_service.storage.redis.shards.shard_store import RedisShardStore
 from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
 from tests.redis.run_logs import PREFIX, SHORT_S, Join, any_table, expire, keys, row_keys, same, started, stored, whole
 from tests.redis.servers import RedisServer, StartRedis, wait_until

@@ -14,7 +14,7 @@ from gristmill.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.redis.scripts import Outcome
-from gristmill_service.storage.redis.shard_store import RedisShardStore
+from gristmill_service.storage.redis.shards.shard_store import RedisShardStore
 from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
 from tests.redis.proxy import Proxy
 from tests.redis.run_logs import PREFIX, SHORT_S, Join, any_table, expire, same, started, stored

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gristmill_service.run import shared_prefixes
+from gristmill_service.run.rows import shared_prefixes
 
 
 @pytest.fixture(scope="module")

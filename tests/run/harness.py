@@ -21,7 +21,7 @@ from gristmill.errors import (
     UnavailableError,
 )
 from gristmill_service.config import RunConfig, parse_config
-from gristmill_service.monitoring.run_monitor import Monitor
+from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.pipeline.batch_stats import CAUSES, LEVELS, ROW_KINDS, TOKEN_KINDS, BatchStats
 from gristmill_service.pipeline.layout.iovec import Iovec, Region, join
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
@@ -35,11 +35,11 @@ from gristmill_service.run.machine.answers import ColumnPlace
 from gristmill_service.run.machine.codec import decode_events
 from gristmill_service.run.machine.events import Event
 from gristmill_service.run.machine.state import State, apply
-from gristmill_service.run.row_budget import RowBudget
-from gristmill_service.run.row_buffer import RowBuffer
+from gristmill_service.run.rows.row_buffer import RowBuffer
 from gristmill_service.run.run import Run, Shared
 from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.workers import Task, TaskQueue
+from gristmill_service.run.writing.row_budget import RowBudget
 from gristmill_service.storage.memory_runs import MemoryRunLog
 from gristmill_service.storage.run_store import CheckTable, Replay
 from gristmill_service.storage.shard_store import ShardLocation, ShardSource, ShardStore

@@ -15,12 +15,12 @@ from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.run.machine.answers import RewardUpdate
+from gristmill_service.run.machine.decisions.ingest import describe_rows
 from gristmill_service.run.machine.events import StoredRow
 from gristmill_service.run.machine.groups import Group
-from gristmill_service.run.machine.ingest import describe_rows
-from gristmill_service.run.row_buffer import PickedRow, RowBuffer, compacted, not_held
-from gristmill_service.run.row_digests import row_digests
-from gristmill_service.run.row_gathering import gather
+from gristmill_service.run.machine.row_digests import row_digests
+from gristmill_service.run.rows.row_buffer import PickedRow, RowBuffer, compacted, not_held
+from gristmill_service.run.rows.row_gathering import gather
 from gristmill_service.storage.row_tables import steps_of
 from tests.run.harness import Bench, contents, group_rows, key, row, table
 

@@ -10,8 +10,8 @@ import pytest
 
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from gristmill_service.run.machine.answers import BatchState, Position
+from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from gristmill_service.run.machine.events import GenerationBegan
-from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.storage.run_store import Replay
 from tests.pipeline.written import column
 from tests.run.harness import Bench, RecordingLog, group_rows

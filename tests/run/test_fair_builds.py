@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from gristmill_service.monitoring.run_monitor import Monitor
+from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.run import runs as runs_module
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_shards import MemoryShardStore

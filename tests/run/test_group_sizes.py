@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.monitoring.run_monitor import monitor_of
+from gristmill_service.monitoring.collectors.run_monitor import monitor_of
 from gristmill_service.pipeline import build_batch
 from gristmill_service.run.machine.answers import RewardUpdate
+from gristmill_service.run.machine.decisions.ingest import ROW_OVERHEAD_BYTES
 from gristmill_service.run.machine.events import GroupKey
-from gristmill_service.run.machine.ingest import ROW_OVERHEAD_BYTES
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from tests.run.harness import Bench, group_rows, key, row
 

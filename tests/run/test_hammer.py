@@ -11,10 +11,10 @@ import pytest
 
 from gristmill.errors import FailedPreconditionError, GristmillError, NotFoundError, ResourceExhaustedError
 from gristmill_service.config import RunConfig
-from gristmill_service.monitoring.run_monitor import Monitor
+from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.run.machine.answers import Admission, BatchState, Position, RewardUpdate
 from gristmill_service.run.machine.state import State, apply
-from gristmill_service.run.row_buffer import RowBuffer
+from gristmill_service.run.rows.row_buffer import RowBuffer
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_runs import MemoryRunStore

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gristmill_service.run.machine.answers import Position
-from gristmill_service.run.machine.trainer_commands import Checkpoint
+from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from tests.run.harness import Bench, BuildBatch, Shelf, group_rows, row
 
 

@@ -15,6 +15,8 @@ from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import GristmillError
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import BatchState, Position, RewardUpdate
+from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.decisions.sealing import missing_tags
 from gristmill_service.run.machine.events import (
     COLUMNS,
     BatchFailed,
@@ -32,10 +34,8 @@ from gristmill_service.run.machine.events import (
     StoredRow,
     TrajectoryAborted,
 )
-from gristmill_service.run.machine.sealing import missing_tags
 from gristmill_service.run.machine.state import State
-from gristmill_service.run.machine.trainer_commands import Checkpoint
-from gristmill_service.run.row_buffer import RowBuffer
+from gristmill_service.run.rows.row_buffer import RowBuffer
 from tests.pipeline.written import column
 from tests.run.harness import Bench, BuildBatch, LastingLog, RecordingLog, contents, group_rows, key, row
 from tests.strategies import Row

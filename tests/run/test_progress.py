@@ -9,7 +9,7 @@ import pytest
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, StaleIncarnationError
 from gristmill_service.config import Model
 from gristmill_service.run.machine.answers import BatchState, Position, Resumed
-from gristmill_service.run.machine.trainer_commands import Checkpoint
+from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from tests.run.harness import Bench, group_rows
 
 

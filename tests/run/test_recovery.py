@@ -31,8 +31,8 @@ from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState, Outcome, Position, RewardUpdate
 from gristmill_service.run.machine.codec import decode_state, encode_state
+from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from gristmill_service.run.machine.state import State, apply
-from gristmill_service.run.machine.trainer_commands import Checkpoint
 from gristmill_service.run.run import Run
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore

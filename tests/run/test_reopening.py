@@ -12,8 +12,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from gristmill.errors import FailedPreconditionError, UnavailableError
-from gristmill_service.monitoring.run_monitor import Monitor
-from gristmill_service.run.machine import conditions
+from gristmill_service.monitoring.collectors.run_monitor import Monitor
+from gristmill_service.run.machine.queries import conditions
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.journal.run_log import JournalRunLog
 from gristmill_service.storage.journal.run_store import JournalRunStore

@@ -20,7 +20,7 @@ from gristmill.errors import (
     NotFoundError,
     UnavailableError,
 )
-from gristmill_service.monitoring.run_monitor import Monitor
+from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.pipeline import build_batch as pipeline_build_batch
 from gristmill_service.run.machine.answers import BatchState, Outcome, Position
 from gristmill_service.run.run import Run

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gristmill._wire.codecs.row_codec import encode
 from gristmill._wire.column_spec import specs_of
-from gristmill._wire.row_codec import encode
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import BatchFailedError
 from gristmill_service.config import parse_config
-from gristmill_service.monitoring.run_monitor import Monitor
+from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.pipeline.plan_document import decode_plan

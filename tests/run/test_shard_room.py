@@ -10,11 +10,11 @@ import pytest
 from gristmill._wire.steps import Steps
 from gristmill.errors import FailedPreconditionError, NotFoundError, UnavailableError
 from gristmill_service.config import RunConfig
-from gristmill_service.monitoring.run_monitor import Monitor
+from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.pipeline.written import Written
 from gristmill_service.run.machine.answers import BatchState, Position
-from gristmill_service.run.machine.trainer_commands import Checkpoint
+from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from gristmill_service.run.runs import Runs
 from gristmill_service.run.shard_room import ShardRoom
 from tests.run.harness import CONFIG, Bench, BuildBatch, Built, Shelf, group_rows, table, wait_until

@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gristmill._wire.codecs.row_codec import Prefixes
 from gristmill._wire.columns import Ragged
-from gristmill._wire.row_codec import Prefixes
 from gristmill._wire.rows import from_rows, to_rows
 from gristmill.errors import PrefixUnknownError
-from gristmill_service.run import shared_prefixes
+from gristmill_service.run.machine.decisions.ingest import ROW_OVERHEAD_BYTES
 from gristmill_service.run.machine.events import GroupDropped, RowName
 from gristmill_service.run.machine.groups import Group
-from gristmill_service.run.machine.ingest import ROW_OVERHEAD_BYTES
-from gristmill_service.run.row_buffer import PickedRow
-from gristmill_service.run.row_gathering import gather
-from gristmill_service.run.shared_prefixes import Kept
+from gristmill_service.run.rows import shared_prefixes
+from gristmill_service.run.rows.row_buffer import PickedRow
+from gristmill_service.run.rows.row_gathering import gather
+from gristmill_service.run.rows.shared_prefixes import Kept
 from tests.run.harness import Bench, LastingLog, contents, key, row, table
 from tests.run.test_recovery import Machine
 from tests.strategies import Row

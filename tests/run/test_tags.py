@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.errors import InvalidArgumentError, ResourceExhaustedError
-from gristmill_service.monitoring.health import health
-from gristmill_service.monitoring.run_monitor import monitor_of
+from gristmill_service.monitoring.collectors.run_monitor import monitor_of
+from gristmill_service.monitoring.health.health import health
 from gristmill_service.run.machine.answers import Position, TagGroups
-from gristmill_service.run.machine.conditions import there_is_room
+from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from gristmill_service.run.machine.events import BatchSealed, GroupKey, TagWait
-from gristmill_service.run.machine.trainer_commands import Checkpoint
+from gristmill_service.run.machine.queries.conditions import there_is_room
 from tests.run.harness import Bench, BuildBatch, group_rows, key, row
 
 

@@ -20,14 +20,14 @@ from gristmill.errors import (
     NotFoundError,
     UnavailableError,
 )
-from gristmill_service.monitoring.run_monitor import Monitor
-from gristmill_service.run.machine import conditions
+from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.run.machine.answers import Outcome, Position
 from gristmill_service.run.machine.codec import decode_events
+from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from gristmill_service.run.machine.events import RowsStored, RunFinished
-from gristmill_service.run.machine.trainer_commands import Checkpoint
-from gristmill_service.run.row_budget import RowBudget
+from gristmill_service.run.machine.queries import conditions
 from gristmill_service.run.runs import Runs
+from gristmill_service.run.writing.row_budget import RowBudget
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.run_store import LogLostError
 from tests.run.harness import CONFIG, Bench, group_rows, row, table, wait_until
@@ -169,7 +169,7 @@ def test_reads_do_not_wait_for_the_log() -> None:
 
 def test_a_defect_in_a_command_is_its_callers_alone_and_the_writer_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = begun()
-    monkeypatch.setattr("gristmill_service.run.machine.aborts.abort_groups", lambda *given: 1 / 0)
+    monkeypatch.setattr("gristmill_service.run.machine.decisions.aborts.abort_groups", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bench.run.abort_groups(0, ["u0"], "why")
     assert bench.submit(row("u0")) == ["ACCEPTED"]
@@ -255,7 +255,9 @@ def test_a_value_that_no_log_can_hold_is_refused_and_the_run_goes_on(monkeypatch
     bench = begun()
     with pytest.raises(InvalidArgumentError, match="launch is '\\\\ud800', which is not valid Unicode"):
         bench.run.resume("policy", Checkpoint(None), "\ud800")
-    monkeypatch.setattr("gristmill_service.run.machine.trainer_commands.PolicyVersionAnnounced", lambda _: RunFinished)
+    monkeypatch.setattr(
+        "gristmill_service.run.machine.commands.trainer_commands.PolicyVersionAnnounced", lambda _: RunFinished
+    )
     with pytest.raises(InvalidArgumentError, match="cannot be written to the run's log"):
         bench.run.announce(1)
     assert bench.submit(row("u0")) == ["ACCEPTED"]
@@ -303,7 +305,7 @@ def test_who_waits_is_woken_also_where_the_writer_ends_in_a_defect(monkeypatch: 
     bench = begun()
     woken = threading.Event()
     bench.run.wait(conditions.version_is_reached(1), woken.set)
-    monkeypatch.setattr("gristmill_service.run.machine.sealing.due", lambda *given: 1 / 0)
+    monkeypatch.setattr("gristmill_service.run.machine.decisions.sealing.due", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bench.run.announce(1)
     assert woken.is_set()

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import redis
 
-from gristmill._wire.compact_shards import restore
+from gristmill._wire.codecs.compact_shards import restore
 from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError, UnavailableError
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import Iovec
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
-from gristmill_service.storage.redis import shard_store
 from gristmill_service.storage.redis.run_store import RedisRunStore
-from gristmill_service.storage.redis.shard_store import RedisShardStore
+from gristmill_service.storage.redis.shards import shard_store
+from gristmill_service.storage.redis.shards.shard_store import RedisShardStore
 from gristmill_service.storage.shard_store import ShardsLostError
 from tests import naive
 from tests.bench.workloads import workload

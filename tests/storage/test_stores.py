@@ -20,13 +20,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill._wire.compact_shards import PART, Form, head
+from gristmill._wire.codecs.compact_shards import PART, Form, head
 from gristmill.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 from gristmill_service.pipeline.layout import iovec
 from gristmill_service.pipeline.layout.iovec import Iovec, Region
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.storage.memory_shards import MemoryShardStore
-from gristmill_service.storage.redis.shard_store import RedisShardStore
+from gristmill_service.storage.redis.shards.shard_store import RedisShardStore
 from gristmill_service.storage.shard_files import write_file
 from gristmill_service.storage.shard_store import ShardsLostError, ShardStore
 from gristmill_service.storage.shared_memory import SharedMemoryShardStore
@@ -307,7 +307,7 @@ def test_a_shard_that_somebody_truncated_is_lost_and_may_be_published_anew(tmp_p
 DIES = """
 import os, sys
 from pathlib import Path
-from gristmill_service.storage.redis.shard_store import RedisShardStore
+from gristmill_service.storage.redis.shards.shard_store import RedisShardStore
 from gristmill_service.storage.shared_memory import SharedMemoryShardStore
 store = SharedMemoryShardStore(Path(sys.argv[1]))
 (store.root / "left").write_bytes(b"behind")

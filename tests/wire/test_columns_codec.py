@@ -8,9 +8,9 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill._wire import columns_codec, tensor_file
+from gristmill._wire.codecs import columns_codec, tensor_file
+from gristmill._wire.codecs.columns_codec import ColumnsRequest
 from gristmill._wire.columns import Array
-from gristmill._wire.columns_codec import ColumnsRequest
 from gristmill.v1 import trainer_pb2
 from tests.wire.test_tensor_file import TENSORS, check_same
 

@@ -13,9 +13,9 @@ from google.protobuf.message import DecodeError
 from hypothesis import find, given
 from hypothesis import strategies as st
 
+from gristmill._wire.codecs.row_codec import decode, encode
 from gristmill._wire.columns import Ragged
 from gristmill._wire.extras import check_extras
-from gristmill._wire.row_codec import decode, encode
 from gristmill._wire.rows import from_rows, to_rows
 from gristmill._wire.steps import Steps, concat
 from gristmill.errors import InvalidArgumentError

@@ -11,11 +11,11 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill._wire.row_codec import Prefixes
-from gristmill._wire.row_codec import encode as encode_message
+from gristmill._wire.codecs.row_codec import Prefixes
+from gristmill._wire.codecs.row_codec import encode as encode_message
+from gristmill._wire.codecs.submit_codec import Submission, compressed, encode
 from gristmill._wire.rows import columns_of, from_rows, to_rows
 from gristmill._wire.steps import Steps, concat
-from gristmill._wire.submit_codec import Submission, compressed, encode
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rollout_pb2, rows_pb2
 from tests.strategies import Row, rollouts

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 from safetensors.numpy import load, save
 from safetensors.torch import load as load_torch
 
-from gristmill._wire import tensor_file
+from gristmill._wire.codecs import tensor_file
 from gristmill._wire.columns import Array
 from gristmill.errors import InvalidArgumentError
 

@@ -27,9 +27,9 @@ try:
 except ImportError as missing:
     raise ImportError(f"shards are read by PyTorch ({missing}): pip install gristmill[torch]") from missing
 
-from gristmill._client.trainer.device_copies import Copies, Copy, side_stream
-from gristmill._client.trainer.jagged_rows import Jagged, Part, jagged
-from gristmill._client.trainer.jagged_rows import join as join_jagged
+from gristmill._client.trainer.shards.device_copies import Copies, Copy, side_stream
+from gristmill._client.trainer.shards.jagged_rows import Jagged, Part, jagged
+from gristmill._client.trainer.shards.jagged_rows import join as join_jagged
 from gristmill._torch.token_tree import TokenTree
 from gristmill._torch.tree_attention import register_tree_attention as register_tree_attention
 from gristmill._torch.tree_attention import tree_attention as tree_attention

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gristmill._wire.row_codec import Sent
+from gristmill._wire.codecs.row_codec import Sent
 from gristmill.errors import InvalidArgumentError, ResourceExhaustedError
 from gristmill_service.access.gate import Gate
 from gristmill_service.api.long_poll import LongPoll
 from gristmill_service.monitoring.metrics import Metrics
-from gristmill_service.monitoring.token_texts import TokenTexts
+from gristmill_service.monitoring.views.token_texts import TokenTexts
 from gristmill_service.run.machine.answers import Outcome
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs

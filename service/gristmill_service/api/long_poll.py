@@ -22,7 +22,7 @@ from starlette.concurrency import run_in_threadpool
 
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill_service.call_threads import waiting
-from gristmill_service.run.machine.conditions import Condition
+from gristmill_service.run.machine.queries.conditions import Condition
 
 T = TypeVar("T")
 Wake = Callable[[], None]

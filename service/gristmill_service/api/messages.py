@@ -14,7 +14,7 @@ from gristmill._wire.steps import TrajectoryKey
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
 from gristmill_service.config import Model
-from gristmill_service.monitoring.health import Assessment
+from gristmill_service.monitoring.health.health import Assessment
 from gristmill_service.run.machine.answers import (
     Admissions,
     BatchAnswer,

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from gristmill_service.api.long_poll import Question
 from gristmill_service.config import Model
-from gristmill_service.run.machine import conditions
 from gristmill_service.run.machine.answers import Admission, Admissions, BatchAnswer, BatchState, Position, ShardAnswer
-from gristmill_service.run.machine.command import FindQuota
-from gristmill_service.run.machine.conditions import Condition
+from gristmill_service.run.machine.commands.command import FindQuota
+from gristmill_service.run.machine.queries import conditions
+from gristmill_service.run.machine.queries.conditions import Condition
 from gristmill_service.run.request_limits import check_group_count
 from gristmill_service.run.run import Run
 

@@ -13,9 +13,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from gristmill._wire import compact_shards
+from gristmill._wire.codecs import compact_shards
+from gristmill._wire.codecs.compact_shards import PART, Form, Part
 from gristmill._wire.column_spec import BUILT_IN, of_column
-from gristmill._wire.compact_shards import PART, Form, Part
 from gristmill.errors import InvalidArgumentError, UnavailableError
 
 

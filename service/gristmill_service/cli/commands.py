@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 import gristmill
-from gristmill_service.cli import atropos, doctor, export, offline, record, runs, serve, token
+from gristmill_service.cli import atropos, doctor, export, record, runs, serve, token
+from gristmill_service.cli.offline import offline
 from gristmill_service.cli.watch import commands as watching
 
 app = typer.Typer(name="gristmill", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -13,8 +13,8 @@ import typer
 import yaml
 
 from gristmill._client.connection.transport import Transport
+from gristmill._wire.codecs.row_codec import decode
 from gristmill._wire.column_spec import ColumnSpec, specs_of
-from gristmill._wire.row_codec import decode
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import run_pb2, trainer_pb2
 from gristmill_service.cli.refusal_exit import refusals

@@ -71,7 +71,7 @@ def list_runs(address: AddressOption = ADDRESS, as_json: JsonOption = False) -> 
     from rich.table import Table
     from rich.text import Text
 
-    from gristmill_service.cli.watch.escape import printable
+    from gristmill_service.cli.escape import printable
     from gristmill_service.cli.watch.reported_health import health_of
     from gristmill_service.cli.watch.snapshot import connect
     from gristmill_service.cli.watch.status import console
@@ -104,7 +104,7 @@ def show(run: RunArgument, address: AddressOption = ADDRESS, as_json: JsonOption
     import yaml
     from rich.text import Text
 
-    from gristmill_service.cli.watch.escape import printable
+    from gristmill_service.cli.escape import printable
     from gristmill_service.cli.watch.json_documents import snapshot_document
     from gristmill_service.cli.watch.render import details
     from gristmill_service.cli.watch.reported_health import healths_of

@@ -29,18 +29,18 @@ from gristmill_service.pipeline.plan_document import PlanDocument, encode_plan
 from gristmill_service.pipeline.scheduling.schedule import MisalignedError
 from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.pipeline.written import ShardForm, Written
-from gristmill_service.run.effects import Effects
-from gristmill_service.run.machine import progress
 from gristmill_service.run.machine.answers import ColumnPlace
-from gristmill_service.run.machine.command import Command
+from gristmill_service.run.machine.commands.command import Command
+from gristmill_service.run.machine.commands.trainer_commands import RecordBatch, WithdrawBatch
+from gristmill_service.run.machine.decisions import progress
 from gristmill_service.run.machine.events import BatchFailed, BatchPublished, WrittenColumn
 from gristmill_service.run.machine.state import Batch, State
-from gristmill_service.run.machine.trainer_commands import RecordBatch, WithdrawBatch
-from gristmill_service.run.monitor import RunMonitor
-from gristmill_service.run.row_buffer import PickedRow, RowBuffer, not_held
-from gristmill_service.run.row_gathering import Load, gather
+from gristmill_service.run.rows.row_buffer import PickedRow, RowBuffer, not_held
+from gristmill_service.run.rows.row_gathering import Load, gather
 from gristmill_service.run.shard_room import ShardRoom
-from gristmill_service.run.writer import Writer
+from gristmill_service.run.writing.effects import Effects
+from gristmill_service.run.writing.monitor import RunMonitor
+from gristmill_service.run.writing.writer import Writer
 from gristmill_service.run.written_columns import values_of
 from gristmill_service.storage.row_tables import Stored, steps_of
 from gristmill_service.storage.run_store import LogLostError, RunLog

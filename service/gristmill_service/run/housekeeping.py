@@ -12,12 +12,12 @@ import structlog
 from gristmill.errors import GristmillError, UnavailableError
 from gristmill_service import tracing
 from gristmill_service.run.batch_builder import BatchBuilder
-from gristmill_service.run.effects import Effects, SparseTable
-from gristmill_service.run.machine.failures import remedy
-from gristmill_service.run.row_buffer import compacted
+from gristmill_service.run.machine.decisions.failures import remedy
+from gristmill_service.run.rows.row_buffer import compacted
 from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.workers import TaskQueue
-from gristmill_service.run.writer import Writer
+from gristmill_service.run.writing.effects import Effects, SparseTable
+from gristmill_service.run.writing.writer import Writer
 from gristmill_service.storage.row_tables import held, steps_of
 from gristmill_service.storage.run_store import RunLog
 from gristmill_service.storage.shard_store import ShardStore

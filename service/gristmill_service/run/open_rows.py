@@ -6,9 +6,9 @@ from gristmill._wire.steps import Steps
 from gristmill.errors import NotFoundError
 from gristmill_service.run.machine.events import GroupKey, StoredRow
 from gristmill_service.run.machine.state import State
-from gristmill_service.run.row_buffer import PickedRow, RowBuffer
-from gristmill_service.run.row_gathering import gather
-from gristmill_service.run.writer import Writer
+from gristmill_service.run.rows.row_buffer import PickedRow, RowBuffer
+from gristmill_service.run.rows.row_gathering import gather
+from gristmill_service.run.writing.writer import Writer
 from gristmill_service.storage.run_store import RunLog
 
 

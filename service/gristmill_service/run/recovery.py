@@ -18,9 +18,9 @@ from gristmill_service.run.machine.events import (
     StoredRow,
 )
 from gristmill_service.run.machine.groups import Group
+from gristmill_service.run.machine.row_digests import row_digests
 from gristmill_service.run.machine.state import State, apply
-from gristmill_service.run.row_buffer import RowBuffer
-from gristmill_service.run.row_digests import row_digests
+from gristmill_service.run.rows.row_buffer import RowBuffer
 from gristmill_service.storage.run_store import RunLog
 
 ROWS_LOST = "rows_lost"

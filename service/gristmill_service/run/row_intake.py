@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from gristmill._wire.row_codec import Prefixes
+from gristmill._wire.codecs.row_codec import Prefixes
 from gristmill._wire.steps import Steps
 from gristmill.errors import PrefixUnknownError
-from gristmill_service.run import shared_prefixes
 from gristmill_service.run.machine.answers import Outcome
-from gristmill_service.run.machine.command import Command, FindQuota
-from gristmill_service.run.machine.ingest import describe_rows
-from gristmill_service.run.machine.rollout_commands import TakeRows
-from gristmill_service.run.row_digests import row_digests
-from gristmill_service.run.shared_prefixes import Kept
-from gristmill_service.run.token_sums import TokenSums
-from gristmill_service.run.writer import Writer
+from gristmill_service.run.machine.commands.command import Command, FindQuota
+from gristmill_service.run.machine.commands.rollout_commands import TakeRows
+from gristmill_service.run.machine.decisions.ingest import describe_rows
+from gristmill_service.run.machine.row_digests import row_digests
+from gristmill_service.run.rows import shared_prefixes
+from gristmill_service.run.rows.shared_prefixes import Kept
+from gristmill_service.run.rows.token_sums import TokenSums
+from gristmill_service.run.writing.writer import Writer
 
 Execute = Callable[[Command[list[Outcome]]], list[Outcome]]
 

@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeVar
 
 import structlog
 
+from gristmill._wire.codecs.row_codec import Prefixes, Sent
 from gristmill._wire.columns import Array
 from gristmill._wire.extras import check_extras
-from gristmill._wire.row_codec import Prefixes, Sent
 from gristmill._wire.steps import Steps, TrajectoryKey, check
 from gristmill.errors import GristmillError, InvalidArgumentError, NotFoundError, UnavailableError
 from gristmill_service.config import Model, RunConfig
@@ -25,8 +25,6 @@ from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run import recovery
 from gristmill_service.run.batch_builder import BatchBuilder, BuildBatch
 from gristmill_service.run.housekeeping import Housekeeping
-from gristmill_service.run.machine import columns, progress, rollout_commands, trainer_commands
-from gristmill_service.run.machine.admission import Room
 from gristmill_service.run.machine.answers import (
     Admission,
     Admissions,
@@ -43,21 +41,24 @@ from gristmill_service.run.machine.answers import (
     Sealed,
     ShardAnswer,
 )
-from gristmill_service.run.machine.command import Barrier, Command, FindQuota
-from gristmill_service.run.machine.conditions import Condition
+from gristmill_service.run.machine.commands import rollout_commands, trainer_commands
+from gristmill_service.run.machine.commands.command import Barrier, Command, FindQuota
+from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.machine.decisions import columns, progress
+from gristmill_service.run.machine.decisions.admission import Room
 from gristmill_service.run.machine.events import GroupKey, NewGroup
+from gristmill_service.run.machine.queries.conditions import Condition
+from gristmill_service.run.machine.queries.status import found_groups, status
+from gristmill_service.run.machine.row_digests import values_digest
 from gristmill_service.run.machine.state import State
-from gristmill_service.run.machine.status import found_groups, status
-from gristmill_service.run.machine.trainer_commands import Checkpoint
-from gristmill_service.run.monitor import RunMonitor
 from gristmill_service.run.open_rows import read_open_row
 from gristmill_service.run.request_limits import check_begun, check_submitted
-from gristmill_service.run.row_budget import RowBudget
-from gristmill_service.run.row_digests import values_digest
 from gristmill_service.run.row_intake import RowIntake
 from gristmill_service.run.shard_room import ShardRoom
 from gristmill_service.run.workers import TaskQueue
-from gristmill_service.run.writer import Writer
+from gristmill_service.run.writing.monitor import RunMonitor
+from gristmill_service.run.writing.row_budget import RowBudget
+from gristmill_service.run.writing.writer import Writer
 from gristmill_service.run.written_columns import SentColumns, written_before
 from gristmill_service.storage.run_store import LogLostError, RunLog
 from gristmill_service.storage.shard_store import ShardsLostError, ShardStore, is_published

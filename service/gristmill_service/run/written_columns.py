@@ -19,10 +19,10 @@ from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.pipeline.written import ShardForm
 from gristmill_service.run.machine.answers import ColumnPlace
 from gristmill_service.run.machine.events import WrittenColumn
+from gristmill_service.run.machine.row_digests import row_digests
 from gristmill_service.run.machine.state import State
-from gristmill_service.run.row_buffer import RowBuffer
-from gristmill_service.run.row_digests import row_digests
-from gristmill_service.run.writer import Writer
+from gristmill_service.run.rows.row_buffer import RowBuffer
+from gristmill_service.run.writing.writer import Writer
 from gristmill_service.storage.row_tables import Stored, steps_of
 from gristmill_service.storage.run_store import RunLog
 

@@ -19,7 +19,7 @@ from gristmill_service.storage.run_store import RunStore
 from gristmill_service.storage.shard_store import ShardStore
 
 if TYPE_CHECKING:
-    from gristmill_service.storage.redis.connection import RedisAddress
+    from gristmill_service.storage.redis.servers.connection import RedisAddress
 
 _log = structlog.get_logger(__name__)
 
@@ -114,11 +114,11 @@ def _local_shard_store(settings: Settings) -> tuple[ShardStore, RequestFiles | N
 
 
 def _in_redis(settings: Settings, opened: ExitStack) -> Storage:
-    from gristmill_service.storage.redis.connection import connect
-    from gristmill_service.storage.redis.durability import Durability
     from gristmill_service.storage.redis.run_store import RedisRunStore
-    from gristmill_service.storage.redis.server_check import check_server
-    from gristmill_service.storage.redis.shard_store import RedisShardStore
+    from gristmill_service.storage.redis.servers.connection import connect
+    from gristmill_service.storage.redis.servers.durability import Durability
+    from gristmill_service.storage.redis.servers.server_check import check_server
+    from gristmill_service.storage.redis.shards.shard_store import RedisShardStore
 
     durability = Durability(settings.redis_min_replicas, settings.redis_wait_aof)
     try:
@@ -137,7 +137,7 @@ def _in_redis(settings: Settings, opened: ExitStack) -> Storage:
 
 def redis_address(settings: Settings) -> RedisAddress:
     """Where the Redis of settings with `store: redis` is, and how to enter."""
-    from gristmill_service.storage.redis.connection import RedisAddress
+    from gristmill_service.storage.redis.servers.connection import RedisAddress
 
     assert settings.redis_url is not None, "checked with the settings"
     password = settings.redis_password

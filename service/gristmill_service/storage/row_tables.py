@@ -17,9 +17,9 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import numpy as np
 
+from gristmill._wire.codecs.row_codec import few_of, ones
 from gristmill._wire.column_spec import BFLOAT16, DTYPES
 from gristmill._wire.columns import Array, Ragged, bytes_of
-from gristmill._wire.row_codec import few_of, ones
 from gristmill._wire.steps import UNKNOWN, Extra, Steps
 from gristmill.errors import InvalidArgumentError, UnavailableError
 

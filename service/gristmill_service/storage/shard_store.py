@@ -32,7 +32,7 @@ class ShardSource(Protocol):
         """The file's bytes in order. Valid while the shard lives."""
 
     def compact(self) -> Iovec:
-        """The bytes of its compact form in order (`gristmill._wire.compact_shards`). Valid while the shard lives."""
+        """The bytes of its compact form (`gristmill._wire.codecs.compact_shards`). Valid while the shard lives."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from gristmill._client.rollout.skyrl_output import columns_of_output
+from gristmill._wire.codecs.row_codec import encode
 from gristmill._wire.column_spec import specs_of
 from gristmill._wire.extras import check_extras
-from gristmill._wire.row_codec import encode
 from gristmill._wire.rows import from_rows
 from gristmill.converters import from_prime_rl, from_skyrl, from_slime, from_trl, from_verl
 from tests.client.converters import recorded, stand_ins

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gristmill._client.rollout.skyrl_output import columns_of_output
-from gristmill._wire.row_codec import encode
+from gristmill._wire.codecs.row_codec import encode
 from gristmill._wire.rows import from_rows
 from gristmill.converters import from_skyrl
 from gristmill.errors import InvalidArgumentError

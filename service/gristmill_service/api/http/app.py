@@ -20,17 +20,18 @@ from gristmill.errors import GristmillError, InvalidArgumentError, UnavailableEr
 from gristmill_service.access.certificates import PeerCertificates
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.errors import STATUSES, refusal
-from gristmill_service.api.http import models, page, page_details, rollouts, runs, session, trainers
-from gristmill_service.api.http.authentication import Authenticated, authorize, counted
-from gristmill_service.api.http.bodies import TOO_LARGE, BoundedBodies
-from gristmill_service.api.http.debts import Indebted
+from gristmill_service.api.http import models, rollouts, runs, trainers
 from gristmill_service.api.http.dependencies import ContextDep, RequestIds
 from gristmill_service.api.http.forwarding import Forwarding
-from gristmill_service.api.http.host_names import HostNames
-from gristmill_service.api.http.same_origin import SameOrigin
-from gristmill_service.api.http.told_refusals import ToldRefusals
-from gristmill_service.monitoring.batch_view import BatchViewCache
+from gristmill_service.api.http.guards.authentication import Authenticated, authorize, counted
+from gristmill_service.api.http.guards.bodies import TOO_LARGE, BoundedBodies
+from gristmill_service.api.http.guards.debts import Indebted
+from gristmill_service.api.http.guards.host_names import HostNames
+from gristmill_service.api.http.guards.same_origin import SameOrigin
+from gristmill_service.api.http.page import page, page_details, session
+from gristmill_service.api.http.page.told_refusals import ToldRefusals
 from gristmill_service.monitoring.metrics import Metrics
+from gristmill_service.monitoring.views.batch_view import BatchViewCache
 from gristmill_service.storage.run_store import OwnedElsewhereError
 from gristmill_service.validation_messages import complaint, problems, shown
 

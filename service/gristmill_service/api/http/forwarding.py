@@ -18,7 +18,7 @@ from gristmill_service import tracing
 from gristmill_service.access.certificates import PeerCertificates
 from gristmill_service.api import request_ids
 from gristmill_service.api.errors import refusal
-from gristmill_service.api.http.bodies import BODY
+from gristmill_service.api.http.guards.bodies import BODY
 from gristmill_service.api.long_poll import LONGEST_WAIT_S
 from gristmill_service.storage.run_store import OwnedElsewhereError
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from google.protobuf.message import DecodeError
 from starlette.concurrency import run_in_threadpool
 
-from gristmill._wire import row_codec
+from gristmill._wire.codecs import row_codec
 from gristmill._wire.extras import check_extras
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps, TrajectoryKey
@@ -17,8 +17,8 @@ from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rows_pb2
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.http import models
-from gristmill_service.api.http.bodies import CALLER
 from gristmill_service.api.http.dependencies import ContextDep, RunDep, gone
+from gristmill_service.api.http.guards.bodies import CALLER
 from gristmill_service.api.http.json_bodies import rows_of, turn
 from gristmill_service.api.questions import ask_groups
 from gristmill_service.run.machine.answers import RewardUpdate

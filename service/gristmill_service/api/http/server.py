@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from gristmill.errors import UnavailableError
 from gristmill_service.access.certificates import Certificates, http_context
-from gristmill_service.api.http.connections import connections
+from gristmill_service.api.http.guards.connections import connections
 from gristmill_service.process_tuning import most_connections
 from gristmill_service.settings import split_address
 

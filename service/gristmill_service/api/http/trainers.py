@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from gristmill._wire import tensor_file
+from gristmill._wire.codecs import tensor_file
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.api.http import models
@@ -23,7 +23,7 @@ from gristmill_service.config import Model
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.rollout_lines import json_lines
 from gristmill_service.run.machine.answers import Position, ShardAnswer
-from gristmill_service.run.machine.trainer_commands import Checkpoint
+from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 
 router = APIRouter(prefix="/v1/runs/{run}", tags=["trainers"])
 

@@ -9,8 +9,8 @@ import grpc
 import structlog
 
 from gristmill._client.connection.transport import SUBMIT_ROWS
-from gristmill._wire import row_codec
-from gristmill._wire.submit_codec import Submission
+from gristmill._wire.codecs import row_codec
+from gristmill._wire.codecs.submit_codec import Submission
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc
 from gristmill_service.api import messages
 from gristmill_service.api.context import ApiContext

@@ -11,7 +11,7 @@ from gristmill.v1 import run_pb2, run_pb2_grpc
 from gristmill_service.api import messages
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.questions import ask_policy_version
-from gristmill_service.monitoring.health import assess_run
+from gristmill_service.monitoring.health.health import assess_run
 
 _GROUPS_AT_ONCE = 4096
 

@@ -15,8 +15,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from gristmill._client.connection.transport import SUBMIT_ROWS, WRITE_COLUMNS
-from gristmill._wire.columns_codec import ColumnsRequest
-from gristmill._wire.submit_codec import Submission
+from gristmill._wire.codecs.columns_codec import ColumnsRequest
+from gristmill._wire.codecs.submit_codec import Submission
 from gristmill.errors import UnavailableError
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc, trainer_pb2
 from gristmill_service.access.certificates import Certificates, PeerCertificates, grpc_credentials

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import grpc
 
-from gristmill._wire import row_codec, tensor_file
-from gristmill._wire.columns_codec import ColumnsRequest
-from gristmill._wire.shard_frames import frame
+from gristmill._wire.codecs import row_codec, tensor_file
+from gristmill._wire.codecs.columns_codec import ColumnsRequest
+from gristmill._wire.codecs.shard_frames import frame
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
 from gristmill_service.api import messages
 from gristmill_service.api.context import ApiContext
@@ -17,7 +17,7 @@ from gristmill_service.api.rpc.streams import Streams
 from gristmill_service.api.shard_columns import compact_with, file_with
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchAnswer, BatchState
-from gristmill_service.run.machine.trainer_commands import Checkpoint
+from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 
 # Large enough to be fast, small enough for clients that keep gRPC's limit of 4 MiB a message.
 _PIECE_BYTES = 1 << 20

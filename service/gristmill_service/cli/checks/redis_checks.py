@@ -14,9 +14,9 @@ def check_redis(settings: Settings) -> Iterator[Check]:
     if settings.store != "redis":
         return
     from gristmill_service.storage.backends import redis_address
-    from gristmill_service.storage.redis.connection import connect
-    from gristmill_service.storage.redis.durability import Durability
-    from gristmill_service.storage.redis.server_check import check_replication, check_server, has_bound
+    from gristmill_service.storage.redis.servers.connection import connect
+    from gristmill_service.storage.redis.servers.durability import Durability
+    from gristmill_service.storage.redis.servers.server_check import check_replication, check_server, has_bound
 
     address = redis_address(settings)
     what = f"Redis at {address}"

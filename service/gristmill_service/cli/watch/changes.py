@@ -9,7 +9,7 @@ from typing import Any
 
 from gristmill.v1 import run_pb2
 from gristmill_service.cli.counted import counted
-from gristmill_service.cli.watch.escape import printable
+from gristmill_service.cli.escape import printable
 from gristmill_service.cli.watch.json_documents import place_document
 from gristmill_service.cli.watch.positions import model_name, order, place
 from gristmill_service.cli.watch.reported_health import STUCK

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from gristmill.v1 import run_pb2
 from gristmill_service.cli.counted import counted
-from gristmill_service.cli.watch.escape import printable
+from gristmill_service.cli.escape import printable
 from gristmill_service.cli.watch.positions import model_name, place, slowest
 from gristmill_service.cli.watch.reported_health import ReportedFinding, ReportedHealth
 from gristmill_service.cli.watch.snapshot import ReplicaSnapshot, Snapshot

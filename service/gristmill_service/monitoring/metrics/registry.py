@@ -14,8 +14,8 @@ import gristmill
 from gristmill_service.access.quotas import Usage
 from gristmill_service.monitoring.metrics.exposition import text
 from gristmill_service.monitoring.metrics.run_families import run_metrics
+from gristmill_service.monitoring.metrics.run_stats import RunStats
 from gristmill_service.monitoring.metrics.storage_timing import StoreMetrics
-from gristmill_service.monitoring.run_stats import RunStats
 
 # From a small call to a wait that lasts as long as the service allows.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric, Sample
 
-from gristmill_service.monitoring.bucket_counts import BucketCounts
-from gristmill_service.monitoring.health_models import STATES
+from gristmill_service.monitoring.collectors.bucket_counts import BucketCounts
+from gristmill_service.monitoring.collectors.run_metrics import REASONS, STAGES, bounded_reason
+from gristmill_service.monitoring.health.health_models import STATES
 from gristmill_service.monitoring.metrics.exposition import labels_of
-from gristmill_service.monitoring.run_metrics import REASONS, STAGES, bounded_reason
-from gristmill_service.monitoring.run_stats import RunStats
+from gristmill_service.monitoring.metrics.run_stats import RunStats
 from gristmill_service.pipeline.batch_stats import CAUSES, LEVELS, ROW_KINDS, TOKEN_KINDS
 from gristmill_service.run.machine.answers import Outcome
 

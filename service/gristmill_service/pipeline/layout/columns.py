@@ -16,9 +16,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._wire import tensor_file
+from gristmill._wire.codecs import tensor_file
+from gristmill._wire.codecs.compact_shards import Form
 from gristmill._wire.columns import Int64s, Ragged
-from gristmill._wire.compact_shards import Form
 from gristmill_service.pipeline.layout.iovec import Iovec, Region
 from gristmill_service.pipeline.rows.merge import Rows
 
@@ -146,7 +146,7 @@ def safetensors_name(dtype: np.dtype[Any]) -> str:
 class Column(ABC):
     """One tensor of a shard. name, dtype: as in the shard, the dtype as safetensors names it. scope: over the whole
     sequence, or the response only. shape: of one element. itemsize: bytes of one number.
-    form, fill: how it travels without its padding, and the bits of that (`gristmill._wire.compact_shards`)."""
+    form, fill: how it travels without its padding, and the bits of that (`gristmill._wire.codecs.compact_shards`)."""
 
     name: str
     dtype: str

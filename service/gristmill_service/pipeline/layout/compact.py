@@ -1,6 +1,6 @@
 """A shard's compact form is described as runs of memory, like its file, and leaves out what its lengths tell.
 
-The format is `gristmill._wire.compact_shards`'s. Made only for who asks: a store that holds whole files never does.
+The format is that of `gristmill._wire.codecs.compact_shards`. Made only for who asks: a store of files never does.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from gristmill._wire import compact_shards
-from gristmill._wire.compact_shards import PACKED, PART, Form
+from gristmill._wire.codecs import compact_shards
+from gristmill._wire.codecs.compact_shards import PACKED, PART, Form
 from gristmill_service.pipeline.layout.columns import Column, Placement, Runs, Scope
 from gristmill_service.pipeline.layout.extra_columns import Cut
 from gristmill_service.pipeline.layout.iovec import Iovec, Region, coalesced

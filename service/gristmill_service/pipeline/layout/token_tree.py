@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gristmill._wire.codecs.compact_shards import Form
 from gristmill._wire.columns import Int64s
-from gristmill._wire.compact_shards import Form
 from gristmill_service.pipeline.layout.columns import Column, Placement, Runs
 from gristmill_service.pipeline.layout.iovec import Region
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from gristmill_service.storage.redis.connection import Client
 from gristmill_service.storage.redis.row_values import unlink
+from gristmill_service.storage.redis.servers.connection import Client
 
 _KEYS_AT_ONCE = 500
 

@@ -10,9 +10,9 @@ import redis
 import structlog
 
 from gristmill.errors import GristmillError, UnavailableError
-from gristmill_service.storage.redis.connection import Client, translated, watched_master
 from gristmill_service.storage.redis.run_log import RedisRunLog
 from gristmill_service.storage.redis.scripts import ControlKeys, Outcome, Owner, Scripts
+from gristmill_service.storage.redis.servers.connection import Client, translated, watched_master
 
 _log = structlog.get_logger(__name__)
 

@@ -9,9 +9,9 @@ from typing import cast
 from urllib.parse import quote
 
 from gristmill.errors import NotFoundError
-from gristmill_service.storage.redis.connection import Client
-from gristmill_service.storage.redis.durability import Durability, pipelined
-from gristmill_service.storage.redis.durability import write as set_keys
+from gristmill_service.storage.redis.servers.connection import Client
+from gristmill_service.storage.redis.servers.durability import Durability, pipelined
+from gristmill_service.storage.redis.servers.durability import write as set_keys
 from gristmill_service.storage.row_tables import SIZE_BYTES
 
 VALUE_BYTES = 8 << 20

@@ -20,10 +20,10 @@ from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill_service.call_threads import waiting
 from gristmill_service.storage.redis import row_values
-from gristmill_service.storage.redis.connection import Client, outcome_unknown, translated
 from gristmill_service.storage.redis.run_tables import RunTables
 from gristmill_service.storage.redis.scripts import ControlKeys, Outcome, Scripts
-from gristmill_service.storage.redis.server_health import Health
+from gristmill_service.storage.redis.servers.connection import Client, outcome_unknown, translated
+from gristmill_service.storage.redis.servers.server_health import Health
 from gristmill_service.storage.row_tables import Stored
 from gristmill_service.storage.run_store import LogLostError, Replay
 

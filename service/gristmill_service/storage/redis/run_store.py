@@ -17,14 +17,14 @@ import msgspec
 import structlog
 
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, UnavailableError
-from gristmill_service.storage.redis.connection import Client, translated
-from gristmill_service.storage.redis.durability import SERVER_ALONE, Durability
 from gristmill_service.storage.redis.leases import Leases
 from gristmill_service.storage.redis.row_values import RowKeys, remove_all
 from gristmill_service.storage.redis.run_log import Acknowledged, RedisRunLog
 from gristmill_service.storage.redis.run_tables import RunTables
 from gristmill_service.storage.redis.scripts import ControlKeys, Owner, Scripts
-from gristmill_service.storage.redis.server_health import Health
+from gristmill_service.storage.redis.servers.connection import Client, translated
+from gristmill_service.storage.redis.servers.durability import SERVER_ALONE, Durability
+from gristmill_service.storage.redis.servers.server_health import Health
 from gristmill_service.storage.run_configs import check_config
 from gristmill_service.storage.run_store import LogLostError, OwnedElsewhereError
 
@@ -149,12 +149,12 @@ class RedisRunStore:
         self._compared.pop(name, None)
 
     def claim(self, run: str) -> int:
-        """See `gristmill_service.storage.redis.shard_store.Fence`."""
+        """See `gristmill_service.storage.redis.shards.shard_store.Fence`."""
         log = self._leases.get(run)
         return 0 if log is None else log.claim
 
     def replace(self, run: str, key: str, value: bytes) -> bytes:
-        """See `gristmill_service.storage.redis.shard_store.Fence`."""
+        """See `gristmill_service.storage.redis.shards.shard_store.Fence`."""
         with translated(self._client):
             return _allowed(self._scripts.publish(self._keys(run), self._token(run), key, value), run)
 

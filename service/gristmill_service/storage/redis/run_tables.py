@@ -13,9 +13,9 @@ from redis.exceptions import RedisClusterException
 from gristmill._wire.steps import Steps
 from gristmill_service.storage import row_tables
 from gristmill_service.storage.redis import row_values
-from gristmill_service.storage.redis.connection import Client, translated
-from gristmill_service.storage.redis.durability import SERVER_ALONE, Durability
 from gristmill_service.storage.redis.row_values import RowKeys
+from gristmill_service.storage.redis.servers.connection import Client, translated
+from gristmill_service.storage.redis.servers.durability import SERVER_ALONE, Durability
 from gristmill_service.storage.run_store import CheckTable
 
 _log = structlog.get_logger(__name__)

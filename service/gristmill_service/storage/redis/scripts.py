@@ -15,8 +15,8 @@ from urllib.parse import quote
 import msgspec
 from redis.exceptions import AskError, NoScriptError
 
-from gristmill_service.storage.redis.connection import Client
-from gristmill_service.storage.redis.durability import Durability, execute, server_of
+from gristmill_service.storage.redis.servers.connection import Client
+from gristmill_service.storage.redis.servers.durability import Durability, execute, server_of
 
 
 class Owner(msgspec.Struct, frozen=True):

@@ -26,10 +26,10 @@ TIMEOUT_S = 120.0
 """For how long a call is tried again by default."""
 
 SUBMIT_ROWS = "/gristmill.v1.RolloutService/SubmitRows"
-"""Called with requests that are bytes already, as `gristmill._wire.submit_codec` writes them."""
+"""Called with requests that are bytes already, as `gristmill._wire.codecs.submit_codec` writes them."""
 
 WRITE_COLUMNS = "/gristmill.v1.TrainerService/WriteColumns"
-"""Likewise, as `gristmill._wire.columns_codec` writes them."""
+"""Likewise, as `gristmill._wire.codecs.columns_codec` writes them."""
 
 
 class ForkGuard:

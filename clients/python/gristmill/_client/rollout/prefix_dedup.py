@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._client.rollout.delivery import WHOLE, PendingRow, Prefix, tables_of
-from gristmill._wire import submit_codec
+from gristmill._wire.codecs import submit_codec
+from gristmill._wire.codecs.row_codec import Prefixes
+from gristmill._wire.codecs.submit_codec import Buffer
 from gristmill._wire.columns import Int64s, bytes_of
-from gristmill._wire.row_codec import Prefixes
 from gristmill._wire.steps import Steps, TrajectoryKey
-from gristmill._wire.submit_codec import Buffer
 
 # A shorter prefix is not worth its length and checksum.
 _LEAST_TOKENS = 16

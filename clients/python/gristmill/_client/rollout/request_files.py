@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from gristmill._wire.submit_codec import Buffer
+from gristmill._wire.codecs.submit_codec import Buffer
 from gristmill.errors import GristmillError, UnavailableError
 from gristmill.v1 import rollout_pb2
 

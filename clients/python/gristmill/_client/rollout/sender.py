@@ -19,8 +19,8 @@ from gristmill._client.rollout.delivery import Delivery, PendingRow, outcomes_of
 from gristmill._client.rollout.outbox import Limits, Outbox
 from gristmill._client.rollout.prefix_dedup import RequestEncoder
 from gristmill._client.rollout.request_files import RequestFile, RequestFiles
+from gristmill._wire.codecs.submit_codec import LARGE_BYTES
 from gristmill._wire.steps import Steps, TrajectoryKey
-from gristmill._wire.submit_codec import LARGE_BYTES
 from gristmill.errors import GristmillError, UnavailableError
 
 _log = logging.getLogger("gristmill")

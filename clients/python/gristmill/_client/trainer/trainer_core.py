@@ -17,14 +17,14 @@ from gristmill._client.connection.credentials import Credentials
 from gristmill._client.connection.transport import Transport
 from gristmill._client.rollout.requests import check_run
 from gristmill._client.trainer.batch_metrics import PREFIX, batch_metrics
-from gristmill._client.trainer.chosen_columns import ChosenColumns
 from gristmill._client.trainer.plan import Plan
-from gristmill._client.trainer.pull import Opened
-from gristmill._client.trainer.shard_reader import ShardReader, Wanted
+from gristmill._client.trainer.shards.chosen_columns import ChosenColumns
+from gristmill._client.trainer.shards.pull import Opened
+from gristmill._client.trainer.shards.shard_reader import ShardReader, Wanted
 from gristmill._client.trainer.training_place import TrainingPlace
 from gristmill._wire.addresses import MODELS, Position
+from gristmill._wire.codecs.row_codec import decode
 from gristmill._wire.column_spec import ColumnSpec, tensor_names
-from gristmill._wire.row_codec import decode
 from gristmill._wire.rows import to_rows
 from gristmill.errors import BatchFailedError, FailedPreconditionError, InvalidArgumentError
 from gristmill.torch import Conversion, Shard

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gristmill._wire import columns_codec
+from gristmill._wire.codecs import columns_codec
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array
 from gristmill.errors import InvalidArgumentError

@@ -1,0 +1,114 @@
+"""Gets a shard's tensors: maps the service's shared memory where it is this machine's, else streams the bytes, without
+their padding where the service has them so."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill._client.connection.transport import Transport
+from gristmill._wire.addresses import ShardAddress, is_mappable, read_header
+from gristmill._wire.codecs.compact_shards import restore
+from gristmill._wire.codecs.shard_frames import unframe
+from gristmill.errors import InvalidArgumentError, UnavailableError
+from gristmill.torch import Tensors, map_shard, parse_shard
+from gristmill.v1 import trainer_pb2
+
+if TYPE_CHECKING:
+    # Imported at run time, it would ask for torch before `gristmill.torch` can say how to install it.
+    from gristmill._client.trainer.shards.device_copies import Copies
+
+# A stream that brings less than this is given up and made again.
+_SLOWEST_BYTES_PER_S = 5e6
+_READ_SHARD = "/gristmill.v1.TrainerService/ReadShard"
+
+
+class Opened(NamedTuple):
+    """A shard's tensors, and what of them is on its way to the device."""
+
+    tensors: Tensors
+    metadata: dict[str, Any]
+    is_mapped: bool
+    is_forward: bool = False
+    copies: Copies = MappingProxyType({})
+
+
+class ReplacedError(UnavailableError):
+    """The shard that came is another than the one that was found: its batch was published anew in between."""
+
+
+def map_published(
+    address: ShardAddress, path: str, size: int, crc32: int | None = None
+) -> tuple[Tensors, dict[str, Any]] | None:
+    """The shard's tensors, mapped; None where the file is not there, or is not the one meant: the service's memory is
+    not this machine's, or the batch was freed at this moment. crc32: what its bytes are compared with; None: nothing.
+
+    Raises FailedPreconditionError where they are others.
+    """
+    if not path or not is_mappable(path, size):
+        return None
+    try:
+        tensors, metadata = map_shard(path, crc32)
+    except (OSError, InvalidArgumentError):
+        return None
+    return (tensors, metadata) if address.is_of(metadata) else None
+
+
+def stream(
+    transport: Transport, address: ShardAddress, size: int, columns: Sequence[str] | None = None
+) -> tuple[Tensors, dict[str, Any]]:
+    """A copy, over the connection; blocks until the file's `size` bytes are here. A stream that breaks is made
+    again, from its start, by another replica where there is one. columns: the declared ones that are wanted; None: all.
+
+    Raises what the call ends with, NotFoundError for instance when the batch is freed.
+    """
+    request: trainer_pb2.ReadShardRequest = address.request()
+    request.accepts_compact = True
+    if columns is not None:
+        request.chooses_columns = True
+        request.columns.extend(columns)
+    data = transport.call(partial(_read, transport, address, size), request, wait_s=size / _SLOWEST_BYTES_PER_S)
+    return parse_shard(data, str(address))
+
+
+def _read(transport: Transport, address: ShardAddress, size: int, request: Any, timeout: float) -> NDArray[np.uint8]:
+    """The file's bytes; more or less than `size` where the service sends more or less."""
+    # Bytes as they come, which `unframe` reads.
+    serialize = trainer_pb2.ReadShardRequest.SerializeToString
+    read = transport.channels.unary_stream(_READ_SHARD, request_serializer=serialize)
+    data: NDArray[np.uint8] = np.empty(size, np.uint8)
+    into, came, compact = data.data, 0, []
+    for message in read(request, timeout=timeout):
+        piece, is_compact = unframe(message)
+        if is_compact:
+            compact.append(piece)
+        else:
+            # What is too much is counted only.
+            into[came : came + len(piece)] = piece[: max(0, size - came)]
+        came += len(piece)
+    if compact:
+        return restore(compact)
+    if request.chooses_columns and came <= size:
+        # What was left out is not known before it has come.
+        return data[:came]
+    if came != size and came == _file_size(data[:came]):
+        raise ReplacedError(f"{address}: {came} bytes came where the service said {size}: it was published anew")
+    if came != size:
+        raise UnavailableError(f"{address}: {came} bytes came where the service said {size}; read it again")
+    return data
+
+
+def _file_size(data: NDArray[np.uint8]) -> int:
+    """The bytes that a shard's file has by its header; 0 for what is none."""
+    try:
+        head = data[: 8 + int.from_bytes(data[:8].tobytes(), "little")]
+        _, entries, begin = read_header(io.BytesIO(head.tobytes()), len(head) + 1, "shard")
+    except (InvalidArgumentError, OverflowError):
+        return 0
+    return begin + max((entry["data_offsets"][1] for entry in entries.values()), default=0)

@@ -1,0 +1,1 @@
+"""Rows, shards and columns as bytes, written and read by hand."""

@@ -1,0 +1,261 @@
+"""SubmitRowsRequest as bytes, by hand where it is large: a buffer is copied once when written, and viewed when read.
+
+Any protobuf library reads what is written here, and what any of them wrote is read here. protobuf's own classes would
+copy every buffer two or three times on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from gristmill._client.connection.channels import MESSAGE_BYTES
+from gristmill._wire.codecs import row_codec
+from gristmill._wire.codecs.varints import LENGTH_BYTES, read_varint, varint
+from gristmill._wire.columns import Array, Int64s, Ragged, bytes_of
+from gristmill._wire.steps import Steps
+from gristmill.errors import InvalidArgumentError
+from gristmill.v1 import rollout_pb2, rows_pb2
+
+Buffer = bytes | memoryview
+
+ReadFile = Callable[[str, int], memoryview]
+"""Gives the first bytes of a file of this name, so many."""
+
+LARGE_BYTES = 1 << 20
+"""A request of so many bytes is better written to a file, where the service reads those."""
+
+_ROWS = rollout_pb2.SubmitRowsRequest.DESCRIPTOR.fields_by_name["rows"].number
+_APART = (*row_codec.BUFFERS, row_codec.COLUMN_VALUES, "padding")
+_NUMBERS = {name: rows_pb2.Rows.DESCRIPTOR.fields_by_name[name].number for name in _APART}
+_LENGTH_DELIMITED = 2
+_BY_TAG = {number << 3 | _LENGTH_DELIMITED: name for name, number in _NUMBERS.items()}
+_ALIGNMENT = 8
+# Token ids use 17 of their 32 bits: a higher level takes longer and gains little.
+_ZSTD_LEVEL = 1
+
+
+class Submission:
+    """One request as it came; the rows are read when they are asked for."""
+
+    def __init__(self, data: bytes, most_bytes: int = MESSAGE_BYTES, read_file: ReadFile | None = None) -> None:
+        """most_bytes: what a compressed request may grow to. read_file: for requests that stand in files; None where
+        they may not.
+
+        Raises InvalidArgumentError for what is no SubmitRowsRequest, or a compressed one that is too large, and as
+        read_file does.
+        """
+        self._data: Buffer = data
+        self.is_large = len(data) >= LARGE_BYTES
+        try:
+            self._read(data)
+            if self._zstd:
+                self._read(decompressed(self._zstd, most_bytes))
+            elif self._file is not None:
+                self._data = _content(self._file, read_file)
+                self._read(self._data)
+        except DecodeError as error:
+            raise InvalidArgumentError(
+                f"the request is not a message of gristmill.v1: {error}; send the message that the protos describe"
+            ) from None
+
+    def _read(self, data: Buffer) -> None:
+        parts = _parts(data)
+        request = rollout_pb2.SubmitRowsRequest.FromString(parts.rest)
+        if parts.small and request.HasField("rows"):
+            # Messages that come twice are merged; nobody writes that, and protobuf knows how.
+            parts = _all_rest(data)
+            request = rollout_pb2.SubmitRowsRequest.FromString(parts.rest)
+        self._rows = rows_pb2.Rows.FromString(parts.small) if parts.small else request.rows
+        self._buffers, self._column_values = parts.buffers, parts.column_values
+        self._zstd: bytes = request.zstd
+        self._file = request.file if request.HasField("file") else None
+        self.run: str = request.run
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were read, those of a file too."""
+        return len(self._data)
+
+    def rows(self) -> row_codec.Sent:
+        """Raises InvalidArgumentError as `gristmill._wire.codecs.row_codec.read` does."""
+        return row_codec.read(self._rows, self._buffers, self._column_values)
+
+    def SerializeToString(self) -> bytes:  # noqa: N802  as protobuf's own messages have it
+        return bytes(self._data)
+
+
+def _content(file: rollout_pb2.RequestFile, read_file: ReadFile | None) -> memoryview:
+    if read_file is None:
+        raise InvalidArgumentError("file: this service reads no requests from files; send the request itself")
+    return read_file(file.name, file.size)
+
+
+def encode(
+    run: str,
+    tables: Sequence[Steps],
+    prefixes: row_codec.Prefixes | None = None,
+    left_out: Mapping[str, Int64s] | None = None,
+) -> bytes:
+    """As `pieces`, in one."""
+    return b"".join(pieces(run, tables, prefixes, left_out))
+
+
+def pieces(
+    run: str,
+    tables: Sequence[Steps],
+    prefixes: row_codec.Prefixes | None = None,
+    left_out: Mapping[str, Int64s] | None = None,
+) -> list[Buffer]:
+    """The request for the tables' rows, one table after another, in pieces; all have the same built-in columns.
+
+    prefixes: what of the rows' tokens is left out; left_out: of declared columns, how many values of each row are, by
+    name. Each buffer stands at a multiple of 8 bytes, so that the service can use it where it is.
+    """
+    found: list[Buffer] = []
+    at = 1 + LENGTH_BYTES
+    small, extras = row_codec.small_fields(tables, prefixes), _extras(tables, left_out or {})
+    small.columns.extend(column for column, _ in extras)
+    buffers = [*_buffers(tables, prefixes).items(), *((row_codec.COLUMN_VALUES, memory) for _, memory in extras)]
+    for name, memory in buffers:
+        head = _head(_NUMBERS[name], sum(map(len, memory)))
+        fill = -(at + len(_head(_NUMBERS["padding"], 0)) + len(head)) % _ALIGNMENT
+        field = [_head(_NUMBERS["padding"], fill), bytes(fill), head, *memory]
+        at += sum(map(len, field))
+        found += field
+    found.append(small.SerializeToString())
+    head = varint(_ROWS << 3 | _LENGTH_DELIMITED) + varint(sum(map(len, found)), LENGTH_BYTES)
+    return [head, *found, rollout_pb2.SubmitRowsRequest(run=run).SerializeToString()]
+
+
+def compressed(request: bytes) -> bytes:
+    """The request as one that says the same in fewer bytes. Raises InvalidArgumentError where zstandard is missing."""
+    frame = _zstandard().ZstdCompressor(level=_ZSTD_LEVEL, write_content_size=True).compress(request)
+    return rollout_pb2.SubmitRowsRequest(zstd=frame).SerializeToString()
+
+
+def decompressed(frame: bytes, most_bytes: int) -> bytes:
+    """The request that `compressed` was given. Raises as `Submission`; takes no more memory than the frame may."""
+    zstandard = _zstandard()
+    try:
+        size = zstandard.frame_content_size(frame)
+        if size > most_bytes:
+            # Not RESOURCE_EXHAUSTED, which asks to send the same again later.
+            raise InvalidArgumentError(
+                f"zstd: the request has {size} bytes uncompressed and max_message_bytes is {most_bytes}; send fewer "
+                "rows a request, or raise the setting"
+            )
+        if size < 0:
+            raise InvalidArgumentError(
+                "zstd: the frame does not say how large its content is; compress it with the content size"
+            )
+        found: bytes = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
+        return found
+    except zstandard.ZstdError as error:
+        raise InvalidArgumentError(
+            f"zstd: the {len(frame)} bytes are not a frame of zstd: {error}; compress the request with zstd"
+        ) from None
+
+
+def check_zstd() -> None:
+    """Raises InvalidArgumentError where zstandard is missing."""
+    _zstandard()
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError as missing:
+        raise InvalidArgumentError(f"zstd needs zstandard ({missing}): pip install gristmill[zstd]") from None
+    return zstandard
+
+
+def _buffers(tables: Sequence[Steps], prefixes: row_codec.Prefixes | None) -> dict[str, list[Buffer]]:
+    """The memory that each buffer is made of, for those that are sent."""
+    found = [row_codec.buffers(table) for table in tables]
+    memory: dict[str, list[Buffer]] = {}
+    for name in row_codec.BUFFERS:
+        if not any(name in columns for columns in found):
+            continue
+        # A mask of ones is sent where other rows have another.
+        columns = [columns.get(name, table.loss_mask) for columns, table in zip(found, tables, strict=True)]
+        memory[name] = _memory(columns)
+    if prefixes is not None:
+        rows = [row for columns in found for row in columns["tokens"].arrays()]
+        memory["tokens"] = [bytes_of(row[length:]) for row, length in zip(rows, prefixes.lengths.tolist(), strict=True)]
+    return memory
+
+
+def _extras(tables: Sequence[Steps], left_out: Mapping[str, Int64s]) -> list[tuple[rows_pb2.Column, list[Buffer]]]:
+    """Each declared column that any of the rows has, and the memory that its values are."""
+    found = []
+    for name in dict.fromkeys(name for table in tables for name in table.extras):
+        columns = [table.extras[name].values for table in tables if name in table.extras]
+        if (counts := left_out.get(name)) is None:
+            memory = _memory(columns)
+        else:
+            # Rows without the column leave out nothing of it.
+            rows = [row for table in tables for row in _rows_of(table, name)]
+            memory = [bytes_of(row[count:]) for row, count in zip(rows, counts.tolist(), strict=True)]
+        found.append((row_codec.described(name, tables, counts), memory))
+    return found
+
+
+def _rows_of(table: Steps, name: str) -> list[Array]:
+    extra = table.extras.get(name)
+    return [np.empty(0, np.uint8)] * len(table) if extra is None else extra.values.arrays()
+
+
+def _memory(columns: Sequence[Ragged]) -> list[Buffer]:
+    dtype = np.result_type(*(column.values.dtype for column in columns))
+    arrays: list[Array] = []
+    for column in columns:
+        arrays += [column.values] if column.is_compact() else column.arrays()
+    return [bytes_of(array.astype(dtype, copy=False)) for array in arrays]
+
+
+class _Parts(NamedTuple):
+    """buffers, column_values: those that the rows begin with. small: the rest of the rows. rest: the request but for
+    its rows."""
+
+    buffers: dict[str, memoryview]
+    column_values: list[memoryview]
+    small: bytes
+    rest: bytes
+
+
+def _parts(data: Buffer) -> _Parts:
+    """Cuts the request. One that is not as `pieces` writes it is all rest, for protobuf to read."""
+    buffers, column_values, view = dict[str, memoryview](), list[memoryview](), memoryview(data)
+    try:
+        tag, begin = read_varint(data, 0)
+        size, at = read_varint(data, begin)
+        end = at + size
+        if tag != _ROWS << 3 | _LENGTH_DELIMITED or end > len(data):
+            return _all_rest(data)
+        while at < end:
+            tag, begin = read_varint(data, at)
+            if tag not in _BY_TAG:
+                break
+            size, begin = read_varint(data, begin)
+            if begin + size > end:
+                return _all_rest(data)
+            at = begin + size
+            if (name := _BY_TAG[tag]) == row_codec.COLUMN_VALUES:
+                column_values.append(view[begin:at])
+            else:
+                buffers[name] = view[begin:at]
+    except IndexError:
+        return _all_rest(data)
+    return _Parts(buffers, column_values, bytes(data[at:end]), bytes(data[end:]))
+
+
+def _all_rest(data: Buffer) -> _Parts:
+    return _Parts({}, [], b"", bytes(data))
+
+
+def _head(number: int, size: int) -> bytes:
+    return varint(number << 3 | _LENGTH_DELIMITED) + varint(size)

@@ -1,0 +1,1 @@
+"""What agents ask and engines answer: each API's form of a call."""

@@ -1,0 +1,266 @@
+"""How a call asks the engine for token ids, and what of the answer the agent gets: what it would have got without.
+
+A form is made of one call, knows its API, and reads its answer, whole or streamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Protocol
+
+import orjson
+
+from gristmill.completions import ChunkReader, Sampled, sampled
+from gristmill.errors import InvalidArgumentError
+from gristmill_recorder.forms.events import Event
+from gristmill_recorder.refusals import WrongCall
+
+Document = dict[str, Any]
+DONE = b"[DONE]"
+
+_MEDIA = ("image", "audio", "video", "file")
+_IDS, _SGLANG_IDS = "return_token_ids", ("return_input_ids_in_sglext", "return_output_ids_in_sglext")
+
+
+class Asking(NamedTuple):
+    """What an engine is asked for."""
+
+    engine: Literal["vllm", "sglang"]
+    logprobs: bool
+
+
+class Stream(Protocol):
+    """A streamed answer, read event by event."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every choice has ended: from here on the agent's part is held back until the answer is recorded."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing comes any more."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine said that it failed; there is nothing to record."""
+
+    def read(self, event: Event) -> bytes:
+        """What the agent gets in place of the event. Raises InvalidArgumentError where token ids lack."""
+
+    def sampled(self) -> list[Sampled]:
+        """Raises InvalidArgumentError as `gristmill.completions.sampled`."""
+
+
+class Form(Protocol):
+    """One call. api: its name in metrics. path: where the engine has it."""
+
+    api: str
+    path: str
+
+    @property
+    def request(self) -> Document:
+        """The body for the engine."""
+
+    def whole(self, answer: Document) -> Document:
+        """What the agent gets of an answer that is not streamed, from which nothing else is read afterwards."""
+
+    def stream(self) -> Stream: ...
+
+
+class ChatForm:
+    """`/v1/chat/completions` and `/v1/completions`.
+
+    Raises WrongCall for what would not be recorded as it was sampled.
+    """
+
+    def __init__(self, api: str, document: Document, asking: Asking) -> None:
+        self.api, self.path = api, f"v1/{api}"
+        self._document, self._asking = document, asking
+        self._is_chat = api == "chat/completions"
+        _refuse(document, "use_beam_search", "its tokens are searched for, not sampled")
+        _refuse(document, "echo", "the prompt would count as sampled")
+        if document.get("include_reasoning") is False:
+            raise WrongCall("include_reasoning is false, so that the engine would hide token ids; leave it out")
+        refuse_media(document.get("messages"))
+        _refuse(document, "prompt_embeds", "they have no token ids")
+        self.choices = _count(document.get("n")) * (1 if self._is_chat else _prompts(document.get("prompt")))
+        self._keeps_logprobs = _wants_logprobs(document)
+        self._keeps_ids = bool(document.get(_IDS))
+        self._keeps_extension = any(document.get(name) for name in _SGLANG_IDS)
+
+    @property
+    def request(self) -> Document:
+        more: Document = {}
+        is_sglang = self._asking.engine == "sglang"
+        if not (is_sglang and self._is_chat and self._document.get("stream")):
+            more[_IDS] = True
+        if is_sglang and self._is_chat:
+            more |= dict.fromkeys(_SGLANG_IDS, True)
+        if self._asking.logprobs and not self._keeps_logprobs:
+            # Of the sampled token alone; SGLang takes 0 for none.
+            more["logprobs"] = True if self._is_chat else int(is_sglang)
+        return {**self._document, **more}
+
+    def whole(self, answer: Document) -> Document:
+        self._strip(answer)
+        return answer
+
+    def stream(self) -> ChatStream:
+        return ChatStream(self)
+
+    def strip_chunk(self, chunk: Document) -> Document | None:
+        """None where it has nothing that the agent asked for."""
+        had_extension = "sglext" in chunk
+        self._strip(chunk)
+        is_empty = had_extension and "sglext" not in chunk and not chunk.get("choices") and not chunk.get("usage")
+        return None if is_empty else chunk
+
+    @property
+    def comes_first(self) -> bool:
+        """Whether a stream's first chunk has the prompt's token ids, as vLLM's has."""
+        return self._asking.engine == "vllm"
+
+    def _strip(self, answer: Document) -> None:
+        if not self._keeps_ids:
+            answer.pop("prompt_token_ids", None)
+        if not self._keeps_extension and "sglext" in answer:
+            left = {key: value for key, value in answer["sglext"].items() if key not in ("input_ids", "output_ids")}
+            answer["sglext"] = left
+            if not left:
+                del answer["sglext"]
+        for choice in answer.get("choices") or ():
+            if not self._keeps_ids:
+                choice.pop("token_ids", None)
+                choice.pop("prompt_token_ids", None)
+            if not self._keeps_logprobs and "logprobs" in choice:
+                choice["logprobs"] = None
+
+
+class ChatStream:
+    """Chunks of a completion."""
+
+    def __init__(self, form: ChatForm) -> None:
+        self._form, self._reader = form, ChunkReader()
+        self.is_over = self.has_failed = False
+        self._is_first = form.comes_first
+
+    @property
+    def is_complete(self) -> bool:
+        return self._reader.finished >= self._form.choices
+
+    def sampled(self) -> list[Sampled]:
+        return self._reader.sampled()
+
+    def read(self, event: Event) -> bytes:
+        chunk = self.read_chunk(event)
+        if chunk is None:
+            return event.raw
+        kept = self._form.strip_chunk(chunk)
+        return b"" if kept is None else b"data: " + orjson.dumps(kept) + b"\n\n"
+
+    def read_chunk(self, event: Event) -> Document | None:
+        """The event's chunk, None where it is none."""
+        if event.data == DONE:
+            self.is_over = True
+        if not event.data.startswith(b"{"):
+            return None
+        chunk: Document = orjson.loads(event.data)
+        if "error" in chunk or chunk.get("object") == "error":
+            self.has_failed = True
+            return None
+        self._reader.read(chunk)
+        if self._is_first and chunk.get("choices"):
+            self._is_first = False
+            if not self._reader.has_prompt:
+                raise InvalidArgumentError("the stream's first chunk does not have the prompt's token ids")
+        return chunk
+
+
+class ResponsesForm:
+    """`/v1/responses`, where vLLM gives token ids, but not the logprobs of all of them."""
+
+    api, path = "responses", "v1/responses"
+
+    def __init__(self, document: Document, asking: Asking) -> None:
+        if asking.engine != "vllm" or asking.logprobs:
+            raise WrongCall(
+                "an answer of /v1/responses does not have the logprobs of all its tokens; use chat completions, or "
+                "start the recorder with --no-logprobs and --engine vllm"
+            )
+        _refuse(document, "background", "it is not answered here")
+        if not isinstance(given := document.get("input"), str):
+            refuse_media(given)
+        self._document, self._keeps = document, bool(document.get("enable_response_messages"))
+
+    @property
+    def request(self) -> Document:
+        return {**self._document, "enable_response_messages": True}
+
+    def whole(self, answer: Document) -> Document:
+        if not self._keeps:
+            answer.pop("input_messages", None)
+            answer.pop("output_messages", None)
+        return answer
+
+    def stream(self) -> ResponseStream:
+        return ResponseStream(self)
+
+
+class ResponseStream:
+    """Events of a response, of which the last has it whole."""
+
+    def __init__(self, form: ResponsesForm) -> None:
+        self._form, self._answer = form, dict[str, Any]()
+        self._sampled: list[Sampled] = []
+        self.is_complete = self.is_over = self.has_failed = False
+
+    def sampled(self) -> list[Sampled]:
+        return self._sampled
+
+    def read(self, event: Event) -> bytes:
+        if not event.data.startswith(b"{"):
+            return event.raw
+        found: Document = orjson.loads(event.data)
+        kind = found.get("type", "")
+        if kind in ("error", "response.failed"):
+            self.has_failed = True
+        if kind in ("response.completed", "response.incomplete"):
+            self._sampled = sampled(found["response"])
+            self.is_complete = self.is_over = True
+        if "response" not in found:
+            return event.raw
+        self._form.whole(found["response"])
+        return f"event: {kind}\n".encode() + b"data: " + orjson.dumps(found) + b"\n\n"
+
+
+def refuse_media(items: Any) -> None:
+    """Rows hold tokens. Training without the images that a call had would be wrong without a sign of it."""
+    for item in items if isinstance(items, list) else ():
+        content = item.get("content") if isinstance(item, Mapping) else None
+        for part in content if isinstance(content, list) else ():
+            kind = str(part.get("type", "")) if isinstance(part, Mapping) else ""
+            if any(medium in kind for medium in _MEDIA):
+                raise WrongCall(
+                    f"a message has a part of type {kind}, and the recorder records tokens alone; submit such rows "
+                    "with columns for their images by the client"
+                )
+
+
+def _refuse(document: Document, name: str, reason: str) -> None:
+    if document.get(name):
+        raise WrongCall(f"{name} is set: {reason}; leave it out")
+
+
+def _wants_logprobs(document: Document) -> bool:
+    asked = document.get("logprobs")
+    return asked is not None and asked is not False
+
+
+def _count(given: Any) -> int:
+    """How many choices are asked for; the engine refuses what is no number."""
+    return given if isinstance(given, int) and given > 0 else 1
+
+
+def _prompts(prompt: Any) -> int:
+    """How many there are in one call of `/v1/completions`."""
+    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1

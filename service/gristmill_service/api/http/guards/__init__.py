@@ -1,0 +1,1 @@
+"""What stands before every handler: bounds, origins, names of hosts, and who calls."""

@@ -1,0 +1,1 @@
+"""The page's own calls, and how people sign in to it."""

@@ -1,0 +1,193 @@
+"""The offline commands: `gristmill plan`, `gristmill batch` and `gristmill show`.
+
+Results go to standard output or the given directory, progress and messages to standard error. A refusal is one clear
+message there and exit code 1.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+
+from gristmill._wire.steps import Steps
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.cli.counted import counted
+from gristmill_service.cli.offline import summary
+from gristmill_service.cli.offline.progress import Advance, byte_bar, count_bar
+from gristmill_service.cli.offline.rollout_files import read_batches
+from gristmill_service.cli.refusal_exit import messages, refusals
+from gristmill_service.config import RunConfig, read_config, warnings_of
+from gristmill_service.pipeline import BuiltBatch, build_batch, plan_batch
+from gristmill_service.pipeline.alternatives import costs
+from gristmill_service.pipeline.plan_document import PlanDocument, encode_plan
+from gristmill_service.storage.shard_files import write_shards
+
+RolloutsArgument = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", help="Rollouts: .jsonl, .jsonl.gz or .parquet, one row a step.", show_default=False),
+]
+ConfigOption = Annotated[
+    Path, typer.Option("--config", metavar="CONFIG", help="The run's configuration, YAML or JSON.", show_default=False)
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the offline commands to the command line."""
+    app.command()(plan)
+    app.command()(batch)
+    app.command()(show)
+
+
+def plan(file: RolloutsArgument, config: ConfigOption) -> None:
+    """Print the plan of each batch in FILE: one JSON document a line. Says on standard error what they come to.
+
+    FILE may also be a lengths file, with prompt_len and response_len in place of tokens, masks and rewards.
+
+    Example: gristmill plan rollouts.jsonl --config run.yaml | jq .optimizer_steps
+    """
+    with refusals():
+        settings = _read_settings(config)
+        batches, is_lengths = _read(file, settings)
+        if is_lengths:
+            nothing = {"zero_variance_filter": None, "overlong_filter": ()}
+            settings = settings.model_copy(update=nothing | ({"stale": "count"} if settings.stale == "mask" else {}))
+        documents = []
+        for number, steps in enumerate(batches):
+            documents.append(document := plan_batch(steps, settings, batch=number))
+            _warn(document.counts)
+            sys.stdout.buffer.write(encode_plan(document) + b"\n")
+        sys.stdout.flush()
+        _summarise(documents, batches[0], settings)
+
+
+def batch(
+    file: RolloutsArgument,
+    config: ConfigOption,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where batch-00000/ and so on are written.")],
+) -> None:
+    """Make the shards of each batch in FILE, as the service would.
+
+    Writes DIR/batch-00000/plan.json and beside it MODEL-MINI_BATCH/rank-RANK.safetensors. A batch appears whole or not
+    at all, and nothing is written when any batch of FILE is refused. Says on standard error what the shards come to,
+    and what the first batch would with another balance, layout, padding or merging.
+
+    Example: gristmill batch rollouts.jsonl --config run.yaml --out shards
+    """
+    with refusals():
+        settings = _read_settings(config)
+        _refuse_written(config, settings)
+        batches, is_lengths = _read(file, settings)
+        if is_lengths:
+            raise InvalidArgumentError(f"{file} is a lengths file: it has no tokens to lay out; use gristmill plan")
+        targets = [out / f"batch-{number:05d}" for number in range(len(batches))]
+        for target in targets:
+            if target.exists():
+                raise InvalidArgumentError(f"{target} exists already; remove it or choose another --out")
+        with count_bar("Making batches", len(batches)) as advance:
+            built = list(_build_all(batches, settings, file.name.split(".")[0], advance))
+        sizes = [shard.size for one in built for shard in one.shards]
+        with byte_bar("Writing shards", sum(sizes)) as advance:
+            for target, one in zip(targets, built, strict=True):
+                _write(target, one, advance)
+        messages.print(f"{counted(len(sizes), 'shard')}, {decimal(sum(sizes))}, in {out}", markup=False)
+        _summarise([one.plan for one in built], batches[0], settings)
+
+
+def show(directory: Annotated[Path, typer.Argument(metavar="DIR", help="What gristmill batch wrote.")]) -> None:
+    """Show what is in the shards under DIR: rows, tokens, padding share and loss tokens of each, and by tag.
+
+    Example: gristmill show shards
+    """
+    from gristmill_service.cli.offline.show import shard_tables
+
+    with refusals():
+        # Wide enough that a pipe or a log gets every column whole.
+        console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+        for table in shard_tables(directory):
+            console.print(table)
+
+
+def _read_settings(path: Path) -> RunConfig:
+    """Returns the run's settings. Raises InvalidArgumentError also for those that only a service can carry out."""
+    config = read_config(path)
+    if config.zero_variance_filter == "replace":
+        raise InvalidArgumentError(
+            f"{path}: zero_variance_filter: replace takes the next group instead of one with equal scores, and a "
+            "file has no next group; use zero_variance_filter: mask, or leave it out"
+        )
+    return config
+
+
+def _refuse_written(path: Path, config: RunConfig) -> None:
+    for column in config.written_columns:
+        raise InvalidArgumentError(
+            f"{path}: columns: {column.name} has source: trainer, and no trainer writes it for a file; put it into the "
+            "file, with source: rollout, or use gristmill plan"
+        )
+
+
+def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:
+    for warning in warnings_of(config):
+        messages.print(f"[yellow]warning:[/] {warning}")
+    size = file.stat().st_size if file.is_file() else None
+    with byte_bar("Reading rollouts", size) as advance:
+        done = 0
+
+        def read(position: int) -> None:
+            nonlocal done
+            if position - done >= 1 << 20:
+                advance(position - done)
+                done = position
+
+        return read_batches(file, config, read)
+
+
+def _build_all(batches: list[Steps], config: RunConfig, run: str, advance: Advance) -> Iterator[BuiltBatch]:
+    for number, steps in enumerate(batches):
+        built = build_batch(steps, config, run=run, batch=number)
+        _warn(built.plan.counts)
+        advance(1)
+        yield built
+
+
+def _summarise(plans: list[PlanDocument], first: Steps, config: RunConfig) -> None:
+    summary.tell(plans, list(costs(first, config)))
+
+
+def _warn(counts: dict[str, int]) -> None:
+    if counts.get("rows_over_max_seq_len"):
+        messages.print(
+            f"[yellow]warning:[/] {counts['rows_over_max_seq_len']} rows are longer than max_seq_len; "
+            "nothing is truncated"
+        )
+    if counts.get("maxrl_nonpositive_groups"):
+        messages.print(
+            f"[yellow]warning:[/] {counts['maxrl_nonpositive_groups']} prompt groups have a mean score that is not "
+            "positive: maxrl reinforces the worse sample there"
+        )
+    if counts.get("realigned_tokens"):
+        messages.print(
+            f"[yellow]warning:[/] {counts['realigned_tokens']} sampled tokens came back as others (retokenised_tail) "
+            f"and are not trained; {counts['realigned_loss_tokens']} of them had loss_mask 1"
+        )
+
+
+def _write(target: Path, built: BuiltBatch, advance: Advance) -> None:
+    """Writes the batch directory, complete or not at all."""
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        write_shards(partial, built.shards, advance)
+        (partial / "plan.json").write_bytes(encode_plan(built.plan) + b"\n")
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

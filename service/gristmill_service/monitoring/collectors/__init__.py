@@ -1,0 +1,1 @@
+"""What is told of each event of a run, and counts or notes it."""

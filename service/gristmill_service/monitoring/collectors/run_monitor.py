@@ -1,0 +1,108 @@
+"""A run's monitor: passes what happens in the run on to its metrics and its history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import structlog
+
+from gristmill._wire.steps import Steps
+from gristmill_service.config import Model
+from gristmill_service.monitoring.collectors.batch_recorder import BatchRecorder
+from gristmill_service.monitoring.collectors.run_history import RunHistory
+from gristmill_service.monitoring.collectors.run_metrics import RunMetrics
+from gristmill_service.pipeline.batch_stats import BatchStats
+from gristmill_service.run.machine.answers import Outcome
+from gristmill_service.run.machine.batch_records import BatchRecord
+from gristmill_service.run.machine.decisions.admission import Room
+from gristmill_service.run.machine.events import Event
+from gristmill_service.run.machine.state import State
+
+if TYPE_CHECKING:
+    from gristmill_service.run.run import Run
+
+_log = structlog.get_logger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _never_raises(method: Callable[P, R]) -> Callable[P, R | None]:
+    """A run goes on, whether it can be monitored or not: an error is logged, and None returned."""
+
+    @wraps(method)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        try:
+            return method(*args, **kwargs)
+        except Exception:  # noqa: BLE001 - it has happened, whether it can be counted or not
+            _log.exception("not monitored", call=method.__name__)
+            return None
+
+    return guarded
+
+
+class Monitor:
+    """See `gristmill_service.run.writing.monitor.RunMonitor`. Thread-safe: metrics and history have a lock each, taken
+    after the state's and never together with the other.
+
+    clock: seconds, as `time.monotonic`. now: the run's own time, in which groups are admitted; not called before the
+    first event.
+    """
+
+    def __init__(self, clock: Callable[[], float], now: Callable[[], float]) -> None:
+        self.metrics = RunMetrics(clock, now)
+        self.history = RunHistory(clock, now)
+        self._recorder = BatchRecorder(self.metrics.spent())
+
+    @_never_raises
+    def applied(self, event: Event, state: State, released: int, tokens: Callable[[], int]) -> None:
+        # Separately counted and noted: neither is lost with the other.
+        try:
+            self.metrics.applied(event, state, released, tokens)
+        finally:
+            self.history.applied(event, state)
+
+    @_never_raises
+    def changed(self, state: State, room: Room) -> None:
+        self.history.changed(state, room)
+
+    @_never_raises
+    def asked_for_groups(self, found_room: bool) -> None:
+        self.metrics.asked_for_groups(found_room)
+
+    @_never_raises
+    def asked_for_shard(self, state: State, model: Model, rank: int) -> None:
+        self.metrics.asked_for_shard(state, model, rank)
+
+    @_never_raises
+    def gave_shard(self, model: Model, rank: int, nbytes: int) -> None:
+        self.metrics.gave_shard(model, rank, nbytes)
+        self.history.gave_shard(model, rank)
+
+    @_never_raises
+    def received(self, outcomes: Sequence[Outcome], steps: Steps) -> None:
+        self.metrics.received(outcomes, steps)
+
+    def timed(self, stage: str) -> AbstractContextManager[None]:
+        return self.metrics.timed(stage)
+
+    @_never_raises
+    def building(self, batch: int) -> None:
+        self.metrics.building(batch)
+
+    @_never_raises
+    def built(self, batch: int, stats: Callable[[], BatchStats]) -> BatchRecord:
+        # Counting a large batch takes a while.
+        found = stats()
+        self.metrics.built(batch, found)
+        return self._recorder.record(batch, found, self.history.now(), self.metrics.spent())
+
+
+def monitor_of(run: Run) -> Monitor:
+    """The run's monitor. Raises TypeError for a run that was given another one."""
+    if not isinstance(run.monitor, Monitor):
+        raise TypeError(f"run {run.name!r} has a {type(run.monitor).__name__} and no Monitor; give Runs that")
+    return run.monitor

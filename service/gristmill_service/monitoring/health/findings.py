@@ -1,0 +1,286 @@
+"""The rules of a run's health: what holds a run up, and how bad that is. docs/page.md tells them to users.
+
+A run that waits for rollouts, or whose workers wait for a trainer that trains, is well: that is its pace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from gristmill_service.config import Model
+from gristmill_service.monitoring.collectors.run_history import BatchTimes
+from gristmill_service.monitoring.health.health_models import LEVELS, Finding, HealthState, Level, OpenGroup
+from gristmill_service.monitoring.health.run_facts import SHOWN_GROUPS, AwaitingBatch, ModelFacts, RunFacts, seconds
+from gristmill_service.run.machine.answers import Position
+from gristmill_service.run.machine.decisions.failures import remedy
+from gristmill_service.run.machine.state import GIVEN_UP
+
+# A rank that others are past: ranks of a model take each step together.
+LATE_RANK_S = 60.0
+# All ranks of a model: as many times their longest step; where they took none yet, one of them counts as so long.
+_SLOW_STEPS, _STUCK_STEPS, _FIRST_STEP_S = 3, 10, 180.0
+_SLOW_RANKS_S, _STUCK_RANKS_S = 60.0, 600.0
+_BLOCKED_S = 60.0
+_LONG_BUILD_S = 30.0
+_SLOW_COLUMNS_S, _STUCK_COLUMNS_S = 540.0, 1800.0
+_LONG_GROUP_S, _NO_ROWS_S = 300.0, 1800.0
+
+_LONGEST_TEXT, _LONGEST_REASON = 500, 300
+_NAMED_RANKS = 8
+
+
+def findings_of(facts: RunFacts) -> list[Finding]:
+    """Worst first."""
+    rules = (_failed_batches, _unhealthy, _ranks, _columns, _build, _room, _stragglers, _rollbacks)
+    found = [finding for rule in rules for finding in rule(facts)]
+    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+
+
+def state_of(facts: RunFacts, findings: Sequence[Finding]) -> HealthState:
+    worst = findings[0].level if findings else "note"
+    if worst in ("failed", "stuck"):
+        return worst
+    if facts.ranks_have_work or facts.building is not None or facts.awaiting is not None:
+        return "training"
+    if facts.has_groups:
+        return "collecting"
+    if facts.held:
+        # All of them are trained, and wait for the trainer's commit.
+        return "training"
+    return "finished" if facts.counts.finished else "idle"
+
+
+def summary_of(facts: RunFacts, state: HealthState, findings: Sequence[Finding]) -> str:
+    """The state's reason, in one sentence."""
+    match state:
+        case "failed" | "stuck":
+            return findings[0].text
+        case "training":
+            return _training(facts)
+        case "collecting":
+            opened = facts.counts.groups_open
+            return (
+                f"{opened} {'group is' if opened == 1 else 'groups are'} open, {facts.counts.groups_complete} complete"
+            )
+        case "idle":
+            return "no group is open: no rollouts come"
+        case "finished":
+            return f"finished, {_count(facts.counts.batches_freed - facts.counts.batches_failed, 'batch')} trained"
+
+
+def has_pulled(facts: RunFacts, model: ModelFacts, rank: int) -> bool | None:
+    """Returns whether the rank asked for a shard since its next batch was published; None where that is not known."""
+    batch, pulled = _times(facts, model.next[rank]), facts.history.ranks[model.model][rank].pulled
+    if batch.published is None:
+        return None
+    if pulled is not None and pulled >= batch.published:
+        return True
+    return None if batch.was_published else False
+
+
+def available(facts: RunFacts, model: ModelFacts, rank: int) -> float:
+    """Since when the rank could have begun with its next shard: it is past the one before, and this is published."""
+    since = facts.history.ranks[model.model][rank].since
+    return max(since, _times(facts, model.next[rank]).published or since)
+
+
+def _training(facts: RunFacts) -> str:
+    if not facts.ranks_have_work:
+        if facts.building is not None:
+            return f"batch {facts.building} is being built"
+        if facts.awaiting is not None:
+            return _awaited(facts.awaiting)
+        return f"{_count(facts.held, 'batch')} trained and not committed"
+    least, model, rank = min(
+        (position, model.model, rank) for model in facts.models for rank, position in enumerate(model.next)
+    )
+    waits = "workers wait for the trainer: " if not facts.room.groups and not facts.counts.finished else ""
+    return f"{waits}{_count(facts.held, 'batch')} not committed, {model} rank {rank} is at {_place(least)}"
+
+
+def _failed_batches(facts: RunFacts) -> Iterator[Finding]:
+    """A failure is over when a later batch is trained and committed."""
+    committed = min(model.committed for model in facts.models)
+    for number, reason in facts.failed.items():
+        since = facts.history.batches.get(number, BatchTimes()).ended
+        if reason.startswith(GIVEN_UP):
+            yield _finding("note", f"batch {number} was {reason}", since, batch=number)
+        elif committed > Position(number + 1):
+            text = f"batch {number} could not be built and is left out: {reason}"
+            yield _finding("note", text, since, batch=number)
+        else:
+            text = f"batch {number} could not be built: {reason[:_LONGEST_REASON]}"
+            text += f"; {remedy(reason, is_kept=number in facts.kept)}"
+            yield _finding("failed", text, since, batch=number)
+
+
+def _rollbacks(facts: RunFacts) -> Iterator[Finding]:
+    if facts.counts.generation > 1:
+        yield _finding(
+            "note",
+            f"the run is in generation {facts.counts.generation}: its log was found shorter than promised, so what "
+            "was accepted or acknowledged last before may be lost; the runbook says how a trainer goes on",
+            None,
+        )
+
+
+def _unhealthy(facts: RunFacts) -> Iterator[Finding]:
+    if facts.unhealthy_reason:
+        yield _finding("stuck", facts.unhealthy_reason, None)
+
+
+def _ranks(facts: RunFacts) -> Iterator[Finding]:
+    for model in facts.models:
+        ready = [rank for rank, position in enumerate(model.next) if position.batch in facts.published]
+        if ready:
+            yield from _working_ranks(facts, model, ready)
+        elif facts.awaiting is None and (not facts.counts.finished or facts.has_groups or facts.building is not None):
+            yield _waiting_ranks(facts, model)
+
+
+def _working_ranks(facts: RunFacts, model: ModelFacts, ready: Sequence[int]) -> Iterator[Finding]:
+    """ready: the ranks that have a shard to train."""
+    least = min(model.next[rank] for rank in ready)
+    last = [rank for rank in ready if model.next[rank] == least]
+    past = sum(position > least for position in model.next)
+    now = facts.history.now
+    if past:
+        late = [rank for rank in last if now - available(facts, model, rank) >= LATE_RANK_S]
+        if late:
+            others = f"{past} other {'rank is' if past == 1 else 'ranks are'} past it"
+            since = min(available(facts, model, rank) for rank in late)
+            text = f"{_did_not(facts, model, late)}; {others}"
+            yield _finding("stuck", text, since, at=least, model=model.model, ranks=late)
+        return
+    # One that came last holds up the others; before it came, they waited for it.
+    since = max(available(facts, model, rank) for rank in last)
+    longest = facts.history.longest_step[model.model]
+    pace = longest or _FIRST_STEP_S
+    if now - since >= max(_SLOW_RANKS_S, _SLOW_STEPS * pace):
+        level: Level = "stuck" if now - since >= max(_STUCK_RANKS_S, _STUCK_STEPS * pace) else "slow"
+        before = f"the longest step before took {longest:.0f} s" if longest else "they took no step yet"
+        text = f"{_did_not(facts, model, last)}; {before}"
+        yield _finding(level, text, since, at=least, model=model.model, ranks=last)
+
+
+def _waiting_ranks(facts: RunFacts, model: ModelFacts) -> Finding:
+    number = min(model.next).batch
+    since = max(times.since for times in facts.history.ranks[model.model])
+    if facts.building is not None:
+        return _finding("note", f"{model.model} ranks wait for batch {number}, which is being built", since)
+    have, need = facts.counts.groups_complete, facts.train_batch_size
+    tags = ", ".join(f"{count} of tag {tag!r}" for tag, count in facts.missing_tags.items())
+    text = f"{model.model} ranks wait for batch {number}: {have} of {need} groups are complete"
+    oldest = facts.open_groups[0] if facts.open_groups else None
+    return _finding("note", f"{text}; tag_shares lacks {tags}" if tags else text, since, group=oldest)
+
+
+def _columns(facts: RunFacts) -> Iterator[Finding]:
+    """Whoever computes columns is at work while some come."""
+    if facts.awaiting is None:
+        return
+    since = facts.history.batches.get(facts.awaiting.number, BatchTimes()).columns
+    waited = 0.0 if since is None else facts.history.now - since
+    level: Level = "stuck" if waited >= _STUCK_COLUMNS_S else "slow" if waited >= _SLOW_COLUMNS_S else "note"
+    yield _finding(level, _awaited(facts.awaiting), since, batch=facts.awaiting.number)
+
+
+def _awaited(batch: AwaitingBatch) -> str:
+    shown = ", ".join(f"mini-batch {mini_batch} rank {rank}" for mini_batch, rank in batch.missing)
+    more = " and more" if batch.lacking > len(batch.missing) else ""
+    return (
+        f"batch {batch.number} waits for {', '.join(batch.columns)}, which trainers write, of {batch.lacking} of "
+        f"{batch.shards} policy shards: {shown}{more}"
+    )
+
+
+def _build(facts: RunFacts) -> Iterator[Finding]:
+    if facts.building is not None:
+        times = facts.history.batches.get(facts.building, BatchTimes())
+        since = times.columns or times.sealed
+        if since is not None and facts.history.now - since >= _LONG_BUILD_S:
+            text = f"batch {facts.building} is sealed and not published"
+            yield _finding("slow", text, since, batch=facts.building)
+
+
+def _room(facts: RunFacts) -> Iterator[Finding]:
+    if facts.room.groups or facts.counts.finished:
+        return
+    since, reason = facts.history.full_since, facts.room.reason
+    has_work = facts.ranks_have_work or facts.building is not None or facts.awaiting is not None
+    if has_work or facts.counts.groups_open:
+        yield _finding("note", f"workers wait for room: {reason}", since)
+        return
+    # Nobody can go on: what is held is trained, and nothing of the next batch may begin.
+    since = max(since or facts.history.began, facts.history.last_event)
+    level: Level = "stuck" if facts.history.now - since >= _BLOCKED_S else "note"
+    yield _finding(level, f"workers wait for room, and ranks for a batch: {reason}", since)
+
+
+def _stragglers(facts: RunFacts) -> Iterator[Finding]:
+    """Groups that are open for long hold nobody up while ranks have work."""
+    now = facts.history.now
+    old = [group for group in facts.open_groups if now - group.since >= _LONG_GROUP_S]
+    if not old:
+        return
+    first, more = old[0], "or more " if len(old) == SHOWN_GROUPS else ""
+    groups = "group is" if len(old) == 1 else "groups are"
+    text = (
+        f"{len(old)} {more}{groups} open for long; the oldest, {first.uid!r}, has {first.complete} of "
+        f"{first.samples} samples"
+    )
+    if facts.ranks_have_work or facts.building is not None:
+        yield _finding("note", text, first.since, group=first)
+    elif now - max(first.since, facts.history.rows_since) >= _NO_ROWS_S:
+        yield _finding("stuck", f"{text}, and no row comes", first.since, group=first)
+    else:
+        yield _finding("slow", text, first.since, group=first)
+
+
+def _did_not(facts: RunFacts, model: ModelFacts, ranks: Sequence[int]) -> str:
+    nobody = all(has_pulled(facts, model, rank) is False for rank in ranks)
+    verb = "even pull" if nobody else "acknowledge"
+    return f"{model.model} {_named(ranks)} did not {verb} {_place(model.next[ranks[0]])}, which is published"
+
+
+def _times(facts: RunFacts, position: Position) -> BatchTimes:
+    return facts.history.batches.get(position.batch, BatchTimes())
+
+
+def _finding(
+    level: Level,
+    text: str,
+    since: float | None,
+    *,
+    batch: int | None = None,
+    at: Position | None = None,
+    model: Model | None = None,
+    ranks: Sequence[int] = (),
+    group: OpenGroup | None = None,
+) -> Finding:
+    """batch, model, ranks, group: what it is about. at: the mini-batch that ranks are to acknowledge."""
+    return Finding(
+        level=level,
+        text=text[:_LONGEST_TEXT],
+        since=None if since is None else seconds(since),
+        batch=batch if at is None else at.batch,
+        mini_batch=None if at is None else at.mini_batch,
+        model=model,
+        ranks=list(ranks[:_NAMED_RANKS]),
+        uid=None if group is None else group.uid,
+        round=None if group is None else group.round,
+    )
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}es"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_NAMED_RANKS]))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{' and more' if len(ranks) > _NAMED_RANKS else ''}"
+
+
+def _place(position: Position) -> str:
+    epoch = f" epoch {position.epoch}" if position.epoch else ""
+    return f"batch {position.batch}{epoch} mini-batch {position.mini_batch}"

@@ -1,0 +1,207 @@
+"""A run as it is at one moment, as far as its health depends on it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import islice
+
+from gristmill_service.config import Model
+from gristmill_service.monitoring.collectors.run_history import BatchTimes, HistorySnapshot
+from gristmill_service.monitoring.collectors.run_monitor import monitor_of
+from gristmill_service.monitoring.health.health_models import HeldBatch, OpenGroup, RunCounts, Stage
+from gristmill_service.run.machine.answers import Position
+from gristmill_service.run.machine.decisions import progress, sealing
+from gristmill_service.run.machine.decisions.admission import Room
+from gristmill_service.run.machine.groups import Group
+from gristmill_service.run.machine.state import State
+from gristmill_service.run.run import Run
+
+SHOWN_GROUPS = 20
+SHOWN_BATCHES = 32
+SHOWN_FAILURES = 3
+SHOWN_SHARDS = 8
+_SHOWN_REASONS = 20
+_LONGEST_UID = 80
+_UNBOUNDED = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """next: the position that each rank has to acknowledge next."""
+
+    model: Model
+    committed: Position
+    incarnation: int
+    next: list[Position]
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitingBatch:
+    """A batch that waits for columns that trainers write. missing: the first shards that lack some, by (mini-batch,
+    rank). lacking, shards: how many lack some, and how many there are."""
+
+    number: int
+    columns: tuple[str, ...]
+    missing: list[tuple[int, int]]
+    lacking: int
+    shards: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """
+    missing_tags: groups of each tag that the next batch lacks (`tag_shares`), complete ones counted.
+    failed: the last batches that could not be built, with the reason. kept: those whose rows are kept, for another
+        dp_size.
+    published: the batches that are published, to be trained, and not freed. building: the oldest that is to be built.
+        awaiting: the oldest that waits for columns. held: how many are sealed and not freed.
+    open_groups: the oldest that are not complete. batches: the oldest that are held.
+    """
+
+    run: str
+    counts: RunCounts
+    train_batch_size: int
+    max_buffered_batches: int
+    room: Room
+    missing_tags: dict[str, int]
+    unhealthy_reason: str
+    failed: dict[int, str]
+    kept: frozenset[int]
+    published: frozenset[int]
+    building: int | None
+    awaiting: AwaitingBatch | None
+    held: int
+    open_groups: list[OpenGroup]
+    batches: list[HeldBatch]
+    models: list[ModelFacts]
+    history: HistorySnapshot
+
+    @property
+    def ranks_have_work(self) -> bool:
+        """The next shard of some rank is published."""
+        return any(position.batch in self.published for model in self.models for position in model.next)
+
+    @property
+    def has_groups(self) -> bool:
+        """Some group is open, or complete and not sealed."""
+        return self.counts.groups_open + self.counts.groups_complete > 0
+
+
+def facts_of(run: Run, state: State, room: Room) -> RunFacts:
+    """state: the run's, locked."""
+    history = monitor_of(run).history.snapshot(state)
+    return RunFacts(
+        run=run.name,
+        counts=_counts(state, room),
+        train_batch_size=run.config.train_batch_size,
+        max_buffered_batches=run.config.max_buffered_batches,
+        room=room,
+        missing_tags=sealing.missing_tags(state, run.config),
+        unhealthy_reason=run.blocked_reason,
+        failed=dict(list(state.failed.items())[-SHOWN_FAILURES:]),
+        kept=frozenset(state.batches_kept),
+        published=frozenset(
+            number for number, batch in state.batches.items() if batch.is_published and not batch.awaits
+        ),
+        building=next(iter(state.batches_to_build), None),
+        awaiting=_awaiting(state),
+        held=len(state.batches),
+        open_groups=_open_groups(state, history),
+        batches=_batches(state, history),
+        models=[
+            ModelFacts(model, own.committed, own.incarnation, next_positions(state, model))
+            for model, own in state.models.items()
+        ],
+        history=history,
+    )
+
+
+def next_positions(state: State, model: Model) -> list[Position]:
+    """The position that each rank has to acknowledge next. Raises InvalidArgumentError where there is no such model."""
+    own = progress.model_state(state, model)
+    # Hundreds of ranks are at a few positions.
+    settled = {position: progress.settle(state, model, position) for position in set(own.next)}
+    return [settled[position] for position in own.next]
+
+
+def seconds(value: float) -> float:
+    """A time as documents have it."""
+    return round(value, 1)
+
+
+def _counts(state: State, room: Room) -> RunCounts:
+    return RunCounts(
+        generation=state.generation,
+        policy_version=state.policy_version,
+        finished=state.finished,
+        groups_open=len(state.open) - len(state.complete),
+        groups_complete=len(state.complete),
+        groups_room=0 if state.finished else min(room.groups, _UNBOUNDED),
+        groups_sealed=state.groups_sealed,
+        groups_dropped=dict(islice(state.groups_dropped.items(), _SHOWN_REASONS)),
+        batches_sealed=state.batches_sealed,
+        batches_published=state.batches_made,
+        batches_freed=state.freed,
+        batches_failed=len(state.failed),
+        row_bytes=state.row_bytes,
+        shard_bytes=state.shard_bytes,
+        rows_accepted=state.rows_accepted,
+    )
+
+
+def _awaiting(state: State) -> AwaitingBatch | None:
+    for number in state.batches_awaiting:
+        batch = state.batches[number]
+        in_all = (batch.mini_batches or {}).get("policy", 0) * state.dp_size
+        of_shard = Counter((place.mini_batch, place.rank) for place in batch.written)
+        of_column = Counter(place.column for place in batch.written)
+        whole = sum(count == len(batch.awaits) for count in of_shard.values())
+        lacking = (
+            (mini_batch, rank)
+            for mini_batch in range(in_all // state.dp_size)
+            for rank in range(state.dp_size)
+            if of_shard[mini_batch, rank] < len(batch.awaits)
+        )
+        columns = tuple(name for name in batch.awaits if of_column[name] < in_all)
+        return AwaitingBatch(number, columns, list(islice(lacking, SHOWN_SHARDS)), in_all - whole, in_all)
+    return None
+
+
+def _open_groups(state: State, history: HistorySnapshot) -> list[OpenGroup]:
+    incomplete = (group for key, group in state.open.items() if key not in state.complete)
+    return [_open_group(group, history) for group in islice(incomplete, SHOWN_GROUPS)]
+
+
+def _open_group(group: Group, history: HistorySnapshot) -> OpenGroup:
+    return OpenGroup(
+        uid=group.key.uid[:_LONGEST_UID],
+        round=group.key.round,
+        since=seconds(group.admitted_at + history.run_offset),
+        complete=group.done,
+        aborted=len(group.aborted),
+        samples=group.samples,
+        rows=sum(len(trajectory.rows) for trajectory in group.trajectories.values()),
+        tag=group.tag,
+    )
+
+
+def _batches(state: State, history: HistorySnapshot) -> list[HeldBatch]:
+    found = []
+    for number, batch in islice(state.batches.items(), SHOWN_BATCHES):
+        stage, since = _stage(state, number, history.batches.get(number, BatchTimes()))
+        at = None if since is None else seconds(since)
+        found.append(HeldBatch(batch=number, state=stage, prompts=batch.prompts, since=at))
+    return found
+
+
+def _stage(state: State, number: int, times: BatchTimes) -> tuple[Stage, float | None]:
+    """How far a held batch is, and since when."""
+    if number in state.failed:
+        return "failed", times.ended
+    batch = state.batches[number]
+    if not batch.is_published:
+        return "being built", times.sealed
+    if not batch.awaits:
+        return "published", times.published
+    return ("being built" if state.is_written(number) else "waiting for columns"), times.columns

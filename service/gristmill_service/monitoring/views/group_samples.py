@@ -1,0 +1,130 @@
+"""The samples of a group that is not sealed yet: what of each has come, and the tokens of a row."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import numpy as np
+from pydantic import Field
+
+from gristmill.errors import NotFoundError
+from gristmill_service.monitoring.health.health_models import Document
+from gristmill_service.monitoring.views.row_view import SHOWN_TOKENS, ShownTokens
+from gristmill_service.run.machine.events import GroupKey
+from gristmill_service.run.machine.groups import Group, Trajectory
+from gristmill_service.run.machine.state import State
+from gristmill_service.run.open_rows import what_became_of
+from gristmill_service.run.run import Run
+
+SampleState = Literal["no row", "open", "waits for a reward", "complete", "aborted"]
+_STATES: tuple[SampleState, ...] = get_args(SampleState)
+_SHOWN = 200
+
+
+class GroupSample(Document):
+    """no row: none came. open: rows came, and some are missing. aborted: a worker gave it up."""
+
+    sample: int
+    state: SampleState
+    reason: str = Field(default="", description="Why it was aborted.")
+    attempt: int = 0
+    rows: int = Field(default=0, description="Steps that came.")
+    newest_step: int | None = Field(default=None, description="The last step, by number, that came.")
+    missing_step: int | None = Field(
+        default=None, description="The first step that has not come; null where none is missing."
+    )
+    tokens: int = Field(default=0, description="Of the newest step, its prompt included.")
+    reward: float | None = Field(default=None, description="Of the newest step; null while it is pending.")
+
+
+class GroupSamples(Document):
+    """complete, in_all: samples that are complete, and that the group has."""
+
+    run: str
+    uid: str
+    round: int
+    tag: str
+    complete: int
+    in_all: int
+    samples: list[GroupSample] = Field(description="The first 200: those that hold the group up come first.")
+
+
+class OpenRowTokens(ShownTokens):
+    """A step as it was sent. tokens: from `start` on, at most 2,000. loss_mask: one each, -1 in the prompt."""
+
+    step: int
+
+
+def group_samples(run: Run, key: GroupKey) -> GroupSamples:
+    """Raises NotFoundError where no such group is open, or complete and not sealed."""
+
+    def read(state: State) -> GroupSamples:
+        group = state.open.get(key)
+        if group is None:
+            raise NotFoundError(f"{key} is not open: {what_became_of(state, key)}")
+        shown = sorted(range(group.sampled), key=lambda sample: _STATES.index(_state(group, sample)))[:_SHOWN]
+        return GroupSamples(
+            run=run.name,
+            uid=key.uid,
+            round=key.round,
+            tag=group.tag,
+            complete=group.done,
+            in_all=group.sampled,
+            samples=[_sample(group, sample) for sample in shown],
+        )
+
+    return run.read(lambda state, _: read(state))
+
+
+def row_tokens(run: Run, key: GroupKey, sample: int, step: int, start: int) -> OpenRowTokens:
+    """Blocks. Raises NotFoundError where the group is not open or the step has not come."""
+    row = run.open_row(key, sample, step)
+    prompt = int(row.prompt_lengths[0])
+    tokens = row.tokens[0].tolist()
+    mask = np.concatenate([np.full(prompt, -1), row.loss_mask[0]]).tolist()
+    shown = slice(start, start + SHOWN_TOKENS)
+    return OpenRowTokens(
+        run=run.name,
+        uid=key.uid,
+        round=key.round,
+        sample=sample,
+        step=step,
+        prompt_tokens=prompt,
+        tokens_in_all=len(tokens),
+        start=start,
+        tokens=tokens[shown],
+        loss_mask=mask[shown],
+    )
+
+
+def _state(group: Group, sample: int) -> SampleState:
+    trajectory = group.trajectories.get(sample)
+    if trajectory is None:
+        return "aborted" if sample in group.aborted else "no row"
+    if trajectory.is_complete:
+        return "complete"
+    return "open" if _missing(trajectory) is not None else "waits for a reward"
+
+
+def _sample(group: Group, sample: int) -> GroupSample:
+    trajectory, state = group.trajectories.get(sample), _state(group, sample)
+    if trajectory is None:
+        return GroupSample(sample=sample, state=state, reason=group.aborted.get(sample, ""))
+    newest = trajectory.rows[trajectory.highest]
+    return GroupSample(
+        sample=sample,
+        state=state,
+        attempt=trajectory.attempt,
+        rows=len(trajectory.rows),
+        newest_step=newest.step,
+        missing_step=_missing(trajectory),
+        tokens=newest.tokens,
+        reward=newest.reward,
+    )
+
+
+def _missing(trajectory: Trajectory) -> int | None:
+    """The first step that has not come; None where all up to the last have."""
+    if trajectory.last is not None and len(trajectory.rows) == trajectory.last + 1:
+        return None
+    return next(step for step in range(len(trajectory.rows) + 1) if step not in trajectory.rows)

@@ -1,0 +1,78 @@
+"""The tokens of one training row, as they were sampled and merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from pydantic import Field
+
+from gristmill._wire.steps import Steps, TrajectoryKey, concat
+from gristmill.errors import NotFoundError
+from gristmill_service.config import RunConfig
+from gristmill_service.monitoring.health.health_models import Document
+from gristmill_service.monitoring.views.batch_summary import BatchSummary
+from gristmill_service.pipeline.rows.merge import merge_rows
+from gristmill_service.pipeline.rows.validate import receive
+
+SHOWN_TOKENS = 2_000
+
+
+class ShownTokens(Document):
+    """Some of a row's tokens: from `start` on, at most 2,000. loss_mask: one each, -1 in the prompt."""
+
+    run: str
+    uid: str
+    round: int
+    sample: int
+    prompt_tokens: int
+    tokens_in_all: int
+    start: int
+    tokens: list[int]
+    loss_mask: list[int]
+    texts: dict[int, str] = Field(default={}, description="What each says, where the service has a tokenizer.")
+
+
+class RowTokens(ShownTokens):
+    """A training row. tokens: from `start` on, at most 2,000. loss_mask: one each, -1 in the prompt."""
+
+    batch: int
+    row: int = Field(description="As the plan numbers them.")
+
+
+def key_of(rows: BatchSummary, row: int) -> tuple[TrajectoryKey, int]:
+    """The row's trajectory, and which of its rows it is. Raises NotFoundError where the batch has no such row."""
+    if not 0 <= row < len(rows.trajectories):
+        raise NotFoundError(f"the batch has no row {row}; it has {len(rows.trajectories)}, from 0")
+    trajectory = int(rows.trajectories[row])
+    first = int(np.searchsorted(rows.trajectories, trajectory))
+    return rows.received.steps.key(int(rows.received.trajectory_bounds[trajectory])), row - first
+
+
+def tokens_of(tables: Iterable[Steps], key: TrajectoryKey, row: int, config: RunConfig) -> tuple[list[int], list[int]]:
+    """The tokens of this trajectory's row, and for each -1 in the prompt, else whether a loss is taken of it there.
+
+    tables: the batch's rows, some at a time.
+    """
+    received = receive(concat(list(_own(tables, key))), config)
+    rows = merge_rows(received, config)
+    prompt = int(rows.prompt_lengths[row])
+    tokens = received.steps.tokens[int(rows.last[row])][: int(rows.lengths[row])].tolist()
+    mask = np.concatenate([np.full(prompt, -1), np.zeros(len(tokens) - prompt, np.int64)])
+    trained = rows.trained(received.steps.loss_mask)
+    for visit in range(int(rows.edges[row]), int(rows.edges[row + 1])):
+        begin = prompt + int(rows.starts[visit]) + int(rows.shared[visit])
+        mask[begin : begin + int(trained.lengths[visit])] = trained[visit]
+    return tokens, mask.tolist()
+
+
+def _own(tables: Iterable[Steps], key: TrajectoryKey) -> Iterable[Steps]:
+    is_found = False
+    for table in tables:
+        own = [index for index in range(len(table)) if table.key(index) == key]
+        if own:
+            is_found = True
+            yield table.take(np.array(own))
+        elif is_found:
+            # A batch's trajectories are whole, one after another.
+            return

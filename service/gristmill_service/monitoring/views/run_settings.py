@@ -1,0 +1,92 @@
+"""A run's settings beside their defaults, and what a batch would cost with others."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import Field
+from pydantic.fields import FieldInfo
+
+from gristmill._wire.steps import concat
+from gristmill.errors import FailedPreconditionError, ResourceExhaustedError
+from gristmill_service.config import RunConfig
+from gristmill_service.monitoring.health.health_models import Document
+from gristmill_service.pipeline.alternatives import costs
+from gristmill_service.run.run import Run
+
+# Its rows are held a second time, and planned some times over.
+_LARGEST = 1 << 30
+
+
+class Setting(Document):
+    name: str
+    value: Any
+    default: Any = Field(description="null where the setting has to be given, too.")
+    is_default: bool
+
+
+class RunSettings(Document):
+    run: str
+    settings: list[Setting] = Field(description="All that there are: those that differ from their default first.")
+
+
+class Cost(Document):
+    setting: str = Field(description="That differs from the run's, as `layout: packed`; empty for the run's own.")
+    rows: int
+    padding_rows: int
+    tokens: int | None = Field(description="That go through the model, padding included.")
+    padding_share: float | None
+    barrier_ratio: float = Field(description="The load of the slowest rank of each micro-step, by the mean load.")
+
+
+class BatchCosts(Document):
+    run: str
+    batch: int
+    costs: list[Cost] = Field(description="As configured, and with each setting that changes something.")
+
+
+def run_settings(run: Run) -> RunSettings:
+    values = json.loads(run.config.model_dump_json(by_alias=True))
+    found = [
+        _setting(field.alias or name, values[field.alias or name], field)
+        for name, field in RunConfig.model_fields.items()
+    ]
+    return RunSettings(run=run.name, settings=sorted(found, key=lambda setting: setting.is_default))
+
+
+def batch_costs(run: Run, batch: int) -> BatchCosts:
+    """Plans the batch once for each setting that might make it cheaper: seconds for a large one.
+
+    Raises FailedPreconditionError for a batch whose rows are not held, and ResourceExhaustedError for one of more
+    than a gigabyte.
+    """
+    size = run.read(lambda state, _: state.batches[batch].row_bytes if batch in state.batches else None)
+    if size is None:
+        raise FailedPreconditionError(f"batch {batch} is not held: nothing can be planned of rows that are freed")
+    if size > _LARGEST:
+        raise ResourceExhaustedError(
+            f"batch {batch} has {size} bytes of rows, and {_LARGEST} are the most that are planned beside training; "
+            "use gristmill export and gristmill plan"
+        )
+    found = costs(concat(list(run.export(batch))), run.config)
+    return BatchCosts(
+        run=run.name,
+        batch=batch,
+        costs=[
+            Cost(
+                setting=setting,
+                rows=cost.rows,
+                padding_rows=cost.padding_rows,
+                tokens=cost.tokens,
+                padding_share=cost.padding_share,
+                barrier_ratio=cost.barrier_ratio,
+            )
+            for setting, cost in found
+        ],
+    )
+
+
+def _setting(name: str, value: Any, field: FieldInfo) -> Setting:
+    default = None if field.is_required() else json.loads(json.dumps(field.default, default=list))
+    return Setting(name=name, value=value, default=default, is_default=not field.is_required() and value == default)

@@ -1,0 +1,160 @@
+"""The bars of a batch's picture: one for each row of a shard, and the loads, one for each micro-step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill._wire.columns import Int64s
+from gristmill_service.config import RunConfig
+from gristmill_service.monitoring.views.batch_models import MiniBatchPicture, ShardPicture
+from gristmill_service.monitoring.views.batch_summary import BatchSummary
+from gristmill_service.pipeline.plan_document import MiniBatchDocument, RankDocument
+from gristmill_service.pipeline.scheduling.balance import loads_of
+
+
+class Largest(NamedTuple):
+    """The bounds of one picture: about 300 KB."""
+
+    bars: int
+    cells: int
+    shards: int
+
+
+LARGEST = Largest(bars=4_000, cells=8_000, shards=1_024)
+
+
+class DrawnBars(NamedTuple):
+    """per_bar: rows that are added up in each bar. per_cell: micro-steps that are added up in each load."""
+
+    per_bar: int
+    per_cell: int
+    mini_batches: list[MiniBatchPicture]
+
+
+class _Rank(NamedTuple):
+    """A shard: its rows, -1 for padding rows, where its micro-batches begin among them, and the tokens of each row that
+    stand with the row before it."""
+
+    rows: Int64s
+    starts: Int64s
+    shared: Int64s
+
+
+class ShardBars:
+    """Arrays of rows have the padding row at -1, so that it needs no case of its own."""
+
+    def __init__(self, rows: BatchSummary, config: RunConfig) -> None:
+        self._rows, self._config = rows, config
+        padding_row = config.padding_row_tokens
+        observed = rows.lengths - rows.prompts - rows.trained
+        # A padding row is all padding.
+        self._parts = [np.append(values, 0) for values in (rows.prompts, observed, rows.trained)]
+        self._lengths = np.append(rows.lengths, padding_row)
+        loads = loads_of(rows.lengths, config.flops)
+        self._load_scale = 1.0 if config.flops is None or not loads.sum() else rows.lengths.sum() / loads.sum()
+        self._loads = np.append(loads, 0.0)
+
+    def drawn(self, own: Sequence[MiniBatchDocument], chosen: Sequence[MiniBatchDocument]) -> DrawnBars:
+        """own: all of a model's mini-batches in the plan; chosen: the ones to draw."""
+        every = {part.index: [_rank(rank) for rank in part.ranks] for part in own}
+        ranks = [rank for part in chosen for rank in every[part.index]]
+        per_bar = _share(sum(len(rank.rows) for rank in ranks), LARGEST.bars)
+        per_cell = _share(sum(len(rank.starts) for rank in ranks), LARGEST.cells)
+        found = []
+        for part in chosen:
+            shards = [
+                self._shard(rank, self._widths(rank, every[part.index], list(every.values())), per_bar, per_cell)
+                for rank in every[part.index]
+            ]
+            found.append(
+                MiniBatchPicture(
+                    index=part.index,
+                    rows=part.rows,
+                    padding_rows=part.padding_rows,
+                    loss_tokens=part.loss_tokens,
+                    shards=shards,
+                )
+            )
+        return DrawnBars(per_bar, per_cell, found)
+
+    @property
+    def load_unit(self) -> str:
+        return "tokens" if self._config.flops is None else "FLOPs, as tokens of a row of mean cost"
+
+    def _shard(self, rank: _Rank, widths: Int64s, per_bar: int, per_cell: int) -> ShardPicture:
+        prompt, observation, trained = (values[rank.rows] for values in self._parts)
+        loads = self._load_scale * (self._loads[rank.rows] - loads_of(rank.shared, self._config.flops))
+        loads = np.add.reduceat(loads, rank.starts) if len(rank.rows) else np.empty(0)
+        widths = widths - rank.shared
+        # What is shared is a row's first, none of which it trains.
+        observation = observation - np.maximum(rank.shared - prompt, 0)
+        prompt = np.maximum(prompt - rank.shared, 0)
+        labels = self._labels(rank.rows) if per_bar == 1 else [None] * 6
+        row, group, sample, first, last, steps = labels
+        return ShardPicture(
+            rows=len(rank.rows),
+            shared=_sums(rank.shared, per_bar),
+            prompt=_sums(prompt, per_bar),
+            observation=_sums(observation, per_bar),
+            trained=_sums(trained, per_bar),
+            padding=_sums(widths - prompt - observation - trained, per_bar),
+            load=_sums(loads, per_cell),
+            row=row,
+            group=group,
+            sample=sample,
+            first=first,
+            last=last,
+            steps=steps,
+        )
+
+    def _labels(self, numbers: Int64s) -> Sequence[list[int]]:
+        """Each bar's row, group, sample, first and last step, and number of steps; -1 for padding rows."""
+        rows, received = self._rows, self._rows.received
+        groups = received.trajectory_groups[rows.trajectories]
+        samples = received.steps.samples[received.trajectory_bounds[:-1]][rows.trajectories]
+        columns = (np.arange(len(rows.lengths)), groups, samples, rows.first, rows.last, rows.steps)
+        return [np.append(values, -1)[numbers].tolist() for values in columns]
+
+    def _widths(self, rank: _Rank, part: Sequence[_Rank], every: Sequence[Sequence[_Rank]]) -> Int64s:
+        """The width at which each row is laid out: as the widest of those that share a width with it."""
+        if self._config.has_token_axis:
+            return self._lengths[rank.rows]
+        match self._config.pad_width:
+            case "micro_batch":
+                edges = [*rank.starts.tolist(), len(rank.rows)]
+                each = [self._widest([rank.rows[start:end]]) for start, end in pairwise(edges)]
+                return np.repeat(np.array(each, np.int64), np.diff(edges))
+            case "shard":
+                width = self._widest([rank.rows])
+            case "mini_batch":
+                width = self._widest([one.rows for one in part])
+            case "batch":
+                width = self._widest([one.rows for part in every for one in part])
+        return np.full(len(rank.rows), width, np.int64)
+
+    def _widest(self, rows: Sequence[Int64s]) -> int:
+        multiple = self._config.pad_to_multiple_of
+        return -(-int(self._lengths[np.concatenate(rows)].max(initial=1)) // multiple) * multiple
+
+
+def _rank(planned: RankDocument) -> _Rank:
+    rows = np.array(planned.rows, np.int64)
+    starts = np.array([positions[0] for positions in planned.micro_batches if positions], np.int64)
+    return _Rank(rows, starts, np.array(planned.shared or [0] * len(rows), np.int64))
+
+
+def _share(count: int, most: int) -> int:
+    return max(1, -(-count // most))
+
+
+def _sums(values: NDArray[Any], each: int) -> list[int]:
+    """So many neighbours added up to whole numbers."""
+    if not len(values):
+        return []
+    sums: list[int] = np.round(np.add.reduceat(values, np.arange(0, len(values), each))).astype(np.int64).tolist()
+    return sums

@@ -1,0 +1,1 @@
+"""The commands of rollout workers, trainers and the worker that builds batches."""

@@ -1,0 +1,77 @@
+"""A command to a run: reads the run, says what happens, and answers. Pure: the run's writer logs and applies it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from gristmill_service.access.held import Quota
+from gristmill_service.config import RunConfig
+from gristmill_service.run.machine.decisions.admission import BytesLeft, Room
+from gristmill_service.run.machine.events import Event
+from gristmill_service.run.machine.state import State
+
+T = TypeVar("T")
+
+FindQuota = Callable[[], Quota]
+"""Says what the runs of a caller hold now, and may. Called from any thread."""
+
+
+class View(Protocol):
+    """The run as a command sees it."""
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def config(self) -> RunConfig:
+        """As it holds now: a trainer may have come back with another dp_size."""
+
+    def room(self) -> Room:
+        """Groups that may be admitted now."""
+
+    def bytes_left(self) -> BytesLeft:
+        """Bytes that rows of groups which are admitted may still take."""
+
+    def quota(self) -> Quota | None:
+        """What the run may hold whatever there is room for, where that is limited."""
+
+    def now(self) -> float:
+        """The run's own time, in seconds."""
+
+
+class Command(Generic[T]):
+    """
+    keys: what the decision reads and its events change. Commands whose keys differ are decided on the same state and
+        logged together. None: everything, so that the command is decided alone.
+    reads: keys that the decision only reads: no command that is logged together with it and before it has them.
+    is_internal: a worker's result, which a run takes also while the service shuts down.
+    follows: whether `follow` has anything to say.
+    """
+
+    keys: frozenset[Hashable] | None = None
+    reads: frozenset[Hashable] = frozenset()
+    is_internal = False
+    follows = False
+
+    def decide(self, view: View) -> Sequence[Event]:
+        """The events that the command leads to. Raises the refusal. Changes nothing of the run and may be called again:
+        the last call counts."""
+        return ()
+
+    def follow(self, state: State) -> Sequence[Event]:
+        """Further events that are due once the first ones are applied."""
+        return ()
+
+    def answer(self, state: State) -> T:
+        """The answer, once the events and all that follows from them are applied. Called once."""
+        raise NotImplementedError
+
+
+class Barrier(Command[None]):
+    """Changes nothing; done when all commands before it are."""
+
+    is_internal = True
+
+    def answer(self, state: State) -> None:
+        pass

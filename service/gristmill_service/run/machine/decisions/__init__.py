@@ -1,0 +1,1 @@
+"""The decisions: each reads the state, returns events, and changes nothing."""

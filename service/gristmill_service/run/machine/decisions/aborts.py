@@ -1,0 +1,83 @@
+"""What is given up: trajectories and groups that clients abort, and stragglers. Reads the state, returns events.
+
+A request is judged whole before anything of it happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from gristmill._wire.steps import TrajectoryKey, check_text
+from gristmill.errors import InvalidArgumentError, NotFoundError
+from gristmill_service.config import RunConfig
+from gristmill_service.run.machine.decisions.group_sizes import check_sample
+from gristmill_service.run.machine.events import Event, GroupClosed, GroupDropped, GroupKey, TrajectoryAborted
+from gristmill_service.run.machine.groups import Group
+from gristmill_service.run.machine.state import State
+
+_UNNAMED_REASON = "aborted"
+_LONGEST_REASON = 200
+
+
+def abort_trajectories(
+    state: State, config: RunConfig, trajectories: Sequence[TrajectoryKey], reason: str
+) -> tuple[list[TrajectoryAborted], list[GroupDropped]]:
+    """The trajectories given up by this, and the groups of which nothing is left then."""
+    aborted: dict[TrajectoryKey, None] = {}
+    touched: dict[GroupKey, Group] = {}
+    for trajectory in trajectories:
+        key = GroupKey(trajectory.round, trajectory.uid)
+        group = _open_group(state, key)
+        check_sample(trajectory, trajectory.sample, group, config)
+        if group is not None and trajectory.sample not in group.aborted:
+            aborted[trajectory] = None
+            touched[key] = group
+    left = {key: group.sampled - len(group.aborted) for key, group in touched.items()}
+    for trajectory in aborted:
+        left[GroupKey(trajectory.round, trajectory.uid)] -= 1
+    reason = checked_reason(reason)
+    return (
+        [TrajectoryAborted(trajectory, reason) for trajectory in aborted],
+        [GroupDropped(key, reason) for key, samples in left.items() if not samples],
+    )
+
+
+def abort_groups(state: State, keys: Sequence[GroupKey], reason: str) -> list[GroupDropped]:
+    opened = [key for key in dict.fromkeys(keys) if _open_group(state, key) is not None]
+    reason = checked_reason(reason)
+    return [GroupDropped(key, reason) for key in opened]
+
+
+def timeouts(state: State, config: RunConfig, now: float) -> list[Event]:
+    """Stragglers: groups admitted longer than `group_timeout_s` ago that are not complete."""
+    if config.group_timeout_s is None:
+        return []
+    limit = now - config.group_timeout_s
+    late = takewhile(lambda group: group.admitted_at <= limit, state.open.values())
+    return [
+        GroupClosed(group.key, "timeout") if group.done >= config.min_samples else GroupDropped(group.key, "timeout")
+        for group in late
+        if not group.is_complete
+    ]
+
+
+def checked_reason(reason: str) -> str:
+    """Reasons are counted by name, so that they are names and not reports."""
+    if len(reason) > _LONGEST_REASON:
+        raise InvalidArgumentError(
+            f"reason has {len(reason)} characters, and {_LONGEST_REASON} are the most; give a short name of the "
+            "problem, because groups are counted by it"
+        )
+    check_text(reason, "reason")
+    return reason or _UNNAMED_REASON
+
+
+def _open_group(state: State, key: GroupKey) -> Group | None:
+    """None where it is sealed or dropped, so that giving it up changes nothing."""
+    group = state.open.get(key)
+    if group is None and key not in state.closed:
+        raise NotFoundError(
+            f"{key}: no such group was begun, so there is nothing to abort; check the uid and the round"
+        )
+    return group

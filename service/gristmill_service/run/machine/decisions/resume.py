@@ -1,0 +1,142 @@
+"""Resuming: a trainer comes back with a checkpoint, and the run checks that the two fit. Reads the state, returns
+events.
+
+A checkpoint fits where everything before its position was acknowledged in this run and generation. One that is ahead
+would silently step over accepted rows; it is refused, or the batches in between are given up for a reason.
+"""
+
+from __future__ import annotations
+
+from gristmill._wire.steps import check_text
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError, StaleIncarnationError
+from gristmill_service.config import Model
+from gristmill_service.run.machine.answers import Position
+from gristmill_service.run.machine.decisions.aborts import checked_reason
+from gristmill_service.run.machine.decisions.progress import check_exists, model_state, settle, text_of, went_past
+from gristmill_service.run.machine.events import (
+    BatchGivenUp,
+    BatchWithdrawn,
+    ColumnsDropped,
+    Event,
+    ModelResumed,
+    Resized,
+)
+from gristmill_service.run.machine.state import START, State
+
+
+def resume(
+    state: State,
+    model: Model,
+    position: Position | None,
+    launch: str,
+    dp_size: int,
+    generation: int = 0,
+    give_up_reason: str = "",
+) -> list[Event]:
+    """Puts all ranks to the position under a new incarnation; nothing where this launch did so already.
+
+    With another `dp_size`, batches that are published are withdrawn, failed ones that lie ahead and whose rows are kept
+    are tried again, and a run's other model has to resume, too.
+    generation: the one that the checkpoint is of, 0 where that is not known. A position ahead of what was acknowledged
+    is refused, unless a reason is given for which the batches in between are given up.
+    """
+    current = model_state(state, model)
+    if not launch:
+        raise InvalidArgumentError("launch is empty; name this start of the trainer, the same on all its ranks")
+    check_text(launch, "launch")
+    if launch == current.launch:
+        if position is not None and position != current.resumed_at:
+            raise FailedPreconditionError(
+                f"{model}: launch {launch!r} resumed at {text_of(current.resumed_at)}, and this rank asks for "
+                f"{text_of(position)}; all ranks load the same checkpoint"
+            )
+        if dp_size != state.dp_size:
+            raise FailedPreconditionError(
+                f"{model}: launch {launch!r} resumed with dp_size {state.dp_size}, and this rank asks for {dp_size}; "
+                "all ranks have the same"
+            )
+        return []
+    if launch in current.superseded:
+        # A rank of it that comes late must not take the run from the launch that came after.
+        raise StaleIncarnationError(
+            f"{model}: launch {launch!r} was superseded by {current.launch!r}: the trainer was started again; end this "
+            "process"
+        )
+    target = current.committed if position is None else position
+    check_exists(state, model, target)
+    if target < current.committed:
+        raise FailedPreconditionError(
+            f"{model}: {text_of(target)} lies before the committed {text_of(current.committed)}, and its data may be "
+            "gone; resume from the newer checkpoint, and commit only what a checkpoint holds"
+        )
+    skipped = _skipped(state, model, target, generation, give_up_reason)
+    resumed = ModelResumed(model, target, current.incarnation + 1, launch)
+    given_up = {event.batch for event in skipped}
+    resized = [] if dp_size == state.dp_size else _resized(state, dp_size, resumed, given_up)
+    return [*skipped, *_dropped(state, model, bool(resized), given_up), *resized, resumed]
+
+
+def _dropped(state: State, model: Model, is_resized: bool, given_up: set[int]) -> list[Event]:
+    """What was written under the incarnation before is written anew, so that one trainer's values make a batch: of
+    batches that wait for columns; for another number of ranks of all, for they are cut anew."""
+    if model != "policy" and not is_resized:
+        return []
+    return [
+        ColumnsDropped(number)
+        for number, batch in state.batches.items()
+        if batch.written and (batch.awaits or is_resized) and number not in given_up
+    ]
+
+
+def _resized(state: State, dp_size: int, resumed: ModelResumed, given_up: set[int]) -> list[Event]:
+    """Ranks of the other model, which there may not be as many of any more, are refused from now on."""
+    other_models = {model: own for model, own in state.models.items() if model != resumed.model}
+    others = [ModelResumed(model, min(own.next), own.incarnation + 1, "") for model, own in other_models.items()]
+    first = min([resumed.position, *map(went_past, other_models.values())]).batch
+    again = [number for number in state.batches_kept if number >= first]
+    withdrawn = [
+        BatchWithdrawn(number)
+        for number, batch in state.batches.items()
+        if (batch.is_published or number in again) and number not in given_up
+    ]
+    return [Resized(dp_size), *others, *withdrawn]
+
+
+def _skipped(state: State, model: Model, target: Position, generation: int, reason: str) -> list[BatchGivenUp]:
+    """The batches that lie between what was acknowledged and the target. Raises FailedPreconditionError where there is
+    anything in between and no reason is given."""
+    fits = _furthest_fit(state, model, generation)
+    if settle(state, model, target) <= settle(state, model, fits):
+        return []
+    # A batch that was begun stays: its rest is skipped for this model alone.
+    first = fits.batch + (fits > Position(fits.batch))
+    between = [number for number in state.batches if first <= number < target.batch]
+    if not reason:
+        raise FailedPreconditionError(_refusal(state, model, target, fits, between, generation))
+    reason = checked_reason(reason)
+    return [BatchGivenUp(number, reason) for number in between]
+
+
+def _furthest_fit(state: State, model: Model, generation: int) -> Position:
+    """The furthest position at which a checkpoint of this generation fits; 0: the current one."""
+    own = state.models[model]
+    if generation > state.generation:
+        return START
+    rolled_back = [reached.get(model, START) for reached in state.rollbacks[generation - 1 :]] if generation else []
+    return min([max(own.furthest, own.committed), *rolled_back])
+
+
+def _refusal(state: State, model: Model, target: Position, fits: Position, between: list[int], generation: int) -> str:
+    groups = sum(state.batches[number].prompts for number in between)
+    why = ""
+    if generation and generation != state.generation:
+        why = (
+            f" The checkpoint is of generation {generation} of the run and the run is in generation "
+            f"{state.generation}: its log was rolled back in between."
+        )
+    return (
+        f"{model}: the checkpoint is at {text_of(target)}, and this run knows only the training before "
+        f"{text_of(fits)}.{why} To resume there would skip accepted rows: {len(between)} sealed batches with {groups} "
+        "groups, and the rest of a batch that was begun. Load a checkpoint at or before that position, or give "
+        "give_up_reason, under which these groups are dropped"
+    )

@@ -1,0 +1,90 @@
+"""What becomes of rewards that come after their rows: reads the state, returns events, changes nothing.
+
+A request is taken whole or refused whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gristmill._wire.columns import exact_sum
+from gristmill._wire.steps import FLOAT32_MAX
+from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from gristmill_service.run.machine.answers import RewardUpdate
+from gristmill_service.run.machine.decisions.row_schema import check_reward_schema
+from gristmill_service.run.machine.events import Event, GroupKey, RewardsSet, RowRef, SchemaFixed, SetReward, StoredRow
+from gristmill_service.run.machine.state import State
+
+
+def take_rewards(state: State, updates: Sequence[RewardUpdate], digests: Sequence[bytes]) -> tuple[int, list[Event]]:
+    """How many rewards change something, and what happened.
+
+    digests: of each update's values per token, empty where it has none.
+    """
+    schema = state.schema
+    seen: dict[RowRef, SetReward] = {}
+    for update, digest in zip(updates, digests, strict=True):
+        row = _row_of(state, update)
+        if row is None:
+            continue
+        schema = check_reward_schema(row, update, schema)
+        value = _value(row, update)
+        if row.reward is not None:
+            _check_same(row, row.reward, row.reward_digest, value, digest)
+        elif row.ref in seen:
+            _check_same(row, seen[row.ref].value, seen[row.ref].digest, value, digest)
+        else:
+            seen[row.ref] = SetReward(row.trajectory, row.step, value, digest, _bytes(update))
+    if not seen:
+        return 0, []
+    fixed = [SchemaFixed(schema)] if schema != state.schema else []
+    return len(seen), [*fixed, RewardsSet(tuple(seen.values()))]
+
+
+def _check_same(row: StoredRow, known: float, known_digest: bytes, value: float, digest: bytes) -> None:
+    if (known, known_digest) != (value, digest):
+        raise AlreadyExistsError(f"{row}: the reward {known} was given before, and now {value}; a reward is given once")
+
+
+def _bytes(update: RewardUpdate) -> bytes:
+    return b"" if update.token_values is None else np.ascontiguousarray(update.token_values, np.float64).tobytes()
+
+
+def _row_of(state: State, update: RewardUpdate) -> StoredRow | None:
+    """The row that the reward is for; None where its group or trajectory is closed, so that it no longer matters."""
+    key = GroupKey(update.trajectory.round, update.trajectory.uid)
+    if key in state.closed:
+        return None
+    group = state.open.get(key)
+    if group is not None and update.trajectory.sample in group.aborted:
+        return None
+    trajectory = None if group is None else group.trajectories.get(update.trajectory.sample)
+    step = update.step if update.step is not None else (None if trajectory is None else trajectory.last)
+    row = None if trajectory is None or step is None else trajectory.rows.get(step)
+    if row is None:
+        which = "the last step" if update.step is None else f"step {update.step}"
+        raise NotFoundError(f"{update.trajectory}: {which} was not submitted; submit the row before its reward")
+    return row
+
+
+def _value(row: StoredRow, update: RewardUpdate) -> float:
+    """The step's reward; the sum, where it is given per token."""
+    if update.token_values is None:
+        if update.value is None:
+            raise InvalidArgumentError(f"{row}: reward has no value; give one")
+        value = update.value
+    elif len(update.token_values) != row.response_length:
+        raise InvalidArgumentError(
+            f"{row}: reward has {len(update.token_values)} values and response_ids has "
+            f"{row.response_length}; they need one each"
+        )
+    else:
+        value = exact_sum(update.token_values)
+        # Values that no tensor holds may cancel out.
+        most = float(np.abs(update.token_values).max(initial=0.0))
+        value = value if most <= FLOAT32_MAX else most
+    if not abs(value) <= FLOAT32_MAX:
+        raise InvalidArgumentError(f"{row}: reward is {value}; it must be finite, also as float32")
+    return value

@@ -1,0 +1,1 @@
+"""What callers ask of a state, and wait for."""

@@ -1,0 +1,81 @@
+"""A run's state as it is shown to people and programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from gristmill_service.run.machine.answers import GroupAnswer, ModelProgress, RunStatus, TagGroups
+from gristmill_service.run.machine.decisions import progress
+from gristmill_service.run.machine.events import GroupKey
+from gristmill_service.run.machine.state import State
+
+
+def status(state: State, run: str, run_id: str, *, config_json: str, room: int, duplicates: int) -> RunStatus:
+    """duplicates: rows that came again, which is no event of the run."""
+    return RunStatus(
+        run=run,
+        run_id=run_id,
+        generation=state.generation,
+        config_json=config_json,
+        policy_version=state.policy_version,
+        finished=state.finished,
+        groups_open=len(state.open) - len(state.complete),
+        groups_complete=len(state.complete),
+        groups_room=0 if state.finished else room,
+        batches_sealed=state.batches_sealed,
+        batches_published=state.batches_made,
+        batches_freed=state.freed,
+        row_bytes=state.row_bytes,
+        shard_bytes=state.shard_bytes,
+        rows_accepted=state.rows_accepted,
+        rows_duplicate=duplicates,
+        groups_dropped=dict(state.groups_dropped),
+        tags={
+            tag: TagGroups(found.open - found.complete, found.complete, found.sealed, found.dropped)
+            for tag, found in sorted(state.tags.items())
+        },
+        models=[
+            ModelProgress(
+                model,
+                own.committed,
+                own.incarnation,
+                [progress.settle(state, model, position) for position in own.next],
+            )
+            for model, own in state.models.items()
+        ],
+        failed_batches=dict(state.failed),
+    )
+
+
+class FoundGroups(NamedTuple):
+    """The groups that were ever admitted, copied while the state was read.
+
+    closed: what became of each that is decided, as the state has it, and its tag. failed: why batches are lost.
+    """
+
+    closed: list[tuple[GroupKey, int | str, str]]
+    failed: Mapping[int, str]
+    waiting: list[GroupAnswer]
+
+    def answers(self) -> list[GroupAnswer]:
+        return [self._decided(key, found, tag) for key, found, tag in self.closed] + self.waiting
+
+    def _decided(self, key: GroupKey, found: int | str, tag: str) -> GroupAnswer:
+        if isinstance(found, str):
+            return GroupAnswer(*key, "dropped", reason=found, tag=tag)
+        if found in self.failed:
+            return GroupAnswer(*key, "dropped", found, "batch_failed", tag)
+        return GroupAnswer(*key, "sealed", found, tag=tag)
+
+
+def found_groups(state: State) -> FoundGroups:
+    return FoundGroups(
+        [(key, found, state.closed_tags.get(key, "")) for key, found in state.closed.items()],
+        # One that is kept may be built yet.
+        {number: reason for number, reason in state.failed.items() if number not in state.batches},
+        [
+            GroupAnswer(*key, "complete" if key in state.complete else "open", tag=group.tag)
+            for key, group in state.open.items()
+        ],
+    )

@@ -1,0 +1,255 @@
+"""The rows of a batch as one table: of many tables that are held as bytes, and of tokens that rows share.
+
+Tokens that rows share stand once: of rows of which each goes on with all of the one before it, the longest stands in
+the table, and the others are its first tokens. What else begins as another row, such as the samples of a prompt, has a
+copy of that beginning, for every row is one run of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, repeat
+from operator import add, mul, sub
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gristmill._wire.columns import Array, Int64s, Ragged
+from gristmill._wire.steps import Extra, Steps
+from gristmill.errors import InvalidArgumentError
+from gristmill_service.run.machine.events import RowRef, StoredRow
+from gristmill_service.run.rows.row_buffer import PickedRow
+from gristmill_service.storage.row_tables import (
+    NUMBERS,
+    OF_RESPONSES,
+    OF_SOME,
+    Column,
+    Header,
+    Opened,
+    Stored,
+    opened,
+    steps_from,
+)
+from gristmill_service.storage.single_rows import single_row
+
+Load = Callable[[int], Stored]
+"""Gives a table, by its number, that nobody holds."""
+
+_ITEM = 4
+"""Bytes of a token."""
+
+
+def gather(picked: Sequence[PickedRow], token_rewards: bool, load: Load) -> Steps:
+    """The rows as one table, in this order, with the rewards that came later and their groups' tags. Token data is
+    copied once. Raises InvalidArgumentError where tables are not as the state knows their rows."""
+    tables, stored = _Tables(load), [one.row for one in picked]
+    rows = [tables.row(one) for one in picked]
+    numbers = _numbers(stored)
+    ragged = {"tokens": _tokens(picked, rows, tables)} | _of_responses(rows, numbers)
+    if token_rewards:
+        ragged["token_rewards"] = _token_rewards(rows, stored)
+    strings = {"tags": [one.tag for one in picked], "stop_reasons": [row.stop_reason for row in rows]}
+    given = {name: values for name, values in strings.items() if any(values)}
+    uids = [one.trajectory.uid for one in stored]
+    return steps_from(uids, given, numbers, ragged, _extras(rows))
+
+
+def tokens_of(row: PickedRow, load: Load) -> list[Array]:
+    """All tokens of a row, in pieces that stand in several tables; int32 each."""
+    return [np.frombuffer(piece, np.int32) for piece in _pieces(row, row.row.tokens, _Tables(load))]
+
+
+def columns_of(row: PickedRow, load: Load) -> frozenset[str]:
+    """The declared columns that a row has."""
+    if isinstance(row.stored, Steps):
+        return frozenset(name for name, extra in row.stored.extras.items() if extra.given[row.at])
+    found = _Tables(load).row(row)
+    return frozenset(name for name, column in found.columns.items() if column.counts and column.counts[found.at] >= 0)
+
+
+class _Row(NamedTuple):
+    """A row's place in its table, of whose columns it has these bytes."""
+
+    columns: Mapping[str, Column]
+    memory: Mapping[str, memoryview]
+    at: int
+    stop_reason: str
+
+
+class _Table:
+    """A table of several rows, which are looked for one by one."""
+
+    def __init__(self, table: Opened) -> None:
+        self._table = table
+        self._edges: dict[str, list[int]] = {}
+
+    def row(self, at: int) -> _Row:
+        header, columns, whole = self._table
+        if not self._edges:
+            self._edges = {name: [0, *accumulate(_sizes(column, header))] for name, column in columns.items()}
+        memory = {name: whole[name][edges[at] : edges[at + 1]] for name, edges in self._edges.items()}
+        return _Row(columns, memory, at, _stop_reason(header, at))
+
+
+def _sizes(column: Column, header: Header) -> Iterator[int]:
+    """The bytes that each row has of a column."""
+    rows, numbers = len(header.uids), header.numbers
+    if column.counts is not None:
+        counts: Iterable[int] = (max(0, count) for count in column.counts)
+    else:
+        counts = numbers.response_lengths or repeat(0, rows)
+        if column.name == "tokens":
+            prompts, prefixes = numbers.prompt_lengths or repeat(0), numbers.prefix_lengths or repeat(0)
+            counts = map(sub, map(add, counts, prompts), prefixes)
+    return map(mul, counts, repeat(column.element_bytes))
+
+
+def _stop_reason(header: Header, at: int) -> str:
+    reasons = header.strings.get("stop_reasons")
+    return reasons[at] if reasons else ""
+
+
+class _Tables:
+    """Opens each table once."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._tables: dict[int, _Table | _Row] = {}
+
+    def row(self, picked: PickedRow) -> _Row:
+        found = self._tables.get(picked.table)
+        if found is None:
+            found = self._tables[picked.table] = self._open(picked)
+        return found if isinstance(found, _Row) else found.row(picked.at)
+
+    def _open(self, picked: PickedRow) -> _Table | _Row:
+        """The row itself where it is alone in its table, as most are: so the description is let go."""
+        stored = self._load(picked.table) if picked.stored is None else picked.stored
+        if not isinstance(stored, Steps) and (one := single_row(stored)) is not None:
+            return _Row(one.columns, one.memory, 0, one.stop_reason)
+        table = opened(stored)
+        if len(table.header.uids) > 1:
+            return _Table(table)
+        return _Row(table.columns, table.memory, 0, _stop_reason(table.header, 0))
+
+
+def _pieces(row: PickedRow, count: int, tables: _Tables) -> list[memoryview]:
+    """The first `count` tokens of a row, as they stand in its table and in those of the rows with which it begins."""
+    found: list[memoryview] = []
+    one: PickedRow | None = row
+    while one is not None and count:
+        own = tables.row(one).memory["tokens"]
+        prefix = one.row.tokens - len(own) // _ITEM
+        if count > prefix:
+            found.append(own[: _ITEM * (count - prefix)])
+            count = prefix
+        one = one.parent
+    return found[::-1]
+
+
+def _tokens(picked: Sequence[PickedRow], rows: Sequence[_Row], tables: _Tables) -> Ragged:
+    """All rows' tokens, those in which one goes on with another once."""
+    lines: list[list[memoryview]] = []
+    sizes: list[int] = []
+    line_of = list[int]()
+    # The last row of each line so far.
+    ends: dict[RowRef, int] = {}
+    for one, row in zip(picked, rows, strict=True):
+        parent, own, count = one.parent, row.memory["tokens"], one.row.tokens
+        line = None
+        if parent is not None and count - len(own) // _ITEM == parent.row.tokens:
+            line = ends.pop(parent.row.ref, None)
+        if line is None:
+            line = len(lines)
+            lines.append(_pieces(one, count, tables))
+            sizes.append(count)
+        else:
+            lines[line].append(own)
+            sizes[line] = count
+        ends[one.row.ref] = line
+        line_of.append(line)
+    found = _column(Column("tokens", "<i4"), chain.from_iterable(lines), np.array(sizes, np.int64))
+    return Ragged(found.values, found.starts[line_of], np.array([one.row.tokens for one in picked], np.int64))
+
+
+def _column(column: Column, memory: Iterable[bytes | memoryview], lengths: Int64s) -> Ragged:
+    """The rows' values, copied one after another. lengths: int64 (rows,), of each as it has to be."""
+    values = column.values(b"".join(memory))
+    if len(values) != (expected := int(lengths.sum())):
+        raise InvalidArgumentError(
+            f"the stored rows have {len(values)} values of {column.name}, and the run's log says {expected}: the store "
+            "has lost or changed rows; restore it, or delete the run"
+        )
+    return Ragged.from_lengths(values, lengths)
+
+
+def _numbers(stored: Sequence[StoredRow]) -> dict[str, Array]:
+    """What the state knows of the rows, as their tables would have it."""
+    found: dict[str, list[Any]] = {
+        "rounds": [row.trajectory.round for row in stored],
+        "samples": [row.trajectory.sample for row in stored],
+        "steps": [row.step for row in stored],
+        "attempts": [row.attempt for row in stored],
+        "is_last_steps": [row.is_last for row in stored],
+        "policy_versions": [row.version for row in stored],
+        "prompt_lengths": [row.tokens - row.response_length for row in stored],
+        "response_lengths": [row.response_length for row in stored],
+        "rewards": [row.reward for row in stored],
+        "rewards_pending": [False] * len(stored),
+    }
+    numbers = {name: np.array(values, NUMBERS[name][0]) for name, values in found.items()}
+    if stored and stored[0].advantage is not None:
+        numbers["advantages"] = np.array([row.advantage for row in stored], OF_SOME["advantages"])
+    return numbers
+
+
+def _of_responses(rows: Sequence[_Row], numbers: dict[str, Array]) -> dict[str, Ragged]:
+    """The columns with a value a response token, but rewards."""
+    lengths = numbers["response_lengths"]
+    # Most rows have the same ones.
+    columns = {id(row.columns): row.columns for row in rows}.values()
+    found: dict[str, Ragged] = {}
+    for name in OF_RESPONSES:
+        some = next((one[name] for one in columns if name in one), None)
+        if some is None or name == "token_rewards":
+            continue
+        own = [row.memory.get(name) for row in rows]
+        memory = [_stand_in(name, numbers, at) if one is None else one for at, one in enumerate(own)]
+        found[name] = _column(some, memory, lengths)
+    return found
+
+
+def _stand_in(name: str, numbers: dict[str, Array], row: int) -> bytes:
+    """The bytes of a row whose table has not got the column while others have."""
+    length = int(numbers["response_lengths"][row])
+    if name == "loss_mask":
+        return b"\1" * length
+    if name == "token_versions":
+        return np.full(length, numbers["policy_versions"][row], np.int32).tobytes()
+    raise InvalidArgumentError(f"some rows have {name} and others do not; all rows of a run have them, or none has")
+
+
+def _token_rewards(rows: Sequence[_Row], stored: Sequence[StoredRow]) -> Ragged:
+    values: list[Array] = []
+    for row, one in zip(rows, stored, strict=True):
+        if one.late_rewards:
+            values.append(np.frombuffer(one.late_rewards, np.float64))
+        else:
+            column = row.columns.get("token_rewards")
+            assert column is not None, "a row without a later reward brought its own"
+            values.append(column.values(row.memory["token_rewards"]))
+    return Ragged.from_arrays(values, np.float64)
+
+
+def _extras(rows: Sequence[_Row]) -> dict[str, Extra]:
+    """The declared columns that any of the rows' tables has."""
+    declared = {name: column for row in rows for name, column in row.columns.items() if column.counts is not None}
+    found: dict[str, Extra] = {}
+    for name, column in declared.items():
+        own = ((row.at, row.columns.get(name)) for row in rows)
+        counts: Int64s = np.array(
+            [-1 if some is None or some.counts is None else some.counts[at] for at, some in own], np.int64
+        )
+        memory = [row.memory.get(name, b"") for row in rows]
+        found[name] = Extra(_column(column, memory, np.maximum(counts, 0)), counts >= 0)
+    return found

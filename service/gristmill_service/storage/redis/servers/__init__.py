@@ -1,0 +1,1 @@
+"""The servers of Redis: connections, masters, copies, and how they fare."""
