@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from gristmill._wire.rows import from_rows
 from gristmill_service.service import Service
-from tests.faults.services import Services, on_redis
+from tests.faults.services import Services, on_redis, patiently
 from tests.page import stage
 from tests.page.conftest import OpenPage
 from tests.redis.servers import RedisServer
@@ -145,7 +145,8 @@ def _outlives(services: Services, flags: list[str]) -> None:
     first.process.kill()
     first.process.wait()
     [second] = services.start(1, *flags)
-    stage.until(lambda: told_by(second)["points"] != [])
+    # On Redis the lease of who was killed has to run out.
+    stage.until(lambda: patiently(lambda: told_by(second))["points"] != [])
     assert told_by(second) == before
     fill(second, 1)
     assert [point["first"] for point in told_by(second)["points"]] == [0, 1]
