@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,12 +77,7 @@ def _rounds() -> list[Spent]:
     with (
         tempfile.TemporaryDirectory() as directory,
         served() as service,
-        # Metrics of rewards, which both take.
-        patch.object(
-            skyrl_trainer,
-            "get_metrics_from_generator_output",
-            lambda *_: {"avg_score": 0.0, "pass_at_n": 0.0, "mean_positive_reward": 0.0},
-        ),
+        without_reward_metrics(),
     ):
         save_model(Path(directory) / "model")
         theirs = trainer_of(RayPPOTrainer, Path(directory), **_SIZES)
@@ -100,6 +95,15 @@ def _rounds() -> list[Spent]:
             rounds.append(clock.spent.copy())
         ours._session.close()
     return rounds
+
+
+def without_reward_metrics() -> AbstractContextManager[object]:
+    """SkyRL does not compute its metrics of rewards meanwhile: they are no part of what is compared."""
+    return patch.object(
+        skyrl_trainer,
+        "get_metrics_from_generator_output",
+        lambda *_: {"avg_score": 0.0, "pass_at_n": 0.0, "mean_positive_reward": 0.0},
+    )
 
 
 def prepare(trainer: Any, output: dict[str, Any], uids: list[str]) -> Any:

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from urllib.parse import urlsplit
 
 import grpc
@@ -94,48 +95,25 @@ class Flood:
 
     def _large_rows(self) -> None:
         """More than the service takes, again and again."""
-        tokens = os.urandom(1 << 20).replace(b"\x80", b"\0") * 12
-        count = len(tokens) // 4
-        table = rows_pb2.Rows(
-            uids=["big"],
-            samples=[0],
-            is_last_steps=[False],
-            prompt_lengths=[1],
-            response_lengths=[count - 1],
-            tokens=b"\x01\0\0\0" * count,
-            rewards=[0.0],
-        )
-        channel = grpc.insecure_channel(self._address, (("grpc.max_send_message_length", -1),))
-        submit = channel.unary_unary("/gristmill.v1.RolloutService/SubmitRows")
-        steps = iter(range(1 << 30))
+        table, submit, steps = _one_row("big", 3 << 20), self._submit(), iter(range(1 << 30))
 
         def send() -> None:
             table.steps[:] = [next(steps)]
-            submit(
-                rollout_pb2.SubmitRowsRequest(run=RUN, rows=table).SerializeToString(),
-                metadata=self._metadata,
-                timeout=60,
-            )
+            submit(rollout_pb2.SubmitRowsRequest(run=RUN, rows=table).SerializeToString())
 
         self._over_and_over(send)
 
     def _repeated_rows(self) -> None:
         """Rows that the service takes, and then has: each request is answered well and costs as much as the first."""
-        count = 1 << 20
-        table = rows_pb2.Rows(
-            uids=["repeated"],
-            samples=[0],
-            steps=[0],
-            is_last_steps=[False],
-            prompt_lengths=[1],
-            response_lengths=[count - 1],
-            tokens=b"\x01\0\0\0" * count,
-            rewards=[0.0],
-        )
-        channel = grpc.insecure_channel(self._address, (("grpc.max_send_message_length", -1),))
-        submit = channel.unary_unary("/gristmill.v1.RolloutService/SubmitRows")
+        table, submit = _one_row("repeated", 1 << 20), self._submit()
         data = rollout_pb2.SubmitRowsRequest(run=RUN, rows=table).SerializeToString()
-        self._over_and_over(lambda: submit(data, metadata=self._metadata, timeout=60))
+        self._over_and_over(lambda: submit(data))
+
+    def _submit(self) -> Callable[[bytes], bytes]:
+        """Sends a request of rows, and gives the answer."""
+        channel = grpc.insecure_channel(self._address, (("grpc.max_send_message_length", -1),))
+        call = channel.unary_unary("/gristmill.v1.RolloutService/SubmitRows")
+        return partial(call, metadata=self._metadata, timeout=60)
 
     def _groups(self) -> None:
         channel = grpc.insecure_channel(self._address)
@@ -150,7 +128,7 @@ class Flood:
 
         self._over_and_over(ask)
 
-    def _over_and_over(self, once: Callable[[], None]) -> None:
+    def _over_and_over(self, once: Callable[[], object]) -> None:
         def keep_on() -> None:
             while not self._ended.is_set():
                 with suppress(OSError, http.client.HTTPException, grpc.RpcError):
@@ -158,6 +136,19 @@ class Flood:
 
         for _ in range(THREADS):
             threading.Thread(target=keep_on, daemon=True).start()
+
+
+def _one_row(uid: str, tokens: int) -> rows_pb2.Rows:
+    return rows_pb2.Rows(
+        uids=[uid],
+        samples=[0],
+        steps=[0],
+        is_last_steps=[False],
+        prompt_lengths=[1],
+        response_lengths=[tokens - 1],
+        tokens=b"\x01\0\0\0" * tokens,
+        rewards=[0.0],
+    )
 
 
 def main() -> None:

@@ -120,7 +120,7 @@ def _measured(work: Workload, output: dict[str, Any]) -> _Measured:
 
         ours()
         bound()
-        rounds = [(*_spent(ours), *_spent(bound)) for _ in range(ROUNDS)]
+        rounds = [(*spent(ours), *spent(bound)) for _ in range(ROUNDS)]
     return _Measured(
         statistics.median(ours_s / bound_s for ours_s, _, bound_s, _ in rounds),
         statistics.median(bound_s for _, _, bound_s, _ in rounds),
@@ -129,8 +129,8 @@ def _measured(work: Workload, output: dict[str, Any]) -> _Measured:
     )
 
 
-def _spent(work: Callable[[], None]) -> tuple[float, float]:
-    """Seconds elapsed, and of all threads."""
+def spent(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds elapsed, and of all threads of the process."""
     begin, cpu = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - begin, time.process_time() - cpu

@@ -12,22 +12,19 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any
 
 import tests.trainers.skyrl.cpu_patches  # noqa: F401  isort: skip
 
 from loguru import logger
-from skyrl.train import trainer as skyrl_trainer
 from skyrl.train.generators.base import TrajectoryID
 from skyrl.train.trainer import RayPPOTrainer
 
-from tests.bench.adapters_skyrl import RANKS, prepare, trainer_of
+from tests.bench.adapters_skyrl import RANKS, prepare, trainer_of, without_reward_metrics
 from tests.bench.figures import Figure, merge
-from tests.bench.lists import NAMES, built, generator_output, published
+from tests.bench.lists import NAMES, built, generator_output, published, spent
 from tests.bench.pipeline import TMPFS
 from tests.bench.rollouts import rollouts
 from tests.bench.workloads import Workload
@@ -37,24 +34,9 @@ ROUNDS = 5
 _REACH = 4.0
 
 
-class _Spent(NamedTuple):
-    """Seconds: elapsed, and of all threads of the process."""
-
-    elapsed: float
-    cpu: float
-
-
 def figures() -> Iterator[Figure]:
     logger.remove()
-    with (
-        tempfile.TemporaryDirectory(dir=TMPFS) as directory,
-        # Metrics of rewards, which the service counts elsewhere.
-        patch.object(
-            skyrl_trainer,
-            "get_metrics_from_generator_output",
-            lambda *_: {"avg_score": 0.0, "pass_at_n": 0.0, "mean_positive_reward": 0.0},
-        ),
-    ):
+    with tempfile.TemporaryDirectory(dir=TMPFS) as directory, without_reward_metrics():
         save_model(Path(directory) / "model")
         for name in NAMES:
             yield from _figures(name, Path(directory))
@@ -74,11 +56,18 @@ def _figures(name: str, directory: Path) -> Iterator[Figure]:
         shutil.rmtree(target)
 
     rounds = [(_spent(publish), _spent(lambda: prepare(trainer, dict(theirs), uids))) for _ in range(ROUNDS)]
-    for kind, reach in (("elapsed", _REACH), ("cpu", None)):
-        ratio = statistics.median(getattr(them, kind) / getattr(us, kind) for us, them in rounds)
-        own = statistics.median(getattr(them, kind) for _, them in rounds)
-        label = f"once.lists_over_skyrl.{name}" + ("" if kind == "elapsed" else f"_{kind}")
-        yield Figure(label, ratio, "times as fast as SkyRL", reach, own * 1e3, "ms, SkyRL", at_most=False)
+    for place, (kind, reach) in enumerate((("", _REACH), ("_cpu", None))):
+        ratio = statistics.median(them[place] / us[place] for us, them in rounds)
+        own = statistics.median(them[place] for _, them in rounds)
+        yield Figure(
+            f"once.lists_over_skyrl.{name}{kind}",
+            ratio,
+            "times as fast as SkyRL",
+            reach,
+            own * 1e3,
+            "ms, SkyRL",
+            at_most=False,
+        )
 
 
 def _theirs(work: Workload) -> dict[str, Any]:
@@ -110,11 +99,9 @@ def _trainer(work: Workload, directory: Path) -> Any:
     )
 
 
-def _spent(work: Callable[[], object]) -> _Spent:
+def _spent(work: Callable[[], object]) -> tuple[float, float]:
     gc.collect()
-    begin, cpu = time.perf_counter(), time.process_time()
-    work()
-    return _Spent(time.perf_counter() - begin, time.process_time() - cpu)
+    return spent(work)
 
 
 def main() -> int:

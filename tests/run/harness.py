@@ -31,7 +31,7 @@ from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.pipeline.written import ShardForm, Written
 from gristmill_service.pipeline.written_rows import WrittenRows
 from gristmill_service.run.batch_builder import BuildBatch as Pipeline
-from gristmill_service.run.machine.answers import ColumnPlace
+from gristmill_service.run.machine.answers import ColumnPlace, RewardUpdate
 from gristmill_service.run.machine.codec import decode_events
 from gristmill_service.run.machine.events import Event
 from gristmill_service.run.machine.state import State, apply
@@ -94,6 +94,14 @@ def table(*rows: Row) -> Steps:
 
 def key(uid: str, sample: int = 0, round_: int = 0) -> TrajectoryKey:
     return TrajectoryKey(round_, uid, sample)
+
+
+def reward_of(sent: Row) -> RewardUpdate:
+    """The reward that a row was made with, for one that was sent without it."""
+    reward, name = sent["reward"], key(sent["uid"], sent["sample"])
+    if isinstance(reward, list):
+        return RewardUpdate(name, sent["step"], None, np.array(reward, np.float64))
+    return RewardUpdate(name, sent["step"], reward)
 
 
 @dataclass

@@ -19,11 +19,11 @@ from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.pipeline.plan_document import decode_plan
-from gristmill_service.run.machine.answers import BatchState, Position, RewardUpdate
+from gristmill_service.run.machine.answers import BatchState, Position
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_shards import MemoryShardStore
-from tests.run.harness import CONFIG, Bench, group_rows, row, table, wait_until
+from tests.run.harness import CONFIG, Bench, group_rows, reward_of, row, table, wait_until
 from tests.strategies import Row, batches_and_settings, batches_with_columns
 
 PATIENCE_S = 60.0
@@ -52,13 +52,6 @@ def served(run: Run, number: int) -> tuple[bytes, dict[str, bytes]]:
             assert view.address is not None
             shards[view.address.path] = b"".join(run.read_shard(number, view.address))
     return plan, shards
-
-
-def reward_of(sent: Row) -> RewardUpdate:
-    key, reward = TrajectoryKey(0, sent["uid"], sent["sample"]), sent["reward"]
-    if isinstance(reward, list):
-        return RewardUpdate(key, sent["step"], None, np.array(reward, np.float64))
-    return RewardUpdate(key, sent["step"], reward)
 
 
 @st.composite
