@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import structlog
 
@@ -72,7 +73,7 @@ class Service:
                 metrics,
                 int(settings.max_message_bytes),
                 gate,
-                settings.http_host_names.split(","),
+                [*settings.http_host_names.split(","), urlsplit(settings.advertise_http_url or "").hostname or ""],
                 token_texts=None if settings.tokenizer is None else TokenTexts(settings.tokenizer),
                 request_files=self._storage.request_files,
             )
@@ -86,7 +87,9 @@ class Service:
         self.grpc_address = self._context.grpc_address = self._grpc.address
         self.http_url = self._http.url
         self._storage.advertise(
-            settings.advertise_grpc_address or self.grpc_address, settings.advertise_http_url or self.http_url
+            settings.advertise_grpc_address or self.grpc_address,
+            settings.advertise_http_url or self.http_url,
+            gate.secret.value,
         )
 
     def start(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import ByteSize, Field, PositiveInt, SecretStr, ValidationError, field_validator, model_validator
@@ -257,6 +258,14 @@ class Settings(BaseSettings):
         if not address.startswith("unix:"):
             split_address(address)
         return address
+
+    @field_validator("advertise_http_url")
+    @classmethod
+    def _check_url(cls, url: str | None) -> str | None:
+        # A ValueError, too, for what is no URL at all.
+        if url is not None and ((found := urlsplit(url)).scheme not in ("http", "https") or not found.hostname):
+            raise ValueError("expected http://HOST:PORT or https://HOST:PORT")
+        return url
 
     @field_validator("proxy_addresses")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -57,14 +57,16 @@ def channel(guarded: Guarded) -> Iterator[grpc.Channel]:
         yield opened
 
 
-def status(channel: grpc.Channel, method: MethodDescriptor, token: str | None) -> str:
-    """How the service answers a call for run 'r', which does not exist."""
+def status(
+    channel: grpc.Channel, method: MethodDescriptor, token: str | None, more: Mapping[str, str] | None = None
+) -> str:
+    """How the service answers a call for run 'r'. more: what is shown beside the token."""
     request = TAKEN.get(method.name) or GetMessageClass(method.input_type)(
         **({"run": "r"} if "run" in method.input_type.fields_by_name else {})
     )
     kind = ("stream" if method.client_streaming else "unary") + ("_stream" if method.server_streaming else "_unary")
     bound = getattr(channel, kind)(f"/{method.containing_service.full_name}/{method.name}")
-    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    metadata = (*((("authorization", f"Bearer {token}"),) if token else ()), *(more or {}).items())
     data = request.SerializeToString()
     try:
         answer: Any = bound(iter([data]) if method.client_streaming else data, metadata=metadata, timeout=30)

@@ -11,12 +11,19 @@ from pathlib import Path
 
 import structlog
 
-from gristmill.errors import GristmillError, PermissionDeniedError, ResourceExhaustedError, UnauthenticatedError
+from gristmill.errors import (
+    GristmillError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from gristmill_service.access import caller
 from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN, Caller
 from gristmill_service.access.debts import Debts
 from gristmill_service.access.held import Quota
 from gristmill_service.access.in_flight import InFlight
+from gristmill_service.access.passed_on import PeerSecret
 from gristmill_service.access.quotas import (
     Runs,
     Usage,
@@ -48,6 +55,7 @@ class Gate:
         """runs: what callers' quotas are of. Raises InvalidArgumentError for a file that cannot be read."""
         self._names: dict[str, str] = {}
         self._runs, self.debts, self._refusals = runs, Debts(), RefusalLog()
+        self.secret = PeerSecret()
         self._in_flight, self._most_a_run = InFlight(settings.max_run_requests), most_a_run(settings)
         self._counts_calls = settings.tokens_file is not None or settings.max_run_requests is not None
         self._file = None if settings.tokens_file is None else _CallersFile(settings.tokens_file)
@@ -85,6 +93,14 @@ class Gate:
         if found := self._file.callers().with_subject(user):
             return found
         raise UnauthenticatedError(f"no entry of tokens_file is for the user {user[:100]!r}; add one under subjects")
+
+    def came_from(self, shown: Mapping[str, str]) -> str:
+        """See `PeerSecret.came_from`."""
+        try:
+            return self.secret.came_from(shown)
+        except UnavailableError as error:
+            self._refusals.note("unknown", "pass_on", error.code, None, None)
+            raise
 
     def identify(self, authorization: str | None) -> Caller:
         """The caller of a call with this header; ANYONE where it has none.

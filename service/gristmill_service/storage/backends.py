@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger(__name__)
 
-Advertise = Callable[[str, str], None]
+Advertise = Callable[[str, str, str], None]
 ReadRoom = Callable[[], dict[str, tuple[int, int]]]
 
 
@@ -34,9 +34,9 @@ class StorageAwayError(UnavailableError):
 class Storage:
     """A service's shards and runs. Closing it closes all that was opened for them.
 
-    advertise(grpc_address, http_url) tells other services where they reach this one. room() returns, for each place
-    that is bounded, the bytes that are used there and the bytes that there are. request_files: for requests of workers
-    on this machine, where there is shared memory.
+    advertise(grpc_address, http_url, secret) tells other services where they reach this one, and what they show it.
+    room() returns, for each place that is bounded, the bytes that are used there and the bytes that there are.
+    request_files: for requests of workers on this machine, where there is shared memory.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ def _on_this_machine(settings: Settings, opened: ExitStack) -> Storage:
     if settings.store == "shared_memory":
         places["shared_memory"] = settings.shared_memory_dir
     room = partial(_room_on_disk, {name: path for name, path in places.items() if path is not None})
-    return Storage(shards, runs, lambda grpc_address, http_url: None, room, opened.close, files)
+    return Storage(shards, runs, lambda grpc_address, http_url, secret: None, room, opened.close, files)
 
 
 def _room_on_disk(places: dict[str, Path]) -> dict[str, tuple[int, int]]:

@@ -10,11 +10,13 @@ class LogLostError(UnavailableError):
 
 
 class OwnedElsewhereError(UnavailableError):
-    """Another process decides for the run: it can be asked there."""
+    """Another process decides for the run: it can be asked there. secret: what it wants to be shown then."""
 
-    def __init__(self, message: str, run: str = "", grpc_address: str = "", http_url: str = "") -> None:
+    def __init__(
+        self, message: str, run: str = "", grpc_address: str = "", http_url: str = "", secret: str = ""
+    ) -> None:
         super().__init__(message)
-        self.run, self.grpc_address, self.http_url = run, grpc_address, http_url
+        self.run, self.grpc_address, self.http_url, self.secret = run, grpc_address, http_url, secret
 
 
 class FullError(UnavailableError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
 
@@ -27,6 +28,7 @@ from gristmill_service.api.http.guards.authentication import Authenticated, auth
 from gristmill_service.api.http.guards.bodies import TOO_LARGE, BoundedBodies
 from gristmill_service.api.http.guards.debts import Indebted
 from gristmill_service.api.http.guards.host_names import HostNames
+from gristmill_service.api.http.guards.passed_on import PassedOn
 from gristmill_service.api.http.guards.same_origin import SameOrigin
 from gristmill_service.api.http.page import page, page_details, session
 from gristmill_service.api.http.page.told_refusals import ToldRefusals
@@ -48,12 +50,20 @@ def make_app(context: ApiContext, peers: PeerCertificates | None = None) -> Fast
         status: {"model": models.Error, "description": code} for code, (_, status) in STATUSES.items()
     }
     errors[TOO_LARGE] = {"model": models.Error, "description": "the request is larger than max_message_bytes"}
+    forwarding = Forwarding(context.runs.is_owner, peers)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await forwarding.close()
+
     app = FastAPI(
         title="gristmill",
         version=gristmill.__version__,
         description=_DESCRIPTION,
         docs_url=None,
         redoc_url=None,
+        lifespan=lifespan,
         dependencies=[Depends(authorize), *([Depends(counted)] if context.gate.counts_calls else [])],
     )
     app.state.context, app.state.batch_views = context, BatchViewCache()
@@ -61,7 +71,6 @@ def make_app(context: ApiContext, peers: PeerCertificates | None = None) -> Fast
         app.include_router(router, responses=errors)
     app.include_router(page.page)
     _add_probes(app)
-    forwarding = Forwarding(context.runs.is_owner, peers)
     app.add_exception_handler(OwnedElsewhereError, forwarding.answer)
     app.add_exception_handler(GristmillError, _tell)
     app.add_exception_handler(RequestValidationError, _tell_invalid)
@@ -74,6 +83,7 @@ def make_app(context: ApiContext, peers: PeerCertificates | None = None) -> Fast
     if context.gate.is_open:
         # Else a page of somebody else's has no token to show.
         app.add_middleware(HostNames, told=context.host_names)
+    app.add_middleware(PassedOn, gate=context.gate)
     app.add_middleware(_Measured, metrics=context.metrics)
     app.add_middleware(RequestIds)
     # Outermost: metrics and traces have the status that was meant.

@@ -15,6 +15,7 @@ from starlette.concurrency import run_in_threadpool
 
 from gristmill.errors import UnavailableError
 from gristmill_service import tracing
+from gristmill_service.access import passed_on
 from gristmill_service.access.certificates import PeerCertificates
 from gristmill_service.api import request_ids
 from gristmill_service.api.errors import refusal
@@ -22,12 +23,13 @@ from gristmill_service.api.http.guards.bodies import BODY
 from gristmill_service.api.long_poll import LONGEST_WAIT_S
 from gristmill_service.storage.run_store import OwnedElsewhereError
 
-_MARK = "gristmill-forwarded"
 _LOOK_S = 0.5
 # Of these each process sends its own; a refusal comes with its status, whatever the caller prefers.
 _DROPPED = frozenset(
     {"host", "content-length", "content-encoding", "transfer-encoding", "connection", "date", "server", "prefer"}
 )
+# And what a peer alone may say, and what was looked at here: it is about this process' own host name.
+_MINE = _DROPPED | {passed_on.MARK, passed_on.CAME_FROM, request_ids.HEADER, "origin", "sec-fetch-site"}
 
 
 class Forwarding:
@@ -42,22 +44,26 @@ class Forwarding:
             timeout=timeout, trust_env=False, limits=httpx.Limits(max_connections=None), verify=tls
         )
 
+    async def close(self) -> None:
+        await self._client.aclose()
+
     async def answer(self, request: Request, error: Exception) -> Response:
         """The exception handler of OwnedElsewhereError."""
         assert isinstance(error, OwnedElsewhereError)
-        if _MARK in request.headers:
+        if passed_on.current():
             return _unavailable(f"{error}; its owner is changing")
-        headers = {name: value for name, value in request.headers.items() if name not in _DROPPED}
-        headers |= {_MARK: "1", request_ids.HEADER: request_ids.current(), **tracing.carried()}
         url = f"{error.http_url}{request.scope['raw_path'].decode('ascii')}"
         query = request.scope["query_string"].decode("latin-1")
-        passed_on = self._client.build_request(
-            request.method, f"{url}?{query}" if query else url, headers=headers, content=request.scope.get(BODY, b"")
+        asking = self._client.build_request(
+            request.method,
+            f"{url}?{query}" if query else url,
+            headers=_headers(request, error.secret),
+            content=request.scope.get(BODY, b""),
         )
         if self._peers is not None:
             # It is looked at for every request: the context is the same one.
             self._peers.context()
-        sending = asyncio.ensure_future(self._client.send(passed_on, stream=True))
+        sending = asyncio.ensure_future(self._client.send(asking, stream=True))
         try:
             while not (await asyncio.wait([sending], timeout=_LOOK_S))[0]:
                 if not await run_in_threadpool(self._is_owner, error.run, error.grpc_address):
@@ -69,6 +75,18 @@ class Forwarding:
             sending.cancel()
         kept = {name: value for name, value in found.headers.items() if name not in _DROPPED}
         return StreamingResponse(_pieces(found), found.status_code, kept)
+
+
+def _headers(request: Request, secret: str) -> list[tuple[bytes, bytes]]:
+    """The caller's own, byte for byte, also one that came twice: the owner reads them as this process did."""
+    told = {
+        passed_on.MARK: secret,
+        passed_on.CAME_FROM: str((request.scope.get("client") or ("",))[0]),
+        request_ids.HEADER: request_ids.current(),
+        **tracing.carried(),
+    }
+    kept = [(name, value) for name, value in request.headers.raw if name.decode("latin-1") not in {*_MINE, *told}]
+    return [*kept, *((name.encode(), value.encode()) for name, value in told.items())]
 
 
 async def _pieces(found: httpx.Response) -> AsyncIterator[bytes]:

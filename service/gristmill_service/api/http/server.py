@@ -42,7 +42,7 @@ class HttpServer:
             backlog=min(_MOST_WAITING, most // 2),
             log_config=None,
             access_log=False,
-            lifespan="off",
+            lifespan="on",
             ws="none",
             loop="asyncio",
             server_header=False,

@@ -14,12 +14,12 @@ import grpc
 
 from gristmill.errors import UnavailableError
 from gristmill_service import tracing
+from gristmill_service.access import passed_on
 from gristmill_service.access.gate import AUTHORIZATION
 from gristmill_service.api import request_ids
 from gristmill_service.call_threads import waiting
 from gristmill_service.storage.run_store import OwnedElsewhereError
 
-_MARK = "gristmill-forwarded"
 _LONGEST_S = 60.0
 _LOOK_S = 0.5
 
@@ -59,10 +59,10 @@ class Forwarding:
     def unary(self, method: str, request: Any, owner: OwnedElsewhereError, context: grpc.ServicerContext) -> bytes:
         """The answer's bytes. Raises the owner's refusal as grpc.RpcError, and UnavailableError where it is the owner
         no longer: it may hang for as long as the caller waits."""
-        self._check(owner, context)
+        _check(owner)
         with self._bounded(request):
             ask = self._channel(owner.grpc_address).unary_unary(method)
-            call = ask.future(request.SerializeToString(), timeout=_left(context), metadata=_marked(context))
+            call = ask.future(request.SerializeToString(), timeout=_left(context), metadata=_marked(owner, context))
             context.add_callback(call.cancel)
             while True:
                 try:
@@ -79,9 +79,9 @@ class Forwarding:
     def stream(
         self, method: str, request: Any, owner: OwnedElsewhereError, context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        self._check(owner, context)
+        _check(owner)
         ask = self._channel(owner.grpc_address).unary_stream(method)
-        call = ask(request.SerializeToString(), timeout=_left(context), metadata=_marked(context))
+        call = ask(request.SerializeToString(), timeout=_left(context), metadata=_marked(owner, context))
         context.add_callback(call.cancel)
         yield from call
 
@@ -89,10 +89,6 @@ class Forwarding:
         with self._lock:
             for channel in (*self._renewed, *(channel for _, channel in self._channels.values())):
                 channel.close()
-
-    def _check(self, owner: OwnedElsewhereError, context: grpc.ServicerContext) -> None:
-        if any(key == _MARK for key, _ in context.invocation_metadata()):
-            raise UnavailableError(f"{owner}; its owner is changing")
 
     def _channel(self, address: str) -> grpc.Channel:
         shown = None if self._credentials is None else self._credentials()
@@ -125,10 +121,16 @@ class Forwarding:
                 self._waits.release()
 
 
-def _marked(context: grpc.ServicerContext) -> tuple[tuple[str, str], ...]:
+def _check(owner: OwnedElsewhereError) -> None:
+    if passed_on.current():
+        raise UnavailableError(f"{owner}; its owner is changing")
+
+
+def _marked(owner: OwnedElsewhereError, context: grpc.ServicerContext) -> tuple[tuple[str, str], ...]:
     """What is passed on carries the id that its caller knows, the caller's own token, and its trace."""
     shown = ((key, value) for key, value in context.invocation_metadata() if key == AUTHORIZATION)
-    return (_MARK, "1"), (request_ids.HEADER, request_ids.current()), *shown, *tracing.carried().items()
+    mine = (passed_on.MARK, owner.secret), (passed_on.CAME_FROM, context.peer())
+    return *mine, (request_ids.HEADER, request_ids.current()), *shown, *tracing.carried().items()
 
 
 def _left(context: grpc.ServicerContext) -> float:

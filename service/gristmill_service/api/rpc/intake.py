@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from gristmill.errors import GristmillError, InvalidArgumentError, UnauthenticatedError
-from gristmill_service.access import caller
+from gristmill.errors import GristmillError, InvalidArgumentError, UnauthenticatedError, UnavailableError
+from gristmill_service.access import caller, passed_on
 from gristmill_service.access.caller import ANYONE
 from gristmill_service.access.gate import AUTHORIZATION, Gate
 from gristmill_service.api.places import Places
@@ -65,21 +65,39 @@ class Intake:
         return request
 
     def admit(self, context: grpc.ServicerContext) -> None:
-        """Finds out who calls, and has those wait who owe for calls that were refused. Raises UnauthenticatedError, and
-        ResourceExhaustedError where that would be too long."""
+        """Finds out who calls, and has those wait who owe for calls that were refused. Raises UnauthenticatedError,
+        ResourceExhaustedError where that would be too long, and UnavailableError for a mark that only a peer may
+        show."""
+        _size.set(0)
+        shown = dict(context.invocation_metadata())
+        self._find_origin(shown, context)
         if self._gate.is_open:
             return
         debts = self._gate.debts
         try:
-            self.identify(context)
+            caller.begin(self._gate.identify(shown.get(AUTHORIZATION)))
         except UnauthenticatedError:
-            caller.begin(ANYONE)
-            self._wait(debtor_of(context))
+            self._refuse_unknown(context)
             raise
         if debts.any_owe:
             debtor = debtor_of(context)
             self._wait(debtor)
             debts.check(debtor)
+
+    def _find_origin(self, shown: Mapping[str, str], context: grpc.ServicerContext) -> None:
+        passed_on.begin("")
+        try:
+            passed_on.begin(self._gate.came_from(shown))
+        except UnavailableError:
+            if not self._gate.is_open:
+                self._refuse_unknown(context)
+                self.charge(context, UnauthenticatedError.code)
+            raise
+
+    def _refuse_unknown(self, context: grpc.ServicerContext) -> None:
+        """Returns when a caller who is not known may be told so."""
+        caller.begin(ANYONE)
+        self._wait(debtor_of(context))
 
     def charge(self, context: grpc.ServicerContext, code: str) -> None:
         """The call was refused with this status."""
@@ -91,11 +109,6 @@ class Intake:
             if wait_s:
                 with waiting():
                     time.sleep(wait_s)
-
-    def identify(self, context: grpc.ServicerContext) -> None:
-        """Finds out who calls, which is told to whoever asks during the call. Raises UnauthenticatedError."""
-        if not self._gate.is_open:
-            caller.begin(self._gate.identify(dict(context.invocation_metadata()).get(AUTHORIZATION)))
 
 
 def parsed(data: bytes, parse: Callable[[bytes], Any]) -> Any:

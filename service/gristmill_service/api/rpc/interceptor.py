@@ -205,6 +205,7 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
             told = refusal(UnavailableError(f"the process that decides for this run does not answer: {details}; retry"))
             code, details, trailers = told.grpc_status, told.grpc_message, told.trailers
         self._observe(name, code.name, start)
+        self._intake.charge(context, code.name)
         named = any(key == _ID for key, _ in trailers)
         context.set_trailing_metadata(trailers if named else (*trailers, (_ID, request_ids.current())))
         context.abort(code, details)

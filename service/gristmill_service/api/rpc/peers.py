@@ -1,4 +1,7 @@
-"""Who shares places with whom: callers by their names, and without tokens by the machines they call from."""
+"""Who shares places with whom: callers by their names, and without tokens by the machines they call from.
+
+Of a call that a replica passed on, the caller is where that replica says.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from gristmill_service.access import caller
+from gristmill_service.access import caller, passed_on
 from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN
 from gristmill_service.access.gate import AUTHORIZATION, Gate
 
@@ -17,14 +20,20 @@ def caller_of(context: grpc.ServicerContext) -> str:
     found = caller.current()
     if found is not EVERYONE_IS_ADMIN:
         return found.name
-    return _machine(context.peer())
+    return _machine(connection_of(context))
+
+
+def connection_of(context: grpc.ServicerContext) -> str:
+    """The other end of the caller's connection, with its port."""
+    return passed_on.current() or context.peer()
 
 
 def debtor_of(context: grpc.ServicerContext) -> str:
     """Who makes up for what of this call is refused: a caller's connection, as others may show the same token, and an
     address where it is not known who calls."""
     found = caller.current()
-    return _machine(context.peer()) if found is ANYONE else f"{found.name} {context.peer()}"
+    connection = connection_of(context)
+    return _machine(connection) if found is ANYONE else f"{found.name} {connection}"
 
 
 def queue_of(gate: Gate) -> Callable[..., str]:

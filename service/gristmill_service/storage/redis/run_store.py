@@ -75,9 +75,9 @@ class RedisRunStore:
         )
         self._checker.start()
 
-    def advertise(self, grpc_address: str, http_url: str) -> None:
-        """Says where other processes reach this one. Runs are claimed from now on."""
-        self._leases.owner = Owner(self._process, grpc_address, http_url)
+    def advertise(self, grpc_address: str, http_url: str, secret: str = "") -> None:
+        """Says where other processes reach this one, and what they show it there. Runs are claimed from now on."""
+        self._leases.owner = Owner(self._process, grpc_address, http_url, secret)
 
     def names(self) -> list[str]:
         if self._leases.owner is None:
@@ -201,6 +201,7 @@ class RedisRunStore:
                 name,
                 claimed.grpc_address,
                 claimed.http_url,
+                claimed.secret,
             )
             self._elsewhere[name] = elsewhere, time.monotonic() + _OWNER_KNOWN_S
             self._report_acknowledged(name, keys)

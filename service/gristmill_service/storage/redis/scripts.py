@@ -20,11 +20,13 @@ from gristmill_service.storage.redis.servers.durability import Durability, execu
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """The process that decides for a run, and where the others reach it."""
+    """The process that decides for a run, and where the others reach it. secret: what they show it then; empty of a
+    version that asked for none."""
 
     process: str
     grpc_address: str
     http_url: str
+    secret: str = ""
 
 
 class Outcome(Enum):
