@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array, Int64s, Ragged, exact_sum, least
 from gristmill._wire.lists import ConvertedTokens, check_no_null, from_list, from_lists
+from gristmill._wire.reused_memory import REUSED
 from gristmill._wire.steps import FLOAT32_MAX, INT32_MAX, UNKNOWN, Extra, Steps, check, check_text, oldest_versions
 from gristmill._wire.unlike_numbers import unlike_numbers
 from gristmill.errors import InvalidArgumentError
@@ -189,7 +190,7 @@ class ValueColumns:
             policy_versions=versions,
             tokens=_tokens_of(prompts, responses),
             prompt_lengths=np.fromiter(map(len, prompts), np.int64, len(prompts)),
-            loss_mask=Ragged.from_arrays(self._masks[begin:end], np.uint8),  # type: ignore[arg-type]
+            loss_mask=REUSED.ragged(self._masks[begin:end], np.uint8),  # type: ignore[arg-type]
             logprobs=None,
             rewards=np.array([value or 0.0 for value in rewards], np.float64),
             token_rewards=None,
@@ -247,13 +248,13 @@ def _tokens_of(prompts: Sequence[Any], responses: Sequence[Any]) -> Ragged:
     lengths = np.fromiter(map(len, prompts), np.int64, len(prompts))
     lengths += np.fromiter(map(len, responses), np.int64, len(responses))
     arrays = [array for pair in zip(prompts, responses, strict=True) for array in pair]
-    return Ragged.from_lengths(np.concatenate(arrays) if arrays else np.empty(0, np.int32), lengths)
+    return Ragged.from_lengths(REUSED.joined(arrays, np.int32), lengths)
 
 
 def _extra(column: ColumnSpec, arrays: Sequence[Array | None]) -> Extra:
     given = np.fromiter((array is not None for array in arrays), np.bool_, len(arrays))
     values = [column.empty() if array is None else array for array in arrays]
-    return Extra(Ragged.from_arrays(values, column.storage), given)
+    return Extra(REUSED.ragged(values, column.storage), given)
 
 
 def extras_of_row(row: Mapping[str, Any], columns: Sequence[ColumnSpec]) -> dict[str, Extra]:
@@ -277,7 +278,7 @@ def _versions(
         np.full(len(response), version, np.int32) if array is None else array
         for array, version, response in zip(arrays, given, responses, strict=True)
     ]
-    tokens = Ragged.from_arrays(filled, np.int32)
+    tokens = REUSED.ragged(filled, np.int32)
     return np.where(versions == UNKNOWN, oldest_versions(tokens), versions), tokens
 
 
@@ -303,7 +304,7 @@ def _ragged(name: str, arrays: Sequence[Array | None], table: Steps, dtype: Any)
             f"{name}: {table.name(has)} has one value per response token and {table.name(lacks)} does not; "
             "all rows of a batch are alike in this"
         )
-    return Ragged.from_arrays(given, dtype)
+    return REUSED.ragged(given, dtype)
 
 
 def is_vector(value: Any) -> bool:

@@ -1,0 +1,66 @@
+"""Memory of large arrays that are made and let go one after another. The kernel takes longer to give new pages than it
+takes to fill them, and a process that keeps no freed pages gets new ones each time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill._wire.columns import Array, Ragged
+
+# The allocator keeps smaller ones by itself. Larger ones are rare, and would hold much.
+_LEAST_BYTES, _MOST_BYTES = 256 << 10, 8 << 20
+# Few sizes, so that one block fits the next array. What is not written to takes no memory.
+_ROUNDED_TO = 1 << 20
+_MOST_IDLE = 12
+
+
+class ReusedMemory:
+    """Thread-safe, without a lock: arrays are let go wherever garbage is collected."""
+
+    def __init__(self) -> None:
+        self._idle: deque[NDArray[np.uint8]] = deque(maxlen=_MOST_IDLE)
+
+    def joined(self, arrays: Sequence[Array], dtype: Any) -> Array:
+        """A copy of the arrays, one after another. Its memory is used again when no array views it any more."""
+        if not arrays:
+            return np.empty(0, dtype)
+        shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
+        return np.concatenate(arrays, out=self._empty(shape, np.dtype(dtype)), casting="same_kind")
+
+    def ragged(self, arrays: Sequence[Array], dtype: Any) -> Ragged:
+        """As `Ragged.from_arrays`, in such memory."""
+        lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
+        return Ragged.from_lengths(self.joined(arrays, dtype), lengths)
+
+    def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        nbytes = int(np.prod(shape)) * dtype.itemsize
+        if not _LEAST_BYTES <= nbytes <= _MOST_BYTES:
+            return np.empty(shape, dtype)
+        block = self._taken(nbytes)
+        # All views of it refer to this one, however they are made.
+        whole = np.frombuffer(block.data, dtype, nbytes // dtype.itemsize)
+        weakref.finalize(whole, self._idle.append, block).atexit = False
+        return whole.reshape(shape)
+
+    def _taken(self, nbytes: int) -> NDArray[np.uint8]:
+        size = -(-nbytes // _ROUNDED_TO) * _ROUNDED_TO
+        for _ in range(len(self._idle)):
+            try:
+                block = self._idle.popleft()
+            except IndexError:
+                break
+            if size <= len(block) <= 2 * size:
+                return block
+            self._idle.append(block)
+        return np.empty(size, np.uint8)
+
+
+REUSED = ReusedMemory()
+"""That of this process."""
