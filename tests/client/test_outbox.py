@@ -72,6 +72,17 @@ def test_a_message_stays_within_its_bytes_unless_one_row_is_more() -> None:
     assert sizes == [[("a", 0)], [("b", 0)], [("c", 0)], [("d", 0)]]
 
 
+def test_a_table_that_fits_the_next_message_is_not_sent_in_parts() -> None:
+    limits = Limits(10, 4_500, 0.0)
+    large = concat([table(f"b{row}", tokens=200) for row in range(3)])
+    outbox, _ = filled(table("a", tokens=300), large, table("c"), limits=limits)
+    outbox.flush()
+    assert [names(outbox.next_message(0.0)) for _ in range(2)] == [
+        [("a", 0)],
+        [("b0", 0), ("b1", 0), ("b2", 0), ("c", 0)],
+    ]
+
+
 def test_a_row_that_no_message_can_hold_is_refused_by_name() -> None:
     tokens = np.zeros(17 << 20, np.int32)
     row = {"uid": "a", "sample": 2, "prompt_token_ids": [1], "response_ids": tokens, "reward": 0.0}

@@ -56,6 +56,8 @@ def gather(picked: Sequence[PickedRow], token_rewards: bool, load: Load) -> Step
 
 def tokens_of(row: PickedRow, load: Load) -> list[Array]:
     """All tokens of a row, in pieces that stand in several tables; int32 each."""
+    if row.parent is None and isinstance(row.stored, Steps):
+        return [row.stored.tokens[row.at]]
     return [np.frombuffer(piece, np.int32) for piece in _pieces(row, row.row.tokens, _Tables(load))]
 
 

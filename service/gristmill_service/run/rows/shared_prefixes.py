@@ -217,8 +217,8 @@ class _Request:
         if other is None or is_other_attempt or (tokens := other.tokens()) is None:
             return _NOTHING
         prompt, common = self._sent[row][: self._prompts[row]], 0
-        first = tokens[0][:LEAST_TOKENS] if tokens else ()
-        if len(first) == LEAST_TOKENS and not np.array_equal(first, prompt[:LEAST_TOKENS]):
+        first = tokens[0][:LEAST_TOKENS].tobytes() if tokens else b""
+        if len(first) == LEAST_TOKENS * prompt.itemsize and first != prompt[:LEAST_TOKENS].tobytes():
             # So most rows are told apart that are not of one prompt.
             return _NOTHING
         for piece in tokens:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from math import inf
 
 from gristmill._client.connection.channels import MESSAGE_BYTES
@@ -107,15 +107,18 @@ class Outbox:
     def add(self, table: Steps, delivery: Delivery, now: float) -> bool:
         """Puts the rows at the end. Returns whether that may have made a message due earlier."""
         form, sizes, was_empty = form_of(table), self._check_sizes(table).tolist(), not self._fresh
-        for row in range(len(table)):
-            self._last_number = number = self._last_number + 1
-            index = len(delivery.outcomes)
-            entry = PendingRow(table, row, table.key(row), form, sizes[row], delivery, index, number, now)
-            delivery.outcomes.append(None)
-            delivery.pending += 1
-            self._pending[number] = entry
-            self._fresh.append(entry)
-            self._fresh_bytes += sizes[row]
+        keys = map(TrajectoryKey, table.rounds.tolist(), table.uids, table.samples.tolist())
+        first, index = self._last_number + 1, len(delivery.outcomes)
+        entries = [
+            PendingRow(table, row, key, form, size, delivery, index + row, first + row, now)
+            for row, (key, size) in enumerate(zip(keys, sizes, strict=True))
+        ]
+        delivery.outcomes += [None] * len(entries)
+        delivery.pending += len(entries)
+        self._last_number += len(entries)
+        self._pending.update(zip(range(first, first + len(entries)), entries, strict=True))
+        self._fresh += entries
+        self._fresh_bytes += sum(sizes)
         return was_empty or self._is_full()
 
     @property
@@ -269,9 +272,14 @@ class Outbox:
         taken, room = [source.popleft()], self._limits.message_bytes
         room -= taken[0].size
         while source and len(taken) < self._limits.message_rows:
-            if source[0].size > room or source[0].form != taken[0].form or source[0].key in self._being_sent:
+            following = source[0]
+            if following.size > room or following.form != taken[0].form or following.key in self._being_sent:
                 break
-            room -= source[0].size
+            is_next_table = following.table is not taken[-1].table and len(following.table) > 1
+            if is_next_table and _left_of_table(source) > room:
+                # In parts its columns would not be sent as they stand.
+                break
+            room -= following.size
             taken.append(source.popleft())
         return taken
 
@@ -337,3 +345,9 @@ class Outbox:
         self._fresh = deque(rest_of(self._fresh))
         self._fresh_bytes = sum(entry.size for entry in self._fresh)
         return found
+
+
+def _left_of_table(source: deque[PendingRow]) -> int:
+    """Bytes of the rows at the beginning that are of one table."""
+    table = source[0].table
+    return sum(entry.size for entry in takewhile(lambda entry: entry.table is table, source))

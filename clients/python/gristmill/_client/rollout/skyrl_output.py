@@ -213,7 +213,9 @@ def _keys(given: Mapping[str, Any], lasts: Sequence[bool]) -> list[tuple[str, in
     if "trajectory_ids" in given:
         return [_key(entry, index) for index, entry in enumerate(given["trajectory_ids"])]
     samples = given["samples"] if "samples" in given else _samples(given["uids"], lasts)
-    pairs = zip(given["uids"], samples, strict=True)
+    pairs = list(zip(given["uids"], samples, strict=True))
+    if {type(uid) for uid, _ in pairs} <= {str} and {type(sample) for _, sample in pairs} <= {int}:
+        return pairs
     return [_key(pair, index) for index, pair in enumerate(pairs)]
 
 
