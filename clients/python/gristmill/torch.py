@@ -330,20 +330,19 @@ class Shard(Rows):
     def micro_batches(self) -> Iterator[MicroBatch]:
         """The shard's micro-batches in order, as views. Every rank has the same number of them."""
         of_rows, own_of = self._by_micro_batch()
-        for index, positions in enumerate(self.metadata["micro_batches"]):
-            # Rows stand in micro-batch order, so that a micro-batch is a slice.
+        places = self.metadata["micro_batches"]
+        # Rows stand in micro-batch order, so that a micro-batch is a slice. Together slices are made in half the time.
+        with_items, sizes = _with_items(of_rows), [len(positions) for positions in places]
+        slices = {name: raw.split_with_sizes(sizes) for name, raw in of_rows.items() if name not in with_items}
+        for index, positions in enumerate(places):
             begin, end = positions[0], positions[-1] + 1
             prefix = f"micro_batch_{index:03d}"
             own = own_of.get(prefix, {})
-            items = _items(of_rows, begin, end)
-            cut = {name: raw[begin:end] for name, raw in of_rows.items()} | items
-            copies = {
-                name: self._copies[name].rows(begin, end)
-                for name in of_rows
-                if name in self._copies and name not in items
-            }
+            cut = {name: of_micro_batches[index] for name, of_micro_batches in slices.items()}
+            copies = {name: self._copies[name].rows(begin, end) for name in cut if name in self._copies}
             copies |= {name: self._copies[f"{prefix}/{name}"] for name in own if f"{prefix}/{name}" in self._copies}
-            yield MicroBatch(cut | own, _metadata_of(self.metadata, begin, end), self._convert, copies)
+            tensors = cut | _items(with_items, begin, end) | own
+            yield MicroBatch(tensors, _metadata_of(self.metadata, begin, end), self._convert, copies)
 
     def _by_micro_batch(self) -> tuple[Tensors, dict[str, Tensors]]:
         """The tensors with a line a row of the shard, and by micro-batch those of its own."""
@@ -466,11 +465,20 @@ def open_shard(
     return Shard(tensors, metadata, convert, position, is_mapped=True)
 
 
-def _items(tensors: Tensors, begin: int, end: int) -> Tensors:
-    """The columns with any number of items a row, of these rows."""
+def _with_items(tensors: Tensors) -> Tensors:
+    """The columns with any number of items a row, and their offsets."""
     found: Tensors = {}
     for name, items in tensors.items():
         if (of_rows := tensors.get(f"{name}_offsets")) is not None and of_rows.dtype == torch.int64:
+            found |= {name: items, f"{name}_offsets": of_rows}
+    return found
+
+
+def _items(tensors: Tensors, begin: int, end: int) -> Tensors:
+    """Those columns, of these rows."""
+    found: Tensors = {}
+    for name, items in tensors.items():
+        if (of_rows := tensors.get(f"{name}_offsets")) is not None:
             offsets = of_rows[begin : end + 1]
             found[name] = items[int(offsets[0]) : int(offsets[-1])]
             found[f"{name}_offsets"] = offsets - offsets[0]

@@ -82,15 +82,19 @@ class _Table:
     """A table of several rows, which are looked for one by one."""
 
     def __init__(self, table: Opened) -> None:
-        self._table = table
-        self._edges: dict[str, list[int]] = {}
+        header, self._columns, memory = table
+        edges = [[0, *accumulate(_sizes(column, header))] for column in self._columns.values()]
+        self._memory = [(name, memory[name], of_rows) for name, of_rows in zip(self._columns, edges, strict=True)]
+        self._stop_reasons = header.strings.get("stop_reasons") or [""] * len(header.uids)
+        self._rows: list[_Row | None] = [None] * len(header.uids)
 
     def row(self, at: int) -> _Row:
-        header, columns, whole = self._table
-        if not self._edges:
-            self._edges = {name: [0, *accumulate(_sizes(column, header))] for name, column in columns.items()}
-        memory = {name: whole[name][edges[at] : edges[at + 1]] for name, edges in self._edges.items()}
-        return _Row(columns, memory, at, _stop_reason(header, at))
+        """The same each time: others may begin with it."""
+        found = self._rows[at]
+        if found is None:
+            memory = {name: whole[edges[at] : edges[at + 1]] for name, whole, edges in self._memory}
+            found = self._rows[at] = _Row(self._columns, memory, at, self._stop_reasons[at])
+        return found
 
 
 def _sizes(column: Column, header: Header) -> Iterator[int]:
@@ -104,11 +108,6 @@ def _sizes(column: Column, header: Header) -> Iterator[int]:
             prompts, prefixes = numbers.prompt_lengths or repeat(0), numbers.prefix_lengths or repeat(0)
             counts = map(sub, map(add, counts, prompts), prefixes)
     return map(mul, counts, repeat(column.element_bytes))
-
-
-def _stop_reason(header: Header, at: int) -> str:
-    reasons = header.strings.get("stop_reasons")
-    return reasons[at] if reasons else ""
 
 
 class _Tables:
@@ -132,7 +131,8 @@ class _Tables:
         table = opened(stored)
         if len(table.header.uids) > 1:
             return _Table(table)
-        return _Row(table.columns, table.memory, 0, _stop_reason(table.header, 0))
+        (stop_reason,) = table.header.strings.get("stop_reasons") or [""]
+        return _Row(table.columns, table.memory, 0, stop_reason)
 
 
 def _pieces(row: PickedRow, count: int, tables: _Tables) -> list[memoryview]:

@@ -52,7 +52,8 @@ class Session:
             accelerator.process_index,
             dp_size=accelerator.num_processes,
             device=accelerator.device,
-            dtypes={"tokens": torch.int64, "masks": torch.int64},
+            # Of the other masks TRL reads a width, and their product with this one.
+            dtypes={"tokens": torch.int64, "attention_mask": torch.int64},
             auto_commit=auto_commit,
             timeout_s=options.timeout_s,
         )
