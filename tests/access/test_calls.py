@@ -186,6 +186,13 @@ def test_a_ranks_token_is_for_that_rank(guarded: Guarded) -> None:
     with grpc.insecure_channel(guarded.service.grpc_address) as channel:
         # The request names rank 0.
         assert status(channel, method, token) == "PERMISSION_DENIED"
+        get_batch = channel.unary_unary("/gristmill.v1.TrainerService/GetBatch")
+        for rank, code in ((0, grpc.StatusCode.PERMISSION_DENIED), (1, grpc.StatusCode.NOT_FOUND)):
+            shard = trainer_pb2.GetShardRequest(run="r", rank=rank)
+            wanted = trainer_pb2.GetBatchRequest(run="r", shard=shard).SerializeToString()
+            with pytest.raises(grpc.RpcError) as refused:
+                get_batch(wanted, timeout=20, metadata=(("authorization", f"Bearer {token}"),))
+            assert refused.value.code() is code
 
 
 def test_a_client_without_a_token_is_told_where_it_takes_one_from(guarded: Guarded) -> None:

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from pydantic import ByteSize
 
-from gristmill.v1 import rollout_pb2, rows_pb2
+from gristmill.v1 import rollout_pb2, rows_pb2, run_pb2, trainer_pb2
 from gristmill_service.service import Service
 from gristmill_service.settings import Settings
 from tests.api.doors import CONFIG, OUTCOMES, GrpcDoor, Refused, group, refused, row, rows_message
@@ -81,6 +81,48 @@ def test_a_token_buffer_of_the_wrong_size_is_refused_with_both(grpc_door: GrpcDo
     error = refused(caught.value)
     assert error.code == "INVALID_ARGUMENT"
     assert "tokens has 19 bytes" in error.message
+
+
+def test_a_batch_comes_with_the_shard_that_is_wanted_first(grpc_door: GrpcDoor, run_name: str) -> None:
+    grpc_door.create(run_name, CONFIG | {"train_batch_size": 1, "policy_mini_batch_size": 1})
+    grpc_door.submit(run_name, [*group("a"), *group("b")])
+    wanted = trainer_pb2.GetShardRequest(model=run_pb2.MODEL_POLICY, position=run_pb2.Position(batch=7))
+    for batch in range(2):
+        request = trainer_pb2.GetBatchRequest(run=run_name, batch=batch, wait_s=20, shard=wanted)
+        answer = grpc_door.trainers.GetBatch(request, timeout=30)
+        asked = trainer_pb2.GetShardRequest(
+            run=run_name, model=run_pb2.MODEL_POLICY, position=run_pb2.Position(batch=batch)
+        )
+        assert answer.shard == grpc_door.trainers.GetShard(asked, timeout=20)
+        assert answer.shard.size_bytes
+        without = trainer_pb2.GetBatchRequest(run=run_name, batch=batch)
+        alone = grpc_door.trainers.GetBatch(without, timeout=20)
+        assert (alone.plan_json, alone.HasField("shard")) == (answer.plan_json, False)
+    waiting = grpc_door.trainers.GetBatch(trainer_pb2.GetBatchRequest(run=run_name, batch=2, shard=wanted), timeout=20)
+    assert (waiting.state, waiting.HasField("shard")) == (trainer_pb2.BATCH_STATE_PENDING, False)
+
+
+@pytest.mark.parametrize(
+    ("shard", "message"),
+    [({"rank": 9}, "rank is 9"), ({"model": run_pb2.MODEL_CRITIC}, "critic"), ({"incarnation": 5}, "incarnation")],
+)
+def test_a_shard_that_is_wanted_with_its_batch_is_refused_as_if_it_were_asked_for_alone(
+    grpc_door: GrpcDoor, run_name: str, shard: dict[str, int], message: str
+) -> None:
+    grpc_door.create(run_name, CONFIG | {"train_batch_size": 1, "policy_mini_batch_size": 1})
+    grpc_door.submit(run_name, group("a"))
+    wanted = trainer_pb2.GetShardRequest(**({"model": run_pb2.MODEL_POLICY} | shard))  # type: ignore[arg-type]
+    request = trainer_pb2.GetBatchRequest(run=run_name, wait_s=20, shard=wanted)
+    with pytest.raises(grpc.RpcError) as caught:
+        grpc_door.trainers.GetBatch(request, timeout=30)
+    alone = trainer_pb2.GetShardRequest()
+    alone.CopyFrom(wanted)
+    alone.run = run_name
+    with pytest.raises(grpc.RpcError) as expected:
+        grpc_door.trainers.GetShard(alone, timeout=30)
+    found, needed = refused(caught.value), refused(expected.value)
+    assert (found.code, found.message) == (needed.code, needed.message)
+    assert message in found.message
 
 
 @pytest.mark.parametrize("method", ["SubmitRows", "StreamRows"])

@@ -1,4 +1,4 @@
-"""Ranks in a few processes, a thread and a connection for each, that wait for a batch and then take their shard.
+"""Ranks in a few processes, a thread and a connection for each, that wait for a batch and the place of their shard.
 
 `python -m tests.bench.waiting_ranks COUNT FIRST` is one of the processes.
 """
@@ -18,7 +18,6 @@ from tests.bench.bare import WAIT
 from tests.bench.teams import lead
 
 _GET_BATCH = "/gristmill.v1.TrainerService/GetBatch"
-_GET_SHARD = "/gristmill.v1.TrainerService/GetShard"
 _OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 _WAIT_S = 30.0
 
@@ -37,15 +36,14 @@ class Rank:
     def hold(self, address: str, run: str, batch: int) -> float:
         """When (time.monotonic) the rank had found its shard of the batch."""
         channel = self.connect(address)
-        asked = trainer_pb2.GetBatchRequest(run=run, batch=batch, wait_s=_WAIT_S)
+        wanted = trainer_pb2.GetShardRequest(
+            model=run_pb2.MODEL_POLICY, rank=self._number, position=Position(batch).message()
+        )
+        asked = trainer_pb2.GetBatchRequest(run=run, batch=batch, wait_s=_WAIT_S, shard=wanted)
         answer = channel.unary_unary(_GET_BATCH)(asked.SerializeToString(), timeout=2 * _WAIT_S)
         found = trainer_pb2.GetBatchResponse.FromString(answer)
         assert found.state == trainer_pb2.BATCH_STATE_PUBLISHED, f"batch {batch} is {found.state}"
-        wanted = trainer_pb2.GetShardRequest(
-            run=run, model=run_pb2.MODEL_POLICY, rank=self._number, position=Position(batch).message(), wait_s=_WAIT_S
-        )
-        answer = channel.unary_unary(_GET_SHARD)(wanted.SerializeToString(), timeout=2 * _WAIT_S)
-        shard = trainer_pb2.GetShardResponse.FromString(answer)
+        shard = found.shard
         assert Path(shard.shared_memory_path).stat().st_size == shard.size_bytes
         return time.monotonic()
 

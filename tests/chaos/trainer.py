@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gristmill._client.connection.transport import Transport
 from gristmill._wire.addresses import Position
-from gristmill.errors import FailedPreconditionError
+from gristmill.errors import BatchFailedError, FailedPreconditionError
 from gristmill.v1 import run_pb2, trainer_pb2
 from tests.chaos.heartbeat import Heartbeats
 from tests.chaos.rank import FAILED
@@ -191,16 +191,17 @@ class Trainer:
     def resume_ahead(self) -> None:
         """Tries to go on ahead of what was acknowledged, which would skip accepted rows without a word."""
         self._end()
+        reached = self._reached_at_most()
         for batches in range(1, _MOST_AHEAD + 1):
             self._launches += 1
-            ahead = Position(self._furthest.batch + batches)
+            ahead = Position(reached.batch + batches)
             try:
                 self._resume(ahead, self.training)
             except FailedPreconditionError:
                 continue
-            if self._status().failed_batches.keys() >= set(range(self._furthest.batch, ahead.batch)):
+            if self._status().failed_batches.keys() >= set(range(reached.batch, ahead.batch)):
                 continue
-            self.findings.append(f"resumed at {ahead} where nothing from {self._furthest} on was acknowledged")
+            self.findings.append(f"resumed at {ahead} where nothing from {reached} on was acknowledged")
         self.start()
 
     def resume_older(self) -> None:
@@ -253,6 +254,20 @@ class Trainer:
             if self._launch.checkpoints:
                 self.training = (*self.training, replace(self._launch, up_to=max(self._launch.checkpoints)))
         self._ranks = []
+
+    def _reached_at_most(self) -> Position:
+        """A rank that was killed while it acknowledged a batch's last step may yet be found to have done so."""
+        furthest = self._furthest
+        request = trainer_pb2.GetBatchRequest(run=self._run, batch=furthest.batch)
+        try:
+            answer: trainer_pb2.GetBatchResponse = self._transport.call(self._transport.trainers.GetBatch, request)
+        except BatchFailedError:
+            return furthest
+        if answer.state != trainer_pb2.BATCH_STATE_PUBLISHED:
+            return furthest
+        count = sum(part["model"] == "policy" for part in json.loads(answer.plan_json)["mini_batches"])
+        epochs = json.loads(self._status().config_json).get("update_epochs_per_batch", 1)
+        return Position(furthest.batch + 1) if furthest[1:] == (epochs - 1, count - 1) else furthest
 
     def _acknowledged(self) -> list[Position]:
         """Asks the service what each rank has to acknowledge next."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -47,6 +48,28 @@ def test_a_run_from_rollouts_to_the_last_mini_batch(client: RolloutClient, train
             shard.ack()
     assert seen == [Position(b, e, m) for b in range(2) for e in range(2) for m in range(2)]
     assert client.status().batches_freed == 2
+
+
+def test_a_batch_tells_a_rank_where_its_first_shard_is(service: Service, client: RolloutClient) -> None:
+    client.create_run(CONFIG | {"policy_mini_batch_size": 2, "update_epochs_per_batch": 1})
+    roll_out(client, prompts(0, 4))
+    client.finish()
+    before = _calls(service, "GetShard")
+    with trainer_of(service, client, prefetch=0) as trainer:
+        for batch in trainer:
+            assert [shard.position for shard in batch.forward()] == [Position(batch.number)]
+            # The same again, which is asked for.
+            for shard in batch.mini_batches():
+                shard.ack()
+    assert _calls(service, "GetShard") - before == 2
+    assert client.status().batches_freed == 2
+
+
+def _calls(service: Service, call: str) -> float:
+    """How many of these calls gRPC was answered with so far."""
+    lines = httpx.get(f"{service.http_url}/metrics").text.splitlines()
+    mine = (line for line in lines if line.startswith("gristmill_call_seconds_count{") and f'call="{call}"' in line)
+    return sum(float(line.rpartition(" ")[2]) for line in mine)
 
 
 def test_both_samples_and_both_ranks_get_what_is_theirs(service: Service, client: RolloutClient) -> None:

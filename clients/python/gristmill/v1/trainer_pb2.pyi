@@ -57,6 +57,7 @@ class GetBatchRequest(google.protobuf.message.Message):
     WAIT_S_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
     TRAINS_FIELD_NUMBER: builtins.int
+    SHARD_FIELD_NUMBER: builtins.int
     run: builtins.str
     batch: builtins.int
     wait_s: builtins.float
@@ -70,6 +71,12 @@ class GetBatchRequest(google.protobuf.message.Message):
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Of which ranks' shards `awaits` tells; none: of all."""
 
+    @property
+    def shard(self) -> global___GetShardRequest:
+        """The shard of this batch that the caller wants first: the answer says where it is, which saves a GetShard. Its model,
+        rank and incarnation count, and the epoch and mini-batch of its position.
+        """
+
     def __init__(
         self,
         *,
@@ -78,8 +85,10 @@ class GetBatchRequest(google.protobuf.message.Message):
         wait_s: builtins.float = ...,
         ranks: collections.abc.Iterable[builtins.int] | None = ...,
         trains: gristmill.v1.run_pb2.Model.ValueType = ...,
+        shard: global___GetShardRequest | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch", b"batch", "ranks", b"ranks", "run", b"run", "trains", b"trains", "wait_s", b"wait_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["shard", b"shard"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["batch", b"batch", "ranks", b"ranks", "run", b"run", "shard", b"shard", "trains", b"trains", "wait_s", b"wait_s"]) -> None: ...
 
 global___GetBatchRequest = GetBatchRequest
 
@@ -90,6 +99,7 @@ class GetBatchResponse(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     PLAN_JSON_FIELD_NUMBER: builtins.int
     AWAITS_FIELD_NUMBER: builtins.int
+    SHARD_FIELD_NUMBER: builtins.int
     state: global___BatchState.ValueType
     plan_json: builtins.str
     """When published, or forward: the plan, a JSON object as `gristmill plan` prints it."""
@@ -97,14 +107,20 @@ class GetBatchResponse(google.protobuf.message.Message):
     def awaits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AwaitedColumn]:
         """When forward: the columns that lack yet, of the ranks that were asked for."""
 
+    @property
+    def shard(self) -> global___GetShardResponse:
+        """When published, and where it was asked for: what GetShard answers."""
+
     def __init__(
         self,
         *,
         state: global___BatchState.ValueType = ...,
         plan_json: builtins.str = ...,
         awaits: collections.abc.Iterable[global___AwaitedColumn] | None = ...,
+        shard: global___GetShardResponse | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["awaits", b"awaits", "plan_json", b"plan_json", "state", b"state"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["shard", b"shard"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["awaits", b"awaits", "plan_json", b"plan_json", "shard", b"shard", "state", b"state"]) -> None: ...
 
 global___GetBatchResponse = GetBatchResponse
 

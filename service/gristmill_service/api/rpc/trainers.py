@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import grpc
 
@@ -10,14 +11,16 @@ from gristmill._wire.codecs import row_codec, tensor_file
 from gristmill._wire.codecs.columns_codec import ColumnsRequest
 from gristmill._wire.codecs.shard_frames import frame
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
+from gristmill_service.access import caller
 from gristmill_service.api import messages
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.questions import ask_batch, ask_shard
 from gristmill_service.api.rpc.streams import Streams
 from gristmill_service.api.shard_columns import compact_with, file_with
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
-from gristmill_service.run.machine.answers import BatchAnswer, BatchState
+from gristmill_service.run.machine.answers import BatchAnswer, BatchState, ShardAnswer
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
+from gristmill_service.run.run import Run
 
 # Large enough to be fast, small enough for clients that keep gRPC's limit of 4 MiB a message.
 _PIECE_BYTES = 1 << 20
@@ -34,9 +37,21 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     def GetBatch(  # noqa: N802
         self, request: trainer_pb2.GetBatchRequest, context: grpc.ServicerContext
     ) -> bytes:
-        trains = messages.model_of(request.trains) if request.trains else None
-        question = ask_batch(self._context.runs.get(request.run), request.batch, request.ranks, trains)
-        return self._encode(self._context.long_poll.ask(question, request.wait_s, context))
+        wanted = request.shard if request.HasField("shard") else None
+        if wanted is not None:
+            # It is what GetShard answers, which a rank's token is bound to.
+            self._context.gate.check(caller.current(), "get_shard", request.run, wanted.rank)
+        run, trains = self._context.runs.get(request.run), messages.model_of(request.trains) if request.trains else None
+        find_shard = None if wanted is None else _shard_of(run, request.batch, wanted)
+        answer = self._context.long_poll.ask(
+            ask_batch(run, request.batch, request.ranks, trains), request.wait_s, context
+        )
+        encoded = self._encode(answer)
+        if find_shard is None or answer.state is not BatchState.PUBLISHED:
+            return encoded
+        shard = messages.shard_to(find_shard())
+        # One message behind another is the message that has the fields of both.
+        return encoded + trainer_pb2.GetBatchResponse(shard=shard).SerializeToString()
 
     def _encode(self, answer: BatchAnswer) -> bytes:
         """Serialized once for all ranks that are told of a batch: a plan is large, and they are answered at once."""
@@ -129,6 +144,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             run_id=resumed.run_id,
             generation=resumed.generation,
         )
+
+
+def _shard_of(run: Run, batch: int, wanted: trainer_pb2.GetShardRequest) -> Callable[[], ShardAnswer]:
+    """Finds a shard that is asked for with its batch, once that is published."""
+    position = messages.position_of(wanted.position)._replace(batch=batch)
+    return partial(run.shard, messages.model_of(wanted.model), wanted.rank, position, wanted.incarnation)
 
 
 def add_to_server(servicer: TrainerServicer, server: grpc.Server) -> None:

@@ -165,6 +165,8 @@ class TrainerCore(TrainingPlace, Generic[B]):
             raise
         if answer.state == trainer_pb2.BATCH_STATE_END:
             return None
+        if answer.HasField("shard"):
+            self._reader.found(self._wanted(self.position, forward=False), answer.shard)
         awaits = frozenset(awaited.column for awaited in answer.awaits)
         plan = Plan(json.loads(answer.plan_json))
         self._given = plan, time.monotonic() - asked
@@ -179,11 +181,17 @@ class TrainerCore(TrainingPlace, Generic[B]):
             wait_s=wait_s,
             ranks=ranks,
             trains=MODELS[self.model] if self._acknowledges else run_pb2.MODEL_UNSPECIFIED,
+            shard=self._first_shard(),
         )
         response: trainer_pb2.GetBatchResponse = self._transport.call(
             self._transport.trainers.GetBatch, request, wait_s=wait_s
         )
         return response
+
+    def _first_shard(self) -> trainer_pb2.GetShardRequest | None:
+        """The shard that is opened first, to be found with its batch; None where each of many ranks has one."""
+        wanted = self._wanted(self.position, forward=False)
+        return self._reader.request(wanted, wanted.ranks[0]) if len(wanted.ranks) == 1 else None
 
     # Shards.
 

@@ -62,6 +62,7 @@ class ShardReader:
         self._transport, self._run, self._model = transport, run, model
         self._convert, self._columns, self._place, self._checks = convert, columns, place, checks
         self.kept = KeptColumns()
+        self._found: tuple[Wanted, trainer_pb2.GetShardResponse] | None = None
         self._prefetch: Prefetch[Wanted, list[Opened]] = Prefetch(self._open_ahead, ahead)
 
     def open(self, wanted: Wanted) -> list[Opened]:
@@ -76,6 +77,22 @@ class ShardReader:
         if not any(shard.is_forward for shard in opened):
             self.kept.completed(wanted.position.batch)
         return opened
+
+    def found(self, wanted: Wanted, answer: trainer_pb2.GetShardResponse) -> None:
+        """Says where the shard of one rank is, which need not be asked for when it is opened."""
+        self._found = wanted, answer
+
+    def request(self, wanted: Wanted, rank: int, wait_s: float = 0.0) -> trainer_pb2.GetShardRequest:
+        """Asks where the rank's shard is."""
+        return trainer_pb2.GetShardRequest(
+            run=self._run,
+            model=MODELS[self._model],
+            rank=rank,
+            position=wanted.position.message(),
+            wait_s=wait_s,
+            incarnation=wanted.incarnation,
+            forward=wanted.forward,
+        )
 
     def expect(self, wanted: Iterable[Wanted]) -> None:
         """Names what will be opened next, in this order; all else that was opened ahead is thrown away."""
@@ -131,6 +148,11 @@ class ShardReader:
         return found.crc32 if found.HasField("crc32") else None
 
     def _find_shard(self, wanted: Wanted, rank: int, is_wanted: Callable[[], bool]) -> trainer_pb2.GetShardResponse:
+        if (known := self._found) is not None and known[0] == wanted:
+            # Once: where it is gone by now, the next answer says where it is.
+            self._found = None
+            if known[1].state == trainer_pb2.BATCH_STATE_PUBLISHED:
+                return known[1]
         position = wanted.position
         found: trainer_pb2.GetShardResponse = self._transport.wait(
             lambda wait_s: self._ask_shard(wanted, rank, wait_s),
@@ -144,17 +166,8 @@ class ShardReader:
         return found
 
     def _ask_shard(self, wanted: Wanted, rank: int, wait_s: float) -> trainer_pb2.GetShardResponse:
-        request = trainer_pb2.GetShardRequest(
-            run=self._run,
-            model=MODELS[self._model],
-            rank=rank,
-            position=wanted.position.message(),
-            wait_s=wait_s,
-            incarnation=wanted.incarnation,
-            forward=wanted.forward,
-        )
         response: trainer_pb2.GetShardResponse = self._transport.call(
-            self._transport.trainers.GetShard, request, wait_s=wait_s
+            self._transport.trainers.GetShard, self.request(wanted, rank, wait_s), wait_s=wait_s
         )
         if response.state == trainer_pb2.BATCH_STATE_PENDING and self._model == "policy":
             self._check_kept(wanted)
