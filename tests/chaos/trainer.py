@@ -118,18 +118,19 @@ class Trainer:
             self._start_from_what_is_left(newest)
 
     def _start_from_what_is_left(self, newest: Training) -> None:
+        # What the log still has may be further than the checkpoint that is gone on from.
+        self._furthest = max(self._acknowledged())
         training = before(newest)
         while training:
             try:
-                self._furthest = self._start(training)
+                self._start(training)
             except FailedPreconditionError:
                 training = before(training)
             else:
                 return
         # The service says where it is; the checkpoint of that place is what the weights have to be of.
-        self._furthest = self._start(())
-        training = newest
-        while training and training[-1].next != self._furthest:
+        start, training = self._start(()), newest
+        while training and training[-1].next != start:
             training = before(training)
         self.training = training
 
