@@ -112,7 +112,9 @@ def test_the_guides_trainer_trains(service: Service, run_name: str, tmp_path: Pa
     names: dict[str, Any] = {"model": policy(), "tokenizer": tokenizer(), "prompts": prompts_of(rollouts(prompts=4))}
     names["config"] = config(tmp_path, **LEARNING | {"max_steps": 1})
     names["reward"] = low
-    exec(snippet("trainer", service.grpc_address, run_name), names)
+    code = snippet("trainer", service.grpc_address, run_name)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10, "what a user writes"
+    exec(code, names)
     assert service.runs.get(run_name).status().batches_freed == 1
 
 

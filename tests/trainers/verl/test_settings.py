@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from gristmill.adapters.verl.run_settings import run_config
 from gristmill_service.config import RunConfig, parse_config
 from tests.trainers.verl.verl_settings import CPU, RUN, batches, compose_config
 
+GUIDE = (Path(__file__).parents[3] / "docs/trainers/verl.md").read_text()
 SIZES = batches(groups=8, samples=4, mini_batch=2, micro_batch=3)
 DYNAMIC = ["actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"]
 GAE = ["algorithm.adv_estimator=gae", "algorithm.gamma=0.9", "algorithm.lam=0.8", "critic.ppo_mini_batch_size=4"]
@@ -32,6 +36,18 @@ def run_of(*overrides: str, dp_size: int = 2) -> RunConfig:
         name, _, value = override.removeprefix("+").partition("=")
         OmegaConf.update(config, name, yaml.safe_load(value), force_add=True)
     return parse_config(run_config(config, dp_size))
+
+
+def test_the_guides_settings_make_a_run_and_few_of_them_are_gristmills() -> None:
+    found = re.search(r"<!-- verl-overrides -->\n```bash\n(.*?)```", GUIDE, re.DOTALL)
+    assert found is not None
+    python, flag, module, *overrides = shlex.split(found[1].replace("\\\n", " "))
+    assert (python, flag, module) == ("python", "-m", "verl.trainer.main_ppo")
+    assert len([setting for setting in overrides if "gristmill" in setting]) <= 10, "what a user writes"
+    run = parse_config(run_config(compose_config(overrides), dp_size=8))
+    assert (run.train_batch_size, run.n_samples_per_prompt, run.policy_mini_batch_size) == (256, 8, 64)
+    assert (run.merge, run.balance, run.micro_batch.max_tokens) == ("prefix", "tokens", 16384)
+    assert run.max_buffered_batches > 20
 
 
 def test_sizes_are_verls_in_prompts_and_micro_batches_are_full() -> None:
