@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
 import orjson
@@ -28,7 +30,7 @@ _MODELS = "v1/models"
 _REASON_LENGTH = 200
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class RecorderApp:
@@ -40,20 +42,26 @@ class RecorderApp:
         self._own: dict[str, Handler] = {"healthz": self._alive, "readyz": self._ready, "metrics": self._scraped}
         self.is_ready = True
 
-    def web_app(self) -> web.Application:
-        app = web.Application(client_max_size=self._settings.max_body_bytes)
-        app.router.add_route("*", "/{path:.*}", self._answer)
-        return app
+    def server(self) -> web.Server:
+        """Without aiohttp's router, which every call would go through to this one handler."""
+        loop, most_bytes = asyncio.get_running_loop(), self._settings.max_body_bytes
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        def request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+            return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=most_bytes)
+
+        return web.Server(self._answer, request_factory=request, handler_cancellation=True, access_log=None)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
+            if request.headers.get("expect", "").lower() == "100-continue":
+                await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             return await self._route(request)
         except RefusalError as refusal:
             self._metrics.refused.labels(type(refusal).__name__).inc()
             _log.info("refused %s: %s", request.path, refusal)
             return web.Response(status=refusal.status, body=orjson.dumps(refusal.body), headers=refusal.headers)
 
-    async def _route(self, request: web.Request) -> web.StreamResponse:
+    async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.raw_path.partition("?")[0]
         if own := self._own.get(path.lstrip("/")):
             return await own(request)
@@ -77,7 +85,7 @@ class RecorderApp:
             f"{', '.join(sorted(_PASSED_ON))} and GET {_MODELS}, and a trajectory ends by POST .../finish or .../abort"
         )
 
-    async def _finish(self, request: web.Request, name: TrajectoryName) -> web.Response:
+    async def _finish(self, request: web.BaseRequest, name: TrajectoryName) -> web.Response:
         document = await read_document(request) if request.can_read_body else {}
         reward = _reward(_only(document, "reward"))
         try:
@@ -89,7 +97,7 @@ class RecorderApp:
             status=200 if ended.outcome else 202, body=orjson.dumps(told), content_type="application/json"
         )
 
-    async def _abort(self, request: web.Request, name: TrajectoryName) -> web.Response:
+    async def _abort(self, request: web.BaseRequest, name: TrajectoryName) -> web.Response:
         document = await read_document(request) if request.can_read_body else {}
         reason = _only(document, "reason") or "aborted by its agent"
         try:
@@ -100,21 +108,21 @@ class RecorderApp:
             raise Conflict(str(error)) from None
         return web.Response(body=orjson.dumps({"outcome": "aborted"}), content_type="application/json")
 
-    async def _pass_on(self, request: web.Request, path: str) -> web.Response:
+    async def _pass_on(self, request: web.BaseRequest, path: str) -> web.Response:
         body = await read_body(request) if request.can_read_body else None
         headers = request_headers(request.headers)
         async with self._upstream.calling(request.method, path, query_of(request), headers, body) as answer:
             return await unchanged(answer)
 
-    async def _alive(self, request: web.Request) -> web.Response:
+    async def _alive(self, request: web.BaseRequest) -> web.Response:
         return web.json_response({"status": "alive"})
 
-    async def _ready(self, request: web.Request) -> web.Response:
+    async def _ready(self, request: web.BaseRequest) -> web.Response:
         if not self.is_ready:
             raise Busy("the recorder is stopping; send new calls elsewhere or later")
         return web.json_response({"status": "ready"})
 
-    async def _scraped(self, request: web.Request) -> web.Response:
+    async def _scraped(self, request: web.BaseRequest) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 

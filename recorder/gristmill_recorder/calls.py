@@ -38,7 +38,7 @@ class Calls:
         self._asking = Asking(settings.engine, settings.logprobs)
         self._under_way = 0
 
-    async def answer(self, request: web.Request, name: TrajectoryName, path: str) -> web.StreamResponse:
+    async def answer(self, request: web.BaseRequest, name: TrajectoryName, path: str) -> web.StreamResponse:
         """Raises RefusalError where it is not answered; then nothing was recorded."""
         began = time.perf_counter()
         with self._counted(), self._runs.recording(name).calling() as recording:
@@ -54,7 +54,7 @@ class Calls:
             self._metrics.answered(form.api, exchange.response.status, took, exchange.engine_s)
             return exchange.response
 
-    async def _run(self, exchange: Exchange, request: web.Request) -> None:
+    async def _run(self, exchange: Exchange, request: web.BaseRequest) -> None:
         try:
             await exchange.run(self._upstream)
         except asyncio.CancelledError:
@@ -89,7 +89,7 @@ class Calls:
             metrics.under_way.set(self._under_way)
 
 
-async def read_document(request: web.Request) -> Document:
+async def read_document(request: web.BaseRequest) -> Document:
     """The body, which is a JSON object. Raises WrongCall and TooLarge."""
     body = await read_body(request)
     try:
@@ -101,14 +101,14 @@ async def read_document(request: web.Request) -> Document:
     return document
 
 
-async def read_body(request: web.Request) -> bytes:
+async def read_body(request: web.BaseRequest) -> bytes:
     try:
         return await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise TooLarge(f"the request is too large: {error.text}; shorten it, or raise --max-body-bytes") from None
 
 
-def _version(request: web.Request, announced: int) -> int:
+def _version(request: web.BaseRequest, announced: int) -> int:
     """The policy version that samples the call: as the agent says, else as the trainer announced last."""
     text = request.headers.get(VERSION)
     if text is None:

@@ -30,7 +30,7 @@ class AgentGoneError(Exception):
 class Exchange:
     """engine_s: of its time, how long the engine was waited for. most_bytes: of an answer, or of a stream's event."""
 
-    def __init__(self, request: web.Request, form: Form, record: Record, most_bytes: int) -> None:
+    def __init__(self, request: web.BaseRequest, form: Form, record: Record, most_bytes: int) -> None:
         self._request, self._form, self._record, self._most_bytes = request, form, record, most_bytes
         self.response = web.StreamResponse()
         self.engine_s = 0.0

@@ -56,10 +56,8 @@ async def serve(settings: RecorderSettings) -> None:
         journal.close()
 
 
-async def _listening(app: RecorderApp, settings: RecorderSettings) -> web.AppRunner:
-    runner = web.AppRunner(
-        app.web_app(), access_log=None, handler_cancellation=True, shutdown_timeout=settings.shutdown_grace_s
-    )
+async def _listening(app: RecorderApp, settings: RecorderSettings) -> web.ServerRunner:
+    runner = web.ServerRunner(app.server(), shutdown_timeout=settings.shutdown_grace_s)
     await runner.setup()
     host, _, port = settings.listen.rpartition(":")
     try:
@@ -73,7 +71,7 @@ async def _listening(app: RecorderApp, settings: RecorderSettings) -> web.AppRun
     return runner
 
 
-def _url(settings: RecorderSettings, runner: web.AppRunner) -> str:
+def _url(settings: RecorderSettings, runner: web.ServerRunner) -> str:
     return f"http://{settings.listen.rpartition(':')[0]}:{runner.addresses[0][1]}"
 
 

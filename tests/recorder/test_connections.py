@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import socket
 import ssl
 import time
 from collections.abc import Iterator
@@ -44,6 +45,20 @@ def test_a_connection_serves_one_call_after_another(
     recorder = start_recorder(broken.url, service.grpc_address)
     assert [ask(recorder, run) for _ in range(5)] == [200] * 5
     assert broken.connections == 1
+    recorder.kill()
+
+
+def test_an_agent_that_asks_first_is_told_to_send_its_call(
+    broken: BrokenEngine, start_recorder: StartRecorder, service: Service, run: str
+) -> None:
+    recorder = start_recorder(broken.url, service.grpc_address)
+    where, body = urlsplit(f"{recorder.base(run)}/v1/chat/completions"), json.dumps(BODY).encode()
+    head = f"POST {where.path} HTTP/1.1\r\nhost: here\r\nexpect: 100-continue\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.create_connection((where.hostname, where.port), timeout=60) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(1 << 10) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(body)
+        assert connection.recv(1 << 10).startswith(b"HTTP/1.1 200 OK\r\n")
     recorder.kill()
 
 

@@ -5,7 +5,6 @@ A form is made of one call, knows its API, and reads its answer, whole or stream
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
 import orjson
@@ -236,9 +235,9 @@ class ResponseStream:
 def refuse_media(items: Any) -> None:
     """Rows hold tokens. Training without the images that a call had would be wrong without a sign of it."""
     for item in items if isinstance(items, list) else ():
-        content = item.get("content") if isinstance(item, Mapping) else None
+        content = item.get("content") if isinstance(item, dict) else None
         for part in content if isinstance(content, list) else ():
-            kind = str(part.get("type", "")) if isinstance(part, Mapping) else ""
+            kind = str(part.get("type", "")) if isinstance(part, dict) else ""
             if any(medium in kind for medium in _MEDIA):
                 raise WrongCall(
                     f"a message has a part of type {kind}, and the recorder records tokens alone; submit such rows "
