@@ -79,8 +79,8 @@ def rows_before(state: State, rows: RowBuffer, steps: Steps) -> dict[int, Picked
 
 def _names(steps: Steps) -> Iterator[tuple[GroupKey, RowName]]:
     columns = (steps.rounds, steps.samples, steps.attempts, steps.steps)
-    for uid, round_, *name in zip(steps.uids, *(column.tolist() for column in columns), strict=True):
-        yield GroupKey(round_, uid), RowName(*name)
+    for uid, round_, sample, attempt, step in zip(steps.uids, *(column.tolist() for column in columns), strict=True):
+        yield GroupKey(round_, uid), RowName(sample, attempt, step)
 
 
 def _before(group: Group, name: RowName) -> StoredRow | None:

@@ -71,9 +71,7 @@ class TakeRows(Command[list[Outcome]]):
 
     def __init__(self, steps: Steps, rows: Sequence[StoredRow], quota: FindQuota | None = None) -> None:
         self.keys = frozenset([row.trajectory for row in rows])
-        self.reads = frozenset(
-            [row.trajectory._replace(sample=row.parent.sample) for row in rows if row.parent is not None]
-        )
+        self.reads = frozenset([found for row in rows if (found := row.begins_as) is not None])
         self._steps, self._rows, self._quota = steps, rows, quota
         self._outcomes: list[Outcome] = []
 

@@ -219,10 +219,11 @@ def take_rows(
 
 def _check_parent(row: StoredRow, group: Group | None, views: dict[TrajectoryKey, _View]) -> None:
     """Refuses a row whose parent the group has no more, or never had."""
-    if row.parent is None:
+    trajectory = row.begins_as
+    if row.parent is None or trajectory is None:
         return
     sample, attempt, step = row.parent
-    view = views.get(row.trajectory._replace(sample=sample))
+    view = views.get(trajectory)
     if view is None:
         view = _View.of(None if group is None else group.trajectories.get(sample))
     if view.attempt != attempt or (step not in view.added and step not in view.before):
