@@ -38,6 +38,7 @@ WRONG_ROWS: dict[str, tuple[Json, tuple[str, ...]]] = {
     "negative token": ({"response_ids": [-3, 4]}, ("response_ids[0]", "-3")),
     "mask of two": ({"loss_mask": [2, 1]}, ("loss_mask[0]", "2")),
     "sample out of range": ({"sample": 2}, ("sample", "2", "n_samples_per_prompt")),
+    "a stop reason that is no name": ({"stop_reason": "x" * 1001}, ("stop_reason 'xxx", "1001 characters", "1000")),
     "negative step": ({"step": -1}, ("step", "-1")),
 }
 

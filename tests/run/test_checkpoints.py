@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gristmill.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
+from gristmill.errors import FailedPreconditionError, InvalidArgumentError, StaleIncarnationError, UnavailableError
 from gristmill_service.run.machine.answers import BatchState, Position
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from gristmill_service.run.machine.events import GenerationBegan
@@ -227,3 +227,36 @@ def test_columns_for_a_batch_that_a_rollback_took_back_are_refused_at_once() -> 
         FailedPreconditionError, match=r"batch 1 lies ahead .* before batch 0 .* its log was rolled back"
     ):
         again.run.write(1, 0, 0, 1, verdict)
+
+
+def test_a_checkpoint_past_what_a_rollback_left_is_told_of_the_rollback_and_of_the_position_that_fits() -> None:
+    bench = sealed(1)
+    train(bench, 0)
+    short = len(bench.log.records)
+    bench.submit(*group_rows("more"), *group_rows("and more"))
+    bench.make_batches()
+    train(bench, 1, 2)
+    again = rolled_back(bench, short)
+    for reason in ("", "failover"):
+        with pytest.raises(FailedPreconditionError) as refused:
+            again.run.resume("policy", Checkpoint(Position(3), generation=1, give_up_reason=reason), "launch")
+        assert "log was rolled back, and it is in generation 2" in str(refused.value)
+        assert "at or before batch 1 epoch 0 mini-batch 0" in str(refused.value)
+        assert "another run" not in str(refused.value)
+    assert again.run.resume("policy", Checkpoint(None), "launch").position == Position(0)
+
+
+def test_a_trainer_whose_resume_was_rolled_back_is_told_so_and_never_shares_an_incarnation_with_the_next() -> None:
+    bench = sealed(2)
+    short = len(bench.log.records)
+    lost = bench.run.resume("policy", Checkpoint(None), "one")
+    again = rolled_back(bench, short)
+    again.make_batches()
+    with pytest.raises(FailedPreconditionError, match=r"never gave incarnation 2, .* its log was rolled back"):
+        again.run.acknowledge("policy", 0, Position(0), lost.incarnation, commit=False)
+    following = again.run.resume("policy", Checkpoint(None), "two")
+    assert following.incarnation > lost.incarnation
+    with pytest.raises(StaleIncarnationError):
+        again.run.acknowledge("policy", 0, Position(0), lost.incarnation, commit=False)
+    assert again.run.acknowledge("policy", 0, Position(0), following.incarnation, commit=False).position == Position(1)
+    assert again.replayed() == again.state

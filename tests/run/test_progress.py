@@ -205,6 +205,8 @@ class TestResuming:
             bench.run.resume("policy", Checkpoint(Position(3)), "launch")
         with pytest.raises(InvalidArgumentError, match="launch is empty"):
             bench.run.resume("policy", Checkpoint(None), "")
+        with pytest.raises(InvalidArgumentError, match=r"launch 'xx.* has 1001 characters, and 1000 are the most"):
+            bench.run.resume("policy", Checkpoint(None), "x" * 1001)
         assert bench.run.resume("policy", Checkpoint(None), "launch").position == Position(1)
 
     def test_a_position_at_the_end_of_a_batch_that_is_freed_since_goes_on_with_the_next(self) -> None:

@@ -264,6 +264,15 @@ class TestFailing:
         assert (status.batches_published, status.batches_freed) == (2, 1)
         assert len(bench.rows) == 2, "the failed batch's rows are gone"
 
+    def test_workers_that_come_again_learn_that_its_groups_are_dropped_as_groups_tells_it(self) -> None:
+        bench = Bench(train_batch_size=1)
+        bench.build_batch._fails = {0}
+        bench.submit(*group_rows("a"), *group_rows("b"))
+        bench.make_batches()
+        assert {group.uid: group.state for group in bench.run.groups()} == {"a": "dropped", "b": "sealed"}
+        assert bench.submit(*group_rows("a")) == ["DROPPED"] * 2
+        assert bench.begin("a", "b") == ["DROPPED", "SEALED"]
+
     def test_ranks_step_over_it(self) -> None:
         bench = Bench(train_batch_size=1)
         bench.build_batch._fails = {0, 2}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from gristmill.errors import InvalidArgumentError
 
 UNKNOWN = -1
 LONGEST_TAG = 100
-LONGEST_UID = 1000
+LONGEST_UID = LONGEST_STOP_REASON = 1000
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 # Changing how NumPy treats errors costs as much as reading so many values.
@@ -300,8 +300,19 @@ def _check_identity(table: Steps) -> None:
         )
     if max(map(len, table.uids), default=0) > LONGEST_UID:
         check_uid(max(table.uids, key=len))
+    if max(map(len, table.stop_reasons), default=0) > LONGEST_STOP_REASON:
+        _refuse_stop_reason(table)
     for tag in set(table.tags or ()):
         check_tag(tag, table.name(list(table.tags or ()).index(tag)))
+
+
+def _refuse_stop_reason(table: Steps) -> NoReturn:
+    lengths = list(map(len, table.stop_reasons))
+    row = lengths.index(max(lengths))
+    raise InvalidArgumentError(
+        f"{table.name(row)}: stop_reason {table.stop_reasons[row][:50]!r}... has {lengths[row]} characters, and "
+        f"{LONGEST_STOP_REASON} are the most; name why the response ended, or shorten it"
+    )
 
 
 def _check_lengths(table: Steps) -> None:

@@ -225,6 +225,10 @@ class State:
         asked = sorted(set(ranks) & set(range(self.dp_size))) if ranks else range(self.dp_size)
         return [place for place in batch.places(asked) if place not in batch.written]
 
+    def is_dropped(self, number: int) -> bool:
+        """Whether the batch failed and its rows are not kept: nothing is built of them any more."""
+        return number in self.failed and number not in self.batches
+
     @property
     def batches_kept(self) -> list[int]:
         """Batches that failed for this number of ranks, and may be built for another."""

@@ -100,7 +100,8 @@ def begin(
         tag = tags.of(key)
         closed = state.closed.get(key)
         if closed is not None:
-            found.append(Admission.SEALED if isinstance(closed, int) else Admission.DROPPED)
+            is_dropped = isinstance(closed, str) or state.is_dropped(closed)
+            found.append(Admission.DROPPED if is_dropped else Admission.SEALED)
         elif key in state.open or key in admitted:
             found.append(Admission.ADMITTED)
         elif room.groups_of(tag):

@@ -235,7 +235,7 @@ def _check_parent(row: StoredRow, group: Group | None, views: dict[TrajectoryKey
 
 def _closed_outcome(state: State, row: StoredRow, closed: int | str) -> Outcome:
     """A row whose group is sealed was taken before, as far as the batch is still held to compare it with."""
-    if isinstance(closed, str):
+    if isinstance(closed, str) or state.is_dropped(closed):
         return Outcome.DROPPED
     batch = state.batches.get(closed)
     group = next((group for group in batch.groups if group.key == row.group), None) if batch else None

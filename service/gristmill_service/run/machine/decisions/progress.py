@@ -58,9 +58,12 @@ def check_incarnation(state: State, model: Model, incarnation: int) -> None:
             "this process, or resume again"
         )
     if incarnation > current:
+        why = "it may be of another run, or of a deleted run of this name"
+        if state.generation > 1:
+            why = f"its log was rolled back, and it is in generation {state.generation}"
         raise FailedPreconditionError(
-            f"{model}: this run never gave incarnation {incarnation}, and the current one is {current}; it may be of "
-            "another run, or of a deleted run of this name; resume first"
+            f"{model}: this run never gave incarnation {incarnation}, and the current one is {current}: {why}; resume "
+            "first"
         )
 
 
@@ -214,6 +217,12 @@ def _reached(model: ModelState) -> Position:
     return min(model.committed, *model.next)
 
 
+def reached(state: State, model: Model) -> Position:
+    """How far any rank of the model has ever come, as the run knows it."""
+    own = state.models[model]
+    return max(own.furthest, own.committed)
+
+
 def check_not_ahead(state: State, model: Model, ranks: Collection[int], number: int) -> None:
     """For a batch that is not there, which these ranks of the model (none: all) want to train. One that is not sealed
     and lies behind their next was theirs before a rollback: it would come when they train what is before it, or never.
@@ -254,9 +263,14 @@ def check_exists(state: State, model: Model, position: Position) -> None:
     if min(position) < 0:
         raise InvalidArgumentError(f"{model}: {text_of(position)} is no position; its parts are not negative")
     if position > Position(state.batches_sealed):
+        why = "it may be of another run"
+        if state.generation > 1:
+            why = (
+                f"this run's log was rolled back, and it is in generation {state.generation}; resume from a checkpoint "
+                f"at or before {text_of(reached(state, model))}, or without one, at the committed position"
+            )
         raise FailedPreconditionError(
-            f"{model}: {text_of(position)} is past the last sealed batch, number {state.batches_sealed - 1}; is it of "
-            "another run?"
+            f"{model}: {text_of(position)} is past the last sealed batch, number {state.batches_sealed - 1}: {why}"
         )
 
 

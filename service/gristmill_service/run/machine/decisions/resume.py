@@ -12,7 +12,14 @@ from gristmill.errors import FailedPreconditionError, InvalidArgumentError, Stal
 from gristmill_service.config import Model
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions.aborts import checked_reason
-from gristmill_service.run.machine.decisions.progress import check_exists, model_state, settle, text_of, went_past
+from gristmill_service.run.machine.decisions.progress import (
+    check_exists,
+    model_state,
+    reached,
+    settle,
+    text_of,
+    went_past,
+)
 from gristmill_service.run.machine.events import (
     BatchGivenUp,
     BatchWithdrawn,
@@ -21,7 +28,11 @@ from gristmill_service.run.machine.events import (
     ModelResumed,
     Resized,
 )
-from gristmill_service.run.machine.state import START, State
+from gristmill_service.run.machine.state import START, ModelState, State
+
+_LONGEST_LAUNCH = 1000
+# Each generation counts on from a number of its own.
+_INCARNATION_BITS = 20
 
 
 def resume(
@@ -41,9 +52,7 @@ def resume(
     is refused, unless a reason is given for which the batches in between are given up.
     """
     current = model_state(state, model)
-    if not launch:
-        raise InvalidArgumentError("launch is empty; name this start of the trainer, the same on all its ranks")
-    check_text(launch, "launch")
+    _check_launch(launch)
     if launch == current.launch:
         if position is not None and position != current.resumed_at:
             raise FailedPreconditionError(
@@ -70,10 +79,27 @@ def resume(
             "gone; resume from the newer checkpoint, and commit only what a checkpoint holds"
         )
     skipped = _skipped(state, model, target, generation, give_up_reason)
-    resumed = ModelResumed(model, target, current.incarnation + 1, launch)
+    resumed = ModelResumed(model, target, _next_incarnation(state, current), launch)
     given_up = {event.batch for event in skipped}
     resized = [] if dp_size == state.dp_size else _resized(state, dp_size, resumed, given_up)
     return [*skipped, *_dropped(state, model, bool(resized), given_up), *resized, resumed]
+
+
+def _check_launch(launch: str) -> None:
+    """Refuses a launch that is no name: runs remember every one."""
+    if not launch:
+        raise InvalidArgumentError("launch is empty; name this start of the trainer, the same on all its ranks")
+    if len(launch) > _LONGEST_LAUNCH:
+        raise InvalidArgumentError(
+            f"launch {launch[:50]!r}... has {len(launch)} characters, and {_LONGEST_LAUNCH} are the most; name this "
+            "start of the trainer in fewer"
+        )
+    check_text(launch, "launch")
+
+
+def _next_incarnation(state: State, current: ModelState) -> int:
+    """One that was never given out, not even by a generation whose end a rollback took back."""
+    return max(current.incarnation, (state.generation - 1) << _INCARNATION_BITS) + 1
 
 
 def _dropped(state: State, model: Model, is_resized: bool, given_up: set[int]) -> list[Event]:
@@ -91,7 +117,9 @@ def _dropped(state: State, model: Model, is_resized: bool, given_up: set[int]) -
 def _resized(state: State, dp_size: int, resumed: ModelResumed, given_up: set[int]) -> list[Event]:
     """Ranks of the other model, which there may not be as many of any more, are refused from now on."""
     other_models = {model: own for model, own in state.models.items() if model != resumed.model}
-    others = [ModelResumed(model, min(own.next), own.incarnation + 1, "") for model, own in other_models.items()]
+    others = [
+        ModelResumed(model, min(own.next), _next_incarnation(state, own), "") for model, own in other_models.items()
+    ]
     first = min([resumed.position, *map(went_past, other_models.values())]).batch
     again = [number for number in state.batches_kept if number >= first]
     withdrawn = [
@@ -119,11 +147,10 @@ def _skipped(state: State, model: Model, target: Position, generation: int, reas
 
 def _furthest_fit(state: State, model: Model, generation: int) -> Position:
     """The furthest position at which a checkpoint of this generation fits; 0: the current one."""
-    own = state.models[model]
     if generation > state.generation:
         return START
-    rolled_back = [reached.get(model, START) for reached in state.rollbacks[generation - 1 :]] if generation else []
-    return min([max(own.furthest, own.committed), *rolled_back])
+    rolled_back = [known.get(model, START) for known in state.rollbacks[generation - 1 :]] if generation else []
+    return min([reached(state, model), *rolled_back])
 
 
 def _refusal(state: State, model: Model, target: Position, fits: Position, between: list[int], generation: int) -> str:

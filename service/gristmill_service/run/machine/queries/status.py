@@ -73,7 +73,7 @@ def found_groups(state: State) -> FoundGroups:
     return FoundGroups(
         [(key, found, state.closed_tags.get(key, "")) for key, found in state.closed.items()],
         # One that is kept may be built yet.
-        {number: reason for number, reason in state.failed.items() if number not in state.batches},
+        {number: reason for number, reason in state.failed.items() if state.is_dropped(number)},
         [
             GroupAnswer(*key, "complete" if key in state.complete else "open", tag=group.tag)
             for key, group in state.open.items()
