@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from gristmill_service import call_threads
 from gristmill_service.call_threads import CallThreads, waiting
 
 LONG_S = 30.0
@@ -159,3 +160,85 @@ def test_threads_time_is_shared_and_not_the_number_of_calls() -> None:
     # As many calls of each in turn would be 10 of the flood among the first 20.
     assert order[:20].count("flood") <= 3
     assert order[:50].count("victim") >= 45
+
+
+@contextmanager
+def turn(threads: CallThreads, caller: str) -> Iterator[None]:
+    """A call that is answered in this thread, which is none of the pool's."""
+    begun = threading.Event()
+    found = threads.queue(caller, begun.set)
+    assert begun.wait(LONG_S)
+    try:
+        with found.at_work():
+            yield
+    finally:
+        found.end()
+
+
+def test_calls_that_are_answered_elsewhere_take_turns_with_those_of_the_threads() -> None:
+    first, order = Calls(), list[str]()
+    with pool(at_work=1, threads=1) as threads:
+        threads.submit(first, "crowd")
+        found = [threads.submit(order.append, "crowd") for _ in range(50)]
+        begun = [threads.queue("single", lambda: order.append("single")) for _ in range(2)]
+        assert order == []
+        first.let.set()
+        until(lambda: "single" in order)
+        for one in begun:
+            one.end()
+        for answered in found:
+            answered.result(LONG_S)
+    assert order.index("single") < 3
+    assert order.count("single") == 1, "one was given up before its turn came"
+
+
+def test_a_call_elsewhere_lets_others_work_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_threads, "_STUCK_S", 2 * LONG_S)
+    with pool(at_work=1) as threads, turn(threads, "a"):
+        after = threads.submit(lambda _: "worked", "")
+        with pytest.raises(TimeoutError):
+            after.result(0.1)
+        with waiting():
+            assert after.result(LONG_S) == "worked"
+
+
+def test_a_call_elsewhere_that_says_nothing_does_not_keep_others_from_work() -> None:
+    with pool(at_work=1) as threads, turn(threads, "a"):
+        assert threads.submit(lambda _: "worked", "").result(LONG_S) == "worked"
+
+
+def test_calls_elsewhere_share_the_time_too() -> None:
+    first, order = Calls(), list[str]()
+
+    def work(seconds: float, caller: str) -> None:
+        with turn(threads, caller):
+            order.append(caller)
+            time.sleep(seconds)
+
+    with pool(at_work=1, threads=1) as threads, ThreadPoolExecutor(60) as elsewhere:
+        threads.submit(first, "crowd")
+        calls = [elsewhere.submit(work, 0.02, "flood") for _ in range(10)]
+        calls += [elsewhere.submit(work, 0.0, "victim") for _ in range(50)]
+        until(lambda: elsewhere._work_queue.empty())
+        first.let.set()
+        for one in calls:
+            one.result(LONG_S)
+    assert order[:20].count("flood") <= 5
+
+
+def test_a_pool_that_is_shut_down_keeps_no_call_elsewhere_waiting() -> None:
+    slow = Calls()
+    with pool(at_work=1, threads=1) as threads:
+        stuck = threads.submit(slow, "")
+        queued = threading.Event()
+        before = threads.queue("a", queued.set)
+        closing = threading.Thread(target=threads.shutdown)
+        closing.start()
+        until(lambda: _is_refused(threads))
+        with turn(threads, "late"):
+            slow.let.set()
+        assert queued.wait(LONG_S)
+        before.end()
+        before.end()
+        closing.join(LONG_S)
+        assert stuck.result(0) == ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ def nothing() -> None:
 def answered(costs: Mapping[str, float], seconds: float) -> tuple[list[str], Counter[str]]:
     """Of callers who always have calls, each of this cost: whose calls are answered in this time, in order, and how
     much of it each got."""
-    turns, order, got = CallTurns(), list[str](), Counter[str]()
+    turns, order, got = CallTurns[Callable[[], object]](), list[str](), Counter[str]()
     for caller in costs:
         turns.put(caller, nothing)
         turns.put(caller, nothing)
@@ -46,7 +46,7 @@ def test_whatever_calls_cost_callers_get_the_same_time(costs: list[float]) -> No
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 2)), max_size=60))
 def test_nothing_is_lost_and_a_callers_calls_keep_their_order(calls: list[tuple[str, float]]) -> None:
-    turns, taken = CallTurns(), list[tuple[str, int]]()
+    turns, taken = CallTurns[Callable[[], object]](), list[tuple[str, int]]()
     for number, (caller, cost) in enumerate(calls):
         turns.put(caller, lambda caller=caller, number=number: taken.append((caller, number)))  # type: ignore[misc]
         if number % 3 == 0:
@@ -62,7 +62,7 @@ def test_nothing_is_lost_and_a_callers_calls_keep_their_order(calls: list[tuple[
 
 
 def test_who_comes_after_a_pause_is_not_owed_for_it() -> None:
-    turns = CallTurns()
+    turns = CallTurns[Callable[[], object]]()
     for _ in range(1000):
         turns.put("busy", nothing)
         turns.charge(turns.take()[0], 0.01)
@@ -78,7 +78,7 @@ def test_who_comes_after_a_pause_is_not_owed_for_it() -> None:
 
 
 def test_a_long_call_puts_its_caller_behind_for_a_moment_only() -> None:
-    turns, order = CallTurns(), list[str]()
+    turns, order = CallTurns[Callable[[], object]](), list[str]()
     turns.put("stream", nothing)
     turns.charge(turns.take()[0], 3600.0)
     for _ in range(100):
@@ -92,7 +92,7 @@ def test_a_long_call_puts_its_caller_behind_for_a_moment_only() -> None:
 
 
 def test_callers_without_number_are_forgotten() -> None:
-    turns = CallTurns()
+    turns = CallTurns[Callable[[], object]]()
     for number in range(20_000):
         turns.put(str(number), nothing)
         turns.charge(turns.take()[0], 1e-6)

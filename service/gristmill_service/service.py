@@ -22,7 +22,7 @@ from gristmill_service.api.context import ApiContext
 from gristmill_service.api.http.app import make_app
 from gristmill_service.api.http.server import HttpServer
 from gristmill_service.api.long_poll import LongPoll
-from gristmill_service.api.rpc.server import GrpcServer
+from gristmill_service.api.rpc.server import GrpcServer, call_threads
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.registry import Watched
@@ -78,11 +78,12 @@ class Service:
                 request_files=self._storage.request_files,
             )
             peers = None if certificates is None else PeerCertificates(certificates, settings.tls_peer_ca_file)
-            app = make_app(self._context, peers)
+            threads = call_threads(gate, settings)
+            app = make_app(self._context, peers, threads)
             self._http = HttpServer(app, settings.http_address, settings.shutdown_grace_s, certificates)
             undo.callback(self._http.close)
             _refuse_taken(settings.grpc_address)
-            self._grpc = GrpcServer(self._context, settings, certificates, peers)
+            self._grpc = GrpcServer(self._context, settings, certificates, peers, threads)
             undo.pop_all()
         self.grpc_address = self._context.grpc_address = self._grpc.address
         self.http_url = self._http.url

@@ -124,7 +124,9 @@ class Gate:
         if found := known.with_token(token):
             return found
         if self._web_tokens is not None and token.count(".") == 2:
-            return self._web_tokens.caller(token, known)
+            found = self._web_tokens.caller(token, known)
+            self._remember(authorization, found.name)
+            return found
         raise UnauthenticatedError("the token is not known here; ask the service's operator for one")
 
     @property
@@ -164,16 +166,20 @@ class Gate:
         self._refusals.flush()
 
     def name_of(self, authorization: str) -> str | None:
-        """Of the caller whose static token this header shows, for taking turns alone: a token that was withdrawn since
-        may still be known by it."""
+        """Of the caller whose token this header shows, for taking turns alone: a token that was withdrawn or ran out
+        since may still be known by it. A web token is known once a call with it was answered: its issuer is not asked
+        here."""
         name = self._names.get(authorization)
         if name is None and self._file is not None and len(authorization) <= _MOST_CHARACTERS:
             found = self._file.callers().with_token(authorization[len(_BEARER) :].strip())
             if found is not None:
-                if len(self._names) >= _MOST_NAMES:
-                    self._names.clear()
-                name = self._names[authorization] = found.name
+                self._remember(authorization, name := found.name)
         return name
+
+    def _remember(self, authorization: str, name: str) -> None:
+        if len(self._names) >= _MOST_NAMES and authorization not in self._names:
+            self._names.clear()
+        self._names[authorization] = name
 
     def check(self, found: Caller, call: str, run: str | None, rank: int | None) -> None:
         """Raises UnauthenticatedError or PermissionDeniedError where the caller may not make the call, and

@@ -130,7 +130,7 @@ class LongPoll:
                 return answer
             while not question.is_settled(answer) and not self._is_closed and not watcher.done():
                 woken.clear()
-                with _listening(question, wake), suppress(TimeoutError):
+                with _listening(question, wake), waiting(), suppress(TimeoutError):
                     await asyncio.wait_for(woken.wait(), max(0.0, deadline - time.monotonic()))
                 if watcher.done():
                     break

@@ -30,8 +30,10 @@ from gristmill_service.api.http.guards.debts import Indebted
 from gristmill_service.api.http.guards.host_names import HostNames
 from gristmill_service.api.http.guards.passed_on import PassedOn
 from gristmill_service.api.http.guards.same_origin import SameOrigin
+from gristmill_service.api.http.guards.turns import Turns
 from gristmill_service.api.http.page import page, page_details, session
 from gristmill_service.api.http.page.told_refusals import ToldRefusals
+from gristmill_service.call_threads import CallThreads
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.views.batch_view import BatchViewCache
 from gristmill_service.storage.run_store import OwnedElsewhereError
@@ -45,7 +47,8 @@ _DESCRIPTION = (
 )
 
 
-def make_app(context: ApiContext, peers: PeerCertificates | None = None) -> FastAPI:
+def make_app(context: ApiContext, peers: PeerCertificates | None = None, threads: CallThreads | None = None) -> FastAPI:
+    """threads: with whose calls the requests take turns; None: each is answered as it comes."""
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": models.Error, "description": code} for code, (_, status) in STATUSES.items()
     }
@@ -76,7 +79,11 @@ def make_app(context: ApiContext, peers: PeerCertificates | None = None) -> Fast
     app.add_exception_handler(RequestValidationError, _tell_invalid)
     app.add_exception_handler(HTTPException, _tell_status)
     app.add_exception_handler(Exception, _tell)
-    app.add_middleware(BoundedBodies, limit=context.max_message_bytes, refuse_too_large=context.refuse_too_large)
+    if threads is not None:
+        app.add_middleware(Turns, threads=threads)
+    app.add_middleware(
+        BoundedBodies, limit=context.max_message_bytes, refuse_too_large=context.refuse_too_large, threads=threads
+    )
     app.add_middleware(Indebted, gate=context.gate)
     app.add_middleware(Authenticated, gate=context.gate)
     app.add_middleware(SameOrigin)

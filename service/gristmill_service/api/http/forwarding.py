@@ -21,6 +21,7 @@ from gristmill_service.api import request_ids
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.http.guards.bodies import BODY
 from gristmill_service.api.long_poll import LONGEST_WAIT_S
+from gristmill_service.call_threads import waiting
 from gristmill_service.storage.run_store import OwnedElsewhereError
 
 _LOOK_S = 0.5
@@ -65,7 +66,7 @@ class Forwarding:
             self._peers.context()
         sending = asyncio.ensure_future(self._client.send(asking, stream=True))
         try:
-            while not (await asyncio.wait([sending], timeout=_LOOK_S))[0]:
+            while not await _done(sending):
                 if not await run_in_threadpool(self._is_owner, error.run, error.grpc_address):
                     return _unavailable(f"{error}; its owner has changed")
             found = sending.result()
@@ -87,6 +88,11 @@ def _headers(request: Request, secret: str) -> list[tuple[bytes, bytes]]:
     }
     kept = [(name, value) for name, value in request.headers.raw if name.decode("latin-1") not in {*_MINE, *told}]
     return [*kept, *((name.encode(), value.encode()) for name, value in told.items())]
+
+
+async def _done(sending: asyncio.Future[httpx.Response]) -> bool:
+    with waiting():
+        return bool((await asyncio.wait([sending], timeout=_LOOK_S))[0])
 
 
 async def _pieces(found: httpx.Response) -> AsyncIterator[bytes]:

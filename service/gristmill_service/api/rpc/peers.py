@@ -6,13 +6,16 @@ Of a call that a replica passed on, the caller is where that replica says.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
 
+from gristmill.errors import UnavailableError
 from gristmill_service.access import caller, passed_on
 from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN
 from gristmill_service.access.gate import AUTHORIZATION, Gate
+from gristmill_service.access.passed_on import MARK
 
 
 def caller_of(context: grpc.ServicerContext) -> str:
@@ -37,13 +40,17 @@ def debtor_of(context: grpc.ServicerContext) -> str:
 
 
 def queue_of(gate: Gate) -> Callable[..., str]:
-    """Tells whose call it is that gRPC hands to its threads: by the name of the static token that it shows, and without
-    one by the machine.
+    """Tells whose call it is that gRPC hands to its threads: by the name of the caller whose token it shows, and by the
+    machine where it shows none that is known.
 
     The arguments are gRPC's own. Where a version of it has others, all callers are one.
     """
 
     def of_machine(run: Any = None, answer: Any = None, event: Any = None, *more: Any) -> str:
+        shown = dict(getattr(event, "invocation_metadata", None) or ())
+        if MARK in shown:
+            with suppress(UnavailableError):
+                return _machine(gate.secret.came_from(shown))
         try:
             peer: bytes = event.call.peer()
         except AttributeError:

@@ -20,6 +20,7 @@ from gristmill._wire.codecs.submit_codec import Submission
 from gristmill.errors import UnavailableError
 from gristmill.v1 import rollout_pb2, rollout_pb2_grpc, run_pb2, run_pb2_grpc, trainer_pb2
 from gristmill_service.access.certificates import Certificates, PeerCertificates, grpc_credentials
+from gristmill_service.access.gate import Gate
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.rpc import trainers
 from gristmill_service.api.rpc.forwarding import Forwarding
@@ -48,6 +49,13 @@ _CALLS_A_CONNECTION = 2048
 _IDLE_CONNECTION_MS = 15 * 60 * 1000
 
 
+def call_threads(gate: Gate, settings: Settings) -> CallThreads:
+    """The threads of a server."""
+    # One is started only when none is idle, so that many cost nothing until they are needed; with a place for every
+    # waiter and stream, those can never take a thread that a short call needs.
+    return CallThreads(_AT_WORK, _WORKERS + settings.max_waiters + 2 * settings.max_streams, queue_of(gate))
+
+
 class GrpcServer:
     """Listens from `start` on. Raises UnavailableError from the constructor where the address cannot be had."""
 
@@ -57,11 +65,9 @@ class GrpcServer:
         settings: Settings,
         certificates: Certificates | None,
         peers: PeerCertificates | None,
+        threads: CallThreads,
     ) -> None:
-        # A thread is started only when none is idle, so that many cost nothing until they are needed; with a place for
-        # every waiter and stream, those can never take a thread that a short call needs.
-        most = _WORKERS + settings.max_waiters + 2 * settings.max_streams
-        self._threads = CallThreads(_AT_WORK, most, queue_of(context.gate))
+        self._threads = threads
         self._forwarding = Forwarding(
             settings.max_waiters, context.runs.is_owner, None if peers is None else peers.credentials
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import cache
 
@@ -17,8 +17,10 @@ from gristmill.errors import DeadlineExceededError, GristmillError, InvalidArgum
 from gristmill_service.access import caller
 from gristmill_service.access.caller import ANYONE, EVERYONE_IS_ADMIN
 from gristmill_service.api.errors import refusal
+from gristmill_service.api.http.guards.turns import turn
 from gristmill_service.api.http.json_bodies import check_size, most_bytes
 from gristmill_service.api.places import Places
+from gristmill_service.call_threads import CallThreads
 
 TOO_LARGE = 413
 _MOST_OF_ANYONE = 64 << 10
@@ -37,11 +39,14 @@ class BoundedBodies:
     """ASGI middleware. `refuse_too_large` raises ResourceExhaustedError for a size that is. Callers who are not known
     sign in, which takes little.
 
-    Of bodies beyond 64 KiB a few are held at once, and each has to come at 64 KiB a second.
+    Of bodies beyond 64 KiB a few are held at once, and each has to come at 64 KiB a second. threads: with whose calls
+    those take turns that are to be decompressed.
     """
 
-    def __init__(self, app: ASGIApp, limit: int, refuse_too_large: Callable[[int], None]) -> None:
-        self._app = app
+    def __init__(
+        self, app: ASGIApp, limit: int, refuse_too_large: Callable[[int], None], threads: CallThreads | None = None
+    ) -> None:
+        self._app, self._threads = app, threads
         self._limit = limit
         self._refuse = refuse_too_large
         self._places = Places(
@@ -64,7 +69,7 @@ class BoundedBodies:
         with ExitStack() as held:
             try:
                 hold = cache(lambda: self._hold(scope, held))
-                body = await self._read(dict(scope["headers"]), scope["path"], receive, hold)
+                body = await self._read(scope, receive, hold)
             except GristmillError as error:
                 await _refuse(error)(scope, receive, send)
                 return
@@ -79,14 +84,16 @@ class BoundedBodies:
             raise _FullError(str(error)) from None
         place.idle_since = None
 
-    async def _read(self, headers: dict[bytes, bytes], path: str, receive: Receive, hold: Callable[[], None]) -> bytes:
+    async def _read(self, scope: Scope, receive: Receive, hold: Callable[[], None]) -> bytes:
+        headers, path = dict(scope["headers"]), scope["path"]
         body = await self._received(headers.get(b"content-length", b""), receive, hold)
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").lower()
         kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
         most = self._limit if kind in _NO_JSON else min(self._limit, most_bytes(path))
         if encoding == "gzip":
             hold()
-            body = await run_in_threadpool(self._decompress, body, most)
+            async with nullcontext() if self._threads is None else turn(self._threads, scope):
+                body = await run_in_threadpool(self._decompress, body, most)
         elif encoding != "identity":
             raise InvalidArgumentError(f"content-encoding {encoding!r} is not understood; send gzip or none")
         if kind not in _NO_JSON:
