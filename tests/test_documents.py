@@ -99,7 +99,7 @@ def test_the_glossary_is_short_and_has_each_word_once() -> None:
     text = (ROOT / "docs/concepts.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\w, -]+) \| (.+) \|$", text[text.index("## Glossary") :], re.MULTILINE)
     words = [word for names, _ in rows[1:] for word in names.split(", ") if word != "---"]
-    assert 0 < len(words) <= 45
+    assert 0 < len(words) <= 30
     assert len(set(words)) == len(words)
 
 

@@ -72,7 +72,7 @@ class CallTurns(Generic[T]):
             self._forget()
 
     def _forget(self) -> None:
-        """Of those who have no calls the half that has had the least, and loses nothing by it."""
+        """Forgets half of the callers without calls: those that have had the least time, and so lose nothing by it."""
         had = sorted((had, caller) for caller, had in self._had.items() if caller not in self._queues)
         for _, caller in had[: len(had) // 2]:
             del self._had[caller]

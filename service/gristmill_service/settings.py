@@ -361,5 +361,5 @@ def _explain(error: ErrorDetails, flags: Mapping[str, Any], kind: type[BaseSetti
 
 
 def _file(flags: Mapping[str, Any]) -> str:
-    """That which settings were read from."""
+    """The file that settings were read from."""
     return str(flags.get("config_file") or os.environ[ENVIRONMENT_PREFIX + "CONFIG_FILE"])

@@ -157,7 +157,7 @@ class Rows:
 
     @property
     def returns(self) -> torch.Tensor:
-        """Those of `gae` and `reinforce++`; with other estimators the advantages, which they equal."""
+        """The returns of `gae` and `reinforce++`; with other estimators the advantages, which they equal."""
         return self["returns" if "returns" in self else "advantages"]
 
     @property
@@ -172,7 +172,7 @@ class Rows:
 
     @cached_property
     def tree(self) -> TokenTree:
-        """Who attends to whom on that axis. Raises FailedPreconditionError where there is none."""
+        """Which token attends to which on the shared axis. Raises FailedPreconditionError where there is none."""
         if not self.is_tree:
             raise FailedPreconditionError("these rows have no tree; only micro-batches of layout: prefix_tree have one")
         # What is read number by number stays in this machine's memory.
@@ -475,7 +475,7 @@ def _with_items(tensors: Tensors) -> Tensors:
 
 
 def _items(tensors: Tensors, begin: int, end: int) -> Tensors:
-    """Those columns, of these rows."""
+    """The columns of `items` scope, cut to these rows."""
     found: Tensors = {}
     for name, items in tensors.items():
         if (of_rows := tensors.get(f"{name}_offsets")) is not None:

@@ -62,7 +62,7 @@ class Certificates:
 
 
 def grpc_credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """Of a gRPC server."""
+    """The credentials of a gRPC server."""
     watch = _Watch(certificates)
 
     def fetch() -> Any:
@@ -82,7 +82,7 @@ def _grpc_configuration(certificates: Certificates) -> Any:
 
 
 def http_context(certificates: Certificates) -> ssl.SSLContext:
-    """Of an HTTP server."""
+    """The TLS context of an HTTP server."""
     context = _server_context(certificates)
     watch = _Watch(certificates)
 
@@ -107,13 +107,13 @@ class PeerCertificates:
         self._renew()
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Of gRPC connections; the same until a file changes."""
+        """The credentials for gRPC connections to other services; the same object until a file changes."""
         with self._lock:
             self._look()
             return self._credentials
 
     def context(self) -> ssl.SSLContext:
-        """Of HTTP connections; the same always, with the newest certificate."""
+        """The TLS context for HTTP connections; always the same object, with the newest certificate."""
         with self._lock:
             self._look()
             return self._context

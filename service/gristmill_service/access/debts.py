@@ -89,6 +89,6 @@ class Debts:
             )
 
     def _forget(self, now: float) -> None:
-        """Those who have paid, and where nobody has, those who soonest will have."""
+        """Forgets who has paid; where nobody has, who will have paid soonest."""
         owed = sorted((paid_at, caller) for caller, paid_at in self._paid_at.items() if paid_at > now)
         self._paid_at = {caller: paid_at for paid_at, caller in owed[-_MOST_CALLERS // 2 :]}

@@ -151,7 +151,7 @@ class Gate:
         return quota_of(caller.current(), self._runs)
 
     def usage(self) -> Iterator[Usage]:
-        """Of all quotas that are set: each run's, and those of static tokens."""
+        """How much is taken of each quota that is set: those of runs, and those of static tokens."""
         calls = self._in_flight.counts()
         yield from usage_of_runs(self._most_a_run, self._runs)
         if most := self._in_flight.most_a_run:
@@ -200,7 +200,7 @@ class Gate:
             _log.info("allowed", caller=found.name, call=call, target=run, rank=rank)
 
     def visible(self, runs: Iterable[str]) -> list[str]:
-        """Those that the current caller may know of."""
+        """The runs that the current caller may know of."""
         found = caller.current()
         return [run for run in runs if found.sees(run)]
 

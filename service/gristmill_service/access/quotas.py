@@ -66,7 +66,7 @@ def _held(found: Caller, runs: Runs) -> Held:
 
 
 def usage_of_caller(found: Caller, runs: Runs, in_flight: int) -> Iterator[Usage]:
-    """Of the quotas that the caller has."""
+    """How much is taken of the caller's quotas."""
     if found.max_runs is not None:
         yield Usage("max_runs", "caller", found.name, sum(map(found.sees, runs.names())), found.max_runs)
     if found.max_requests is not None:
@@ -76,7 +76,7 @@ def usage_of_caller(found: Caller, runs: Runs, in_flight: int) -> Iterator[Usage
 
 
 def usage_of_runs(most: Most, runs: Runs) -> Iterator[Usage]:
-    """Of what each run may hold, where that is limited."""
+    """How much is taken of what each run may hold, where that is limited."""
     if most != ANY:
         for name, held in runs.held().items():
             yield from _usage("max_run_", "run", name, held, most)

@@ -100,7 +100,7 @@ class WrittenRows:
             )
 
     def _name(self, column: ColumnSpec, at: int) -> str:
-        """Of a value: its row, and its place in the row's response."""
+        """Names a value by its row and its place in the row's response."""
         row = at if column.scope == "row" else int(np.searchsorted(self.ends, at, side="right"))
         place = "" if column.scope == "row" else f"[{at - (int(self.ends[row - 1]) if row else 0)}]"
         return f"uid {self.uids[row]!r} sample {self.samples[row]} step {self.lasts[row]}: {column.name}{place}"

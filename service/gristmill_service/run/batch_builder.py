@@ -356,7 +356,7 @@ def _is_written(batch: Batch, config: RunConfig) -> bool:
 
 
 def _own_sizes(job: _Job) -> dict[tuple[int, str], int]:
-    """Of groups that were begun with a number of samples of their own."""
+    """The sizes of groups that were begun with a number of samples of their own."""
     usual = job.config.n_samples_per_prompt
     return {group.key: group.samples for group in job.batch.groups if group.samples != usual}
 

@@ -170,7 +170,7 @@ class Runs:
         return False
 
     def names(self) -> list[str]:
-        """Of all runs, also those that other processes have and those that cannot be read."""
+        """The names of all runs, also of those that other processes have and those that cannot be read."""
         with self._lock:
             own = {*self._runs, *self._unreadable}
         return sorted(own.union(self._store.names()) if self._store.is_shared else own)

@@ -78,7 +78,7 @@ Length = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Numbers(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
-    """Of each row one; None: of all the default."""
+    """One number a row; None: all rows have the default."""
 
     rounds: list[int] | None = None
     samples: list[int] | None = None

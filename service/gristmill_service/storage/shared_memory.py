@@ -191,7 +191,7 @@ class SharedMemoryShardStore:
 
 
 def _crc32(path: Path) -> int:
-    """Of a file's bytes, which were written a moment ago and have not been seen by anybody."""
+    """The CRC-32 of a file that was written a moment ago and that nobody has seen."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return zlib.crc32(data)
 

@@ -15,7 +15,7 @@ _One = tuple[Length]
 
 
 class _Lengths(msgspec.Struct, gc=False):
-    """Of a table's numbers those that say where its columns end."""
+    """The numbers of a table that say where its columns end."""
 
     prompt_lengths: _One = (0,)
     response_lengths: _One = (0,)
@@ -82,7 +82,7 @@ def single_row(data: bytes | memoryview) -> SingleRow | None:
 
 @lru_cache(maxsize=1024)
 def _sizes(encoded: bytes) -> tuple[Mapping[str, Column], list[_Size]] | None:
-    """Of columns as they are described; None where they are not those of one row."""
+    """The sizes of columns as they are described; None where they are not those of one row."""
     try:
         columns, found = columns_of(encoded), list[_Size]()
     except _ERRORS:

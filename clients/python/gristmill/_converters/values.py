@@ -41,12 +41,12 @@ def aligned(name: str, values: Sequence[Any], count: int, where: str) -> Sequenc
 
 
 def attribute(thing: Any, name: str, default: Any = None) -> Any:
-    """Of an object, or of the mapping that it was written as."""
+    """An attribute of an object, or of the mapping that it was written as."""
     return thing.get(name, default) if isinstance(thing, Mapping) else getattr(thing, name, default)
 
 
 def attributes(thing: Any) -> dict[str, Any]:
-    """Those of an object that hold data, by name."""
+    """An object's attributes that hold data, by name."""
     if isinstance(thing, Mapping):
         return dict(thing)
     names = [*getattr(type(thing), "__struct_fields__", ()), *getattr(type(thing), "__dataclass_fields__", ())]

@@ -146,7 +146,7 @@ class _Batch:
         }
 
     def version(self, row: int) -> int:
-        """Of the weights that the row's first token was sampled with, where the agent loop says so."""
+        """The version of the weights that sampled the row's first token, where the agent loop tells it."""
         if "min_global_steps" in self.others:
             return version_of(self.others["min_global_steps"][row])
         extra = self.others.get("extra_fields")
@@ -184,7 +184,7 @@ def _divided(batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _items(tensors: Any) -> dict[str, Any]:
-    """Those of a TensorDict, which is no mapping, or of one."""
+    """The items of a mapping, or of a TensorDict, which is none."""
     return {name: tensors[name] for name in list(tensors.keys())}
 
 

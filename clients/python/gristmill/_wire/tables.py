@@ -258,7 +258,7 @@ def _extra(column: ColumnSpec, arrays: Sequence[Array | None]) -> Extra:
 
 
 def extras_of_row(row: Mapping[str, Any], columns: Sequence[ColumnSpec]) -> dict[str, Extra]:
-    """Those of the declared columns that the row has, each of one row."""
+    """The declared columns that the row has, each as a column of one row."""
     where = describe(row, 0)
     return {
         column.name: _extra(column, [column.array(row[column.name], where)])

@@ -40,7 +40,7 @@ def check_size(body: bytes, path: str) -> None:
 
 
 def most_bytes(path: str) -> int:
-    """Of a document that is sent there."""
+    """How many bytes a document may have that is sent to this path."""
     return _MOST_BYTES_OF_ROWS if path.endswith(_ROWS_PATH) else _MOST_BYTES
 
 

@@ -22,7 +22,7 @@ from gristmill_service.cli.escape import printable
 
 
 class TagFigures(NamedTuple):
-    """Of the real rows of a tag."""
+    """Figures of a tag's real rows."""
 
     rows: int
     tokens: int
@@ -156,7 +156,7 @@ def _edges(file: Any, prefix: str, names: Sequence[str]) -> Array | None:
 
 
 def _row_sums(mask: Array, edges: Array | None) -> Array:
-    """Of each row. edges: (rows + 1,) where rows stand one after another; None: mask is (rows, width)."""
+    """The sums of rows' masks. edges: (rows + 1,) where rows stand one after another; None: mask is (rows, width)."""
     if edges is None:
         sums: Array = mask.sum(axis=1, dtype=np.int64)
         return sums

@@ -89,7 +89,7 @@ def _ranks(value: str) -> Callable[[RunStats], _Values]:
 
 
 def _by_tag(figure: str) -> Callable[[RunStats], _Values]:
-    """Of the last published batch that had the tag."""
+    """Samples by tag, each of the last published batch that had the tag."""
     return lambda found: [((tag,), own[figure]) for tag, own in found.counted.tags.items() if tag and figure in own]
 
 

@@ -131,7 +131,7 @@ class Layout:
 
     @property
     def tree_columns(self) -> list[Column]:
-        """Those that tell how rows stand on an axis that they share; none where they do not."""
+        """The columns that tell how rows stand on an axis that they share; none where they share none."""
         if self._branches is None or self.placement.shared is None:
             return []
         return tree_columns(self._branches, self.placement.shared)

@@ -22,7 +22,7 @@ ROOT = -1
 
 
 class Branches(NamedTuple):
-    """Of each row, on the axis of its micro-batch: where its own tokens begin, how many they are, and the token that
+    """How each row joins the axis of its micro-batch: where its own tokens begin, how many they are, and the token that
     the first of them follows, -1 where that is the row's first. All int64 (rows,)."""
 
     begins: Int64s

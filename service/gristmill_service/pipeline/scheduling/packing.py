@@ -76,7 +76,7 @@ def split_by(
     """The same, with the tokens in a micro-batch, and its halves, as these tell."""
 
     def entry(rows: Sequence[int], place: int) -> tuple[int, int]:
-        """Of the heap: most tokens first, the later place on a tie."""
+        """An entry of the heap: most tokens first, the later place on a tie."""
         return -tokens_in(rows), -place
 
     result = [list(rows) for rows in micro_batches]

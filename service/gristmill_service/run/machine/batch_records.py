@@ -94,6 +94,6 @@ def joined(one: BatchRecord, other: BatchRecord) -> BatchRecord:
 
 
 def most_frequent(tags: dict[str, GroupCounts]) -> dict[str, GroupCounts]:
-    """Those of the tags that have most groups."""
+    """The figures of the tags that have most groups."""
     counted = Counter({tag: counts.groups for tag, counts in sorted(tags.items())})
     return {tag: tags[tag] for tag in sorted(dict(counted.most_common(MOST_TAGS)))}

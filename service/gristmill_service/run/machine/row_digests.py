@@ -16,7 +16,7 @@ _SMALL = Struct("<qqi??dd16s")
 
 
 def row_digests(steps: Steps, shared: Collection[str] = (), tokens: Sequence[bytes] | None = None) -> list[bytes]:
-    """Of each row, all of it but its key.
+    """The digest of each row: of all of it but its key.
 
     What stands in place of a pending reward is not sent, and so does not count. shared: columns whose values a row may
     lack where the step before has them (`ColumnSpec.is_shared`); a later step's values of prompt tokens do not count.
@@ -38,7 +38,7 @@ def row_digests(steps: Steps, shared: Collection[str] = (), tokens: Sequence[byt
 
 
 def _own_tokens(steps: Steps) -> list[bytes]:
-    """Of each row the tokens that the table has, and how many it lacks, where it lacks any."""
+    """The digest of each row's tokens that the table has, and of how many it lacks, where it lacks any."""
     found = [xxh3_128(bytes_of(array)).digest() for array in steps.tokens.arrays()]
     if steps.prefix_lengths is None:
         return found
@@ -50,7 +50,7 @@ def _own_tokens(steps: Steps) -> list[bytes]:
 
 
 def _extra_parts(steps: Steps, name: str, is_shared: bool) -> tuple[list[bytes], list[Array]]:
-    """Of each row, that it has the column, and the values."""
+    """For each row, that it has the column, and the column's values."""
     extra = steps.extras[name]
     values: list[Array] = extra.values.arrays()
     if is_shared:
@@ -66,13 +66,13 @@ def _extra_parts(steps: Steps, name: str, is_shared: bool) -> tuple[list[bytes],
 
 
 def _token_versions(steps: Steps, versions: Ragged) -> list[Any]:
-    """Of each row; none where all tokens have the row's own: it may have come so, beside others that had not."""
+    """Each row's versions per token; none where all are the row's own: a row may come with them beside rows without."""
     own = steps.policy_versions.tolist()
     return [b"" if (array == version).all() else array for array, version in zip(versions.arrays(), own, strict=True)]
 
 
 def reward_digests(steps: Steps) -> list[bytes]:
-    """Of each row's rewards per token; empty where they are scalar or pending."""
+    """The digest of each row's rewards per token; empty where they are scalar or pending."""
     if steps.token_rewards is None:
         return [b""] * len(steps)
     return [
@@ -87,7 +87,7 @@ def values_digest(values: Array) -> bytes:
 
 
 def _small_fields(steps: Steps) -> Iterator[bytes]:
-    """Of each row the fields that are no columns of tokens; what is of no fixed length comes last."""
+    """Each row's fields that are no columns of tokens; those without a fixed length come last."""
     count = len(steps)
     columns = zip(
         steps.prompt_lengths.tolist(),

@@ -1,6 +1,6 @@
 """The fold: a run's state is what its log's events, applied in order, make of an empty state.
 
-`apply` is the one place where state changes. It never fails and never decides; decisions (`intake`, `admission`,
+`apply` is the one place where state changes. It never fails and never decides; decisions (`ingest`, `admission`,
 `sealing`, `progress`, ...) read the state and return events. It holds no tokens and no clock.
 """
 

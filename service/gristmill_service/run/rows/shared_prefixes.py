@@ -67,7 +67,7 @@ _NOTHING = _Start(None, 0)
 
 
 def rows_before(state: State, rows: RowBuffer, steps: Steps) -> dict[int, PickedRow]:
-    """Of each row, as far as the run has it: the step before; else the first step of another sample of its prompt."""
+    """For each row, as far as the run has it, the step before; else the first step of another sample of its prompt."""
     wanted: dict[GroupKey, dict[int, StoredRow]] = {}
     for row, (key, name) in enumerate(_names(steps)):
         group = state.open.get(key)
@@ -258,7 +258,7 @@ def _has(steps: Steps, row: int) -> frozenset[str]:
 
 
 def _lacking(steps: Steps, shared: Collection[str]) -> list[frozenset[str]]:
-    """Of each row the shared columns whose first values are left out."""
+    """For each row, the shared columns whose first values are left out."""
     found: list[frozenset[str]] = [frozenset()] * len(steps)
     for name in steps.extras.keys() & shared:
         extra = steps.extras[name]

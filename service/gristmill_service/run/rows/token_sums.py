@@ -19,7 +19,7 @@ _MOST = 16_384
 
 
 class Sum(NamedTuple):
-    """Of some tokens: how many, their CRC-32, and their digest, which goes on with copies of it."""
+    """Sums over some tokens: how many, their CRC-32, and their digest; a copy of the digest can be continued."""
 
     tokens: int
     checksum: int
@@ -50,7 +50,7 @@ def digest_of(first: Sum | None, tokens: Array) -> bytes:
 
 
 class TokenSums:
-    """Of the rows that next steps are likely to begin as: of each trajectory the last that was taken. Thread-safe."""
+    """Sums of the rows as which next steps are likely to begin: each trajectory's last row. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -27,7 +27,7 @@ class Steps:
         return max((step for step, made in found if step <= up_to and self._forgotten.get(step) != made), default=None)
 
     def forget(self, after: int = -1) -> None:
-        """Those that are there now, of steps behind `after`, count no more until they are made again."""
+        """Leaves out the files of steps behind `after` that are there now, until they are made again."""
         self._forgotten |= {step: made for step, made in self._found().items() if step > after}
 
     def _found(self) -> dict[int, int]:
@@ -48,7 +48,7 @@ def rank_file(output_dir: Path, step: int, rank: int) -> Path:
 
 
 def rank_files(output_dir: Path, after: int) -> list[Path]:
-    """Those that there are, of the steps after one."""
+    """The files that there are of the steps after one."""
     return [path for step, path in _in_steps(output_dir / "rollouts", "rank_*.bin") if step > after]
 
 

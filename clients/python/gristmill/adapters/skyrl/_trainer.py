@@ -156,7 +156,7 @@ class GristmillPPOTrainer(RayPPOTrainer):  # type: ignore[misc]
         return [column["name"] for column in self._gristmill.settings.get("columns", ())]
 
     def compute_advantages_and_returns(self, data: TrainingInputBatch) -> TrainingInputBatch:
-        """Those of the service, once it has what they depend on."""
+        """Takes advantages and returns from the service, once it has what they depend on."""
         batch, rows = self._batch["policy"], self._rows
         if batch.awaits:
             for name in batch.awaits:

@@ -80,7 +80,7 @@ class _Order:
 
 
 def _keys(shard: Shard) -> list[tuple[int, tuple[str, int, int]]]:
-    """Of each row its number, and its trajectory."""
+    """Each row's number and trajectory."""
     trajectories = zip(shard.metadata["uids"], shard.metadata["rounds"], shard["sample"].tolist(), strict=True)
     return list(zip(shard["row"].tolist(), trajectories, strict=True))
 
@@ -128,7 +128,7 @@ def _has(shard: Shard, name: str) -> bool:
 
 
 def _rows(shard: Shard, name: str, part: Part, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """That part of each row, in memory of its own: it goes to another process."""
+    """This part of each row, in memory of its own: it goes to another process."""
     values, offsets = shard.jagged(name, part)
     rows = torch.split(values.to(dtype=dtype), offsets.diff().tolist())
     return [row.clone() for row in rows]

@@ -231,7 +231,7 @@ class GristmillGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return found
 
     def _own_rewards(self, rows: int) -> torch.Tensor:
-        """Of this rank's rows, (rows,): the weighted sum of the functions that scored a row, NaN where none did."""
+        """The rewards of this rank's rows, (rows,): the weighted sum of what functions gave it, NaN where none did."""
         assert self._rewards is not None
         first = rows * self.accelerator.process_index
         found = self._rewards[first : first + rows]

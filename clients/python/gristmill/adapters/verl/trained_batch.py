@@ -44,7 +44,7 @@ class TrainedBatch:
             self._parts.append(part)
 
     def metrics(self, actor: DictConfig, timing_raw: dict[str, float], n_gpus: int) -> dict[str, Any]:
-        """Those that verl makes of a batch, of its rows without padding. actor: verl's settings of it."""
+        """The metrics that verl makes of a batch's rows, without padding. actor: verl's settings of it."""
         real = torch.cat([part.is_real for part in self._parts])
         lengths = torch.cat([part.lengths for part in self._parts])[real]
         responses = torch.cat([part["responses"].lengths for part in self._parts])[real]

@@ -50,7 +50,7 @@ class Run:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of each batch, at least, by environment."""
+        """The least share of each batch that an environment has, by its name."""
         return {name: share["min"] for name, share in (self.config.get("tag_shares") or {}).items()}
 
     @property
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def groups_waiting(self) -> int:
-        """That are complete, and not trained yet."""
+        """How many groups are complete and not trained yet."""
         sealed = self.status.batches_sealed - self.step
         return int(self.status.groups_complete) + sealed * int(self.config["train_batch_size"])
 

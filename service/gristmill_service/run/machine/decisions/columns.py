@@ -17,7 +17,7 @@ def beside(state: State, number: int, places: Iterable[ColumnPlace]) -> frozense
 
 
 def unwritten(state: State, number: int, incarnation: int, digests: Mapping[ColumnPlace, bytes]) -> list[ColumnPlace]:
-    """Those of the columns that are not there yet; of the others the same bytes are. digests: of what comes.
+    """The columns that are not there yet; of the others the same bytes are there. digests: of what comes.
 
     Raises AlreadyExistsError where other bytes are there, UnavailableError where the shards are being built, and
     FailedPreconditionError where the batch waits for nothing, or was the ranks' before a rollback.

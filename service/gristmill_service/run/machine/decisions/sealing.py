@@ -158,7 +158,7 @@ class _Shares:
 
 
 def _next_groups(state: State, config: RunConfig) -> Iterable[GroupKey]:
-    """Those that come next in `seal_order`, as far as they are complete."""
+    """The groups that come next in `seal_order`, as far as they are complete."""
     if config.seal_order == "completion" or state.finished:
         return _complete_groups(state, config)
     return takewhile(lambda key: key in state.complete, state.open)

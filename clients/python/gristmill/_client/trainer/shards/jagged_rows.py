@@ -79,7 +79,7 @@ def join(parts: Iterable[Jagged]) -> Jagged:
 
 
 def jagged(rows: Rows, name: str, part: Part) -> Jagged:
-    """That part of each row of a tensor with a value a token; see `gristmill.torch.Rows.jagged`."""
+    """This part of each row of a tensor with a value a token; see `gristmill.torch.Rows.jagged`."""
     if part not in _PARTS:
         raise InvalidArgumentError(f"part is {part!r}; known are {', '.join(_PARTS)}")
     if rows.is_tree:
@@ -94,7 +94,7 @@ def jagged(rows: Rows, name: str, part: Part) -> Jagged:
 
 
 def _of_axis(rows: Rows, values: torch.Tensor, name: str, part: Part) -> Jagged:
-    """Of the packed layout."""
+    """The parts of rows in the packed layout."""
     edges = rows["cu_seqlens"].long()
     if len(values) != len(rows["sequences"]):
         raise InvalidArgumentError(f"{name} has shape {tuple(values.shape)} and no value a token, so it has no rows")
@@ -112,7 +112,7 @@ def response_lengths(response_mask: torch.Tensor, edges: torch.Tensor) -> torch.
 
 
 def _of_lines(rows: Rows, values: torch.Tensor, name: str, part: Part) -> Jagged:
-    """Of the padded layout, where everything is right-aligned."""
+    """The parts of rows in the padded layout, where everything is right-aligned."""
     response, row = rows["response_mask"] != 0, rows["attention_mask"] != 0
     response[rows["is_padding"] != 0, -1] = True
     width = values.shape[1] if values.ndim > 1 else 0
