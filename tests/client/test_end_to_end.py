@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -208,9 +210,24 @@ def test_a_mapped_shard_is_compared_with_what_was_published_where_that_is_asked_
         trainer.open_shard(position)
 
 
-@pytest.mark.parametrize("size", [0, 100], ids=["emptied", "shortened"])
-def test_a_shard_that_somebody_truncated_is_not_mapped_but_made_anew(
-    start_service: StartService, run_name: str, tmp_path: Path, size: int
+def empty(directory: Path) -> None:
+    for file in directory.glob("**/*.safetensors"):
+        os.truncate(file, 0)
+
+
+def shorten(directory: Path) -> None:
+    for file in directory.glob("**/*.safetensors"):
+        os.truncate(file, 100)
+
+
+def remove(directory: Path) -> None:
+    for root in directory.glob("gristmill-*/"):
+        shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("spoil", [empty, shorten, remove])
+def test_a_shard_that_somebody_truncated_or_removed_is_not_mapped_but_made_anew(
+    start_service: StartService, run_name: str, tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
     service = start_service("--shared-memory-dir", str(tmp_path))
     with RolloutClient(service.grpc_address, run_name) as client:
@@ -219,8 +236,7 @@ def test_a_shard_that_somebody_truncated_is_not_mapped_but_made_anew(
     with TrainerClient(service.grpc_address, run_name, 0, prefetch=0) as trainer:
         first = next(next(iter(trainer)).forward())
         whole = {name: tensor.clone() for name, tensor in first.tensors.items()}
-        for file in tmp_path.glob("**/*.safetensors"):
-            os.truncate(file, size)
+        spoil(tmp_path)
         again = trainer.open_shard(first.position)
         assert again.tensors.keys() == whole.keys()
         assert all(again[name].equal(tensor) for name, tensor in whole.items())

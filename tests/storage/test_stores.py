@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -260,18 +260,6 @@ def test_what_the_operating_system_refuses_is_unavailable_and_can_be_tried_again
     store.close()
 
 
-def test_a_batch_whose_files_are_gone_is_freed(tmp_path: Path) -> None:
-    store = SharedMemoryShardStore(tmp_path)
-    store.publish("run", 0, b"{}", sources())
-    shutil.rmtree(store.root / "run-run")
-    calls: list[Callable[[], bytes]] = [lambda: store.plan("run", 0), lambda: next(store.read("run", 0, FIRST))]
-    for call in calls:
-        with pytest.raises(NotFoundError):
-            call()
-    store.free("run", 0)
-    store.close()
-
-
 def test_what_was_published_is_never_truncated_whatever_becomes_of_its_batch(tmp_path: Path) -> None:
     store, data = SharedMemoryShardStore(tmp_path), os.urandom(3 << 20)
 
@@ -301,6 +289,35 @@ def test_a_shard_that_somebody_truncated_is_lost_and_may_be_published_anew(tmp_p
     assert b"".join(store.read("run", 0, SECOND)) == b"second"
     store.publish("run", 0, b"{}", sources())
     assert b"".join(store.read("run", 0, FIRST)) == b"first shard"
+    store.close()
+
+
+def test_shards_that_somebody_removed_are_lost_and_may_be_published_anew(tmp_path: Path) -> None:
+    """As a system that cleans up after a user's logout does: the directory goes with all that is in it."""
+    store = SharedMemoryShardStore(tmp_path)
+    store.publish("run", 0, b"{}", sources())
+    shutil.rmtree(store.root)
+    for read in (lambda: store.read("run", 0, FIRST), lambda: store.plan("run", 0)):
+        with pytest.raises(ShardsLostError, match="another program removed it"):
+            read()
+    store.free("run", 0)
+    with pytest.raises(NotFoundError, match="not published, or freed already"):
+        store.read("run", 0, FIRST)
+    store.publish("run", 0, b"{}", sources())
+    assert b"".join(store.read("run", 0, FIRST)) == b"first shard"
+    assert store.root.stat().st_mode & 0o777 == 0o700
+    store.close()
+
+
+def test_a_directory_that_somebody_put_in_the_place_of_the_own_is_not_written_to(tmp_path: Path) -> None:
+    store = SharedMemoryShardStore(tmp_path)
+    store.root.rmdir()
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    store.root.symlink_to(elsewhere)
+    with pytest.raises(UnavailableError, match="another user's, or no directory"):
+        store.publish("run", 0, b"{}", sources())
+    assert not list(elsewhere.iterdir())
+    store.root.unlink()
     store.close()
 
 

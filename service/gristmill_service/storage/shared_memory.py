@@ -17,7 +17,7 @@ import stat
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
@@ -59,6 +59,7 @@ class SharedMemoryShardStore:
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
         final, shards = self._path(run, batch), list(shards)
+        self._make_root()
         self._check_room(run, batch, sum(shard.size for shard in shards))
         partial = final.with_name(f".{final.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -82,6 +83,14 @@ class SharedMemoryShardStore:
             with _explained(partial):
                 raise
         return len(plan) + sum(sizes.values())
+
+    def _make_root(self) -> None:
+        """Makes the directory anew where another program removed it, as some systems do when a user logs out."""
+        with _explained(self._root):
+            with suppress(FileExistsError):
+                self._root.mkdir(mode=0o700)
+            if not _is_ours(self._root.lstat(), stat.S_ISDIR):
+                raise PermissionError(errno.EACCES, "it is another user's, or no directory")
 
     def _check_room(self, run: str, batch: int, size: int) -> None:
         """Before anything is written: what fills memory to its end takes others with it."""
@@ -110,7 +119,7 @@ class SharedMemoryShardStore:
             try:
                 return path.read_bytes()
             except FileNotFoundError:
-                raise _gone(run, batch) from None
+                raise self._missing(run, batch, path) from None
 
     def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
         found = self._shards(run, batch).get(address)
@@ -123,7 +132,7 @@ class SharedMemoryShardStore:
         return ShardLocation(size, str(final / address.path), crc32)
 
     def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
-        """Raises ShardsLostError where somebody else has shortened or lengthened the file."""
+        """Raises ShardsLostError where somebody else has shortened, lengthened or removed the file."""
         location = self.locate(run, batch, address)
         path = location.shared_memory_path
         assert path is not None
@@ -132,7 +141,7 @@ class SharedMemoryShardStore:
                 # Opened here, not at the first piece: a batch that is freed meanwhile is still read to its end.
                 file = open(path, "rb", buffering=0)  # noqa: SIM115
             except FileNotFoundError:
-                raise _gone(run, batch) from None
+                raise self._missing(run, batch, Path(path)) from None
             if (found := os.fstat(file.fileno()).st_size) != location.size:
                 file.close()
                 raise ShardsLostError(
@@ -181,6 +190,17 @@ class SharedMemoryShardStore:
 
     def _path(self, run: str, batch: int) -> Path:
         return self._root / directory_name(run) / f"batch-{batch:05d}"
+
+    def _missing(self, run: str, batch: int, path: Path) -> GristmillError:
+        """Why a file of the batch is not there."""
+        with self._lock:
+            is_removed = (run, batch) in self._located and not path.exists()
+        if not is_removed:
+            return _gone(run, batch)
+        return ShardsLostError(
+            f"run {run!r}: batch {batch}: {path} is gone: another program removed it (some systems do when a user logs "
+            "out); ask again, the batch is made anew"
+        )
 
     def _shards(self, run: str, batch: int) -> dict[ShardAddress, ShardLocation]:
         with self._lock:
