@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -369,9 +368,13 @@ class TestOtherRanks:
     def test_the_old_ranks_and_the_other_model_are_refused(self, machine: Callable[..., Machine]) -> None:
         one = self.begin(machine, critic_mini_batch_size=2)
         one.run.resume("policy", Checkpoint(None), "bigger", 1)
-        for model in ("policy", "critic"):
-            with pytest.raises(StaleIncarnationError):
-                one.run.acknowledge(model, 0, Position(0), 1, False)
+        # Rank 1 is one that there is no more.
+        for rank in range(2):
+            for model in ("policy", "critic"):
+                with pytest.raises(StaleIncarnationError):
+                    one.run.acknowledge(model, rank, Position(0), 1, False)
+                with pytest.raises(StaleIncarnationError):
+                    one.run.shard(model, rank, None, 1)
         one.make_batches()
         assert one.run.resume("critic", Checkpoint(None), "bigger", 1).position == Position(0)
 
