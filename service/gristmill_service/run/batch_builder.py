@@ -54,7 +54,7 @@ _EXPORTED_ROWS = 64
 _EXPORTED_BYTES = 16 << 20
 
 
-class BuiltBatch(Protocol):
+class PublishableBatch(Protocol):
     """What the pipeline makes of a batch. awaits, forms: as `gristmill_service.pipeline.BuiltBatch` has them."""
 
     @property
@@ -87,7 +87,7 @@ class BuildBatch(Protocol):
         timed: StageTimer,
         written: Written | None = None,
         begun: Mapping[tuple[int, str], int] | None = None,
-    ) -> BuiltBatch: ...
+    ) -> PublishableBatch: ...
 
 
 class _Job(NamedTuple):

@@ -48,7 +48,7 @@ from gristmill_service.run.machine.decisions import columns, progress
 from gristmill_service.run.machine.decisions.admission import Room
 from gristmill_service.run.machine.events import GroupKey, NewGroup
 from gristmill_service.run.machine.queries.conditions import Condition
-from gristmill_service.run.machine.queries.status import found_groups, status
+from gristmill_service.run.machine.queries.status import all_groups, status
 from gristmill_service.run.machine.row_digests import values_digest
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.open_rows import read_open_row
@@ -362,7 +362,7 @@ class Run:
 
     def groups(self) -> list[GroupAnswer]:
         """Every group that was ever admitted; the decided ones first."""
-        return self._read(found_groups).answers()
+        return self._read(all_groups).answers()
 
     def wait(self, condition: Condition, wake: Callable[[], None]) -> None:
         """Has `wake` called once, from any thread, when the condition is met; at once where it is already, or where the

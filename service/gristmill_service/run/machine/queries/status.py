@@ -48,7 +48,7 @@ def status(state: State, run: str, run_id: str, *, config_json: str, room: int, 
     )
 
 
-class FoundGroups(NamedTuple):
+class AllGroups(NamedTuple):
     """The groups that were ever admitted, copied while the state was read.
 
     closed: what became of each that is decided, as the state has it, and its tag. failed: why batches are lost.
@@ -69,8 +69,8 @@ class FoundGroups(NamedTuple):
         return GroupAnswer(*key, "sealed", found, tag=tag)
 
 
-def found_groups(state: State) -> FoundGroups:
-    return FoundGroups(
+def all_groups(state: State) -> AllGroups:
+    return AllGroups(
         [(key, found, state.closed_tags.get(key, "")) for key, found in state.closed.items()],
         # One that is kept may be built yet.
         {number: reason for number, reason in state.failed.items() if state.is_dropped(number)},
