@@ -47,6 +47,14 @@ def until(found: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def work(cpu_s: float, order: list[str], caller: str) -> None:
+    """A call that takes so much of a core's time, and notes when it has."""
+    end = time.thread_time() + cpu_s
+    while time.thread_time() < end:
+        pass
+    order.append(caller)
+
+
 def test_every_call_is_answered_once_however_few_threads_there_are() -> None:
     answered: list[int] = []
     with pool(at_work=2, threads=2) as threads:
@@ -106,7 +114,8 @@ def test_callers_take_turns() -> None:
     first, order = Calls(), list[str]()
     with pool(at_work=1, threads=1) as threads:
         threads.submit(first, "crowd")
-        found = [threads.submit(order.append, caller) for caller in ["crowd"] * 50 + ["single"] * 2]
+        # So long that what a call costs beside its work makes no difference.
+        found = [threads.submit(work, 0.003, order, caller) for caller in ["crowd"] * 50 + ["single"] * 2]
         first.let.set()
         for one in found:
             one.result(LONG_S)
@@ -143,17 +152,10 @@ def test_a_pool_that_was_never_used_is_shut_down() -> None:
 
 def test_threads_time_is_shared_and_not_the_number_of_calls() -> None:
     first, order = Calls(), list[str]()
-
-    def work(cpu_s: float, caller: str) -> None:
-        end = time.thread_time() + cpu_s
-        while time.thread_time() < end:
-            pass
-        order.append(caller)
-
     with pool(at_work=1, threads=1) as threads:
         threads.submit(first, "flood")
-        found = [threads.submit(work, 0.02, "flood") for _ in range(10)]
-        found += [threads.submit(work, 0.001, "victim") for _ in range(50)]
+        found = [threads.submit(work, 0.02, order, "flood") for _ in range(10)]
+        found += [threads.submit(work, 0.001, order, "victim") for _ in range(50)]
         first.let.set()
         for one in found:
             one.result(LONG_S)
