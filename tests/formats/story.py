@@ -43,6 +43,8 @@ def go_on(address: str) -> dict[str, Any]:
         groups = [[group.uid, group.state, group.batch] for group in client.groups()]
         status = client.status()
         _roll_out(client, "e", 4, range(1, 2))
+        # Which of two groups is complete first is otherwise for the client's connection to say.
+        client.flush()
         client.begin_groups(["f"])
         _roll_out(client, "f", 5, range(2))
         client.finish()
