@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -94,6 +95,34 @@ def test_who_sends_many_requests_over_http_keeps_nobody_waiting_at_either_door(
     assert order[2] == "single"
     assert order[:7].count("single") == 2
     assert queued == ["crowd"] * 12 + ["single"] * 2
+
+
+def test_a_request_whose_caller_hangs_up_before_its_turn_is_not_answered(
+    serve: Serve, queued: list[str], elsewhere: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_threads, "_STUCK_S", 10.0)
+    service, answered, let, visible = serve(), list[str](), threading.Event(), Gate.visible
+
+    def slow(self: Gate, runs: Iterable[str]) -> list[str]:
+        answered.append("")
+        assert let.wait(60)
+        return visible(self, runs)
+
+    monkeypatch.setattr(Gate, "visible", slow)
+    waiting = [elsewhere.submit(over_http, service, "") for _ in range(2)]
+    wait_until(lambda: len(answered) == 2)
+    host, _, port = service.http_url.removeprefix("http://").rpartition(":")
+    for _ in range(8):
+        with socket.create_connection((host, int(port))) as caller_of_one:
+            before = len(queued)
+            caller_of_one.sendall(f"GET /v1/runs HTTP/1.1\r\nhost: {host}:{port}\r\n\r\n".encode())
+            wait_until(lambda before=before: len(queued) > before)  # type: ignore[misc]
+    # Connections are closed one after the other: who asks after them is answered after them.
+    assert over_http(service, "", "/healthz") == 200
+    let.set()
+    assert [one.result(60) for one in waiting] == [200, 200]
+    assert over_http(service, "") == 200
+    assert len(answered) == 3
 
 
 def test_a_request_that_waits_for_its_run_keeps_nobody_from_work(

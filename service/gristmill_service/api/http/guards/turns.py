@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -36,14 +37,33 @@ class Turns:
             else:
                 await send(message)
 
-        async with turn(self._threads, scope):
-            await self._app(scope, receive, sent)
+        body = await receive()
+        gone = asyncio.ensure_future(receive())
+        try:
+            async with turn(self._threads, scope, gone) as is_awaited:
+                if is_awaited:
+                    await self._app(scope, _again(body, gone), sent)
+        finally:
+            gone.cancel()
+
+
+def _again(body: Message, gone: asyncio.Future[Message]) -> Receive:
+    """Gives the messages that were received already: the whole body, and that the caller is gone."""
+    messages = [body]
+
+    async def receive() -> Message:
+        return messages.pop() if messages else await asyncio.shield(gone)
+
+    return receive
 
 
 @asynccontextmanager
-async def turn(threads: CallThreads, scope: Scope) -> AsyncIterator[None]:
+async def turn(threads: CallThreads, scope: Scope, gone: asyncio.Future[Message] | None = None) -> AsyncIterator[bool]:
     """Waits until it is the turn of the request's caller. What is within counts as the caller's, but for what says that
-    it waits."""
+    it waits. gone: is done when nobody waits for the answer any more.
+
+    Gives False where the caller went away before its turn: then nothing is to be done.
+    """
     loop, here = asyncio.get_running_loop(), threading.get_ident()
     granted: asyncio.Future[None] = loop.create_future()
 
@@ -61,9 +81,13 @@ async def turn(threads: CallThreads, scope: Scope) -> AsyncIterator[None]:
 
     found = threads.queue(_queue_of(scope), begin)
     try:
-        await granted
+        ends: list[asyncio.Future[Any]] = [granted] if gone is None else [granted, gone]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not granted.done():
+            yield False
+            return
         with found.at_work():
-            yield
+            yield True
     finally:
         found.end()
 
