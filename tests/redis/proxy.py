@@ -45,7 +45,6 @@ class Proxy:
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
@@ -100,7 +99,7 @@ class Proxy:
 
     def refuse(self) -> None:
         """New connections are refused, as where nothing listens; open ones live on."""
-        self._await(self._refuse())
+        self._call(self._refuse)
 
     def accept(self) -> None:
         """New connections are taken, on the same port as before."""
@@ -134,7 +133,8 @@ class Proxy:
             listener.close()
             raise
         self._listener = listener
-        self._accepting = self._loop.create_task(self._take(listener))
+        # No task waits for the next one: cancelled at the wrong moment, it would lose what it had just been given.
+        self._loop.add_reader(listener, self._take, listener)
 
     def _bind(self, listener: socket.socket) -> None:
         if self.port:
@@ -148,22 +148,25 @@ class Proxy:
                 return
         raise OSError("no port for the proxy")
 
-    async def _refuse(self) -> None:
-        if self._listener is None or self._accepting is None:
-            return
-        self._accepting.cancel()
-        await asyncio.wait([self._accepting])
-        self._listener.close()
-        self._listener = self._accepting = None
+    def _refuse(self) -> None:
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
 
-    async def _take(self, listener: socket.socket) -> None:
-        while True:
-            connection, _ = await self._loop.sock_accept(listener)
-            task = self._loop.create_task(self._serve(connection))
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
+    def _take(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # gone before it was taken
+            return
+        connection.setblocking(False)
+        task = self._loop.create_task(self._serve(connection))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
 
     async def _cut(self) -> None:
+        # One that is cancelled before it began would not close its connection.
+        await asyncio.sleep(0)
         tasks = list(self._connections)
         for task in tasks:
             task.cancel()
