@@ -31,11 +31,15 @@ class ReusedMemory:
         """A copy of the arrays, one after another. Its memory is used again when no array views it any more."""
         if not arrays:
             return np.empty(0, dtype)
+        if _are_small(arrays):
+            return np.concatenate(arrays, dtype=dtype, casting="same_kind")
         shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
         return np.concatenate(arrays, out=self._empty(shape, np.dtype(dtype)), casting="same_kind")
 
     def ragged(self, arrays: Sequence[Array], dtype: Any) -> Ragged:
         """As `Ragged.from_arrays`, in such memory."""
+        if _are_small(arrays):
+            return Ragged.from_arrays(arrays, dtype)
         lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
         return Ragged.from_lengths(self.joined(arrays, dtype), lengths)
 
@@ -60,6 +64,11 @@ class ReusedMemory:
                 return block
             self._idle.append(block)
         return np.empty(size, np.uint8)
+
+
+def _are_small(arrays: Sequence[Array]) -> bool:
+    """Whether the copy may be one that the allocator keeps: a turn's are, and are made by the thousand."""
+    return sum([array.nbytes for array in arrays]) < _LEAST_BYTES // 8
 
 
 REUSED = ReusedMemory()
