@@ -9,6 +9,7 @@ import ctypes
 import gc
 import resource
 import sys
+from contextlib import suppress
 
 # glibc's names for mallopt (malloc.h).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -34,6 +35,12 @@ def tune_process() -> None:
     # again, and there is nothing to find. What was imported is never garbage.
     gc.set_threshold(*_GC_THRESHOLDS)
     gc.freeze()
+
+
+def give_back_memory() -> None:
+    """Gives the memory that was freed back to the system, which `tune_process` has glibc keep."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def most_connections() -> int:

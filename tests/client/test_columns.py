@@ -19,9 +19,9 @@ from gristmill import InvalidArgumentError, RolloutClient, RowOutcome, TrainerCl
 from gristmill._wire.codecs.row_codec import Sent, encode
 from gristmill._wire.codecs.submit_codec import Submission
 from gristmill._wire.rows import from_rows
-from gristmill._wire.steps import Steps
 from gristmill.torch import MicroBatch, Shard
 from gristmill.v1 import rows_pb2
+from gristmill_service.run.machine.row_keys import RowKeys
 from gristmill_service.run.rows import shared_prefixes
 from gristmill_service.service import Service
 from tests.cli.terminal import gristmill
@@ -140,8 +140,8 @@ def test_a_service_without_the_step_before_gets_all_values(
 ) -> None:
     refused: list[int] = []
 
-    def nothing(state: object, rows: object, steps: Steps) -> dict[int, Any]:
-        refused.append(int(steps.steps[0]))
+    def nothing(state: object, rows: object, keys: RowKeys) -> dict[int, Any]:
+        refused.append(keys.names[0].step)
         return {}
 
     monkeypatch.setattr(shared_prefixes, "rows_before", nothing)

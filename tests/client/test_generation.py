@@ -93,7 +93,7 @@ def test_without_loss_masks_every_token_is_trained_and_without_is_last_step_each
     table = from_generator_output(
         {"prompt_token_ids": [[1], [1]], "response_ids": [[2, 3], [4]], "trajectory_ids": [("a", 0), ("a", 1)]}
     )
-    assert table.loss_mask.values.tolist() == [1, 1, 1]
+    assert [mask.tolist() for mask in table.loss_mask.arrays()] == [[1, 1], [1]]
     assert table.is_last_steps.all()
     assert table.rewards_pending.all()
 

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+import random
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from gristmill import RolloutClient, RowOutcome, TrainerClient
-from gristmill._client.rollout.request_files import RequestFiles
+from gristmill._client.connection.channels import Begun
+from gristmill._client.rollout.request_files import RequestFiles, RequestInFile
 from gristmill._wire.codecs.submit_codec import LARGE_BYTES
-from gristmill.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
+from gristmill._wire.shared_files import SHARED
+from gristmill.errors import DeadlineExceededError, InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from gristmill.v1 import rollout_pb2
 from gristmill_service.service import Service
 from gristmill_service.settings import Settings
+from gristmill_service.storage.request_files import RequestFiles as ServiceFiles
 from tests.client.faces import Connect
 from tests.redis.proxy import Proxy
 from tests.serving import FREE_PORTS
 
 _ROWS, _TOKENS = 6, 250_000
+_REQUEST = b"x" * 100_000
 _SETTINGS: dict[str, Any] = {
     "train_batch_size": _ROWS,
     "n_samples_per_prompt": 1,
@@ -70,10 +79,9 @@ def test_large_rows_do_not_cross_the_wire_and_train_as_they_were(
         client.create_run(_SETTINGS)
         assert set(client.submit(output)) == {RowOutcome.ACCEPTED}
         assert set(client.submit(output)) <= {RowOutcome.DUPLICATE, RowOutcome.SEALED}
-        assert _files_of(service)
 
     assert proxy.carried["requests"] < LARGE_BYTES
-    assert not _files_of(service), "a client that is closed leaves none"
+    assert len(_files_of(service)) == 1, "a process keeps one, for its next client"
     with TrainerClient(service.grpc_address, run_name, 0) as trainer:
         [shard] = next(iter(trainer)).mini_batches()
         found = {
@@ -99,6 +107,7 @@ def test_who_did_not_create_the_run_is_told_with_its_first_large_answer(
     assert proxy.carried["requests"] - whole < LARGE_BYTES
 
 
+@pytest.mark.usefixtures("free_memory")
 def test_where_the_service_cannot_read_the_file_the_rows_are_sent(
     service: Service, proxy: Proxy, run_name: str, tmp_path: Path
 ) -> None:
@@ -128,7 +137,7 @@ def test_a_service_without_shared_memory_takes_rows_by_the_wire_alone(run_name: 
         with RolloutClient(without.grpc_address, run_name) as client:
             client.create_run(_SETTINGS)
             assert set(client.submit(_output())) == {RowOutcome.ACCEPTED}
-            request = rollout_pb2.SubmitRowsRequest(run=run_name, file=rollout_pb2.RequestFile(name="one", size=1))
+            request = rollout_pb2.SubmitRowsRequest(run=run_name, file=rollout_pb2.RequestFile(name="one"))
             transport = client._transport
             with pytest.raises(InvalidArgumentError, match="reads no requests from files"):
                 transport.call(transport.submit_rows, request.SerializeToString())
@@ -143,13 +152,13 @@ def test_a_worker_that_is_killed_leaves_a_file_that_the_next_one_finds_gone(serv
     worker.join()
     files = service._context.request_files
     assert files is not None, "it has shared memory"
-    assert [*files._directory.iterdir()], "it died with a file of its own"
+    assert [*files._directory.glob(f"{worker.pid}-*")], "it died with a file of its own"
 
     files._sweep_after = 0.0
     with RolloutClient(service.grpc_address, run_name) as client:
         client.create_run(_SETTINGS)
 
-    assert not [*files._directory.iterdir()]
+    assert not [*files._directory.glob(f"{worker.pid}-*")]
 
 
 def _submit_and_die(address: str, run: str) -> None:
@@ -159,21 +168,145 @@ def _submit_and_die(address: str, run: str) -> None:
     os._exit(1)
 
 
-def test_a_file_is_written_again_after_its_answer_and_never_after_a_failure(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("free_memory")
+def test_what_the_service_may_still_read_is_not_written_over(tmp_path: Path) -> None:
     files = RequestFiles()
     files.told(str(tmp_path))
-    first = files.write([b"first"])
-    assert first is not None
-    files.answered(first)
-    again = files.write([b"again"])
-    assert again is first
+    first = _written(files)
+    files.failed(first, ResourceExhaustedError("there is no room", 1.0))
+    again = _written(files)
+    assert again.file is first.file
 
     files.failed(again, DeadlineExceededError("it may be read still"))
-    other = files.write([b"other"])
 
-    assert other is not None
-    assert other is not first
-    files.failed(other, UnavailableError("it cannot be read"))
+    other = _written(files)
+    assert other.file is not first.file
+    assert (again.blocks[0] == ord("x")).all()
+    SHARED.retire(other.file)
+
+
+@pytest.mark.usefixtures("free_memory")
+def test_a_client_whose_requests_cannot_be_read_sends_them(tmp_path: Path) -> None:
+    files = RequestFiles()
+    for _ in range(2):
+        files.told(str(tmp_path))
+        files.failed(_written(files), UnavailableError("it cannot be read"))
+        assert files.write([_REQUEST]) is None, "the next is sent"
+
     files.told(str(tmp_path))
-    assert files.write([b"never"]) is None
+
+    assert files.write([_REQUEST]) is None
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.usefixtures("free_memory")
+def test_requests_that_fail_together_are_one_failure(tmp_path: Path) -> None:
+    files = RequestFiles()
+    files.told(str(tmp_path))
+    for request in [_written(files) for _ in range(3)]:
+        files.failed(request, UnavailableError("it restarts"))
+
+    files.told(str(tmp_path))
+
+    SHARED.retire(_written(files).file)
+
+
+@pytest.mark.usefixtures("free_memory")
+def test_a_late_failure_in_a_directory_of_before_leaves_the_next_one_in_use(tmp_path: Path) -> None:
+    files, before, now = RequestFiles(), tmp_path / "before", tmp_path / "now"
+    before.mkdir()
+    now.mkdir()
+    files.told(str(before))
+    late = _written(files)
+    files.told(str(now))
+
+    files.failed(late, UnavailableError("it is gone"))
+
+    assert not [*before.iterdir()]
+    SHARED.retire(_written(files).file)
+
+
+@pytest.mark.usefixtures("free_memory")
+def test_a_request_of_more_parts_than_a_service_reads_is_sent(tmp_path: Path) -> None:
+    files = RequestFiles()
+    files.told(str(tmp_path))
+    file = SHARED.of(str(tmp_path))
+    assert file is not None
+    block = file.take(70_000)
+    assert block is not None
+
+    assert len(rollout_pb2.SubmitRowsRequest.FromString(_written(files, [block.data] * 256).message).file.parts) == 256
+    assert files.write([block.data] * 257) is None
+    SHARED.retire(file)
+
+
+@pytest.mark.usefixtures("free_memory")
+def test_a_service_that_was_away_for_a_moment_reads_files_again(tmp_path: Path) -> None:
+    files = RequestFiles()
+    for _ in range(5):
+        files.told(str(tmp_path))
+        request = _written(files)
+        files.answered()
+        files.failed(request, UnavailableError("it restarts"))
+
+    files.told(str(tmp_path))
+
+    SHARED.retire(_written(files).file)
+
+
+@pytest.mark.usefixtures("free_memory")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(0, 200_000), max_size=12), st.randoms())
+def test_a_request_in_a_file_is_the_request(sizes: list[int], rng: random.Random) -> None:
+    with TemporaryDirectory() as directory:
+        requests = ServiceFiles(Path(directory) / "requests", 64 << 20)
+        files = RequestFiles()
+        files.told(str(requests._directory))
+        file = SHARED.of(str(requests._directory))
+        assert file is not None
+        pieces: list[bytes | memoryview] = [b"head"]
+        for size in sizes:
+            block = file.take(size) if size and rng.random() < 0.5 else None
+            memory = np.empty(size, np.uint8) if block is None else block
+            memory[:] = rng.randrange(256)
+            pieces.append(memory.data)
+
+        message = rollout_pb2.SubmitRowsRequest.FromString(_written(files, pieces).message)
+
+        found = requests.read(message.file.name, [part.data or (part.offset, part.size) for part in message.file.parts])
+        assert bytes(found) == b"".join(pieces)
+        SHARED.retire(file)
+
+
+def _written(files: RequestFiles, pieces: Sequence[bytes | memoryview] = (_REQUEST,)) -> RequestInFile:
+    request = files.write(pieces)
+    assert request is not None
+    return request
+
+
+def test_each_table_is_sent_when_it_is_made_while_earlier_ones_are_answered(
+    service: Service, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened = list[str]()
+    with RolloutClient(service.grpc_address, run_name, max_batch_bytes=1 << 20) as client:
+        client.create_run(_SETTINGS)
+        sender, begin = client._core.sender, client._transport.begin_submit_rows
+        add = sender._add
+
+        def answered(request: bytes, timeout: float) -> Begun:
+            happened.append("sent")
+            begun = begin(request, timeout=timeout)
+            while not begun.is_done():
+                time.sleep(0.001)
+            return begun
+
+        async def added(*arguments: Any) -> bool:
+            happened.append("made")
+            return await add(*arguments)
+
+        monkeypatch.setattr(client._transport, "begin_submit_rows", answered)
+        monkeypatch.setattr(sender, "_add", added)
+        output = _output()
+        client.submit(output | {"prompt_token_ids": [np.tile(row, 2) for row in output["prompt_token_ids"]]})
+
+    assert happened == ["made", "sent"] * _ROWS

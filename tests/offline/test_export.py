@@ -41,6 +41,8 @@ def fill(address: str, run: str, **settings: object) -> None:
                     trajectory.step(
                         [1, 2, 3, 4 + sample, 9], [7], reward=float(sample), rollout_logprobs=[-0.3], is_last_step=True
                     )
+            # Groups are in a batch in the order in which they were complete.
+            client.flush()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from itertools import pairwise
 
@@ -18,11 +19,13 @@ from gristmill_service.run.machine.answers import RewardUpdate
 from gristmill_service.run.machine.decisions.ingest import describe_rows
 from gristmill_service.run.machine.events import StoredRow
 from gristmill_service.run.machine.groups import Group
-from gristmill_service.run.machine.row_digests import row_digests
+from gristmill_service.run.machine.row_digests import RowDigests, row_digests
+from gristmill_service.run.machine.row_keys import RowKeys
+from gristmill_service.run.rows import row_gathering
 from gristmill_service.run.rows.row_buffer import PickedRow, RowBuffer, compacted, not_held
 from gristmill_service.run.rows.row_gathering import gather
-from gristmill_service.storage.row_tables import steps_of
-from tests.run.harness import Bench, contents, group_rows, key, row, table
+from gristmill_service.storage.row_tables import encode, steps_of
+from tests.run.harness import Bench, LastingLog, Shelf, contents, group_rows, key, row, table
 
 
 def _nothing_stored(number: int) -> Steps:
@@ -31,7 +34,8 @@ def _nothing_stored(number: int) -> Steps:
 
 def described_rows(steps: Steps, number: int) -> list[StoredRow]:
     """As a request's, of which all is stored."""
-    return describe_rows(steps, number, row_digests(steps), [b""] * len(steps), [None] * len(steps))
+    keys, digests, count = RowKeys.of(steps), RowDigests(steps, ()), len(steps)
+    return describe_rows(steps, keys, number, digests, [b""] * count, [None] * count)
 
 
 def picked(buffer: RowBuffer, rows: Iterable[StoredRow]) -> list[PickedRow]:
@@ -128,15 +132,21 @@ def test_a_table_that_is_left_to_the_book_is_read_again_whatever_shrank_before()
     buffer.release([one.ref for one in described[:4]])
     [(number, before, live)] = buffer.take_sparse()
     buffer.replace(number, before, *compacted(steps_of(before), live))
-    buffer.unload([described[4].ref])
+    buffer.unload([described[4].ref.table])
     gathered = gather(picked(buffer, described[4:]), False, {7: steps}.__getitem__)
     assert contents(gathered)["tokens"] == [[1, 2, 4], [1, 2, 5]]
 
 
-@given(st.permutations(range(12)), st.lists(st.integers(1, 11), max_size=4), st.booleans())
+@given(
+    st.permutations(range(12)),
+    st.lists(st.integers(1, 11), max_size=4),
+    st.booleans(),
+    st.none() | st.integers(1, 200),
+)
 def test_rows_are_gathered_in_the_order_asked_for_from_however_many_requests(
-    order: list[int], cuts: list[int], token_rewards: bool
+    order: list[int], cuts: list[int], token_rewards: bool, part_bytes: int | None
 ) -> None:
+    """part_bytes: of the parts after which tables are let go; None where they are kept."""
     rows = [
         row(f"u{index}", response=range(index + 1), reward=[float(index)] * (index + 1) if token_rewards else index)
         for index in range(12)
@@ -147,8 +157,73 @@ def test_rows_are_gathered_in_the_order_asked_for_from_however_many_requests(
         steps = table(*rows[start:end])
         described += described_rows(steps, chunk)
         buffer.add(chunk, steps, end - start, range(end - start))
-    gathered = gather(picked(buffer, (described[index] for index in order)), token_rewards, _nothing_stored)
+    rows_picked, let_go = picked(buffer, (described[index] for index in order)), []
+
+    def clear() -> None:
+        let_go.append(len(rows_picked))
+        rows_picked.clear()
+
+    with pytest.MonkeyPatch.context() as patched:
+        if part_bytes is not None:
+            patched.setattr(row_gathering, "_PART_BYTES", part_bytes)
+            patched.setattr(row_gathering, "_MOST_PARTS", 100_000)
+        gathered = gather(rows_picked, token_rewards, _nothing_stored, None if part_bytes is None else clear)
+    assert part_bytes != 1 or len(let_go) == 12
     assert contents(gathered) == contents(table(*(rows[index] for index in order)))
+
+
+def test_tables_are_let_go_as_their_groups_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_gathering, "_PART_BYTES", 1)
+    monkeypatch.setattr(row_gathering, "_MOST_PARTS", 100)
+    steps = [table(*group_rows(f"u{number}", response=range(number + 1))) for number in range(4)]
+    described = [one for number, some in enumerate(steps) for one in described_rows(some, number)]
+    memory = [np.frombuffer(encode(some).joined(), np.uint8).copy() for some in steps]
+    alive, found = [weakref.ref(one) for one in memory], list[int]()
+    held = [PickedRow(one.ref.table, memory[one.ref.table].data, one.ref.row, one) for one in described]
+    del memory
+
+    def let_go() -> None:
+        held.clear()
+        found.append(sum(one() is not None for one in alive))
+
+    gathered = gather(held, False, _nothing_stored, let_go)
+    assert found == [3, 2, 1, 0]
+    assert contents(gathered)["tokens"] == [[1, 2, *range(number + 1)] for number in range(4) for _ in range(2)]
+
+
+def test_a_batch_whose_rows_were_let_go_and_that_finds_no_room_is_made_of_the_logs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(row_gathering, "_PART_BYTES", 1)
+    monkeypatch.setattr(row_gathering, "_MOST_PARTS", 100)
+    shelf = Shelf(places=0)
+    bench = Bench(log=LastingLog(), store=shelf, train_batch_size=2)
+    bench.submit(*group_rows("a"))
+    bench.submit(*group_rows("b", response=range(20)))
+    bench.make_batches()
+    assert "batch 0 waits" in bench.run.blocked_reason
+    before = contents(bench.build_batch.batches[0])
+    assert [table.stored for table in bench.rows._tables.values()] == [None, None]
+    shelf.places = 1
+    bench.now += 9
+    bench.run.tick()
+    assert bench.tasks.builds == [], "it is not read from the log each second"
+    bench.now += 1
+    bench.run.tick()
+    bench.make_batches()
+    assert bench.run.status().batches_published == 1
+    assert contents(bench.build_batch.batches[0]) == before
+    assert before["tokens"] == [[1, 2, 7]] * 2 + [[1, 2, *range(20)]] * 2
+
+
+def test_rows_that_the_heap_alone_has_are_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_gathering, "_PART_BYTES", 1)
+    monkeypatch.setattr(row_gathering, "_MOST_PARTS", 100)
+    bench = Bench(store=Shelf(places=0), train_batch_size=2)
+    bench.submit(*group_rows("a"), *group_rows("b"))
+    bench.make_batches()
+    assert "batch 0 waits" in bench.run.blocked_reason
+    assert all(table.stored is not None for table in bench.rows._tables.values())
 
 
 def test_widths_of_rewards_per_token_may_differ_between_requests() -> None:

@@ -21,10 +21,12 @@ from gristmill.errors import PrefixUnknownError
 from gristmill_service.run.machine.decisions.ingest import ROW_OVERHEAD_BYTES
 from gristmill_service.run.machine.events import GroupDropped, RowName
 from gristmill_service.run.machine.groups import Group
-from gristmill_service.run.rows import shared_prefixes
+from gristmill_service.run.rows import row_gathering, shared_prefixes
 from gristmill_service.run.rows.row_buffer import PickedRow
 from gristmill_service.run.rows.row_gathering import gather
 from gristmill_service.run.rows.shared_prefixes import Kept
+from gristmill_service.storage import row_tables
+from gristmill_service.storage.row_tables import Opened, Stored
 from tests.run.harness import Bench, LastingLog, contents, key, row, table
 from tests.run.test_recovery import Machine
 from tests.strategies import Row
@@ -141,6 +143,21 @@ def test_a_repeated_turn_is_a_duplicate_whatever_was_kept_of_it() -> None:
     assert bench.submit(rows[2]) == ["DUPLICATE"]
     assert bench.submit(*rows) == ["DUPLICATE"] * 3
     assert len(bench.rows) == 3
+
+
+def test_a_table_is_opened_once_for_all_rows_that_begin_as_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(n_samples_per_prompt=2, train_batch_size=9)
+    bench.submit(*(turns(uid, 0, 1)[0] for uid in "abcdef"))
+    read: list[Stored] = []
+
+    def opened(stored: Stored) -> Opened:
+        read.append(stored)
+        return row_tables.opened(stored)
+
+    monkeypatch.setattr(row_gathering, "opened", opened)
+    bench.submit(*(turns(uid, 1, 1)[0] for uid in "abcdef"))
+    assert len(read) == 1
+    assert tokens_kept(bench) == 6 * (len(PROMPT) + 2 * 5)
 
 
 def test_a_row_whose_beginning_goes_while_it_is_submitted_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:

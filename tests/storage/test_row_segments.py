@@ -14,6 +14,7 @@ from gristmill.errors import NotFoundError, UnavailableError
 from gristmill_service.storage.journal import files, row_segments
 from gristmill_service.storage.journal.files import write_at
 from gristmill_service.storage.journal.row_segments import RowSegments
+from gristmill_service.storage.journal.spare_segments import SpareSegments
 from tests.storage.tables import any_table, same, whole
 
 
@@ -23,7 +24,7 @@ class TestRowSegments:
         return sum(path.stat().st_blocks * 512 for path in directory.glob("rows-*.seg"))
 
     def test_memory_is_given_back_as_tables_go_and_a_segment_with_its_last(self, tmp_path: Path) -> None:
-        rows = RowSegments(tmp_path, segment_bytes=1 << 20)
+        rows = RowSegments(tmp_path, SpareSegments(tmp_path), segment_bytes=1 << 20)
         numbers = [rows.put(any_table(index, tokens=5000))[0] for index in range(40)]
         full, segments = self.used(tmp_path), len(list(tmp_path.glob("rows-*.seg")))
         assert segments > 2
@@ -37,7 +38,7 @@ class TestRowSegments:
         rows.close()
 
     def test_small_tables_that_share_a_page_give_it_back_together(self, tmp_path: Path) -> None:
-        rows = RowSegments(tmp_path)
+        rows = RowSegments(tmp_path, SpareSegments(tmp_path))
         numbers = [rows.put(any_table(index, rows=1, tokens=2))[0] for index in range(200)]
         assert self.used(tmp_path) > 0
         for number in numbers:
@@ -46,17 +47,17 @@ class TestRowSegments:
         rows.close()
 
     def test_a_table_larger_than_a_segment_gets_one_of_its_own(self, tmp_path: Path) -> None:
-        rows = RowSegments(tmp_path, segment_bytes=4096)
+        rows = RowSegments(tmp_path, SpareSegments(tmp_path), segment_bytes=4096)
         number, kept = rows.put(any_table(tokens=10000))
         assert same(kept, any_table(tokens=10000))
         assert rows.get(number) == kept
         rows.close()
 
     def test_after_a_restart_only_what_is_wanted_is_kept_and_what_is_not_whole_is_told(self, tmp_path: Path) -> None:
-        rows = RowSegments(tmp_path, segment_bytes=1 << 18)
+        rows = RowSegments(tmp_path, SpareSegments(tmp_path), segment_bytes=1 << 18)
         numbers = [rows.put(any_table(index, tokens=3000))[0] for index in range(20)]
         rows.close()
-        again = RowSegments(tmp_path, segment_bytes=1 << 18)
+        again = RowSegments(tmp_path, SpareSegments(tmp_path), segment_bytes=1 << 18)
         wanted = {numbers[3], numbers[17]}
         absent = (99 << 40) | 64
         lost = again.retain({*wanted, absent, numbers[5]}, lambda number, steps: number != numbers[5])
@@ -71,14 +72,14 @@ class TestRowSegments:
         again.close()
 
     def test_the_check_sees_what_is_on_the_disk(self, tmp_path: Path) -> None:
-        rows = RowSegments(tmp_path)
+        rows = RowSegments(tmp_path, SpareSegments(tmp_path))
         number, _ = rows.put(any_table(tokens=500))
         rows.close()
         path = next(tmp_path.glob("rows-*.seg"))
         with path.open("r+b") as file:
             file.seek(2000)
             file.write(b"\xff" * 100)
-        again = RowSegments(tmp_path)
+        again = RowSegments(tmp_path, SpareSegments(tmp_path))
         assert again.retain({number}, lambda number, steps: same(steps, any_table(tokens=500))) == {number}
         again.close()
 
@@ -86,7 +87,7 @@ class TestRowSegments:
         """As a machine that lost power leaves it."""
         (tmp_path / "rows-000002.seg").touch()
         (tmp_path / "rows-notes.seg").touch()
-        rows = RowSegments(tmp_path)
+        rows = RowSegments(tmp_path, SpareSegments(tmp_path))
         assert rows.retain({2 << 40}, whole) == {2 << 40}
         assert rows.put(any_table())[0] == 3 << 40
         rows.close()
@@ -94,7 +95,7 @@ class TestRowSegments:
 
 class TestClosed:
     def test_closed_rows_take_and_give_nothing_and_may_be_closed_again(self, tmp_path: Path) -> None:
-        rows = RowSegments(tmp_path)
+        rows = RowSegments(tmp_path, SpareSegments(tmp_path))
         number, kept = rows.put(any_table())
         rows.close()
         other = os.open(tmp_path / "other", os.O_CREAT | os.O_RDWR)
@@ -112,7 +113,7 @@ class TestClosed:
     ) -> None:
         for name in "ab":
             (tmp_path / name).mkdir()
-        deleted, victim = RowSegments(tmp_path / "a"), RowSegments(tmp_path / "b")
+        deleted, victim = (RowSegments(tmp_path / name, SpareSegments(tmp_path)) for name in "ab")
         deleted.put(any_table())
         is_writing, is_closed, write = threading.Event(), threading.Event(), write_at
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill._wire import lists
-from gristmill._wire.lists import ConvertedTokens, from_list, from_lists
+from gristmill._wire.lists import ConvertedTokens, from_list, joined
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from tests.strategies import Row, rollouts
@@ -44,14 +44,12 @@ def test_plain_lists_are_all_converted(tokens: list[int], numbers: list[float]) 
 def test_many_lists_are_converted_as_each_of_them_would_be(dtype: Any, rows: list[list[Any]], at_once: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lists, "_AT_ONCE", at_once)
-        found = from_lists(rows, np.dtype(dtype))
+        found = joined(rows, np.dtype(dtype))
     each = [from_list(row, np.dtype(dtype)) for row in rows]
     if found is None:
-        assert not rows or any(row is None for row in each)
+        assert any(row is None for row in each)
     else:
-        assert len(found) == len(rows)
-        for one, row in zip(found, each, strict=True):
-            np.testing.assert_array_equal(one, row)
+        np.testing.assert_array_equal(found, np.concatenate([np.empty(0, dtype), *each]))
 
 
 def lists_of(row: Row) -> Row:
@@ -98,6 +96,23 @@ def test_of_a_prompt_that_goes_on_only_what_is_new_is_converted(conversions: lis
     table = from_rows([step(first, [7, 8], 0), step(second, [5], 1), step([*second, 5, 6], [4], 2)])
     assert conversions == [100, 1, 1]
     assert [row.tolist() for row in table.tokens.arrays()] == [[*first, 7, 8], [*second, 5], [*second, 5, 6, 4]]
+
+
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=9),
+    st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(0, 2), max_size=6)), max_size=5),
+    st.booleans(),
+)
+def test_a_prompt_that_goes_on_from_any_token_of_the_step_before_is_itself(
+    prompt: list[int], changes: list[tuple[int, list[int]]], at_once: bool
+) -> None:
+    rows, converted = [step(prompt, [1, 0], 0)], ConvertedTokens()
+    for number, (kept, added) in enumerate(changes, 1):
+        before = [*rows[-1]["prompt_token_ids"], *rows[-1]["response_ids"]]
+        rows.append(step([*before[:kept], *added] or [1], [2, number], number))
+    tables = [from_rows(rows)] if at_once else [from_rows([row], converted=converted) for row in rows]
+    found = [tokens.tolist() for table in tables for tokens in table.tokens.arrays()]
+    assert found == [row["prompt_token_ids"] + row["response_ids"] for row in rows]
 
 
 def test_samples_of_one_prompt_convert_it_once(conversions: list[int]) -> None:

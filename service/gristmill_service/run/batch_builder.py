@@ -29,6 +29,7 @@ from gristmill_service.pipeline.plan_document import PlanDocument, encode_plan
 from gristmill_service.pipeline.scheduling.schedule import MisalignedError
 from gristmill_service.pipeline.stage_timer import StageTimer
 from gristmill_service.pipeline.written import ShardForm, Written
+from gristmill_service.process_tuning import give_back_memory
 from gristmill_service.run.machine.answers import ColumnPlace
 from gristmill_service.run.machine.commands.command import Command
 from gristmill_service.run.machine.commands.trainer_commands import RecordBatch, WithdrawBatch
@@ -48,8 +49,8 @@ from gristmill_service.storage.shard_store import ShardSource, ShardStore
 
 _log = structlog.get_logger(__name__)
 
-# A batch that could not be stored is tried again after this.
-RETRY_S = 1.0
+# A batch that could not be stored is tried again after this; later, where its rows have to be read again for it.
+RETRY_S, _RETRY_READING_S = 1.0, 10.0
 _EXPORTED_ROWS = 64
 _EXPORTED_BYTES = 16 << 20
 
@@ -93,8 +94,8 @@ class BuildBatch(Protocol):
 class _Job(NamedTuple):
     """A batch to build, as it was when it was begun.
 
-    written: what trainers wrote, all that it awaits; None while some of it lacks, and where it awaits nothing. tables:
-    those of it that are held.
+    rows: none once they were let go. written: what trainers wrote, all that it awaits; None while some of it lacks, and
+    where it awaits nothing. tables: those of it that are held.
     """
 
     number: int
@@ -157,7 +158,7 @@ class BatchBuilder:
                 return
             except (UnavailableError, ResourceExhaustedError) as error:
                 # Nothing is wrong with the batch: what stores it has no room for it, or does not answer.
-                self._block(job.number, error)
+                self._block(job, error)
                 if isinstance(error, ResourceExhaustedError):
                     self._room.wait(removals, retry)
                 return
@@ -213,7 +214,8 @@ class BatchBuilder:
         self._monitor.building(job.number)
         try:
             with self._monitor.timed("gather"):
-                steps = gather(job.rows, job.token_rewards, self._loaded(job.rows))
+                let_go = (lambda: self._let_go(job)) if self._may_let_go(job) else None
+                steps = gather(job.rows, job.token_rewards, self._loaded(job.rows), let_go)
             built = self._pipeline(
                 steps,
                 job.config,
@@ -251,6 +253,20 @@ class BatchBuilder:
         """Gives the tables of the rows that nobody holds. They are read at once: one by one, each would be a round trip
         where the log is elsewhere."""
         return self._log.get_all(numbers).__getitem__ if (numbers := not_held(rows)) else self._log.get
+
+    def _may_let_go(self, job: _Job) -> bool:
+        """Whether the log has the rows, too, from which they are read where the batch cannot be published now. A batch
+        that awaits columns is built twice."""
+        awaits = bool(job.config.written_columns) and job.written is None
+        return self._log.reads_rows and not self._log.maps_rows and not awaits
+
+    def _let_go(self, job: _Job) -> None:
+        """Gives the memory of gathered rows back, so that a large batch's rows are not held twice."""
+        if job.rows:
+            # Rows with which others begin are of their groups, and so among them.
+            self._writer.leave_tables({one.table for one in job.rows})
+            job.rows.clear()
+        give_back_memory()
 
     def _written(self, job: _Job) -> Written | None:
         if job.written is None:
@@ -307,16 +323,16 @@ class BatchBuilder:
             # They are replaced when the batch is published again, or go with the run.
             _log.warning("shards not removed", run=self._name, batch=number, reason=str(error))
 
-    def _block(self, number: int, error: GristmillError) -> None:
-        is_new = not self.blocked_reason
-        self.retry_at = self._clock() + RETRY_S
+    def _block(self, job: _Job, error: GristmillError) -> None:
+        is_new, number = not self.blocked_reason, job.number
+        self.retry_at = self._clock() + (RETRY_S if job.rows else _RETRY_READING_S)
         self.blocked_reason = f"run {self._name!r}: batch {number} waits: {error}"
         if is_new:
             _log.warning("batch waits", run=self._name, batch=number, reason=str(error))
 
 
 def _log_publication(run: str, job: _Job, event: BatchPublished, seconds: float) -> None:
-    rows, nbytes = len(job.rows), event.nbytes
+    rows, nbytes = sum(len(group.refs()) for group in job.batch.groups), event.nbytes
     _log.info("batch published", run=run, batch=job.number, rows=rows, bytes=nbytes, seconds=round(seconds, 3))
 
 

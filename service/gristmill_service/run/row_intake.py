@@ -11,7 +11,8 @@ from gristmill_service.run.machine.answers import Outcome
 from gristmill_service.run.machine.commands.command import Command, FindQuota
 from gristmill_service.run.machine.commands.rollout_commands import TakeRows
 from gristmill_service.run.machine.decisions.ingest import describe_rows
-from gristmill_service.run.machine.row_digests import row_digests
+from gristmill_service.run.machine.row_digests import RowDigests
+from gristmill_service.run.machine.row_keys import RowKeys
 from gristmill_service.run.rows import shared_prefixes
 from gristmill_service.run.rows.shared_prefixes import Kept
 from gristmill_service.run.rows.token_sums import TokenSums
@@ -39,25 +40,24 @@ class RowIntake:
 
         Raises PrefixUnknownError for what came without tokens that are not here.
         """
-        before = self._writer.read(lambda state, rows: shared_prefixes.rows_before(state, rows, steps))
-        kept = shared_prefixes.without_shared(steps, prefixes, before, shared, self._sums.known)
+        keys = RowKeys.of(steps)
+        before = self._writer.read(lambda state, rows: shared_prefixes.rows_before(state, rows, keys))
+        kept = shared_prefixes.without_shared(steps, keys, prefixes, before, shared, self._sums.known)
         try:
-            return self._store(kept, shared, execute, quota)
+            return self._store(keys, kept, shared, execute, quota)
         except PrefixUnknownError:
             if prefixes is not None:
                 raise
             # A row that they begin as is gone since it was found.
-            return self._store(shared_prefixes.as_sent(steps), shared, execute, quota)
+            return self._store(keys, shared_prefixes.as_sent(steps), shared, execute, quota)
 
-    def _store(self, kept: Kept, shared: Collection[str], execute: Execute, quota: FindQuota | None) -> list[Outcome]:
-        steps, checks = kept.steps, [b""] * len(kept.steps)
-        digests = row_digests(steps, shared, kept.digests)
-        if steps.prefix_lengths is not None:
-            of_kept = row_digests(steps, shared)
-            checks = [b"" if parent is None else of_kept[row] for row, parent in enumerate(kept.parents)]
+    def _store(
+        self, keys: RowKeys, kept: Kept, shared: Collection[str], execute: Execute, quota: FindQuota | None
+    ) -> list[Outcome]:
+        steps, digests = kept.steps, RowDigests(kept.steps, shared)
         number = self._writer.stage(steps)
         try:
-            rows = describe_rows(steps, number, digests, checks, kept.parents)
+            rows = describe_rows(steps, keys, number, digests, kept.digests, kept.parents)
             outcomes = execute(TakeRows(steps, rows, quota))
         finally:
             self._writer.unstage([number])

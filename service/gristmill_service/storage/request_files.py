@@ -2,8 +2,8 @@
 would copy it several times.
 
 The directory lies in shared memory and is this process' own, so that nothing outlives it. Workers make the files, write
-request after request to them, and hold a lock on each for as long as they live. Nothing is mapped, and all is copied
-before it is looked at: a worker that changes its file, or cuts it off, changes no more than its own request.
+request after request to them, and hold a lock on each for as long as they live. Nothing is mapped here, and all is
+copied before it is looked at: a worker that changes its file, or cuts it off, changes no more than its own request.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
+from gristmill._wire.codecs.submit_codec import MOST_PARTS, Part
+from gristmill._wire.shared_files import leaves_room
 from gristmill.errors import InvalidArgumentError, UnavailableError
 
 _NAME = re.compile("[A-Za-z0-9_-]{1,64}")
 _SWEEP_S = 10.0
-_LEAST_FREE = 0.25
 
 
 class RequestFiles:
@@ -47,23 +48,19 @@ class RequestFiles:
             self._sweep()
         return str(self._directory) if self._has_room() else ""
 
-    def read(self, name: str, size: int) -> memoryview:
-        """A copy of the first `size` bytes of the file, at a multiple of 8 bytes.
+    def read(self, name: str, parts: Sequence[Part]) -> memoryview:
+        """A copy of the request of these parts, at a multiple of 8 bytes.
 
-        Raises InvalidArgumentError for what no file can be, and UnavailableError where it cannot be read whole: the
+        Raises InvalidArgumentError for what no request can be, and UnavailableError where the file cannot be read: the
         request has to be sent then.
         """
         if _NAME.fullmatch(name) is None:
             raise InvalidArgumentError(f"file.name is {name[:80]!r}; give 1 to 64 letters, digits, - and _")
-        if not 0 < size <= self._most_bytes:
-            raise InvalidArgumentError(
-                f"file.size is {size}, and a request has 1 to {self._most_bytes} bytes (max_message_bytes); send fewer "
-                "rows a request, or raise the setting"
-            )
+        self._check(parts)
         try:
             descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                return _read(descriptor, size)
+                return _read(descriptor, parts)
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -71,13 +68,28 @@ class RequestFiles:
                 f"file {name} of the request cannot be read ({error.strerror or error}); send the request itself"
             ) from None
 
+    def _check(self, parts: Sequence[Part]) -> None:
+        if not 1 <= len(parts) <= MOST_PARTS:
+            raise InvalidArgumentError(
+                f"file.parts has {len(parts)} entries, and a request has 1 to {MOST_PARTS}; copy small parts together"
+            )
+        for at, part in enumerate(parts):
+            if not isinstance(part, bytes) and (part[0] < 0 or part[1] < 0):
+                raise InvalidArgumentError(
+                    f"file.parts[{at}] has offset {part[0]} and size {part[1]}; give where its bytes stand in the file"
+                )
+        if not 0 < (size := sum(map(_size, parts))) <= self._most_bytes:
+            raise InvalidArgumentError(
+                f"file.parts have {size} bytes together, and a request has 1 to {self._most_bytes} "
+                "(max_message_bytes); send fewer rows a request, or raise the setting"
+            )
+
     def _has_room(self) -> bool:
         try:
-            memory = os.statvfs(self._directory)
+            return leaves_room(os.statvfs(self._directory))
         except OSError:
             # The service stops.
             return False
-        return memory.f_bavail >= _LEAST_FREE * memory.f_blocks
 
     def _sweep(self) -> None:
         """Removes the files that nobody holds."""
@@ -86,18 +98,34 @@ class RequestFiles:
                 _remove_if_left(path)
 
 
-def _read(descriptor: int, size: int) -> memoryview:
-    """Raises OSError where the file has fewer bytes, or is no file. A size that is only claimed takes no memory."""
+def _read(descriptor: int, parts: Sequence[Part]) -> memoryview:
+    """Raises OSError where the file lacks some of the bytes, or is no file; what is only claimed takes no memory."""
     status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_size < size:
-        raise OSError(f"it is no file of {size} bytes")
-    memory = np.empty(size, np.uint8).data
-    done = 0
-    while done < size:
-        if not (count := os.preadv(descriptor, [memory[done:]], done)):
-            raise OSError(f"it has {done} bytes, not {size}")
-        done += count
+    end = max((sum(part) for part in parts if not isinstance(part, bytes)), default=0)
+    if not stat.S_ISREG(status.st_mode) or status.st_size < end:
+        raise OSError(f"it is no file of {end} bytes")
+    memory = np.empty(sum(map(_size, parts)), np.uint8).data
+    at = 0
+    for part in parts:
+        room = memory[at : at + _size(part)]
+        if isinstance(part, bytes):
+            room[:] = part
+        else:
+            _read_part(descriptor, part[0], room)
+        at += len(room)
     return memory
+
+
+def _read_part(descriptor: int, offset: int, room: memoryview) -> None:
+    done = 0
+    while done < len(room):
+        if not (count := os.preadv(descriptor, [room[done:]], offset + done)):
+            raise OSError(f"it has {offset + done} bytes, not {offset + len(room)}")
+        done += count
+
+
+def _size(part: Part) -> int:
+    return len(part) if isinstance(part, bytes) else part[1]
 
 
 def _remove_if_left(path: Path) -> None:

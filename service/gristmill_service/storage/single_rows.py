@@ -70,7 +70,8 @@ def single_row(data: bytes | memoryview) -> SingleRow | None:
     if found is None:
         return None
     columns, sizes = found
-    view, own, memory = memoryview(data), prompt + response - prefix, dict[str, memoryview]()
+    view, own = memoryview(data), prompt + response - prefix
+    memory: dict[str, memoryview] = {}
     for name, of_token, of_response_token, fixed in sizes:
         start, at = at, at + of_token * own + of_response_token * response + fixed
         memory[name] = view[start:at]

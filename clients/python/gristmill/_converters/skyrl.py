@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from gristmill._client.rollout.skyrl_output import fields_of_output
 from gristmill._converters.keys import Choice, Row
 from gristmill._converters.refusals import refusing
 from gristmill._converters.rows import tagged
+from gristmill._wire.lists import size_of
 
 _WHAT = "generator output"
 
@@ -43,8 +46,16 @@ def from_skyrl(
         policy_version=policy_version,
         choice=Choice.of(columns, ignore),
     )
+    if "loss_mask" not in fields:
+        fields["loss_mask"] = _all_ones([size_of(response) for response in fields["response_ids"]])
     own_tags, optional = tagged(tags, len(fields["uid"]), _WHAT), Choice.of(columns).columns
     return [
         {name: values[row] for name, values in fields.items() if not (name in optional and values[row] is None)} | tag
         for row, tag in enumerate(own_tags)
     ]
+
+
+def _all_ones(lengths: Sequence[int]) -> list[Any]:
+    """Views of one array, as nobody changes it."""
+    ones = np.ones(max(lengths, default=0), np.uint8)
+    return [ones[:length] for length in lengths]

@@ -7,7 +7,7 @@ selected and shared without moving a value. Nothing here copies token data unles
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +37,8 @@ class Ragged:
     @classmethod
     def from_arrays(cls, arrays: Sequence[Array], dtype: Any) -> Ragged:
         """A copy of the arrays in one buffer."""
-        lengths = np.fromiter((len(array) for array in arrays), np.int64, len(arrays))
         values = np.concatenate(arrays, dtype=dtype, casting="same_kind") if arrays else np.empty(0, dtype)
-        return cls.from_lengths(values, lengths)
+        return cls.from_lengths(values, lengths_of(arrays))
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -73,9 +72,17 @@ class Ragged:
             for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
         ]
 
+    def memory(self) -> list[memoryview]:
+        """The memory of each row, where values are single numbers; item by item as these."""
+        data = np.ascontiguousarray(self.values).data
+        return [
+            data[start : start + length]
+            for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+        ]
+
     def is_compact(self) -> bool:
         """Whether the rows stand one after another and fill `values`."""
-        return len(self.values) == self.total and bool(np.array_equal(self.starts, starts_of(self.lengths)))
+        return len(self.values) == self.total and _are_equal(self.starts, starts_of(self.lengths))
 
     def compact(self) -> Ragged:
         """The same rows one after another; itself where they stand so already, else a copy."""
@@ -109,8 +116,26 @@ def least(column: Array) -> Any:
     return column.min()
 
 
+def greatest(column: Array) -> Any:
+    """The largest of a column of numbers; 0 where there are none."""
+    if len(column) <= FEW_ROWS:
+        return max(column.tolist(), default=0)
+    return column.max()
+
+
 def sum_of(lengths: Int64s) -> int:
     return sum(lengths.tolist()) if len(lengths) <= FEW_ROWS else int(lengths.sum())
+
+
+def _are_equal(one: Int64s, other: Int64s) -> bool:
+    if len(one) <= FEW_ROWS:
+        return bool(one.tolist() == other.tolist())
+    return bool(np.array_equal(one, other))
+
+
+def lengths_of(values: Sequence[Sized]) -> Int64s:
+    """How many each of them has; int64 (n,)."""
+    return np.fromiter(map(len, values), np.int64, len(values))
 
 
 def starts_of(lengths: Int64s) -> Int64s:

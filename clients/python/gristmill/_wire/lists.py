@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,9 @@ from gristmill._wire.columns import Array
 from gristmill.errors import InvalidArgumentError
 
 _INT32 = np.dtype(np.int32)
-_AT_ONCE = 1 << 16
+_AT_ONCE = 2048
+"""Values that stay in the processor's cache between two looks at them, and take longer to convert than a call does."""
+_MOST_PIECES = 16
 _SHORT = 256
 """Values of a row that take longer to convert than the call does."""
 
@@ -33,45 +34,40 @@ def from_list(values: list[Any], dtype: np.dtype[Any]) -> Array | None:
             return np.frombuffer(bytes(values), np.uint8)
         if isinstance(values[0], bool):
             return None
-        return np.frombuffer(struct.pack(f"{len(values)}{dtype.char}", *values), dtype)
+        return np.frombuffer(_packed(values, dtype), dtype)
     except (TypeError, ValueError, OverflowError, struct.error):
         return None
 
 
-def from_lists(rows: list[Any], dtype: np.dtype[Any]) -> list[Array] | None:
-    """Each row as `from_list` has it, where all rows are plain lists that it converts, and short ones; else None. For
-    these a call for many costs a fraction of a call for each."""
-    if set(map(type, rows)) != {list} or sum(map(len, rows)) > _SHORT * len(rows):
+def joined(lists: list[list[Any]], dtype: np.dtype[Any]) -> Array | None:
+    """The values of all lists in one array, each as `from_list` has it; None where one does not fit, or where they are
+    long ones: for short lists a call for many costs a fraction of a call for each."""
+    if sum(map(len, lists)) > _SHORT * len(lists):
         return None
-    found: list[Array] = []
-    for some in _some_at_once(rows):
-        if any(row and isinstance(row[0], bool) for row in some) and dtype != np.uint8:
-            return None
-        try:
-            # A list of small integers is quicker by itself.
-            whole = b"".join(map(bytes, some)) if dtype == np.uint8 else _packed(some, dtype)
-        except (TypeError, ValueError, OverflowError, struct.error):
-            return None
-        values, ends = np.frombuffer(whole, dtype), [0, *accumulate(map(len, some))]
-        found += [values[begin:end] for begin, end in pairwise(ends)]
-    return found
+    try:
+        # A list of small integers is quicker by itself.
+        parts = map(bytes, lists) if dtype == np.uint8 else [_packed(some, dtype) for some in _some_at_once(lists)]
+        return np.frombuffer(b"".join(parts), dtype)
+    except (TypeError, ValueError, OverflowError, struct.error):
+        return None
 
 
-def _some_at_once(rows: list[list[Any]]) -> Iterator[list[list[Any]]]:
-    """The rows in their order, so many at a time that their numbers are looked at once while they are at hand."""
-    some, count = list[list[Any]](), 0
-    for row in rows:
-        some.append(row)
-        count += len(row)
-        if count >= _AT_ONCE:
+def _some_at_once(lists: list[list[Any]]) -> Iterator[list[Any]]:
+    """Their values, so many at a time that they are looked at again while they are at hand. Raises TypeError where a
+    list begins with true or false."""
+    some: list[Any] = []
+    for values in lists:
+        if values and isinstance(values[0], bool):
+            raise TypeError("true and false are no numbers")
+        some += values
+        if len(some) >= _AT_ONCE:
             yield some
-            some, count = [], 0
-    if some:
-        yield some
+            some = []
+    yield some
 
 
-def _packed(rows: list[list[Any]], dtype: np.dtype[Any]) -> bytes:
-    return struct.pack(f"{sum(map(len, rows))}{dtype.char}", *chain.from_iterable(rows))
+def _packed(values: list[Any], dtype: np.dtype[Any]) -> bytes:
+    return struct.pack(f"{len(values)}{dtype.char}", *values)
 
 
 def check_no_null(values: Any, name: str, where: str) -> None:
@@ -94,6 +90,10 @@ def size_of(values: Any) -> int:
     return len(values) if type(values) is list else np.size(values)
 
 
+Pieces = list[Array]
+"""Tokens, one array after another."""
+
+
 class ConvertedTokens:
     """Tokens that were given as lists. A prompt that begins with the objects of its trajectory's step before, or has
     those of another sample's first one, is compared with it, which costs a third of converting it again. Equal numbers
@@ -105,37 +105,42 @@ class ConvertedTokens:
 
     def __init__(self, are_kept: bool = True) -> None:
         self._are_kept = are_kept
-        self._steps: dict[tuple[str, int], tuple[list[list[Any]], tuple[Array, Array]]] = {}
-        self._prompts: dict[str, tuple[list[Any], Array]] = {}
+        self._steps: dict[tuple[str, int], tuple[list[list[Any]], Pieces]] = {}
+        self._prompts: dict[str, tuple[list[Any], Pieces]] = {}
 
-    def prompt(self, uid: str, sample: int, values: list[Any]) -> Array | None:
-        """As `from_list`; int32."""
-        if step := self._steps.get((uid, sample)):
-            lists, arrays = step
-            begin = 0
-            for tokens in lists:
-                if not _goes_on(values, begin, tokens):
-                    return from_list(values, _INT32)
-                begin += len(tokens)
-            rest = from_list(values[begin:], _INT32)
-            return None if rest is None else np.concatenate((*arrays, rest))
-        if (known := self._prompts.get(uid)) and len(known[0]) == len(values) and _goes_on(values, 0, known[0]):
-            return known[1]
-        return from_list(values, _INT32)
+    def prompt(self, key: tuple[str, int], values: list[Any]) -> Pieces | None:
+        """As `from_list` has it; int32. key: uid and sample."""
+        before, begin = Pieces(), 0
+        if step := self._steps.get(key):
+            if (known := _known(values, step[0])) is not None:
+                begin, before = known, step[1]
+        elif (first := self._prompts.get(key[0])) and _known(values, [first[0]]) == len(values):
+            return first[1]
+        rest = from_list(values[begin:] if begin else values, _INT32)
+        return None if rest is None else [*before, rest]
 
-    def keep(self, uid: str, sample: int, prompt: list[Any], response: Any, arrays: tuple[Array, Array]) -> None:
-        """Keeps a step that another follows: prompt and response as they were given, and the arrays of both."""
-        if (uid, sample) not in self._steps:
-            self._prompts.setdefault(uid, (prompt.copy() if self._are_kept else prompt, arrays[0]))
-        listed = response if type(response) is list else arrays[1].tolist()
-        self._steps[uid, sample] = [prompt + listed] if self._are_kept else [prompt, listed], arrays
+    def keep(self, key: tuple[str, int], prompt: list[Any], response: Any, pieces: Pieces) -> None:
+        """Keeps a step that another follows: prompt and response as they were given, and all pieces of both, of which
+        the last one is the response."""
+        if key not in self._steps:
+            self._prompts.setdefault(key[0], (prompt.copy() if self._are_kept else prompt, pieces[:-1]))
+        listed = response if type(response) is list else pieces[-1].tolist()
+        lists = [prompt + listed] if self._are_kept else [prompt, listed]
+        if len(pieces) > _MOST_PIECES:
+            pieces = [np.concatenate(pieces)]
+        self._steps[key] = lists, pieces
 
 
-def _goes_on(values: list[Any], begin: int, tokens: list[Any]) -> bool:
-    """Whether these tokens stand in `values` from there on, as the same objects; some are looked at first."""
-    if not tokens:
-        return True
-    end, middle = begin + len(tokens), len(tokens) // 2
-    if end > len(values) or values[begin] is not tokens[0] or values[end - 1] is not tokens[-1]:
-        return False
-    return values[begin + middle] is tokens[middle] and values[begin:end] == tokens
+def _known(values: list[Any], lists: list[list[Any]]) -> int | None:
+    """How many tokens the lists have, if the values begin with these; None if not, or if they seem to be other objects:
+    some are looked at first."""
+    begin = 0
+    for tokens in lists:
+        end, middle = begin + len(tokens), begin + len(tokens) // 2
+        if begin < end:
+            if end > len(values) or values[begin] is not tokens[0] or values[end - 1] is not tokens[-1]:
+                return None
+            if values[middle] is not tokens[middle - begin] or values[begin:end] != tokens:
+                return None
+        begin = end
+    return begin

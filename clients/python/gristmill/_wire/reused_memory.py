@@ -4,6 +4,7 @@ takes to fill them, and a process that keeps no freed pages gets new ones each t
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.columns import Array, Ragged
+from gristmill._wire.shared_files import SHARED
 
 # The allocator keeps smaller ones by itself. Larger ones are rare, and would hold much.
 _LEAST_BYTES, _MOST_BYTES = 256 << 10, 8 << 20
@@ -31,29 +33,29 @@ class ReusedMemory:
         """A copy of the arrays, one after another. Its memory is used again when no array views it any more."""
         if not arrays:
             return np.empty(0, dtype)
-        if _are_small(arrays):
-            return np.concatenate(arrays, dtype=dtype, casting="same_kind")
         shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
         return np.concatenate(arrays, out=self._empty(shape, np.dtype(dtype)), casting="same_kind")
 
     def ragged(self, arrays: Sequence[Array], dtype: Any) -> Ragged:
         """As `Ragged.from_arrays`, in such memory."""
-        if _are_small(arrays):
-            return Ragged.from_arrays(arrays, dtype)
         lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
         return Ragged.from_lengths(self.joined(arrays, dtype), lengths)
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        nbytes = int(np.prod(shape)) * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         if not _LEAST_BYTES <= nbytes <= _MOST_BYTES:
             return np.empty(shape, dtype)
-        block = self._taken(nbytes)
-        # All views of it refer to this one, however they are made.
-        whole = np.frombuffer(block.data, dtype, nbytes // dtype.itemsize)
-        weakref.finalize(whole, self._idle.append, block).atexit = False
-        return whole.reshape(shape)
+        block = SHARED.take(nbytes)
+        return (self._taken(nbytes) if block is None else block).view(dtype).reshape(shape)
 
     def _taken(self, nbytes: int) -> NDArray[np.uint8]:
+        block = self._found(nbytes)
+        # All views of it refer to this one, however they are made.
+        whole = np.frombuffer(block.data, np.uint8, nbytes)
+        weakref.finalize(whole, self._idle.append, block).atexit = False
+        return whole
+
+    def _found(self, nbytes: int) -> NDArray[np.uint8]:
         size = -(-nbytes // _ROUNDED_TO) * _ROUNDED_TO
         for _ in range(len(self._idle)):
             try:
@@ -64,11 +66,6 @@ class ReusedMemory:
                 return block
             self._idle.append(block)
         return np.empty(size, np.uint8)
-
-
-def _are_small(arrays: Sequence[Array]) -> bool:
-    """Whether the copy may be one that the allocator keeps: a turn's are, and are made by the thousand."""
-    return sum([array.nbytes for array in arrays]) < _LEAST_BYTES // 8
 
 
 REUSED = ReusedMemory()

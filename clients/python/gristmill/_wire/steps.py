@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -250,10 +250,7 @@ def tags_of(tables: Sequence[Steps]) -> list[str] | None:
 
 def check_tag(tag: str, what: str) -> None:
     """Refuses a tag that is no name."""
-    if len(tag) > LONGEST_TAG:
-        raise InvalidArgumentError(
-            f"{what}: tag has {len(tag)} characters, and {LONGEST_TAG} are the most; name the environment or task"
-        )
+    check_length(tag, LONGEST_TAG, f"{what}: tag", "name the environment or task")
     check_text(tag, f"{what}: tag")
 
 
@@ -271,6 +268,12 @@ def check(table: Steps) -> Steps:
     return table
 
 
+def check_length(text: str, most: int, what: str, remedy: str) -> None:
+    """Raises InvalidArgumentError for a string of more characters than that."""
+    if len(text) > most:
+        raise InvalidArgumentError(f"{what} has {len(text)} characters, and {most} are the most; {remedy}")
+
+
 def check_text(text: str, what: str) -> None:
     """Raises InvalidArgumentError for a string that no file, message or metadata could hold."""
     try:
@@ -281,10 +284,7 @@ def check_text(text: str, what: str) -> None:
 
 def check_uid(uid: str) -> None:
     """Refuses a uid that is no name: runs remember every one."""
-    if len(uid) > LONGEST_UID:
-        raise InvalidArgumentError(
-            f"uid {uid[:50]!r}... has {len(uid)} characters, and {LONGEST_UID} are the most; name the prompt in fewer"
-        )
+    check_length(uid, LONGEST_UID, f"uid {uid[:50]!r}...", "name the prompt in fewer")
     check_text(uid, "uid")
 
 
@@ -301,18 +301,11 @@ def _check_identity(table: Steps) -> None:
     if max(map(len, table.uids), default=0) > LONGEST_UID:
         check_uid(max(table.uids, key=len))
     if max(map(len, table.stop_reasons), default=0) > LONGEST_STOP_REASON:
-        _refuse_stop_reason(table)
+        reason = max(table.stop_reasons, key=len)
+        what = f"{table.name(list(table.stop_reasons).index(reason))}: stop_reason {reason[:50]!r}..."
+        check_length(reason, LONGEST_STOP_REASON, what, "name why the response ended, or shorten it")
     for tag in set(table.tags or ()):
         check_tag(tag, table.name(list(table.tags or ()).index(tag)))
-
-
-def _refuse_stop_reason(table: Steps) -> NoReturn:
-    lengths = list(map(len, table.stop_reasons))
-    row = lengths.index(max(lengths))
-    raise InvalidArgumentError(
-        f"{table.name(row)}: stop_reason {table.stop_reasons[row][:50]!r}... has {lengths[row]} characters, and "
-        f"{LONGEST_STOP_REASON} are the most; name why the response ended, or shorten it"
-    )
 
 
 def _check_lengths(table: Steps) -> None:

@@ -5,21 +5,22 @@ What is wrong is refused with the trajectory's name.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gristmill._wire.codecs.row_codec import ones
 from gristmill._wire.column_spec import ColumnSpec
-from gristmill._wire.columns import Array, Int64s, Ragged, exact_sum, least
-from gristmill._wire.lists import ConvertedTokens, check_no_null, from_list, from_lists
+from gristmill._wire.columns import Array, Int64s, Ragged, exact_sum, lengths_of
+from gristmill._wire.lists import ConvertedTokens, Pieces, from_list, joined
 from gristmill._wire.reused_memory import REUSED
-from gristmill._wire.steps import FLOAT32_MAX, INT32_MAX, UNKNOWN, Extra, Steps, check, check_text, oldest_versions
-from gristmill._wire.unlike_numbers import unlike_numbers
+from gristmill._wire.steps import INT32_MAX, UNKNOWN, Extra, Steps, TrajectoryKey, check, oldest_versions
+from gristmill._wire.values import Read, float32s, floats, is_vector, mask, scalar, tokens, version_array
 from gristmill.errors import InvalidArgumentError
 
 SCALARS: dict[str, tuple[type, Any]] = {
@@ -38,10 +39,21 @@ SCALARS: dict[str, tuple[type, Any]] = {
 ARRAYS = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward", "advantage", "policy_versions")
 """Fields with a value a token, or one a row."""
 
-Read = Callable[[Any, str, str], Array]
-"""Converts the value of a field of a row, or refuses it by name."""
+Column = Ragged | list[Array | None] | None
+"""The values of a field with a value a token: all rows' in one array, or each row's, of which some have none; None
+where no row has any."""
 
-_KIND_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+_DTYPE, _NDIM = attrgetter("dtype"), attrgetter("ndim")
+
+
+class _Tokens(NamedTuple):
+    """pieces: each row's prompt and response, row after row; of row i those from `edges[i]` up to `edges[i + 1]`.
+    prompts, responses: int64 (rows,), how many tokens they have."""
+
+    pieces: Pieces
+    edges: Sequence[int]
+    prompts: Int64s
+    responses: Int64s
 
 
 class ValueColumns:
@@ -60,17 +72,18 @@ class ValueColumns:
     ) -> None:
         """declared: the run's own columns. converted: tokens of earlier steps, to which those of these rows are added.
 
-        Raises InvalidArgumentError naming the trajectory, the field and the value. The lists are not modified.
+        Where there is no column of loss masks they are ones. Raises InvalidArgumentError naming the trajectory, the
+        field and the value. The lists are not modified.
         """
         self._columns, self._count = columns, count
+        self._kinds = {name: set(map(type, values)) for name, values in columns.items()}
         self._scalars = {name: self._scalar_column(name, *found) for name, found in SCALARS.items()}
         for name in ("prompt_token_ids", "response_ids", "loss_mask"):
             self._check_complete(name)
-        self._responses = self._array_column("response_ids", np.int32, _tokens)
-        self._prompts = self._prompt_column(converted or ConvertedTokens(are_kept=False))
-        self._masks = self._array_column("loss_mask", np.uint8, _mask)
-        self._logprobs = self._array_column("rollout_logprobs", np.float32, _float32s)
-        self._versions = self._array_column("policy_versions", np.int32, _version_array)
+        self._tokens = self._token_column(converted or ConvertedTokens(are_kept=False))
+        self._masks = self._array_column("loss_mask", np.uint8, mask)
+        self._logprobs = self._array_column("rollout_logprobs", np.float32, float32s)
+        self._versions = self._array_column("policy_versions", np.int32, version_array)
         self._rewards, self._token_rewards = self._number_column("reward", np.float64)
         self._advantages, self._token_advantages = self._number_column("advantage", np.float32)
         self._extras = {column: self._extra_column(column) for column in declared if column.name in columns}
@@ -82,25 +95,47 @@ class ValueColumns:
         values = self._columns.get(name)
         if values is None:
             return [default] * self._count
-        if set(map(type, values)) <= {kind} and _fit(values, kind):
+        if self._kinds[name] <= {kind} and _fit(values, kind):
             return values
         return [
-            default if value is None else _scalar(value, name, kind, self._where(row))
+            default if value is None else scalar(value, name, kind, self._where(row))
             for row, value in enumerate(values)
         ]
 
     def _check_complete(self, name: str) -> None:
-        for row, value in enumerate(self._columns.get(name, ())):
-            if value is None:
-                raise InvalidArgumentError(f"{self._where(row)}: {name} is missing; every row needs it")
+        if type(None) in self._kinds.get(name, ()):
+            row = next(row for row, value in enumerate(self._columns[name]) if value is None)
+            raise InvalidArgumentError(f"{self._where(row)}: {name} is missing; every row needs it")
 
-    def _array_column(self, name: str, dtype: Any, read: Read) -> list[Array | None]:
-        """Each row's array, None where it has none."""
-        dtype, values = np.dtype(dtype), self._columns.get(name)
-        if values is None:
-            return [None] * self._count
-        if (arrays := from_lists(values, dtype)) is not None:
-            return [*arrays]
+    def _token_column(self, converted: ConvertedTokens) -> _Tokens:
+        responses = _arrays_of(self._array_column("response_ids", np.int32, tokens))
+        prompts = self._columns.get("prompt_token_ids", [])
+        if self._kinds.get("prompt_token_ids", set()) <= {np.ndarray}:
+            prompts = _arrays_of(self._array_column("prompt_token_ids", np.int32, tokens))
+            pieces = [*chain.from_iterable(zip(prompts, responses, strict=True))]
+            return _Tokens(pieces, range(0, len(pieces) + 1, 2), lengths_of(prompts), lengths_of(responses))
+        keys = zip(self._scalars["uid"], self._scalars["sample"], strict=True)
+        rows = zip(keys, self._scalars["is_last_step"], prompts, responses, strict=True)
+        pieces, edges, lengths = Pieces(), [0], list[int]()
+        for row, (key, is_last, prompt, response) in enumerate(rows):
+            is_list = type(prompt) is list
+            found = converted.prompt(key, prompt) if is_list else None
+            if found is None:
+                found = [tokens(prompt, "prompt_token_ids", self._where(row))]
+            lengths.append(len(prompt))
+            pieces += found
+            pieces.append(response)
+            edges.append(len(pieces))
+            if is_list and not is_last:
+                converted.keep(key, prompt, self._columns["response_ids"][row], [*found, response])
+        return _Tokens(pieces, edges, np.array(lengths, np.int64), lengths_of(responses))
+
+    def _array_column(self, name: str, dtype: Any, read: Read) -> Column:
+        dtype, values, kinds = np.dtype(dtype), self._columns.get(name), self._kinds.get(name)
+        if values is None or (kinds == {np.ndarray} and _are_converted(values, dtype)):
+            return values
+        if kinds == {list} and (found := joined(values, dtype)) is not None:
+            return Ragged.from_lengths(found, lengths_of(values))
         return [
             value if value is None or _is_converted(value, dtype) else self._array(row, value, name, dtype, read)
             for row, value in enumerate(values)
@@ -111,37 +146,27 @@ class ValueColumns:
             return array
         return read(value, name, self._where(row))
 
-    def _prompt_column(self, converted: ConvertedTokens) -> list[Array]:
-        dtype = np.dtype(np.int32)
-        prompts: list[Array] = []
-        for row, value in enumerate(self._columns.get("prompt_token_ids", ())):
-            uid, sample = self._scalars["uid"][row], self._scalars["sample"][row]
-            prompt = value if _is_converted(value, dtype) else None
-            if type(value) is list:
-                prompt = converted.prompt(uid, sample, value)
-            if prompt is None:
-                prompt = _tokens(value, "prompt_token_ids", self._where(row))
-            prompts.append(prompt)
-            response = self._responses[row]
-            if type(value) is list and response is not None and not self._scalars["is_last_step"][row]:
-                converted.keep(uid, sample, value, self._columns["response_ids"][row], (prompt, response))
-        return prompts
-
-    def _number_column(self, name: str, dtype: Any) -> tuple[list[float | None], list[Array | None]]:
+    def _number_column(self, name: str, dtype: Any) -> tuple[list[float | None], Column]:
         """One number a row, or the sum of one per token; and those."""
-        values = self._columns.get(name) or [None] * self._count
-        nothing: list[Array | None] = [None] * len(values)
-        if set(map(type, values)) <= {float, type(None)}:
-            return values, nothing
+        values = self._columns.get(name)
+        if values is None:
+            return [None] * self._count, None
+        if self._kinds[name] <= {float, type(None)}:
+            return values, None
+        if self._kinds[name] == {list}:
+            column = self._array_column(name, dtype, partial(floats, dtype=dtype))
+            return [exact_sum(array) for array in _arrays_of(column)], column
         numbers: list[float | None] = []
+        arrays: list[Array | None] = [None] * self._count
         for row, value in enumerate(values):
-            where = self._where(row)
             if is_vector(value):
-                array = nothing[row] = self._array(row, value, name, np.dtype(dtype), partial(_floats, dtype=dtype))
+                array = arrays[row] = self._array(row, value, name, np.dtype(dtype), partial(floats, dtype=dtype))
                 numbers.append(exact_sum(array))
+            elif value is None or type(value) is float:
+                numbers.append(value)
             else:
-                numbers.append(None if value is None else float(_scalar(value, name, float, where)))
-        return numbers, nothing
+                numbers.append(float(scalar(value, name, float, self._where(row))))
+        return numbers, arrays
 
     def _extra_column(self, column: ColumnSpec) -> list[Array | None]:
         values = self._columns[column.name]
@@ -149,79 +174,103 @@ class ValueColumns:
 
     def tables(self, most_rows: int, most_bytes: int) -> Iterator[Steps]:
         """The rows as tables of at most so much, unless one row has more; no table is made before it is asked for."""
-        begin, room = 0, most_bytes
-        sizes = self._sizes().tolist() if self._count > 1 else []
-        for row, size in enumerate(sizes):
-            if row > begin and (size > room or row - begin == most_rows):
-                yield self.table(begin, row)
-                begin, room = row, most_bytes
-            room -= size
-        yield self.table(begin, self._count)
+        ends, begin, end = np.cumsum(self._sizes()), 0, -1
+        while end < self._count:
+            most = most_bytes + (int(ends[begin - 1]) if begin else 0)
+            fitting = max(int(np.searchsorted(ends, most, "right")), begin + 1)
+            end = min(fitting, begin + most_rows, self._count)
+            yield self.table(begin, end)
+            begin = end
 
     def _sizes(self) -> Int64s:
         """Bytes of each row's arrays, about; int64 (rows,)."""
-        columns: tuple[Sequence[Array | None], ...] = (
-            self._prompts,
-            self._responses,
-            self._masks,
-            self._logprobs,
-            self._token_rewards,
-            *self._extras.values(),
-        )
-        sizes = np.zeros(self._count, np.int64)
-        for column in columns:
-            sizes += np.fromiter((0 if array is None else array.nbytes for array in column), np.int64, len(sizes))
+        sizes = (self._tokens.prompts + self._tokens.responses) * 4
+        if self._masks is None:
+            sizes += self._tokens.responses
+        for column in (self._masks, self._logprobs, self._token_rewards, *self._extras.values()):
+            if isinstance(column, Ragged):
+                sizes += column.lengths * column.values.itemsize
+            elif column is not None:
+                sizes += np.array([0 if array is None else array.nbytes for array in column], np.int64)
         return sizes
 
     def table(self, begin: int, end: int) -> Steps:
-        """A checked table of these rows; their arrays are copied. Raises InvalidArgumentError as `check` does."""
-        scalars = {name: values[begin:end] for name, values in self._scalars.items()}
-        prompts, responses = self._prompts[begin:end], self._responses[begin:end]
-        rewards = self._rewards[begin:end]
-        versions, token_versions = _versions(scalars["policy_version"], self._versions[begin:end], responses)
-        table = Steps(
-            uids=scalars["uid"],
-            rounds=np.array(scalars["round"], np.int32),
-            samples=np.array(scalars["sample"], np.int32),
-            steps=np.array(scalars["step"], np.int32),
-            attempts=np.array(scalars["attempt"], np.int32),
-            is_last_steps=np.array(scalars["is_last_step"], np.bool_),
-            stop_reasons=scalars["stop_reason"],
-            policy_versions=versions,
-            tokens=_tokens_of(prompts, responses),
-            prompt_lengths=np.fromiter(map(len, prompts), np.int64, len(prompts)),
-            loss_mask=REUSED.ragged(self._masks[begin:end], np.uint8),  # type: ignore[arg-type]
-            logprobs=None,
-            rewards=np.array([value or 0.0 for value in rewards], np.float64),
-            token_rewards=None,
-            rewards_pending=np.fromiter((value is None for value in rewards), np.bool_, len(rewards)),
-            extras={
-                column.name: _extra(column, arrays[begin:end])
-                for column, arrays in self._extras.items()
-                if any(array is not None for array in arrays[begin:end])
-            },
-            token_versions=token_versions,
-            tags=scalars["tag"] if any(scalars["tag"]) else None,
-        )
+        """A checked table of these rows; arrays that were given are copied. Raises InvalidArgumentError as `check`."""
+        part = slice(begin, end)
+        scalars = {name: values[part] for name, values in self._scalars.items()}
+        rewards = self._rewards[part]
+        pending = [reward is None for reward in rewards]
+        prompts, responses = self._tokens.prompts[part], self._tokens.responses[part]
+        pieces = self._tokens.pieces[self._tokens.edges[begin] : self._tokens.edges[end]]
+        versions, token_versions = _versions(scalars["policy_version"], _cut(self._versions, part), responses)
+        masks = _cut(self._masks, part)
+        loss_mask = ones(responses) if masks is None else _ragged(masks, np.uint8)
         return check(
-            replace(
-                table,
-                logprobs=_ragged("rollout_logprobs", self._logprobs[begin:end], table, np.float32),
-                token_rewards=_token_rewards(self._token_rewards[begin:end], table),
-                advantages=self._row_advantages(begin, end, table),
-                token_advantages=_ragged("advantage", self._token_advantages[begin:end], table, np.float32),
+            Steps(
+                uids=scalars["uid"],
+                rounds=np.array(scalars["round"], np.int32),
+                samples=np.array(scalars["sample"], np.int32),
+                steps=np.array(scalars["step"], np.int32),
+                attempts=np.array(scalars["attempt"], np.int32),
+                is_last_steps=np.array(scalars["is_last_step"], np.bool_),
+                stop_reasons=scalars["stop_reason"],
+                policy_versions=versions,
+                tokens=Ragged.from_lengths(REUSED.joined(pieces, np.int32), prompts + responses),
+                prompt_lengths=prompts,
+                loss_mask=loss_mask,
+                logprobs=self._optional("rollout_logprobs", _cut(self._logprobs, part), begin, np.float32),
+                rewards=np.array([reward or 0.0 for reward in rewards], np.float64),
+                token_rewards=self._token_rewards_of(part, loss_mask.lengths, pending),
+                rewards_pending=np.array(pending, np.bool_),
+                advantages=self._row_advantages(part),
+                token_advantages=self._optional("advantage", _cut(self._token_advantages, part), begin, np.float32),
+                extras={
+                    column.name: _extra(column, arrays[part])
+                    for column, arrays in self._extras.items()
+                    if any(array is not None for array in arrays[part])
+                },
+                token_versions=token_versions,
+                tags=scalars["tag"] if any(scalars["tag"]) else None,
             )
         )
 
-    def _row_advantages(self, begin: int, end: int, table: Steps) -> NDArray[np.float64] | None:
-        values = self._advantages[begin:end]
+    def _token_rewards_of(self, part: slice, lengths: Int64s, pending: Sequence[bool]) -> Ragged | None:
+        column = _cut(self._token_rewards, part)
+        if isinstance(column, list) and any(array is not None for array in column):
+            # A pending row holds zeros until its rewards come.
+            column = [
+                np.zeros(length) if array is None and waits else array
+                for array, length, waits in zip(column, lengths.tolist(), pending, strict=True)
+            ]
+        return self._optional("reward", column, part.start, np.float64)
+
+    def _optional(self, name: str, column: Column, begin: int, dtype: Any) -> Ragged | None:
+        """A column that all rows have or none."""
+        if isinstance(column, list):
+            given = [array is not None for array in column]
+            if not any(given):
+                return None
+            if not all(given):
+                raise InvalidArgumentError(
+                    f"{name}: {self._name(begin + given.index(True))} has one value per response token and "
+                    f"{self._name(begin + given.index(False))} does not; all rows of a batch are alike in this"
+                )
+        return None if column is None else _ragged(column, dtype)
+
+    def _row_advantages(self, part: slice) -> NDArray[np.float64] | None:
+        values, of_tokens = self._advantages[part], _cut(self._token_advantages, part)
         given = [value is not None for value in values]
-        if not any(given) or any(array is not None for array in self._token_advantages[begin:end]):
+        if not any(given) or (of_tokens is not None and any(array is not None for array in _arrays_of(of_tokens))):
             return None
         if not all(given):
-            row = given.index(False)
-            raise InvalidArgumentError(f"{table.name(row)}: advantage is missing; all rows have one, or none has")
+            row = part.start + given.index(False)
+            raise InvalidArgumentError(f"{self._name(row)}: advantage is missing; all rows have one, or none has")
         return np.array(values, np.float64)
+
+    def _name(self, row: int) -> str:
+        """As `Steps.name` has it."""
+        round_, uid, sample, step = (self._scalars[name][row] for name in ("round", "uid", "sample", "step"))
+        return f"{TrajectoryKey(round_, uid, sample)} step {step}"
 
 
 def describe(row: Mapping[str, Any], position: int) -> str:
@@ -236,6 +285,11 @@ def _is_converted(value: Any, dtype: np.dtype[Any]) -> bool:
     return type(value) is np.ndarray and value.dtype == dtype and value.ndim == 1
 
 
+def _are_converted(values: list[Any], dtype: np.dtype[Any]) -> bool:
+    """As `_is_converted` of arrays, at a fraction of its cost."""
+    return [*map(_DTYPE, values)].count(dtype) == len(values) and {*map(_NDIM, values)} <= {1}
+
+
 def _fit(values: list[Any], kind: type) -> bool:
     """Whether values of the right type are within its limits."""
     if kind is int:
@@ -243,12 +297,20 @@ def _fit(values: list[Any], kind: type) -> bool:
     return kind is not str or "".join(values).isascii()
 
 
-def _tokens_of(prompts: Sequence[Any], responses: Sequence[Any]) -> Ragged:
-    """Each row's prompt and response, one after the other."""
-    lengths = np.fromiter(map(len, prompts), np.int64, len(prompts))
-    lengths += np.fromiter(map(len, responses), np.int64, len(responses))
-    arrays = [array for pair in zip(prompts, responses, strict=True) for array in pair]
-    return Ragged.from_lengths(REUSED.joined(arrays, np.int32), lengths)
+def _cut(column: Column, part: slice) -> Column:
+    if isinstance(column, Ragged):
+        return column if part.stop - part.start == len(column) else column.part(part)
+    return None if column is None else column[part]
+
+
+def _ragged(column: Ragged | list[Array | None], dtype: Any) -> Ragged:
+    """Of a column that all rows have."""
+    return column if isinstance(column, Ragged) else REUSED.ragged(column, dtype)  # type: ignore[arg-type]
+
+
+def _arrays_of(column: Column) -> list[Any]:
+    """Each row's array, or None."""
+    return column.arrays() if isinstance(column, Ragged) else column or []
 
 
 def _extra(column: ColumnSpec, arrays: Sequence[Array | None]) -> Extra:
@@ -267,133 +329,16 @@ def extras_of_row(row: Mapping[str, Any], columns: Sequence[ColumnSpec]) -> dict
     }
 
 
-def _versions(
-    given: Sequence[int], arrays: Sequence[Array | None], responses: Sequence[Any]
-) -> tuple[NDArray[np.int32], Ragged | None]:
-    """Each row's policy version, the oldest of its tokens' unless it was given, and theirs where any row gives them."""
+def _versions(given: Sequence[int], column: Column, lengths: Int64s) -> tuple[NDArray[np.int32], Ragged | None]:
+    """Each row's policy version, the oldest of its tokens' unless it was given, and theirs where any row gives them.
+    lengths: (rows,) of the responses."""
     versions = np.array(given, np.int32)
+    arrays = _arrays_of(column)
     if all(array is None for array in arrays):
         return versions, None
     filled = [
-        np.full(len(response), version, np.int32) if array is None else array
-        for array, version, response in zip(arrays, given, responses, strict=True)
+        np.full(length, version, np.int32) if array is None else array
+        for array, version, length in zip(arrays, given, lengths.tolist(), strict=True)
     ]
     tokens = REUSED.ragged(filled, np.int32)
     return np.where(versions == UNKNOWN, oldest_versions(tokens), versions), tokens
-
-
-def _token_rewards(arrays: Sequence[Array | None], table: Steps) -> Ragged | None:
-    if any(array is not None for array in arrays):
-        # A pending row holds zeros until its rewards come.
-        lengths, pending = table.loss_mask.lengths.tolist(), table.rewards_pending.tolist()
-        arrays = [
-            np.zeros(length) if array is None and waits else array
-            for array, length, waits in zip(arrays, lengths, pending, strict=True)
-        ]
-    return _ragged("reward", arrays, table, np.float64)
-
-
-def _ragged(name: str, arrays: Sequence[Array | None], table: Steps, dtype: Any) -> Ragged | None:
-    given = [array for array in arrays if array is not None]
-    if not given:
-        return None
-    if len(given) < len(arrays):
-        has = next(row for row, array in enumerate(arrays) if array is not None)
-        lacks = next(row for row, array in enumerate(arrays) if array is None)
-        raise InvalidArgumentError(
-            f"{name}: {table.name(has)} has one value per response token and {table.name(lacks)} does not; "
-            "all rows of a batch are alike in this"
-        )
-    return REUSED.ragged(given, dtype)
-
-
-def is_vector(value: Any) -> bool:
-    """Whether it is given as one value a token, however wrong those are."""
-    return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim > 0)
-
-
-def _scalar(value: Any, name: str, kind: type, where: str) -> Any:
-    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
-        value = value.item()
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        # Beyond float64 it is infinite, which is refused with the other values that are not finite.
-        return float(value) if abs(value) <= FLOAT32_MAX else math.inf
-    if kind is bool and isinstance(value, (int, float)) and value in (0, 1):
-        return bool(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise InvalidArgumentError(f"{where}: {name} is {value!r}; expected {_KIND_NAMES[kind]}")
-    if isinstance(value, int) and not -INT32_MAX <= value <= INT32_MAX:
-        raise InvalidArgumentError(f"{where}: {name} is {value}; it must fit a 32-bit integer")
-    if isinstance(value, str):
-        check_text(value, f"{where}: {name}")
-    return value
-
-
-def _vector(values: Any, name: str, where: str) -> Array:
-    try:
-        array = np.asarray(values)
-    except (ValueError, OverflowError):
-        array = np.empty((0, 0), object)
-    if array.dtype == object:
-        check_no_null(values, name, where)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iufb"):
-        raise unlike_numbers(values, name, where)
-    return array
-
-
-def _tokens(values: Any, name: str, where: str) -> NDArray[np.int32]:
-    array = _vector(values, name, where)
-    if not array.size:
-        return np.empty(0, np.int32)
-    if array.dtype.kind not in "iu":
-        raise InvalidArgumentError(f"{where}: {name} holds {array.dtype} values; token ids are integers 0..{INT32_MAX}")
-    if array.dtype != np.int32:
-        outside = np.less(array, 0) | np.greater(array, INT32_MAX)
-        if outside.any():
-            bad = int(outside.argmax())
-            raise InvalidArgumentError(f"{where}: {name}[{bad}] is {array[bad]}; token ids are 0..{INT32_MAX}")
-    return array.astype(np.int32, copy=False)
-
-
-def token_ids(values: Any, name: str, where: str) -> NDArray[np.int32]:
-    """Token ids as an array. Raises InvalidArgumentError that names the field and the value."""
-    array = from_list(values, np.dtype(np.int32)) if type(values) is list else None
-    found = _tokens(values, name, where) if array is None else array
-    if found.size and least(found) < 0:
-        bad = int((found < 0).argmax())
-        raise InvalidArgumentError(f"{where}: {name}[{bad}] is {found[bad]}; token ids are 0..{INT32_MAX}")
-    return found
-
-
-def _version_array(values: Any, name: str, where: str) -> NDArray[np.int32]:
-    array = _vector(values, name, where)
-    if array.size and array.dtype.kind not in "iu":
-        raise InvalidArgumentError(f"{where}: {name} holds {array.dtype} values; policy versions are integers")
-    outside = np.less(array, UNKNOWN) | np.greater(array, INT32_MAX)
-    if outside.any():
-        bad = int(outside.argmax())
-        raise InvalidArgumentError(f"{where}: {name}[{bad}] is {array[bad]}; each is at least -1, unknown, in 32 bits")
-    return array.astype(np.int32, copy=False)
-
-
-def _mask(values: Any, name: str, where: str) -> NDArray[np.uint8]:
-    array = _vector(values, name, where)
-    good = (array == 0) | (array == 1)
-    if not good.all():
-        bad = int((~good).argmax())
-        raise InvalidArgumentError(f"{where}: {name}[{bad}] is {array[bad]}; each is 0 or 1")
-    return array.astype(np.uint8, copy=False)
-
-
-def _float32s(values: Any, name: str, where: str) -> Array:
-    return _floats(values, name, where, np.float32)
-
-
-def _floats(values: Any, name: str, where: str, dtype: Any) -> Array:
-    array = _vector(values, name, where)
-    if array.size and array.dtype.kind not in "iuf":
-        raise InvalidArgumentError(f"{where}: {name} holds {array.dtype} values; expected numbers")
-    if dtype == np.float64 and array.dtype == np.float32:
-        return array
-    with np.errstate(over="ignore"):
-        return array.astype(dtype, copy=False)

@@ -152,27 +152,52 @@ global___SubmitRowsRequest = SubmitRowsRequest
 
 @typing.final
 class RequestFile(google.protobuf.message.Message):
-    """A message in a file of the directory that the service named (`request_directory`). The file is the worker's: nobody
-    else writes to it, and it changes it no more until it has the answer.
+    """A message whose bytes stand in a file of the directory that the service named (`request_directory`). The file is the
+    worker's: nobody else writes to it, and these bytes change no more until the worker has the answer.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
-    SIZE_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Without a directory: 1 to 64 letters, digits, `-` and `_`."""
-    size: builtins.int
-    """Bytes of the message, which the file begins with."""
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RequestPart]:
+        """The message in its order: 1 to 256 parts."""
+
     def __init__(
         self,
         *,
         name: builtins.str = ...,
-        size: builtins.int = ...,
+        parts: collections.abc.Iterable[global___RequestPart] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "size", b"size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "parts", b"parts"]) -> None: ...
 
 global___RequestFile = RequestFile
+
+@typing.final
+class RequestPart(google.protobuf.message.Message):
+    """Some bytes of a message: those of `data`, or where there are none, those that the file has there."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    SIZE_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
+    offset: builtins.int
+    size: builtins.int
+    def __init__(
+        self,
+        *,
+        data: builtins.bytes = ...,
+        offset: builtins.int = ...,
+        size: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "offset", b"offset", "size", b"size"]) -> None: ...
+
+global___RequestPart = RequestPart
 
 @typing.final
 class SubmitRowsResponse(google.protobuf.message.Message):

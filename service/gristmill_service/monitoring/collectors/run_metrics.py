@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import structlog
 
+from gristmill._wire.columns import sum_of
 from gristmill._wire.steps import Steps
 from gristmill_service import tracing
 from gristmill_service.config import Model
@@ -183,15 +184,16 @@ class RunMetrics:
         """Counts a request's rows, by what became of them."""
         if not outcomes:
             return
-        with self._lock:
-            for name, extra in steps.extras.items():
-                self._column_bytes[name, "rows"] += int(extra.row_bytes.sum())
+        if steps.extras:
+            with self._lock:
+                for name, extra in steps.extras.items():
+                    self._column_bytes[name, "rows"] += int(extra.row_bytes.sum())
         first = outcomes[0]
         # Nearly always all rows of a request have one outcome.
         if outcomes.count(first) == len(outcomes):
             with self._lock:
                 self._rows[first] += len(outcomes)
-                self._tokens[first] += int(steps.sequence_lengths.sum())
+                self._tokens[first] += sum_of(steps.sequence_lengths)
             return
         values = np.array([outcome.value for outcome in outcomes])
         tokens = np.bincount(values, weights=steps.sequence_lengths).tolist()

@@ -92,14 +92,6 @@ class StoredRow(NamedTuple):
     def group(self) -> GroupKey:
         return GroupKey(self.trajectory.round, self.trajectory.uid)
 
-    @property
-    def begins_as(self) -> TrajectoryKey | None:
-        """The trajectory of its parent."""
-        if self.parent is None:
-            return None
-        # `_replace` takes three times as long, and most rows of a prompt have a parent.
-        return TrajectoryKey(self.trajectory.round, self.trajectory.uid, self.parent.sample)
-
 
 class SetReward(NamedTuple):
     trajectory: TrajectoryKey

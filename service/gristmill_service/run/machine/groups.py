@@ -47,10 +47,12 @@ class Trajectory:
         return self.last is not None and len(self.rows) == self.last + 1 and not self.pending
 
     def store(self, row: StoredRow) -> None:
-        self.rows[row.step] = row
-        self.highest = max(self.highest, row.step)
+        step = row.step
+        self.rows[step] = row
+        if step > self.highest:
+            self.highest = step
         if row.is_last:
-            self.last = row.step
+            self.last = step
         if row.reward is None:
             self.pending += 1
 
@@ -100,7 +102,8 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        return 0 < self.done <= self.samples and self.done + len(self.aborted) == self.sampled
+        done = len(self.finished)
+        return 0 < done <= self.samples and done + len(self.aborted) == self.samples + self.surplus
 
     def left_out(self) -> list[int]:
         """The samples that are not needed, because enough of the others are complete."""
@@ -119,13 +122,15 @@ class Group:
         self.nbytes += row.nbytes
         # What it replaces is looked at when it is here: it may begin as a row that is replaced.
         released = NOTHING if before is None or before is trajectory else self._forget(sample, before)
-        self._note_completion(sample, trajectory)
+        if trajectory.is_complete:
+            self.finished.setdefault(sample)
         return released
 
     def set_reward(self, reward: SetReward) -> None:
         trajectory = self.trajectories[reward.trajectory.sample]
         trajectory.set_reward(reward)
-        self._note_completion(reward.trajectory.sample, trajectory)
+        if trajectory.is_complete:
+            self.finished.setdefault(reward.trajectory.sample)
         self.nbytes += len(reward.token_values)
 
     def abort(self, sample: int, reason: str) -> Released:
@@ -173,10 +178,6 @@ class Group:
         """The oldest policy version that sampled a row of it, None when none is known."""
         versions = (row.version for row in self.ordered_rows() if row.version != UNKNOWN)
         return min(versions, default=None)
-
-    def _note_completion(self, sample: int, trajectory: Trajectory) -> None:
-        if trajectory.is_complete:
-            self.finished.setdefault(sample)
 
     def _forget(self, sample: int, trajectory: Trajectory) -> Released:
         """Lets go of a trajectory that is no part of the group any more; keeps what other rows begin as."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from struct import Struct
 from typing import Any
 
 import numpy as np
-from xxhash import xxh3_128
+from xxhash import xxh3_128, xxh3_128_digest
 
 from gristmill._wire.columns import Array, Ragged, bytes_of
 from gristmill._wire.steps import Steps
@@ -15,38 +15,53 @@ from gristmill._wire.steps import Steps
 _SMALL = Struct("<qqi??dd16s")
 
 
-def row_digests(steps: Steps, shared: Collection[str] = (), tokens: Sequence[bytes] | None = None) -> list[bytes]:
-    """The digest of each row: of all of it but its key.
+def row_digests(steps: Steps, shared: Collection[str] = ()) -> list[bytes]:
+    """The digest of what the table itself has of each row. shared: as `RowDigests` has it."""
+    return RowDigests(steps, shared).of_own()
+
+
+class RowDigests:
+    """The digests of a table's rows: of all of each but its key.
 
     What stands in place of a pending reward is not sent, and so does not count. shared: columns whose values a row may
     lack where the step before has them (`ColumnSpec.is_shared`); a later step's values of prompt tokens do not count.
-    tokens: of each row the digest of all its tokens; None for the digests of what the table itself has of each row.
+    rewards: the digest of each row's rewards per token; empty where they are scalar or pending.
     """
-    tokens = _own_tokens(steps) if tokens is None else tokens
-    columns = [steps.loss_mask, steps.logprobs, steps.token_advantages]
-    arrays: list[list[Any]] = [column.arrays() for column in columns if column is not None]
-    if steps.token_versions is not None:
-        arrays.append(_token_versions(steps, steps.token_versions))
-    extras = [part for name in sorted(steps.extras) for part in _extra_parts(steps, name, name in shared)]
-    found = []
-    for small, of_tokens, *values in zip(_small_fields(steps), tokens, *arrays, *extras, strict=True):
-        digest = xxh3_128(small + of_tokens)
-        for array in values:
-            digest.update(array)
-        found.append(digest.digest())
-    return found
+
+    def __init__(self, steps: Steps, shared: Collection[str]) -> None:
+        self._steps, self.rewards = steps, _reward_digests(steps)
+        self._small = _small_fields(steps, self.rewards)
+        # What has no fixed length comes behind what has.
+        self._reasons = [*map(str.encode, steps.stop_reasons)]
+        columns = [steps.loss_mask, steps.logprobs, steps.token_advantages]
+        self._values: list[Sequence[Any]] = [column.memory() for column in columns if column is not None]
+        if steps.token_versions is not None:
+            self._values.append(_token_versions(steps, steps.token_versions))
+        self._values += [part for name in sorted(steps.extras) for part in _extra_parts(steps, name, name in shared)]
+
+    def of(self, tokens: Sequence[bytes]) -> list[bytes]:
+        """tokens: of each row the digest of all its tokens."""
+        parts = zip(self._small, self._reasons, tokens, *self._values, strict=True)
+        if self._steps.extras:
+            # Images are better not copied.
+            return [_digest(one) for one in parts]
+        return [*map(xxh3_128_digest, map(b"".join, parts))]
+
+    def of_own(self) -> list[bytes]:
+        """With the tokens that the table has of each row, and how many it lacks, where it lacks any."""
+        found = [*map(xxh3_128_digest, self._steps.tokens.memory())]
+        if self._steps.prefix_lengths is None:
+            return self.of(found)
+        lengths = self._steps.prefix_lengths.tolist()
+        lacking = [length.to_bytes(8, "little") if length else b"" for length in lengths]
+        return self.of([*map(bytes.__add__, found, lacking)])
 
 
-def _own_tokens(steps: Steps) -> list[bytes]:
-    """The digest of each row's tokens that the table has, and of how many it lacks, where it lacks any."""
-    found = [xxh3_128(bytes_of(array)).digest() for array in steps.tokens.arrays()]
-    if steps.prefix_lengths is None:
-        return found
-    lengths = steps.prefix_lengths.tolist()
-    return [
-        digest + length.to_bytes(8, "little") if length else digest
-        for digest, length in zip(found, lengths, strict=True)
-    ]
+def _digest(parts: Iterable[Any]) -> bytes:
+    found = xxh3_128()
+    for part in parts:
+        found.update(part)
+    return found.digest()
 
 
 def _extra_parts(steps: Steps, name: str, is_shared: bool) -> tuple[list[bytes], list[Array]]:
@@ -71,8 +86,7 @@ def _token_versions(steps: Steps, versions: Ragged) -> list[Any]:
     return [b"" if (array == version).all() else array for array, version in zip(versions.arrays(), own, strict=True)]
 
 
-def reward_digests(steps: Steps) -> list[bytes]:
-    """The digest of each row's rewards per token; empty where they are scalar or pending."""
+def _reward_digests(steps: Steps) -> list[bytes]:
     if steps.token_rewards is None:
         return [b""] * len(steps)
     return [
@@ -86,22 +100,22 @@ def values_digest(values: Array) -> bytes:
     return xxh3_128(bytes_of(values.astype(np.float64, copy=False))).digest()
 
 
-def _small_fields(steps: Steps) -> Iterator[bytes]:
-    """Each row's fields that are no columns of tokens; those without a fixed length come last."""
-    count = len(steps)
-    columns = zip(
-        steps.prompt_lengths.tolist(),
-        steps.response_lengths.tolist(),
-        steps.policy_versions.tolist(),
-        steps.is_last_steps.tolist(),
-        steps.rewards_pending.tolist(),
-        steps.rewards.tolist(),
-        [0.0] * count if steps.advantages is None else steps.advantages.tolist(),
-        reward_digests(steps),
-        steps.stop_reasons,
-        strict=True,
-    )
-    for prompt, response, version, last, pending, reward, advantage, rewards, reason in columns:
-        # A negative zero is the same number as the other one.
-        given = 0.0 if pending else reward + 0.0
-        yield _SMALL.pack(prompt, response, version, last, pending, given, advantage + 0.0, rewards) + reason.encode()
+def _small_fields(steps: Steps, reward_digests: Sequence[bytes]) -> list[bytes]:
+    """Each row's fields of a fixed length that are no columns of tokens."""
+    pending = steps.rewards_pending.tolist()
+    # A negative zero is the same number as the other one.
+    rewards = [0.0 if waits else given + 0.0 for waits, given in zip(pending, steps.rewards.tolist(), strict=True)]
+    advantages = [0.0] * len(steps) if steps.advantages is None else (steps.advantages + 0.0).tolist()
+    return [
+        *map(
+            _SMALL.pack,
+            steps.prompt_lengths.tolist(),
+            steps.response_lengths.tolist(),
+            steps.policy_versions.tolist(),
+            steps.is_last_steps.tolist(),
+            pending,
+            rewards,
+            advantages,
+            reward_digests,
+        )
+    ]

@@ -46,6 +46,7 @@ from gristmill_service.run.machine.events import (
     WrittenColumn,
 )
 from gristmill_service.run.machine.groups import NOTHING, Group, Released
+from gristmill_service.run.machine.row_keys import by_group
 
 START = Position(0)
 GIVEN_UP = "given up: "
@@ -297,13 +298,15 @@ def apply(state: State, event: Event) -> Released:
 
 
 def _store_rows(state: State, event: RowsStored) -> Released:
-    released = []
-    for row in event.rows:
-        group = state.open[row.group]
+    released: list[Released] = []
+    for key, rows in by_group(event.rows):
+        group = state.open[key]
         before = group.nbytes
-        released.append(group.store(row))
+        for row in rows:
+            if (let_go := group.store(row)) is not NOTHING:
+                released.append(let_go)
+            _note_completion(state, group)
         state.row_bytes += group.nbytes - before
-        _note_completion(state, group)
     state.rows_accepted += len(event.rows)
     return Released.of(released)
 

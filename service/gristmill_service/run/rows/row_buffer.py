@@ -103,10 +103,12 @@ class RowBuffer:
         del self._tables[number]
         self._sparse.discard(number)
 
-    def unload(self, refs: Iterable[RowRef]) -> None:
-        """Leaves the tables of these rows to the log."""
-        for number in {ref.table for ref in refs}:
-            table = self._tables[number]
+    def unload(self, numbers: Iterable[int]) -> None:
+        """Leaves these tables to the log, as far as they are held."""
+        for number in numbers:
+            table = self._tables.get(number)
+            if table is None or table.stored is None:
+                continue
             table.stored, table.places = None, None if table.places is None else {row: row for row in table.places}
             self._sparse.discard(number)
 

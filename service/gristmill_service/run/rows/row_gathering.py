@@ -7,6 +7,7 @@ copy of that beginning, for every row is one run of memory.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, repeat
 from operator import add, mul, sub
@@ -38,34 +39,50 @@ Load = Callable[[int], Stored]
 _ITEM = 4
 """Bytes of a token."""
 
+# Tables of at least so many bytes are let go together, and at most in so many parts.
+_PART_BYTES, _MOST_PARTS = 16 << 20, 5
 
-def gather(picked: Sequence[PickedRow], token_rewards: bool, load: Load) -> Steps:
+
+def gather(
+    picked: Sequence[PickedRow], token_rewards: bool, load: Load, let_go: Callable[[], None] | None = None
+) -> Steps:
     """The rows as one table, in this order, with the rewards that came later and their groups' tags. Token data is
-    copied once. Raises InvalidArgumentError where tables are not as the state knows their rows."""
-    tables, stored = _Tables(load), [one.row for one in picked]
+    copied once. let_go: where there is much of it, called after each part that is copied: nothing here refers to the
+    tables of the rows before then, and `picked` is not read any more.
+
+    Raises InvalidArgumentError where tables are not as the state knows their rows.
+    """
+    tables, stored = Tables(load), [one.row for one in picked]
     rows = [tables.row(one) for one in picked]
-    numbers = _numbers(stored)
-    ragged = {"tokens": _tokens(picked, rows, tables)} | _of_responses(rows, numbers)
+    numbers, parts = _numbers(stored), [len(rows)] if let_go is None else _parts(rows, stored)
+    copying = _Copying(in_parts=len(parts) > 1)
+    ragged = {"tokens": _tokens(picked, rows, tables, copying)} | _of_responses(rows, numbers, copying)
     if token_rewards:
         ragged["token_rewards"] = _token_rewards(rows, stored)
     strings = {"tags": [one.tag for one in picked], "stop_reasons": [row.stop_reason for row in rows]}
     given = {name: values for name, values in strings.items() if any(values)}
     uids = [one.trajectory.uid for one in stored]
-    return steps_from(uids, given, numbers, ragged, _extras(rows))
+    extras = _extras(rows, copying)
+    if let_go is not None and len(parts) > 1:
+        del tables, rows
+        for end in parts:
+            copying.go_on(end)
+            let_go()
+    return steps_from(uids, given, numbers, ragged, extras)
 
 
-def tokens_of(row: PickedRow, load: Load) -> list[Array]:
-    """All tokens of a row, in pieces that stand in several tables; int32 each."""
+def tokens_of(row: PickedRow, tables: Tables) -> list[memoryview]:
+    """All tokens of a row, in pieces that stand in several tables; int32."""
     if row.parent is None and isinstance(row.stored, Steps):
-        return [row.stored.tokens[row.at]]
-    return [np.frombuffer(piece, np.int32) for piece in _pieces(row, row.row.tokens, _Tables(load))]
+        return [row.stored.tokens[row.at].data]
+    return [piece.cast("i") for piece in _pieces(row, row.row.tokens, tables)]
 
 
-def columns_of(row: PickedRow, load: Load) -> frozenset[str]:
+def columns_of(row: PickedRow, tables: Tables) -> frozenset[str]:
     """The declared columns that a row has."""
     if isinstance(row.stored, Steps):
         return frozenset(name for name, extra in row.stored.extras.items() if extra.given[row.at])
-    found = _Tables(load).row(row)
+    found = tables.row(row)
     return frozenset(name for name, column in found.columns.items() if column.counts and column.counts[found.at] >= 0)
 
 
@@ -110,8 +127,8 @@ def _sizes(column: Column, header: Header) -> Iterator[int]:
     return map(mul, counts, repeat(column.element_bytes))
 
 
-class _Tables:
-    """Opens each table once."""
+class Tables:
+    """Opens each table once. load: as `gather` has it."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -135,7 +152,7 @@ class _Tables:
         return _Row(table.columns, table.memory, 0, stop_reason)
 
 
-def _pieces(row: PickedRow, count: int, tables: _Tables) -> list[memoryview]:
+def _pieces(row: PickedRow, count: int, tables: Tables) -> list[memoryview]:
     """The first `count` tokens of a row, as they stand in its table and in those of the rows with which it begins."""
     found: list[memoryview] = []
     one: PickedRow | None = row
@@ -149,11 +166,70 @@ def _pieces(row: PickedRow, count: int, tables: _Tables) -> list[memoryview]:
     return found[::-1]
 
 
-def _tokens(picked: Sequence[PickedRow], rows: Sequence[_Row], tables: _Tables) -> Ragged:
+class _Copy(NamedTuple):
+    """A column that is copied in parts. pieces: where its values stand, in order; each is let go once it is copied.
+    ends: of each row, how many pieces there are up to the last one that it needs. memory: where they go."""
+
+    pieces: list[bytes | memoryview]
+    ends: Sequence[int]
+    memory: memoryview
+
+
+class _Copying:
+    """Copies columns' values, at once or in parts."""
+
+    def __init__(self, in_parts: bool) -> None:
+        self._in_parts = in_parts
+        self._copies: list[_Copy] = []
+        self._copied = 0
+
+    def values(self, column: Column, pieces: list[bytes | memoryview], ends: Sequence[int], count: int) -> Array:
+        """The values of these pieces one after another, in parts as they are copied. count: of them, as it has to be;
+        the others as `_Copy` has them."""
+        found = (size := sum(map(len, pieces))) // column.element_bytes
+        if found != count:
+            raise InvalidArgumentError(
+                f"the stored rows have {found} values of {column.name}, and the run's log says {count}: the store "
+                "has lost or changed rows; restore it, or delete the run"
+            )
+        if not self._in_parts or not size:
+            return column.values(b"".join(pieces))
+        # Pages that come as they are written to.
+        memory = memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        self._copies.append(_Copy(pieces, ends, memory))
+        return column.values(memory.toreadonly())
+
+    def go_on(self, end: int) -> None:
+        """Copies the next part, which ends before this row."""
+        for at, (pieces, ends, memory) in enumerate(self._copies):
+            first, last, done = ends[self._copied - 1] if self._copied else 0, ends[end - 1], 0
+            for piece in pieces[first:last]:
+                memory[done : done + len(piece)] = piece
+                done += len(piece)
+            pieces[first:last] = repeat(b"", last - first)
+            self._copies[at] = _Copy(pieces, ends, memory[done:])
+        self._copied = end
+
+
+def _parts(rows: Sequence[_Row], stored: Sequence[StoredRow]) -> list[int]:
+    """The ends of parts of the rows that are worth letting go: whole groups, as rows of a group share tables."""
+    sizes = [sum(map(len, row.memory.values())) for row in rows]
+    found, size, least = list[int](), 0, max(_PART_BYTES, sum(sizes) // _MOST_PARTS)
+    for at, (own, one) in enumerate(zip(sizes, stored, strict=True)):
+        if size >= least and one.group != stored[at - 1].group:
+            found.append(at)
+            size = 0
+        size += own
+    return [*found, len(rows)]
+
+
+def _tokens(picked: Sequence[PickedRow], rows: Sequence[_Row], tables: Tables, copying: _Copying) -> Ragged:
     """All rows' tokens, those in which one goes on with another once."""
     lines: list[list[memoryview]] = []
     sizes: list[int] = []
     line_of = list[int]()
+    # How many lines there are with each row and those before it.
+    lines_at = list[int]()
     # The last row of each line so far.
     ends: dict[RowRef, int] = {}
     for one, row in zip(picked, rows, strict=True):
@@ -170,18 +246,17 @@ def _tokens(picked: Sequence[PickedRow], rows: Sequence[_Row], tables: _Tables) 
             sizes[line] = count
         ends[one.row.ref] = line
         line_of.append(line)
-    found = _column(Column("tokens", "<i4"), chain.from_iterable(lines), np.array(sizes, np.int64))
-    return Ragged(found.values, found.starts[line_of], np.array([one.row.tokens for one in picked], np.int64))
+        lines_at.append(len(lines))
+    pieces_at = [0, *accumulate(map(len, lines))]
+    pieces: list[bytes | memoryview] = [*chain.from_iterable(lines)]
+    values = copying.values(Column("tokens", "<i4"), pieces, [pieces_at[at] for at in lines_at], sum(sizes))
+    starts = Ragged.from_lengths(values, np.array(sizes, np.int64)).starts
+    return Ragged(values, starts[line_of], np.array([one.row.tokens for one in picked], np.int64))
 
 
-def _column(column: Column, memory: Iterable[bytes | memoryview], lengths: Int64s) -> Ragged:
-    """The rows' values, copied one after another. lengths: int64 (rows,), of each as it has to be."""
-    values = column.values(b"".join(memory))
-    if len(values) != (expected := int(lengths.sum())):
-        raise InvalidArgumentError(
-            f"the stored rows have {len(values)} values of {column.name}, and the run's log says {expected}: the store "
-            "has lost or changed rows; restore it, or delete the run"
-        )
+def _column(column: Column, pieces: list[bytes | memoryview], lengths: Int64s, copying: _Copying) -> Ragged:
+    """A column of which every row has one piece. lengths: int64 (rows,), of each as it has to be."""
+    values = copying.values(column, pieces, range(1, len(pieces) + 1), int(lengths.sum()))
     return Ragged.from_lengths(values, lengths)
 
 
@@ -205,7 +280,7 @@ def _numbers(stored: Sequence[StoredRow]) -> dict[str, Array]:
     return numbers
 
 
-def _of_responses(rows: Sequence[_Row], numbers: dict[str, Array]) -> dict[str, Ragged]:
+def _of_responses(rows: Sequence[_Row], numbers: dict[str, Array], copying: _Copying) -> dict[str, Ragged]:
     """The columns with a value a response token, but rewards."""
     lengths = numbers["response_lengths"]
     # Most rows have the same ones.
@@ -217,7 +292,7 @@ def _of_responses(rows: Sequence[_Row], numbers: dict[str, Array]) -> dict[str, 
             continue
         own = [row.memory.get(name) for row in rows]
         memory = [_stand_in(name, numbers, at) if one is None else one for at, one in enumerate(own)]
-        found[name] = _column(some, memory, lengths)
+        found[name] = _column(some, memory, lengths, copying)
     return found
 
 
@@ -243,7 +318,7 @@ def _token_rewards(rows: Sequence[_Row], stored: Sequence[StoredRow]) -> Ragged:
     return Ragged.from_arrays(values, np.float64)
 
 
-def _extras(rows: Sequence[_Row]) -> dict[str, Extra]:
+def _extras(rows: Sequence[_Row], copying: _Copying) -> dict[str, Extra]:
     """The declared columns that any of the rows' tables has."""
     declared = {name: column for row in rows for name, column in row.columns.items() if column.counts is not None}
     found: dict[str, Extra] = {}
@@ -252,6 +327,6 @@ def _extras(rows: Sequence[_Row]) -> dict[str, Extra]:
         counts: Int64s = np.array(
             [-1 if some is None or some.counts is None else some.counts[at] for at, some in own], np.int64
         )
-        memory = [row.memory.get(name, b"") for row in rows]
-        found[name] = Extra(_column(column, memory, np.maximum(counts, 0)), counts >= 0)
+        memory: list[bytes | memoryview] = [row.memory.get(name, b"") for row in rows]
+        found[name] = Extra(_column(column, memory, np.maximum(counts, 0), copying), counts >= 0)
     return found

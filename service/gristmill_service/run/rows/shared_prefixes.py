@@ -6,30 +6,34 @@ of another sample of its prompt. Nothing is decided here: a row is judged as if 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from gristmill._wire.codecs.row_codec import Prefixes
-from gristmill._wire.columns import Array, Ragged
+from gristmill._wire.columns import Ragged
 from gristmill._wire.steps import Steps
 from gristmill.errors import NotFoundError, PrefixUnknownError, UnavailableError
 from gristmill_service.pipeline.rows.joins import common_prefix
 from gristmill_service.run.machine.events import GroupKey, RowName, RowRef, StoredRow
 from gristmill_service.run.machine.groups import Group
+from gristmill_service.run.machine.row_keys import RowKeys
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.rows.row_buffer import PickedRow, RowBuffer
-from gristmill_service.run.rows.row_gathering import columns_of, tokens_of
+from gristmill_service.run.rows.row_gathering import Tables, columns_of, tokens_of
 from gristmill_service.run.rows.token_sums import Sum, digest_of
 from gristmill_service.storage.row_tables import Stored
 
 LEAST_TOKENS = 16
 """A shorter beginning is kept with the row."""
 
-Tokens = Sequence[Array]
-"""A row's tokens, in pieces."""
+# So few are compared in less time where they are copied to bytes.
+_FEW_TOKENS = 1 << 14
+
+Tokens = Sequence[memoryview]
+"""A row's tokens, in pieces; int32."""
 
 
 class Kept(NamedTuple):
@@ -45,14 +49,62 @@ class Kept(NamedTuple):
     sums: Sequence[Sum | None]
 
 
-class _Known(NamedTuple):
-    """A row that others may begin as. tokens: gives all of them, None where they are not at hand. columns: gives the
-    declared ones that it has. sum: of its tokens, where that is known."""
+class _Held(NamedTuple):
+    """A row that the run has, with which others may begin.
 
-    name: RowName
-    tokens: Callable[[], Tokens | None]
-    columns: Callable[[], frozenset[str]]
+    tables: those that were opened for the request. sum: of its tokens, where that is known. head: none of them is at
+    hand without being asked for.
+    """
+
+    picked: PickedRow
+    tables: Tables
     sum: Sum | None
+    head: bytes = b""
+
+    @property
+    def name(self) -> RowName:
+        return self.picked.row.name
+
+    def tokens(self) -> Tokens | None:
+        """All of them; None where they are not at hand."""
+        try:
+            return tokens_of(self.picked, self.tables)
+        except (NotFoundError, UnavailableError):
+            return None
+
+    def columns(self) -> frozenset[str]:
+        """The declared columns that the row has."""
+        return columns_of(self.picked, self.tables)
+
+
+class _Came(NamedTuple):
+    """A row of the request, with which later ones may begin.
+
+    sum: of its tokens, None where its trajectory ends with it. own: the tokens with which it came. head: the bytes
+    of the first of these, where it came whole. before: the row that has its others, so many.
+    """
+
+    steps: Steps
+    row: int
+    name: RowName
+    sum: Sum | None
+    own: memoryview
+    head: bytes
+    before: _Known | None
+    left_out: int
+
+    def tokens(self) -> Tokens | None:
+        """As `_Held.tokens`."""
+        if not self.left_out:
+            return [self.own]
+        first = None if self.before is None else self.before.tokens()
+        return None if first is None else [*_beginning(first, self.left_out), self.own]
+
+    def columns(self) -> frozenset[str]:
+        return frozenset(name for name, extra in self.steps.extras.items() if extra.given[self.row])
+
+
+_Known = _Held | _Came
 
 
 class _Start(NamedTuple):
@@ -66,33 +118,32 @@ class _Start(NamedTuple):
 _NOTHING = _Start(None, 0)
 
 
-def rows_before(state: State, rows: RowBuffer, steps: Steps) -> dict[int, PickedRow]:
+def rows_before(state: State, rows: RowBuffer, keys: RowKeys) -> dict[int, PickedRow]:
     """For each row, as far as the run has it, the step before; else the first step of another sample of its prompt."""
     wanted: dict[GroupKey, dict[int, StoredRow]] = {}
-    for row, (key, name) in enumerate(_names(steps)):
-        group = state.open.get(key)
-        if group is not None and (found := _before(group, name)) is not None:
-            wanted.setdefault(key, {})[row] = found
+    for key, own in keys.groups:
+        if (group := state.open.get(key)) is None:
+            continue
+        for row in own:
+            if (found := _before(group, keys.names[row])) is not None:
+                wanted.setdefault(key, {})[row] = found
     picked = rows.pick((state.open[key], found.values()) for key, found in wanted.items())
     return dict(zip((row for found in wanted.values() for row in found), picked, strict=True))
-
-
-def _names(steps: Steps) -> Iterator[tuple[GroupKey, RowName]]:
-    columns = (steps.rounds, steps.samples, steps.attempts, steps.steps)
-    for uid, round_, sample, attempt, step in zip(steps.uids, *(column.tolist() for column in columns), strict=True):
-        yield GroupKey(round_, uid), RowName(sample, attempt, step)
 
 
 def _before(group: Group, name: RowName) -> StoredRow | None:
     own = group.trajectories.get(name.sample)
     if own is not None and own.attempt == name.attempt and (before := own.rows.get(name.step - 1)) is not None:
         return before
-    others = (other.rows.get(0) for sample, other in group.trajectories.items() if sample != name.sample)
-    return next((row for row in others if row is not None), None)
+    for sample, other in group.trajectories.items():
+        if sample != name.sample and (first := other.rows.get(0)) is not None:
+            return first
+    return None
 
 
 def without_shared(
     steps: Steps,
+    keys: RowKeys,
     prefixes: Prefixes | None,
     before: Mapping[int, PickedRow],
     shared: Collection[str],
@@ -105,21 +156,34 @@ def without_shared(
     PrefixUnknownError naming a row whose step before is not there, has other tokens, or lacks such values.
     """
     assert (steps.prefix_lengths is None) == (prefixes is None), "what was not sent comes with its checksums"
-    request = _Request(steps, prefixes, shared, sums)
-    starts = [request.start(row, key, name, before.get(row)) for row, (key, name) in enumerate(_names(steps))]
+    request = _Request(steps, keys.names, prefixes, shared, sums)
+    starts: list[_Start] = []
+    for key, own in keys.groups:
+        group = request.group(key)
+        starts += [request.start(row, group, before.get(row)) for row in own]
     kept = steps
-    if any(start.length for start in starts):
+    if any(start is not _NOTHING for start in starts):
         lengths = np.array([start.length for start in starts], np.int64)
         cut = lengths if prefixes is None else lengths - prefixes.lengths
-        own = Ragged(steps.tokens.values, steps.tokens.starts + cut, steps.tokens.lengths - cut)
-        kept = replace(steps, tokens=own, prefix_lengths=lengths)
+        tokens = Ragged(steps.tokens.values, steps.tokens.starts + cut, steps.tokens.lengths - cut)
+        kept = replace(steps, tokens=tokens, prefix_lengths=lengths)
     return Kept(kept, [start.parent for start in starts], request.digests, request.sums)
 
 
 def as_sent(steps: Steps) -> Kept:
     """Whole rows as they came."""
-    digests = [digest_of(None, tokens) for tokens in steps.tokens.arrays()]
+    digests = [digest_of(None, tokens) for tokens in steps.tokens.memory()]
     return Kept(steps, [None] * len(steps), digests, [None] * len(steps))
+
+
+class _GroupRows:
+    """The rows of the request, of one group, with which later ones may begin."""
+
+    __slots__ = ("first", "known")
+
+    def __init__(self) -> None:
+        self.first: _Came | None = None
+        self.known: dict[RowName, _Came] = {}
 
 
 class _Request:
@@ -129,62 +193,60 @@ class _Request:
     """
 
     def __init__(
-        self, steps: Steps, prefixes: Prefixes | None, shared: Collection[str], sums: Mapping[RowRef, Sum]
+        self,
+        steps: Steps,
+        names: Sequence[RowName],
+        prefixes: Prefixes | None,
+        shared: Collection[str],
+        sums: Mapping[RowRef, Sum],
     ) -> None:
         nothing = [0] * len(steps)
-        self._steps, self._sums = steps, sums
-        self._sent, self._prompts = steps.tokens.arrays(), steps.prompt_lengths.tolist()
+        self._steps, self._names, self._sums = steps, names, sums
+        self._sent, self._prompts = steps.tokens.memory(), steps.prompt_lengths.tolist()
         self._left_out = nothing if prefixes is None else prefixes.lengths.tolist()
         self._checksums = nothing if prefixes is None else prefixes.checksums.tolist()
         self._is_last = steps.is_last_steps.tolist()
         self._lacks = _lacking(steps, shared)
-        self._known: dict[tuple[GroupKey, RowName], _Known] = {}
-        self._first: dict[GroupKey, _Known] = {}
+        self._groups: dict[GroupKey, _GroupRows] = {}
+        self._held = Tables(_not_held)
         self.digests: list[bytes] = []
         self.sums: list[Sum | None] = []
 
-    def start(self, row: int, group: GroupKey, name: RowName, before: PickedRow | None) -> _Start:
-        """With what the row begins; to be asked of each row in turn."""
-        step_before = RowName(name.sample, name.attempt, name.step - 1)
-        found = self._known.get((group, step_before)) or self._held(before) or self._first.get(group)
-        if not self._left_out[row]:
-            start = self._compared(row, name, found)
+    def group(self, key: GroupKey) -> _GroupRows:
+        found = self._groups.get(key)
+        if found is None:
+            found = self._groups[key] = _GroupRows()
+        return found
+
+    def start(self, row: int, group: _GroupRows, before: PickedRow | None) -> _Start:
+        """With what the row begins; to be asked of each row in turn. group: its own."""
+        name, left_out, sent = self._names[row], self._left_out[row], self._sent[row]
+        step_before = RowName(name.sample, name.attempt, name.step - 1) if name.step else None
+        found: _Known | None = None if step_before is None else group.known.get(step_before)
+        if found is None:
+            found = group.first if before is None else _Held(before, self._held, self._sums.get(before.row.ref))
+        if not left_out:
+            start = _NOTHING if found is None else self._compared(row, name, found)
         elif found is None or found.name != step_before:
             raise PrefixUnknownError(
                 f"{self._steps.name(row)}: the run does not have the step before it; send all tokens of the row"
             )
         else:
             start = self._after(row, found)
-        self._note(row, group, name, found, start)
-        return start
-
-    def _note(self, row: int, group: GroupKey, name: RowName, before: _Known | None, start: _Start) -> None:
-        sent, left_out = self._sent[row], self._left_out[row]
-        total = None
-        if not self._is_last[row]:
+        is_last, total = self._is_last[row], None
+        if is_last:
+            self.digests.append(digest_of(start.left_out, sent))
+        else:
             total = (start.left_out or Sum.of_nothing()).and_also(sent)
+            self.digests.append(total.digest)
         self.sums.append(total)
-        self.digests.append(digest_of(start.left_out, sent) if total is None else total.digest)
-        if row == len(self._sent) - 1 or (self._is_last[row] and group in self._first):
-            return
-
-        # Nothing of it refers to this request itself, which would keep its bytes until garbage is collected.
-        steps = self._steps
-
-        def tokens() -> Tokens | None:
-            first = before.tokens() if left_out and before else ()
-            return None if first is None else [*_beginning(first, left_out), sent]
-
-        known = _Known(name, tokens, lambda: _has(steps, row), total)
-        self._known[group, name] = known
-        self._first.setdefault(group, known)
-
-    def _held(self, picked: PickedRow | None) -> _Known | None:
-        """A row that the run has."""
-        if picked is None:
-            return None
-        found = self._sums.get(picked.row.ref)
-        return _Known(picked.row.name, lambda: _tokens_held(picked), lambda: columns_of(picked, _not_held), found)
+        if (not is_last or group.first is None) and row < len(self._sent) - 1:
+            # It does not refer to this request itself, which would keep its bytes until garbage is collected.
+            head = b"" if left_out else bytes(sent[:LEAST_TOKENS])
+            came = _Came(self._steps, row, name, total, sent, head, found if left_out else None, left_out)
+            group.known[name] = came
+            group.first = group.first or came
+        return start
 
     def _after(self, row: int, before: _Known) -> _Start:
         """Of a row that came without what the step before it has."""
@@ -211,29 +273,31 @@ class _Request:
             )
         return _Start(before.name, length, found)
 
-    def _compared(self, row: int, name: RowName, other: _Known | None) -> _Start:
+    def _compared(self, row: int, name: RowName, other: _Known) -> _Start:
         """Of a row that came whole."""
-        is_other_attempt = other is not None and other.name.sample == name.sample and other.name.attempt != name.attempt
-        if other is None or is_other_attempt or (tokens := other.tokens()) is None:
-            return _NOTHING
-        prompt, common = self._sent[row][: self._prompts[row]], 0
-        first = tokens[0][:LEAST_TOKENS].tobytes() if tokens else b""
-        if len(first) == LEAST_TOKENS * prompt.itemsize and first != prompt[:LEAST_TOKENS].tobytes():
+        if other.head and other.head != bytes(self._sent[row][:LEAST_TOKENS]):
             # So most rows are told apart that are not of one prompt.
             return _NOTHING
-        for piece in tokens:
-            found = common_prefix(piece, prompt[common:])
-            common += found
-            if found < len(piece):
-                break
-        return _NOTHING if common < LEAST_TOKENS else _Start(other.name, common)
+        found = other.name
+        if found.sample == name.sample and found.attempt != name.attempt:
+            return _NOTHING
+        common = _common(other.tokens() or (), self._sent[row][: self._prompts[row]])
+        return _NOTHING if common < LEAST_TOKENS else _Start(found, common)
 
 
-def _tokens_held(picked: PickedRow) -> Tokens | None:
-    try:
-        return tokens_of(picked, _not_held)
-    except (NotFoundError, UnavailableError):
-        return None
+def _common(tokens: Tokens, prompt: memoryview) -> int:
+    """With how many of the tokens a prompt begins."""
+    at = 0
+    for piece in tokens:
+        end = min(at + len(piece), len(prompt))
+        one, other = piece[: end - at], prompt[at:end]
+        # The samples of a prompt have all of it in common, mostly.
+        if len(one) > _FEW_TOKENS or bytes(one) != bytes(other):
+            common = common_prefix(np.asarray(one), np.asarray(other))
+            if common < len(one):
+                return at + common
+        at = end
+    return at
 
 
 def _not_held(table: int) -> Stored:
@@ -241,20 +305,15 @@ def _not_held(table: int) -> Stored:
     raise NotFoundError(f"table {table:#x} of rows is not held")
 
 
-def _beginning(tokens: Tokens, count: int) -> list[Array]:
+def _beginning(tokens: Tokens, count: int) -> list[memoryview]:
     """The first `count` tokens, or all."""
-    found: list[Array] = []
+    found: list[memoryview] = []
     for piece in tokens:
         if not count:
             break
         found.append(piece[:count])
         count -= len(found[-1])
     return found
-
-
-def _has(steps: Steps, row: int) -> frozenset[str]:
-    """The declared columns that the row has."""
-    return frozenset(name for name, extra in steps.extras.items() if extra.given[row])
 
 
 def _lacking(steps: Steps, shared: Collection[str]) -> list[frozenset[str]]:

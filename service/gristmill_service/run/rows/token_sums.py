@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from xxhash import xxh3_128, xxh3_128_digest
 
-from gristmill._wire.columns import Array, bytes_of
 from gristmill._wire.steps import TrajectoryKey
 from gristmill_service.run.machine.answers import Outcome
 from gristmill_service.run.machine.events import RowRef, StoredRow
@@ -29,23 +28,23 @@ class Sum(NamedTuple):
     def of_nothing(cls) -> Sum:
         return cls(0, 0, xxh3_128())
 
-    def and_also(self, tokens: Array) -> Sum:
-        """With these tokens behind them."""
+    def and_also(self, tokens: memoryview) -> Sum:
+        """With these tokens behind them; int32."""
         state = self.state.copy()
-        state.update(bytes_of(tokens))
-        return Sum(self.tokens + len(tokens), zlib.crc32(bytes_of(tokens), self.checksum), state)
+        state.update(tokens)
+        return Sum(self.tokens + len(tokens), zlib.crc32(tokens, self.checksum), state)
 
     @property
     def digest(self) -> bytes:
         return self.state.digest()
 
 
-def digest_of(first: Sum | None, tokens: Array) -> bytes:
-    """The digest of tokens that none are to follow. first: the sum of those before them, if there are any."""
+def digest_of(first: Sum | None, tokens: memoryview) -> bytes:
+    """The digest of tokens, int32, that none are to follow. first: the sum of those before them, if there are any."""
     if first is None:
-        return xxh3_128_digest(bytes_of(tokens))
+        return xxh3_128_digest(tokens)
     state = first.state.copy()
-    state.update(bytes_of(tokens))
+    state.update(tokens)
     return state.digest()
 
 
@@ -61,6 +60,8 @@ class TokenSums:
         """Remembers those of rows that were accepted. sums: None of rows that end their trajectory, whose others are
         forgotten."""
         with self._lock:
+            if not self._last and not any(sums):
+                return
             for row, outcome, found in zip(rows, outcomes, sums, strict=True):
                 if outcome is Outcome.ACCEPTED:
                     self.known.pop(self._last.pop(row.trajectory, row.ref), None)

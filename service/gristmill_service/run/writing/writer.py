@@ -141,6 +141,11 @@ class Writer:
         with self.lock:
             return self.waiters.take_all()
 
+    def leave_tables(self, numbers: Iterable[int]) -> None:
+        """Leaves these tables to the log, which is asked for them when they are needed again."""
+        with self.lock:
+            self.rows.unload(numbers)
+
     def replace_rows(self, table: SparseTable, copy: Stored, index: dict[int, int]) -> None:
         """Holds a copy in place of a sparse table. index: where each row is in the copy."""
         with self.lock:
@@ -344,24 +349,24 @@ class Writer:
         """Logs and applies all of the events, or none: raises UnavailableError, or InvalidArgumentError, then."""
         if not events:
             return
-        tables = [number for event in events for number, _ in _tables(event)]
+        tables = [_tables(event) for event in events]
         try:
-            self._log.append(encode_events(events), tables)
+            self._log.append(encode_events(events), [number for found in tables for number, _ in found])
         except LogLostError:
             self._is_lost = True
             self._effects.wakes += self.take_waiters()
             raise
         topics = topics_of(events)
         with self.lock:
-            for event in events:
-                self._apply(event)
+            for event, brought in zip(events, tables, strict=True):
+                self._apply(event, brought)
             if topics:
                 self._note_change(topics)
         if self._log.is_long and self._clock() >= self._compact_after:
             self._compact()
 
-    def _apply(self, event: Event) -> None:
-        for number, rows in _tables(event):
+    def _apply(self, event: Event, tables: Iterable[tuple[int, list[int]]]) -> None:
+        for number, rows in tables:
             self.rows.add(number, *self.staged.pop(number), rows)
         released = apply(self.state, event)
         self._monitor.applied(event, self.state, released.rows, lambda: released.tokens)
@@ -373,7 +378,7 @@ class Writer:
                 effects.sealed.append(event)
                 effects.builds = True
             case BatchPublished(batch, awaits=()) if self._log.reads_rows and not self._log.maps_rows:
-                self.rows.unload(self.state.batches[batch].refs())
+                self.rows.unload({ref.table for ref in self.state.batches[batch].refs()})
             case ColumnsWritten(batch):
                 effects.builds = effects.builds or self.state.is_written(batch)
             case BatchFreed(batch) | BatchGivenUp(batch):

@@ -43,6 +43,12 @@ class OpenFile(AbstractContextManager[int]):
         if is_last:
             os.close(self._descriptor)
 
+    @property
+    def is_released(self) -> bool:
+        """Whether `close` was called, and nobody uses the file any more."""
+        with self._lock:
+            return self._is_closed and not self._users
+
     def close(self) -> None:
         """Nobody can begin to use the file any more. A second call does nothing."""
         with self._lock:

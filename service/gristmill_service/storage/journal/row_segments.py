@@ -1,7 +1,8 @@
 """Rows as records in files that are mapped: the files are the row buffer, so that a row is held once.
 
 A table's number says where it stands: in which segment, and from which byte on. Threads write tables in parallel, each
-to a range of its own. The memory of a removed table is given back at once; a segment goes with its last table.
+to a range of its own. The memory of a removed table is given back at once; a segment goes with its last table, to be
+written anew by whoever needs a segment next.
 """
 
 from __future__ import annotations
@@ -25,21 +26,24 @@ from gristmill.errors import GristmillError, NotFoundError, UnavailableError
 from gristmill_service.storage import row_tables
 from gristmill_service.storage.journal.files import explained, numbered_files, punch, sync_directory, write_at
 from gristmill_service.storage.journal.open_file import OpenFile, closed_error
+from gristmill_service.storage.journal.spare_segments import KEPT_S, WORTH_KEEPING, SpareSegments
 from gristmill_service.storage.run_store import CheckTable
 
 _log = structlog.get_logger(__name__)
 
-_SEGMENT_BYTES = 256 << 20
+_SEGMENT_BYTES = 64 << 20
 _OFFSET_BITS = 40
 _ALIGNMENT = 8
-# Before each table: its size, and the CRC-32 of that size. Rows are checked by the digests that are logged for them.
+# Before each table: its size, and the CRC-32 of that size. Rows are checked by the digests that are logged for them,
+# also since others may have been there before.
 _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"rows"
 
 
 @dataclass(slots=True)
-class _Segment:
-    """tables: the end of each table by its start. New tables go to the active segment."""
+class Segment:
+    """A file of rows. tables: the end of each table by its start. New tables go to the active segment. is_used_again:
+    whether there may be former rows behind its end. used_at: when a table was last put."""
 
     path: Path
     file: OpenFile
@@ -48,6 +52,12 @@ class _Segment:
     tables: dict[int, int] = field(default_factory=dict)
     is_active: bool = True
     is_dirty: bool = False
+    is_used_again: bool = False
+    used_at: float = 0.0
+
+    def table(self, start: int) -> memoryview:
+        """The bytes of a table that is there."""
+        return memoryview(self.memory)[start + _HEADER.size : self.tables[start]]
 
 
 class RowSegments:
@@ -56,13 +66,13 @@ class RowSegments:
     After `close`, `remove` does nothing and the others raise UnavailableError; views that are held stay valid.
     """
 
-    def __init__(self, directory: Path, segment_bytes: int = _SEGMENT_BYTES) -> None:
-        self._directory, self._segment_bytes = directory, segment_bytes
+    def __init__(self, directory: Path, spares: SpareSegments, segment_bytes: int = _SEGMENT_BYTES) -> None:
+        self._directory, self._spares, self._segment_bytes = directory, spares, segment_bytes
         self._found = numbered_files(directory, "rows", ".seg")
         self._next = self._found[-1][0] + 1 if self._found else 0
         # Guards what follows, the segments' tables, and every change of the directory, which `close` ends.
         self._lock = threading.Lock()
-        self._segments: dict[int, _Segment] = {}
+        self._segments: dict[int, Segment] = {}
         self._active: int | None = None
         self._has_new_file = self._is_closed = False
 
@@ -72,6 +82,8 @@ class RowSegments:
         encoded = row_tables.encode(table)
         with self._lock:
             number, segment, start = self._reserve(_HEADER.size + encoded.size)
+            # Viewed before it is written: what is viewed is nobody else's, also after `close`.
+            stored = segment.table(start)
         try:
             with segment.file.use() as descriptor, explained(segment.path):
                 write_at(descriptor, [_header(encoded.size), *encoded.buffers], start)
@@ -79,7 +91,7 @@ class RowSegments:
             self.remove([number])
             raise
         segment.is_dirty = True
-        return number, _view(segment, start)
+        return number, stored
 
     def get(self, number: int) -> memoryview:
         index, start = _place(number)
@@ -88,7 +100,7 @@ class RowSegments:
             segment = self._segments.get(index)
             if segment is None or start not in segment.tables:
                 raise NotFoundError(f"table {number:#x} of rows is not in {self._directory}")
-        return _view(segment, start)
+            return segment.table(start)
 
     def remove(self, numbers: Collection[int]) -> None:
         """Never raises. What cannot be given back now is given back when the rows are opened again."""
@@ -98,8 +110,8 @@ class RowSegments:
                 if segment is None:
                     continue
                 gaps = _free(segment, starts)
-                if not segment.tables and not segment.is_active:
-                    _discard(self._segments.pop(index))
+                if not segment.tables and (not segment.is_active or segment.end >= WORTH_KEEPING):
+                    self._discard(index)
                     continue
             with suppress(UnavailableError), segment.file.use() as descriptor:
                 for start, end in gaps:
@@ -141,20 +153,30 @@ class RowSegments:
             if has_new_file:
                 sync_directory(self._directory)
 
-    def close(self) -> None:
-        """A second call does nothing."""
+    def give_back_former(self) -> None:
+        """Gives back what the active segment has of former rows, where no table was put for some time. Raises
+        UnavailableError."""
+        with self._lock:
+            segment = None if self._active is None else self._segments[self._active]
+            if segment and segment.is_used_again and segment.used_at < self._spares.clock() - KEPT_S:
+                self._retire()
+
+    def close(self) -> list[Segment]:
+        """Returns the segments, with their files closed; none at a second call."""
         with self._lock:
             self._is_closed = True
-            for segment in self._segments.values():
+            closed = [*self._segments.values()]
+            for segment in closed:
                 segment.file.close()
             self._segments.clear()
             self._active = None
+            return closed
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise closed_error(self._directory)
 
-    def _reserve(self, size: int) -> tuple[int, _Segment, int]:
+    def _reserve(self, size: int) -> tuple[int, Segment, int]:
         """A range of this size: its number, its segment and where it starts."""
         self._check_open()
         segment = None if self._active is None else self._segments[self._active]
@@ -165,16 +187,19 @@ class RowSegments:
         start = segment.end
         segment.end += -(-size // _ALIGNMENT) * _ALIGNMENT
         segment.tables[start] = start + size
+        segment.used_at = self._spares.clock()
         return _number(self._active, start), segment, start
 
-    def _open_segment(self, size: int) -> _Segment:
+    def _open_segment(self, size: int) -> Segment:
         path = self._directory / f"rows-{self._next:06d}.seg"
         size = max(self._segment_bytes, -(-size // _ALIGNMENT) * _ALIGNMENT)
+        is_used_again = self._spares.take(path)
         with explained(path):
-            file = OpenFile(path, os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+            flags = 0 if is_used_again else os.O_CREAT | os.O_EXCL
+            file = OpenFile(path, os.open(path, flags | os.O_RDWR | os.O_CLOEXEC, 0o600))
             try:
                 with file.use() as descriptor:
-                    # A hole: memory comes as it is written.
+                    # A hole, or former rows and a hole: memory comes as it is written.
                     os.ftruncate(descriptor, size)
                     memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
             except BaseException:
@@ -183,17 +208,28 @@ class RowSegments:
                 raise
         self._active, self._next = self._next, self._next + 1
         self._has_new_file = True
-        segment = self._segments[self._active] = _Segment(path, file, memory)
+        segment = self._segments[self._active] = Segment(path, file, memory, is_used_again=is_used_again)
         return segment
 
     def _retire(self) -> None:
-        """The active segment is full."""
-        if self._active is not None:
-            segment = self._segments[self._active]
-            segment.is_active = False
-            if not segment.tables:
-                _discard(self._segments.pop(self._active))
+        """Nothing is put into the active segment any more."""
+        if self._active is None:
+            return
+        segment = self._segments[self._active]
+        if not segment.tables:
+            self._discard(self._active)
+            return
+        segment.is_active, self._active = False, None
+        if segment.is_used_again:
+            with segment.file.use() as descriptor:
+                punch(descriptor, segment.end, len(segment.memory))
+
+    def _discard(self, index: int) -> None:
+        """Lets a segment without tables go."""
+        segment = self._segments.pop(index)
+        if index == self._active:
             self._active = None
+        self._spares.offer(segment.path, segment.file, segment.memory)
 
     def _recover(self, index: int, path: Path, starts: list[int], check: CheckTable) -> set[int]:
         """Opens a file of an earlier process with the tables that start here; gives back what lies between them.
@@ -207,7 +243,7 @@ class RowSegments:
             with file.use() as descriptor:
                 memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
                 # It may hold what the process before did not sync any more.
-                segment = _Segment(path, file, memory, end=size, is_active=False, is_dirty=True)
+                segment = Segment(path, file, memory, end=size, is_active=False, is_dirty=True)
                 segment.tables = _whole_tables(segment, index, starts, check)
                 edges = [0, *chain.from_iterable(segment.tables.items()), size]
                 for begin, end in zip(edges[::2], edges[1::2], strict=True):
@@ -217,7 +253,7 @@ class RowSegments:
                 if segment.tables:
                     self._segments[index] = segment
                 else:
-                    _discard(segment)
+                    _remove(segment)
         except BaseException:
             file.close()
             raise
@@ -244,7 +280,7 @@ def _header(size: int) -> bytes:
     return _HEADER.pack(_MAGIC, zlib.crc32(size.to_bytes(8, "little")), size)
 
 
-def _free(segment: _Segment, starts: list[int]) -> set[tuple[int, int]]:
+def _free(segment: Segment, starts: list[int]) -> set[tuple[int, int]]:
     """Removes these tables. Returns the ranges that are free around them, as wide as they are: tables share pages."""
     for start in starts:
         segment.tables.pop(start, None)
@@ -258,7 +294,7 @@ def _free(segment: _Segment, starts: list[int]) -> set[tuple[int, int]]:
     return gaps
 
 
-def _end(segment: _Segment, start: int) -> int | None:
+def _end(segment: Segment, start: int) -> int | None:
     """Where the table at `start` ends, None where there is none."""
     if start + _HEADER.size > len(segment.memory):
         return None
@@ -268,31 +304,25 @@ def _end(segment: _Segment, start: int) -> int | None:
     return end if is_ours and end <= len(segment.memory) else None
 
 
-def _view(segment: _Segment, start: int) -> memoryview:
-    end = _end(segment, start)
-    assert end is not None, "it was written, or checked"
-    return memoryview(segment.memory)[start + _HEADER.size : end]
-
-
-def _whole_tables(segment: _Segment, index: int, starts: list[int], check: CheckTable) -> dict[int, int]:
+def _whole_tables(segment: Segment, index: int, starts: list[int], check: CheckTable) -> dict[int, int]:
     """The ends of those tables that are there and pass the check, by their starts."""
     found = {}
     for start in starts:
         end = _end(segment, start)
-        if end is not None and _is_whole(segment, start, _number(index, start), check):
+        if end is not None and _is_whole(segment, start, end, _number(index, start), check):
             found[start] = end
     return found
 
 
-def _is_whole(segment: _Segment, start: int, number: int, check: CheckTable) -> bool:
+def _is_whole(segment: Segment, start: int, end: int, number: int, check: CheckTable) -> bool:
     try:
-        return check(number, row_tables.decode(_view(segment, start)))
+        return check(number, row_tables.decode(memoryview(segment.memory)[start + _HEADER.size : end]))
     except (GristmillError, ValueError, IndexError, UnicodeError):
         _log.warning("a table of rows is damaged", file=str(segment.path), at=start)
         return False
 
 
-def _discard(segment: _Segment) -> None:
+def _remove(segment: Segment) -> None:
     """Removes the file; views of it stay valid. One that cannot be removed now goes when the rows are opened again."""
     with suppress(OSError):
         segment.path.unlink()

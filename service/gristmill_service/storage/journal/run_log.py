@@ -17,8 +17,9 @@ from gristmill_service.storage.journal.boot_mark import BootMark
 from gristmill_service.storage.journal.disk_room import DiskRoom
 from gristmill_service.storage.journal.event_log import EventLog
 from gristmill_service.storage.journal.open_file import closed_error
-from gristmill_service.storage.journal.row_segments import RowSegments
+from gristmill_service.storage.journal.row_segments import RowSegments, Segment
 from gristmill_service.storage.journal.run_description import RunDescription
+from gristmill_service.storage.journal.spare_segments import SpareSegments
 from gristmill_service.storage.row_tables import Stored
 from gristmill_service.storage.run_store import CheckTable, Replay
 
@@ -33,11 +34,13 @@ class JournalRunLog:
     maps_rows = reads_rows = True
     lease: float | None = None
 
-    def __init__(self, directory: Path, description: RunDescription, fsync: Fsync, room: DiskRoom) -> None:
+    def __init__(
+        self, directory: Path, description: RunDescription, fsync: Fsync, room: DiskRoom, spares: SpareSegments
+    ) -> None:
         """Raises InvalidArgumentError and UnavailableError where it cannot be opened."""
         self.config, self.run_id = description.config, description.run_id
-        self._directory, self._fsync, self._room = directory, fsync, room
-        self._mark, self._rows = BootMark(directory), RowSegments(directory)
+        self._directory, self._fsync, self._room, self._spares = directory, fsync, room, spares
+        self._mark, self._rows = BootMark(directory), RowSegments(directory, spares)
         self._events = EventLog(directory)
         # Held while the log is synced, compacted or closed.
         self._syncing = threading.Lock()
@@ -61,16 +64,20 @@ class JournalRunLog:
     def append(self, record: bytes, tables: Collection[int] = ()) -> None:
         self._check()
         try:
-            try:
-                self._append(record)
-            except FullError:
-                if not self._room.give_up_reserve():
-                    raise
-                self._append(record)
+            self._append_in_any_room(record)
         except FullError as error:
             self._room.set_full(str(error))
             raise
         self._appended += 1
+
+    def _append_in_any_room(self, record: bytes) -> None:
+        for make_room in (self._spares.give_back, self._room.give_up_reserve):
+            try:
+                self._append(record)
+                return
+            except FullError:
+                make_room()
+        self._append(record)
 
     def _append(self, record: bytes) -> None:
         if self._fsync != "always" and not self._is_mark_needed:
@@ -83,8 +90,11 @@ class JournalRunLog:
             self._sync_up_to(self._appended)
 
     def flush(self) -> None:
-        if self._fsync == "interval" and not self._is_closed:
+        if self._is_closed:
+            return
+        if self._fsync == "interval":
             self._sync_up_to(self._appended)
+        self._rows.give_back_former()
 
     def _sync_up_to(self, wanted: int) -> None:
         if self._synced >= wanted:
@@ -127,10 +137,17 @@ class JournalRunLog:
         self._check()
         self._room.check()
         try:
-            return self._rows.put(table)
+            return self._put(table)
         except FullError as error:
             self._room.set_full(str(error))
             raise
+
+    def _put(self, table: Steps) -> tuple[int, Stored]:
+        try:
+            return self._rows.put(table)
+        except FullError:
+            self._spares.give_back()
+            return self._rows.put(table)
 
     def get(self, number: int) -> Stored:
         return self._rows.get(number)
@@ -155,10 +172,10 @@ class JournalRunLog:
                 _log.warning("journal closed unsynced", directory=str(self._directory), reason=str(error))
             self._close_files()
 
-    def abandon(self) -> None:
-        """Closes the files of a run that is deleted: nothing of it has to be safe."""
+    def abandon(self) -> list[Segment]:
+        """Closes the files of a run that is deleted: nothing of it has to be safe. Returns those with its rows."""
         with self._syncing:
-            self._close_files()
+            return self._close_files()
 
     def _sync_at_close(self) -> None:
         if self._is_broken:
@@ -177,10 +194,10 @@ class JournalRunLog:
         if not self._is_mark_needed:
             self._mark.clear()
 
-    def _close_files(self) -> None:
+    def _close_files(self) -> list[Segment]:
         self._is_closed = True
         self._events.close()
-        self._rows.close()
+        return self._rows.close()
 
     def _check(self) -> None:
         if self._is_closed:

@@ -2,6 +2,7 @@
 
 DIR/lock                           held by the process that uses the directory
 DIR/reserve                        room that is given up when the file system is full
+DIR/.spare-0                       a file of rows that nobody needs, to be written anew; gone after some seconds
 DIR/run-<name>/run.json            what the run is, and the format of all this
 DIR/run-<name>/events-000000.log   what happened to it
 DIR/run-<name>/rows-000000.seg     its rows
@@ -38,6 +39,7 @@ from gristmill_service.storage.journal.run_description import (
     read_description,
 )
 from gristmill_service.storage.journal.run_log import Fsync, JournalRunLog
+from gristmill_service.storage.journal.spare_segments import SpareSegments
 
 
 class JournalRunStore:
@@ -52,7 +54,7 @@ class JournalRunStore:
         self._lock_file = _locked(directory)
         for left in (*directory.glob(".creating-*"), *directory.glob(".deleted-*")):
             shutil.rmtree(left, ignore_errors=True)
-        self._room = DiskRoom(directory)
+        self._spares, self._room = SpareSegments(directory), DiskRoom(directory)
         # Held while a run's directory gets or loses its name, or its log is opened.
         self._lock = threading.Lock()
         self._logs: WeakValueDictionary[str, JournalRunLog] = WeakValueDictionary()
@@ -94,28 +96,34 @@ class JournalRunStore:
         """A log of the run that is open is closed, before its directory's name can be another run's."""
         deleted = self._directory / f".deleted-{secrets.token_hex(8)}"
         with self._lock:
-            if (log := self._logs.pop(name, None)) is not None:
-                log.abandon()
+            log = self._logs.pop(name, None)
+            segments = [] if log is None else log.abandon()
             path = self._path(name)
             with explained(path):
                 if not path.exists():
                     return
                 path.rename(deleted)
                 sync_directory(self._directory)
+        for segment in segments:
+            self._spares.offer(deleted / segment.path.name, segment.file, segment.memory)
         shutil.rmtree(deleted, ignore_errors=True)
 
     def unreachable_reason(self) -> str:
         return ""
 
     def unhealthy_reason(self) -> str:
+        # It is asked about once a second.
+        self._spares.give_back_old()
         return self._room.unhealthy_reason()
 
     def close(self) -> None:
         """Gives the directory to whoever opens it next. Logs that are open stay their owners' to close."""
+        self._spares.give_back()
         self._lock_file.close()
 
     def _open(self, name: str, path: Path) -> JournalRunLog:
-        log = self._logs[name] = JournalRunLog(path, read_description(path, name), self._fsync, self._room)
+        description = read_description(path, name)
+        log = self._logs[name] = JournalRunLog(path, description, self._fsync, self._room, self._spares)
         return log
 
     def _check_new(self, name: str) -> None:

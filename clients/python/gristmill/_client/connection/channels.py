@@ -13,7 +13,7 @@ import secrets
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -57,6 +57,14 @@ Bind = Callable[[Any], Callable[..., Any]]
 """A method of the contract, of the channel given."""
 
 Watched = AbstractContextManager[None]
+
+
+class Begun(NamedTuple):
+    """A call under way. answer: waits for its answer. is_done: whether that, or an error, is here."""
+
+    answer: Callable[[], Any]
+    is_done: Callable[[], bool]
+
 
 _CANNOT_SERVE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _EXPECTED = "expected HOST:PORT or unix:/PATH, or several of them with commas between"
@@ -126,18 +134,18 @@ class Replicas:
         """A method that is called with a request and a timeout."""
         raise NotImplementedError
 
-    def begin(self, *method: Any, **options: Any) -> Callable[..., Callable[[], Any]]:
-        """Like `unary_unary`, but the call returns at once, with a function that waits for the answer."""
+    def begin(self, *method: Any, **options: Any) -> Callable[..., Begun]:
+        """Like `unary_unary`, but the call returns at once."""
         bind = _binder("unary_unary", method, options)
 
-        def call(request: Any, timeout: float) -> Callable[[], Any]:
+        def call(request: Any, timeout: float) -> Begun:
             turn, channel = self._current()
             named = self._named()
             return self._begin(bind(channel), self._watched(turn, named), request, timeout=timeout, metadata=named)
 
         return call
 
-    def _begin(self, bound: Any, watched: Watched, request: Any, **options: Any) -> Callable[[], Any]:
+    def _begin(self, bound: Any, watched: Watched, request: Any, **options: Any) -> Begun:
         raise NotImplementedError
 
     def _streaming(self, bind: Bind) -> Callable[..., Any]:
@@ -215,7 +223,7 @@ class Channels(Replicas):
 
         return call
 
-    def _begin(self, bound: Any, watched: Watched, request: Any, **options: Any) -> Callable[[], Any]:
+    def _begin(self, bound: Any, watched: Watched, request: Any, **options: Any) -> Begun:
         future = bound.future(request, **options)
 
         def answer() -> Any:
@@ -225,7 +233,7 @@ class Channels(Replicas):
                 except grpc.FutureCancelledError:
                     raise future from None
 
-        return answer
+        return Begun(answer, future.done)
 
     def _streaming(self, bind: Bind) -> Callable[..., Iterator[Any]]:
         def call(request: Any, timeout: float) -> Iterator[Any]:
@@ -244,18 +252,18 @@ class AsyncChannels(Replicas):
         begin = self.begin(*method, **options)
 
         async def call(request: Any, timeout: float) -> Any:
-            return await begin(request, timeout)()
+            return await begin(request, timeout).answer()
 
         return call
 
-    def _begin(self, bound: Any, watched: Watched, request: Any, **options: Any) -> Callable[[], Awaitable[Any]]:
+    def _begin(self, bound: Any, watched: Watched, request: Any, **options: Any) -> Begun:
         begun = bound(request, **options)
 
         async def answer() -> Any:
             with watched:
                 return await begun
 
-        return answer
+        return Begun(answer, begun.done)
 
     def _streaming(self, bind: Bind) -> Callable[..., AsyncIterator[Any]]:
         async def call(request: Any, timeout: float) -> AsyncIterator[Any]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gristmill._client.connection.failures import with_message
-from gristmill._wire.columns import Int64s
+from gristmill._wire.columns import Int64s, lengths_of
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import GristmillError
 from gristmill.v1 import rollout_pb2
@@ -41,6 +41,9 @@ class RowOutcome(enum.Enum):
     def is_kept(self) -> bool:
         """Whether further steps of the trajectory are of use."""
         return self in (RowOutcome.ACCEPTED, RowOutcome.DUPLICATE)
+
+
+_OUTCOMES = {outcome.value: outcome for outcome in RowOutcome}
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +116,7 @@ def outcomes_of(response: rollout_pb2.SubmitRowsResponse, entries: Sequence[Pend
         raise GristmillError(
             f"the service answered {len(response.outcomes)} outcomes for {len(entries)} rows; check its version"
         )
-    return [RowOutcome(outcome) for outcome in response.outcomes]
+    return [_OUTCOMES.get(outcome) or RowOutcome(outcome) for outcome in response.outcomes]
 
 
 def form_of(table: Steps) -> Form:
@@ -130,9 +133,8 @@ def row_sizes(table: Steps) -> Int64s:
             sizes = sizes + column.lengths * column.values.itemsize
     for extra in table.extras.values():
         sizes = sizes + extra.row_bytes
-    names = ((len(uid) + len(reason)) * 3 for uid, reason in zip(table.uids, table.stop_reasons, strict=True))
-    result: Int64s = sizes + np.fromiter(names, np.int64, len(table))
-    return result
+    names: Int64s = (lengths_of(table.uids) + lengths_of(table.stop_reasons)) * 3
+    return sizes + names
 
 
 def error_of(failures: dict[TrajectoryKey, GristmillError]) -> GristmillError:

@@ -28,6 +28,7 @@ from gristmill._client.rollout.delivery import (
     row_sizes,
 )
 from gristmill._wire.columns import Int64s
+from gristmill._wire.named_tuples import made_of
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import (
     AlreadyExistsError,
@@ -39,6 +40,8 @@ from gristmill.errors import (
 
 # A message is a little more than its rows' buffers.
 _MESSAGE_RESERVE = 64 << 10
+# An enum is asked for a member by a function in Python.
+_ACCEPTED = RowOutcome.ACCEPTED
 # So many rows are looked at for one that need not wait for an answer.
 _LOOK_AHEAD = 64
 
@@ -107,7 +110,7 @@ class Outbox:
     def add(self, table: Steps, delivery: Delivery, now: float) -> bool:
         """Puts the rows at the end. Returns whether that may have made a message due earlier."""
         form, sizes, was_empty = form_of(table), self._check_sizes(table).tolist(), not self._fresh
-        keys = map(TrajectoryKey, table.rounds.tolist(), table.uids, table.samples.tolist())
+        keys = made_of(TrajectoryKey, table.rounds.tolist(), table.uids, table.samples.tolist())
         first, index = self._last_number + 1, len(delivery.outcomes)
         entries = [
             PendingRow(table, row, key, form, size, delivery, index + row, first + row, now)
@@ -163,8 +166,10 @@ class Outbox:
         if now < self._held_until or self._is_blocked():
             return []
         entries = self._again.popleft() if self._again else self._take_parked(now) or self._take_fresh(now)
+        expires = now + self._timeout_s
         for entry in entries:
-            entry.expires = min(entry.expires, now + self._timeout_s)
+            if entry.expires > expires:
+                entry.expires = expires
             self._being_sent.add(entry.key)
         self._messages += bool(entries)
         return entries
@@ -325,7 +330,8 @@ class Outbox:
         self._pending.pop(entry.number, None)
         entry.delivery.pending -= 1
         entry.delivery.outcomes[entry.index] = outcome
-        entry.delivery.is_kept &= outcome.is_kept
+        if outcome is not _ACCEPTED:
+            entry.delivery.is_kept &= outcome.is_kept
 
     def _extract(self, is_meant: Callable[[PendingRow], bool], *, parked: bool = True) -> list[PendingRow]:
         """Removes the queued rows that are meant, in order."""

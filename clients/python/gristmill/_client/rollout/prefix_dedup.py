@@ -54,14 +54,14 @@ class PreviousSteps:
         for entry in entries:
             if entry.table is not table:
                 table = entry.table
-                steps, lasts = table.steps.tolist(), table.is_last_steps.tolist()
+                are_alone = (table.is_last_steps & (table.steps == 0)).tolist()
             if entry.prefix is None:
-                step, is_last = steps[entry.row], lasts[entry.row]
                 # Of a trajectory of one step nothing is known, and nothing goes on.
-                entry.prefix = WHOLE if is_last and not step else self._prefix(entry, step, is_last)
+                entry.prefix = WHOLE if are_alone[entry.row] else self._prefix(entry)
 
-    def _prefix(self, entry: PendingRow, step: int, is_last: bool) -> Prefix:
+    def _prefix(self, entry: PendingRow) -> Prefix:
         table, row = entry.table, entry.row
+        step, is_last = int(table.steps[row]), bool(table.is_last_steps[row])
         attempt, tokens = int(table.attempts[row]), table.tokens[row]
         columns = frozenset(name for name in self.shared_columns & table.extras.keys() if table.extras[name].given[row])
         before = self._take(entry.key)
@@ -130,9 +130,9 @@ def _complete(entry: PendingRow) -> None:
 def _left_out(entries: Sequence[PendingRow]) -> tuple[Prefixes | None, dict[str, Int64s]]:
     """The tokens of the entries that are left out, None where there are none; and of each column how many values."""
     found = [entry.prefix or WHOLE for entry in entries]
-    lengths = np.array([prefix.length for prefix in found], np.int64)
-    if not lengths.any():
+    if found.count(WHOLE) == len(found):
         return None, {}
+    lengths = np.array([prefix.length for prefix in found], np.int64)
     names = frozenset().union(*(prefix.columns for prefix in found))
     columns = {
         name: np.array([_values_left(entry, prefix, name) for entry, prefix in zip(entries, found, strict=True)])

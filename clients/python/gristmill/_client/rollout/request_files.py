@@ -1,122 +1,104 @@
-"""Large requests in files that the service reads, where both are on one machine: what is written and read once is
-copied six times by a connection.
+"""Large requests that the service reads in a file, where both are on one machine: a connection would copy each byte six
+times.
 
-The service names a directory of its shared memory. Who cannot write there, because it is another machine's or another
-user's, sends its requests.
+The columns of large tables are made in that file (`gristmill._wire.shared_files`), so that a request says where they
+stand. The service names the directory, in its shared memory. Who cannot write there, because it is another machine's or
+another user's, sends its requests.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-import secrets
 import threading
 from collections.abc import Sequence
-from itertools import islice
-from pathlib import Path
+from itertools import groupby
+from typing import NamedTuple
 
-from gristmill._wire.codecs.submit_codec import Buffer
-from gristmill.errors import GristmillError, UnavailableError
+import numpy as np
+
+from gristmill._wire.codecs.submit_codec import MOST_PARTS, Buffer
+from gristmill._wire.shared_files import SHARED, Block, SharedFile
+from gristmill.errors import DeadlineExceededError, GristmillError, UnavailableError
 from gristmill.v1 import rollout_pb2
 
-# Those of calls that are over are kept, for their memory is there already. Larger requests are sent: new pages for them
-# would take longer than the connection does.
-_MOST_IDLE = 3
-_LARGEST_BYTES = 8 << 20
-# The kernel takes no more pieces at once (IOV_MAX).
-_PIECES = 1024
+# So much is looked for in the file; smaller pieces are copied there together, and a few bytes are sent.
+_APART_BYTES = 64 << 10
+_SENT_BYTES = 4 << 10
+# Of requests in a row that the service could not read.
+_MOST_FAILURES = 2
 
 
-class RequestFile:
-    """A file of this process' own. The lock that it holds says that the process lives; it goes with it."""
+class RequestInFile(NamedTuple):
+    """message: the request that says where its bytes stand. blocks: those that are written for it alone."""
 
-    def __init__(self, directory: str) -> None:
-        """Raises OSError where it cannot be made."""
-        self.directory, self._name = directory, f"{os.getpid()}-{secrets.token_hex(8)}"
-        self._path = Path(directory) / self._name
-        self._descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        self.size = 0
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.fstat(self._descriptor).st_nlink:
-                raise FileNotFoundError("it was taken for one that is left, before it was locked")
-        except OSError:
-            self.discard()
-            raise
-
-    def write(self, pieces: Sequence[Buffer]) -> None:
-        """Writes the pieces over what it has. Raises OSError, as where memory is full."""
-        self.size = 0
-        left = iter(pieces)
-        while some := list(islice(left, _PIECES)):
-            most = sum(map(len, some))
-            if os.pwritev(self._descriptor, some, self.size) < most:
-                raise OSError("the file took less than was written")
-            self.size += most
-
-    def message(self) -> bytes:
-        """The request that refers to it."""
-        file = rollout_pb2.RequestFile(name=self._name, size=self.size)
-        return rollout_pb2.SubmitRowsRequest(file=file).SerializeToString()
-
-    def discard(self) -> None:
-        """Gives back its memory. Who reads it at this moment reads it to its end."""
-        self._path.unlink(missing_ok=True)
-        os.close(self._descriptor)
+    file: SharedFile
+    message: bytes
+    blocks: Sequence[Block]
 
 
 class RequestFiles:
-    """Thread-safe. A file has one request at a time, until that is answered; one whose call failed is never written
-    again, for the service may read it still."""
+    """A client's. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._directory = self._refused = ""
-        self._idle: list[RequestFile] = []
+        self._failures = 0
 
     def told(self, directory: str) -> None:
         """The service reads requests there; it says nothing where it does not."""
         if directory and directory not in (self._directory, self._refused):
-            self._use(directory)
+            self._directory = directory
+            SHARED.use(directory)
 
-    def write(self, pieces: Sequence[Buffer]) -> RequestFile | None:
-        """A file with these bytes; None where the request has to be sent."""
-        if sum(map(len, pieces)) > _LARGEST_BYTES:
+    def write(self, pieces: Sequence[Buffer]) -> RequestInFile | None:
+        """The request of these bytes, which are not written over before the answer; None where it has to be sent."""
+        directory = self._directory
+        if not directory or (file := SHARED.of(directory)) is None:
             return None
+        return _written(file, pieces)
+
+    def answered(self) -> None:
+        """The service read the last request in the file."""
+        self._failures = 0
+
+    def failed(self, request: RequestInFile, error: GristmillError) -> None:
+        """What the service may not be able to read is sent for now; what it may still read is not written over."""
         with self._lock:
-            directory = self._directory
-            file = self._idle.pop() if self._idle else None
-        if not directory:
+            # Of requests that were under way together the first to fail says it.
+            if isinstance(error, UnavailableError) and request.file.directory == self._directory:
+                self._failures += 1
+                if self._failures >= _MOST_FAILURES:
+                    self._refused = self._directory
+                SHARED.leave(self._directory)
+                self._directory = ""
+        if isinstance(error, (UnavailableError, DeadlineExceededError)) or type(error) is GristmillError:
+            SHARED.retire(request.file)
+
+
+def _written(file: SharedFile, pieces: Sequence[Buffer]) -> RequestInFile | None:
+    """None where the file has no room, or the request would be of too many parts."""
+    message, blocks = rollout_pb2.RequestFile(name=file.name), list[Block]()
+    placed = [(piece, file.offset_of(piece) if len(piece) >= _APART_BYTES else None) for piece in pieces]
+    for is_elsewhere, some in groupby(placed, lambda one: one[1] is None):
+        if not is_elsewhere:
+            for piece, offset in some:
+                message.parts.add(offset=offset, size=len(piece))
+            continue
+        rest = [piece for piece, _ in some]
+        if sum(map(len, rest)) <= _SENT_BYTES:
+            message.parts.add(data=b"".join(rest))
+        elif (block := _copied(file, rest)) is not None:
+            blocks.append(block)
+            message.parts.add(offset=file.offset_of(block.data), size=len(block))
+        else:
             return None
-        try:
-            file = file or RequestFile(directory)
-            file.write(pieces)
-        except OSError:
-            if file is not None:
-                file.discard()
-            return None
-        return file
+    if len(message.parts) > MOST_PARTS:
+        return None
+    request = rollout_pb2.SubmitRowsRequest(file=message)
+    return RequestInFile(file, request.SerializeToString(), blocks)
 
-    def answered(self, file: RequestFile) -> None:
-        with self._lock:
-            is_kept = file.directory == self._directory and len(self._idle) < _MOST_IDLE
-            if is_kept:
-                self._idle.append(file)
-        if not is_kept:
-            file.discard()
 
-    def failed(self, file: RequestFile, error: GristmillError) -> None:
-        """Where the service may not be able to read the file, the next requests are sent."""
-        file.discard()
-        if isinstance(error, UnavailableError) and file.directory == self._directory:
-            self._refused = file.directory
-            self._use("")
-
-    def close(self) -> None:
-        self._use("")
-
-    def _use(self, directory: str) -> None:
-        with self._lock:
-            idle, self._idle, self._directory = self._idle, [], directory
-        for file in idle:
-            file.discard()
+def _copied(file: SharedFile, pieces: Sequence[Buffer]) -> Block | None:
+    block = file.take(sum(map(len, pieces)))
+    if block is not None:
+        np.concatenate([np.frombuffer(piece, np.uint8) for piece in pieces], out=block)
+    return block

@@ -12,13 +12,14 @@ from typing import Any
 
 import grpc
 
+from gristmill._client.connection.channels import Begun
 from gristmill._client.connection.drivers import Join, Signal
 from gristmill._client.connection.failures import Failure, failure_of
 from gristmill._client.connection.transport import Connection
 from gristmill._client.rollout.delivery import Delivery, PendingRow, outcomes_of
 from gristmill._client.rollout.outbox import Limits, Outbox
 from gristmill._client.rollout.prefix_dedup import RequestEncoder
-from gristmill._client.rollout.request_files import RequestFile, RequestFiles
+from gristmill._client.rollout.request_files import RequestFiles, RequestInFile
 from gristmill._wire.codecs.submit_codec import LARGE_BYTES
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import GristmillError, UnavailableError
@@ -28,11 +29,11 @@ _log = logging.getLogger("gristmill")
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One under way: its rows, the function that waits for the answer, and the file that the request is in, if any."""
+    """One under way: its rows, the call itself, and the request, where that is in a file."""
 
     entries: list[PendingRow]
-    answer: Callable[[], Any] | None = None
-    file: RequestFile | None = None
+    begun: Begun | None = None
+    in_file: RequestInFile | None = None
 
 
 Calls = deque[Call]
@@ -122,10 +123,8 @@ class Sender:
             self._closing = True
             self._outbox.flush()
             self._announce()
-        if self._connection.fork_guard.is_here():
-            if self._join_worker is not None:
-                await self._join_worker()
-            self.files.close()
+        if self._connection.fork_guard.is_here() and self._join_worker is not None:
+            await self._join_worker()
 
     async def _add(self, table: Steps, delivery: Delivery, calls: Calls) -> bool:
         """Adds the rows once there is room. Returns whether that may have made a message due earlier."""
@@ -185,7 +184,10 @@ class Sender:
             raise
 
     async def _step(self, calls: Calls, *, is_waiting: bool = True) -> None:
-        """Begins the call that is due, if one more may be under way; else ends the first, where anybody waits."""
+        """Ends the first calls if they are answered, and begins the one that is due, if one more may be under way; else
+        waits for the first, where anybody waits."""
+        while calls and (begun := calls[0].begun) is not None and begun.is_done():
+            await self._finish(calls.popleft())
         entries: list[PendingRow] = []
         if len(calls) < _MOST_CALLS:
             with self._lock:
@@ -214,28 +216,28 @@ class Sender:
                 answer = await self._driver.call(self._connection.submit_rows, request, timeout=timeout_s)
                 self._on_answer(call, answer)
             else:
-                call.file = self.files.write(pieces)
-                request = b"".join(pieces) if call.file is None else call.file.message()
-                call.answer = self._connection.begin_submit_rows(request, timeout=timeout_s)
+                call.in_file = self.files.write(pieces)
+                request = b"".join(pieces) if call.in_file is None else call.in_file.message
+                call.begun = self._connection.begin_submit_rows(request, timeout=timeout_s)
                 calls.append(call)
 
     async def _finish(self, call: Call) -> None:
-        assert call.answer is not None, "it is under way"
+        assert call.begun is not None, "it is under way"
         with self._reporting(call):
-            self._on_answer(call, await self._driver.call(call.answer))
+            self._on_answer(call, await self._driver.call(call.begun.answer))
 
     def _on_answer(self, call: Call, response: Any) -> None:
         outcomes = outcomes_of(response, call.entries)
         self.files.told(response.request_directory)
-        if call.file is not None:
-            self.files.answered(call.file)
+        if call.in_file is not None:
+            self.files.answered()
         with self._lock:
             self._outbox.on_outcomes(call.entries, outcomes)
             self._announce()
 
     def _on_failure(self, call: Call, failure: Failure) -> None:
-        if call.file is not None:
-            self.files.failed(call.file, failure.error)
+        if call.in_file is not None:
+            self.files.failed(call.in_file, failure.error)
         with self._lock:
             self._outbox.on_failure(call.entries, failure, time.monotonic())
             self._announce()

@@ -17,7 +17,8 @@ from gristmill._converters.values import routes
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.foreign_names import renamings
 from gristmill._wire.lists import size_of
-from gristmill._wire.tables import ValueColumns, is_vector
+from gristmill._wire.tables import ValueColumns
+from gristmill._wire.values import is_vector
 from gristmill.errors import InvalidArgumentError
 
 # Columns of the output and the fields of a row that they are.
@@ -108,7 +109,7 @@ def fields_of_output(
     choice: Choice,
     remedy: str | None = None,
 ) -> dict[str, list[Any]]:
-    """The fields of a row, and the columns chosen, with one value a row each."""
+    """The fields of a row, and the columns chosen, with one value a row each; loss masks where the output has them."""
     _check_names(output, trajectory_ids)
     unknown = set(unknown_keys(output)) - {*choice.columns, *choice.ignore}
     if hints := renamings(unknown, output, _KEYS.fields, _PLURALS):
@@ -121,7 +122,7 @@ def fields_of_output(
             raise InvalidArgumentError(
                 f"generator output: {name} has {length} entries and response_ids has {count}; they need one each"
             )
-    lasts = [bool(last) for last in given.get("is_last_step", [True] * count)]
+    lasts = [*map(bool, given["is_last_step"])] if "is_last_step" in given else [True] * count
     keys = _keys(given, lasts)
     columns: dict[str, list[Any]] = {
         "uid": [uid for uid, _ in keys],
@@ -135,12 +136,9 @@ def fields_of_output(
     }
     for name, field in _COLUMNS.items():
         if name in given:
-            columns[field] = [
-                value if type(value) in _PLAIN else plain(value, field, _where(columns, row))
-                for row, value in enumerate(given[name])
-            ]
-    if "loss_mask" not in columns:
-        columns["loss_mask"] = _all_ones([size_of(response) for response in columns["response_ids"]])
+            columns[field] = [*given[name]]
+            if not _PLAIN.issuperset(map(type, columns[field])):
+                columns[field] = [plain(value, field, _where(columns, row)) for row, value in enumerate(given[name])]
     return columns | {name: _chosen(name, given[name], columns) for name in choice.columns}
 
 
@@ -181,6 +179,8 @@ def _where(columns: Mapping[str, list[Any]], row: int) -> str:
 
 def _steps(keys: Sequence[tuple[str, int]]) -> list[int]:
     """Rows of one trajectory are numbered in their order."""
+    if len({*keys}) == len(keys):
+        return [0] * len(keys)
     following: dict[tuple[str, int], int] = {}
     steps = []
     for key in keys:
@@ -188,12 +188,6 @@ def _steps(keys: Sequence[tuple[str, int]]) -> list[int]:
         following[key] = step + 1
         steps.append(step)
     return steps
-
-
-def _all_ones(lengths: Sequence[int]) -> list[Any]:
-    """Views of one array, as nobody changes it."""
-    ones = np.ones(max(lengths, default=0), np.uint8)
-    return [ones[:length] for length in lengths]
 
 
 def _check_names(output: Mapping[str, Any], trajectory_ids: Any) -> None:
@@ -214,7 +208,7 @@ def _keys(given: Mapping[str, Any], lasts: Sequence[bool]) -> list[tuple[str, in
         return [_key(entry, index) for index, entry in enumerate(given["trajectory_ids"])]
     samples = given["samples"] if "samples" in given else _samples(given["uids"], lasts)
     pairs = list(zip(given["uids"], samples, strict=True))
-    if {type(uid) for uid, _ in pairs} <= {str} and {type(sample) for _, sample in pairs} <= {int}:
+    if {*map(type, given["uids"])} <= {str} and {*map(type, samples)} <= {int}:
         return pairs
     return [_key(pair, index) for index, pair in enumerate(pairs)]
 
@@ -249,6 +243,8 @@ def _rewards(rewards: Any, lasts: list[bool], responses: Sequence[Any]) -> list[
     """One a row; where the others' are per token, a missing one before the last step is so too."""
     if rewards is None:
         rewards = [None] * len(lasts)
+    elif {*map(type, rewards)} == {float}:
+        return [*rewards]
     found = [plain(reward, "reward", f"generator output: row {row}") for row, reward in enumerate(rewards)]
     per_token = any(map(is_vector, found))
     return [

@@ -14,7 +14,7 @@ from gristmill._wire.extras import check_extras
 from gristmill._wire.lists import ConvertedTokens, size_of
 from gristmill._wire.rows import extras_of, from_rows
 from gristmill._wire.steps import UNKNOWN, Extra, Steps, TrajectoryKey
-from gristmill._wire.tables import is_vector, token_ids
+from gristmill._wire.values import is_vector, token_ids
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.column_spec import BFLOAT16, DTYPES, MOST_AXES, MOST_ELEMENT_BYTES
-from gristmill._wire.columns import FEW_ROWS, Array, Int64s, Ragged, least, starts_of, sum_of
+from gristmill._wire.columns import FEW_ROWS, Array, Int64s, Ragged, greatest, least, starts_of, sum_of
 from gristmill._wire.steps import UNKNOWN, Extra, Steps, check, oldest_versions, tags_of
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rows_pb2
@@ -305,8 +305,7 @@ class _Rows:
 
 def ones(lengths: Int64s) -> Ragged:
     """A mask of ones for rows of these lengths, which share them."""
-    longest = int(lengths.max()) if len(lengths) else 0
-    return Ragged(np.ones(longest, np.uint8), _per_row((), "", len(lengths), np.int64, 0), lengths)
+    return Ragged(np.ones(int(greatest(lengths)), np.uint8), _per_row((), "", len(lengths), np.int64, 0), lengths)
 
 
 def _token_rewards(buffer: bytes | memoryview, rows: _Rows) -> Ragged | None:

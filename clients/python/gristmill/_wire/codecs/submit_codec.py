@@ -22,8 +22,14 @@ from gristmill.v1 import rollout_pb2, rows_pb2
 
 Buffer = bytes | memoryview
 
-ReadFile = Callable[[str, int], memoryview]
-"""Gives the first bytes of a file of this name, so many."""
+Part = bytes | tuple[int, int]
+"""Some bytes of a request, or where they stand in a file: the first one, and how many."""
+
+MOST_PARTS = 256
+"""Of a request that stands in a file."""
+
+ReadFile = Callable[[str, Sequence[Part]], memoryview]
+"""Gives the request of these parts, with a file of this name."""
 
 LARGE_BYTES = 1 << 20
 """A request of so many bytes is better written to a file, where the service reads those."""
@@ -91,7 +97,7 @@ class Submission:
 def _content(file: rollout_pb2.RequestFile, read_file: ReadFile | None) -> memoryview:
     if read_file is None:
         raise InvalidArgumentError("file: this service reads no requests from files; send the request itself")
-    return read_file(file.name, file.size)
+    return read_file(file.name, [part.data or (part.offset, part.size) for part in file.parts])
 
 
 def encode(

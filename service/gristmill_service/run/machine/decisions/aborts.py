@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from gristmill._wire.steps import TrajectoryKey, check_text
-from gristmill.errors import InvalidArgumentError, NotFoundError
+from gristmill._wire.steps import TrajectoryKey, check_length, check_text
+from gristmill.errors import NotFoundError
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.decisions.group_sizes import check_sample
 from gristmill_service.run.machine.events import Event, GroupClosed, GroupDropped, GroupKey, TrajectoryAborted
@@ -64,11 +64,8 @@ def timeouts(state: State, config: RunConfig, now: float) -> list[Event]:
 
 def checked_reason(reason: str) -> str:
     """Reasons are counted by name, so that they are names and not reports."""
-    if len(reason) > _LONGEST_REASON:
-        raise InvalidArgumentError(
-            f"reason has {len(reason)} characters, and {_LONGEST_REASON} are the most; give a short name of the "
-            "problem, because groups are counted by it"
-        )
+    remedy = "give a short name of the problem, because groups are counted by it"
+    check_length(reason, _LONGEST_REASON, "reason", remedy)
     check_text(reason, "reason")
     return reason or _UNNAMED_REASON
 

@@ -38,6 +38,8 @@ class Room(NamedTuple):
 
     def less(self, tag: str) -> Room:
         """What is left after one more of the tag."""
+        if not self.kept:
+            return Room(self.groups - 1, self.reason, self.kept, self.waits)
         kept = {name: count - (name == tag) for name, count in self.kept.items()}
         return self._replace(groups=self.groups - 1, kept={name: count for name, count in kept.items() if count})
 

@@ -33,22 +33,28 @@ def check_sizes(state: State, wanted: Sequence[NewGroup], config: RunConfig) -> 
             )
 
 
-def check_sample(row: StoredRow | TrajectoryKey, sample: int, group: Group | None, config: RunConfig) -> None:
-    """Refuses a sample that the group has not. row: what has it. group: None where nothing is known of its size."""
+def check_sample(trajectory: TrajectoryKey, sample: int, group: Group | None, config: RunConfig) -> None:
+    """Refuses a sample that the group has not. group: None where nothing is known of its size."""
     samples = config.most_samples + config.surplus if group is None else group.sampled
     if not 0 <= sample < samples:
-        raise _no_sample(row, sample, samples, sizes_of(config) if group is None else _size_of(group, config))
+        allows = sizes_of(config) if group is None else _size_of(group, config)
+        raise _no_sample(trajectory, sample, samples, allows)
 
 
-def check_first_sample(row: StoredRow, sample: int, config: RunConfig) -> None:
-    """The same for a row that begins its group, which has the run's own size then."""
-    samples = config.n_samples_per_prompt + config.surplus
-    if 0 <= sample < samples:
-        return
-    own = f"n_samples_per_prompt: {config.n_samples_per_prompt}{_with_surplus(config.surplus)}"
-    if config.most_samples > config.n_samples_per_prompt:
-        own += " (the group was not begun with n_samples of its own)"
-    raise _no_sample(row, sample, samples, own)
+def samples_of(group: Group | None, config: RunConfig) -> int:
+    """How many samples a group has. None: one that begins with a row, and so has the run's own size."""
+    return config.n_samples_per_prompt + config.surplus if group is None else group.sampled
+
+
+def no_sample(row: StoredRow, group: Group | None, config: RunConfig) -> InvalidArgumentError:
+    """The refusal of a row whose sample is beyond `samples_of`."""
+    if group is not None:
+        own = _size_of(group, config)
+    else:
+        own = f"n_samples_per_prompt: {config.n_samples_per_prompt}{_with_surplus(config.surplus)}"
+        if config.most_samples > config.n_samples_per_prompt:
+            own += " (the group was not begun with n_samples of its own)"
+    return _no_sample(row, row.trajectory.sample, samples_of(group, config), own)
 
 
 def _size_of(group: Group, config: RunConfig) -> str:

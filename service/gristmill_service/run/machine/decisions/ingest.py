@@ -5,11 +5,13 @@ A request is taken whole or refused whole, so rows are judged against the state 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import repeat
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
+from operator import add
+from types import MappingProxyType
 
-from gristmill._wire.steps import Steps, TrajectoryKey
+from gristmill._wire.named_tuples import made_of
+from gristmill._wire.steps import Steps
 from gristmill.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -20,7 +22,7 @@ from gristmill.errors import (
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import Outcome
 from gristmill_service.run.machine.decisions.admission import RETRY_AFTER_S, BytesLeft, Room
-from gristmill_service.run.machine.decisions.group_sizes import check_first_sample, check_sample
+from gristmill_service.run.machine.decisions.group_sizes import no_sample, samples_of
 from gristmill_service.run.machine.decisions.tags import NamedTags
 from gristmill_service.run.machine.events import (
     Event,
@@ -35,7 +37,8 @@ from gristmill_service.run.machine.events import (
     StoredRow,
 )
 from gristmill_service.run.machine.groups import Group, Trajectory
-from gristmill_service.run.machine.row_digests import reward_digests
+from gristmill_service.run.machine.row_digests import RowDigests
+from gristmill_service.run.machine.row_keys import RowKeys, by_group
 from gristmill_service.run.machine.state import State
 
 ROW_OVERHEAD_BYTES = 768
@@ -43,99 +46,103 @@ ROW_OVERHEAD_BYTES = 768
 
 
 def describe_rows(
-    steps: Steps, table: int, digests: Sequence[bytes], checks: Sequence[bytes], parents: Sequence[RowName | None]
+    steps: Steps,
+    keys: RowKeys,
+    table: int,
+    digests: RowDigests,
+    tokens: Sequence[bytes],
+    parents: Sequence[RowName | None],
 ) -> list[StoredRow]:
     """The rows of a request as the state knows them, should they be stored as this table.
 
-    digests, checks, parents: of each row, as `StoredRow` has them.
+    digests: of the table's rows. tokens: of each row the digest of all its tokens. parents: of each row, as `StoredRow`
+    has it.
     """
-    rewards_given = reward_digests(steps)
-    itemsize = sum(
-        column.values.itemsize
-        for column in (
-            steps.loss_mask,
-            steps.logprobs,
-            steps.token_rewards,
-            steps.token_advantages,
-            steps.token_versions,
-        )
-        if column is not None
-    )
-    responses = steps.response_lengths
-    sizes = ROW_OVERHEAD_BYTES + 4 * steps.tokens.lengths + itemsize * responses
-    for extra in steps.extras.values():
-        sizes += extra.row_bytes
-    nbytes, lengths = sizes.tolist(), steps.sequence_lengths.tolist()
+    count, checks = len(steps), [b""] * len(steps)
+    if steps.prefix_lengths is not None:
+        own = digests.of_own()
+        checks = [b"" if parent is None else own[row] for row, parent in enumerate(parents)]
     pending, rewards = steps.rewards_pending.tolist(), steps.rewards.tolist()
-    advantages = [None] * len(steps) if steps.advantages is None else steps.advantages.tolist()
-    columns = zip(
-        steps.rounds.tolist(),
-        steps.uids,
-        steps.samples.tolist(),
+    responses = steps.response_lengths.tolist()
+    return made_of(
+        StoredRow,
+        keys.trajectories,
         steps.steps.tolist(),
         steps.attempts.tolist(),
         steps.is_last_steps.tolist(),
-        responses.tolist(),
+        made_of(RowRef, [table] * count, range(count)),
+        digests.of(tokens),
+        _sizes(steps, responses),
+        responses,
         steps.policy_versions.tolist(),
-        strict=True,
+        [None if waits else reward for waits, reward in zip(pending, rewards, strict=True)],
+        digests.rewards,
+        [None] * count if steps.advantages is None else steps.advantages.tolist(),
+        [b""] * count,
+        steps.sequence_lengths.tolist(),
+        parents,
+        checks,
     )
-    return [
-        StoredRow(
-            trajectory=TrajectoryKey(round_, uid, sample),
-            step=step,
-            attempt=attempt,
-            is_last=last,
-            ref=RowRef(table, row),
-            digest=digests[row],
-            nbytes=nbytes[row],
-            response_length=response,
-            version=version,
-            reward=None if pending[row] else rewards[row],
-            reward_digest=rewards_given[row],
-            advantage=advantages[row],
-            tokens=lengths[row],
-            parent=parents[row],
-            check=checks[row],
-        )
-        for row, (round_, uid, sample, step, attempt, last, response, version) in enumerate(columns)
-    ]
 
 
-@dataclass(slots=True)
+def _sizes(steps: Steps, responses: Sequence[int]) -> list[int]:
+    """The bytes that each row takes, as it is held."""
+    columns = (steps.loss_mask, steps.logprobs, steps.token_rewards, steps.token_advantages, steps.token_versions)
+    item = sum(column.values.itemsize for column in columns if column is not None)
+    own = zip(steps.tokens.lengths.tolist(), responses, strict=True)
+    sizes = [ROW_OVERHEAD_BYTES + 4 * tokens + item * response for tokens, response in own]
+    for extra in steps.extras.values():
+        sizes = [*map(add, sizes, extra.row_bytes.tolist())]
+    return sizes
+
+
+# An enum is asked for a member by a function in Python.
+_ACCEPTED = Outcome.ACCEPTED
+_NOTHING: Mapping[int, StoredRow] = MappingProxyType({})
+
+
 class _View:
     """A trajectory as the state has it, and with the request's own rows added."""
 
-    attempt: int = -1
-    before: dict[int, StoredRow] = field(default_factory=dict)
-    added: dict[int, StoredRow] = field(default_factory=dict)
-    last: int | None = None
-    highest: int = -1
+    __slots__ = ("added", "attempt", "before", "highest", "last")
 
-    @classmethod
-    def of(cls, trajectory: Trajectory | None) -> _View:
-        if trajectory is None:
-            return cls()
-        return cls(trajectory.attempt, trajectory.rows, {}, trajectory.last, trajectory.highest)
+    def __init__(self, trajectory: Trajectory | None) -> None:
+        self.attempt, self.before, self.last, self.highest = -1, _NOTHING, None, -1
+        self.added: dict[int, StoredRow] = {}
+        if trajectory is not None:
+            self.attempt, self.before = trajectory.attempt, trajectory.rows
+            self.last, self.highest = trajectory.last, trajectory.highest
 
     def take(self, row: StoredRow) -> Outcome:
+        if not self.added and not self.before:
+            self.attempt = row.attempt
+        elif (outcome := self._compared(row)) is not _ACCEPTED:
+            return outcome
+        step = row.step
+        self.added[step] = row
+        if step > self.highest:
+            self.highest = step
+        if row.is_last:
+            self.last = step
+        return _ACCEPTED
+
+    def _compared(self, row: StoredRow) -> Outcome:
+        """With the rows that are there."""
         if row.attempt < self.attempt:
             return Outcome.SUPERSEDED
         if row.attempt > self.attempt:
-            self.attempt, self.before, self.added, self.last, self.highest = row.attempt, {}, {}, None, -1
+            self.attempt, self.before, self.added, self.last, self.highest = row.attempt, _NOTHING, {}, None, -1
+            return _ACCEPTED
         known = self.added.get(row.step) or self.before.get(row.step)
-        if known is not None:
-            if known.digest != row.digest:
-                raise AlreadyExistsError(
-                    f"{row}: other content was accepted for this step of attempt {row.attempt}; send the same row, or "
-                    "sample the trajectory anew with a higher attempt"
-                )
-            return Outcome.DUPLICATE
-        self._check_order(row)
-        self.added[row.step] = row
-        self.highest = max(self.highest, row.step)
-        if row.is_last:
-            self.last = row.step
-        return Outcome.ACCEPTED
+        if known is None:
+            self._check_order(row)
+            return _ACCEPTED
+        if known.digest != row.digest:
+            raise AlreadyExistsError(
+                f"{row}: other content was accepted for this step of attempt {row.attempt}; send the same row, or "
+                "sample the trajectory anew with a higher attempt"
+            )
+        return Outcome.DUPLICATE
 
     def _check_order(self, row: StoredRow) -> None:
         if self.last is not None and (row.is_last or row.step > self.last):
@@ -149,11 +156,60 @@ class _View:
                 f"{row}: is_last_step is true, and step {self.highest} was accepted "
                 "already; the last step has the highest number"
             )
-        other = next(iter(self.added.values()), None) or next(iter(self.before.values()), None)
-        if other is not None and other.advantage != row.advantage:
+        other = next(chain(self.added.values(), self.before.values()))
+        if other.advantage != row.advantage:
             raise InvalidArgumentError(
                 f"{row}: advantage is {row.advantage} and {other.advantage} on step "
                 f"{other.step}; give the same on every step of a trajectory, or one per response token"
+            )
+
+
+class _GroupView:
+    """An open group, and with the request's own rows added. group: None where it begins with them."""
+
+    __slots__ = ("_aborted", "_before", "_config", "_is_step_wise", "_samples", "_views", "group")
+
+    def __init__(self, group: Group | None, config: RunConfig) -> None:
+        self.group, self._config = group, config
+        self._samples, self._is_step_wise = samples_of(group, config), config.step_wise
+        self._aborted: Collection[int] = () if group is None else group.aborted
+        self._before: Mapping[int, Trajectory] = {} if group is None else group.trajectories
+        self._views: dict[int, _View] = {}
+
+    def check(self, row: StoredRow) -> None:
+        """Refuses a row that no group of its size, or no run of these settings, has."""
+        if not 0 <= row.trajectory.sample < self._samples:
+            raise no_sample(row, self.group, self._config)
+        if not self._is_step_wise and (row.step or not row.is_last):
+            raise InvalidArgumentError(
+                f"{row}: with step_wise: false a trajectory has one step, which is number 0 and the last; set "
+                "step_wise: true for trajectories of several turns"
+            )
+
+    def take(self, row: StoredRow) -> Outcome:
+        sample = row.trajectory.sample
+        if sample in self._aborted:
+            return Outcome.DROPPED
+        view = self._views.get(sample) or self._view(sample)
+        outcome = view.take(row)
+        if row.parent is not None and outcome is _ACCEPTED:
+            self._check_parent(row, row.parent)
+        return outcome
+
+    def _view(self, sample: int) -> _View:
+        found = self._views.get(sample)
+        if found is None:
+            found = self._views[sample] = _View(self._before.get(sample))
+        return found
+
+    def _check_parent(self, row: StoredRow, parent: RowName) -> None:
+        """Refuses a row whose parent the group has no more, or never had."""
+        sample, attempt, step = parent
+        view = self._view(sample)
+        if view.attempt != attempt or (step not in view.added and step not in view.before):
+            raise PrefixUnknownError(
+                f"{row}: its first tokens were left out because sample {sample} step {step} has them, and the run does "
+                "not have that step any more; send all tokens of the row"
             )
 
 
@@ -173,64 +229,41 @@ def take_rows(
     rows that would be stored.
     """
     named = NamedTags(state)
-    views: dict[TrajectoryKey, _View] = {}
+    views: dict[GroupKey, _GroupView] = {}
     outcomes: list[Outcome] = []
     stored: list[StoredRow] = []
-    admitted: dict[GroupKey, NewGroup] = {}
-    for row, tag in zip(rows, repeat("") if tags is None else tags, strict=False):
-        key = row.group
+    begun: list[GroupKey] = []
+    for key, own in by_group(rows):
         closed = state.closed.get(key)
         if closed is not None:
-            outcomes.append(_closed_outcome(state, row, closed))
+            outcomes += [_closed_outcome(state, row, closed) for row in own]
             continue
-        group = state.open.get(key)
-        _check_row(row, group, config)
-        if tag:
-            named.name(key, tag, str(row))
-        if group is None:
-            admitted[key] = NewGroup(key, config.n_samples_per_prompt)
-        elif row.trajectory.sample in group.aborted:
-            outcomes.append(Outcome.DROPPED)
-            continue
-        view = views.get(row.trajectory)
-        if view is None:
-            trajectory = None if group is None else group.trajectories.get(row.trajectory.sample)
-            view = views[row.trajectory] = _View.of(trajectory)
-        outcome = view.take(row)
-        outcomes.append(outcome)
-        if outcome is Outcome.ACCEPTED:
-            _check_parent(row, group, views)
-            stored.append(row)
-    if state.finished and (admitted or stored):
+        if (view := views.get(key)) is None:
+            view = views[key] = _GroupView(state.open.get(key), config)
+            if view.group is None:
+                begun.append(key)
+        for row in own:
+            view.check(row)
+            if tags is not None and (tag := tags[len(outcomes)]):
+                named.name(key, tag, str(row))
+            outcome = view.take(row)
+            outcomes.append(outcome)
+            if outcome is _ACCEPTED:
+                stored.append(row)
+    if state.finished and (begun or stored):
         raise finished()
     events: list[Event] = []
+    admitted = tuple([NewGroup(key, config.n_samples_per_prompt, named.of(key)) for key in begun])
     if admitted:
-        admitted = {key: new._replace(tag=named.of(key)) for key, new in admitted.items()}
         _check_room(admitted, room(), config)
-        events.append(GroupsAdmitted(tuple(admitted.values()), now()))
-    events += named.events(admitted.values())
+        events.append(GroupsAdmitted(admitted, now()))
+    events += named.events(admitted)
     if stored:
         check_held(stored)
         if schema != state.schema:
             events.append(SchemaFixed(schema))
         events.append(RowsStored(tuple(stored)))
     return outcomes, events
-
-
-def _check_parent(row: StoredRow, group: Group | None, views: dict[TrajectoryKey, _View]) -> None:
-    """Refuses a row whose parent the group has no more, or never had."""
-    trajectory = row.begins_as
-    if row.parent is None or trajectory is None:
-        return
-    sample, attempt, step = row.parent
-    view = views.get(trajectory)
-    if view is None:
-        view = _View.of(None if group is None else group.trajectories.get(sample))
-    if view.attempt != attempt or (step not in view.added and step not in view.before):
-        raise PrefixUnknownError(
-            f"{row}: its first tokens were left out because sample {sample} step {step} has them, and the run does not "
-            "have that step any more; send all tokens of the row"
-        )
 
 
 def _closed_outcome(state: State, row: StoredRow, closed: int | str) -> Outcome:
@@ -242,18 +275,6 @@ def _closed_outcome(state: State, row: StoredRow, closed: int | str) -> Outcome:
     trajectory = group.trajectories.get(row.trajectory.sample) if group else None
     known = trajectory.rows.get(row.step) if trajectory and trajectory.attempt == row.attempt else None
     return Outcome.DUPLICATE if known is not None and known.digest == row.digest else Outcome.SEALED
-
-
-def _check_row(row: StoredRow, group: Group | None, config: RunConfig) -> None:
-    if group is None:
-        check_first_sample(row, row.trajectory.sample, config)
-    else:
-        check_sample(row, row.trajectory.sample, group, config)
-    if not config.step_wise and (row.step or not row.is_last):
-        raise InvalidArgumentError(
-            f"{row}: with step_wise: false a trajectory has one step, which is number 0 and the last; set step_wise: "
-            "true for trajectories of several turns"
-        )
 
 
 def check_bytes(stored: Sequence[StoredRow], left: BytesLeft) -> None:
@@ -271,9 +292,9 @@ def finished() -> FailedPreconditionError:
     return FailedPreconditionError("the run is finished and takes no more rollouts; create another run")
 
 
-def _check_room(admitted: dict[GroupKey, NewGroup], found: Room, config: RunConfig) -> None:
+def _check_room(admitted: Sequence[NewGroup], found: Room, config: RunConfig) -> None:
     left = found
-    for refused in admitted.values():
+    for refused in admitted:
         if not left.groups_of(refused.tag):
             break
         left = left.less(refused.tag)
@@ -282,11 +303,11 @@ def _check_room(admitted: dict[GroupKey, NewGroup], found: Room, config: RunConf
     most = config.max_buffered_batches * config.train_batch_size
     if len(admitted) > most:
         raise InvalidArgumentError(
-            f"{next(iter(admitted))}: the request begins {len(admitted)} prompt groups at once, and "
+            f"{admitted[0].key}: the request begins {len(admitted)} prompt groups at once, and "
             f"max_buffered_batches allows {most}; begin fewer in one request"
         )
     raise ResourceExhaustedError(
-        f"{next(iter(admitted))}: no room for {len(admitted)} more prompt groups, {found.groups_of(refused.tag)} may "
+        f"{admitted[0].key}: no room for {len(admitted)} more prompt groups, {found.groups_of(refused.tag)} may "
         f"be admitted: {found.reason_for(refused.tag)}",
         RETRY_AFTER_S,
     )

@@ -179,7 +179,7 @@ def commit_acknowledged(state: State, model: Model) -> list[Event]:
 
 def freed(state: State) -> list[Event]:
     """Batches that every model has both committed and acknowledged past, and failed ones that every model went past."""
-    return [*_freed_failures(state), *_freed_trained(state)]
+    return [*_freed_failures(state), *_freed_trained(state)] if state.batches else []
 
 
 def _freed_trained(state: State) -> list[Event]:
@@ -217,7 +217,7 @@ def _reached(model: ModelState) -> Position:
     return min(model.committed, *model.next)
 
 
-def reached(state: State, model: Model) -> Position:
+def furthest(state: State, model: Model) -> Position:
     """How far any rank of the model has ever come, as the run knows it."""
     own = state.models[model]
     return max(own.furthest, own.committed)
@@ -267,7 +267,7 @@ def check_exists(state: State, model: Model, position: Position) -> None:
         if state.generation > 1:
             why = (
                 f"this run's log was rolled back, and it is in generation {state.generation}; resume from a checkpoint "
-                f"at or before {text_of(reached(state, model))}, or without one, at the committed position"
+                f"at or before {text_of(furthest(state, model))}, or without one, at the committed position"
             )
         raise FailedPreconditionError(
             f"{model}: {text_of(position)} is past the last sealed batch, number {state.batches_sealed - 1}: {why}"

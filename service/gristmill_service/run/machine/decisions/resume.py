@@ -7,15 +7,15 @@ would silently step over accepted rows; it is refused, or the batches in between
 
 from __future__ import annotations
 
-from gristmill._wire.steps import check_text
+from gristmill._wire.steps import check_length, check_text
 from gristmill.errors import FailedPreconditionError, InvalidArgumentError, StaleIncarnationError
 from gristmill_service.config import Model
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions.aborts import checked_reason
 from gristmill_service.run.machine.decisions.progress import (
     check_exists,
+    furthest,
     model_state,
-    reached,
     settle,
     text_of,
     went_past,
@@ -89,11 +89,8 @@ def _check_launch(launch: str) -> None:
     """Refuses a launch that is no name: runs remember every one."""
     if not launch:
         raise InvalidArgumentError("launch is empty; name this start of the trainer, the same on all its ranks")
-    if len(launch) > _LONGEST_LAUNCH:
-        raise InvalidArgumentError(
-            f"launch {launch[:50]!r}... has {len(launch)} characters, and {_LONGEST_LAUNCH} are the most; name this "
-            "start of the trainer in fewer"
-        )
+    what = f"launch {launch[:50]!r}..."
+    check_length(launch, _LONGEST_LAUNCH, what, "name this start of the trainer in fewer")
     check_text(launch, "launch")
 
 
@@ -150,7 +147,7 @@ def _furthest_fit(state: State, model: Model, generation: int) -> Position:
     if generation > state.generation:
         return START
     rolled_back = [known.get(model, START) for known in state.rollbacks[generation - 1 :]] if generation else []
-    return min([reached(state, model), *rolled_back])
+    return min([furthest(state, model), *rolled_back])
 
 
 def _refusal(state: State, model: Model, target: Position, fits: Position, between: list[int], generation: int) -> str:

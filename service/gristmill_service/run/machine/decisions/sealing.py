@@ -27,6 +27,7 @@ from gristmill_service.run.machine.events import (
     TrajectoryAborted,
 )
 from gristmill_service.run.machine.groups import Group
+from gristmill_service.run.machine.row_keys import by_group
 from gristmill_service.run.machine.state import State
 
 
@@ -38,13 +39,14 @@ def due(state: State, config: RunConfig, happened: Sequence[Event] | None) -> li
     """
     if config.surplus and (surplus := _surplus(state, happened)):
         return [*surplus]
-    dropped = [
-        GroupDropped(key, reason)
-        for key in (list(state.complete) if happened is None else _touched(state, happened))
-        if (reason := _unfit(state.open[key], state, config))
-    ]
-    if dropped:
-        return [*dropped]
+    if _has_filters(config):
+        dropped = [
+            GroupDropped(key, reason)
+            for key in (list(state.complete) if happened is None else _touched(state, happened))
+            if (reason := _unfit(state.open[key], state, config))
+        ]
+        if dropped:
+            return [*dropped]
     if len(state.batches) >= config.max_buffered_batches:
         return []
     least = 1 if state.finished else config.train_batch_size
@@ -196,7 +198,7 @@ def _named(happened: Sequence[Event]) -> dict[GroupKey, None]:
     for event in happened:
         match event:
             case RowsStored(rows):
-                keys.update(dict.fromkeys(row.group for row in rows))
+                keys.update(dict.fromkeys(key for key, _ in by_group(rows)))
             case RewardsSet(rewards):
                 keys.update(dict.fromkeys(GroupKey(*reward.trajectory[:2]) for reward in rewards))
             case TrajectoryAborted(trajectory, _):
@@ -204,6 +206,11 @@ def _named(happened: Sequence[Event]) -> dict[GroupKey, None]:
             case GroupClosed(key, _):
                 keys[key] = None
     return keys
+
+
+def _has_filters(config: RunConfig) -> bool:
+    """Whether any group can be unfit."""
+    return config.stale == "drop" or config.zero_variance_filter == "replace"
 
 
 def _unfit(group: Group, state: State, config: RunConfig) -> str | None:
