@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import httpx
@@ -27,17 +27,21 @@ from tests.access.test_tokens import SUBJECT, Issuer
 from tests.api.doors import CONFIG
 from tests.run.harness import wait_until
 
+T = TypeVar("T")
+
 
 @pytest.fixture
 def queued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The callers whose calls are put into queues, in order."""
-    found, before = list[str](), CallTurns.put
+    """The callers whose calls are put into queues, in order: those of services that are started after this."""
+    found = list[str]()
 
-    def put(self: CallTurns[Any], caller: str, call: Any) -> None:
-        found.append(caller)
-        before(self, caller, call)
+    class Recorded(CallTurns[T]):
+        def put(self, caller: str, call: T) -> None:
+            found.append(caller)
+            super().put(caller, call)
 
-    monkeypatch.setattr(CallTurns, "put", put)
+    # Not `put` of all: services of other tests may still have clients in this process.
+    monkeypatch.setattr(call_threads, "CallTurns", Recorded)
     return found
 
 
