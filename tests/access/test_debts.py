@@ -136,7 +136,7 @@ def test_over_http_unknown_tokens_wait_for_their_refusal(
         found = [client.get("/v1/runs", headers=bearer("nobody's")).status_code for _ in range(10)]
         assert found == [401] * 10, "what is wrong is told nevertheless"
         assert waited[0] == 0.0
-        assert waited[-1] > 0.0
+        assert max(waited) > 0.0
         assert client.get("/v1/runs", headers=bearer(of["modest"])).status_code == 200
 
 
