@@ -6,8 +6,9 @@ and 34488 of sgl-project/sglang): which fields there are, on which chunk each st
 and what is refused.
 
 A token is a byte of the text; 256 and 257 begin and end a turn, as in ChatML. The last message says what is answered:
-`say WORDS`, `think WORDS; WORDS` (reasoning, then words), `call NAME JSON` (a tool), or what goes wrong: `fail STATUS`,
-`cut AFTER` (tokens), `wait SECONDS WORDS`, `tokenless WORDS`, `mute`. Anything else is answered with `ok`.
+`say WORDS`, `think WORDS; WORDS` (reasoning, then words), `call NAME JSON` (a tool), `hold NAME WORDS` (once the test
+lets NAME go), or what goes wrong: `fail STATUS`, `cut AFTER` (tokens), `wait SECONDS WORDS`, `tokenless WORDS`, `mute`.
+Anything else is answered with `ok`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def _spoken(message: Mapping[str, Any]) -> str:
 
 @dataclass
 class Engine:
-    """One that listens at `url` and remembers what it was asked. is_sglang: whose form it answers in."""
+    """One that listens at `url` and remembers what it was asked. is_sglang: whose form it answers in. let_go: the names
+    of calls that are held no longer."""
 
     is_sglang: bool = False
     port: int = 0
@@ -83,6 +85,7 @@ class Engine:
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[Mapping[str, str]] = field(default_factory=list)
     cancelled: int = 0
+    let_go: set[str] = field(default_factory=set)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=64 << 20)
@@ -143,6 +146,9 @@ class Engine:
             except asyncio.CancelledError:
                 self.cancelled += 1
                 raise
+        if script.startswith("hold "):
+            while script.split()[1] not in self.let_go:
+                await asyncio.sleep(0.005)
         form = _Form(self.is_sglang, kind, body, script)
         count = body.get("n") or 1
         said = [_words(script, number) for number in range(count)] * len(prompts)
@@ -175,7 +181,7 @@ def _words(script: str, number: int = 0) -> Words:
     if verb == "call":
         name, _, arguments = rest.partition(" ")
         return Words(tool=(name, arguments))
-    if verb == "wait":
+    if verb in ("wait", "hold"):
         return Words(text=rest.partition(" ")[2] + more)
     if verb == "cut":
         return Words(text="a long answer that is cut")

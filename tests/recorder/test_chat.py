@@ -102,14 +102,21 @@ def test_several_choices_share_their_prompt_and_are_each_trained(
 
 
 def test_parallel_sub_agents_and_a_shortened_history_become_a_tree(
-    recorder: Recorder, service: Service, run: str
+    recorder: Recorder, engine: Engine, service: Service, run: str
 ) -> None:
     plan = [user("say plan")]
     with recorder.openai(run) as client:
         history = [*plan, said(ask(client, plan).choices[0].message)]
-        tasks = [[*history, user(f"wait 0.{number} part {number}")] for number in (3, 1, 2)]
+        tasks = [[*history, user(f"hold {run}-{number} part {number}")] for number in (3, 1, 2)]
         with ThreadPoolExecutor(3) as agents:
-            parts = list(agents.map(lambda task: ask(client, task).choices[0].message.content, tasks))
+            asked = [agents.submit(lambda task: ask(client, task).choices[0].message.content, task) for task in tasks]
+            while recorder.metric("calls_under_way") < len(tasks):
+                time.sleep(0.01)
+            # One answer after the other: the first of them goes on with the plan.
+            for number, answer in sorted(zip((3, 1, 2), asked, strict=True), key=lambda one: one[0]):
+                engine.let_go.add(f"{run}-{number}")
+                answer.result()
+        parts = [answer.result() for answer in asked]
         compact = [user(f"say all of {', '.join(parts)}")]
         ask(client, compact)
     assert recorder.finish(run)["steps"] == 5

@@ -86,7 +86,7 @@ def test_a_query_reaches_the_engine_as_the_agent_wrote_it(
 def test_a_connection_that_may_have_more_is_not_used_again(
     broken: BrokenEngine, start_recorder: StartRecorder, service: Service, run: str, answer: bytes
 ) -> None:
-    recorder = start_recorder(broken.url, service.grpc_address, "--silence-timeout-s", "0.5")
+    recorder = start_recorder(broken.url, service.grpc_address)
     broken.answer = answer
     ask(recorder, run)
     broken.answer = whole(completion())

@@ -129,14 +129,15 @@ def test_an_agent_that_hangs_up_stops_the_engine_and_is_not_recorded(
     assert post(f"{recorder.base(run)}/finish", {})[0] == 409
 
 
-def test_a_trajectory_does_not_end_while_calls_are_under_way(recorder: Recorder, service: Service, run: str) -> None:
+def test_a_trajectory_does_not_end_while_calls_are_under_way(recorder: Recorder, engine: Engine, run: str) -> None:
     with recorder.openai(run) as client, ThreadPoolExecutor(1) as agent:
         client.chat.completions.create(**body("say hi"))
-        late = agent.submit(lambda: client.chat.completions.create(**body("wait 0.5 late")))
+        late = agent.submit(lambda: client.chat.completions.create(**body(f"hold {run} late")))
         while not recorder.metric("calls_under_way"):
             time.sleep(0.01)
         status, message = told(post(f"{recorder.base(run)}/finish", {"reward": 1.0}))
         assert (status, "1 calls are under way" in message) == (409, True)
+        engine.let_go.add(run)
         late.result()
     assert recorder.finish(run)["steps"] == 2
 
@@ -209,7 +210,7 @@ def test_a_wrong_call_is_refused_with_what_is_expected(
 
 
 def test_limits_refuse_and_say_which(start_recorder: StartRecorder, service: Service, run: str) -> None:
-    flags = ("--max-calls", "1", "--max-body-bytes", "2000", "--max-row-bytes", "300", "--silence-timeout-s", "0.3")
+    flags = ("--max-calls", "1", "--max-body-bytes", "2000", "--max-row-bytes", "300", "--silence-timeout-s", "4")
     with serving(Engine()) as engine:
         recorder = start_recorder(engine.url, service.grpc_address, *flags)
         assert told(chat(recorder, run, body("say " + "x" * 3000)))[0] == 413
@@ -235,7 +236,7 @@ def test_an_agent_that_falls_silent_is_aborted_and_its_group_goes_on(
     start_recorder: StartRecorder, engine: Engine, service: Service, run_name: str
 ) -> None:
     create_run(service.grpc_address, run_name, n_samples_per_prompt=2)
-    recorder = start_recorder(engine.url, service.grpc_address, "--idle-abort-s", "0.5")
+    recorder = start_recorder(engine.url, service.grpc_address, "--idle-abort-s", "3")
     for sample in range(2):
         with recorder.openai(run_name, sample=sample) as client:
             client.chat.completions.create(**body("say hi"))
