@@ -20,8 +20,8 @@ from tests.redis.servers import HOST, RedisServer, Sentinel, StartRedis
 
 
 def client_of(server: RedisServer | Proxy, **options: Any) -> redis.Redis:
-    """One that gives up soon and never tries again."""
-    options = {"socket_timeout": 5, "protocol": 2} | options
+    """One that never tries again."""
+    options = {"socket_timeout": 30, "protocol": 2} | options
     return redis.Redis(host=HOST, port=server.port, retry=Retry(NoBackoff(), 0), **options)
 
 
@@ -69,11 +69,11 @@ class TestServer:
 
     def test_a_paused_one_answers_once_it_is_resumed(self, start_redis: StartRedis) -> None:
         server = start_redis(appendonly="no")
-        client = server.client(socket_timeout=0.2)
+        client, hasty = server.client(), server.client(socket_timeout=0.2)
         client.ping()
         server.pause()
         with pytest.raises(redis.TimeoutError):
-            client.ping()
+            hasty.ping()
         server.resume()
         assert client.ping()
 
@@ -116,7 +116,7 @@ class TestProxy:
         started = time.monotonic()
         through.set("large", b"x" * 16_000_000)
         # One delay for each piece that is read would be 12 s.
-        assert 0.1 <= time.monotonic() - started < 6
+        assert 0.1 <= time.monotonic() - started < 11
 
     def test_a_throttled_one_carries_no_more_than_said(self, proxy: Proxy, through: redis.Redis) -> None:
         proxy.throttle(1_000_000)
@@ -133,7 +133,7 @@ class TestProxy:
     def test_a_cut_reaches_the_one_who_waits(self, proxy: Proxy, through: redis.Redis) -> None:
         threading.Timer(0.1, proxy.cut).start()
         with pytest.raises(redis.ConnectionError):
-            through.blpop(["nothing"], timeout=4)
+            through.blpop(["nothing"], timeout=20)
 
     def test_a_lost_reply_hides_what_was_carried_out(self, proxy: Proxy, through: redis.Redis) -> None:
         proxy.lose_next_reply()
@@ -151,11 +151,11 @@ class TestProxy:
             assert other.ping()
 
     def test_a_frozen_one_is_silent_until_it_thaws(self, proxy: Proxy) -> None:
-        with client_of(proxy, socket_timeout=0.2) as client:
+        with client_of(proxy) as client, client_of(proxy, socket_timeout=0.2) as hasty:
             client.ping()
             proxy.freeze()
             with pytest.raises(redis.TimeoutError):
-                client.ping()
+                hasty.ping()
             proxy.thaw()
             assert client.ping()
 
@@ -173,12 +173,14 @@ class TestProxy:
             assert client.ping()
 
     def test_closing_leaves_no_thread(self, redis_server: RedisServer) -> None:
-        before = threading.active_count()
+        before = set(threading.enumerate())
         with Proxy(redis_server.port) as proxy, client_of(proxy) as client:
             client.ping()
             proxy.freeze()
             proxy.close()
-        assert threading.active_count() == before
+        # Services of other tests may start threads of theirs meanwhile.
+        begun = [one.name for one in threading.enumerate() if one not in before]
+        assert not [name for name in begun if name.startswith(("proxy", "asyncio"))]
 
     def test_it_speaks_tls_with_the_certificate_it_was_given(self, redis_server: RedisServer) -> None:
         authority = trustme.CA()
