@@ -165,10 +165,12 @@ def test_threads_time_is_shared_and_not_the_number_of_calls() -> None:
 
 
 @contextmanager
-def turn(threads: CallThreads, caller: str) -> Iterator[None]:
-    """A call that is answered in this thread, which is none of the pool's."""
+def turn(threads: CallThreads, caller: str, queued: list[str] | None = None) -> Iterator[None]:
+    """A call that is answered in this thread, which is none of the pool's. queued: has its caller once it waits."""
     begun = threading.Event()
     found = threads.queue(caller, begun.set)
+    if queued is not None:
+        queued.append(caller)
     assert begun.wait(LONG_S)
     try:
         with found.at_work():
@@ -210,18 +212,19 @@ def test_a_call_elsewhere_that_says_nothing_does_not_keep_others_from_work() -> 
 
 
 def test_calls_elsewhere_share_the_time_too() -> None:
-    first, order = Calls(), list[str]()
+    first, order, queued = Calls(), list[str](), list[str]()
 
     def work(seconds: float, caller: str) -> None:
-        with turn(threads, caller):
+        with turn(threads, caller, queued):
             order.append(caller)
             time.sleep(seconds)
 
     with pool(at_work=1, threads=1) as threads, ThreadPoolExecutor(60) as elsewhere:
         threads.submit(first, "crowd")
-        calls = [elsewhere.submit(work, 0.02, "flood") for _ in range(10)]
+        # So long that what it takes until a thread knows of its turn makes no difference.
+        calls = [elsewhere.submit(work, 0.2, "flood") for _ in range(10)]
         calls += [elsewhere.submit(work, 0.0, "victim") for _ in range(50)]
-        until(lambda: elsewhere._work_queue.empty())
+        until(lambda: len(queued) == 60)
         first.let.set()
         for one in calls:
             one.result(LONG_S)

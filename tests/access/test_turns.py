@@ -91,6 +91,7 @@ def test_who_sends_many_requests_over_http_keeps_nobody_waiting_at_either_door(
     wait_until(lambda: len(queued) == 12)
     singles = [elsewhere.submit(door, service, tokens["single"]) for door in (over_http, over_grpc)]
     wait_until(lambda: len(queued) == 14)
+    wait_until(lambda: len(order) == 2)
     assert order == ["crowd"] * 2
     assert over_http(service, "", "/healthz") == 200, "probes wait for nobody"
     let.set()

@@ -125,14 +125,15 @@ def test_a_call_whose_request_does_not_come_gives_its_place_to_one_whose_does(mo
 
 
 def test_a_connection_over_which_no_request_comes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "REQUEST_S", 0.3)
+    monkeypatch.setattr(connections, "REQUEST_S", 1.0)
     service = serving()
     with ExitStack() as opened:
         opened.callback(service.stop)
+        wires = []
         for begun in (b"", b"GET /hea", b"POST /v1/runs HTTP/1.1\r\nHost: a\r\n"):
-            wire = opened.enter_context(connected(service))
-            wire.sendall(begun)
-            assert ended(wire)
+            wires.append(opened.enter_context(connected(service)))
+            wires[-1].sendall(begun)
+        assert all(map(ended, wires))
         assert httpx.get(f"{service.http_url}/healthz").status_code == 200
 
 

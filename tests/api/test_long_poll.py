@@ -94,9 +94,9 @@ def asking(long_poll: LongPoll, counter: Counter, value: int, caller: Caller, ki
 
     thread = threading.Thread(target=ask)
     thread.start()
-    assert counter.waited.acquire(timeout=10)
+    assert counter.waited.acquire(timeout=15)
     yield answers
-    thread.join(10)
+    thread.join(15)
     assert not thread.is_alive()
     assert not counter.wakes
     assert long_poll.count == 0
@@ -192,6 +192,7 @@ def test_who_has_hung_up_is_not_read_for_again(kind: str) -> None:
     """What a reading admits, nobody would hear of."""
     counter, caller = Counter(), Caller()
     with asking(LongPoll(1), counter, 1, caller, kind) as answers:
+        wait_until(lambda: bool(caller.callbacks))
         counter.value = 1
         caller.hang_up()
     assert answers == [0]

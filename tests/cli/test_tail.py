@@ -32,7 +32,7 @@ def test_a_run_is_followed_from_its_first_batch_to_its_end(service: Service, run
         with RolloutClient(address, run_name) as client:
             client.finish()
         assert [one["event"] for one in tail.until("done")] == ["finished", "done"]
-        assert tail.process.wait(timeout=10) == 0
+        assert tail.process.wait(timeout=30) == 0
 
 
 def test_dropped_groups_are_named_with_their_reasons(service: Service, run_name: str) -> None:
@@ -99,7 +99,7 @@ def test_it_ends_where_the_run_is_deleted(service: Service, run_name: str) -> No
         tail.until("following")
         httpx.delete(f"{service.http_url}/v1/runs/{run_name}").raise_for_status()
         tail.until("gone")
-        assert tail.process.wait(timeout=10) == 0
+        assert tail.process.wait(timeout=30) == 0
 
 
 def test_ctrl_c_ends_it_without_a_trace(service_process: ServiceProcess) -> None:
@@ -107,7 +107,7 @@ def test_ctrl_c_ends_it_without_a_trace(service_process: ServiceProcess) -> None
     with followed("tail", "run", *SOON, "--address", service_process.grpc_address) as tail:
         tail.until("following")
         tail.process.send_signal(signal.SIGINT)
-        assert tail.process.wait(timeout=10) == 0
+        assert tail.process.wait(timeout=30) == 0
 
 
 def test_a_run_or_a_service_that_there_is_not_is_told_at_once(service: Service) -> None:

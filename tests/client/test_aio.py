@@ -143,9 +143,9 @@ def test_cancelling_who_waits_takes_no_rows_along(call: str) -> None:
             else:
                 await roll_out(client, "a", 0)
                 waiting = asyncio.create_task(client.flush())
-            await asyncio.to_thread(faulty.entered.wait, 10)
+            await asyncio.to_thread(faulty.entered.wait, 60)
             waiting.cancel()
-            await asyncio.wait([waiting], timeout=10)
+            await asyncio.wait([waiting], timeout=60)
             assert waiting.cancelled()
             faulty.gate.set()
             await client.flush()

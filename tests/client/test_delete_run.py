@@ -29,7 +29,7 @@ def test_a_run_is_deleted_with_all_it_holds_and_once_more_changes_nothing(
 def test_rows_that_were_not_sent_go_with_it_and_the_client_closes_in_peace(
     service: Service, run_name: str, face: str
 ) -> None:
-    with connecting(face) as connect, connect(service.grpc_address, run_name, timeout_s=5) as client:
+    with connecting(face) as connect, connect(service.grpc_address, run_name, timeout_s=20) as client:
         client.create_run(CONFIG)
         client.trajectory("a", 0).step([1], [2], reward=1.0, is_last_step=True)
         client.delete_run()

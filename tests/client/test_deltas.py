@@ -197,7 +197,7 @@ def test_a_prefix_that_the_step_before_has_not_is_refused_by_name(
         request.rows.prefix_lengths.append(length)
         request.rows.prefix_checksums.append(checksum)
         with pytest.raises(grpc.RpcError) as refused:
-            client._transport.submit_rows(request.SerializeToString(), timeout=10)
+            client._transport.submit_rows(request.SerializeToString(), timeout=60)
         failure = failure_of(refused.value, "the service")
         assert type(failure.error).__name__ == "PrefixUnknownError"
         assert not failure.may_retry
@@ -221,7 +221,7 @@ def test_what_a_few_bytes_ask_for_is_no_more_than_a_request_may_be(start_service
         request = rollout_pb2.SubmitRowsRequest(run=run_name, rows=message).SerializeToString()
         assert len(request) < 5_000
         with pytest.raises(grpc.RpcError, match="max_message_bytes is 1000000"):
-            client._transport.submit_rows(request, timeout=10)
+            client._transport.submit_rows(request, timeout=60)
 
 
 def test_a_client_remembers_no_more_than_it_is_told_to() -> None:

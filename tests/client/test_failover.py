@@ -216,11 +216,11 @@ def test_a_replica_that_is_back_is_used_when_the_other_dies(connect: Connect, re
 def test_when_none_serves_all_are_named(connect: Connect, closed_port: str, replicas: StartReplica) -> None:
     _, address, stop = replicas()
     stop()
-    client = connect(closed_port, address, timeout_s=0.5)
+    client = connect(closed_port, address, timeout_s=2.5)
     with within(FAST_S), pytest.raises(UnavailableError, match=rf"{closed_port}, {address}: the service cannot be"):
         client.policy_version()
     assert turns(client) >= 2
-    with pytest.raises(UnavailableError, match=rf"uid 'a' sample 0: {closed_port}, {address}: .*gave up after 0.5 s"):
+    with pytest.raises(UnavailableError, match=rf"uid 'a' sample 0: {closed_port}, {address}: .*gave up after 2.5 s"):
         deliver(client, "a")
 
 
@@ -237,7 +237,7 @@ def test_a_call_that_breaks_is_made_again_elsewhere(connect: Connect, replicas: 
     first.gate.clear()
     client = connect(one, two)
     with ThreadPoolExecutor(1) as killer:
-        killed = killer.submit(lambda: first.entered.wait(10) and stop())
+        killed = killer.submit(lambda: first.entered.wait(60) and stop())
         with within(FAST_S):
             deliver(client, "a")
         killed.result()
@@ -247,7 +247,7 @@ def test_a_call_that_breaks_is_made_again_elsewhere(connect: Connect, replicas: 
 def test_a_call_that_hangs_is_made_again_elsewhere(
     connect: Connect, replicas: StartReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retries, "_ATTEMPT_AMONG_OTHERS_S", 1.5)
+    monkeypatch.setattr(retries, "_ATTEMPT_AMONG_OTHERS_S", 3.0)
     (first, one, _), (second, two, _) = replicas(), replicas()
     first.gate.clear()
     client = connect(one, two)
@@ -310,7 +310,7 @@ def test_calls_that_fail_together_fail_over_once(replicas: StartReplica) -> None
     all_there = threading.Barrier(6)
 
     def fail_together(context: grpc.ServicerContext) -> None:
-        all_there.wait(10)
+        all_there.wait(60)
         unavailable(context)
 
     first.before = deque([fail_together] * 6)
@@ -394,7 +394,7 @@ def test_a_stream_whose_replica_dies_is_read_again_from_the_other() -> None:
         time.sleep(1)
 
     with streaming(half()) as (one, server), streaming([data]) as (two, _), ThreadPoolExecutor(1) as killer:
-        killed = killer.submit(lambda: half_sent.wait(10) and server.stop(None))
+        killed = killer.submit(lambda: half_sent.wait(60) and server.stop(None))
         with within(FAST_S):
             tensors, _ = read(len(data), one, two)
         killed.result()

@@ -6,6 +6,7 @@ import _thread
 import signal
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -152,7 +153,10 @@ def test_two_interrupts_while_large_messages_are_under_way_leave_nothing_hanging
         thread.start()
         with pytest.raises(KeyboardInterrupt):
             client.submit_rows(rows)
-        thread.join()
+        # On a busy machine the second one may come late.
+        while thread.is_alive():
+            with suppress(KeyboardInterrupt):
+                thread.join()
         client.flush()
         client.submit_rows(rows)
         assert client.status().rows_accepted == 8

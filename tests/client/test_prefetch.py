@@ -74,11 +74,11 @@ class Opened(list[tuple[int, int, bool]]):
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    for _ in range(2000):
+    for _ in range(12_000):
         if is_so():
             return
         time.sleep(0.005)
-    pytest.fail("it did not come to be in 10 s")
+    pytest.fail("it did not come to be in a minute")
 
 
 def threads() -> list[threading.Thread]:

@@ -140,7 +140,7 @@ def test_a_service_that_dies_ends_the_demo_at_once(tmp_path: Path, demos: list[D
 
 def _is_running(pid: int, command: str) -> bool:
     """Whether it is still this process; it may take a moment until an orphan is reaped."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:
             now = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()

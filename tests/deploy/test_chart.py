@@ -24,7 +24,7 @@ def test_an_empty_password_keeps_the_bundled_redis_from_starting(tmp_path: Path)
     def started(password: str) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REDISCLI_AUTH": password}
         command = [*redis["command"], *redis["args"]]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=False)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
     assert started("word").stdout == "started\n"
     refused = started("")

@@ -134,7 +134,7 @@ class Services:
             one.close()
 
 
-def on_redis(url: str, lease_s: float = 2.0, prefix: str = "gristmill") -> list[str]:
+def on_redis(url: str, lease_s: float = 3.0, prefix: str = "gristmill") -> list[str]:
     """The flags of a replica. prefix: of their own for replicas that are to be alone with their runs."""
     return ["--store", "redis", "--redis-url", url, "--lease-s", str(lease_s), "--redis-prefix", prefix]
 

@@ -101,13 +101,14 @@ class TestItDies:
         self, services: Services, start_redis: StartRedis, run: str
     ) -> None:
         server = start_redis(appendonly="always")
-        [service] = services.start(1, *on_redis(server.url, 1.0))
+        [service] = services.start(1, *on_redis(server.url, lease_s := 3.0))
         service.grpc.create(run, CONFIG)
         service.grpc.submit(run, [*group("a"), *group("b"), *group("c")])
         service.grpc.batch(run, 0, wait_s=20)
         data = service.grpc.read(run, 0, 0, 0)
         server.stop()
         assert "Redis at" in eventually(lambda: service.trouble, "it tells")
+        time.sleep(lease_s)
         for door in (service.grpc, service.http):
             for call in (
                 lambda door=door: door.submit(run, group("d")),
@@ -311,7 +312,7 @@ class TestItIsFull:
         patiently(lambda: service.grpc.set_rewards(run, rewards))
         assert service.grpc.batch(run, 1, wait_s=1)["state"] == "pending"
         admin.config_set("maxmemory", 0)
-        assert service.grpc.batch(run, 1, wait_s=4)["state"] == "published"
+        assert service.grpc.batch(run, 1, wait_s=9)["state"] == "published", "it is tried each second"
 
 
 class TestOtherForms:

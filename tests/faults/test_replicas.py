@@ -30,7 +30,7 @@ from tests.faults.services import (
 from tests.redis.proxy import Proxy
 from tests.redis.servers import RedisServer
 
-LEASE_S = 2.0
+LEASE_S = 3.0
 
 
 class TestTheOwnerGoes:
@@ -190,7 +190,7 @@ class TestTheOwnerGoes:
         first.pause()
         try:
             with pytest.raises(grpc.RpcError) as refused:
-                second.grpc.rollouts.SubmitRows(request, timeout=4)
+                second.grpc.rollouts.SubmitRows(request, timeout=15)
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
             assert patiently(lambda: second.grpc.submit(run, group("a"))) == ["accepted"] * 2
         finally:
@@ -324,7 +324,7 @@ def test_one_that_listens_everywhere_tells_the_others_where_or_does_not_start(
             assert process.stdout is not None
             assert process.stderr is not None
             assert process.stdout.readline() == ""
-            assert process.wait(10) == 2
+            assert process.wait(30) == 2
             assert "advertise_grpc_address" in process.stderr.read()
         finally:
             process.kill()

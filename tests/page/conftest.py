@@ -35,7 +35,7 @@ def open_page(browser: Any, service: Service) -> Iterator[OpenPage]:
         context = browser.new_context(viewport={"width": 1280, "height": 800}, **settings)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(60_000)
         page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("dialog", lambda dialog: complaints.append(f"dialog: {dialog.message}"))

@@ -30,7 +30,7 @@ def test_no_view_breaks_a_rule(browser: Any, services: Services, source: str, vi
 
     def open_(url: str) -> Any:
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(60_000)
         page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(url)

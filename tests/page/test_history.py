@@ -157,8 +157,13 @@ def test_pointing_at_a_curve_names_its_values_and_a_click_opens_the_batch(open_p
     score = page.locator("section[aria-label=History] figure.curve").filter(
         has=page.get_by_role("heading", name="score", exact=True)
     )
-    score.locator("canvas").hover(position={"x": 200, "y": 40})
-    assert score.locator(".readout").inner_text() == "batch 2: score 0.250"
+
+    def told() -> str:
+        # What is drawn above moves it.
+        score.locator("canvas").hover(position={"x": 200, "y": 40})
+        return str(score.locator(".readout").inner_text())
+
+    stage.until(lambda: told() == "batch 2: score 0.250")
     score.locator("canvas").click(position={"x": 200, "y": 40})
     stage.until(lambda: page.url.endswith(f"#/{run}/2"))
     page.get_by_role("heading", name="Batch 2").wait_for()

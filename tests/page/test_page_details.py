@@ -105,7 +105,7 @@ def test_a_finding_leads_to_its_batch_and_rank(
     loud.get_by_role("button", name="rank 1", exact=True).click()
     line = page.locator("tr.loud")
     assert line.inner_text().startswith("rank 1")
-    assert line.evaluate("node => node === document.activeElement")
+    stage.until(lambda: bool(line.evaluate("node => node === document.activeElement")))
     loud.get_by_role("button", name="batch 0").click()
     stage.until(lambda: page.url.endswith(f"#/{run}/0"))
 
@@ -151,8 +151,12 @@ def test_distributions_are_named_where_they_are_pointed_at(open_page: OpenPage, 
     spread = page.locator("section[aria-label=Distributions]")
     spread.scroll_into_view_if_needed()
     score = spread.locator("figure").first
-    score.locator("canvas").hover(position={"x": 10, "y": 40})
-    assert score.locator(".readout").inner_text() == "0: 2 trajectories, 50.0%"
+
+    def told() -> str:
+        score.locator("canvas").hover(position={"x": 10, "y": 40})
+        return str(score.locator(".readout").inner_text())
+
+    stage.until(lambda: told() == "0: 2 trajectories, 50.0%")
 
 
 def test_loads_of_many_ranks_are_a_heat_map(open_page: OpenPage, service: Service, run_name: str) -> None:
@@ -164,8 +168,12 @@ def test_loads_of_many_ranks_are_a_heat_map(open_page: OpenPage, service: Servic
     loads.locator("canvas").first.wait_for()
     assert loads.locator("canvas").count() == 1
     assert loads.locator("canvas").bounding_box()["height"] < 400
-    loads.locator("canvas").hover(position={"x": 70, "y": 24})
-    assert loads.locator(".readout").inner_text().startswith("mini-batch 0, rank 0, micro-step 0: ")
+
+    def told() -> str:
+        loads.locator("canvas").hover(position={"x": 70, "y": 24})
+        return str(loads.locator(".readout").inner_text())
+
+    stage.until(lambda: told().startswith("mini-batch 0, rank 0, micro-step 0: "))
 
 
 def test_an_empty_service_shows_a_first_run_that_runs(open_page: OpenPage, service: Service) -> None:
@@ -185,9 +193,9 @@ def test_a_run_that_is_deleted_says_so_and_is_there_again_when_it_is_made_anew(
     page = open_page(f"#/{run}")
     page.locator("section[aria-label=Shards] canvas").first.wait_for()
     service.runs.delete(run)
-    page.get_by_text("It was deleted while you looked at it").wait_for(timeout=20_000)
+    page.get_by_text("It was deleted while you looked at it").wait_for()
     service.runs.create(run, stage.CONFIG)
-    page.locator("dl.tiles").first.wait_for(timeout=20_000)
+    page.locator("dl.tiles").first.wait_for()
 
 
 def test_a_link_to_a_run_that_there_is_not_says_so(open_page: OpenPage) -> None:

@@ -23,7 +23,7 @@ def test_a_person_signs_in_with_a_token_and_sees_the_runs(browser: Any, tmp_path
         rows = [row for uid in ("a", "b") for row in stage.group(uid)]
         stage.published(service.runs, "math-1", stage.CONFIG, [from_rows(rows, step_wise=True)])
         page = context.new_page()
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(60_000)
         page.goto(service.http_url)
         asked = page.get_by_role("dialog", name="Sign in")
         asked.get_by_label("Token").fill("a-guess")

@@ -13,7 +13,7 @@ from gristmill_service.storage.row_tables import Stored, steps_of
 from tests.run.harness import row, table
 
 PREFIX = "test"
-SHORT_S = 0.5
+SHORT_S = 2.0
 
 Join = Callable[..., RedisRunStore]
 

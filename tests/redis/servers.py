@@ -143,7 +143,7 @@ class RedisServer:
 
     def client(self, **options: Any) -> redis.Redis:
         """A plain client that never tries again; closed with the server."""
-        options = {"socket_timeout": 5, "socket_connect_timeout": 5, "protocol": 2} | options
+        options = {"socket_timeout": 30, "socket_connect_timeout": 30, "protocol": 2} | options
         client = redis.Redis(
             host=HOST,
             port=self.port,

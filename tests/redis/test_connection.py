@@ -196,7 +196,7 @@ class TestOneTry:
         self, redis_server: RedisServer, opened: Open, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         usually_s = connection.SOCKET_TIMEOUT_S
-        monkeypatch.setattr(connection, "SOCKET_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(connection, "SOCKET_TIMEOUT_S", 1.5)
         client = opened(redis_server.url)
         redis_server.pause()
         try:

@@ -147,7 +147,7 @@ def test_the_owner_leaves_a_deposed_master_within_seconds_and_reports_what_is_lo
     on_the_deposed = len(records(deposed))
     writer.wait_for(20)
     # Two, where the machine has time; ten until the socket would have told.
-    assert left_after < 6
+    assert left_after < 9
     assert len(records(deposed)) == on_the_deposed, "nothing is written there any more"
     acknowledged = writer.stop()
     assert set(acknowledged) <= set(records(sentinel.master))
@@ -155,7 +155,7 @@ def test_the_owner_leaves_a_deposed_master_within_seconds_and_reports_what_is_lo
 
 
 def test_an_idle_owner_learns_that_its_log_was_rolled_back(sentinel: Sentinel, join: Join) -> None:
-    store = join(sentinel.url)
+    store = join(sentinel.url, lease_s=3.0)
     log = store.create("run", b"{}")
     log.replay()
     log.append(b"one")
@@ -187,7 +187,7 @@ def part_from_master(sentinel: Sentinel) -> None:
 
 
 def reopened(store: RedisRunStore) -> RedisRunLog:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while True:
         try:
             return store.open("run")
@@ -245,7 +245,6 @@ def test_a_replica_that_does_not_confirm_in_time_loses_the_log(
     sentinel: Sentinel, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gristmill_service.storage.redis.run_log._RETRY_S", 0.3)
-    monkeypatch.setattr("gristmill_service.storage.redis.servers.durability._CONFIRM_MS", 100)
     store = join(sentinel.url, Durability(replicas=1))
     log = store.create("run", b"{}")
     log.replay()
@@ -254,8 +253,10 @@ def test_a_replica_that_does_not_confirm_in_time_loses_the_log(
     assert sentinel.replica is not None
     sentinel.replica.pause()
     try:
-        with pytest.raises(LogLostError, match="did not confirm in time that the last change is on 1 replica"):
-            log.append(b"two")
+        with monkeypatch.context() as hasty:
+            hasty.setattr("gristmill_service.storage.redis.servers.durability._CONFIRM_MS", 100)
+            with pytest.raises(LogLostError, match="did not confirm in time that the last change is on 1 replica"):
+                log.append(b"two")
     finally:
         sentinel.replica.resume()
     log.close()
@@ -340,7 +341,7 @@ def test_rows_that_a_failover_lost_before_their_record_are_not_referred_to(senti
     part_from_master(sentinel)
     number, _ = log.put(table(row("large", response=range(100_000))))
     sentinel.kill_master()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         try:
             log.append(b"two", [number])

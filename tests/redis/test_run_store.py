@@ -213,7 +213,7 @@ class TestOwnership:
         first, second = join(url, 1, SHORT_S), join(url, 2)
         log = first.create("run", b"{}")
         started(log)
-        threading.Event().wait(3 * SHORT_S)
+        threading.Event().wait(1.5 * SHORT_S)
         assert not log.is_lost
         log.append(b"one")
         with pytest.raises(OwnedElsewhereError):

@@ -41,5 +41,5 @@ def test_nobody_waits_for_a_task_that_is_dropped_at_the_end() -> None:
     waiting.start()
     assert not workers.stop(0.01)
     may_end.set()
-    waiting.join(5)
+    waiting.join(PATIENCE_S)
     assert not waiting.is_alive()

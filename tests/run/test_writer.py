@@ -214,7 +214,7 @@ def test_a_deleted_run_leaves_memory_without_the_garbage_collector(is_collected:
     try:
         del run, held
         runs.delete("run")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while gone() is not None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert gone() is None
@@ -231,6 +231,7 @@ def test_closing_returns_when_no_call_is_under_way() -> None:
         assert slow.entered.wait(PATIENCE_S)
         closing = pool.submit(bench.run.close, NotFoundError("deleted"))
         late = pool.submit(bench.run.submit, table(row("u1")))
+        wait_until(lambda: bench.run.is_deleted)
         with pytest.raises(NotFoundError):
             late.result(PATIENCE_S) if late.done() else bench.run.status()
         assert not closing.done()

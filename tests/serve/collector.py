@@ -50,7 +50,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def named(self, name: str, is_meant: Callable[[Span], bool] = lambda span: True) -> Span:
         """The first of this name that is meant, once it has come."""
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 60.0
         while True:
             for span in self.spans:
                 if span.name == name and is_meant(span):

@@ -26,7 +26,7 @@ COMMAND = [str(Path(sys.executable).with_name("gristmill")), "serve"]
 def serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A `gristmill serve` that is expected to end by itself."""
     return subprocess.run(
-        [*COMMAND, *flags], capture_output=True, text=True, timeout=30, env={**os.environ, **environment}, check=False
+        [*COMMAND, *flags], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}, check=False
     )
 
 
@@ -174,7 +174,7 @@ def test_every_setting_has_a_flag_that_says_what_it_is_for() -> None:
 
 
 def test_the_command_tells_its_version() -> None:
-    told = subprocess.run([COMMAND[0], "--version"], capture_output=True, text=True, timeout=30, check=True)
+    told = subprocess.run([COMMAND[0], "--version"], capture_output=True, text=True, timeout=60, check=True)
     assert told.stdout == f"gristmill {gristmill.__version__}\n"
 
 

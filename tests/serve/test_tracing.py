@@ -155,7 +155,7 @@ def test_training_goes_on_and_ends_in_time_while_the_collector_is_away(
 def serve(**variables: str) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).with_name("gristmill")), "serve", "--store", "memory"]
     environment = {**os.environ, **variables}
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
 
 
 def test_a_protocol_that_is_not_spoken_is_refused() -> None:
