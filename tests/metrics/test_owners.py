@@ -11,7 +11,7 @@ from tests.faults.services import CONFIG as SMALL
 from tests.faults.services import Services, eventually, group, on_redis, owner, patiently, train
 from tests.metrics.scraping import scrape
 
-LEASE_S = 2.0
+LEASE_S = 3.0
 
 
 def test_a_deleted_run_has_no_series_and_one_of_its_name_begins_at_0(services: Services) -> None:
