@@ -15,6 +15,7 @@ from safetensors.numpy import load
 
 from tests.api.doors import GrpcDoor, Json
 from tests.metrics.scraping import Scrape, scrape
+from tests.run.harness import wait_until
 
 if TYPE_CHECKING:
     from gristmill_service.service import Service
@@ -109,6 +110,8 @@ def told(service: Service) -> Told:
                 shards.append(load(door.read("real", batch, mini_batch, rank)))
                 door.acknowledge("real", rank, place, commit=True)
     door.begin("real", ["straggler"])
+    # A worker of the service's removes what is freed, soon after.
+    wait_until(lambda: scrape(service.http_url).of("gristmill_store_seconds_count").get("free") == BATCHES)
     found = scrape(service.http_url), worker, shards, time.monotonic() - begun
     door.close()
     return found
