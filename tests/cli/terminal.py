@@ -41,7 +41,7 @@ def gristmill(*arguments: object, **variables: str) -> subprocess.CompletedProce
         [GRISTMILL, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         env=environment(**variables),
         check=False,
     )
@@ -70,7 +70,7 @@ class Followed:
             self._lines.put(line)
         self._lines.put(None)
 
-    def until(self, event: str, timeout_s: float = 30.0) -> list[dict[str, Any]]:
+    def until(self, event: str, timeout_s: float = 60.0) -> list[dict[str, Any]]:
         """Everything that was printed up to the first of this event."""
         found: list[dict[str, Any]] = []
         deadline = time.monotonic() + timeout_s
@@ -99,7 +99,7 @@ class Screen:
     def press(self, keys: str) -> None:
         os.write(self._terminal, keys.encode())
 
-    def until(self, text: str, timeout_s: float = 30.0) -> None:
+    def until(self, text: str, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while text not in self.text:
             assert time.monotonic() < deadline, self.text[-2000:]
@@ -107,7 +107,7 @@ class Screen:
 
     def ended(self) -> int:
         """Its exit status, once it has ended by itself."""
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + 60.0
         while self.process.poll() is None:
             assert time.monotonic() < deadline
             self._read()

@@ -30,7 +30,7 @@ def lines(service: ServiceProcess) -> list[dict[str, Any]]:
 
 def wait_for(service: ServiceProcess, event: str) -> None:
     """Returns when the log tells of the event."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while all(line["event"] != event for line in lines(service)):
         assert time.monotonic() < until, f"the log does not tell: {event}"
         time.sleep(0.02)

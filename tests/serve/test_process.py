@@ -61,15 +61,17 @@ def test_shutting_down_finishes_what_is_sealed_and_answers_who_waits(service_pro
         ThreadPoolExecutor(2) as pool,
     ):
         door.create("run", {**CONFIG, "train_batch_size": 64, "policy_mini_batch_size": 32})
+        long = list(range(1, 20_000))
+        groups = [[row(f"uid-{number}", sample, prompt_token_ids=long) for sample in range(2)] for number in range(64)]
+        for rows in groups[:-1]:
+            door.submit("run", rows)
         answers = [pool.submit(one.batch, "run", 5, 20.0) for one in (door, http)]
         until = time.monotonic() + 20
         while "gristmill_waiting_calls 2.0" not in http.client.get("/metrics").text:
             assert time.monotonic() < until, "nobody waits"
             time.sleep(0.02)
-        # The last of these rows completes a batch that takes a moment to make.
-        long = list(range(1, 20_000))
-        for number in range(64):
-            door.submit("run", [row(f"uid-{number}", sample, prompt_token_ids=long) for sample in range(2)])
+        # They complete a batch that takes a moment to make.
+        door.submit("run", groups[-1])
         assert service_process.stop() == 0
         for answer in answers:
             with pytest.raises(Refused) as refused:
