@@ -23,7 +23,7 @@ def promtool(*arguments: str) -> str:
         if os.environ.get("CI") == "true":
             pytest.fail(reason)
         pytest.skip(reason)
-    done = subprocess.run([found, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([found, *arguments], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

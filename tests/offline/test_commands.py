@@ -70,7 +70,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([GRISTMILL, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([GRISTMILL, *map(str, arguments)], capture_output=True, text=True, timeout=240)
     assert done.returncode == expect, done.stderr
     assert "Traceback" not in done.stderr
     return done
@@ -88,7 +88,7 @@ def test_a_plan_is_utf_8_whatever_the_terminal_takes(
     file = tmp_path / "rollouts.jsonl"
     file.write_text(lines(rows))
     command = [GRISTMILL, "plan", str(file), "--config", str(config)]
-    done = subprocess.run(command, capture_output=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.decode())["dropped_uids"] == ["プロンプト0"]
 
@@ -367,7 +367,7 @@ def summary_lines(told: str) -> dict[str, str]:
 def test_a_plan_whose_reader_has_enough_ends_quietly(config: Path, file: Path) -> None:
     file.write_text(lines(rollouts(400)))
     command = f"{GRISTMILL} plan {file} --config {config} | head -c 10"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=240)
     assert "failed" not in done.stderr
     assert "Traceback" not in done.stderr
 

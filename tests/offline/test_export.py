@@ -27,7 +27,7 @@ CONFIG = {
 
 
 def gristmill(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([GRISTMILL, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([GRISTMILL, *map(str, arguments)], capture_output=True, text=True, timeout=240, check=False)
 
 
 def fill(address: str, run: str, **settings: object) -> None:

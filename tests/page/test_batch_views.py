@@ -30,7 +30,7 @@ PARTS = ("prompt", "observation", "trained", "padding")
 
 @pytest.fixture(scope="module")
 def client(service: Service) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=service.http_url, trust_env=False, timeout=60) as found:
+    with httpx.Client(base_url=service.http_url, trust_env=False, timeout=240) as found:
         yield found
 
 
@@ -268,6 +268,7 @@ def test_advantages_that_clients_gave_by_token_are_not_told(
     assert (group["scores"], group["advantages"]) == ([0.0, 1.0], None)
 
 
+@pytest.mark.timeout(900)
 def test_a_batch_of_a_hundred_thousand_rows_makes_small_pictures(
     service: Service, client: httpx.Client, run_name: str
 ) -> None:

@@ -28,7 +28,7 @@ def batch_rows(number: int, **more: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def client(service: Service) -> Any:
-    with httpx.Client(base_url=f"{service.http_url}/v1", trust_env=False, timeout=30) as client:
+    with httpx.Client(base_url=f"{service.http_url}/v1", trust_env=False, timeout=120) as client:
         yield client
 
 

@@ -24,7 +24,7 @@ LATE = "repo/issue 17"
 
 @pytest.fixture
 def client(service: Service) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"{service.http_url}/v1", trust_env=False, timeout=30) as client:
+    with httpx.Client(base_url=f"{service.http_url}/v1", trust_env=False, timeout=120) as client:
         yield client
 
 

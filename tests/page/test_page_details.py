@@ -19,7 +19,7 @@ from tests.page.conftest import OpenPage
 
 @pytest.fixture
 def client(service: Service) -> Any:
-    with httpx.Client(base_url=f"{service.http_url}/v1", trust_env=False, timeout=30) as client:
+    with httpx.Client(base_url=f"{service.http_url}/v1", trust_env=False, timeout=120) as client:
         yield client
 
 

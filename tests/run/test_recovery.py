@@ -410,6 +410,7 @@ class TestOtherRanks:
         assert set(shards) == {ShardAddress("policy", 0, 0)}
 
 
+@pytest.mark.timeout(900)
 @given(st.data())
 def test_whenever_it_dies_every_row_is_in_one_batch_or_dropped_once(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
