@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import httpx
@@ -96,11 +95,3 @@ def start_service(tmp_path: Path) -> Iterator[StartService]:
 def service_process(start_service: StartService, tmp_path: Path) -> ServiceProcess:
     """A ready `gristmill serve` with shared memory under the test's directory."""
     return start_service("--shared-memory-dir", str(tmp_path))
-
-
-@pytest.fixture
-def free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is room for the files of workers, whatever the disk has of it."""
-    memory = SimpleNamespace(f_bavail=1 << 20, f_blocks=1 << 20, f_frsize=4 << 10)
-    monkeypatch.setattr(os, "statvfs", lambda path: memory)
-    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: memory)

@@ -6,14 +6,15 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gristmill import RolloutClient, RowOutcome, TrainerClient
@@ -28,6 +29,7 @@ from gristmill_service.settings import Settings
 from gristmill_service.storage.request_files import RequestFiles as ServiceFiles
 from tests.client.faces import Connect
 from tests.redis.proxy import Proxy
+from tests.run.harness import wait_until
 from tests.serving import FREE_PORTS
 
 _ROWS, _TOKENS = 6, 250_000
@@ -65,10 +67,28 @@ def _output(first: int = 0) -> dict[str, Any]:
     }
 
 
-def _files_of(service: Service) -> list[Path]:
+def _files_of(service: Service) -> dict[str, Any]:
     files = service._context.request_files
     assert files is not None, "it has shared memory"
-    return [*Path(files.offered()).iterdir()]
+    return {**files._files}
+
+
+@pytest.fixture
+def start_reading(tmp_path: Path) -> Iterator[Callable[[str], ServiceFiles]]:
+    """Starts what a service reads files of workers with."""
+    with ExitStack() as started:
+
+        def start(name: str) -> ServiceFiles:
+            files = ServiceFiles(tmp_path / name, 64 << 20)
+            started.callback(files.close)
+            return files
+
+        yield start
+
+
+@pytest.fixture
+def reading(start_reading: Callable[[str], ServiceFiles]) -> ServiceFiles:
+    return start_reading("requests")
 
 
 def test_large_rows_do_not_cross_the_wire_and_train_as_they_were(
@@ -107,24 +127,23 @@ def test_who_did_not_create_the_run_is_told_with_its_first_large_answer(
     assert proxy.carried["requests"] - whole < LARGE_BYTES
 
 
-@pytest.mark.usefixtures("free_memory")
 def test_where_the_service_cannot_read_the_file_the_rows_are_sent(
-    service: Service, proxy: Proxy, run_name: str, tmp_path: Path
+    service: Service, proxy: Proxy, run_name: str, reading: ServiceFiles
 ) -> None:
     with RolloutClient(f"127.0.0.1:{proxy.port}", run_name) as client:
         client.create_run(_SETTINGS)
-        client._core.sender.files.told(str(tmp_path))
+        client._core.sender.files.told(reading.offered())
         assert set(client.submit(_output())) == {RowOutcome.ACCEPTED}
 
-    # The first message is sent; its answer tells the directory again.
+    # The first message is sent; its answer tells the socket again.
     assert proxy.carried["requests"] > _ROWS * _TOKENS * 2
-    assert not [*tmp_path.iterdir()]
+    wait_until(lambda: not reading._files)
 
 
-def test_where_the_worker_cannot_write_the_rows_are_sent(service: Service, proxy: Proxy, run_name: str) -> None:
+def test_where_the_worker_cannot_connect_the_rows_are_sent(service: Service, proxy: Proxy, run_name: str) -> None:
     with RolloutClient(f"127.0.0.1:{proxy.port}", run_name) as client:
         client.create_run(_SETTINGS)
-        client._core.sender.files.told("/nowhere/requests")
+        client._core.sender.files.told("/nowhere/socket")
         assert set(client.submit(_output())) == {RowOutcome.ACCEPTED}
 
     assert proxy.carried["requests"] > _ROWS * _TOKENS * 4
@@ -145,20 +164,15 @@ def test_a_service_without_shared_memory_takes_rows_by_the_wire_alone(run_name: 
         without.stop()
 
 
-def test_a_worker_that_is_killed_leaves_a_file_that_the_next_one_finds_gone(service: Service, run_name: str) -> None:
+def test_the_file_of_a_worker_that_is_killed_goes_with_it(service: Service, run_name: str) -> None:
+    before = _files_of(service)
     context = multiprocessing.get_context("spawn")
     worker = context.Process(target=_submit_and_die, args=(service.grpc_address, run_name))
     worker.start()
+    wait_until(lambda: len(_files_of(service).keys() - before.keys()) == 1)
     worker.join()
-    files = service._context.request_files
-    assert files is not None, "it has shared memory"
-    assert [*files._directory.glob(f"{worker.pid}-*")], "it died with a file of its own"
 
-    files._sweep_after = 0.0
-    with RolloutClient(service.grpc_address, run_name) as client:
-        client.create_run(_SETTINGS)
-
-    assert not [*files._directory.glob(f"{worker.pid}-*")]
+    wait_until(lambda: _files_of(service).keys() <= before.keys())
 
 
 def _submit_and_die(address: str, run: str) -> None:
@@ -168,10 +182,9 @@ def _submit_and_die(address: str, run: str) -> None:
     os._exit(1)
 
 
-@pytest.mark.usefixtures("free_memory")
-def test_what_the_service_may_still_read_is_not_written_over(tmp_path: Path) -> None:
+def test_what_the_service_may_still_read_is_not_written_over(reading: ServiceFiles) -> None:
     files = RequestFiles()
-    files.told(str(tmp_path))
+    files.told(reading.offered())
     first = _written(files)
     files.failed(first, ResourceExhaustedError("there is no room", 1.0))
     again = _written(files)
@@ -185,52 +198,48 @@ def test_what_the_service_may_still_read_is_not_written_over(tmp_path: Path) -> 
     SHARED.retire(other.file)
 
 
-@pytest.mark.usefixtures("free_memory")
-def test_a_client_whose_requests_cannot_be_read_sends_them(tmp_path: Path) -> None:
+def test_a_client_whose_requests_cannot_be_read_sends_them(reading: ServiceFiles) -> None:
     files = RequestFiles()
     for _ in range(2):
-        files.told(str(tmp_path))
+        files.told(reading.offered())
         files.failed(_written(files), UnavailableError("it cannot be read"))
         assert files.write([_REQUEST]) is None, "the next is sent"
 
-    files.told(str(tmp_path))
+    files.told(reading.offered())
 
     assert files.write([_REQUEST]) is None
-    assert not [*tmp_path.iterdir()]
+    wait_until(lambda: not reading._files)
 
 
-@pytest.mark.usefixtures("free_memory")
-def test_requests_that_fail_together_are_one_failure(tmp_path: Path) -> None:
+def test_requests_that_fail_together_are_one_failure(reading: ServiceFiles) -> None:
     files = RequestFiles()
-    files.told(str(tmp_path))
+    files.told(reading.offered())
     for request in [_written(files) for _ in range(3)]:
         files.failed(request, UnavailableError("it restarts"))
 
-    files.told(str(tmp_path))
+    files.told(reading.offered())
 
     SHARED.retire(_written(files).file)
 
 
-@pytest.mark.usefixtures("free_memory")
-def test_a_late_failure_in_a_directory_of_before_leaves_the_next_one_in_use(tmp_path: Path) -> None:
-    files, before, now = RequestFiles(), tmp_path / "before", tmp_path / "now"
-    before.mkdir()
-    now.mkdir()
-    files.told(str(before))
+def test_a_late_failure_at_a_service_of_before_leaves_the_next_one_in_use(
+    start_reading: Callable[[str], ServiceFiles],
+) -> None:
+    files, before, now = RequestFiles(), start_reading("before"), start_reading("now")
+    files.told(before.offered())
     late = _written(files)
-    files.told(str(now))
+    files.told(now.offered())
 
     files.failed(late, UnavailableError("it is gone"))
 
-    assert not [*before.iterdir()]
+    wait_until(lambda: not before._files)
     SHARED.retire(_written(files).file)
 
 
-@pytest.mark.usefixtures("free_memory")
-def test_a_request_of_more_parts_than_a_service_reads_is_sent(tmp_path: Path) -> None:
+def test_a_request_of_more_parts_than_a_service_reads_is_sent(reading: ServiceFiles) -> None:
     files = RequestFiles()
-    files.told(str(tmp_path))
-    file = SHARED.of(str(tmp_path))
+    files.told(reading.offered())
+    file = SHARED.of(reading.offered())
     assert file is not None
     block = file.take(70_000)
     assert block is not None
@@ -240,29 +249,25 @@ def test_a_request_of_more_parts_than_a_service_reads_is_sent(tmp_path: Path) ->
     SHARED.retire(file)
 
 
-@pytest.mark.usefixtures("free_memory")
-def test_a_service_that_was_away_for_a_moment_reads_files_again(tmp_path: Path) -> None:
+def test_a_service_that_was_away_for_a_moment_reads_files_again(reading: ServiceFiles) -> None:
     files = RequestFiles()
     for _ in range(5):
-        files.told(str(tmp_path))
+        files.told(reading.offered())
         request = _written(files)
         files.answered()
         files.failed(request, UnavailableError("it restarts"))
 
-    files.told(str(tmp_path))
+    files.told(reading.offered())
 
     SHARED.retire(_written(files).file)
 
 
-@pytest.mark.usefixtures("free_memory")
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, 200_000), max_size=12), st.randoms())
 def test_a_request_in_a_file_is_the_request(sizes: list[int], rng: random.Random) -> None:
-    with TemporaryDirectory() as directory:
-        requests = ServiceFiles(Path(directory) / "requests", 64 << 20)
+    with TemporaryDirectory() as directory, closing(ServiceFiles(Path(directory) / "requests", 64 << 20)) as requests:
         files = RequestFiles()
-        files.told(str(requests._directory))
-        file = SHARED.of(str(requests._directory))
+        files.told(requests.offered())
+        file = SHARED.of(requests.offered())
         assert file is not None
         pieces: list[bytes | memoryview] = [b"head"]
         for size in sizes:

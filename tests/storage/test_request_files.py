@@ -1,46 +1,77 @@
-"""Requests in files: read as they stand, refused where they cannot be, and gone with the workers that made them."""
+"""Requests in files of workers: copied as they stand, refused where they cannot be, and gone with the workers."""
 
 from __future__ import annotations
 
+import fcntl
 import os
-from itertools import count
+import socket
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from gristmill._wire.codecs.submit_codec import Part
-from gristmill._wire.shared_files import SharedFile
+from gristmill._wire.shared_files import SIZE, SharedFile
 from gristmill.errors import InvalidArgumentError, UnavailableError
+from gristmill_service.storage import request_files
 from gristmill_service.storage.request_files import RequestFiles
+from tests.run.harness import wait_until
 
 _MOST = 1 << 20
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 @pytest.fixture
-def files(tmp_path: Path, free_memory: None) -> RequestFiles:
-    return RequestFiles(tmp_path / "requests", _MOST, clock=count(0, 100).__next__)
+def files(tmp_path: Path) -> Iterator[RequestFiles]:
+    files = RequestFiles(tmp_path / "requests", _MOST)
+    yield files
+    files.close()
+
+
+def connected(files: RequestFiles) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(60)
+    connection.connect(files.offered())
+    return connection
+
+
+def opened() -> list[str]:
+    """What this process has open."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found.append(os.readlink(link))
+    return found
+
+
+def passed(files: RequestFiles, descriptors: Sequence[int]) -> bytes:
+    """What the service answers to a worker who passes these, and goes."""
+    with connected(files) as connection:
+        socket.send_fds(connection, [b"x"], descriptors)
+        return connection.recv(64)
 
 
 def test_a_request_is_a_copy_of_its_parts_in_their_order(files: RequestFiles) -> None:
-    path = Path(files.offered()) / "one"
-    path.write_bytes(b"tail, and what was there before, head")
+    file = SharedFile(files.offered())
+    block = file.take(36)
+    assert block is not None
+    block[:] = np.frombuffer(b"tail, and what was there before head", np.uint8)
 
-    found = files.read("one", [(33, 4), b" and ", (0, 4), (0, 0), b""])
-    path.write_bytes(b"another")
+    found = files.read(file.name, [(32, 4), b" and ", (0, 4), (0, 0), b""])
+    block[:] = 0
 
     assert bytes(found) == b"head and tail"
+    file.retire()
 
 
 def test_only_the_owner_may_enter_the_directory(files: RequestFiles) -> None:
-    assert os.stat(files.offered()).st_mode & 0o777 == 0o700
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "../plan.json", "a/b", "a\0", "é", "a" * 65])
-def test_a_name_that_leads_elsewhere_is_refused(files: RequestFiles, name: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"file\.name"):
-        files.read(name, [(0, 1)])
+    path = Path(files.offered())
+    assert stat.S_ISSOCK(path.stat().st_mode)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize(
@@ -63,53 +94,135 @@ def test_parts_that_no_request_may_have_are_refused(files: RequestFiles, parts: 
         files.read("one", parts)
 
 
-@pytest.mark.parametrize("part", [(0, 6), (5, 1), (1 << 62, 1), ((1 << 63) - 1, 1)])
-def test_a_file_that_is_shorter_than_it_is_said_to_be_is_refused(files: RequestFiles, part: tuple[int, int]) -> None:
-    (Path(files.offered()) / "one").write_bytes(b"short")
+@pytest.mark.parametrize("part", [(SIZE, 1), (SIZE - 1, 2), (1 << 62, 1), ((1 << 63) - 1, 1)])
+def test_parts_that_the_file_does_not_have_are_refused(files: RequestFiles, part: tuple[int, int]) -> None:
+    file = SharedFile(files.offered())
 
     with pytest.raises(UnavailableError, match="send the request itself"):
-        files.read("one", [b"first", part])
+        files.read(file.name, [b"first", part])
+    file.retire()
 
 
-def test_what_is_no_file_of_the_directory_is_refused(files: RequestFiles, tmp_path: Path) -> None:
-    directory = Path(files.offered())
-    (tmp_path / "secret").write_bytes(b"secret")
-    (directory / "link").symlink_to(tmp_path / "secret")
-    (directory / "directory").mkdir()
-    os.mkfifo(directory / "pipe")
-
-    for name in ("link", "directory", "pipe", "nothing"):
-        with pytest.raises(UnavailableError, match="send the request itself"):
-            files.read(name, [(0, 1)])
+@pytest.mark.parametrize("name", ["", ".", "..", "../plan.json", "socket", "a\0", "é" * 1_000])
+def test_a_name_that_no_worker_was_told_is_refused(files: RequestFiles, name: str) -> None:
+    with pytest.raises(UnavailableError, match="send the request itself") as refused:
+        files.read(name, [(0, 1)])
+    assert len(str(refused.value)) < 200
 
 
-@pytest.mark.parametrize(("free", "is_offered"), [(26, True), (24, False)])
-def test_the_directory_is_offered_while_a_quarter_of_its_memory_is_free(
-    files: RequestFiles, monkeypatch: pytest.MonkeyPatch, free: int, is_offered: bool
+def test_what_could_be_cut_off_while_it_is_read_is_not_mapped(files: RequestFiles, tmp_path: Path) -> None:
+    unsealed, empty, large = (os.memfd_create(name, os.MFD_ALLOW_SEALING) for name in ("unsealed", "empty", "large"))
+    os.ftruncate(unsealed, 4_096)
+    os.ftruncate(large, SIZE + 1)
+    for sealed in (empty, large):
+        fcntl.fcntl(sealed, fcntl.F_ADD_SEALS, _SEALS)
+    on_disk = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
+    os.write(on_disk, b"on disk")
+    reader, writer = os.pipe()
+    given = [unsealed, empty, large, on_disk, reader, writer]
+
+    assert [passed(files, [descriptor]) for descriptor in given] == [b""] * 6
+    assert passed(files, []) == b""
+    wait_until(lambda: not files._files)
+    for descriptor in given:
+        os.close(descriptor)
+
+
+def test_descriptors_that_are_refused_are_closed(files: RequestFiles, tmp_path: Path) -> None:
+    path = tmp_path / "on disk"
+    path.touch()
+    descriptors = [os.open(path, os.O_RDONLY) for _ in range(9)]
+    assert passed(files, descriptors) == b""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+    wait_until(lambda: str(path) not in opened())
+
+
+def test_a_worker_that_says_nothing_or_goes_at_once_keeps_nobody_from_coming(files: RequestFiles) -> None:
+    silent = [connected(files) for _ in range(20)]
+    for connection in silent[::2]:
+        connection.close()
+
+    file = SharedFile(files.offered())
+
+    assert bytes(files.read(file.name, [b"1"])) == b"1"
+    for connection in silent:
+        connection.close()
+    file.retire()
+
+
+def test_whoever_comes_when_there_are_enough_workers_sends_its_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free, f_blocks=100, f_frsize=4 << 10))
+    monkeypatch.setattr(request_files, "_MOST_WORKERS", 2)
+    files = RequestFiles(tmp_path / "few", _MOST)
+    first, second = SharedFile(files.offered()), SharedFile(files.offered())
 
-    assert bool(files.offered()) is is_offered
+    with pytest.raises(OSError, match=r"takes no more files|reset|Broken pipe"):
+        SharedFile(files.offered())
+
+    first.retire()
+    wait_until(lambda: len(files._files) == 1)
+    wait_until(lambda: files._places._value == 1)
+    third = SharedFile(files.offered())
+    assert bytes(files.read(third.name, [b"1"])) == b"1"
+    for file in (second, third):
+        file.retire()
+    files.close()
 
 
-def test_a_directory_that_is_gone_is_not_offered(files: RequestFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path(files.offered()).rmdir()
-    monkeypatch.undo()
+def test_a_service_that_stops_reads_nothing_more_and_leaves_no_thread(files: RequestFiles) -> None:
+    worker = SharedFile(files.offered())
+
+    files.close()
+    files.close()
 
     assert files.offered() == ""
+    wait_until(lambda: not worker.is_known())
+    with pytest.raises(UnavailableError, match="not here"):
+        files.read(worker.name, [b"1"])
+    worker.retire()
 
 
-def test_files_go_that_nobody_holds_and_those_of_living_workers_stay(files: RequestFiles) -> None:
-    directory = Path(files.offered())
-    living = SharedFile(str(directory))
-    block = living.take(17)
-    assert block is not None
-    block[:] = np.frombuffer(b"of one that lives", np.uint8)
-    (directory / "left").write_bytes(b"of one that was killed")
+def test_a_path_may_be_longer_than_a_sockets_address(tmp_path: Path) -> None:
+    files = RequestFiles(tmp_path / ("deep" * 50), _MOST)
+    file = SharedFile(files.offered())
 
-    files.offered()
+    assert len(files.offered()) > 200
+    assert bytes(files.read(file.name, [b"1"])) == b"1"
+    file.retire()
+    files.close()
 
-    [path] = directory.iterdir()
-    assert bytes(files.read(path.name, [(0, 17)])) == b"of one that lives"
-    living.retire()
-    assert not [*directory.iterdir()]
+
+def test_where_no_socket_can_be_bound_none_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_files, "short", lambda path: nullcontext("/nowhere/socket"))
+
+    files = RequestFiles(tmp_path / "requests", _MOST)
+
+    assert files.offered() == ""
+    files.close()
+
+
+def test_requests_are_read_while_workers_come_and_go(files: RequestFiles) -> None:
+    wrong = list[bytes]()
+
+    def work(own: int) -> None:
+        for _ in range(20):
+            file = SharedFile(files.offered())
+            block = file.take(100_000)
+            assert block is not None
+            block[:] = own
+            offset = file.offset_of(block.data)
+            assert offset is not None
+            if (found := bytes(files.read(file.name, [(offset, 100_000)]))) != bytes([own]) * 100_000:
+                wrong.append(found)
+            file.retire()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    wait_until(lambda: not files._files)

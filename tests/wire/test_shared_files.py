@@ -3,48 +3,61 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import random
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from gristmill._wire.reused_memory import ReusedMemory
 from gristmill._wire.shared_files import SIZE, SharedFile, SharedFiles
+from gristmill_service.storage.request_files import RequestFiles
+from tests.run.harness import wait_until
 
 LARGE = 300_000
 
 
-pytestmark = pytest.mark.usefixtures("free_memory")
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[RequestFiles]:
+    running = RequestFiles(tmp_path / "requests", SIZE)
+    yield running
+    running.close()
 
 
-def in_file(path: Path, offset: int | None, size: int) -> bytes:
+@pytest.fixture
+def file(service: RequestFiles) -> Iterator[SharedFile]:
+    file = SharedFile(service.offered())
+    yield file
+    file.retire()
+
+
+def in_file(service: RequestFiles, file: SharedFile, memory: memoryview) -> bytes:
+    offset = file.offset_of(memory)
     assert offset is not None, "it stands in the file"
-    with path.open("rb") as file:
-        return os.pread(file.fileno(), size, offset)
+    return bytes(service.read(file.name, [(offset, memory.nbytes)]))
 
 
-def test_what_is_written_to_a_block_stands_in_the_file(tmp_path: Path) -> None:
-    file = SharedFile(str(tmp_path))
+def test_what_is_written_to_a_block_stands_in_the_file(service: RequestFiles, file: SharedFile) -> None:
     first, second = file.take(1_000), file.take(200_000)
     assert first is not None
     assert second is not None
 
     first[:], second[:] = 1, 2
 
-    assert in_file(tmp_path / file.name, file.offset_of(first.data), 1_000) == b"\1" * 1_000
-    assert in_file(tmp_path / file.name, file.offset_of(second[100:].data), 199_900) == b"\2" * 199_900
+    assert in_file(service, file, first.data) == b"\1" * 1_000
+    assert in_file(service, file, second[100:].data) == b"\2" * 199_900
     assert file.offset_of(b"other memory") is None
 
 
-def test_blocks_that_are_viewed_are_never_given_again(tmp_path: Path) -> None:
-    file, rng = SharedFile(str(tmp_path)), random.Random(4)
+def test_blocks_that_are_viewed_are_never_given_again(file: SharedFile) -> None:
+    rng = random.Random(4)
     held: list[tuple[int, np.ndarray]] = []
     refused = 0
     for number in range(1_000):
@@ -58,11 +71,10 @@ def test_blocks_that_are_viewed_are_never_given_again(tmp_path: Path) -> None:
             content, view = held.pop(rng.randrange(len(held)))
             assert (view == content).all()
     assert 0 < refused < 900
-    assert os.stat(tmp_path / file.name).st_size == SIZE
 
 
-def test_tables_leave_room_for_requests(tmp_path: Path) -> None:
-    file, tables = SharedFile(str(tmp_path)), []
+def test_tables_leave_room_for_requests(file: SharedFile) -> None:
+    tables = []
     while (block := file.take(1 << 20, is_table=True)) is not None:
         tables.append(block)
 
@@ -72,8 +84,7 @@ def test_tables_leave_room_for_requests(tmp_path: Path) -> None:
     assert file.take(1 << 20, is_table=True) is not None
 
 
-def test_where_no_memory_is_left_there_is_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = SharedFile(str(tmp_path))
+def test_where_no_memory_is_left_there_is_no_block(file: SharedFile, monkeypatch: pytest.MonkeyPatch) -> None:
     held = file.take(1 << 20)
 
     def full(descriptor: int, offset: int, length: int) -> None:
@@ -86,94 +97,101 @@ def test_where_no_memory_is_left_there_is_no_block(tmp_path: Path, monkeypatch: 
     assert file.take(1 << 20) is not None, "what it has is used again"
 
 
-@pytest.mark.parametrize(("free", "is_given"), [(296, True), (295, False)])
-def test_a_quarter_of_all_shared_memory_stays_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, is_given: bool
+def test_a_file_that_is_retired_gives_no_blocks_and_what_views_it_stays(
+    service: RequestFiles, file: SharedFile
 ) -> None:
-    file = SharedFile(str(tmp_path))
-    memory = SimpleNamespace(f_bavail=free, f_blocks=800, f_frsize=4 << 10)
-    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: memory)
-
-    assert (file.take(300 << 10) is not None) is is_given
-
-
-def test_a_file_that_is_retired_gives_no_blocks_and_what_views_it_stays(tmp_path: Path) -> None:
-    file = SharedFile(str(tmp_path))
     block = file.take(1_000)
     assert block is not None
     block[:] = 7
 
     file.retire()
 
-    assert not [*tmp_path.iterdir()]
+    wait_until(lambda: not service._files)
     assert file.take(1_000) is None
     assert (block == 7).all()
 
 
-def test_each_directory_has_one_file_until_it_is_retired(tmp_path: Path) -> None:
+def test_nobody_can_cut_a_file_off_that_the_service_maps(file: SharedFile) -> None:
+    for size in (0, SIZE - 1, SIZE + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(file._descriptor, size)
+
+
+def test_each_service_has_one_file_until_it_is_retired(service: RequestFiles) -> None:
     files = SharedFiles()
-    first = files.of(str(tmp_path))
+    first = files.of(service.offered())
     assert first is not None
-    assert files.of(str(tmp_path)) is first
+    assert files.of(service.offered()) is first
 
     files.retire(first)
 
-    second = files.of(str(tmp_path))
+    second = files.of(service.offered())
     assert second is not None
     assert second is not first
     files.close()
-    assert not [*tmp_path.iterdir()]
+    wait_until(lambda: not service._files)
 
 
-def test_files_of_services_that_are_gone_are_given_up(tmp_path: Path) -> None:
-    files = SharedFiles()
-    (tmp_path / "gone").mkdir()
-    gone = files.of(str(tmp_path / "gone"))
+def test_files_of_services_that_are_gone_are_given_up(service: RequestFiles, tmp_path: Path) -> None:
+    files, other = SharedFiles(), RequestFiles(tmp_path / "gone", SIZE)
+    gone = files.of(other.offered())
     assert gone is not None
-    (tmp_path / "gone" / gone.name).unlink()
-    (tmp_path / "gone").rmdir()
+    assert gone.is_known()
+    other.close()
+    wait_until(lambda: not gone.is_known())
 
-    files.of(str(tmp_path))
+    files.of(service.offered())
 
     assert gone.take(1) is None
     files.close()
 
 
 def test_a_process_has_files_of_few_services(tmp_path: Path) -> None:
-    files, directories = SharedFiles(), [tmp_path / str(number) for number in range(9)]
-    for directory in directories:
-        directory.mkdir()
-        files.of(str(directory))
+    files, services = SharedFiles(), [RequestFiles(tmp_path / str(number), SIZE) for number in range(9)]
+    for one in services:
+        files.of(one.offered())
 
-    assert sum(len([*directory.iterdir()]) for directory in directories) == 4
+    wait_until(lambda: sum(len(one._files) for one in services) == 4)
     files.close()
+    for one in services:
+        one.close()
 
 
-@pytest.mark.parametrize("directory", ["", "/nowhere/requests"])
-def test_where_no_file_can_be_made_tables_are_made_in_other_memory(directory: str) -> None:
+@pytest.mark.parametrize("address", ["", "/nowhere/socket"])
+def test_where_no_file_can_be_passed_tables_are_made_in_other_memory(address: str) -> None:
     files = SharedFiles()
-    files.use(directory)
+    files.use(address)
 
     assert files.take(LARGE) is None
 
 
-def test_columns_of_large_tables_are_made_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind(str(tmp_path / "socket"))
+        silent.listen()
+        files, begin = SharedFiles(), time.monotonic()
+        files.use(str(tmp_path / "socket"))
+
+        assert files.take(LARGE) is None
+        assert files.take(LARGE) is None
+        assert time.monotonic() - begin < 20, "it is asked once"
+
+
+def test_columns_of_large_tables_are_made_in_the_file(service: RequestFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     files = SharedFiles()
-    files.use(str(tmp_path))
+    files.use(service.offered())
     monkeypatch.setattr("gristmill._wire.reused_memory.SHARED", files)
 
     joined = ReusedMemory().joined([np.arange(LARGE, dtype=np.int32), np.arange(5, dtype=np.int32)], np.int32)
 
-    file = files.of(str(tmp_path))
+    file = files.of(service.offered())
     assert file is not None
-    found = np.frombuffer(in_file(tmp_path / file.name, file.offset_of(joined.data.cast("B")), joined.nbytes), np.int32)
+    found = np.frombuffer(in_file(service, file, joined.data.cast("B")), np.int32)
     assert np.array_equal(found, joined)
     files.close()
 
 
-def test_threads_share_a_file(tmp_path: Path) -> None:
-    file = SharedFile(str(tmp_path))
-
+def test_threads_share_a_file(file: SharedFile) -> None:
     def wrong(own: int) -> bool:
         for _ in range(200):
             if (block := file.take(100_000)) is not None:
@@ -188,44 +206,54 @@ def test_threads_share_a_file(tmp_path: Path) -> None:
 
 FORKS = """
 import os, sys
-from types import SimpleNamespace
 from gristmill._wire.shared_files import SHARED
 
-os.fstatvfs = lambda descriptor: SimpleNamespace(f_bavail=1 << 20, f_blocks=1 << 20, f_frsize=4 << 10)
-SHARED.use(sys.argv[1])
+address = sys.argv[1]
+SHARED.use(address)
 block = SHARED.take(300_000)
 block[:] = 1
+name = SHARED.of(address).name
 if not os.fork():
     # The child lets go what it has, and makes tables of its own.
     del block
     assert SHARED.take(300_000) is None
-    SHARED.use(sys.argv[1])
+    SHARED.use(address)
     own = SHARED.take(300_000)
     own[:] = 2
+    assert SHARED.of(address).name != name
     SHARED.close()
     os._exit(0)
 assert os.wait()[1] == 0
+assert SHARED.of(address).is_known()
 other = SHARED.take(300_000)
 other[:] = 3
 assert (block == 1).all()
-assert len(os.listdir(sys.argv[1])) == 1
 """
 
 
-def test_a_forked_child_has_a_file_of_its_own_and_processes_that_end_leave_none(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], check=True, timeout=60)
+def test_a_forked_child_has_a_file_of_its_own_and_processes_that_end_leave_none(service: RequestFiles) -> None:
+    subprocess.run([sys.executable, "-c", FORKS, service.offered()], check=True, timeout=60)
 
-    assert not [*tmp_path.iterdir()]
+    wait_until(lambda: not service._files)
 
 
-def test_a_file_that_was_removed_before_it_was_locked_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def swept_first(descriptor: int, operation: int) -> None:
-        for path in tmp_path.iterdir():
-            path.unlink()
+def test_a_parent_that_is_killed_leaves_no_file_while_its_forked_child_lives(service: RequestFiles) -> None:
+    program = """
+import os, sys, time
+from gristmill._wire.shared_files import SHARED
 
-    monkeypatch.setattr(fcntl, "flock", swept_first)
-
-    with pytest.raises(FileNotFoundError, match="before it was locked"):
-        SharedFile(str(tmp_path))
+SHARED.of(sys.argv[1])
+if os.fork():
+    os._exit(1)
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program, service.offered()], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    try:
+        process.wait(60)
+        wait_until(lambda: not service._files)
+    finally:
+        os.kill(child, 9)
+        process.stdout.close()

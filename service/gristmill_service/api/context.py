@@ -34,8 +34,8 @@ class ApiContext:
     token_texts: TokenTexts | None = None
     request_files: RequestFiles | None = None
 
-    def request_directory(self) -> str:
-        """Where workers on this machine may write large requests; empty where they may not."""
+    def request_socket(self) -> str:
+        """Where workers on this machine may pass files for large requests; empty where they may not."""
         return "" if self.request_files is None else self.request_files.offered()
 
     def unhealthy_reason(self) -> str:

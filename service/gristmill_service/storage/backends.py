@@ -74,6 +74,8 @@ def _on_this_machine(settings: Settings, opened: ExitStack) -> Storage:
     opened.callback(runs.close)
     shards, files = _local_shard_store(settings)
     opened.callback(shards.close)
+    if files is not None:
+        opened.callback(files.close)
     places = {"journal": settings.journal_dir}
     if settings.store == "shared_memory":
         places["shared_memory"] = settings.shared_memory_dir

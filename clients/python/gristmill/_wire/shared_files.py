@@ -1,6 +1,6 @@
-"""Memory that this process shares with a service on its machine: a file in the service's shared memory, mapped here.
+"""Memory that this process shares with a service on its machine: a file in memory (memfd), mapped here and there.
 
-What is made there, as the columns of a large table are, the service reads where it stands: nothing is copied into a
+What is made in it, as the columns of a large table are, the service reads where it stands: nothing is copied into a
 message. The service only reads, and copies what it reads.
 """
 
@@ -10,11 +10,12 @@ import atexit
 import fcntl
 import mmap
 import os
-import secrets
+import socket
 import threading
 import weakref
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -28,38 +29,42 @@ SIZE = 32 << 20
 _UNIT = 128 << 10
 # What requests need besides their tables' columns; tables take the rest.
 _KEPT_UNITS = (4 << 20) // _UNIT
-# Of all shared memory; shards need it.
-_LEAST_FREE = 0.25
+# The service answers at once, or is too busy to be waited for.
+_GREETING_S = 1.0
 # Services that one process talks to, on this machine. The files of the first are given up.
 _MOST_FILES = 4
 
 
 class SharedFile:
-    """One of this process' own. The lock that it holds says that the process lives; it goes with it. Thread-safe."""
+    """One of this process' own, which a service knows by name for as long as they are connected. Thread-safe."""
 
-    def __init__(self, directory: str) -> None:
-        """Raises OSError where it cannot be made."""
-        self.directory = directory
-        self.name = f"{os.getpid()}-{secrets.token_hex(8)}"
-        self._path = Path(directory) / self.name
+    def __init__(self, address: str) -> None:
+        """address: the path of the service's socket. Raises OSError where the file cannot be made or passed."""
+        if not hasattr(os, "memfd_create"):
+            raise OSError("files in memory are Linux'")
+        self.address = address
         self._lock = threading.Lock()
         self._units, self._reserved = bytearray(SIZE // _UNIT), 0
         # Blocks are let go wherever garbage is collected, also by a thread that holds the lock.
         self._let_go = deque[tuple[int, int]]()
         self._is_retired = False
-        self._descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.fstat(self._descriptor).st_nlink:
-                raise FileNotFoundError("it was taken for one that is left, before it was locked")
-            os.ftruncate(self._descriptor, SIZE)
-            self._memory = mmap.mmap(self._descriptor, SIZE)
-        except OSError:
-            self._path.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            raise
+        self._descriptor = os.memfd_create("gristmill", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self._descriptor)
+        os.ftruncate(self._descriptor, SIZE)
+        # The service maps it, and would be killed where it is cut off.
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self._memory = mmap.mmap(self._descriptor, SIZE)
         self._address = _address(np.frombuffer(self._memory, np.uint8))
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        weakref.finalize(self, self._connection.close)
+        self._connection.settimeout(_GREETING_S)
+        with short(address) as path:
+            self._connection.connect(path)
+        socket.send_fds(self._connection, [b"\0"], [self._descriptor])
+        self.name = self._connection.recv(64).decode()
+        if not self.name:
+            raise ConnectionError("the service takes no more files")
+        self._connection.setblocking(False)
 
     def take(self, nbytes: int, *, is_table: bool = False) -> Block | None:
         """Memory that is used again when no array views it any more; None where there is none left."""
@@ -83,10 +88,21 @@ class SharedFile:
         return offset if 0 <= offset < SIZE else None
 
     def retire(self) -> None:
-        """Gives no more blocks, and is written no more: a service that opened it may read it still."""
+        """Gives no more blocks, and is written no more: a service may be reading it still."""
         with self._lock:
             self._is_retired = True
-        self._path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def is_known(self) -> bool:
+        """Whether the service is still there."""
+        try:
+            return bool(self._connection.recv(1))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def _reserve(self, end: int) -> bool:
         """Whether the memory up to there is this process' own: written to without, it would kill the process where
@@ -94,8 +110,6 @@ class SharedFile:
         more = end - self._reserved
         if more <= 0:
             return True
-        if not leaves_room(os.fstatvfs(self._descriptor), more):
-            return False
         try:
             os.posix_fallocate(self._descriptor, self._reserved, more)
         except OSError:
@@ -105,59 +119,59 @@ class SharedFile:
 
 
 class SharedFiles:
-    """Those of this process, one for each directory that a service named. Thread-safe."""
+    """Those of this process, one for each service that named its socket. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._current = ""
         self._files: dict[str, SharedFile] = {}
 
-    def use(self, directory: str) -> None:
-        """Tables are made there from now on."""
-        self._current = directory
+    def use(self, address: str) -> None:
+        """Tables are made for this service from now on."""
+        self._current = address
 
     def take(self, nbytes: int) -> Block | None:
         """Memory for a column of a table; None where it is better made elsewhere."""
         file = self.of(self._current) if self._current else None
         return None if file is None else file.take(nbytes, is_table=True)
 
-    def of(self, directory: str) -> SharedFile | None:
-        """The file in this directory; None where none can be made, on another machine or as another user."""
-        if (file := self._files.get(directory)) is not None:
+    def of(self, address: str) -> SharedFile | None:
+        """The file that the service of this socket knows; None where it cannot be reached, from another machine or as
+        another user."""
+        if (file := self._files.get(address)) is not None:
             return file
         with self._lock:
-            if directory not in self._files:
+            if address not in self._files:
                 try:
-                    self._files[directory] = SharedFile(directory)
+                    self._files[address] = SharedFile(address)
                 except OSError:
-                    self.leave(directory)
+                    self.leave(address)
                     return None
                 self._give_up()
-            return self._files[directory]
+            return self._files[address]
 
     def retire(self, file: SharedFile) -> None:
-        """The next request in this directory gets another file."""
+        """The next request to its service gets another file."""
         with self._lock:
-            for directory in [directory for directory, one in self._files.items() if one is file]:
-                del self._files[directory]
+            for address in [address for address, one in self._files.items() if one is file]:
+                del self._files[address]
         file.retire()
 
-    def leave(self, directory: str) -> None:
-        """Tables are not made there any more."""
-        if self._current == directory:
+    def leave(self, address: str) -> None:
+        """Tables are not made for this service any more."""
+        if self._current == address:
             self._current = ""
 
     def close(self) -> None:
-        """Removes them all."""
+        """Gives them all up."""
         while self._files:
-            with suppress(OSError):
-                self._files.popitem()[1].retire()
+            self._files.popitem()[1].retire()
 
     def _give_up(self) -> None:
         """Those of services that are gone, and of more than a process talks to."""
-        gone = [directory for directory in self._files if not Path(directory).is_dir()]
-        for directory in [*gone, *list(self._files)[:-_MOST_FILES]]:
-            if (file := self._files.pop(directory, None)) is not None:
+        gone = [address for address, file in self._files.items() if not file.is_known()]
+        for address in [*gone, *list(self._files)[:-_MOST_FILES]]:
+            if (file := self._files.pop(address, None)) is not None:
                 file.retire()
 
 
@@ -168,9 +182,15 @@ atexit.register(SHARED.close)
 os.register_at_fork(after_in_child=SHARED.__init__)  # type: ignore[misc]
 
 
-def leaves_room(memory: os.statvfs_result, nbytes: int = 0) -> bool:
-    """Whether shards have room where so much more of the shared memory is taken."""
-    return memory.f_bavail * memory.f_frsize - nbytes >= _LEAST_FREE * memory.f_blocks * memory.f_frsize
+@contextmanager
+def short(path: str) -> Iterator[str]:
+    """Another path of the same socket, which a socket's address has room for: it has 107 bytes. Raises OSError where
+    there is no such directory."""
+    directory = os.open(Path(path).parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{Path(path).name}"
+    finally:
+        os.close(directory)
 
 
 def _address(array: NDArray[np.uint8]) -> int:

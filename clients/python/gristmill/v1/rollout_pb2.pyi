@@ -152,8 +152,9 @@ global___SubmitRowsRequest = SubmitRowsRequest
 
 @typing.final
 class RequestFile(google.protobuf.message.Message):
-    """A message whose bytes stand in a file of the directory that the service named (`request_directory`). The file is the
-    worker's: nobody else writes to it, and these bytes change no more until the worker has the answer.
+    """A message whose bytes stand in a file in memory (memfd, sealed against shrinking, of at most 32 MiB) that the worker
+    passed to the service over its socket (`request_socket`), and that both map. The worker alone writes to it, and these
+    bytes change no more until it has the answer.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -161,7 +162,7 @@ class RequestFile(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Without a directory: 1 to 64 letters, digits, `-` and `_`."""
+    """What the service answered when it was passed the file."""
     @property
     def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RequestPart]:
         """The message in its order: 1 to 256 parts."""
@@ -204,10 +205,12 @@ class SubmitRowsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OUTCOMES_FIELD_NUMBER: builtins.int
-    REQUEST_DIRECTORY_FIELD_NUMBER: builtins.int
-    request_directory: builtins.str
-    """To a large request that came whole: the directory in which the service reads requests (RequestFile). A worker that
-    finds it, on the same machine and as the same user, may write the next ones there. Empty: there is none.
+    REQUEST_SOCKET_FIELD_NUMBER: builtins.int
+    request_socket: builtins.str
+    """To a large request that came whole: the path of the Unix socket (SOCK_SEQPACKET) over which the service is passed
+    files (RequestFile). A worker that reaches it, on the same machine and as the same user, sends one message with one
+    descriptor, is answered with the file's name, and stays connected for as long as it uses the file. Empty: there is
+    none.
     """
     @property
     def outcomes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[gristmill.v1.rows_pb2.RowOutcome.ValueType]:
@@ -217,9 +220,9 @@ class SubmitRowsResponse(google.protobuf.message.Message):
         self,
         *,
         outcomes: collections.abc.Iterable[gristmill.v1.rows_pb2.RowOutcome.ValueType] | None = ...,
-        request_directory: builtins.str = ...,
+        request_socket: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["outcomes", b"outcomes", "request_directory", b"request_directory"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["outcomes", b"outcomes", "request_socket", b"request_socket"]) -> None: ...
 
 global___SubmitRowsResponse = SubmitRowsResponse
 

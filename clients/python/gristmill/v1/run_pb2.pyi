@@ -116,10 +116,10 @@ class CreateRunResponse(google.protobuf.message.Message):
 
     WARNINGS_FIELD_NUMBER: builtins.int
     CREATED_FIELD_NUMBER: builtins.int
-    REQUEST_DIRECTORY_FIELD_NUMBER: builtins.int
+    REQUEST_SOCKET_FIELD_NUMBER: builtins.int
     created: builtins.bool
     """Whether this call created the run."""
-    request_directory: builtins.str
+    request_socket: builtins.str
     """As in SubmitRowsResponse."""
     @property
     def warnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -130,9 +130,9 @@ class CreateRunResponse(google.protobuf.message.Message):
         *,
         warnings: collections.abc.Iterable[builtins.str] | None = ...,
         created: builtins.bool = ...,
-        request_directory: builtins.str = ...,
+        request_socket: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["created", b"created", "request_directory", b"request_directory", "warnings", b"warnings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["created", b"created", "request_socket", b"request_socket", "warnings", b"warnings"]) -> None: ...
 
 global___CreateRunResponse = CreateRunResponse
 

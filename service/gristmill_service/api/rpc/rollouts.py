@@ -43,8 +43,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         # The run comes first, so that what an unknown run is sent is not decoded.
         run = self._context.runs.get(request.run)
         outcomes = messages.outcomes_to(self._context.submit(run, request.rows()))
-        directory = self._context.request_directory() if request.is_large else ""
-        return rollout_pb2.SubmitRowsResponse(outcomes=outcomes, request_directory=directory)
+        address = self._context.request_socket() if request.is_large else ""
+        return rollout_pb2.SubmitRowsResponse(outcomes=outcomes, request_socket=address)
 
     def StreamRows(  # noqa: N802
         self, requests: Iterator[rollout_pb2.StreamRowsRequest], context: grpc.ServicerContext

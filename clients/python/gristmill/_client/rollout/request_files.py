@@ -2,8 +2,8 @@
 times.
 
 The columns of large tables are made in that file (`gristmill._wire.shared_files`), so that a request says where they
-stand. The service names the directory, in its shared memory. Who cannot write there, because it is another machine's or
-another user's, sends its requests.
+stand. The service names the socket over which it is passed the file. Who cannot connect there, because it is another
+machine's or another user's, sends its requests.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class RequestFiles:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._directory = self._refused = ""
+        self._address = self._refused = ""
         self._failures = 0
 
-    def told(self, directory: str) -> None:
-        """The service reads requests there; it says nothing where it does not."""
-        if directory and directory not in (self._directory, self._refused):
-            self._directory = directory
-            SHARED.use(directory)
+    def told(self, address: str) -> None:
+        """The service is passed files there; it says nothing where it takes none."""
+        if address and address not in (self._address, self._refused):
+            self._address = address
+            SHARED.use(address)
 
     def write(self, pieces: Sequence[Buffer]) -> RequestInFile | None:
         """The request of these bytes, which are not written over before the answer; None where it has to be sent."""
-        directory = self._directory
-        if not directory or (file := SHARED.of(directory)) is None:
+        address = self._address
+        if not address or (file := SHARED.of(address)) is None:
             return None
         return _written(file, pieces)
 
@@ -64,12 +64,12 @@ class RequestFiles:
         """What the service may not be able to read is sent for now; what it may still read is not written over."""
         with self._lock:
             # Of requests that were under way together the first to fail says it.
-            if isinstance(error, UnavailableError) and request.file.directory == self._directory:
+            if isinstance(error, UnavailableError) and request.file.address == self._address:
                 self._failures += 1
                 if self._failures >= _MOST_FAILURES:
-                    self._refused = self._directory
-                SHARED.leave(self._directory)
-                self._directory = ""
+                    self._refused = self._address
+                SHARED.leave(self._address)
+                self._address = ""
         if isinstance(error, (UnavailableError, DeadlineExceededError)) or type(error) is GristmillError:
             SHARED.retire(request.file)
 

@@ -228,7 +228,7 @@ class Sender:
 
     def _on_answer(self, call: Call, response: Any) -> None:
         outcomes = outcomes_of(response, call.entries)
-        self.files.told(response.request_directory)
+        self.files.told(response.request_socket)
         if call.in_file is not None:
             self.files.answered()
         with self._lock:
