@@ -41,6 +41,8 @@ _SETTINGS: dict[str, Any] = {
     "micro_batch": {"size": 1},
 }
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:

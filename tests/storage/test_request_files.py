@@ -24,6 +24,8 @@ from tests.run.harness import wait_until
 _MOST = 1 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[RequestFiles]:

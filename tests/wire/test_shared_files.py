@@ -8,7 +8,6 @@ import random
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,12 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gristmill._wire import shared_files
 from gristmill._wire.reused_memory import ReusedMemory
 from gristmill._wire.shared_files import SIZE, SharedFile, SharedFiles
 from gristmill_service.storage.request_files import RequestFiles
 from tests.run.harness import wait_until
 
 LARGE = 300_000
+
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 @pytest.fixture
@@ -165,16 +167,29 @@ def test_where_no_file_can_be_passed_tables_are_made_in_other_memory(address: st
     assert files.take(LARGE) is None
 
 
-def test_a_service_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_service_that_does_not_answer_is_asked_again_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_files, "_GREETING_S", 0.2)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.bind(str(tmp_path / "socket"))
         silent.listen()
-        files, begin = SharedFiles(), time.monotonic()
+        files = SharedFiles()
         files.use(str(tmp_path / "socket"))
 
-        assert files.take(LARGE) is None
-        assert files.take(LARGE) is None
-        assert time.monotonic() - begin < 20, "it is asked once"
+        assert [files.take(LARGE) for _ in range(3)] == [None] * 3
+        assert files.of(str(tmp_path / "socket")) is None
+        silent.settimeout(60)
+        silent.accept()[0].close()
+        silent.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+
+        monkeypatch.setattr(shared_files, "_ASKED_AGAIN_S", 0.0)
+        files._unreachable.clear()
+        assert [files.take(LARGE) for _ in range(3)] == [None] * 3
+        for _ in range(3):
+            silent.accept()[0].close()
 
 
 def test_columns_of_large_tables_are_made_in_the_file(service: RequestFiles, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import mmap
 import os
 import socket
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -29,8 +30,8 @@ SIZE = 32 << 20
 _UNIT = 128 << 10
 # What requests need besides their tables' columns; tables take the rest.
 _KEPT_UNITS = (4 << 20) // _UNIT
-# The service answers at once, or is too busy to be waited for.
-_GREETING_S = 1.0
+# The service answers at once, or is too busy to be waited for; it is asked again after a while.
+_GREETING_S, _ASKED_AGAIN_S = 5.0, 60.0
 # Services that one process talks to, on this machine. The files of the first are given up.
 _MOST_FILES = 4
 
@@ -48,6 +49,11 @@ class SharedFile:
         # Blocks are let go wherever garbage is collected, also by a thread that holds the lock.
         self._let_go = deque[tuple[int, int]]()
         self._is_retired = False
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        weakref.finalize(self, self._connection.close)
+        self._connection.settimeout(_GREETING_S)
+        with short(address) as path:
+            self._connection.connect(path)
         self._descriptor = os.memfd_create("gristmill", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self._descriptor)
         os.ftruncate(self._descriptor, SIZE)
@@ -55,11 +61,6 @@ class SharedFile:
         fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self._memory = mmap.mmap(self._descriptor, SIZE)
         self._address = _address(np.frombuffer(self._memory, np.uint8))
-        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        weakref.finalize(self, self._connection.close)
-        self._connection.settimeout(_GREETING_S)
-        with short(address) as path:
-            self._connection.connect(path)
         socket.send_fds(self._connection, [b"\0"], [self._descriptor])
         self.name = self._connection.recv(64).decode()
         if not self.name:
@@ -125,6 +126,8 @@ class SharedFiles:
         self._lock = threading.Lock()
         self._current = ""
         self._files: dict[str, SharedFile] = {}
+        # By when each may be asked again.
+        self._unreachable: dict[str, float] = {}
 
     def use(self, address: str) -> None:
         """Tables are made for this service from now on."""
@@ -136,19 +139,19 @@ class SharedFiles:
         return None if file is None else file.take(nbytes, is_table=True)
 
     def of(self, address: str) -> SharedFile | None:
-        """The file that the service of this socket knows; None where it cannot be reached, from another machine or as
-        another user."""
+        """The file that the service of this socket knows; None where it could not be reached, from another machine or
+        as another user."""
         if (file := self._files.get(address)) is not None:
             return file
         with self._lock:
-            if address not in self._files:
+            if address not in self._files and self._unreachable.get(address, 0.0) <= time.monotonic():
                 try:
                     self._files[address] = SharedFile(address)
                 except OSError:
-                    self.leave(address)
-                    return None
-                self._give_up()
-            return self._files[address]
+                    self._unreachable[address] = time.monotonic() + _ASKED_AGAIN_S
+                else:
+                    self._give_up()
+            return self._files.get(address)
 
     def retire(self, file: SharedFile) -> None:
         """The next request to its service gets another file."""
