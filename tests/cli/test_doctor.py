@@ -26,7 +26,7 @@ def checked(*arguments: object) -> tuple[int, dict[str, dict[str, Any]]]:
 
 def test_all_is_well(service: Service) -> None:
     told = gristmill("doctor", "--store", "memory", *addresses(service))
-    assert (told.returncode, told.stderr) == (0, "")
+    assert (told.returncode, told.stderr) == (0, ""), told.stdout
     lines = told.stdout.splitlines()
     assert all(line.startswith("ok     ") for line in lines)
     for what in ("settings", "gRPC at", "version of", "credentials", "HTTP at", "clock at"):
@@ -94,6 +94,8 @@ def test_a_redis_whose_replicas_may_fall_behind_is_wrong(service: Service, tmp_p
 
 def test_a_clock_that_differs_is_told_with_its_direction() -> None:
     assert replica_checks.clock("host:8080", 1.4).is_well
+    assert replica_checks.clock("host:8080", 3.4, unsure_s=1.5).is_well, "the answer took 3 s to come"
+    assert not replica_checks.clock("host:8080", 3.4, unsure_s=0.1).is_well
     behind = replica_checks.clock("host:8080", -42.0)
     assert "42 s behind this machine's" in behind.found
     assert "NTP" in behind.remedy

@@ -70,7 +70,7 @@ def _over_http(place: str) -> Iterator[Check]:
         with httpx.Client(verify=_trust(credentials), timeout=_HTTP_TIMEOUT_S, trust_env=False) as client:
             before = time.time()
             answer = client.get(url)
-            middle = (before + time.time()) / 2
+            half_s = (time.time() - before) / 2
     except (httpx.HTTPError, OSError) as error:
         yield Check(f"HTTP at {place}", f"no answer ({error})", f"{_START}, which --http-address names")
         return
@@ -79,11 +79,13 @@ def _over_http(place: str) -> Iterator[Check]:
     else:
         yield Check(f"HTTP at {place}", f"{answer.status_code} to {url}", f"see to what it says: {answer.text[:200]!r}")
     if "date" in answer.headers:
-        yield clock(place, parsedate_to_datetime(answer.headers["date"]).timestamp() + 0.5 - middle)
+        yield clock(place, parsedate_to_datetime(answer.headers["date"]).timestamp() + 0.5 - before - half_s, half_s)
 
 
-def clock(place: str, ahead_s: float) -> Check:
-    if abs(ahead_s) <= _CLOCK_S:
+def clock(place: str, ahead_s: float, unsure_s: float = 0.0) -> Check:
+    """ahead_s: by how much that place's clock is ahead of this machine's. unsure_s: how wrong that may be, since nobody
+    knows when within the call it was told."""
+    if abs(ahead_s) <= _CLOCK_S + unsure_s:
         return Check(f"clock at {place}", "as this machine's, to the second")
     shown = datetime.now(UTC).isoformat(timespec="seconds")
     return Check(
