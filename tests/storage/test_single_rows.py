@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.storage import row_tables
-from gristmill_service.storage.row_tables import Opened
-from gristmill_service.storage.single_rows import SingleRow, single_row
+from gristmill_service.storage.row_tables import Opened, OpenedRow
+from gristmill_service.storage.single_rows import single_row
 from tests.storage.tables import any_table
 from tests.strategies import Row, rollouts
 
 
-def check_same(found: SingleRow, opened: Opened) -> None:
+def check_same(found: OpenedRow, opened: Opened) -> None:
     assert found.columns == opened.columns
     assert found.memory == opened.memory
     assert [found.stop_reason] == opened.header.strings.get("stop_reasons", [""])

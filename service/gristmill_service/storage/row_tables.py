@@ -134,6 +134,16 @@ class Opened(NamedTuple):
     memory: dict[str, memoryview]
 
 
+class OpenedRow(msgspec.Struct, gc=False):
+    """A row of a table: the columns and their bytes, as `Opened` has them, but its own alone. stop_reason: empty where
+    it has none. at: which row of the table it is."""
+
+    columns: Mapping[str, Column]
+    memory: Mapping[str, memoryview]
+    stop_reason: str
+    at: int = 0
+
+
 def encode(table: Steps) -> TableBytes:
     opened = _of_steps(table)
     header = msgspec.msgpack.encode(opened.header)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gristmill_service.storage.row_tables import FORMAT, HEAD, Column, Length, columns_of, edges_of
+from gristmill_service.storage.row_tables import FORMAT, HEAD, Column, Length, OpenedRow, columns_of, edges_of
 
 _One = tuple[Length]
 
@@ -22,12 +22,16 @@ class _Lengths(msgspec.Struct, gc=False):
     prefix_lengths: _One = (0,)
 
 
+class _Strings(msgspec.Struct, gc=False):
+    stop_reasons: tuple[str] = ("",)
+
+
 class _Header(msgspec.Struct, array_like=True, gc=False):
     """As `row_tables.Header`, of one row."""
 
     format: int
     uids: tuple[str]
-    strings: dict[str, tuple[str]]
+    strings: _Strings
     numbers: _Lengths
     columns: msgspec.Raw
 
@@ -41,20 +45,12 @@ class _Size(NamedTuple):
     fixed: int
 
 
-class SingleRow(NamedTuple):
-    """columns, memory: as `row_tables.Opened` has them. stop_reason: empty where it has none."""
-
-    columns: Mapping[str, Column]
-    memory: dict[str, memoryview]
-    stop_reason: str
-
-
 _decoder = msgspec.msgpack.Decoder(_Header)
 # What reading other bytes may raise.
 _ERRORS = (msgspec.MsgspecError, struct.error, ValueError, TypeError, OverflowError)
 
 
-def single_row(data: bytes | memoryview) -> SingleRow | None:
+def single_row(data: bytes | memoryview) -> OpenedRow | None:
     """The row of a table that has no other; None for what is not one as it was written, which `row_tables.opened`
     reads, or refuses."""
     try:
@@ -77,8 +73,7 @@ def single_row(data: bytes | memoryview) -> SingleRow | None:
         memory[name] = view[start:at]
     if at > len(data):
         return None
-    reasons = header.strings.get("stop_reasons")
-    return SingleRow(columns, memory, reasons[0] if reasons else "")
+    return OpenedRow(columns, memory, header.strings.stop_reasons[0])
 
 
 @lru_cache(maxsize=1024)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from gristmill._wire.columns import Ragged
@@ -16,6 +17,9 @@ from gristmill._wire.steps import Extra, Steps
 from gristmill_service.run.machine.events import COLUMNS, RowName, RowRef, StoredRow
 from gristmill_service.run.machine.groups import Group
 from gristmill_service.storage.row_tables import Stored
+
+_Name = tuple[int, int, int]
+"""What a `RowName` has. As a key it is as good, and made in a tenth of the time."""
 
 
 @dataclass(slots=True)
@@ -36,9 +40,11 @@ class _Table:
         return self.stored is not None and self.places is not None and 2 * len(self.places) <= self.rows
 
 
-class PickedRow(NamedTuple):
+class PickedRow(msgspec.Struct):
     """A row, the table that it is in, and its place there. stored: None where the log has to be asked. parent: the row
-    with whose tokens it begins, where the table lacks them. tag: of its group."""
+    with whose tokens it begins, where the table lacks them. tag: of its group.
+
+    A struct, which takes a sixth of the time to make that a named tuple does: there is one for each row of a batch."""
 
     table: int
     stored: Stored | None
@@ -116,22 +122,22 @@ class RowBuffer:
         """What `gather` needs of these rows of groups, to be read after the lock is given back."""
         found = []
         for group, rows in groups:
-            picked: dict[RowName, PickedRow] = {}
+            picked: dict[_Name, PickedRow] = {}
             found += [self._pick(group, row, picked) for row in rows]
         return found
 
-    def _pick(self, group: Group, row: StoredRow, picked: dict[RowName, PickedRow]) -> PickedRow:
+    def _pick(self, group: Group, row: StoredRow, picked: dict[_Name, PickedRow]) -> PickedRow:
         """picked: those of the group so far; the row and those with which it begins are added."""
-        name = row.name
+        name, parent = (row.trajectory.sample, row.attempt, row.step), row.parent
         if (found := picked.get(name)) is None:
-            before = None if row.parent is None else picked.get(row.parent)
-            if row.parent is None or before is not None:
+            before = None if parent is None else picked.get(parent)
+            if parent is None or before is not None:
                 found = picked[name] = self._picked(row, before, group.tag)
             else:
                 found = self._pick_path(group, row, picked)
         return found
 
-    def _pick_path(self, group: Group, row: StoredRow, picked: dict[RowName, PickedRow]) -> PickedRow:
+    def _pick_path(self, group: Group, row: StoredRow, picked: dict[_Name, PickedRow]) -> PickedRow:
         """A row of which others come first, none of which is picked yet, or not all."""
         name, path = row.name, list[tuple[RowName, StoredRow]]()
         while (found := picked.get(name)) is None:

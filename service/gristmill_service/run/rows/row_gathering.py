@@ -19,6 +19,7 @@ from gristmill._wire.columns import Array, Int64s, Ragged
 from gristmill._wire.steps import Extra, Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.run.machine.events import RowRef, StoredRow
+from gristmill_service.run.rows.gathered_memory import GATHERED, LEAST_BYTES, new
 from gristmill_service.run.rows.row_buffer import PickedRow
 from gristmill_service.storage.row_tables import (
     NUMBERS,
@@ -27,6 +28,7 @@ from gristmill_service.storage.row_tables import (
     Column,
     Header,
     Opened,
+    OpenedRow,
     Stored,
     opened,
     steps_from,
@@ -55,18 +57,19 @@ def gather(
     tables, stored = Tables(load), [one.row for one in picked]
     rows = [tables.row(one) for one in picked]
     numbers, parts = _numbers(stored), [len(rows)] if let_go is None else _parts(rows, stored)
-    copying = _Copying(in_parts=len(parts) > 1)
-    ragged = {"tokens": _tokens(picked, rows, tables, copying)} | _of_responses(rows, numbers, copying)
+    # Most rows have the same columns.
+    copying, kinds = _Copying(len(parts)), [*{id(row.columns): row.columns for row in rows}.values()]
+    ragged = {"tokens": _tokens(picked, rows, tables, copying)} | _of_responses(rows, kinds, numbers, copying)
     if token_rewards:
         ragged["token_rewards"] = _token_rewards(rows, stored)
     strings = {"tags": [one.tag for one in picked], "stop_reasons": [row.stop_reason for row in rows]}
     given = {name: values for name, values in strings.items() if any(values)}
     uids = [one.trajectory.uid for one in stored]
-    extras = _extras(rows, copying)
-    if let_go is not None and len(parts) > 1:
-        del tables, rows
-        for end in parts:
-            copying.go_on(end)
+    extras = _extras(rows, kinds, copying)
+    del tables, rows
+    for end in parts:
+        copying.go_on(end)
+        if let_go is not None and len(parts) > 1:
             let_go()
     return steps_from(uids, given, numbers, ragged, extras)
 
@@ -86,15 +89,6 @@ def columns_of(row: PickedRow, tables: Tables) -> frozenset[str]:
     return frozenset(name for name, column in found.columns.items() if column.counts and column.counts[found.at] >= 0)
 
 
-class _Row(NamedTuple):
-    """A row's place in its table, of whose columns it has these bytes."""
-
-    columns: Mapping[str, Column]
-    memory: Mapping[str, memoryview]
-    at: int
-    stop_reason: str
-
-
 class _Table:
     """A table of several rows, which are looked for one by one."""
 
@@ -103,14 +97,14 @@ class _Table:
         edges = [[0, *accumulate(_sizes(column, header))] for column in self._columns.values()]
         self._memory = [(name, memory[name], of_rows) for name, of_rows in zip(self._columns, edges, strict=True)]
         self._stop_reasons = header.strings.get("stop_reasons") or [""] * len(header.uids)
-        self._rows: list[_Row | None] = [None] * len(header.uids)
+        self._rows: list[OpenedRow | None] = [None] * len(header.uids)
 
-    def row(self, at: int) -> _Row:
+    def row(self, at: int) -> OpenedRow:
         """The same each time: others may begin with it."""
         found = self._rows[at]
         if found is None:
             memory = {name: whole[edges[at] : edges[at + 1]] for name, whole, edges in self._memory}
-            found = self._rows[at] = _Row(self._columns, memory, at, self._stop_reasons[at])
+            found = self._rows[at] = OpenedRow(self._columns, memory, self._stop_reasons[at], at)
         return found
 
 
@@ -132,24 +126,24 @@ class Tables:
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        self._tables: dict[int, _Table | _Row] = {}
+        self._tables: dict[int, _Table | OpenedRow] = {}
 
-    def row(self, picked: PickedRow) -> _Row:
+    def row(self, picked: PickedRow) -> OpenedRow:
         found = self._tables.get(picked.table)
         if found is None:
             found = self._tables[picked.table] = self._open(picked)
-        return found if isinstance(found, _Row) else found.row(picked.at)
+        return found if isinstance(found, OpenedRow) else found.row(picked.at)
 
-    def _open(self, picked: PickedRow) -> _Table | _Row:
+    def _open(self, picked: PickedRow) -> _Table | OpenedRow:
         """The row itself where it is alone in its table, as most are: so the description is let go."""
         stored = self._load(picked.table) if picked.stored is None else picked.stored
         if not isinstance(stored, Steps) and (one := single_row(stored)) is not None:
-            return _Row(one.columns, one.memory, 0, one.stop_reason)
+            return one
         table = opened(stored)
         if len(table.header.uids) > 1:
             return _Table(table)
         (stop_reason,) = table.header.strings.get("stop_reasons") or [""]
-        return _Row(table.columns, table.memory, 0, stop_reason)
+        return OpenedRow(table.columns, table.memory, stop_reason)
 
 
 def _pieces(row: PickedRow, count: int, tables: Tables) -> list[memoryview]:
@@ -172,19 +166,20 @@ class _Copy(NamedTuple):
 
     pieces: list[bytes | memoryview]
     ends: Sequence[int]
-    memory: memoryview
+    memory: mmap.mmap
 
 
 class _Copying:
-    """Copies columns' values, at once or in parts."""
+    """Copies columns' values in parts, of which there are so many."""
 
-    def __init__(self, in_parts: bool) -> None:
-        self._in_parts = in_parts
+    def __init__(self, parts: int) -> None:
+        # What is let go in parts is much: its memory is not kept.
+        self._take = GATHERED.take if parts == 1 else new
         self._copies: list[_Copy] = []
         self._copied = 0
 
     def values(self, column: Column, pieces: list[bytes | memoryview], ends: Sequence[int], count: int) -> Array:
-        """The values of these pieces one after another, in parts as they are copied. count: of them, as it has to be;
+        """The values of these pieces one after another, as far as they are copied. count: of them, as it has to be;
         the others as `_Copy` has them."""
         found = (size := sum(map(len, pieces))) // column.element_bytes
         if found != count:
@@ -192,26 +187,23 @@ class _Copying:
                 f"the stored rows have {found} values of {column.name}, and the run's log says {count}: the store "
                 "has lost or changed rows; restore it, or delete the run"
             )
-        if not self._in_parts or not size:
+        if size < LEAST_BYTES:
             return column.values(b"".join(pieces))
-        # Pages that come as they are written to.
-        memory = memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        memory, view = self._take(size)
         self._copies.append(_Copy(pieces, ends, memory))
-        return column.values(memory.toreadonly())
+        return column.values(view)
 
     def go_on(self, end: int) -> None:
         """Copies the next part, which ends before this row."""
-        for at, (pieces, ends, memory) in enumerate(self._copies):
-            first, last, done = ends[self._copied - 1] if self._copied else 0, ends[end - 1], 0
+        for pieces, ends, memory in self._copies:
+            first, last, write = ends[self._copied - 1] if self._copied else 0, ends[end - 1], memory.write
             for piece in pieces[first:last]:
-                memory[done : done + len(piece)] = piece
-                done += len(piece)
+                write(piece)
             pieces[first:last] = repeat(b"", last - first)
-            self._copies[at] = _Copy(pieces, ends, memory[done:])
         self._copied = end
 
 
-def _parts(rows: Sequence[_Row], stored: Sequence[StoredRow]) -> list[int]:
+def _parts(rows: Sequence[OpenedRow], stored: Sequence[StoredRow]) -> list[int]:
     """The ends of parts of the rows that are worth letting go: whole groups, as rows of a group share tables."""
     sizes = [sum(map(len, row.memory.values())) for row in rows]
     found, size, least = list[int](), 0, max(_PART_BYTES, sum(sizes) // _MOST_PARTS)
@@ -223,7 +215,7 @@ def _parts(rows: Sequence[_Row], stored: Sequence[StoredRow]) -> list[int]:
     return [*found, len(rows)]
 
 
-def _tokens(picked: Sequence[PickedRow], rows: Sequence[_Row], tables: Tables, copying: _Copying) -> Ragged:
+def _tokens(picked: Sequence[PickedRow], rows: Sequence[OpenedRow], tables: Tables, copying: _Copying) -> Ragged:
     """All rows' tokens, those in which one goes on with another once."""
     lines: list[list[memoryview]] = []
     sizes: list[int] = []
@@ -280,14 +272,14 @@ def _numbers(stored: Sequence[StoredRow]) -> dict[str, Array]:
     return numbers
 
 
-def _of_responses(rows: Sequence[_Row], numbers: dict[str, Array], copying: _Copying) -> dict[str, Ragged]:
-    """The columns with a value a response token, but rewards."""
+def _of_responses(
+    rows: Sequence[OpenedRow], kinds: Sequence[Mapping[str, Column]], numbers: dict[str, Array], copying: _Copying
+) -> dict[str, Ragged]:
+    """The columns with a value a response token, but rewards. kinds: the columns that any of the rows has."""
     lengths = numbers["response_lengths"]
-    # Most rows have the same ones.
-    columns = {id(row.columns): row.columns for row in rows}.values()
     found: dict[str, Ragged] = {}
     for name in OF_RESPONSES:
-        some = next((one[name] for one in columns if name in one), None)
+        some = next((one[name] for one in kinds if name in one), None)
         if some is None or name == "token_rewards":
             continue
         own = [row.memory.get(name) for row in rows]
@@ -306,7 +298,7 @@ def _stand_in(name: str, numbers: dict[str, Array], row: int) -> bytes:
     raise InvalidArgumentError(f"some rows have {name} and others do not; all rows of a run have them, or none has")
 
 
-def _token_rewards(rows: Sequence[_Row], stored: Sequence[StoredRow]) -> Ragged:
+def _token_rewards(rows: Sequence[OpenedRow], stored: Sequence[StoredRow]) -> Ragged:
     values: list[Array] = []
     for row, one in zip(rows, stored, strict=True):
         if one.late_rewards:
@@ -318,9 +310,9 @@ def _token_rewards(rows: Sequence[_Row], stored: Sequence[StoredRow]) -> Ragged:
     return Ragged.from_arrays(values, np.float64)
 
 
-def _extras(rows: Sequence[_Row], copying: _Copying) -> dict[str, Extra]:
+def _extras(rows: Sequence[OpenedRow], kinds: Sequence[Mapping[str, Column]], copying: _Copying) -> dict[str, Extra]:
     """The declared columns that any of the rows' tables has."""
-    declared = {name: column for row in rows for name, column in row.columns.items() if column.counts is not None}
+    declared = {name: column for columns in kinds for name, column in columns.items() if column.counts is not None}
     found: dict[str, Extra] = {}
     for name, column in declared.items():
         own = ((row.at, row.columns.get(name)) for row in rows)
