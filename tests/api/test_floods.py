@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -17,6 +19,7 @@ import httpx
 import pytest
 
 from gristmill import Credentials, RolloutClient
+from gristmill._wire.codecs.submit_codec import Buffer, Submission
 from gristmill.v1 import rollout_pb2
 from gristmill_service.access.gate import Gate
 from gristmill_service.access.tokens import create_token
@@ -212,3 +215,26 @@ def test_calls_wait_for_a_thread_in_queues_by_who_calls_or_from_where(
         client.create_run(CONFIG)
     running.stop()
     assert set(queues) == {queue}
+
+
+def test_what_is_refused_is_let_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    came, read = list[weakref.ref[Submission]](), Submission._read
+
+    def noted(self: Submission, data: Buffer) -> None:
+        came.append(weakref.ref(self))
+        read(self, data)
+
+    monkeypatch.setattr(Submission, "_read", noted)
+    running = serving()
+    # A service collects seldom, and megabytes count for it as one object.
+    gc.disable()
+    try:
+        with grpc.insecure_channel(running.grpc_address) as channel:
+            submit = channel.unary_unary("/gristmill.v1.RolloutService/SubmitRows")
+            for _ in range(3):
+                with pytest.raises(grpc.RpcError, match="is not a message"):
+                    submit(bytes(1_000))
+        wait_until(lambda: len(came) == 3 and not any(one() for one in came))
+    finally:
+        gc.enable()
+        running.stop()

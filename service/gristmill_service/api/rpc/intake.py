@@ -58,7 +58,10 @@ class Intake:
                 raise InvalidArgumentError("the call has no request message; send one")
             request = parsed(data, parse)
         except GristmillError as error:
-            return error
+            # Whoever raises it again makes a circle of it and its frames: they would keep the request's bytes until
+            # garbage is collected, which a service does seldom.
+            error.__context__ = None
+            return error.with_traceback(None)
         if getattr(request, "wait_s", 0.0):
             # It holds a place among those that wait.
             held.close()
