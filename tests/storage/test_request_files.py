@@ -174,6 +174,24 @@ def test_whoever_comes_when_there_are_enough_workers_sends_its_requests(
     files.close()
 
 
+def test_where_no_thread_can_be_started_workers_are_sent_away_and_come_later(
+    files: RequestFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", none_left)
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"takes no more files|reset|Broken pipe"):
+                SharedFile(files.offered())
+
+    wait_until(lambda: files._places._value == request_files._MOST_WORKERS)
+    file = SharedFile(files.offered())
+    assert bytes(files.read(file.name, [b"1"])) == b"1"
+    file.retire()
+
+
 def test_a_service_that_stops_reads_nothing_more_and_leaves_no_thread(files: RequestFiles) -> None:
     worker = SharedFile(files.offered())
 

@@ -119,9 +119,14 @@ class RequestFiles:
                 # It is closed; or there are no descriptors left, which passes.
                 time.sleep(0.1)
                 continue
-            if self._places.acquire(blocking=False):
+            if not self._places.acquire(blocking=False):
+                connection.close()
+                continue
+            try:
                 threading.Thread(target=self._hold, args=(connection,), name="request-file", daemon=True).start()
-            else:
+            except RuntimeError:
+                # The process may have no more threads now: who comes later finds this one still here.
+                self._places.release()
                 connection.close()
 
     def _hold(self, connection: socket.socket) -> None:
