@@ -102,3 +102,4 @@ def service_process(start_service: StartService, tmp_path: Path) -> ServiceProce
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers wait for the service to take their files, however busy the machine is."""
     monkeypatch.setattr(shared_files, "_GREETING_S", 60.0)
+    monkeypatch.setattr(shared_files, "_DOUBTED_GREETING_S", 60.0)

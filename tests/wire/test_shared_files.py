@@ -8,8 +8,10 @@ import random
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -190,6 +192,26 @@ def test_a_service_that_does_not_answer_is_asked_again_after_a_while(
         assert [files.take(LARGE) for _ in range(3)] == [None] * 3
         for _ in range(3):
             silent.accept()[0].close()
+
+
+def test_a_service_that_failed_to_answer_a_call_is_waited_for_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_files, "_GREETING_S", 60.0)
+    monkeypatch.setattr(shared_files, "_DOUBTED_GREETING_S", 0.2)
+    files, path = SharedFiles(), tmp_path / "requests" / "socket"
+    with closing(RequestFiles(path.parent, SIZE)) as answering:
+        file = files.of(answering.offered())
+        assert file is not None
+        files.retire(file)
+    path.unlink()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hanging:
+        hanging.bind(str(path))
+        hanging.listen()
+        begin = time.monotonic()
+
+        assert files.of(str(path)) is None
+        assert time.monotonic() - begin < 30
 
 
 def test_columns_of_large_tables_are_made_in_the_file(service: RequestFiles, monkeypatch: pytest.MonkeyPatch) -> None:

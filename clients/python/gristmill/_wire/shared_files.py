@@ -32,6 +32,8 @@ _UNIT = 128 << 10
 _KEPT_UNITS = (4 << 20) // _UNIT
 # The service answers at once, or is too busy to be waited for; it is asked again after a while.
 _GREETING_S, _ASKED_AGAIN_S = 5.0, 60.0
+# One that just failed to answer may hang, and an event loop stands still meanwhile.
+_DOUBTED_GREETING_S = 1.0
 # Services that one process talks to, on this machine. The files of the first are given up.
 _MOST_FILES = 4
 
@@ -39,8 +41,9 @@ _MOST_FILES = 4
 class SharedFile:
     """One of this process' own, which a service knows by name for as long as they are connected. Thread-safe."""
 
-    def __init__(self, address: str) -> None:
-        """address: the path of the service's socket. Raises OSError where the file cannot be made or passed."""
+    def __init__(self, address: str, *, is_doubted: bool = False) -> None:
+        """address: the path of the service's socket. is_doubted: whether it may hang. Raises OSError where the file
+        cannot be made or passed."""
         if not hasattr(os, "memfd_create"):
             raise OSError("files in memory are Linux'")
         self.address = address
@@ -51,7 +54,7 @@ class SharedFile:
         self._is_retired = False
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         weakref.finalize(self, self._connection.close)
-        self._connection.settimeout(_GREETING_S)
+        self._connection.settimeout(_DOUBTED_GREETING_S if is_doubted else _GREETING_S)
         with short(address) as path:
             self._connection.connect(path)
         self._descriptor = os.memfd_create("gristmill", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -128,6 +131,8 @@ class SharedFiles:
         self._files: dict[str, SharedFile] = {}
         # By when each may be asked again.
         self._unreachable: dict[str, float] = {}
+        # Those that a file was given up of after a call.
+        self._doubted = set[str]()
 
     def use(self, address: str) -> None:
         """Tables are made for this service from now on."""
@@ -146,10 +151,11 @@ class SharedFiles:
         with self._lock:
             if address not in self._files and self._unreachable.get(address, 0.0) <= time.monotonic():
                 try:
-                    self._files[address] = SharedFile(address)
+                    self._files[address] = SharedFile(address, is_doubted=address in self._doubted)
                 except OSError:
                     self._unreachable[address] = time.monotonic() + _ASKED_AGAIN_S
                 else:
+                    self._doubted.discard(address)
                     self._give_up()
             return self._files.get(address)
 
@@ -158,6 +164,7 @@ class SharedFiles:
         with self._lock:
             for address in [address for address, one in self._files.items() if one is file]:
                 del self._files[address]
+            self._doubted.add(file.address)
         file.retire()
 
     def leave(self, address: str) -> None:
