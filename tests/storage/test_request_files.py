@@ -8,7 +8,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -174,19 +174,27 @@ def test_whoever_comes_when_there_are_enough_workers_sends_its_requests(
     files.close()
 
 
+def test_workers_leave_descriptors_for_what_stores_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for connections, workers in ((3, 1), (341, 85), (10_000, 256)):
+        monkeypatch.setattr(request_files, "most_connections", lambda most=connections: most)
+        with closing(RequestFiles(tmp_path / str(workers), _MOST)) as files:
+            assert files._places._value == workers
+
+
 def test_where_no_thread_can_be_started_workers_are_sent_away_and_come_later(
     files: RequestFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
+    places = files._places._value
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", none_left)
         for _ in range(2):
             with pytest.raises(OSError, match=r"takes no more files|reset|Broken pipe"):
                 SharedFile(files.offered())
 
-    wait_until(lambda: files._places._value == request_files._MOST_WORKERS)
+    wait_until(lambda: files._places._value == places)
     file = SharedFile(files.offered())
     assert bytes(files.read(file.name, [b"1"])) == b"1"
     file.retire()

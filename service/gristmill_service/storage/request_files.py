@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from gristmill._wire.codecs.submit_codec import MOST_PARTS, Part
 from gristmill._wire.shared_files import SIZE, short
 from gristmill.errors import InvalidArgumentError, UnavailableError
+from gristmill_service.process_tuning import most_connections
 
 _log = structlog.get_logger(__name__)
 
@@ -51,7 +52,7 @@ class RequestFiles:
         directory.mkdir(mode=0o700)
         self._path, self._most_bytes = directory / "socket", most_bytes
         self._files: dict[str, _WorkerFile] = {}
-        self._places = threading.BoundedSemaphore(_MOST_WORKERS)
+        self._places = threading.BoundedSemaphore(_most_workers())
         self._is_closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -144,6 +145,11 @@ class RequestFiles:
         finally:
             self._files.pop(name, None)
             self._places.release()
+
+
+def _most_workers() -> int:
+    """With two descriptors each they take half of those that both doors leave: stores need some, too."""
+    return max(1, min(_MOST_WORKERS, most_connections() // 4))
 
 
 def _shut(connection: socket.socket) -> None:
