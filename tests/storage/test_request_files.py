@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from gristmill._wire.codecs.submit_codec import Part
-from gristmill._wire.shared_files import SIZE, SharedFile
+from gristmill._wire.shared_files import SIZE, SharedFile, short
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill_service.storage import request_files
 from gristmill_service.storage.request_files import RequestFiles
@@ -37,7 +37,8 @@ def files(tmp_path: Path) -> Iterator[RequestFiles]:
 def connected(files: RequestFiles) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(60)
-    connection.connect(files.offered())
+    with short(files.offered()) as path:
+        connection.connect(path)
     return connection
 
 

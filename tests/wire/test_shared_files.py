@@ -174,7 +174,8 @@ def test_a_service_that_does_not_answer_is_asked_again_after_a_while(
 ) -> None:
     monkeypatch.setattr(shared_files, "_GREETING_S", 0.2)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
-        silent.bind(str(tmp_path / "socket"))
+        with shared_files.short(str(tmp_path / "socket")) as path:
+            silent.bind(path)
         silent.listen()
         files = SharedFiles()
         files.use(str(tmp_path / "socket"))

@@ -5,21 +5,18 @@ takes to fill them, and a process that keeps no freed pages gets new ones each t
 from __future__ import annotations
 
 import math
-import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._wire.columns import Array, Ragged
+from gristmill._wire.columns import Array, Ragged, lengths_of
+from gristmill._wire.idle_blocks import IdleBlocks
 from gristmill._wire.shared_files import SHARED
 
 # The allocator keeps smaller ones by itself. Larger ones are rare, and would hold much.
 _LEAST_BYTES, _MOST_BYTES = 256 << 10, 8 << 20
-# Few sizes, so that one block fits the next array. What is not written to takes no memory.
-_ROUNDED_TO = 1 << 20
 _MOST_IDLE = 12
 
 
@@ -27,7 +24,7 @@ class ReusedMemory:
     """Thread-safe, without a lock: arrays are let go wherever garbage is collected."""
 
     def __init__(self) -> None:
-        self._idle: deque[NDArray[np.uint8]] = deque(maxlen=_MOST_IDLE)
+        self._idle = IdleBlocks(_new, _MOST_IDLE)
 
     def joined(self, arrays: Sequence[Array], dtype: Any) -> Array:
         """A copy of the arrays, one after another. Its memory is used again when no array views it any more."""
@@ -38,8 +35,7 @@ class ReusedMemory:
 
     def ragged(self, arrays: Sequence[Array], dtype: Any) -> Ragged:
         """As `Ragged.from_arrays`, in such memory."""
-        lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
-        return Ragged.from_lengths(self.joined(arrays, dtype), lengths)
+        return Ragged.from_lengths(self.joined(arrays, dtype), lengths_of(arrays))
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         nbytes = math.prod(shape) * dtype.itemsize
@@ -49,23 +45,15 @@ class ReusedMemory:
         return (self._taken(nbytes) if block is None else block).view(dtype).reshape(shape)
 
     def _taken(self, nbytes: int) -> NDArray[np.uint8]:
-        block = self._found(nbytes)
+        block = self._idle.take(nbytes)
         # All views of it refer to this one, however they are made.
         whole = np.frombuffer(block.data, np.uint8, nbytes)
-        weakref.finalize(whole, self._idle.append, block).atexit = False
+        self._idle.take_back_with(whole, block)
         return whole
 
-    def _found(self, nbytes: int) -> NDArray[np.uint8]:
-        size = -(-nbytes // _ROUNDED_TO) * _ROUNDED_TO
-        for _ in range(len(self._idle)):
-            try:
-                block = self._idle.popleft()
-            except IndexError:
-                break
-            if size <= len(block) <= 2 * size:
-                return block
-            self._idle.append(block)
-        return np.empty(size, np.uint8)
+
+def _new(nbytes: int) -> NDArray[np.uint8]:
+    return np.empty(nbytes, np.uint8)
 
 
 REUSED = ReusedMemory()

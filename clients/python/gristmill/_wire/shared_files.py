@@ -162,8 +162,8 @@ class SharedFiles:
     def retire(self, file: SharedFile) -> None:
         """The next request to its service gets another file."""
         with self._lock:
-            for address in [address for address, one in self._files.items() if one is file]:
-                del self._files[address]
+            if self._files.get(file.address) is file:
+                del self._files[file.address]
             self._doubted.add(file.address)
         file.retire()
 

@@ -7,21 +7,18 @@ long: after every 10,000 blocks that protobuf frees, in some thousand calls, it 
 from __future__ import annotations
 
 import mmap
-import weakref
-from collections import deque
 from typing import NamedTuple
 
 import numpy as np
 
 from gristmill._wire.columns import Array
+from gristmill._wire.idle_blocks import IdleBlocks
 
 LEAST_BYTES = 256 << 10
 """Less is left to the allocator."""
 
 # A column of more is rare, and would hold much; so much at most is held in all.
 _MOST_BYTES, _MOST_IDLE = 32 << 20, 4
-# Few sizes, so that one batch's memory fits the next one. What is not written to takes no memory.
-_ROUNDED_TO = 1 << 20
 
 
 class Block(NamedTuple):
@@ -35,39 +32,24 @@ class GatheredMemory:
     """Thread-safe, without a lock: memory is let go wherever garbage is collected."""
 
     def __init__(self) -> None:
-        self._idle: deque[mmap.mmap] = deque(maxlen=_MOST_IDLE)
+        self._idle = IdleBlocks(_mapped, _MOST_IDLE)
 
     def take(self, nbytes: int) -> Block:
         """So many bytes, at least one. Their memory is used again when no array views it any more."""
         if nbytes > _MOST_BYTES:
             return new(nbytes)
-        memory = self._found(nbytes) or _mapped(-(-nbytes // _ROUNDED_TO) * _ROUNDED_TO)
+        memory = self._idle.take(nbytes)
+        memory.seek(0)
         # All views of it refer to this one, however they are made.
         view = _view(memory, nbytes)
-        weakref.finalize(view, self._idle.append, memory).atexit = False
+        self._idle.take_back_with(view, memory)
         return Block(memory, view.data)
-
-    def _found(self, nbytes: int) -> mmap.mmap | None:
-        for _ in range(len(self._idle)):
-            try:
-                memory = self._idle.popleft()
-            except IndexError:
-                break
-            if nbytes <= len(memory) <= 2 * nbytes + _ROUNDED_TO:
-                memory.seek(0)
-                return memory
-            self._idle.append(memory)
-        return None
 
 
 def new(nbytes: int) -> Block:
     """So many bytes, at least one. Pages come as they are written to, and go with the last array that views them."""
     memory = _mapped(nbytes)
     return Block(memory, _view(memory, nbytes).data)
-
-
-GATHERED = GatheredMemory()
-"""That of this process."""
 
 
 def _mapped(nbytes: int) -> mmap.mmap:
@@ -78,3 +60,7 @@ def _view(memory: mmap.mmap, nbytes: int) -> Array:
     view: Array = np.frombuffer(memory, np.uint8, nbytes)
     view.flags.writeable = False
     return view
+
+
+GATHERED = GatheredMemory()
+"""That of this process."""
