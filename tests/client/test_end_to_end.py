@@ -23,6 +23,7 @@ from gristmill import (
 )
 from gristmill._wire.addresses import Position
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
+from gristmill_service import call_threads
 from gristmill_service.api import messages
 from gristmill_service.run.machine.answers import BatchAnswer
 from gristmill_service.service import Service
@@ -134,6 +135,8 @@ def test_a_plan_is_encoded_once_for_all_the_ranks_that_wait_for_it(
         return encode(answer)
 
     monkeypatch.setattr(messages, "batch_to", encoding)
+    # Whoever is slow here is at work: else more threads than a busy machine has cores for answer at the same moment.
+    monkeypatch.setattr(call_threads, "_STUCK_S", 10.0)
     # Who waited in the test before is gone.
     wait_until(lambda: service.long_poll.count == 0)
     request = trainer_pb2.GetBatchRequest(run=client.run, wait_s=20)
@@ -143,7 +146,7 @@ def test_a_plan_is_encoded_once_for_all_the_ranks_that_wait_for_it(
         wait_until(lambda: service.long_poll.count == 40)
         roll_out(client, prompts(0, 2))
         assert {answer.result().state for answer in answers} == {trainer_pb2.BATCH_STATE_PUBLISHED}
-    assert 1 <= len(published) <= 8, "by those who were answered at the same moment, and by nobody after them"
+    assert 1 <= len(published) <= 3, "by those who were answered at the same moment, and by nobody after them"
 
 
 def test_a_batch_left_before_its_end_is_not_skipped_silently(client: RolloutClient, trainer: TrainerClient) -> None:

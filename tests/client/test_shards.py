@@ -340,7 +340,7 @@ def test_mapping_copies_nothing_and_takes_under_a_millisecond_at_any_size(tmp_pa
         times.append(time.thread_time() - start)
     assert int(shard["sequences"].sum()) == 1 << 27
     assert anonymous_kib() - before < 50_000
-    assert min(times) < 1e-3
+    assert sorted(times)[10] < 1e-3
 
 
 @pytest.mark.parametrize(
