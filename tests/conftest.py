@@ -17,7 +17,6 @@ import pytest
 from hypothesis import HealthCheck, register_random, settings
 
 from gristmill._client.connection import retries
-from gristmill._wire import shared_files
 from tests.serving import FREE_PORTS, ServiceProcess, StartService
 
 if TYPE_CHECKING:
@@ -96,10 +95,3 @@ def start_service(tmp_path: Path) -> Iterator[StartService]:
 def service_process(start_service: StartService, tmp_path: Path) -> ServiceProcess:
     """A ready `gristmill serve` with shared memory under the test's directory."""
     return start_service("--shared-memory-dir", str(tmp_path))
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers wait for the service to take their files, however busy the machine is."""
-    monkeypatch.setattr(shared_files, "_GREETING_S", 60.0)
-    monkeypatch.setattr(shared_files, "_DOUBTED_GREETING_S", 60.0)

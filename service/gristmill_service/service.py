@@ -75,7 +75,6 @@ class Service:
                 gate,
                 [*settings.http_host_names.split(","), urlsplit(settings.advertise_http_url or "").hostname or ""],
                 token_texts=None if settings.tokenizer is None else TokenTexts(settings.tokenizer),
-                request_files=self._storage.request_files,
             )
             peers = None if certificates is None else PeerCertificates(certificates, settings.tls_peer_ca_file)
             threads = call_threads(gate, settings)

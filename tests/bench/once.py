@@ -92,7 +92,7 @@ def messages(work: Workload) -> Iterator[bytes]:
     for row in np.argsort(steps.steps, kind="stable").tolist():
         table = steps.take(np.array([row]))
         entry = PendingRow(table, 0, table.key(0), (), 0, Delivery(), 0, 0, 0.0)
-        yield b"".join(encoder.encode([entry]))
+        yield encoder.encode([entry])
 
 
 def submit(run: Run, work: Workload) -> None:

@@ -31,6 +31,7 @@ from gristmill import (
     Trajectory,
     UnavailableError,
 )
+from gristmill._client.connection.channels import Begun
 from tests.client.faces import FACES, Connect, connecting
 from tests.client.faulty import Fault, FaultyService, refuse, serving, unavailable
 from tests.strategies import Row
@@ -183,6 +184,39 @@ def test_large_messages_of_a_generator_output_are_under_way_together(
         assert submitted.result() == [RowOutcome.ACCEPTED] * 6
     assert together == 3
     assert len(faulty.calls) > 3
+
+
+def test_each_table_is_sent_when_it_is_made_while_earlier_ones_are_answered(
+    faulty: FaultyService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened = list[str]()
+    with serving(faulty) as address, RolloutClient(address, "run", max_batch_bytes=1 << 20) as client:
+        sender, begin = client._core.sender, client._transport.begin_submit_rows
+        add = sender._add
+
+        def answered(request: bytes, timeout: float) -> Begun:
+            happened.append("sent")
+            begun = begin(request, timeout=timeout)
+            while not begun.is_done():
+                time.sleep(0.001)
+            return begun
+
+        async def added(*arguments: Any) -> bool:
+            happened.append("made")
+            return await add(*arguments)
+
+        monkeypatch.setattr(client._transport, "begin_submit_rows", answered)
+        monkeypatch.setattr(sender, "_add", added)
+        client.submit(
+            {
+                "uids": [f"u{index}" for index in range(6)],
+                "prompt_token_ids": [np.zeros(1 << 19, np.int32)] * 6,
+                "response_ids": [[1, 2]] * 6,
+                "rewards": [1.0] * 6,
+            }
+        )
+
+    assert happened == ["made", "sent"] * 6
 
 
 # Faults.

@@ -22,7 +22,6 @@ from gristmill_service.run.machine.groups import Group
 from gristmill_service.run.machine.row_digests import RowDigests, row_digests
 from gristmill_service.run.machine.row_keys import RowKeys
 from gristmill_service.run.rows import row_gathering
-from gristmill_service.run.rows.gathered_memory import LEAST_BYTES
 from gristmill_service.run.rows.row_buffer import PickedRow, RowBuffer, compacted, not_held
 from gristmill_service.run.rows.row_gathering import gather
 from gristmill_service.storage.row_tables import encode, steps_of
@@ -143,13 +142,13 @@ def test_a_table_that_is_left_to_the_book_is_read_again_whatever_shrank_before()
     st.lists(st.integers(1, 11), max_size=4),
     st.booleans(),
     st.none() | st.integers(1, 200),
-    st.sampled_from([1, 40, LEAST_BYTES]),
+    st.sampled_from([1, 40, 256 << 10]),
 )
 def test_rows_are_gathered_in_the_order_asked_for_from_however_many_requests(
     order: list[int], cuts: list[int], token_rewards: bool, part_bytes: int | None, least_bytes: int
 ) -> None:
     """part_bytes: of the parts after which tables are let go; None where they are kept. least_bytes: of columns that
-    are gathered in memory that is used again."""
+    are gathered in parts, in memory of their own."""
     rows = [
         row(f"u{index}", response=range(index + 1), reward=[float(index)] * (index + 1) if token_rewards else index)
         for index in range(12)
@@ -167,7 +166,7 @@ def test_rows_are_gathered_in_the_order_asked_for_from_however_many_requests(
         rows_picked.clear()
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(row_gathering, "LEAST_BYTES", least_bytes)
+        patched.setattr(row_gathering, "_LEAST_BYTES", least_bytes)
         if part_bytes is not None:
             patched.setattr(row_gathering, "_PART_BYTES", part_bytes)
             patched.setattr(row_gathering, "_MOST_PARTS", 100_000)
@@ -177,7 +176,7 @@ def test_rows_are_gathered_in_the_order_asked_for_from_however_many_requests(
 
 
 def test_tables_are_let_go_as_their_groups_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_gathering, "LEAST_BYTES", 1)
+    monkeypatch.setattr(row_gathering, "_LEAST_BYTES", 1)
     monkeypatch.setattr(row_gathering, "_PART_BYTES", 1)
     monkeypatch.setattr(row_gathering, "_MOST_PARTS", 100)
     steps = [table(*group_rows(f"u{number}", response=range(number + 1))) for number in range(4)]

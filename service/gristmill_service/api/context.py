@@ -14,14 +14,12 @@ from gristmill_service.monitoring.views.token_texts import TokenTexts
 from gristmill_service.run.machine.answers import Outcome
 from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
-from gristmill_service.storage.request_files import RequestFiles
 
 
 @dataclass(slots=True)
 class ApiContext:
     """host_names: patterns of names that lead to the HTTP API. not_ready: why new work should go elsewhere; empty when
-    ready. grpc_address: where this process takes gRPC calls. token_texts: what tokens say; None without a tokenizer.
-    request_files: None where there is no shared memory."""
+    ready. grpc_address: where this process takes gRPC calls. token_texts: what tokens say; None without a tokenizer."""
 
     runs: Runs
     long_poll: LongPoll
@@ -32,11 +30,6 @@ class ApiContext:
     not_ready: str = "starting"
     grpc_address: str = ""
     token_texts: TokenTexts | None = None
-    request_files: RequestFiles | None = None
-
-    def request_socket(self) -> str:
-        """Where workers on this machine may pass files for large requests; empty where they may not."""
-        return "" if self.request_files is None else self.request_files.offered()
 
     def unhealthy_reason(self) -> str:
         """Why the service is not ready; empty when it is."""

@@ -14,7 +14,6 @@ import structlog
 
 from gristmill.errors import UnavailableError
 from gristmill_service.settings import Settings
-from gristmill_service.storage.request_files import RequestFiles
 from gristmill_service.storage.run_store import RunStore
 from gristmill_service.storage.shard_store import ShardStore
 
@@ -36,7 +35,6 @@ class Storage:
 
     advertise(grpc_address, http_url, secret) tells other services where they reach this one, and what they show it.
     room() returns, for each place that is bounded, the bytes that are used there and the bytes that there are.
-    request_files: for requests of workers on this machine, where there is shared memory.
     """
 
     def __init__(
@@ -46,10 +44,8 @@ class Storage:
         advertise: Advertise,
         room: ReadRoom,
         close: Callable[[], None],
-        request_files: RequestFiles | None = None,
     ) -> None:
         self.shards, self.runs, self.advertise, self.room, self.close = shards, runs, advertise, room, close
-        self.request_files = request_files
 
     def __enter__(self) -> Self:
         return self
@@ -72,15 +68,13 @@ def _on_this_machine(settings: Settings, opened: ExitStack) -> Storage:
     # The journal comes first: its lock refuses another service of the same directory.
     runs = _local_run_store(settings)
     opened.callback(runs.close)
-    shards, files = _local_shard_store(settings)
+    shards = _local_shard_store(settings)
     opened.callback(shards.close)
-    if files is not None:
-        opened.callback(files.close)
     places = {"journal": settings.journal_dir}
     if settings.store == "shared_memory":
         places["shared_memory"] = settings.shared_memory_dir
     room = partial(_room_on_disk, {name: path for name, path in places.items() if path is not None})
-    return Storage(shards, runs, lambda grpc_address, http_url, secret: None, room, opened.close, files)
+    return Storage(shards, runs, lambda grpc_address, http_url, secret: None, room, opened.close)
 
 
 def _room_on_disk(places: dict[str, Path]) -> dict[str, tuple[int, int]]:
@@ -103,16 +97,14 @@ def _local_run_store(settings: Settings) -> RunStore:
     return JournalRunStore(settings.journal_dir, settings.journal_fsync)
 
 
-def _local_shard_store(settings: Settings) -> tuple[ShardStore, RequestFiles | None]:
+def _local_shard_store(settings: Settings) -> ShardStore:
     if settings.store == "memory":
         from gristmill_service.storage.memory_shards import MemoryShardStore
 
-        return MemoryShardStore(), None
+        return MemoryShardStore()
     from gristmill_service.storage.shared_memory import SharedMemoryShardStore
 
-    shards = SharedMemoryShardStore(settings.shared_memory_dir, checksums=settings.shard_checksums)
-    # A run's directory never has this name.
-    return shards, RequestFiles(shards.root / "requests", int(settings.max_message_bytes))
+    return SharedMemoryShardStore(settings.shared_memory_dir, checksums=settings.shard_checksums)
 
 
 def _in_redis(settings: Settings, opened: ExitStack) -> Storage:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from gristmill._converters.trl import TrlOutput
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array, Int64s, Ragged
-from gristmill._wire.reused_memory import REUSED
 from gristmill._wire.steps import Extra, Steps, check
 
 
@@ -100,7 +99,7 @@ class TrlTables:
             return Extra(Ragged.from_lengths(of_tokens, padding.response_lengths[rows]), is_given)
         places = range(rows.start, rows.stop)
         arrays = [column.array(output.columns(row)[column.name], self._where(row)) for row in places]
-        return Extra(REUSED.ragged(arrays, column.storage), is_given)
+        return Extra(Ragged.from_arrays(arrays, column.storage), is_given)
 
     def _where(self, row: int) -> str:
         return f"uid {self.uids[row]!r} sample {self.samples[row]}"

@@ -18,7 +18,6 @@ from gristmill._wire.codecs.row_codec import ones
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array, Int64s, Ragged, exact_sum, lengths_of
 from gristmill._wire.lists import ConvertedTokens, Pieces, from_list, joined
-from gristmill._wire.reused_memory import REUSED
 from gristmill._wire.steps import INT32_MAX, UNKNOWN, Extra, Steps, TrajectoryKey, check, oldest_versions
 from gristmill._wire.values import Read, float32s, floats, is_vector, mask, scalar, tokens, version_array
 from gristmill.errors import InvalidArgumentError
@@ -215,7 +214,7 @@ class ValueColumns:
                 is_last_steps=np.array(scalars["is_last_step"], np.bool_),
                 stop_reasons=scalars["stop_reason"],
                 policy_versions=versions,
-                tokens=Ragged.from_lengths(REUSED.joined(pieces, np.int32), prompts + responses),
+                tokens=Ragged.from_lengths(Ragged.from_arrays(pieces, np.int32).values, prompts + responses),
                 prompt_lengths=prompts,
                 loss_mask=loss_mask,
                 logprobs=self._optional("rollout_logprobs", _cut(self._logprobs, part), begin, np.float32),
@@ -305,7 +304,7 @@ def _cut(column: Column, part: slice) -> Column:
 
 def _ragged(column: Ragged | list[Array | None], dtype: Any) -> Ragged:
     """Of a column that all rows have."""
-    return column if isinstance(column, Ragged) else REUSED.ragged(column, dtype)  # type: ignore[arg-type]
+    return column if isinstance(column, Ragged) else Ragged.from_arrays(column, dtype)  # type: ignore[arg-type]
 
 
 def _arrays_of(column: Column) -> list[Any]:
@@ -316,7 +315,7 @@ def _arrays_of(column: Column) -> list[Any]:
 def _extra(column: ColumnSpec, arrays: Sequence[Array | None]) -> Extra:
     given = np.fromiter((array is not None for array in arrays), np.bool_, len(arrays))
     values = [column.empty() if array is None else array for array in arrays]
-    return Extra(REUSED.ragged(values, column.storage), given)
+    return Extra(Ragged.from_arrays(values, column.storage), given)
 
 
 def extras_of_row(row: Mapping[str, Any], columns: Sequence[ColumnSpec]) -> dict[str, Extra]:
@@ -340,5 +339,5 @@ def _versions(given: Sequence[int], column: Column, lengths: Int64s) -> tuple[ND
         np.full(length, version, np.int32) if array is None else array
         for array, version, length in zip(arrays, given, lengths.tolist(), strict=True)
     ]
-    tokens = REUSED.ragged(filled, np.int32)
+    tokens = Ragged.from_arrays(filled, np.int32)
     return np.where(versions == UNKNOWN, oldest_versions(tokens), versions), tokens

@@ -123,7 +123,6 @@ class SubmitRowsRequest(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
     ZSTD_FIELD_NUMBER: builtins.int
-    FILE_FIELD_NUMBER: builtins.int
     run: builtins.str
     zstd: builtins.bytes
     """For slow links, in place of the other fields: a SubmitRowsRequest compressed by zstd (RFC 8878), in one frame that
@@ -131,87 +130,23 @@ class SubmitRowsRequest(google.protobuf.message.Message):
     """
     @property
     def rows(self) -> gristmill.v1.rows_pb2.Rows: ...
-    @property
-    def file(self) -> global___RequestFile:
-        """For large requests of workers on the service's machine, in place of the other fields: where a SubmitRowsRequest
-        stands. It counts towards max_message_bytes.
-        """
-
     def __init__(
         self,
         *,
         run: builtins.str = ...,
         rows: gristmill.v1.rows_pb2.Rows | None = ...,
         zstd: builtins.bytes = ...,
-        file: global___RequestFile | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["file", b"file", "rows", b"rows"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["file", b"file", "rows", b"rows", "run", b"run", "zstd", b"zstd"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["rows", b"rows"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["rows", b"rows", "run", b"run", "zstd", b"zstd"]) -> None: ...
 
 global___SubmitRowsRequest = SubmitRowsRequest
-
-@typing.final
-class RequestFile(google.protobuf.message.Message):
-    """A message whose bytes stand in a file in memory (memfd, sealed against shrinking, of at most 32 MiB) that the worker
-    passed to the service over its socket (`request_socket`), and that both map. The worker alone writes to it, and these
-    bytes change no more until it has the answer.
-    """
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: builtins.int
-    PARTS_FIELD_NUMBER: builtins.int
-    name: builtins.str
-    """What the service answered when it was passed the file."""
-    @property
-    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RequestPart]:
-        """The message in its order: 1 to 256 parts."""
-
-    def __init__(
-        self,
-        *,
-        name: builtins.str = ...,
-        parts: collections.abc.Iterable[global___RequestPart] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "parts", b"parts"]) -> None: ...
-
-global___RequestFile = RequestFile
-
-@typing.final
-class RequestPart(google.protobuf.message.Message):
-    """Some bytes of a message: those of `data`, or where there are none, those that the file has there."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    DATA_FIELD_NUMBER: builtins.int
-    OFFSET_FIELD_NUMBER: builtins.int
-    SIZE_FIELD_NUMBER: builtins.int
-    data: builtins.bytes
-    offset: builtins.int
-    size: builtins.int
-    def __init__(
-        self,
-        *,
-        data: builtins.bytes = ...,
-        offset: builtins.int = ...,
-        size: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "offset", b"offset", "size", b"size"]) -> None: ...
-
-global___RequestPart = RequestPart
 
 @typing.final
 class SubmitRowsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OUTCOMES_FIELD_NUMBER: builtins.int
-    REQUEST_SOCKET_FIELD_NUMBER: builtins.int
-    request_socket: builtins.str
-    """To a large request that came whole: the path of the Unix socket (SOCK_SEQPACKET) over which the service is passed
-    files (RequestFile). A worker that reaches it, on the same machine and as the same user, sends one message with one
-    descriptor, is answered with the file's name, and stays connected for as long as it uses the file. Empty: there is
-    none.
-    """
     @property
     def outcomes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[gristmill.v1.rows_pb2.RowOutcome.ValueType]:
         """One a row, in their order."""
@@ -220,9 +155,8 @@ class SubmitRowsResponse(google.protobuf.message.Message):
         self,
         *,
         outcomes: collections.abc.Iterable[gristmill.v1.rows_pb2.RowOutcome.ValueType] | None = ...,
-        request_socket: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["outcomes", b"outcomes", "request_socket", b"request_socket"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["outcomes", b"outcomes"]) -> None: ...
 
 global___SubmitRowsResponse = SubmitRowsResponse
 

@@ -116,11 +116,8 @@ class CreateRunResponse(google.protobuf.message.Message):
 
     WARNINGS_FIELD_NUMBER: builtins.int
     CREATED_FIELD_NUMBER: builtins.int
-    REQUEST_SOCKET_FIELD_NUMBER: builtins.int
     created: builtins.bool
     """Whether this call created the run."""
-    request_socket: builtins.str
-    """As in SubmitRowsResponse."""
     @property
     def warnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """What is allowed but probably not meant, for a person."""
@@ -130,9 +127,8 @@ class CreateRunResponse(google.protobuf.message.Message):
         *,
         warnings: collections.abc.Iterable[builtins.str] | None = ...,
         created: builtins.bool = ...,
-        request_socket: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["created", b"created", "request_socket", b"request_socket", "warnings", b"warnings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["created", b"created", "warnings", b"warnings"]) -> None: ...
 
 global___CreateRunResponse = CreateRunResponse
 

@@ -43,8 +43,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         # The run comes first, so that what an unknown run is sent is not decoded.
         run = self._context.runs.get(request.run)
         outcomes = messages.outcomes_to(self._context.submit(run, request.rows()))
-        address = self._context.request_socket() if request.is_large else ""
-        return rollout_pb2.SubmitRowsResponse(outcomes=outcomes, request_socket=address)
+        return rollout_pb2.SubmitRowsResponse(outcomes=outcomes)
 
     def StreamRows(  # noqa: N802
         self, requests: Iterator[rollout_pb2.StreamRowsRequest], context: grpc.ServicerContext

@@ -24,8 +24,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         self, request: run_pb2.CreateRunRequest, context: grpc.ServicerContext
     ) -> run_pb2.CreateRunResponse:
         warnings, created = self._context.runs.create(request.run, messages.config_mapping(request.config_json))
-        address = self._context.request_socket()
-        return run_pb2.CreateRunResponse(warnings=warnings, created=created, request_socket=address)
+        return run_pb2.CreateRunResponse(warnings=warnings, created=created)
 
     def GetRun(  # noqa: N802
         self, request: run_pb2.GetRunRequest, context: grpc.ServicerContext

@@ -72,7 +72,7 @@ class GrpcServer:
             settings.max_waiters, context.runs.is_owner, None if peers is None else peers.credentials
         )
         self._intake = Intake(context.gate)
-        limit, files = int(settings.max_message_bytes), context.request_files
+        limit = int(settings.max_message_bytes)
         options = (
             ("grpc.max_receive_message_length", limit),
             ("grpc.max_send_message_length", limit),
@@ -94,10 +94,7 @@ class GrpcServer:
             context.gate,
             self._forwarding,
             self._intake,
-            {
-                SUBMIT_ROWS: partial(Submission, most_bytes=limit, read_file=None if files is None else files.read),
-                WRITE_COLUMNS: ColumnsRequest,
-            },
+            {SUBMIT_ROWS: partial(Submission, most_bytes=limit), WRITE_COLUMNS: ColumnsRequest},
         )
         self._server = grpc.server(self._threads, interceptors=(guard,), options=options)
         self._streams = streams = Streams(settings.max_streams)

@@ -19,7 +19,6 @@ from gristmill._wire.columns import Array, Int64s, Ragged
 from gristmill._wire.steps import Extra, Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.run.machine.events import RowRef, StoredRow
-from gristmill_service.run.rows.gathered_memory import GATHERED, LEAST_BYTES, new
 from gristmill_service.run.rows.row_buffer import PickedRow
 from gristmill_service.storage.row_tables import (
     NUMBERS,
@@ -41,6 +40,8 @@ Load = Callable[[int], Stored]
 _ITEM = 4
 """Bytes of a token."""
 
+# Larger columns are mapped: their pages come as they are written, and go with the last array that views them.
+_LEAST_BYTES = 256 << 10
 # Tables of at least so many bytes are let go together, and at most in so many parts.
 _PART_BYTES, _MOST_PARTS = 16 << 20, 5
 
@@ -58,7 +59,7 @@ def gather(
     rows = [tables.row(one) for one in picked]
     numbers, parts = _numbers(stored), [len(rows)] if let_go is None else _parts(rows, stored)
     # Most rows have the same columns.
-    copying, kinds = _Copying(len(parts)), [*{id(row.columns): row.columns for row in rows}.values()]
+    copying, kinds = _Copying(), [*{id(row.columns): row.columns for row in rows}.values()]
     ragged = {"tokens": _tokens(picked, rows, tables, copying)} | _of_responses(rows, kinds, numbers, copying)
     if token_rewards:
         ragged["token_rewards"] = _token_rewards(rows, stored)
@@ -170,11 +171,9 @@ class _Copy(NamedTuple):
 
 
 class _Copying:
-    """Copies columns' values in parts, of which there are so many."""
+    """Copies columns' values in parts."""
 
-    def __init__(self, parts: int) -> None:
-        # What is let go in parts is much: its memory is not kept.
-        self._take = GATHERED.take if parts == 1 else new
+    def __init__(self) -> None:
         self._copies: list[_Copy] = []
         self._copied = 0
 
@@ -187,11 +186,11 @@ class _Copying:
                 f"the stored rows have {found} values of {column.name}, and the run's log says {count}: the store "
                 "has lost or changed rows; restore it, or delete the run"
             )
-        if size < LEAST_BYTES:
+        if size < _LEAST_BYTES:
             return column.values(b"".join(pieces))
-        memory, view = self._take(size)
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._copies.append(_Copy(pieces, ends, memory))
-        return column.values(view)
+        return column.values(memoryview(memory).toreadonly())
 
     def go_on(self, end: int) -> None:
         """Copies the next part, which ends before this row."""

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from gristmill._client.rollout.delivery import WHOLE, PendingRow, Prefix, tables_of
 from gristmill._wire.codecs import submit_codec
 from gristmill._wire.codecs.row_codec import Prefixes
-from gristmill._wire.codecs.submit_codec import Buffer
 from gristmill._wire.columns import Int64s, bytes_of
 from gristmill._wire.steps import Steps, TrajectoryKey
 
@@ -108,14 +107,14 @@ class RequestEncoder:
         """From now on leaves out values of these columns where the service has them."""
         self._previous.shared_columns = columns
 
-    def encode(self, entries: Sequence[PendingRow]) -> list[Buffer]:
-        """The request, in pieces."""
+    def encode(self, entries: Sequence[PendingRow]) -> bytes:
+        """The request for these rows."""
         self._previous.find(entries)
         for entry in entries:
             if entry.table.extras:
                 _complete(entry)
-        pieces = submit_codec.pieces(self.run, tables_of(entries), *_left_out(entries))
-        return [submit_codec.compressed(b"".join(pieces))] if self._compresses else pieces
+        request = submit_codec.encode(self.run, tables_of(entries), *_left_out(entries))
+        return submit_codec.compressed(request) if self._compresses else request
 
 
 def _complete(entry: PendingRow) -> None:

@@ -46,7 +46,6 @@ class RolloutCore:
         request = requests.create_run(self.run, config)
         answer = await self._connection.ask(self._connection.runs.CreateRun, request)
         self._declared.created(config)
-        self.sender.files.told(answer.request_socket)
         return list(answer.warnings)
 
     async def status(self) -> run_pb2.RunStatus:

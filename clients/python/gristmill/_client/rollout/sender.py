@@ -19,8 +19,6 @@ from gristmill._client.connection.transport import Connection
 from gristmill._client.rollout.delivery import Delivery, PendingRow, outcomes_of
 from gristmill._client.rollout.outbox import Limits, Outbox
 from gristmill._client.rollout.prefix_dedup import RequestEncoder
-from gristmill._client.rollout.request_files import RequestFiles, RequestInFile
-from gristmill._wire.codecs.submit_codec import LARGE_BYTES
 from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import GristmillError, UnavailableError
 
@@ -29,17 +27,18 @@ _log = logging.getLogger("gristmill")
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One under way: its rows, the call itself, and the request, where that is in a file."""
+    """One under way: its rows, and the call itself."""
 
     entries: list[PendingRow]
     begun: Begun | None = None
-    in_file: RequestInFile | None = None
 
 
 Calls = deque[Call]
 
 # The next are written and sent while the service reads the first.
 _MOST_CALLS = 3
+# A smaller request is on its way in less time than it takes to begin a call and come back to it.
+_LARGE_BYTES = 1 << 20
 _INTERRUPTED = Failure(UnavailableError("interrupted"), may_retry=True)
 
 
@@ -51,7 +50,6 @@ class Sender:
         self._driver = connection.driver
         self._encoder = encoder
         self._outbox = Outbox(limits, connection.timeout_s, connection.channels.count)
-        self.files = RequestFiles()
         self._lock = self._driver.lock
         self._work: Signal = self._driver.signal()
         self._progress: Signal = self._driver.signal()
@@ -209,15 +207,12 @@ class Sender:
         """A large message is on its way while the next one is written; a small one is waited for, which is faster."""
         call = Call(entries)
         with self._reporting(call):
-            pieces = self._encoder.encode(entries)
+            request = self._encoder.encode(entries)
             timeout_s = self._outbox.attempt_s(entries, time.monotonic())
-            if sum(map(len, pieces)) < LARGE_BYTES:
-                request = b"".join(pieces)
+            if len(request) < _LARGE_BYTES:
                 answer = await self._driver.call(self._connection.submit_rows, request, timeout=timeout_s)
                 self._on_answer(call, answer)
             else:
-                call.in_file = self.files.write(pieces)
-                request = b"".join(pieces) if call.in_file is None else call.in_file.message
                 call.begun = self._connection.begin_submit_rows(request, timeout=timeout_s)
                 calls.append(call)
 
@@ -228,16 +223,11 @@ class Sender:
 
     def _on_answer(self, call: Call, response: Any) -> None:
         outcomes = outcomes_of(response, call.entries)
-        self.files.told(response.request_socket)
-        if call.in_file is not None:
-            self.files.answered()
         with self._lock:
             self._outbox.on_outcomes(call.entries, outcomes)
             self._announce()
 
     def _on_failure(self, call: Call, failure: Failure) -> None:
-        if call.in_file is not None:
-            self.files.failed(call.in_file, failure.error)
         with self._lock:
             self._outbox.on_failure(call.entries, failure, time.monotonic())
             self._announce()

@@ -6,7 +6,7 @@ copy every buffer two or three times on its way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,18 +22,6 @@ from gristmill.v1 import rollout_pb2, rows_pb2
 
 Buffer = bytes | memoryview
 
-Part = bytes | tuple[int, int]
-"""Some bytes of a request, or where they stand in a file: the first one, and how many."""
-
-MOST_PARTS = 256
-"""Of a request that stands in a file."""
-
-ReadFile = Callable[[str, Sequence[Part]], memoryview]
-"""Gives the request of these parts, with a file of this name."""
-
-LARGE_BYTES = 1 << 20
-"""A request of so many bytes is better written to a file, where the service reads those."""
-
 _ROWS = rollout_pb2.SubmitRowsRequest.DESCRIPTOR.fields_by_name["rows"].number
 _APART = (*row_codec.BUFFERS, row_codec.COLUMN_VALUES, "padding")
 _NUMBERS = {name: rows_pb2.Rows.DESCRIPTOR.fields_by_name[name].number for name in _APART}
@@ -47,22 +35,16 @@ _ZSTD_LEVEL = 1
 class Submission:
     """One request as it came; the rows are read when they are asked for."""
 
-    def __init__(self, data: bytes, most_bytes: int = MESSAGE_BYTES, read_file: ReadFile | None = None) -> None:
-        """most_bytes: what a compressed request may grow to. read_file: for requests that stand in files; None where
-        they may not.
+    def __init__(self, data: bytes, most_bytes: int = MESSAGE_BYTES) -> None:
+        """most_bytes: what a compressed request may grow to.
 
-        Raises InvalidArgumentError for what is no SubmitRowsRequest, or a compressed one that is too large, and as
-        read_file does.
+        Raises InvalidArgumentError for what is no SubmitRowsRequest, or a compressed one that is too large.
         """
-        self._data: Buffer = data
-        self.is_large = len(data) >= LARGE_BYTES
+        self._data = data
         try:
             self._read(data)
             if self._zstd:
                 self._read(decompressed(self._zstd, most_bytes))
-            elif self._file is not None:
-                self._data = _content(self._file, read_file)
-                self._read(self._data)
         except DecodeError as error:
             raise InvalidArgumentError(
                 f"the request is not a message of gristmill.v1: {error}; send the message that the protos describe"
@@ -78,7 +60,6 @@ class Submission:
         self._rows = rows_pb2.Rows.FromString(parts.small) if parts.small else request.rows
         self._buffers, self._column_values = parts.buffers, parts.column_values
         self._zstd: bytes = request.zstd
-        self._file = request.file if request.HasField("file") else None
         self.run: str = request.run
 
     @property
@@ -91,13 +72,7 @@ class Submission:
         return row_codec.read(self._rows, self._buffers, self._column_values)
 
     def SerializeToString(self) -> bytes:  # noqa: N802  as protobuf's own messages have it
-        return bytes(self._data)
-
-
-def _content(file: rollout_pb2.RequestFile, read_file: ReadFile | None) -> memoryview:
-    if read_file is None:
-        raise InvalidArgumentError("file: this service reads no requests from files; send the request itself")
-    return read_file(file.name, [part.data or (part.offset, part.size) for part in file.parts])
+        return self._data
 
 
 def encode(
@@ -106,17 +81,7 @@ def encode(
     prefixes: row_codec.Prefixes | None = None,
     left_out: Mapping[str, Int64s] | None = None,
 ) -> bytes:
-    """As `pieces`, in one."""
-    return b"".join(pieces(run, tables, prefixes, left_out))
-
-
-def pieces(
-    run: str,
-    tables: Sequence[Steps],
-    prefixes: row_codec.Prefixes | None = None,
-    left_out: Mapping[str, Int64s] | None = None,
-) -> list[Buffer]:
-    """The request for the tables' rows, one table after another, in pieces; all have the same built-in columns.
+    """The request for the tables' rows, one table after another; all have the same built-in columns.
 
     prefixes: what of the rows' tokens is left out; left_out: of declared columns, how many values of each row are, by
     name. Each buffer stands at a multiple of 8 bytes, so that the service can use it where it is.
@@ -134,7 +99,7 @@ def pieces(
         found += field
     found.append(small.SerializeToString())
     head = varint(_ROWS << 3 | _LENGTH_DELIMITED) + varint(sum(map(len, found)), LENGTH_BYTES)
-    return [head, *found, rollout_pb2.SubmitRowsRequest(run=run).SerializeToString()]
+    return b"".join([head, *found, rollout_pb2.SubmitRowsRequest(run=run).SerializeToString()])
 
 
 def compressed(request: bytes) -> bytes:
@@ -234,7 +199,7 @@ class _Parts(NamedTuple):
 
 
 def _parts(data: Buffer) -> _Parts:
-    """Cuts the request. One that is not as `pieces` writes it is all rest, for protobuf to read."""
+    """Cuts the request. One that is not as `encode` writes it is all rest, for protobuf to read."""
     buffers, column_values, view = dict[str, memoryview](), list[memoryview](), memoryview(data)
     try:
         tag, begin = read_varint(data, 0)
