@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from gristmill._wire.columns import Ragged
 from gristmill._wire.rows import from_rows
-from gristmill_service.config import parse_config
-from gristmill_service.pipeline.credit.advantage import Float64s
+from gristmill_service.config import RunConfig, parse_config
+from gristmill_service.estimators import ESTIMATORS, Float64s, TokenEstimator
+from gristmill_service.pipeline.credit.token_credit import token_advantages
 from gristmill_service.pipeline.credit.trained_tokens import TrainedTokens, trained_tokens
 from gristmill_service.pipeline.rows.validate import Received, receive
 
@@ -41,6 +42,37 @@ BATCHES = st.lists(TRAJECTORIES, min_size=1, max_size=5)
 DISCOUNTS = st.sampled_from([0.0, 1.0, 0.5, 0.95, 1e-5]) | st.floats(0, 1)
 
 
+def gae(
+    tokens: TrainedTokens, rewards: Float64s, values: Float64s, gamma: float, lambda_: float
+) -> tuple[Float64s, Float64s]:
+    return _token_advantages("gae", tokens, gamma, lambda_, rewards, values)
+
+
+def reinforce_plus_plus(tokens: TrainedTokens, rewards: Float64s, gamma: float) -> tuple[Float64s, Float64s]:
+    return _token_advantages("reinforce++", tokens, gamma, 1.0, rewards)
+
+
+def _token_advantages(
+    name: str, tokens: TrainedTokens, gamma: float, lambda_: float, *numbers: Float64s
+) -> tuple[Float64s, Float64s]:
+    estimator = ESTIMATORS[name]
+    assert isinstance(estimator, TokenEstimator)
+    return token_advantages(estimator, tokens, config_of(1, gamma=gamma, **{"lambda": lambda_}), *numbers)
+
+
+def config_of(groups: int, **settings: Any) -> RunConfig:
+    return parse_config(
+        {
+            "train_batch_size": groups,
+            "n_samples_per_prompt": 1,
+            "policy_mini_batch_size": groups,
+            "micro_batch": {"size": 1},
+            "step_wise": True,
+            **settings,
+        }
+    )
+
+
 def tokens_of(batch: list[Trajectory], *, scalar: bool = False) -> TrainedTokens:
     received = received_of(batch, scalar=scalar)
     return trained_tokens(received, np.ones(len(received.steps), np.bool_))
@@ -62,16 +94,7 @@ def received_of(batch: list[Trajectory], *, scalar: bool = False) -> Received:
         for trajectory, steps in enumerate(batch)
         for step, tokens in enumerate(steps)
     ]
-    config = parse_config(
-        {
-            "train_batch_size": len(batch),
-            "n_samples_per_prompt": 1,
-            "policy_mini_batch_size": len(batch),
-            "micro_batch": {"size": 1},
-            "step_wise": True,
-        }
-    )
-    return receive(from_rows(rows), config)
+    return receive(from_rows(rows), config_of(len(batch)))
 
 
 def column(batch: list[Trajectory], name: str) -> Ragged:

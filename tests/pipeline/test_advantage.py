@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
+from gristmill_service import estimators
 from gristmill_service.config import RunConfig, parse_config
+from gristmill_service.estimators import Float64s, GroupEstimator
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.credit.advantage import group_advantages, trajectory_scores
+from gristmill_service.pipeline.credit.advantage import trajectory_scores
 from gristmill_service.pipeline.scored_batch import score_batch
 from tests.strategies import Row
 
@@ -32,7 +34,12 @@ def config(estimator: str, n: int = 4, **more: Any) -> RunConfig:
     )
 
 
-ESTIMATORS = ["grpo", "rloo", "maxrl"]
+def group_advantages(scores: Float64s, settings: RunConfig) -> Float64s:
+    assert isinstance(settings.estimator, GroupEstimator)
+    return estimators.group_advantages(settings.estimator, scores, settings)
+
+
+ESTIMATORS = [name for name, one in estimators.ESTIMATORS.items() if isinstance(one, GroupEstimator)]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import KlEstimator, RunConfig, parse_config
-from gristmill_service.pipeline.credit.advantage import Float64s, advantages, trajectory_scores
+from gristmill_service.estimators import Float64s
+from gristmill_service.pipeline.credit.advantage import advantages, trajectory_scores
 from gristmill_service.pipeline.credit.kl import (
     kl,
     kl_in_rewards,
@@ -23,7 +24,6 @@ from gristmill_service.pipeline.credit.kl import (
     kl_of_tokens,
     kl_of_trajectories,
 )
-from gristmill_service.pipeline.credit.token_credit import reinforce_plus_plus
 from gristmill_service.pipeline.credit.trained_tokens import (
     TrainedTokens,
     credited_rewards,
@@ -40,6 +40,7 @@ from tests.pipeline.credit import (
     column,
     flat,
     received_of,
+    reinforce_plus_plus,
     rewarded,
     tokens_of,
 )

@@ -14,16 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gristmill.errors import InvalidArgumentError
+from gristmill_service.estimators import PIECE, Float64s, discounted_sums
 from gristmill_service.pipeline.credit import token_credit
-from gristmill_service.pipeline.credit.advantage import Float64s
-from gristmill_service.pipeline.credit.token_credit import (
-    PIECE,
-    discounted_sums,
-    gae,
-    reinforce_plus_plus,
-    whiten,
-    whitened,
-)
+from gristmill_service.pipeline.credit.token_credit import whiten, whitened
 from gristmill_service.pipeline.credit.trained_tokens import (
     TrainedTokens,
     credited_rewards,
@@ -32,7 +25,17 @@ from gristmill_service.pipeline.credit.trained_tokens import (
     trained_tokens,
 )
 from tests.pipeline import credit
-from tests.pipeline.credit import BATCHES, DISCOUNTS, TRAJECTORIES, Token, Trajectory, column, tokens_of
+from tests.pipeline.credit import (
+    BATCHES,
+    DISCOUNTS,
+    TRAJECTORIES,
+    Token,
+    Trajectory,
+    column,
+    gae,
+    reinforce_plus_plus,
+    tokens_of,
+)
 
 Float32s = NDArray[np.float32]
 

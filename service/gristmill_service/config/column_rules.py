@@ -5,23 +5,26 @@ from __future__ import annotations
 from gristmill._wire.column_spec import ColumnScope
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config.run_config import RunConfig
+from gristmill_service.estimators import TokenEstimator
 
 
 def check_kl(config: RunConfig) -> None:
     kl = config.kl_in_reward
-    if config.advantage_estimator == "gae":
-        _check_declared(config, "values", "response", "advantage_estimator: gae is computed of it")
+    for name in config.estimator.columns:
+        _check_declared(
+            config, name, "response", f"advantage_estimator: {config.advantage_estimator} is computed of it"
+        )
     if kl is None:
         return
     if (kl.estimator is None) == (kl.column is None):
         raise InvalidArgumentError("kl_in_reward: give exactly one of estimator (k1, k2 or k3) and column")
-    if config.advantage_estimator == "none":
+    if config.estimator.takes_advantages:
         raise InvalidArgumentError(
             "kl_in_reward changes the rewards that advantages are computed of, and with advantage_estimator: none you "
             "send them; leave kl_in_reward out, or use another estimator"
         )
     if kl.column is not None:
-        if config.advantage_estimator in ("gae", "reinforce++"):
+        if isinstance(config.estimator, TokenEstimator):
             raise InvalidArgumentError(
                 f"kl_in_reward: column holds a sum a row, and advantage_estimator: {config.advantage_estimator} needs "
                 "the KL of each token, whatever rows the steps became; give estimator: k1, k2 or k3"

@@ -6,19 +6,24 @@ import sys
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, NonNegativeFloat
 from pydantic_core import PydanticCustomError
 
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.steps import LONGEST_TAG
+from gristmill_service.estimators import ESTIMATORS, Estimator
 
 LossReduction = Literal[
     "none", "token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean", "trajectory_mean"
 ]
 Model = Literal["policy", "critic"]
 KlEstimator = Literal["k1", "k2", "k3"]
+if TYPE_CHECKING:
+    EstimatorName = str
+else:
+    EstimatorName = Literal[tuple(ESTIMATORS)]
 
 # Far beyond what anyone runs, and small enough that a slip of the keyboard is refused before memory is.
 Size = Annotated[int, Field(gt=0, le=1 << 14)]
@@ -135,7 +140,7 @@ class RunConfig(BaseModel):
     merge: Literal["none", "prefix", "tree"] = "none"
     retokenised_tail: Annotated[int, Field(ge=0, le=INT64_MAX)] = 0
     trajectory_score: Literal["last_step", "sum"] = "last_step"
-    advantage_estimator: Literal["grpo", "rloo", "maxrl", "none", "gae", "reinforce++"] = "grpo"
+    advantage_estimator: EstimatorName = "grpo"
     grpo_norm_by_std: bool = True
     grpo_epsilon: Epsilon = 1e-6
     gamma: Discount = 1.0
@@ -171,6 +176,10 @@ class RunConfig(BaseModel):
     pad_token_id: Annotated[int, Field(ge=0, lt=2**31)] = 0
     max_seq_len: Tokens | None = None
     columns: tuple[ColumnSpec, ...] = ()
+
+    @property
+    def estimator(self) -> Estimator:
+        return ESTIMATORS[self.advantage_estimator]
 
     @property
     def align_to(self) -> int:

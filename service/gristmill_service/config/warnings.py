@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gristmill_service.config.run_config import SETTINGS, RunConfig
+from gristmill_service.estimators import GroupEstimator, readers
 
 
 def warnings_of(config: RunConfig) -> list[str]:
@@ -35,18 +36,15 @@ def warnings_of(config: RunConfig) -> list[str]:
 
 def _without_effect(config: RunConfig) -> Iterator[str]:
     """Yields a sentence for each setting of estimators that the run's own does not read."""
-    estimator, kl = config.advantage_estimator, config.kl_in_reward
-    per_token = estimator in ("gae", "reinforce++")
-    checks = (
-        ("gamma", config.gamma, per_token, "advantage_estimator: gae or reinforce++"),
-        ("lambda", config.lambda_, estimator == "gae", "advantage_estimator: gae"),
-        ("whiten", config.whiten, per_token, "advantage_estimator: gae or reinforce++"),
-        ("grpo_epsilon", config.grpo_epsilon, estimator == "grpo", "advantage_estimator: grpo"),
-        ("kl_from", config.kl_from, kl is not None and kl.estimator is not None, "kl_in_reward: {estimator: ...}"),
-    )
-    for name, value, is_read, by in checks:
-        if value != SETTINGS[name].default and not is_read:
-            yield f"{name}: {value} has no effect: it is read with {by} alone"
+    for field, setting in RunConfig.model_fields.items():
+        name, value = setting.alias or field, getattr(config, field)
+        estimators = readers(name)
+        if estimators and config.advantage_estimator not in estimators and value != setting.default:
+            by = " or ".join(estimators)
+            yield f"{name}: {value} has no effect: it is read with advantage_estimator: {by} alone"
+    kl = config.kl_in_reward
+    if config.kl_from != SETTINGS["kl_from"].default and (kl is None or kl.estimator is None):
+        yield f"kl_from: {config.kl_from} has no effect: it is read with kl_in_reward: {{estimator: ...}} alone"
 
 
 def _about_groups(config: RunConfig) -> Iterator[str]:
@@ -63,7 +61,7 @@ def _about_groups(config: RunConfig) -> Iterator[str]:
             "is finished; set tag_timeout_s"
         )
     several = config.most_samples > 1 and config.n_samples_per_prompt == 1
-    if several and config.advantage_estimator in ("grpo", "rloo", "maxrl"):
+    if several and isinstance(config.estimator, GroupEstimator):
         yield (
             f"max_samples_per_prompt: {config.max_samples_per_prompt} with n_samples_per_prompt: 1: a group of one "
             "is scored without a baseline, also one that is left of several, and the others relative to their "

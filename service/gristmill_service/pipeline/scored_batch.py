@@ -12,8 +12,8 @@ from gristmill._wire.columns import Int64s
 from gristmill._wire.steps import Extra, Steps
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import RunConfig
+from gristmill_service.estimators import Float64s
 from gristmill_service.pipeline.credit import advantage
-from gristmill_service.pipeline.credit.advantage import Float64s
 from gristmill_service.pipeline.credit.assignment import Credit, credit
 from gristmill_service.pipeline.credit.credit_columns import credit_columns
 from gristmill_service.pipeline.rows import filters

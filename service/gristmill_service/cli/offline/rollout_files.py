@@ -145,7 +145,7 @@ def _lengths_table(rows: Iterator[Any], config: RunConfig) -> Steps:
         tokens=Ragged(nothing, starts, prompt_lengths + response_lengths),
         prompt_lengths=prompt_lengths,
         loss_mask=Ragged(nothing.astype(np.uint8), starts, response_lengths),
-        advantages=np.zeros(len(table)) if config.advantage_estimator == "none" else None,
+        advantages=np.zeros(len(table)) if config.estimator.takes_advantages else None,
     )
 
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.steps import Steps, TrajectoryKey, concat
 from gristmill_service.config import RunConfig
+from gristmill_service.estimators import Float64s, TokenEstimator
 from gristmill_service.pipeline.credit import advantage
-from gristmill_service.pipeline.credit.advantage import Float64s
 from gristmill_service.pipeline.rows import filters
 from gristmill_service.pipeline.rows.joins import breaks, mismatch
 from gristmill_service.pipeline.rows.merge import merge_rows, visit_loss_tokens
@@ -98,7 +98,7 @@ def summarize(tables: Iterable[Steps], config: RunConfig, policy_version: int) -
     is_elsewhere = (
         steps.token_advantages is not None
         or config.kl_in_reward is not None
-        or config.advantage_estimator in ("gae", "reinforce++")
+        or isinstance(config.estimator, TokenEstimator)
     )
     return BatchSummary(
         received=received,

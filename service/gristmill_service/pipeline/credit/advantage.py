@@ -6,20 +6,16 @@ Scores come from the steps as received, so that merging cannot change them. All 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
+from gristmill_service.estimators import Float64s, GroupEstimator, flat, group_advantages
 from gristmill_service.pipeline.rows.validate import Received
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
-
-MAXRL_EPSILON = 1e-6
-
-Float64s = NDArray[np.float64]
 
 
 def trajectory_scores(rewards: Float64s, trajectory_bounds: Int64s, mode: str) -> Float64s:
@@ -47,12 +43,6 @@ def all_equal(scores: Float64s) -> bool:
     return bool(flat(scores))
 
 
-def flat(scores: Float64s) -> NDArray[np.bool_]:
-    """Tells of each group whether it is `all_equal`. scores: (..., trajectories of each); the result: (...)."""
-    equal: NDArray[np.bool_] = (scores == scores[..., :1]).all(axis=-1)
-    return equal if scores.shape[-1] > 1 else np.zeros_like(equal)
-
-
 def by_size(group_bounds: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
     """Yields groups of one size after another: which ones, (groups,), and their trajectories, (groups, that many)."""
     sizes = np.diff(group_bounds)
@@ -61,67 +51,18 @@ def by_size(group_bounds: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
         yield groups, group_bounds[groups][:, np.newaxis] + np.arange(size)
 
 
-def group_advantages(scores: Float64s, config: RunConfig) -> Float64s:
-    """Returns one advantage a trajectory, of prompt groups of one size. scores, result: (..., trajectories of each).
-
-    `grpo`: Shao et al. 2024 (DeepSeekMath, outcome supervision); `rloo`: Ahmadian et al. 2024; `maxrl`: centred
-    reward over mean reward. Equal scores give exactly 0 by comparison, not by arithmetic, which leaves 1e-10 even in
-    float64. A lone survivor of a larger group has no baseline and gets 0. A group's bits do not depend on the others.
-    """
-    if scores.shape[-1] == 1:
-        if config.n_samples_per_prompt > 1:
-            return np.zeros(scores.shape)
-        return _GROUP_OF_ONE[config.advantage_estimator](scores, config)
-    result = np.zeros(scores.shape)
-    differ = ~flat(scores)
-    result[differ] = _ESTIMATORS[config.advantage_estimator](scores[differ], config)
-    return result
-
-
-def _grpo(scores: Float64s, config: RunConfig) -> Float64s:
-    centered: Float64s = scores - scores.mean(axis=-1, keepdims=True)
-    if not config.grpo_norm_by_std:
-        return centered
-    std = np.sqrt((centered * centered).sum(axis=-1, keepdims=True) / (scores.shape[-1] - 1))
-    normed: Float64s = centered / (std + config.grpo_epsilon)
-    return normed
-
-
-def _rloo(scores: Float64s, config: RunConfig) -> Float64s:
-    others: Float64s = (scores.sum(axis=-1, keepdims=True) - scores) / (scores.shape[-1] - 1)
-    return scores - others
-
-
-def _maxrl(scores: Float64s, config: RunConfig) -> Float64s:
-    mean = scores.mean(axis=-1, keepdims=True)
-    relative: Float64s = (scores - mean) / (mean + MAXRL_EPSILON)
-    return relative
-
-
-def _grpo_of_one(scores: Float64s, config: RunConfig) -> Float64s:
-    return scores / (1.0 + config.grpo_epsilon) if config.grpo_norm_by_std else scores.copy()
-
-
-_Estimator = Callable[[Float64s, RunConfig], Float64s]
-_ESTIMATORS: dict[str, _Estimator] = {"grpo": _grpo, "rloo": _rloo, "maxrl": _maxrl}
-_GROUP_OF_ONE: dict[str, _Estimator] = {
-    "grpo": _grpo_of_one,
-    "rloo": lambda scores, config: np.zeros(scores.shape),
-    "maxrl": lambda scores, config: scores.copy(),
-}
-
-
 def advantages(received: Received, scores: Float64s, config: RunConfig) -> Float64s:
     """Returns one advantage a trajectory of the batch; those that clients gave with `advantage_estimator: none`.
 
     They are zeros where clients gave one per token instead: those travel as a column.
     """
     result = np.zeros(len(scores))
-    if config.advantage_estimator == "none":
+    estimator = config.estimator
+    if not isinstance(estimator, GroupEstimator):
         given = received.steps.advantages
         return result if given is None else given[received.trajectory_bounds[:-1]]
     for _, trajectories in by_size(received.group_bounds):
-        result[trajectories] = group_advantages(scores[trajectories], config)
+        result[trajectories] = group_advantages(estimator, scores[trajectories], config)
     return result
 
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
+from gristmill_service.estimators import Float64s, TokenEstimator
 from gristmill_service.helper_thread import in_two_threads
 from gristmill_service.pipeline.credit import advantage, kl, token_credit
-from gristmill_service.pipeline.credit.advantage import Float64s
 from gristmill_service.pipeline.credit.trained_tokens import (
     Part,
     TrainedTokens,
@@ -43,7 +43,7 @@ class TokenCredit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Credit:
-    """advantages: float64 (trajectories,), zeros where they are of tokens. of_tokens: with `gae` and `reinforce++`.
+    """advantages: float64 (trajectories,), zeros where they are of tokens. of_tokens: with a `TokenEstimator`.
     token_rewards: float32 over the steps' responses, where the KL changed them."""
 
     advantages: Float64s
@@ -59,7 +59,7 @@ def credit(
 
     Raises InvalidArgumentError naming a trajectory or token whose numbers are beyond float32.
     """
-    per_token = config.advantage_estimator in ("gae", "reinforce++")
+    per_token = isinstance(config.estimator, TokenEstimator)
     reference = config.kl_in_reward
     if reference is None and not per_token:
         return Credit(advantage.advantages(received, scores, config))
@@ -119,18 +119,15 @@ class _Numbers:
             estimates = kl.kl_of_tokens(tokens, sampled, _column(steps, "ref_logprobs"), reference.estimator)
             rewards = kl.kl_in_rewards(tokens, rewards, estimates, reference.coef)
             self._rewards[part.responses] = reward_column(steps, rewards).values
-        if config.advantage_estimator in ("gae", "reinforce++"):
-            return np.empty(0), self._credit(part, rewards)
+        if isinstance(config.estimator, TokenEstimator):
+            return np.empty(0), self._credit(config.estimator, part, rewards)
         return kl.kl_of_trajectories(tokens, estimates), 0
 
-    def _credit(self, part: Part, rewards: Float64s) -> int:
-        tokens, config = part.tokens, self._config
+    def _credit(self, estimator: TokenEstimator, part: Part, rewards: Float64s) -> int:
+        tokens = part.tokens
         credited, uncredited = credited_rewards(tokens, rewards)
-        if config.advantage_estimator == "gae":
-            values = tokens.take(_column(tokens.steps, "values"))
-            advantages, returns = token_credit.gae(tokens, credited, values, config.gamma, config.lambda_)
-        else:
-            advantages, returns = token_credit.reinforce_plus_plus(tokens, credited, config.gamma)
+        columns = (tokens.take(_column(tokens.steps, name)) for name in estimator.columns)
+        advantages, returns = token_credit.token_advantages(estimator, tokens, self._config, credited, *columns)
         self._advantages[part.trained] = advantages
         tokens.put(returns, self._returns[part.responses])
         return uncredited

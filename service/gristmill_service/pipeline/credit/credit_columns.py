@@ -25,8 +25,7 @@ def credit_columns(config: RunConfig) -> frozenset[str]:
     """The columns that advantages are computed of."""
     reference = config.kl_in_reward
     of_rows = () if reference is None or reference.column is None else (reference.column,)
-    values = ("values",) if config.advantage_estimator == "gae" else ()
-    return reward_columns(config).union(values, of_rows)
+    return reward_columns(config).union(config.estimator.columns, of_rows)
 
 
 def check_credit_columns(steps: Steps, config: RunConfig) -> None:

@@ -14,7 +14,7 @@ from gristmill._wire.columns import Int64s, Ragged, exact_sum
 from gristmill._wire.steps import FLOAT32_MAX
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import KlEstimator
-from gristmill_service.pipeline.credit.advantage import Float64s
+from gristmill_service.estimators import Float64s
 from gristmill_service.pipeline.credit.trained_tokens import TrainedTokens
 from gristmill_service.pipeline.rows.merge import Rows
 from gristmill_service.pipeline.rows.validate import Received

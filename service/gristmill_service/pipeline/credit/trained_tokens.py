@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.steps import FLOAT32_MAX, Steps
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.pipeline.credit.advantage import Float64s
+from gristmill_service.estimators import Float64s
 from gristmill_service.pipeline.rows.validate import Received
 
 SCALE_DOWN = "scale the rewards down"

@@ -12,7 +12,8 @@ from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.steps import FLOAT32_MAX, UNKNOWN
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import Model, RunConfig
-from gristmill_service.pipeline.credit.advantage import Denominators, Float64s
+from gristmill_service.estimators import Float64s
+from gristmill_service.pipeline.credit.advantage import Denominators
 from gristmill_service.pipeline.credit.assignment import TokenCredit
 from gristmill_service.pipeline.credit.credit_columns import reward_columns
 from gristmill_service.pipeline.credit.token_credit import whiten

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.steps import UNKNOWN, Steps, versions_of_tokens
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.credit.advantage import Float64s, by_size, flat
+from gristmill_service.estimators import Float64s, flat
+from gristmill_service.pipeline.credit.advantage import by_size
 from gristmill_service.pipeline.rows.validate import Received
 
 

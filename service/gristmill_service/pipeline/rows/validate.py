@@ -193,7 +193,7 @@ def check_advantage_schema(steps: Steps, config: RunConfig) -> None:
     log-probabilities that their KL is computed of. steps: at least one row."""
     check_rollout_logprobs(steps, config)
     given = steps.advantages is not None or steps.token_advantages is not None
-    if given != (config.advantage_estimator == "none"):
+    if given != (config.estimator.takes_advantages):
         remedy = "leave it out, or set advantage_estimator: none" if given else "send one with each row"
         raise InvalidArgumentError(
             f"{steps.name(0)}: advantage is {'given' if given else 'missing'} with advantage_estimator: "

@@ -13,8 +13,8 @@ from gristmill.errors import InvalidArgumentError
 ADVANTAGE_FUNCTION = "gristmill.adapters.slime.advantages"
 """What `--custom-advantage-function-path` names, where advantages differ within a row."""
 
-_OF_TOKENS = ("gae", "reinforce++", "none")
-"""Estimators whose advantages may differ within a row."""
+_OF_ROWS = ("grpo", "rloo", "maxrl")
+"""Estimators whose advantages are the same on all tokens of a row."""
 
 # What leaves a batch without a group that slime generated, or asks for one that it did not: it would wait for ever.
 _OF_WORKERS = ("tag_shares", "group_timeout_s", "min_samples", "max_samples_per_prompt", "surplus", "max_staleness")
@@ -148,7 +148,7 @@ def _rules(args: Any, settings: Mapping[str, Any], options: Options) -> Iterator
             f"--{name.replace('_', '-')}: rewards and train data are gristmill's; leave it out",
         )
     yield (
-        settings["advantage_estimator"] in _OF_TOKENS and args.custom_advantage_function_path != ADVANTAGE_FUNCTION,
+        settings["advantage_estimator"] not in _OF_ROWS and args.custom_advantage_function_path != ADVANTAGE_FUNCTION,
         f"advantage_estimator is {settings['advantage_estimator']}, whose advantages are of tokens; give "
         f"--custom-advantage-function-path {ADVANTAGE_FUNCTION}",
     )

@@ -30,7 +30,7 @@ def check_schema(steps: Steps, schema: RowSchema, config: RunConfig) -> RowSchem
     found = {
         "logprobs": steps.logprobs is not None,
         "token_rewards": None if waits else steps.token_rewards is not None,
-        "token_advantages": steps.token_advantages is not None if config.advantage_estimator == "none" else None,
+        "token_advantages": steps.token_advantages is not None if config.estimator.takes_advantages else None,
     }
     for name, value in found.items():
         before = getattr(schema, name)
