@@ -16,13 +16,13 @@ import safetensors.torch
 import torch
 
 from gristmill import InvalidArgumentError, RolloutClient, RowOutcome, TrainerClient
-from gristmill._wire.codecs.row_codec import Sent, encode
+from gristmill._wire.codecs.row_codec import Prefixes, Sent, encode
 from gristmill._wire.codecs.submit_codec import Submission
 from gristmill._wire.rows import from_rows
 from gristmill.torch import MicroBatch, Shard
 from gristmill.v1 import rows_pb2
+from gristmill_service.run import row_intake
 from gristmill_service.run.machine.row_keys import RowKeys
-from gristmill_service.run.rows import shared_prefixes
 from gristmill_service.service import Service
 from tests.cli.terminal import gristmill
 from tests.client.faces import Connect
@@ -140,11 +140,12 @@ def test_a_service_without_the_step_before_gets_all_values(
 ) -> None:
     refused: list[int] = []
 
-    def nothing(state: object, rows: object, keys: RowKeys) -> dict[int, Any]:
-        refused.append(keys.names[0].step)
+    def nothing(state: object, rows: object, sums: object, keys: RowKeys, prefixes: Prefixes | None) -> dict[int, Any]:
+        if prefixes is not None:
+            refused.append(keys.names[0].step)
         return {}
 
-    monkeypatch.setattr(shared_prefixes, "rows_before", nothing)
+    monkeypatch.setattr(row_intake, "steps_before", nothing)
     with connect(service.grpc_address, run_name) as client:
         client.create_run(CONFIG)
         for uid in "ab":

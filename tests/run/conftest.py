@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from gristmill_service.run.rows import shared_prefixes
+from tests.run.deltas import Sender
 
 
 @pytest.fixture(scope="module")
-def one_token_is_shared() -> Iterator[None]:
-    """Rows of these tests are short: what they share is kept once however little it is."""
+def one_token_is_left_out() -> Iterator[None]:
+    """Rows of these tests are short: what they share with the step before is left out however little it is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_prefixes, "LEAST_TOKENS", 1)
+        patch.setattr(Sender, "least_tokens", 1)
         yield

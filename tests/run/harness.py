@@ -43,6 +43,7 @@ from gristmill_service.run.writing.row_budget import RowBudget
 from gristmill_service.storage.memory_runs import MemoryRunLog
 from gristmill_service.storage.run_store import CheckTable, Replay
 from gristmill_service.storage.shard_store import ShardLocation, ShardSource, ShardStore
+from tests.run.deltas import Sender
 from tests.strategies import Row
 
 CONFIG = {
@@ -366,6 +367,7 @@ class Bench:
         self.store: Any = store or Shelf()
         self.now, self.name, self.budget = 0.0, name, budget
         self.wrote: dict[tuple[int, int], dict[ColumnPlace, float]] = {}
+        self.sender = Sender()
         self.reopen()
 
     def reopen(self) -> None:
@@ -391,7 +393,7 @@ class Bench:
         return self.run._writer.rows
 
     def submit(self, *rows: Row) -> list[str]:
-        return [outcome.name for outcome in self.run.submit(table(*rows))]
+        return [outcome.name for outcome in self.sender.submit(self.run, table(*rows))]
 
     def begin(self, *uids: str, round_: int = 0) -> list[str]:
         return [admission.name for admission in self.run.begin_groups(round_, uids).admissions]

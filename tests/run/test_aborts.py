@@ -9,7 +9,7 @@ from gristmill_service.run.machine.events import GroupDropped, GroupKey, Traject
 from tests.run.harness import Bench, group_rows, key, row
 from tests.run.test_admission import train
 
-pytestmark = pytest.mark.usefixtures("one_token_is_shared")
+pytestmark = pytest.mark.usefixtures("one_token_is_left_out")
 
 
 def test_a_group_completes_without_its_aborted_trajectories() -> None:

@@ -19,11 +19,12 @@ from gristmill_service.run.run import Run
 from gristmill_service.run.runs import Runs
 from gristmill_service.storage.memory_runs import MemoryRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
+from tests.run.deltas import Sender
 from tests.run.harness import CONFIG, RecordingLog, group_rows, key, row, table, wait_until
 from tests.run.test_laws import check_invariants, follow
 from tests.run.test_served_bytes import PATIENCE_S
 
-pytestmark = pytest.mark.usefixtures("one_token_is_shared")
+pytestmark = pytest.mark.usefixtures("one_token_is_left_out")
 
 WORKERS, GROUPS, RANKS = 8, 25, 2
 CHAOS: dict[str, Any] = {
@@ -43,6 +44,7 @@ class Worker:
 
     def __init__(self, run: Run, number: int) -> None:
         self._run, self._number, self._random = run, number, random.Random(number)
+        self._sender = Sender()
 
     def work(self) -> None:
         for index in range(GROUPS):
@@ -61,11 +63,11 @@ class Worker:
         late = [self._random.random() < 0.3 for _ in rows]
         for one, is_late in zip(rows, late, strict=True):
             sent = table(one | ({"reward": None} if is_late else {}))
-            self._await(lambda sent=sent: self._run.submit(sent))
+            self._await(lambda sent=sent: self._sender.submit(self._run, sent))
             if is_late:
                 update = RewardUpdate(key(uid, one["sample"]), one["step"], one["reward"])
                 self._run.set_rewards([update, update])
-            self._run.submit(sent)
+            self._sender.submit(self._run, sent)
             if self._random.random() < 0.03:
                 self._run.abort_trajectories([key(uid, one["sample"])], "broken")
         if self._random.random() < 0.1:

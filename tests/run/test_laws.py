@@ -72,7 +72,7 @@ CHECKPOINTS = st.builds(
     Checkpoint, st.none() | POSITIONS, generation=st.integers(0, 2), give_up_reason=st.sampled_from(["", "lost"])
 )
 
-pytestmark = pytest.mark.usefixtures("one_token_is_shared")
+pytestmark = pytest.mark.usefixtures("one_token_is_left_out")
 WRITTEN = ("verdict", "score")
 WRITTEN_COLUMNS = [column(name, scope="row") for name in WRITTEN]
 WRITES = [

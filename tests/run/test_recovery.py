@@ -37,11 +37,12 @@ from gristmill_service.run.run import Run
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.run_store import RunLog
+from tests.run.deltas import Sender
 from tests.run.harness import CONFIG, Bench, BuildBatch, InlineTasks, contents, group_rows, key, row, shared_by, table
 from tests.run.test_laws import COMMANDS, MISALIGNED, SETTINGS, act
 from tests.strategies import Row
 
-pytestmark = pytest.mark.usefixtures("one_token_is_shared")
+pytestmark = pytest.mark.usefixtures("one_token_is_left_out")
 
 
 class Machine:
@@ -49,7 +50,7 @@ class Machine:
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.directory, self.config = directory, parse_config(CONFIG | settings)
-        self.now, self.deaths = 0.0, 0
+        self.now, self.deaths, self.sender = 0.0, 0, Sender()
         self.ledger = JournalRunStore(directory, "never")
         self._begin(self.ledger.create("run", b"{}"))
 
@@ -67,7 +68,7 @@ class Machine:
         self._begin(self.ledger.open("run"))
 
     def submit(self, *rows: Row) -> list[str]:
-        return [outcome.name for outcome in self.run.submit(table(*rows))]
+        return [outcome.name for outcome in self.sender.submit(self.run, table(*rows))]
 
     def make_batches(self) -> None:
         self.tasks.build()
@@ -425,7 +426,7 @@ def test_whenever_it_dies_every_row_is_in_one_batch_or_dropped_once(
                 one.die()
             case "submit" if left:
                 with suppress(ResourceExhaustedError):
-                    outcomes = one.run.submit(table(left[0]))
+                    outcomes = one.sender.submit(one.run, table(left[0]))
                     assert outcomes[0] in (Outcome.ACCEPTED, Outcome.DUPLICATE, Outcome.SEALED)
                     if data.draw(st.booleans()):
                         left.pop(0)  # else the answer was lost, and it is sent again

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gristmill._wire.named_tuples import made_of
 from gristmill._wire.steps import TrajectoryKey
-from gristmill_service.run.machine.events import GroupKey, RowName, RowRef, StoredRow
+from gristmill_service.run.machine.events import RowName, RowRef, StoredRow
 from gristmill_service.run.machine.row_keys import RowKeys, by_group
 from tests.run.harness import row, table
 
@@ -20,9 +20,6 @@ def test_keys_are_those_of_each_row(named: list[tuple[int, str, int, int]]) -> N
     keys = RowKeys.of(table(*(row(uid, sample, attempt=tries, round=round_) for round_, uid, sample, tries in named)))
     assert keys.trajectories == [TrajectoryKey(round_, uid, sample) for round_, uid, sample, _ in named]
     assert keys.names == [RowName(sample, tries, 0) for _, _, sample, tries in named]
-    groups = [(key, at) for key, own in keys.groups for at in own]
-    assert groups == [(GroupKey(round_, uid), at) for at, (round_, uid, _, _) in enumerate(named)]
-    assert all(one != other for (one, _), (other, _) in zip(keys.groups, keys.groups[1:], strict=False))
 
 
 def test_rows_of_a_group_share_its_name() -> None:

@@ -117,7 +117,7 @@ class Run:
             name, self._writer, self._builder, log, shared.store, shared.room, shared.builders, shared.workers, clock
         )
         self._duplicates = 0
-        self._intake = RowIntake(self._writer)
+        self._intake = RowIntake(self._writer, log.get)
 
     def start(self) -> None:
         """Goes on where the log ends: drops what was lost, and has batches built whose shards are not there.

@@ -12,29 +12,21 @@ from gristmill_service.run.machine.events import GroupKey, RowName, StoredRow
 
 
 class RowKeys(NamedTuple):
-    """trajectories: of each row. names: of each, within its group. groups: for rows that stand together, of which group
-    they are, and which rows these are; a group may come again."""
+    """trajectories: of each row. names: of each, within its group."""
 
     trajectories: Sequence[TrajectoryKey]
     names: Sequence[RowName]
-    groups: Sequence[tuple[GroupKey, range]]
 
     @classmethod
     def of(cls, steps: Steps) -> RowKeys:
         rounds, samples = steps.rounds.tolist(), steps.samples.tolist()
-        groups: list[tuple[GroupKey, range]] = []
         uids: list[str] = []
-        first = 0
-        for (round_, uid), same in groupby(zip(rounds, steps.uids, strict=True)):
-            count = len(list(same))
-            groups.append((GroupKey(round_, uid), range(first, first + count)))
+        for uid, same in groupby(steps.uids):
             # One string for all of them: the state keeps it as long as the rows.
-            uids += [uid] * count
-            first += count
+            uids += [uid] * len(list(same))
         return cls(
             made_of(TrajectoryKey, rounds, uids, samples),
             made_of(RowName, samples, steps.attempts.tolist(), steps.steps.tolist()),
-            groups,
         )
 
 

@@ -75,19 +75,15 @@ def gather(
     return steps_from(uids, given, numbers, ragged, extras)
 
 
-def tokens_of(row: PickedRow, tables: Tables) -> list[memoryview]:
-    """All tokens of a row, in pieces that stand in several tables; int32."""
-    if row.parent is None and isinstance(row.stored, Steps):
-        return [row.stored.tokens[row.at].data]
-    return [piece.cast("i") for piece in _pieces(row, row.row.tokens, tables)]
+def tokens_of(row: PickedRow, count: int, tables: Tables) -> list[memoryview]:
+    """The first `count` tokens of a row, or all of fewer, in pieces that stand in several tables; int32."""
+    return [piece.cast("i") for piece in _pieces(row, min(count, row.row.tokens), tables)]
 
 
 def columns_of(row: PickedRow, tables: Tables) -> frozenset[str]:
     """The declared columns that a row has."""
-    if isinstance(row.stored, Steps):
-        return frozenset(name for name, extra in row.stored.extras.items() if extra.given[row.at])
-    found = tables.row(row)
-    return frozenset(name for name, column in found.columns.items() if column.counts and column.counts[found.at] >= 0)
+    opened = tables.row(row)
+    return frozenset(name for name, column in opened.columns.items() if column.counts and column.counts[opened.at] >= 0)
 
 
 class _Table:

@@ -282,7 +282,7 @@ class Writer:
         has_events = False
         for count, ticket in enumerate(tickets):
             keys = ticket.command.keys
-            if count and (keys is None or not touched.isdisjoint(keys | ticket.command.reads)):
+            if count and (keys is None or not touched.isdisjoint(keys)):
                 return self._give_back(tickets, count)
             try:
                 self.check_open(ticket.command.is_internal)

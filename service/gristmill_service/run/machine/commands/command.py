@@ -44,13 +44,11 @@ class Command(Generic[T]):
     """
     keys: what the decision reads and its events change. Commands whose keys differ are decided on the same state and
         logged together. None: everything, so that the command is decided alone.
-    reads: keys that the decision only reads: no command that is logged together with it and before it has them.
     is_internal: a worker's result, which a run takes also while the service shuts down.
     follows: whether `follow` has anything to say.
     """
 
     keys: frozenset[Hashable] | None = None
-    reads: frozenset[Hashable] = frozenset()
     is_internal = False
     follows = False
 

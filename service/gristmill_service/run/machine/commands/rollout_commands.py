@@ -71,8 +71,6 @@ class TakeRows(Command[list[Outcome]]):
 
     def __init__(self, steps: Steps, rows: Sequence[StoredRow], quota: FindQuota | None = None) -> None:
         self.keys = frozenset([row.trajectory for row in rows])
-        # The trajectories of rows that others begin as.
-        self.reads = frozenset([(*row.trajectory[:2], row.parent.sample) for row in rows if row.parent])
         self._steps, self._rows, self._quota = steps, rows, quota
         self._outcomes: list[Outcome] = []
 

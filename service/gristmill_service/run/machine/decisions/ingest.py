@@ -119,6 +119,10 @@ class _View:
         elif (outcome := self._compared(row)) is not _ACCEPTED:
             return outcome
         step = row.step
+        if row.parent is not None and step - 1 not in self.added and step - 1 not in self.before:
+            raise PrefixUnknownError(
+                f"{row}: the run does not have the step before it any more; send all tokens of the row"
+            )
         self.added[step] = row
         if step > self.highest:
             self.highest = step
@@ -190,27 +194,10 @@ class _GroupView:
         sample = row.trajectory.sample
         if sample in self._aborted:
             return Outcome.DROPPED
-        view = self._views.get(sample) or self._view(sample)
-        outcome = view.take(row)
-        if row.parent is not None and outcome is _ACCEPTED:
-            self._check_parent(row, row.parent)
-        return outcome
-
-    def _view(self, sample: int) -> _View:
-        found = self._views.get(sample)
-        if found is None:
-            found = self._views[sample] = _View(self._before.get(sample))
-        return found
-
-    def _check_parent(self, row: StoredRow, parent: RowName) -> None:
-        """Refuses a row whose parent the group has no more, or never had."""
-        sample, attempt, step = parent
-        view = self._view(sample)
-        if view.attempt != attempt or (step not in view.added and step not in view.before):
-            raise PrefixUnknownError(
-                f"{row}: its first tokens were left out because sample {sample} step {step} has them, and the run does "
-                "not have that step any more; send all tokens of the row"
-            )
+        view = self._views.get(sample)
+        if view is None:
+            view = self._views[sample] = _View(self._before.get(sample))
+        return view.take(row)
 
 
 def take_rows(

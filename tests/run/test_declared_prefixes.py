@@ -1,37 +1,34 @@
-"""A token is kept once: rows refer to those that they begin as, which stay as long as they are needed."""
+"""Rows that were sent without what they share with the step before are stored so, and known as if sent whole."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-import zlib
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill._wire.codecs.row_codec import Prefixes
-from gristmill._wire.columns import Ragged
 from gristmill._wire.rows import from_rows, to_rows
-from gristmill.errors import PrefixUnknownError
+from gristmill._wire.steps import TrajectoryKey
+from gristmill.errors import InvalidArgumentError, NotFoundError, PrefixUnknownError, UnavailableError
 from gristmill_service.run.machine.decisions.ingest import ROW_OVERHEAD_BYTES
-from gristmill_service.run.machine.events import GroupDropped, RowName
+from gristmill_service.run.machine.events import GroupDropped, GroupKey, RowName, RowRef, StoredRow
 from gristmill_service.run.machine.groups import Group
-from gristmill_service.run.rows import row_gathering, shared_prefixes
+from gristmill_service.run.rows import declared_prefixes, row_gathering
 from gristmill_service.run.rows.row_buffer import PickedRow
 from gristmill_service.run.rows.row_gathering import gather
-from gristmill_service.run.rows.shared_prefixes import Kept
 from gristmill_service.storage import row_tables
 from gristmill_service.storage.row_tables import Opened, Stored
+from tests.run.deltas import shortened
 from tests.run.harness import Bench, LastingLog, contents, key, row, table
 from tests.run.test_recovery import Machine
 from tests.strategies import Row
 
-pytestmark = pytest.mark.usefixtures("one_token_is_shared")
+pytestmark = pytest.mark.usefixtures("one_token_is_left_out")
 
 PROMPT = list(range(100, 150))
 
@@ -69,15 +66,15 @@ def test_a_turn_is_kept_without_the_tokens_of_the_step_before() -> None:
     ]
 
 
-def test_samples_keep_their_prompt_once() -> None:
-    bench = Bench(n_samples_per_prompt=4, train_batch_size=1)
-    bench.submit(*(turns("a", sample, 1)[0] for sample in range(2)))
-    for sample in (2, 3):
-        bench.submit(*turns("a", sample, 1))
-    assert tokens_kept(bench) == len(PROMPT) + 4 * 5
+def test_rows_that_are_sent_whole_are_stored_whole() -> None:
+    bench = Bench(n_samples_per_prompt=2, train_batch_size=1)
+    rows = [*turns("a", 0), *turns("a", 1)]
+    for one in rows:
+        bench.run.submit(table(one))
+    assert tokens_kept(bench) == sum(len(one["prompt_token_ids"]) + 5 for one in rows)
     bench.make_batches()
     assert contents(bench.build_batch.batches[0])["tokens"] == [
-        [*PROMPT, *turns("a", sample, 1)[0]["response_ids"]] for sample in range(4)
+        [*one["prompt_token_ids"], *one["response_ids"]] for one in rows
     ]
 
 
@@ -85,6 +82,7 @@ def test_steps_that_go_on_stand_once_in_what_the_batch_is_made_of() -> None:
     bench = Bench(n_samples_per_prompt=1, train_batch_size=1)
     rows = turns("a", count=5)
     bench.submit(*rows)
+    assert tokens_kept(bench) == len(rows[-1]["prompt_token_ids"]) + 5
     bench.make_batches()
     tokens = bench.build_batch.batches[0].tokens
     assert len(tokens.values) == len(rows[-1]["prompt_token_ids"]) + 5
@@ -92,12 +90,12 @@ def test_steps_that_go_on_stand_once_in_what_the_batch_is_made_of() -> None:
 
 def test_rows_that_begin_as_each_other_leave_memory_without_the_garbage_collector() -> None:
     bench = Bench(n_samples_per_prompt=1, train_batch_size=9)
-    sent = table(*turns("a"))
+    sent, prefixes = bench.sender.shortened(table(*turns("a")))
     gone = weakref.ref(sent.tokens.values)
     gc.collect()
     gc.disable()
     try:
-        bench.run.submit(sent)
+        bench.run.submit(sent, prefixes)
         del sent
         bench.run.abort_groups(0, ["a"], "lost")
         assert gone() is None
@@ -105,49 +103,36 @@ def test_rows_that_begin_as_each_other_leave_memory_without_the_garbage_collecto
         gc.enable()
 
 
-def test_what_a_row_begins_as_stays_until_nothing_needs_it() -> None:
-    bench = Bench(n_samples_per_prompt=3, train_batch_size=9)
-    for sample in range(3):
-        bench.submit(*turns("a", sample, 1))
-    first = RowName(0, 0, 0)
-    bench.run.abort_trajectories([key("a", 0)], "lost")
-    assert list(group_of(bench).kept) == [first]
-    assert len(bench.rows) == 3
-    bench.run.abort_trajectories([key("a", 1)], "lost")
-    assert list(group_of(bench).kept) == [first]
-    assert len(bench.rows) == 2
-    bench.submit(*turns("a", 2, 1, attempt=1))
-    assert group_of(bench).kept == {}
-    assert len(bench.rows) == 1
-    assert bench.state.row_bytes == group_of(bench).nbytes == ROW_OVERHEAD_BYTES + 4 * (len(PROMPT) + 5) + 5
-
-
-def test_a_new_attempt_may_begin_as_a_row_that_began_as_the_old_one() -> None:
-    bench = Bench(n_samples_per_prompt=2, train_batch_size=2)
-    bench.submit(*turns("a", 0, 1))
-    bench.submit(*turns("a", 1, 1))
-    bench.submit(*turns("a", 0, 2, attempt=1))
-    assert list(group_of(bench).kept) == [RowName(0, 0, 0)]
-    bench.run.seal(None)
-    bench.make_batches()
-    rows = [*turns("a", 0, 2), *turns("a", 1, 1)]
-    assert contents(bench.build_batch.batches[0])["tokens"] == [
-        [*one["prompt_token_ids"], *one["response_ids"]] for one in rows
-    ]
-
-
-def test_a_repeated_turn_is_a_duplicate_whatever_was_kept_of_it() -> None:
+def test_a_repeated_turn_is_a_duplicate_however_it_is_sent() -> None:
     bench = Bench(n_samples_per_prompt=2, train_batch_size=9)
     rows = turns("a")
     assert bench.submit(*rows) == ["ACCEPTED"] * 3
     assert bench.submit(rows[2]) == ["DUPLICATE"]
     assert bench.submit(*rows) == ["DUPLICATE"] * 3
+    assert [outcome.name for outcome in bench.run.submit(table(*rows))] == ["DUPLICATE"] * 3
     assert len(bench.rows) == 3
 
 
-def test_a_table_is_opened_once_for_all_rows_that_begin_as_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sum_of_the_step_before_is_enough_where_all_of_it_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(n_samples_per_prompt=1, train_batch_size=9)
+    monkeypatch.setattr(declared_prefixes, "tokens_of", lambda *given: pytest.fail("stored tokens were read"))
+    for one in turns("a", count=6):
+        bench.submit(one)
+    assert tokens_kept(bench) == len(turns("a", count=6)[-1]["prompt_token_ids"]) + 5
+
+
+def test_sums_of_more_trajectories_than_are_remembered_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(declared_prefixes, "_MOST_SUMS", 2)
+    bench = Bench(n_samples_per_prompt=4, train_batch_size=9)
+    rows = [turns("a", sample)[step] for step in range(3) for sample in range(4)]
+    for one in rows:
+        bench.submit(one)
+    assert tokens_kept(bench) == 4 * (len(turns("a")[-1]["prompt_token_ids"]) + 5)
+
+
+def test_a_table_is_opened_once_for_all_rows_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(n_samples_per_prompt=2, train_batch_size=9)
-    bench.submit(*(turns(uid, 0, 1)[0] for uid in "abcdef"))
+    bench.submit(*(turns(uid)[0] for uid in "abcdef"))
     read: list[Stored] = []
 
     def opened(stored: Stored) -> Opened:
@@ -155,34 +140,84 @@ def test_a_table_is_opened_once_for_all_rows_that_begin_as_its_own(monkeypatch: 
         return row_tables.opened(stored)
 
     monkeypatch.setattr(row_gathering, "opened", opened)
-    bench.submit(*(turns(uid, 1, 1)[0] for uid in "abcdef"))
+    before = [turns(uid)[1] for uid in "abcdef"]
+    bench.run.submit(*shortened(table(*before), [len(PROMPT)] * 6))
     assert len(read) == 1
-    assert tokens_kept(bench) == 6 * (len(PROMPT) + 2 * 5)
+    assert tokens_kept(bench) == 6 * (len(PROMPT) + 5 + 7 + 5)
 
 
-def test_a_row_whose_beginning_goes_while_it_is_submitted_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_a_request_may_share_less_than_all_of_the_one_before() -> None:
+    bench = Bench(n_samples_per_prompt=1, train_batch_size=1)
+    first, second, third, fourth = turns("a", count=4)
+    bench.submit(first)
+    edited = [*PROMPT[:40], 9, 9, 9]
+    third |= {"prompt_token_ids": edited}
+    fourth |= {"prompt_token_ids": [*edited, *third["response_ids"], 8]}
+    sent = shortened(table(second, third, fourth), [55, 40, 48])
+    assert [outcome.name for outcome in bench.run.submit(*sent)] == ["ACCEPTED"] * 3
+    assert tokens_kept(bench) == 55 + 7 + 8 + 6
+    bench.make_batches()
+    assert contents(bench.build_batch.batches[0])["tokens"] == [
+        [*one["prompt_token_ids"], *one["response_ids"]] for one in (first, second, third, fourth)
+    ]
+
+
+@pytest.mark.parametrize("length", [55, 50])
+def test_a_step_of_another_attempt_or_trajectory_is_not_the_one_before(length: int) -> None:
     bench = Bench(n_samples_per_prompt=2, train_batch_size=9)
-    bench.submit(*turns("a", 0, 1))
-    find = shared_prefixes.without_shared
-
-    def found(*given: Any) -> Kept:
-        kept = find(*given)
-        bench.run.abort_trajectories([key("a", 0)], "lost")
-        return kept
-
-    monkeypatch.setattr(shared_prefixes, "without_shared", found)
-    assert bench.submit(*turns("a", 1, 1)) == ["ACCEPTED"]
-    [kept] = group_of(bench).stored_rows()
-    assert kept.parent is None
-    assert kept.nbytes == ROW_OVERHEAD_BYTES + 4 * (len(PROMPT) + 5) + 5
+    bench.submit(turns("a")[0])
+    for other in ({"attempt": 1}, {"sample": 1}, {"step": 2}, {"uid": "b"}, {"round": 1}):
+        sent = shortened(table(turns("a")[1] | {"is_last_step": False} | other), [length])
+        with pytest.raises(PrefixUnknownError, match="the run does not have the step before it"):
+            bench.run.submit(*sent)
 
 
-def test_a_row_that_begins_as_one_that_its_request_replaces_is_kept_whole() -> None:
-    bench = Bench(n_samples_per_prompt=2, train_batch_size=9)
-    bench.submit(*turns("a", 0, 1))
-    assert bench.submit(*turns("a", 0, 1, attempt=1), *turns("a", 1, 1)) == ["ACCEPTED"] * 2
-    assert group_of(bench).kept == {}
-    assert {one.name for one in group_of(bench).stored_rows()} == {RowName(0, 1, 0), RowName(1, 0, 0)}
+@pytest.mark.parametrize("error", [NotFoundError, UnavailableError, InvalidArgumentError])
+def test_a_step_before_that_cannot_be_read_is_unknown(error: Callable[[str], Exception]) -> None:
+    log = LastingLog()
+    bench = Bench(log=log, n_samples_per_prompt=1, train_batch_size=9)
+    bench.submit(turns("a")[0])
+    bench.reopen()
+    bench.run._writer.leave_tables(log.tables)
+
+    def lost(number: int) -> Stored:
+        raise error(f"table {number} is lost")
+
+    bench.run._intake._load = lost
+    with pytest.raises(PrefixUnknownError, match="the run does not have the step before it"):
+        bench.run.submit(*shortened(table(turns("a")[1]), [55]))
+    bench.run._intake._load = log.get
+    assert bench.submit(turns("a")[1]) == ["ACCEPTED"]
+
+
+def test_other_tokens_than_those_of_the_step_before_are_refused() -> None:
+    bench = Bench(n_samples_per_prompt=1, train_batch_size=9)
+    first, second, _ = turns("a")
+    bench.submit(first)
+    for length, start in ((55, 0), (50, 0), (57, 100)):
+        sent, prefixes = shortened(table(second | {"prompt_token_ids": list(range(start, start + 57))}), [length])
+        with pytest.raises(PrefixUnknownError, match=f"does not begin with the {length} tokens that were left out"):
+            bench.run.submit(sent, prefixes)
+    assert len(bench.rows) == 1
+
+
+def stored(sample: int, step: int, parent: RowName | None = None, attempt: int = 0) -> StoredRow:
+    """A row as a log of before decision 0022 may have it: its first tokens may be those of any row of its group."""
+    ref = RowRef(100 * sample + 10 * attempt + step, 0)
+    return StoredRow(TrajectoryKey(0, "a", sample), step, attempt, False, ref, b"", 1, 1, 0, 0.0, parent=parent)
+
+
+def test_rows_with_whose_tokens_others_begin_stay_until_nothing_needs_them() -> None:
+    group, first = Group(GroupKey(0, "a"), 4, 0.0), RowName(0, 0, 0)
+    for one in (stored(0, 0), stored(1, 0, first), stored(2, 0, first), stored(1, 1, RowName(1, 0, 0))):
+        group.store(one)
+    assert group.abort(0, "lost").refs == []
+    assert group.find(first) == stored(0, 0)
+    assert group.abort(1, "lost").refs == [stored(1, 0).ref, stored(1, 1).ref]
+    assert list(group.kept) == [first]
+    released = group.store(stored(2, 0, attempt=1))
+    assert sorted(released.refs) == sorted([stored(0, 0).ref, stored(2, 0).ref])
+    assert (group.kept, group.nbytes) == ({}, 1)
 
 
 class TestRecovery:
@@ -201,25 +236,13 @@ class TestRecovery:
     def test_a_row_that_began_as_a_lost_one_is_lost_with_its_group(self) -> None:
         log = LastingLog()
         bench = Bench(log=log, n_samples_per_prompt=3, train_batch_size=9)
-        for sample in range(2):
-            bench.submit(*turns("a", sample, 1))
-        bench.run.abort_trajectories([key("a", 0)], "lost")
-        [first] = group_of(bench).kept.values()
+        for one in turns("a")[:2]:
+            bench.submit(one)
+        first, _ = group_of(bench).ordered_rows()
         log.tables[first.ref.table] = table(row("b"))
         bench.reopen()
         assert bench.state.open == {}
         assert any(isinstance(event, GroupDropped) and event.reason == "rows_lost" for event in log.events)
-
-
-def needed(group: Group) -> set[RowName]:
-    """The rows with which those of the group begin, and that are no part of it."""
-    found: set[RowName] = set()
-    for one in group.ordered_rows():
-        name = one.parent
-        while name is not None:
-            found.add(name)
-            name = group.find(name).parent
-    return found - {one.name for one in group.ordered_rows()}
 
 
 ACTIONS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from(["step", "again", "abort", "edit"])))
@@ -254,7 +277,7 @@ def test_rows_are_what_was_given_whatever_else_becomes_of_their_group(
         one = row("a", sample, len(before), last=False, prompt_token_ids=tokens, response=[token, number])
         assert bench.submit(one | {"attempt": attempts[sample]}) == ["ACCEPTED"]
         sent[sample] = [*before, one]
-        assert set(group_of(bench).kept) == needed(group_of(bench))
+        assert group_of(bench).kept == {}, "trajectories go whole"
         assert bench.state.row_bytes == sum(stored.nbytes for stored in group_of(bench).stored_rows())
         assert len(bench.rows) == len([*group_of(bench).stored_rows()])
     if not sent:
@@ -266,12 +289,3 @@ def test_rows_are_what_was_given_whatever_else_becomes_of_their_group(
         contents(found)["tokens"]
         == contents(table(*(one for sample in sorted(sent) for one in sent[sample])))["tokens"]
     )
-
-
-def test_a_prefix_of_a_step_that_is_not_here_is_refused() -> None:
-    bench, steps = Bench(), table(turns("a")[1])
-    [tokens] = steps.tokens.arrays()
-    prefixes = Prefixes(np.array([55]), np.array([zlib.crc32(tokens[:55].tobytes())], np.uint32))
-    rest = Ragged.from_arrays([tokens[55:]], np.int32)
-    with pytest.raises(PrefixUnknownError, match="the run does not have the step before it"):
-        bench.run.submit(replace(steps, tokens=rest, prefix_lengths=prefixes.lengths), prefixes)

@@ -1,0 +1,299 @@
+"""Rows that were sent without the tokens that they share with the step before: checked, and known as if sent whole.
+
+The step before is known by the running sum over its tokens, as each trajectory's last row is. Stored tokens are read
+only where there is no sum, or where a row shares less than all of the step before.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from xxhash import xxh3_128, xxh3_128_digest
+
+from gristmill._wire.codecs.row_codec import Prefixes
+from gristmill._wire.steps import Steps, TrajectoryKey
+from gristmill.errors import InvalidArgumentError, NotFoundError, PrefixUnknownError, UnavailableError
+from gristmill_service.run.machine.answers import Outcome
+from gristmill_service.run.machine.decisions.ingest import describe_rows
+from gristmill_service.run.machine.events import GroupKey, RowName, RowRef, StoredRow
+from gristmill_service.run.machine.row_digests import RowDigests
+from gristmill_service.run.machine.row_keys import RowKeys
+from gristmill_service.run.machine.state import State
+from gristmill_service.run.rows.row_buffer import PickedRow, RowBuffer
+from gristmill_service.run.rows.row_gathering import Load, Tables, columns_of, tokens_of
+
+# Each takes about 1 kB.
+_MOST_SUMS = 16_384
+_NO_COLUMNS = frozenset[str]()
+
+
+class TokenSum(NamedTuple):
+    """A sum over a row's first tokens: their number, their CRC-32, and their digest, which more tokens continue.
+
+    columns: the shared declared columns that the row has.
+    """
+
+    tokens: int
+    checksum: int
+    state: xxh3_128
+    columns: frozenset[str] = _NO_COLUMNS
+
+    def plus(self, tokens: memoryview, columns: frozenset[str] = _NO_COLUMNS) -> TokenSum:
+        """The sum of these tokens (int32) after the others, of a row with these columns."""
+        state = self.state.copy()
+        state.update(tokens)
+        return TokenSum(self.tokens + len(tokens), zlib.crc32(tokens, self.checksum), state, columns)
+
+    @property
+    def digest(self) -> bytes:
+        return self.state.digest()
+
+
+_NOTHING = TokenSum(0, 0, xxh3_128())
+
+
+class TokenSums:
+    """The sum of each trajectory's last row, with which its next step is likely to begin. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: dict[TrajectoryKey, tuple[RowRef, TokenSum]] = {}
+
+    def of(self, row: StoredRow) -> TokenSum | None:
+        """The sum of this row; None where it is not remembered."""
+        ref, total = self._last.get(row.trajectory, (None, None))
+        return total if ref == row.ref else None
+
+    def note(self, rows: Sequence[StoredRow], outcomes: Sequence[Outcome], sums: Sequence[TokenSum | None]) -> None:
+        """Remembers the sums of the rows that were accepted. sums: None for a row that ends its trajectory, which is
+        forgotten."""
+        with self._lock:
+            if not self._last and not any(sums):
+                return
+            for row, outcome, total in zip(rows, outcomes, sums, strict=True):
+                if outcome is Outcome.ACCEPTED:
+                    # The one that was added last is forgotten last.
+                    self._last.pop(row.trajectory, None)
+                    if total is not None:
+                        self._last[row.trajectory] = row.ref, total
+            while len(self._last) > _MOST_SUMS:
+                del self._last[next(iter(self._last))]
+
+
+class StepBefore(NamedTuple):
+    """The step before a row. picked: None where the sum is all that the row needs."""
+
+    total: TokenSum | None
+    picked: PickedRow | None = None
+
+
+class Prepared(NamedTuple):
+    """Rows that may be stored as they were sent.
+
+    token_digests: of all tokens of each row. parents: of each row, the step that has the tokens it was sent without.
+    sums: of each row that does not end its trajectory, for `TokenSums.note`.
+    """
+
+    steps: Steps
+    keys: RowKeys
+    digests: RowDigests
+    token_digests: Sequence[bytes]
+    parents: Sequence[RowName | None]
+    sums: Sequence[TokenSum | None]
+
+    def rows(self, table: int) -> list[StoredRow]:
+        """The rows as the state knows them, if they are stored as this table."""
+        return describe_rows(self.steps, self.keys, table, self.digests, self.token_digests, self.parents)
+
+
+def steps_before(
+    state: State, rows: RowBuffer, sums: TokenSums, keys: RowKeys, prefixes: Prefixes | None
+) -> dict[int, StepBefore]:
+    """Finds the step before each row that was sent without its first tokens, where the run has it."""
+    if prefixes is None:
+        return {}
+    # Later steps of a request may share less than all of an earlier one.
+    are_alone = len({*keys.trajectories}) == len(keys.trajectories)
+    before: dict[int, StepBefore] = {}
+    to_pick: dict[GroupKey, dict[int, StoredRow]] = {}
+    for row in np.flatnonzero(prefixes.lengths).tolist():
+        stored = _step_before(state, keys.trajectories[row], keys.names[row])
+        if stored is None:
+            continue
+        total = sums.of(stored)
+        before[row] = StepBefore(total)
+        if total is None or total.tokens != prefixes.lengths[row] or not are_alone:
+            to_pick.setdefault(stored.group, {})[row] = stored
+    picked = rows.pick((state.open[group], steps.values()) for group, steps in to_pick.items())
+    for row, one in zip(chain.from_iterable(to_pick.values()), picked, strict=True):
+        before[row] = StepBefore(before[row].total, one)
+    return before
+
+
+def _step_before(state: State, key: TrajectoryKey, name: RowName) -> StoredRow | None:
+    group = state.open.get(GroupKey(key.round, key.uid))
+    trajectory = None if group is None else group.trajectories.get(key.sample)
+    if trajectory is None or trajectory.attempt != name.attempt:
+        return None
+    return trajectory.rows.get(name.step - 1)
+
+
+def prepare(
+    steps: Steps,
+    keys: RowKeys,
+    prefixes: Prefixes | None,
+    before: Mapping[int, StepBefore],
+    shared: Collection[str],
+    load: Load,
+) -> Prepared:
+    """Digests the rows of a request as if all were sent whole, and checks what was left out.
+
+    prefixes: what was left out of each row; None where nothing was. before: of `steps_before`. shared: the columns
+    whose values a row may lack for tokens that were left out. load: reads a stored table. Raises PrefixUnknownError
+    naming a row whose step before the run does not have or cannot read, has other tokens, or lacks such values.
+    """
+    assert (steps.prefix_lengths is None) == (prefixes is None), "what was left out comes with its checksums"
+    sent, columns = steps.tokens.memory(), _columns(steps, shared)
+    declared = None if prefixes is None else _Declared(steps, keys, prefixes, before, columns, load)
+    digests: list[bytes] = []
+    sums: list[TokenSum | None] = []
+    for row, is_last in enumerate(steps.is_last_steps.tolist()):
+        beginning = None if declared is None else declared.beginning(row)
+        total = None
+        if is_last:
+            digests.append(_digest(beginning, sent[row]))
+        else:
+            total = (beginning or _NOTHING).plus(sent[row], columns[row])
+            digests.append(total.digest)
+            if declared is not None:
+                declared.add(row, total)
+        sums.append(total)
+    parents = [None] * len(steps) if declared is None else declared.parents
+    return Prepared(steps, keys, RowDigests(steps, shared), digests, parents, sums)
+
+
+def _digest(beginning: TokenSum | None, tokens: memoryview) -> bytes:
+    """The digest of a row that nothing follows. Most have no beginning, and need no sum."""
+    if beginning is None:
+        return xxh3_128_digest(tokens)
+    state = beginning.state.copy()
+    state.update(tokens)
+    return state.digest()
+
+
+def _columns(steps: Steps, shared: Collection[str]) -> list[frozenset[str]]:
+    """The shared declared columns that each row has."""
+    extras = {name: steps.extras[name].given.tolist() for name in steps.extras.keys() & shared}
+    if not extras:
+        return [_NO_COLUMNS] * len(steps)
+    return [frozenset(name for name, given in extras.items() if given[row]) for row in range(len(steps))]
+
+
+class _Declared:
+    """The rows of a request that lack their first tokens. `beginning` is called for each row in turn, then `add`.
+
+    parents: as `Prepared` has them.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        keys: RowKeys,
+        prefixes: Prefixes,
+        before: Mapping[int, StepBefore],
+        columns: Sequence[frozenset[str]],
+        load: Load,
+    ) -> None:
+        self._steps, self._keys, self._before, self._columns = steps, keys, before, columns
+        self._sent, self._full_lengths = steps.tokens.memory(), steps.sequence_lengths
+        self._lengths, self._checksums = prefixes.lengths.tolist(), prefixes.checksums.tolist()
+        self._tables = Tables(load)
+        self._added: dict[tuple[TrajectoryKey, RowName], tuple[int, TokenSum]] = {}
+        # Where the step before each row is: the row of the request, or a stored one.
+        self._sources: list[int | PickedRow | None] = [None] * len(steps)
+        self.parents: list[RowName | None] = [None] * len(steps)
+
+    def add(self, row: int, total: TokenSum) -> None:
+        """Adds a row with which later ones may begin."""
+        self._added[self._keys.trajectories[row], self._keys.names[row]] = row, total
+
+    def beginning(self, row: int) -> TokenSum | None:
+        """The sum of the tokens that the row was sent without; None where it is whole. Raises PrefixUnknownError."""
+        length, name = self._lengths[row], self._keys.names[row]
+        if not length:
+            return None
+        parent = RowName(name.sample, name.attempt, name.step - 1)
+        total = self._find(row, parent)
+        if total is None or total.tokens != length:
+            total = self._read(row, length, total)
+        if total.tokens < length or total.checksum != self._checksums[row]:
+            raise PrefixUnknownError(
+                f"{self._steps.name(row)}: the step before it does not begin with the {length} tokens that were left "
+                "out; send all tokens of the row"
+            )
+        if lacks := self._lacking(row) - total.columns:
+            raise PrefixUnknownError(
+                f"{self._steps.name(row)}: values of {min(lacks)} were left out, and the step before has none; send "
+                "all values of the row"
+            )
+        self.parents[row] = parent
+        return total
+
+    def _find(self, row: int, parent: RowName) -> TokenSum | None:
+        """Notes where the step before is. Returns its sum, None where that is not known."""
+        added = self._added.get((self._keys.trajectories[row], parent))
+        if added is not None:
+            self._sources[row], total = added
+            return total
+        step = self._before.get(row)
+        if step is None:
+            raise self._unknown(row)
+        self._sources[row] = step.picked
+        return step.total
+
+    def _read(self, row: int, length: int, total: TokenSum | None) -> TokenSum:
+        """Sums the first tokens of the step before. total: of all of it, where that is known."""
+        beginning = _NOTHING
+        try:
+            for piece in self._first_tokens(row, length):
+                beginning = beginning.plus(piece)
+            columns = self._stored_columns(row) if total is None else total.columns
+        except (NotFoundError, UnavailableError, InvalidArgumentError):
+            raise self._unknown(row) from None
+        return beginning._replace(columns=columns)
+
+    def _first_tokens(self, row: int, count: int) -> list[memoryview]:
+        """The first `count` tokens of the step before, in pieces; fewer where it has fewer."""
+        pieces: list[memoryview] = []
+        source = self._sources[row]
+        while isinstance(source, int):
+            # Those that an earlier row of the request lacks stand further before.
+            length = self._lengths[source]
+            if count > length:
+                pieces.append(self._sent[source][: count - length])
+                count = length
+            if not count:
+                return pieces[::-1]
+            source = self._sources[source]
+        assert source is not None, "a step of which tokens are needed was picked"
+        return [*tokens_of(source, count, self._tables), *pieces[::-1]]
+
+    def _stored_columns(self, row: int) -> frozenset[str]:
+        source = self._sources[row]
+        assert isinstance(source, PickedRow), "only a stored row may have no sum"
+        return columns_of(source, self._tables)
+
+    def _lacking(self, row: int) -> frozenset[str]:
+        """The shared columns whose first values were left out with the tokens."""
+        extras, full = self._steps.extras, self._full_lengths[row]
+        return frozenset(name for name in self._columns[row] if extras[name].values.lengths[row] < full)
+
+    def _unknown(self, row: int) -> PrefixUnknownError:
+        return PrefixUnknownError(
+            f"{self._steps.name(row)}: the run does not have the step before it; send all tokens of the row"
+        )
