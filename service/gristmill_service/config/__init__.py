@@ -6,6 +6,7 @@ Owns every rule that can be decided before a rollout is seen. Reads no file but 
 from gristmill_service.config.group_rules import MOST_TAGS
 from gristmill_service.config.parsing import parse_config, read_config, with_dp_size
 from gristmill_service.config.run_config import (
+    MERGE_MODES,
     SETTINGS,
     Flops,
     KlEstimator,
@@ -18,6 +19,7 @@ from gristmill_service.config.run_config import (
 from gristmill_service.config.warnings import warnings_of
 
 __all__ = [
+    "MERGE_MODES",
     "MOST_TAGS",
     "SETTINGS",
     "Flops",

@@ -63,7 +63,7 @@ def check_tree(config: RunConfig) -> None:
 def _check_summed(config: RunConfig, name: str) -> None:
     """Refuses sums of steps of which a row that several became would have one alone."""
     (column,) = (column for column in config.columns if column.name == name)
-    if config.merge != "none" and column.source == "rollout" and column.merge != "sum":
+    if config.merging.joins and column.source == "rollout" and column.merge != "sum":
         raise InvalidArgumentError(
             f"columns: {name} has merge: {column.merge}, so with merge: {config.merge} a row would have the KL of "
             "one of its steps; set merge: sum for it"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import column_rules, group_rules
-from gristmill_service.config.run_config import RunConfig
+from gristmill_service.config.run_config import MERGE_MODES, RunConfig
 
 _MOST_PADDED_TO = 1 << 17
 
@@ -21,15 +21,16 @@ def check(config: RunConfig) -> None:
     _check_balance(config)
     group_rules.check_sizes(config)
     group_rules.check_tags(config)
-    if config.merge != "none" and not config.step_wise:
+    if config.merging.joins and not config.step_wise:
         raise InvalidArgumentError(
             f"merge: {config.merge} joins the steps of a trajectory, but step_wise is false (one step each); "
             "set step_wise: true or merge: none"
         )
-    if config.retokenised_tail and config.merge == "none":
+    if config.retokenised_tail and not config.merging.joins:
+        modes = " or ".join(name for name, mode in MERGE_MODES.items() if mode.joins)
         raise InvalidArgumentError(
-            f"retokenised_tail: {config.retokenised_tail} has an effect only where steps merge, and merge is none; set "
-            "merge: prefix or tree, or leave retokenised_tail out"
+            f"retokenised_tail: {config.retokenised_tail} has an effect only where steps merge, and merge is "
+            f"{config.merge}; set merge: {modes}, or leave retokenised_tail out"
         )
     if config.loss_reduction == "seq_mean_token_sum_norm" and config.max_seq_len is None:
         raise InvalidArgumentError("loss_reduction: seq_mean_token_sum_norm divides by max_seq_len; set max_seq_len")

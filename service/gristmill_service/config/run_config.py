@@ -6,7 +6,7 @@ import sys
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, NonNegativeFloat
 from pydantic_core import PydanticCustomError
@@ -20,10 +20,27 @@ LossReduction = Literal[
 ]
 Model = Literal["policy", "critic"]
 KlEstimator = Literal["k1", "k2", "k3"]
+
+
+class MergeMode(NamedTuple):
+    """How steps of a trajectory become rows; `pipeline.rows.joins` has the function of each mode.
+
+    joins: whether a step may continue an earlier one of its trajectory. branches: whether that may be any earlier one,
+    so that several rows may share steps; else it is the one before.
+    """
+
+    joins: bool = False
+    branches: bool = False
+
+
+MERGE_MODES = {"none": MergeMode(), "prefix": MergeMode(joins=True), "tree": MergeMode(joins=True, branches=True)}
+
 if TYPE_CHECKING:
     EstimatorName = str
+    MergeName = str
 else:
     EstimatorName = Literal[tuple(ESTIMATORS)]
+    MergeName = Literal[tuple(MERGE_MODES)]
 
 # Far beyond what anyone runs, and small enough that a slip of the keyboard is refused before memory is.
 Size = Annotated[int, Field(gt=0, le=1 << 14)]
@@ -137,7 +154,7 @@ class RunConfig(BaseModel):
     mini_batch_unit: Literal["prompt", "sequence"] = "prompt"
     update_epochs_per_batch: Count = 1
     step_wise: bool = False
-    merge: Literal["none", "prefix", "tree"] = "none"
+    merge: MergeName = "none"
     retokenised_tail: Annotated[int, Field(ge=0, le=INT64_MAX)] = 0
     trajectory_score: Literal["last_step", "sum"] = "last_step"
     advantage_estimator: EstimatorName = "grpo"
@@ -180,6 +197,10 @@ class RunConfig(BaseModel):
     @property
     def estimator(self) -> Estimator:
         return ESTIMATORS[self.advantage_estimator]
+
+    @property
+    def merging(self) -> MergeMode:
+        return MERGE_MODES[self.merge]
 
     @property
     def align_to(self) -> int:

@@ -11,7 +11,7 @@ from gristmill_service.estimators import GroupEstimator, readers
 def warnings_of(config: RunConfig) -> list[str]:
     """Returns a sentence for each thing that is allowed but probably not meant. A run's creator is told once."""
     found = []
-    if config.merge != "none" and config.loss_reduction in ("sequence_mean", "seq_mean_token_sum_norm"):
+    if config.merging.joins and config.loss_reduction in ("sequence_mean", "seq_mean_token_sum_norm"):
         found.append(
             f"loss_reduction: {config.loss_reduction} counts rows, and merge: {config.merge} makes fewer of them, so "
             "the scale of the loss depends on how many steps merge; trajectory_mean, prompt_mean and token_mean "

@@ -47,7 +47,7 @@ def costs(steps: Steps, config: RunConfig) -> Iterator[tuple[str, BatchCost]]:
 
 
 def _candidates(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if config.merge == "none" and config.step_wise:
+    if not config.merging.joins and config.step_wise:
         yield "merge", "prefix"
     if config.balance == "none":
         yield "balance", "tokens" if config.flops is None else "flops"

@@ -99,7 +99,7 @@ def _causes(scored: ScoredBatch, config: RunConfig) -> dict[str, int]:
     """Counts why steps joined none: where the first token that differs stands in the one that they are held against,
     in its prompt or its response, or that the new prompt merely ends too early. The first few of a trajectory are
     looked at; `further` are the others."""
-    if config.merge == "none":
+    if not config.merging.joins:
         return {}
     found = Counter(_cause(scored, mismatch) for mismatch in scored.mismatches)
     in_all = len(breaks(scored.received, scored.rows.first))

@@ -128,7 +128,7 @@ def plan_document(
         merge_mismatches=_mismatches(scored),
         tags=received.tags,
         tag_metrics=tag_metrics(scored, policy, laid_out),
-        steps=_paths(scored) if config.merge == "tree" else None,
+        steps=_paths(scored) if config.merging.branches else None,
     )
 
 

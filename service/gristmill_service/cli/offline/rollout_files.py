@@ -118,7 +118,7 @@ def _is_list(kind: Any, pa: Any) -> bool:
 
 def _lengths_table(rows: Iterator[Any], config: RunConfig) -> Steps:
     """Returns steps that have lengths and no tokens."""
-    if config.merge != "none":
+    if config.merging.joins:
         raise InvalidArgumentError(
             f"is a lengths file, which has no tokens to compare, and merge is {config.merge}; set merge: none"
         )

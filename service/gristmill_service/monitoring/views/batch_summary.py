@@ -171,7 +171,7 @@ class _Reader:
         self._rows_read += len(table)
         self.responses.append(np.add.reduceat(table.response_lengths, received.trajectory_bounds[:-1]))
         self.bare.append(_without_tokens(table))
-        if config.merge != "none":
+        if config.merging.joins:
             for step in breaks(received, rows.first).tolist():
                 self._note(received, step)
 

@@ -6,7 +6,7 @@ step, among the earlier ones of its trajectory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,18 +29,23 @@ class Joins:
     parents: int64 (steps,), the earlier step of its trajectory that it continues; -1 where it joins none.
     commons: int64 (steps,), with how many tokens of that one's sequence its prompt begins: with all of them, or, where
         their tail was tokenised anew, fewer. 0 where it joins none.
+    are_plain: every step that joins one joins all of the one before it.
     """
 
     parents: Int64s
     commons: Int64s
+    are_plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A step that joined none. before: the step that it is held against, by its number: the one before it, or, with
-    `merge: tree`, the one that has most in common with it. index: in its prompt, of the first token that differs, or
-    the prompt's length when it merely ends too early. column: the declared column in which the two differ, where no
-    token keeps them apart."""
+    """A step that joined none.
+
+    before: the step that it is compared with, by its number: the one before it, or, where the mode branches, the one
+        that has most in common with it.
+    index: in its prompt, of the first token that differs, or the prompt's length when it merely ends too early.
+    column: the declared column in which the two differ, where no token keeps them apart.
+    """
 
     trajectory: int
     step: int
@@ -50,20 +55,45 @@ class Mismatch:
 
 
 def find_joins(received: Received, config: RunConfig) -> Joins:
-    """Returns whom each step joins under `merge: prefix` or `tree`.
+    """Returns whom each step joins under the run's merge mode."""
+    return _MODES[config.merge](received, config)
 
-    With `prefix` that is the step before or none. With `tree` it is the earlier step with which its prompt has most in
-    common: of several the shortest, of which least is cut, and of these the latest. All of a sequence but its
-    last `retokenised_tail` tokens has to be there, and all of the prompt with which that path begins: it is the row's.
-    No column that keeps steps apart (`merge: equal`) may differ.
-    """
-    steps, count = received.steps, len(received.steps)
+
+def _none(received: Received, config: RunConfig) -> Joins:
+    return _plain(received, np.zeros(len(received.steps), np.bool_))
+
+
+def _before(received: Received, config: RunConfig) -> Joins:
+    """The step before or none."""
     settled = joins_before(received, config.columns)
-    if config.merge == "tree":
-        settled &= ~_behind_longer(received)
-    parents = np.where(settled, np.arange(count) - 1, NONE)
-    commons = np.where(settled, np.roll(steps.tokens.lengths, 1), 0)
-    bounds = received.trajectory_bounds
+    return _searched(received, settled, config) if config.retokenised_tail else _plain(received, settled)
+
+
+def _any_earlier(received: Received, config: RunConfig) -> Joins:
+    """The earlier step with which its prompt has most in common: of several the shortest, of which least is cut, and
+    of these the latest."""
+    return _searched(received, joins_before(received, config.columns) & ~_behind_longer(received), config)
+
+
+_MODES: dict[str, Callable[[Received, RunConfig], Joins]] = {"none": _none, "prefix": _before, "tree": _any_earlier}
+"""By their names in `config.MERGE_MODES`."""
+
+
+def _plain(received: Received, settled: NDArray[np.bool_]) -> Joins:
+    """Returns that these steps join the one before them, and no others any. settled: bool (steps,)."""
+    parents = np.where(settled, np.arange(len(settled)) - 1, NONE)
+    commons = np.where(settled, np.roll(received.steps.tokens.lengths, 1), 0)
+    return Joins(parents, commons, are_plain=True)
+
+
+def _searched(received: Received, settled: NDArray[np.bool_], config: RunConfig) -> Joins:
+    """Returns the joins of the settled steps, each with the one before it, and of the others as far as they have any.
+
+    All of a sequence but its last `retokenised_tail` tokens has to be in the prompt, and all of the prompt with which
+    that path begins: it is the row's. No column that keeps steps apart (`merge: equal`) may differ.
+    """
+    steps, plain = received.steps, _plain(received, settled)
+    parents, commons, bounds = plain.parents, plain.commons, received.trajectory_bounds
     is_open = ~settled
     is_open[bounds[:-1]] = False
     for trajectory in np.unique(received.trajectory_of_step[is_open]).tolist():
@@ -166,7 +196,7 @@ class _Search:
         parents, commons = parents.copy(), commons.copy()
         for step in range(1, len(parents)):
             if is_open[step]:
-                parents[step], commons[step] = self._join(step, 0 if self._config.merge == "tree" else step - 1)
+                parents[step], commons[step] = self._join(step, 0 if self._config.merging.branches else step - 1)
             if parents[step] >= 0:
                 self._roots[step] = self._roots[parents[step]]
         return Joins(parents, commons)
@@ -218,7 +248,7 @@ def mismatch(received: Received, step: int, config: RunConfig) -> Mismatch:
     steps, trajectory = received.steps, int(np.searchsorted(received.trajectory_bounds, step, "right")) - 1
     first = int(received.trajectory_bounds[trajectory])
     prompt = steps.tokens[step][: steps.prompt_lengths[step]]
-    earlier = range(first if config.merge == "tree" else step - 1, step)
+    earlier = range(first if config.merging.branches else step - 1, step)
     index, before = max((common_prefix(steps.tokens[other], prompt), other) for other in earlier)
     is_enough = index >= steps.tokens.lengths[before] - config.retokenised_tail
     column = differing(config.columns, steps, before, step, index) if is_enough else ""

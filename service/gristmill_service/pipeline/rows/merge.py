@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill._wire.steps import UNKNOWN
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.rows.joins import Joins, Mismatch, breaks, find_joins, joins_before, mismatch
+from gristmill_service.pipeline.rows.joins import Joins, Mismatch, breaks, find_joins, mismatch
 from gristmill_service.pipeline.rows.validate import Received
 
 REPORTED_MISMATCHES = 3
@@ -123,17 +123,16 @@ class Rows:
 def merge(received: Received, config: RunConfig) -> tuple[Rows, list[Mismatch]]:
     """Returns the batch's rows, and the first mismatches of each trajectory."""
     rows = merge_rows(received, config)
-    broken = breaks(received, rows.first) if config.merge != "none" else rows.first[:0]
+    broken = breaks(received, rows.first) if config.merging.joins else rows.first[:0]
     return rows, [mismatch(received, step, config) for step in _reported(received, broken)]
 
 
 def merge_rows(received: Received, config: RunConfig) -> Rows:
     """Returns the batch's rows alone."""
-    if config.merge == "tree" or config.retokenised_tail:
-        return _rows_of_joins(received, find_joins(received, config))
-    count = len(received.steps)
-    joins = joins_before(received, config.columns) if config.merge == "prefix" else np.zeros(count, np.bool_)
-    edges = np.append(np.flatnonzero(~joins), count)
+    joins, count = find_joins(received, config), len(received.steps)
+    if not joins.are_plain:
+        return _rows_of_joins(received, joins)
+    edges = np.append(np.flatnonzero(joins.parents < 0), count)
     kept, shared = received.steps.response_lengths, np.zeros(count, np.int64)
     return rows_of_paths(received, edges, np.arange(count), kept, shared)
 
