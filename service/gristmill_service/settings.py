@@ -130,8 +130,7 @@ class Settings(BaseSettings):
     )
     max_streams: PositiveInt = Field(
         256,
-        description="How many gRPC streams of a kind (StreamRows, ReadShard) may be open at a time; others are "
-        "told to retry.",
+        description="How many gRPC streams (ReadShard, ExportBatch) may be open at a time; others are told to retry.",
     )
     tokenizer: Path | None = Field(
         None,

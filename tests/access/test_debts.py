@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import httpx
 import pytest
 
 from gristmill.errors import ResourceExhaustedError
-from gristmill.v1 import rollout_pb2, rows_pb2, run_pb2
+from gristmill.v1 import run_pb2
 from gristmill_service.access import debts
 from gristmill_service.access.debts import Debts
 from gristmill_service.access.tokens import create_token
@@ -171,15 +170,3 @@ def test_over_grpc_unknown_tokens_are_told_so_nevertheless(serve: Serve, tokens:
     with closing(GrpcDoor(service.grpc_address)) as door:
         request = run_pb2.ListRunsRequest()
         assert not door.runs.ListRuns(request, metadata=tuple(bearer(of["modest"]).items())).runs
-
-
-def test_wrong_rows_of_a_stream_count_too(serve: Serve, tokens: tuple[Path, dict[str, str]]) -> None:
-    path, of = tokens
-    service = serve(tokens_file=path)
-    with closing(GrpcDoor(service.grpc_address)) as door:
-        metadata = tuple(bearer(of["greedy"]).items())
-        door.runs.CreateRun(run_pb2.CreateRunRequest(run="r", config_json=json.dumps(CONFIG)), metadata=metadata)
-        requests = [rollout_pb2.StreamRowsRequest(run="r", rows=rows_pb2.Rows(uids=["a"])) for _ in range(50)]
-        with pytest.raises(grpc.RpcError) as refused:
-            list(door.rollouts.StreamRows(iter(requests), metadata=metadata, timeout=30))
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import os
-import queue
 import ssl
 import stat
 import threading
@@ -17,7 +16,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import jwt
 import pytest
@@ -28,7 +26,6 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from gristmill import RolloutClient
 from gristmill._client.connection.credentials import Credentials
 from gristmill.errors import InvalidArgumentError, UnauthenticatedError, UnavailableError
-from gristmill.v1 import rollout_pb2, rollout_pb2_grpc
 from gristmill_service.access.tokens import Callers, create_token, digest_of, read_callers
 from gristmill_service.access.web_tokens import WebTokens
 from gristmill_service.service import Service
@@ -280,25 +277,6 @@ def test_a_link_to_another_directory_is_followed(serve: Serve, tmp_path: Path) -
     fresh.symlink_to("two")
     fresh.replace(data)
     assert [status(service, token) for token in tokens.values()] == [401, 200]
-
-
-def test_a_stream_ends_when_its_token_is_withdrawn(serve: Serve, tmp_path: Path) -> None:
-    path = tmp_path / "tokens.yaml"
-    token = create_token(path, "worker", ["worker"], ["*"], None)
-    service = serve(tokens_file=path)
-    asked: queue.Queue[rollout_pb2.StreamRowsRequest | None] = queue.Queue()
-    with grpc.insecure_channel(service.grpc_address) as channel:
-        stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]
-        shown = (("authorization", f"Bearer {token}"),)
-        answers = stub.StreamRows(iter(asked.get, None), metadata=shown, timeout=30)
-        asked.put(rollout_pb2.StreamRowsRequest(run="r"))
-        assert next(answers).error.code == grpc.StatusCode.NOT_FOUND.value[0]
-        path.write_text("tokens: []")
-        asked.put(rollout_pb2.StreamRowsRequest(run="r"))
-        with pytest.raises(grpc.RpcError) as refused:
-            next(answers)
-        asked.put(None)
-    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize("content", [None, "", "two\nlines", "n\u00f6"])

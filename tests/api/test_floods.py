@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +21,7 @@ import pytest
 
 from gristmill import Credentials, RolloutClient
 from gristmill._wire.codecs.submit_codec import Buffer, Submission
-from gristmill.v1 import rollout_pb2
+from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
 from gristmill_service.access.gate import Gate
 from gristmill_service.access.tokens import create_token
 from gristmill_service.api.http import server
@@ -28,21 +29,22 @@ from gristmill_service.api.http.guards import bodies, connections
 from gristmill_service.api.rpc import intake, peers
 from gristmill_service.service import Service
 from gristmill_service.settings import Settings
-from tests.api.doors import CONFIG, GrpcDoor, group
+from tests.api.doors import CONFIG, GrpcDoor, refused, row, rows_message
 from tests.run.harness import wait_until
 from tests.serving import FREE_PORTS
 
 STREAMS = 4
-CANCELLED, NOT_FOUND = grpc.StatusCode.CANCELLED, grpc.StatusCode.NOT_FOUND
+CANCELLED = grpc.StatusCode.CANCELLED
+Metadata = tuple[tuple[str, str], ...]
 
 
 class Silent:
-    """The requests of a stream that brings none until it is told to end."""
+    """The requests of a call that sends none until it is told to end."""
 
     def __init__(self) -> None:
         self._ends = threading.Event()
 
-    def __iter__(self) -> Iterator[rollout_pb2.StreamRowsRequest]:
+    def __iter__(self) -> Iterator[bytes]:
         self._ends.wait(60)
         yield from ()
 
@@ -56,9 +58,22 @@ def serving(**settings: Any) -> Service:
     return running
 
 
-def shown(path: Path, name: str) -> tuple[tuple[str, str], ...]:
+def shown(path: Path, name: str) -> Metadata:
     """The metadata of a new caller of this name."""
-    return (("authorization", f"Bearer {create_token(path, name, ['worker'], ['*'], None)}"),)
+    return (("authorization", f"Bearer {create_token(path, name, ['worker', 'trainer'], ['*'], None)}"),)
+
+
+def publish(door: GrpcDoor, metadata: Metadata = ()) -> trainer_pb2.ReadShardRequest:
+    """Publishes a batch whose shards are more than gRPC sends ahead of who reads. Returns how one is read."""
+    config = json.dumps(CONFIG | {"train_batch_size": 1, "policy_mini_batch_size": 1, "dp_size": 1})
+    rows = rows_message([row("a", sample, prompt_token_ids=[1] * 2_000_000) for sample in range(2)])
+    for call, request in (
+        (door.runs.CreateRun, run_pb2.CreateRunRequest(run="r", config_json=config)),
+        (door.rollouts.SubmitRows, rollout_pb2.SubmitRowsRequest(run="r", rows=rows)),
+        (door.trainers.GetBatch, trainer_pb2.GetBatchRequest(run="r", wait_s=20)),
+    ):
+        call(request, metadata=metadata, timeout=60)
+    return trainer_pb2.ReadShardRequest(run="r", model=run_pb2.MODEL_POLICY)
 
 
 def test_idle_streams_of_one_caller_give_way_to_those_of_another(tmp_path: Path) -> None:
@@ -68,29 +83,37 @@ def test_idle_streams_of_one_caller_give_way_to_those_of_another(tmp_path: Path)
     with ExitStack() as opened:
         opened.callback(service.stop)
         door = opened.enter_context(closing(GrpcDoor(service.grpc_address)))
-        silent = opened.enter_context(closing(Silent()))
-        held = [door.rollouts.StreamRows(iter(silent), metadata=greedy) for _ in range(STREAMS)]
-        wait_until(lambda: len(service._grpc._streams._idle) == STREAMS)
-        request = rollout_pb2.StreamRowsRequest(run="nowhere")
-        answer = next(door.rollouts.StreamRows(iter([request]), metadata=modest, timeout=20))
-        assert answer.error.code == NOT_FOUND.value[0], "it was read, and answered"
-        wait_until(lambda: any(not stream.is_active() for stream in held))
-        assert [stream.code() for stream in held if not stream.is_active()] == [CANCELLED]
+        request = publish(door, greedy)
+        unread = [door.trainers.ReadShard(request, metadata=greedy) for _ in range(STREAMS)]
+        for stream in unread:
+            opened.callback(stream.cancel)
+            next(stream)
+        assert list(door.trainers.ReadShard(request, metadata=modest, timeout=20))
+        assert [end_of(stream) for stream in unread].count(CANCELLED) == 1
 
 
-def test_streams_that_bring_rows_leave_those_that_read_their_places() -> None:
+def end_of(stream: Any) -> grpc.StatusCode:
+    """With which status a stream ends that is read from now on."""
+    with suppress(grpc.RpcError):
+        list(stream)
+    code: grpc.StatusCode = stream.code()
+    return code
+
+
+def test_streams_beyond_the_limit_are_told_to_retry() -> None:
     service = serving(max_streams=1)
     with ExitStack() as opened:
         opened.callback(service.stop)
         door = opened.enter_context(closing(GrpcDoor(service.grpc_address)))
-        silent = opened.enter_context(closing(Silent()))
-        door.create("r", CONFIG)
-        for uid in ("a", "b"):
-            door.submit("r", group(uid))
-        door.batch("r", 0, wait_s=20)
-        opened.callback(door.rollouts.StreamRows(iter(silent)).cancel)
-        wait_until(lambda: len(service._grpc._streams._idle) == 1)
-        assert door.read("r", 0, 0, 0)
+        request = publish(door)
+        stream = door.trainers.ReadShard(request)
+        opened.callback(stream.cancel)
+        next(stream)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(door.trainers.ReadShard(request, timeout=20))
+        error = refused(caught.value)
+        assert (error.code, error.retry_after_s) == ("RESOURCE_EXHAUSTED", 1.0)
+        assert "max_streams" in error.message
 
 
 def test_a_stream_whose_caller_goes_away_leaves_no_line_of_an_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -98,11 +121,15 @@ def test_a_stream_whose_caller_goes_away_leaves_no_line_of_an_error(caplog: pyte
     with ExitStack() as opened, caplog.at_level(logging.WARNING):
         opened.callback(service.stop)
         door = opened.enter_context(closing(GrpcDoor(service.grpc_address)))
-        silent = opened.enter_context(closing(Silent()))
-        stream = door.rollouts.StreamRows(iter(silent))
-        wait_until(lambda: len(service._grpc._streams._idle) == 1)
+        stream = door.trainers.ReadShard(publish(door))
+        next(stream)
         stream.cancel()
-        wait_until(lambda: not service._grpc._streams._idle)
+        silent = opened.enter_context(closing(Silent()))
+        unsent = door.channel.stream_unary("/gristmill.v1.RunService/ListRuns", request_serializer=bytes)
+        call = unsent.future(iter(silent))
+        wait_until(lambda: len(service._grpc._intake._places._taken) == 1)
+        call.cancel()
+        wait_until(lambda: not service._grpc._intake._places._taken)
         opened.pop_all().close()
     assert not caplog.records
 

@@ -1,9 +1,8 @@
-"""What only gRPC has: streams, health, reflection, message limits."""
+"""What only gRPC has: health, reflection, message limits."""
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -13,49 +12,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from pydantic import ByteSize
 
-from gristmill.v1 import rollout_pb2, rows_pb2, run_pb2, trainer_pb2
+from gristmill.v1 import rollout_pb2, run_pb2, trainer_pb2
 from gristmill_service.service import Service
 from gristmill_service.settings import Settings
-from tests.api.doors import CONFIG, OUTCOMES, GrpcDoor, Refused, group, refused, row, rows_message
+from tests.api.doors import CONFIG, GrpcDoor, Refused, group, refused, row, rows_message
 from tests.serving import FREE_PORTS
 
 SERVICES = {"gristmill.v1.RunService", "gristmill.v1.RolloutService", "gristmill.v1.TrainerService"}
-
-
-def request_of(run: str, rows: rows_pb2.Rows) -> rollout_pb2.StreamRowsRequest:
-    return rollout_pb2.StreamRowsRequest(run=run, rows=rows)
-
-
-def test_an_error_in_a_stream_answers_its_own_request_only(grpc_door: GrpcDoor, run_name: str) -> None:
-    grpc_door.create(run_name, CONFIG)
-    requests = [
-        request_of(run_name, rows_message(group("a"))),
-        request_of(run_name, rows_message([row("b", 0, response_ids=[-1, 1])])),
-        request_of("nobody", rows_message([row("b", 0)])),
-        request_of(run_name, rows_message(group("a"))),
-    ]
-    answers = list(grpc_door.rollouts.StreamRows(iter(requests), timeout=20))
-    assert [[OUTCOMES[one] for one in answer.outcomes] for answer in answers] == [
-        ["accepted"] * 4,
-        [],
-        [],
-        ["duplicate"] * 4,
-    ]
-    codes = [answer.error.code for answer in answers]
-    invalid, not_found = grpc.StatusCode.INVALID_ARGUMENT.value[0], grpc.StatusCode.NOT_FOUND.value[0]
-    assert codes == [0, invalid, not_found, 0]
-    assert "response_ids[0] is -1" in answers[1].error.message
-
-
-def test_a_stream_is_answered_while_it_is_open(grpc_door: GrpcDoor, run_name: str) -> None:
-    grpc_door.create(run_name, CONFIG)
-    requests: queue.SimpleQueue[rollout_pb2.StreamRowsRequest | None] = queue.SimpleQueue()
-    answers = grpc_door.rollouts.StreamRows(iter(requests.get, None), timeout=20)
-    for sample in range(2):
-        requests.put(request_of(run_name, rows_message([row("a", sample)])))
-        assert [OUTCOMES[one] for one in next(answers).outcomes] == ["accepted"]
-    requests.put(None)
-    assert list(answers) == []
 
 
 def test_health_is_told_for_the_whole_and_for_each_service(grpc_door: GrpcDoor) -> None:
@@ -125,17 +88,11 @@ def test_a_shard_that_is_wanted_with_its_batch_is_refused_as_if_it_were_asked_fo
     assert message in found.message
 
 
-@pytest.mark.parametrize("method", ["SubmitRows", "StreamRows"])
-def test_bytes_that_are_no_message_are_the_callers_fault(service: Service, method: str) -> None:
-    path = f"/gristmill.v1.RolloutService/{method}"
-    garbage = b"\xff\xff garbage"
+def test_bytes_that_are_no_message_are_the_callers_fault(service: Service) -> None:
     with grpc.insecure_channel(service.grpc_address) as channel:
-        calls: dict[str, Callable[[], object]] = {
-            "SubmitRows": lambda: channel.unary_unary(path)(garbage, timeout=20),
-            "StreamRows": lambda: list(channel.stream_stream(path)(iter([garbage]), timeout=20)),
-        }
+        submit = channel.unary_unary("/gristmill.v1.RolloutService/SubmitRows")
         with pytest.raises(grpc.RpcError) as caught:
-            calls[method]()
+            submit(b"\xff\xff garbage", timeout=20)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "not a message of gristmill.v1" in caught.value.details()
 
@@ -150,12 +107,11 @@ def test_a_reward_needs_a_value(grpc_door: GrpcDoor, run_name: str) -> None:
 
 @pytest.fixture
 def small_service(tmp_path: Path) -> Iterator[Service]:
-    """Takes little: requests of 10,000 bytes, one stream, on a unix socket."""
+    """Takes little: requests of 10,000 bytes, on a unix socket."""
     settings = Settings(
         **{**FREE_PORTS, "grpc_address": f"unix:{tmp_path}/grpc.sock"},
         store="memory",
         max_message_bytes=ByteSize(10_000),
-        max_streams=1,
         shutdown_grace_s=5,
     )
     running = Service(settings)
@@ -174,23 +130,6 @@ def test_a_request_beyond_the_limit_is_refused_and_the_service_goes_on(small_ser
     # Without a delay: trying again would not help.
     assert caught.value.retry_after_s is None
     assert door.submit("small", [row("a", 0)]) == ["accepted"]
-    door.close()
-
-
-def test_streams_beyond_the_limit_are_told_to_retry(small_service: Service) -> None:
-    door = GrpcDoor(small_service.grpc_address)
-    door.create("small", CONFIG)
-    requests: queue.SimpleQueue[rollout_pb2.StreamRowsRequest | None] = queue.SimpleQueue()
-    requests.put(request_of("small", rows_message([row("a", 0)])))
-    open_stream = door.rollouts.StreamRows(iter(requests.get, None), timeout=20)
-    next(open_stream)
-    with pytest.raises(grpc.RpcError) as caught:
-        next(door.rollouts.StreamRows(iter([request_of("small", rows_message([row("a", 1)]))]), timeout=20))
-    error = refused(caught.value)
-    assert (error.code, error.retry_after_s) == ("RESOURCE_EXHAUSTED", 1.0)
-    assert "max_streams" in error.message
-    requests.put(None)
-    assert list(open_stream) == []
     door.close()
 
 

@@ -8,11 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-import grpc
 import httpx
 import pytest
 
-from gristmill.v1 import run_pb2, trainer_pb2
+from gristmill.v1 import trainer_pb2
 from gristmill_service.service import Service
 from gristmill_service.settings import Settings
 from tests.api.doors import CONFIG, STATES, Door, GrpcDoor, HttpDoor, Refused, group
@@ -158,23 +157,3 @@ def test_stopping_the_service_answers_who_waits() -> None:
             assert (refused.value.code, refused.value.retry_after_s) == ("UNAVAILABLE", retry_after_s)
     for door in doors:
         door.close()
-
-
-def test_stopping_the_service_ends_a_stream_that_is_idle() -> None:
-    service = Service(Settings(**FREE_PORTS, store="memory", shutdown_grace_s=20))
-    service.start()
-    door = GrpcDoor(service.grpc_address)
-    over = threading.Event()
-
-    def requests() -> Iterator[object]:
-        over.wait()
-        yield from ()
-
-    answers = door.rollouts.StreamRows(requests())
-    door.runs.ListRuns(run_pb2.ListRunsRequest(), timeout=WAIT_S)
-    service.stop()
-    with pytest.raises(grpc.RpcError) as caught:
-        next(answers)
-    assert caught.value.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
-    over.set()
-    door.close()

@@ -62,17 +62,16 @@ class Flood:
                 self._held.append(wire)
 
     def _streams(self) -> None:
-        """Streams that bring nothing, and calls whose request does not come."""
+        """Calls whose request does not come."""
         channel = grpc.insecure_channel(self._address)
+        submit = channel.stream_unary("/gristmill.v1.RolloutService/SubmitRows", request_serializer=bytes)
 
-        def nothing() -> Iterator[rollout_pb2.StreamRowsRequest]:
+        def nothing() -> Iterator[bytes]:
             self._ended.wait()
             yield from ()
 
-        for _ in range(STREAMS // 2):
-            one = "/gristmill.v1.RolloutService/"
-            self._held.append(channel.stream_stream(one + "StreamRows")(nothing(), metadata=self._metadata))
-            self._held.append(channel.stream_unary(one + "SubmitRows").future(nothing(), metadata=self._metadata))
+        for _ in range(STREAMS):
+            self._held.append(submit.future(nothing(), metadata=self._metadata))
 
     def _post(self, call: str, body: bytes, encoding: str = "identity", token: str = "") -> None:
         headers = {

@@ -7,11 +7,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import pytest
 
-from gristmill.v1 import rollout_pb2
-from tests.api.doors import Door, Refused, rows_message
+from tests.api.doors import Door, Refused
 from tests.faults.services import (
     CONFIG,
     Service,
@@ -130,23 +128,6 @@ class TestAnyTakesAnyCall:
             return found
 
         assert refusals(door) == refusals(getattr(owned, "grpc" if door.__class__.__name__ == "GrpcDoor" else "http"))
-
-    def test_a_stream_of_rows_is_answered_request_by_request(
-        self, owned: Service, other: Service, run: str, replicas: tuple[Service, Service]
-    ) -> None:
-        second = f"{run}-also"
-        patiently(lambda: owned.grpc.create(second, CONFIG))
-        requests = [
-            rollout_pb2.StreamRowsRequest(run=name, rows=rows_message(group(uid)))
-            for uid in ("a", "b", "c")
-            for name in (run, second, "no-such-run")
-        ]
-        for one in replicas:
-            answers = list(one.grpc.rollouts.StreamRows(iter(requests), timeout=20))
-            codes = [answer.error.code for answer in answers]
-            assert codes == [0, 0, grpc.StatusCode.NOT_FOUND.value[0]] * 3, answers
-        assert owned.grpc.get(run)["rows_accepted"] == 6
-        assert other.grpc.get(second)["rows_accepted"] == 6
 
     def test_a_run_created_at_all_at_once_is_one_run(self, replicas: tuple[Service, Service], run: str) -> None:
         names = [f"{run}-{number}" for number in range(5)]

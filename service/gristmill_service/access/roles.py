@@ -29,7 +29,6 @@ CALLS: dict[str, frozenset[Role]] = {
     # Rollouts.
     "begin_groups": _WORKER,
     "submit_rows": _WORKER,
-    "stream_rows": _WORKER,
     "set_rewards": _WORKER,
     "abort_trajectories": _WORKER,
     "abort_groups": _WORKER,

@@ -51,11 +51,6 @@ class RolloutServiceStub(object):
                 request_serializer=gristmill_dot_v1_dot_rollout__pb2.SubmitRowsRequest.SerializeToString,
                 response_deserializer=gristmill_dot_v1_dot_rollout__pb2.SubmitRowsResponse.FromString,
                 _registered_method=True)
-        self.StreamRows = channel.stream_stream(
-                '/gristmill.v1.RolloutService/StreamRows',
-                request_serializer=gristmill_dot_v1_dot_rollout__pb2.StreamRowsRequest.SerializeToString,
-                response_deserializer=gristmill_dot_v1_dot_rollout__pb2.StreamRowsResponse.FromString,
-                _registered_method=True)
         self.SetRewards = channel.unary_unary(
                 '/gristmill.v1.RolloutService/SetRewards',
                 request_serializer=gristmill_dot_v1_dot_rollout__pb2.SetRewardsRequest.SerializeToString,
@@ -105,13 +100,6 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def StreamRows(self, request_iterator, context):
-        """The same over one stream, answered in order. An error answers its own request only; the stream goes on.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def SetRewards(self, request, context):
         """Gives rewards that were pending. Idempotent for the same value; ALREADY_EXISTS for another.
         All rewards of the request are set, or none is.
@@ -155,11 +143,6 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.SubmitRows,
                     request_deserializer=gristmill_dot_v1_dot_rollout__pb2.SubmitRowsRequest.FromString,
                     response_serializer=gristmill_dot_v1_dot_rollout__pb2.SubmitRowsResponse.SerializeToString,
-            ),
-            'StreamRows': grpc.stream_stream_rpc_method_handler(
-                    servicer.StreamRows,
-                    request_deserializer=gristmill_dot_v1_dot_rollout__pb2.StreamRowsRequest.FromString,
-                    response_serializer=gristmill_dot_v1_dot_rollout__pb2.StreamRowsResponse.SerializeToString,
             ),
             'SetRewards': grpc.unary_unary_rpc_method_handler(
                     servicer.SetRewards,
@@ -243,33 +226,6 @@ class RolloutService(object):
             '/gristmill.v1.RolloutService/SubmitRows',
             gristmill_dot_v1_dot_rollout__pb2.SubmitRowsRequest.SerializeToString,
             gristmill_dot_v1_dot_rollout__pb2.SubmitRowsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StreamRows(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/gristmill.v1.RolloutService/StreamRows',
-            gristmill_dot_v1_dot_rollout__pb2.StreamRowsRequest.SerializeToString,
-            gristmill_dot_v1_dot_rollout__pb2.StreamRowsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,7 +50,7 @@ class Intake:
     ) -> Any:
         """The request, or the error to answer with. held: what is to be closed when it is answered."""
         try:
-            self.admit(context)
+            self._admit(context)
             place = held.enter_context(self._places.place(caller_of(context), context.cancel, _LONGEST_S))
             data = next(requests, None)
             place.idle_since = None
@@ -67,7 +67,7 @@ class Intake:
             held.close()
         return request
 
-    def admit(self, context: grpc.ServicerContext) -> None:
+    def _admit(self, context: grpc.ServicerContext) -> None:
         """Finds out who calls, and has those wait who owe for calls that were refused. Raises UnauthenticatedError,
         ResourceExhaustedError where that would be too long, and UnavailableError for a mark that only a peer may
         show."""
@@ -119,10 +119,7 @@ def parsed(data: bytes, parse: Callable[[bytes], Any]) -> Any:
     answer INTERNAL where it is none, as if it were our fault."""
     _size.set(len(data))
     try:
-        request = parse(data)
-        # One that stands in a file has the bytes of that.
-        _size.set(getattr(request, "nbytes", len(data)))
-        return request
+        return parse(data)
     except DecodeError as error:
         raise InvalidArgumentError(
             f"the request is not a message of gristmill.v1: {error}; send the message that the protos describe"

@@ -18,7 +18,7 @@ from gristmill_service.access.gate import Gate
 from gristmill_service.api import request_ids
 from gristmill_service.api.errors import refusal
 from gristmill_service.api.rpc.forwarding import Forwarding
-from gristmill_service.api.rpc.intake import Intake, parsed
+from gristmill_service.api.rpc.intake import Intake
 from gristmill_service.api.rpc.spans import spanned, spanned_stream
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.storage.run_store import OwnedElsewhereError
@@ -29,7 +29,7 @@ _ID = request_ids.HEADER
 
 
 class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
-    """intake: of the requests that come one a call. parsers: of requests that protobuf's own classes would copy too
+    """intake: of the request of each call. parsers: of requests that protobuf's own classes would copy too
     often, by their methods."""
 
     def __init__(
@@ -54,18 +54,15 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
         return found
 
     def _guarded(self, handler: Any, call: Any) -> Any:
-        streams, takes_stream = handler.response_streaming, handler.request_streaming
+        streams = handler.response_streaming
         parse = self._parsers.get(call.method, handler.request_deserializer)
         if streams:
-            parse_each = parse if takes_stream else None
-            method = handler.stream_stream or handler.unary_stream
-            answer = self._stream(call.method, self._counted_stream(call.method, method), parse_each)
+            answer = self._stream(call.method, self._counted_stream(call.method, handler.unary_stream))
         else:
             answer = self._unary(call.method, self._counted(call.method, handler.unary_unary))
         if tracing.is_on():
             answer = (spanned_stream if streams else spanned)(call.method, answer)
-        if not takes_stream:
-            answer = (self._received_stream if streams else self._received)(answer, parse)
+        answer = (self._received_stream if streams else self._received)(answer, parse)
         make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
         return make(answer, None, _or_bytes(handler.response_serializer))
 
@@ -108,9 +105,7 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
 
         return answer
 
-    def _stream(
-        self, path: str, method: Callable[[Any, Any], Iterator[Any]], parse_each: Callable[[bytes], Any] | None
-    ) -> Callable[[Any, Any], Iterator[Any]]:
+    def _stream(self, path: str, method: Callable[[Any, Any], Iterator[Any]]) -> Callable[[Any, Any], Iterator[Any]]:
         name = path.rpartition("/")[2]
         allowed = self._allowing(name)
 
@@ -118,11 +113,7 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
             start = time.monotonic()
             context.set_trailing_metadata(((_ID, request_ids.begin(context.invocation_metadata())),))
             try:
-                if parse_each is not None:
-                    self._intake.admit(context)
-                    asked = (allowed(self._asked(one, parse_each, context)) for one in request)
-                else:
-                    asked = allowed(_checked(request))
+                asked = allowed(_checked(request))
                 try:
                     yield from method(asked, context)
                 except OwnedElsewhereError as elsewhere:
@@ -149,7 +140,7 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
     def _counted_stream(
         self, path: str, method: Callable[[Any, Any], Iterator[Any]]
     ) -> Callable[[Any, Any], Iterator[Any]]:
-        """Likewise. A stream that brings rows is its caller's, and of no run."""
+        """Likewise."""
         if not self._gate.counts_calls:
             return method
         call = _call_of(path)
@@ -159,12 +150,6 @@ class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
                 yield from method(request, context)
 
         return counted
-
-    def _asked(self, data: bytes, parse: Callable[[bytes], Any], context: grpc.ServicerContext) -> Any:
-        """One request of a stream. Who calls is asked anew for each: a stream may be open for days, and its caller's
-        token be withdrawn."""
-        self._intake.admit(context)
-        return parsed(data, parse)
 
     def _allowing(self, name: str) -> Callable[[Any], Any]:
         """Gives the request, where the current caller may make it. Raises PermissionDeniedError."""

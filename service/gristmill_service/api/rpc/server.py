@@ -53,7 +53,7 @@ def call_threads(gate: Gate, settings: Settings) -> CallThreads:
     """The threads of a server."""
     # One is started only when none is idle, so that many cost nothing until they are needed; with a place for every
     # waiter and stream, those can never take a thread that a short call needs.
-    return CallThreads(_AT_WORK, _WORKERS + settings.max_waiters + 2 * settings.max_streams, queue_of(gate))
+    return CallThreads(_AT_WORK, _WORKERS + settings.max_waiters + settings.max_streams, queue_of(gate))
 
 
 class GrpcServer:
@@ -97,15 +97,11 @@ class GrpcServer:
             {SUBMIT_ROWS: partial(Submission, most_bytes=limit), WRITE_COLUMNS: ColumnsRequest},
         )
         self._server = grpc.server(self._threads, interceptors=(guard,), options=options)
-        self._streams = streams = Streams(settings.max_streams)
         self._health = health.HealthServicer()
         servicers: tuple[tuple[Callable[[Any, Any], None], object], ...] = (
             (run_pb2_grpc.add_RunServiceServicer_to_server, RunServicer(context)),
-            (
-                rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
-                RolloutServicer(context, streams, self._forwarding, self._intake),
-            ),
-            (trainers.add_to_server, TrainerServicer(context, streams)),
+            (rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(context)),
+            (trainers.add_to_server, TrainerServicer(context, Streams(settings.max_streams))),
             (health_pb2_grpc.add_HealthServicer_to_server, self._health),
         )
         for add, servicer in servicers:
@@ -148,7 +144,6 @@ class GrpcServer:
 
     def wait_until_idle(self) -> None:
         """After `refuse_new_calls`: returns when the last call is answered, or cut off after the grace."""
-        self._streams.close()
         self._stopped.wait()
         self._forwarding.close()
         self._threads.shutdown()

@@ -62,11 +62,6 @@ class Submission:
         self._zstd: bytes = request.zstd
         self.run: str = request.run
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that were read, those of a file too."""
-        return len(self._data)
-
     def rows(self) -> row_codec.Sent:
         """Raises InvalidArgumentError as `gristmill._wire.codecs.row_codec.read` does."""
         return row_codec.read(self._rows, self._buffers, self._column_values)
