@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gristmill._wire.columns import Ragged
 from gristmill._wire.rows import from_rows
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.storage import row_tables
@@ -33,14 +32,29 @@ def test_tables_are_views_of_the_bytes_that_they_are_read_from() -> None:
     assert np.shares_memory(read.tokens.values, np.frombuffer(data, np.uint8))
 
 
-@pytest.mark.parametrize(("cut", "is_copied"), [(500, False), (40_000, True)])
-def test_a_large_table_is_copied_only_where_it_keeps_much_that_is_not_its_own(cut: int, is_copied: bool) -> None:
-    steps = table(row("u", prompt_token_ids=range(50_000), response=range(100_000)))
-    tokens = Ragged(steps.tokens.values, steps.tokens.starts + cut, steps.tokens.lengths - cut)
-    cut_off = replace(steps, tokens=tokens, prefix_lengths=np.array([cut]))
-    held = row_tables.held(cut_off)
+@pytest.mark.parametrize(("tokens", "is_copied"), [(50_000, False), (20_000, True)])
+def test_a_large_table_is_not_copied_to_be_held(tokens: int, is_copied: bool) -> None:
+    steps = table(row("u", prompt_token_ids=range(tokens), response=range(tokens // 2)))
+    held = row_tables.held(steps)
     assert isinstance(held, bytes) == is_copied
-    assert np.array_equal(row_tables.steps_of(held).tokens[0], tokens[0])
+    assert np.array_equal(row_tables.steps_of(held).tokens[0], steps.tokens[0])
+
+
+@given(rollouts())
+def test_a_row_alone_in_its_table_has_the_values_that_it_has_among_others(rows: list[Row]) -> None:
+    steps = from_rows(rows, step_wise=True)
+    for at in range(len(steps)):
+        one = steps.take(np.array([at]))
+        opened = row_tables.opened(row_tables.encode(one).joined())
+        assert [*opened.memory] == [*opened.columns]
+        assert opened.memory["tokens"].cast("i").tolist() == steps.tokens[at].tolist()
+        assert opened.header.strings.get("stop_reasons", [""]) == [steps.stop_reasons[at]]
+
+
+def test_a_description_that_has_not_one_value_per_row_is_refused() -> None:
+    longer = replace(table(row("u", 1), row("v", 2)), samples=np.array([1, 2, 3], np.int32))
+    with pytest.raises(InvalidArgumentError, match="a column has not one value per row"):
+        row_tables.decode(row_tables.encode(longer).joined())
 
 
 @given(st.binary(max_size=200))

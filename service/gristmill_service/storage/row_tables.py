@@ -33,14 +33,12 @@ _ALIGNMENT = 8
 FORMAT = 2
 """Of the tables that this version writes and reads."""
 
-HEAD = SIZE_BYTES + 4
-"""Where a table's description begins."""
+_HEAD_BYTES = SIZE_BYTES + 4
 
 # Bytes of columns' descriptions that are kept when they were read.
 _SHORT = 1 << 10
-# A larger table is not copied to be held, unless more than one byte in so many that it views is not its own.
+# A larger table is not copied to be stored on the heap.
 _COPIED_BYTES = 256 << 10
-_MOST_WASTE = 16
 
 
 class TableBytes(NamedTuple):
@@ -126,12 +124,29 @@ _columns_decoder = msgspec.msgpack.Decoder(list[Column])
 _head = struct.Struct("<QI")
 
 
-class Opened(NamedTuple):
+class Opened(msgspec.Struct, gc=False):
     """A table's description, its columns by name, and the bytes of each. Tables with equal columns may share these."""
 
     header: Header
     columns: Mapping[str, Column]
     memory: dict[str, memoryview]
+
+
+class _Size(NamedTuple):
+    """The bytes of a column: so many for each token that the table has, for each token of a response, and in any
+    case."""
+
+    name: str
+    of_token: int
+    of_response_token: int
+    declared: int
+
+
+class _Columns(NamedTuple):
+    """The columns of a table by name, and their sizes in the order of their buffers."""
+
+    by_name: Mapping[str, Column]
+    sizes: Sequence[_Size]
 
 
 class OpenedRow(msgspec.Struct, gc=False):
@@ -147,7 +162,7 @@ class OpenedRow(msgspec.Struct, gc=False):
 def encode(table: Steps) -> TableBytes:
     opened = _of_steps(table)
     header = msgspec.msgpack.encode(opened.header)
-    head = -(-(HEAD + len(header)) // _ALIGNMENT) * _ALIGNMENT
+    head = -(-(_HEAD_BYTES + len(header)) // _ALIGNMENT) * _ALIGNMENT
     buffers = [memory for memory in opened.memory.values() if len(memory)]
     size = head + sum(map(len, buffers))
     first = size.to_bytes(SIZE_BYTES, "little") + len(header).to_bytes(4, "little") + header
@@ -156,15 +171,12 @@ def encode(table: Steps) -> TableBytes:
 
 def decode(data: bytes | memoryview) -> Steps:
     """A table that views `data`. Raises InvalidArgumentError for what this version's `encode` cannot have written."""
-    return _table(*_of_bytes(data))
+    return _table(_of_bytes(data))
 
 
 def held(table: Steps) -> Stored:
-    """The table as it is held on the heap: what is small, or views much more than it has, as bytes of its own."""
-    size, waste = _nbytes(table), 4 * (len(table.tokens.values) - table.tokens.total)
-    if size <= _COPIED_BYTES or _MOST_WASTE * waste > size:
-        return encode(table).joined()
-    return table
+    """The table as it is stored on the heap: a small one as bytes, which take less."""
+    return encode(table).joined() if _nbytes(table) <= _COPIED_BYTES else table
 
 
 def opened(stored: Stored) -> Opened:
@@ -178,7 +190,7 @@ def opened(stored: Stored) -> Opened:
 
 def steps_of(stored: Stored) -> Steps:
     """The table. Raises as `opened`."""
-    return stored if isinstance(stored, Steps) else _table(*opened(stored))
+    return stored if isinstance(stored, Steps) else _table(opened(stored))
 
 
 def _nbytes(table: Steps) -> int:
@@ -234,73 +246,71 @@ def _of_bytes(data: bytes | memoryview) -> Opened:
         raise InvalidArgumentError(f"{len(data)} bytes are no table of rows: {error}") from None
 
 
-def edges_of(data: bytes | memoryview) -> tuple[int, int, int]:
-    """A table's bytes, where its description ends, and where its columns begin. Raises struct.error for what is too
-    short."""
-    size, length = _head.unpack_from(data)
-    end: int = HEAD + length
-    return size, end, -(-end // _ALIGNMENT) * _ALIGNMENT
-
-
 def _read(data: bytes | memoryview) -> Opened:
-    _, end, at = edges_of(data)
-    header = _decoder.decode(data[HEAD:end])
+    _, length = _head.unpack_from(data)
+    end = _HEAD_BYTES + length
+    header = _decoder.decode(data[_HEAD_BYTES:end])
     if header.format != FORMAT:
         raise InvalidArgumentError(
             f"a table of rows has format {header.format} and this version reads {FORMAT}; use the gristmill that "
             "wrote it"
         )
-    columns, numbers = columns_of(bytes(header.columns)), header.numbers
-    _check(header, columns)
-    view, memory = memoryview(data), dict[str, memoryview]()
+    columns, sizes = _columns_of(bytes(header.columns), len(header.uids))
+    _check(header)
+    numbers = header.numbers
     responses = sum(numbers.response_lengths or ())
-    for name, column in columns.items():
-        if column.counts is not None:
-            count = sum(max(0, one) for one in column.counts)
-        elif name == "tokens":
-            count = responses + sum(numbers.prompt_lengths or ()) - sum(numbers.prefix_lengths or ())
-        else:
-            count = responses
-        begin, at = at, at + count * column.element_bytes
+    tokens = responses + sum(numbers.prompt_lengths or ()) - sum(numbers.prefix_lengths or ())
+    view, memory, at = memoryview(data), dict[str, memoryview](), -(-end // _ALIGNMENT) * _ALIGNMENT
+    for name, of_token, of_response_token, declared in sizes:
+        begin, at = at, at + of_token * tokens + of_response_token * responses + declared
         memory[name] = view[begin:at]
     if at > len(data):
         raise ValueError(f"its columns end at {at}")
     return Opened(header, columns, memory)
 
 
-def columns_of(encoded: bytes) -> Mapping[str, Column]:
-    """The columns that a table describes, by name. Raises ValueError, or as msgspec does, for what describes none."""
-    # Tables of a run have the same columns, mostly; what is long has counts of rows, which are each table's own.
-    return _decoded_columns(encoded) if len(encoded) <= _SHORT else _decoded_columns.__wrapped__(encoded)
+def _columns_of(encoded: bytes, rows: int) -> _Columns:
+    """The columns that a table of so many rows describes. Raises ValueError, or as msgspec does, for a description
+    that no table has."""
+    # Most tables of a run have the same columns; a long description has counts of rows, which are each table's own.
+    return _decoded(encoded, rows) if len(encoded) <= _SHORT else _decoded.__wrapped__(encoded, rows)
 
 
-@lru_cache(maxsize=256)
-def _decoded_columns(encoded: bytes) -> Mapping[str, Column]:
-    found = _columns_decoder.decode(encoded)
-    columns = {column.name: column for column in found}
-    if len(columns) < len(found) or "tokens" not in columns:
+@lru_cache(maxsize=1024)
+def _decoded(encoded: bytes, rows: int) -> _Columns:
+    columns = _columns_decoder.decode(encoded)
+    by_name = {column.name: column for column in columns}
+    if len(by_name) < len(columns) or "tokens" not in by_name:
         raise ValueError("a column is there twice, or there are no tokens")
-    for column in found:
+    for column in columns:
         if column.dtype not in _DTYPES or min(column.shape, default=1) < 1:
             raise ValueError(f"column {column.name!r} has dtype {column.dtype!r} and shape {column.shape}")
         if column.counts is None and column.name not in _BY_TOKEN:
             raise ValueError(f"{column.name!r} is no column")
-    return columns
+        if column.counts is not None and len(column.counts) != rows:
+            raise ValueError(f"column {column.name!r} has counts of {len(column.counts)} rows, and there are {rows}")
+    return _Columns(by_name, [*map(_size, columns)])
 
 
-def _check(header: Header, columns: Mapping[str, Column]) -> None:
+def _size(column: Column) -> _Size:
+    size = column.element_bytes
+    if column.counts is not None:
+        return _Size(column.name, 0, 0, size * sum(max(0, count) for count in column.counts))
+    return _Size(column.name, size, 0, 0) if column.name == "tokens" else _Size(column.name, 0, size, 0)
+
+
+def _check(header: Header) -> None:
     """Raises ValueError for a description that no table has."""
-    rows, numbers = len(header.uids), header.numbers
-    counts = [column.counts for column in columns.values() if column.counts is not None]
-    for values in (*msgspec.structs.astuple(numbers), *header.strings.values(), *counts):
+    numbers, rows = header.numbers, len(header.uids)
+    for values in (*msgspec.structs.astuple(numbers), *header.strings.values()):
         if values is not None and len(values) != rows:
-            raise ValueError("a column has not one value a row")
-    prefixes = numbers.prefix_lengths or ()
-    if any(map(gt, prefixes, numbers.prompt_lengths or repeat(0))):
+            raise ValueError("a column has not one value per row")
+    if numbers.prefix_lengths and any(map(gt, numbers.prefix_lengths, numbers.prompt_lengths or repeat(0))):
         raise ValueError("a prefix is longer than its prompt")
 
 
-def _table(header: Header, columns: Mapping[str, Column], memory: Mapping[str, memoryview]) -> Steps:
+def _table(opened: Opened) -> Steps:
+    header, memory = opened.header, opened.memory
     rows, given = len(header.uids), header.numbers
     numbers = {name: _of_rows(given, name, dtype, default, rows) for name, (dtype, default) in NUMBERS.items()}
     some = {
@@ -312,7 +322,7 @@ def _table(header: Header, columns: Mapping[str, Column], memory: Mapping[str, m
         lengths = lengths - some["prefix_lengths"]
     ragged: dict[str, Ragged] = {}
     extras: dict[str, Extra] = {}
-    for name, column in columns.items():
+    for name, column in opened.columns.items():
         values = column.values(memory[name])
         if column.counts is None:
             ragged[name] = Ragged.from_lengths(values, lengths if name == "tokens" else responses)

@@ -32,7 +32,6 @@ from gristmill_service.storage.row_tables import (
     opened,
     steps_from,
 )
-from gristmill_service.storage.single_rows import single_row
 
 Load = Callable[[int], Stored]
 """Gives a table, by its number, that nobody holds."""
@@ -90,9 +89,9 @@ class _Table:
     """A table of several rows, which are looked for one by one."""
 
     def __init__(self, table: Opened) -> None:
-        header, self._columns, memory = table
+        header, self._columns = table.header, table.columns
         edges = [[0, *accumulate(_sizes(column, header))] for column in self._columns.values()]
-        self._memory = [(name, memory[name], of_rows) for name, of_rows in zip(self._columns, edges, strict=True)]
+        self._memory = [(name, table.memory[name], of_rows) for name, of_rows in zip(self._columns, edges, strict=True)]
         self._stop_reasons = header.strings.get("stop_reasons") or [""] * len(header.uids)
         self._rows: list[OpenedRow | None] = [None] * len(header.uids)
 
@@ -133,10 +132,7 @@ class Tables:
 
     def _open(self, picked: PickedRow) -> _Table | OpenedRow:
         """The row itself where it is alone in its table, as most are: so the description is let go."""
-        stored = self._load(picked.table) if picked.stored is None else picked.stored
-        if not isinstance(stored, Steps) and (one := single_row(stored)) is not None:
-            return one
-        table = opened(stored)
+        table = opened(self._load(picked.table) if picked.stored is None else picked.stored)
         if len(table.header.uids) > 1:
             return _Table(table)
         (stop_reason,) = table.header.strings.get("stop_reasons") or [""]
