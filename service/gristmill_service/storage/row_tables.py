@@ -1,7 +1,7 @@
-"""A table of steps as bytes that can be mapped: a small description, and the buffers of its tokens as they are.
+"""The format of a stored table of steps: a small description in MessagePack, then the raw buffers of its columns.
 
-Little-endian. Buffers of wider numbers come first, so that each is aligned without a gap. What every row has the same,
-such as a mask of ones, is left out. Reading makes views of the buffers, no copies.
+Little-endian. Buffers of wider numbers come first, so that each is aligned without a gap. A value that is the default
+in every row, such as a mask of ones, is left out. Reading makes views of the buffers, no copies.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from gristmill._wire.steps import UNKNOWN, Extra, Steps
 from gristmill.errors import InvalidArgumentError, UnavailableError
 
 Stored = Steps | bytes | memoryview
-"""A table as it is held: as bytes, or opened."""
+"""A table as it is kept: as bytes, or opened."""
 
 SIZE_BYTES = 8
-"""A table's bytes begin with their number, these included."""
+"""The bytes of the number with which a table begins: its size, including this number."""
 
 _ALIGNMENT = 8
 FORMAT = 2
-"""Of the tables that this version writes and reads."""
+"""The format that this version writes and reads."""
 
 _HEAD_BYTES = SIZE_BYTES + 4
 
-# Bytes of columns' descriptions that are kept when they were read.
+# Descriptions of columns of at most so many bytes are remembered.
 _SHORT = 1 << 10
 # A larger table is not copied to be stored on the heap.
 _COPIED_BYTES = 256 << 10
 
 
 class TableBytes(NamedTuple):
-    """The table's bytes are those of the buffers, one after another; the first describes the rest."""
+    """The bytes of a table, as buffers to concatenate; the first describes the others."""
 
     buffers: Sequence[bytes | memoryview]
     size: int
@@ -52,8 +52,11 @@ class TableBytes(NamedTuple):
 
 
 class Column(msgspec.Struct, array_like=True):
-    """A ragged column. counts: of a declared column, of each row how many values, -1 where it does not have it; others
-    have one a token."""
+    """A ragged column.
+
+    counts: of a declared column, the number of values of each row, -1 where the row does not have the column; others
+    have one value per token.
+    """
 
     name: str
     dtype: str
@@ -66,17 +69,17 @@ class Column(msgspec.Struct, array_like=True):
         return item * prod(self.shape) if self.shape else item
 
     def values(self, data: bytes | memoryview) -> Array:
-        """The values that these bytes are; (n, *shape)."""
+        """Views the bytes as values; (n, *shape)."""
         dtype = np.dtype(self.dtype)
-        found = np.frombuffer(data, dtype) if len(data) else np.empty(0, dtype)
-        return found.reshape(-1, *self.shape) if self.shape else found
+        values = np.frombuffer(data, dtype) if len(data) else np.empty(0, dtype)
+        return values.reshape(-1, *self.shape) if self.shape else values
 
 
 Length = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Numbers(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
-    """One number a row; None: all rows have the default."""
+    """One number per row; None: all rows have the default."""
 
     rounds: list[int] | None = None
     samples: list[int] | None = None
@@ -93,8 +96,7 @@ class Numbers(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc
 
 
 class Header(msgspec.Struct, array_like=True, gc=False):
-    """strings: of each row one, by name; those that are not there are empty. columns: encoded, in the order of their
-    buffers."""
+    """strings: one per row, by name; missing ones are empty. columns: encoded, in the order of their buffers."""
 
     format: int
     uids: list[str]
@@ -125,7 +127,7 @@ _head = struct.Struct("<QI")
 
 
 class Opened(msgspec.Struct, gc=False):
-    """A table's description, its columns by name, and the bytes of each. Tables with equal columns may share these."""
+    """The description of a table, its columns by name, and the bytes of each. Tables may share equal columns."""
 
     header: Header
     columns: Mapping[str, Column]
@@ -150,8 +152,7 @@ class _Columns(NamedTuple):
 
 
 class OpenedRow(msgspec.Struct, gc=False):
-    """A row of a table: the columns and their bytes, as `Opened` has them, but its own alone. stop_reason: empty where
-    it has none. at: which row of the table it is."""
+    """A row of a table: the columns of the table, and the bytes of the row in each. at: its index in the table."""
 
     columns: Mapping[str, Column]
     memory: Mapping[str, memoryview]
@@ -170,17 +171,17 @@ def encode(table: Steps) -> TableBytes:
 
 
 def decode(data: bytes | memoryview) -> Steps:
-    """A table that views `data`. Raises InvalidArgumentError for what this version's `encode` cannot have written."""
+    """Returns a table that views `data`. Raises InvalidArgumentError for bytes that `encode` cannot have written."""
     return _table(_of_bytes(data))
 
 
 def held(table: Steps) -> Stored:
-    """The table as it is stored on the heap: a small one as bytes, which take less."""
+    """Returns the table in the form that is kept on the heap: a small one as bytes, which take less."""
     return encode(table).joined() if _nbytes(table) <= _COPIED_BYTES else table
 
 
 def opened(stored: Stored) -> Opened:
-    """Raises UnavailableError where its memory was given back meanwhile."""
+    """Opens a table. Raises UnavailableError where its memory was given back meanwhile."""
     if isinstance(stored, Steps):
         return _of_steps(stored)
     if not int.from_bytes(stored[:SIZE_BYTES], "little"):
@@ -189,7 +190,7 @@ def opened(stored: Stored) -> Opened:
 
 
 def steps_of(stored: Stored) -> Steps:
-    """The table. Raises as `opened`."""
+    """Decodes a stored table. Raises as `opened` does."""
     return stored if isinstance(stored, Steps) else _table(opened(stored))
 
 
@@ -200,28 +201,28 @@ def _nbytes(table: Steps) -> int:
 
 
 def _of_steps(table: Steps) -> Opened:
-    found = sorted(_columns(table), key=lambda one: -one[1].itemsize)
-    columns = {column.name: column for column, _ in found}
+    by_width = sorted(_columns(table), key=lambda one: -one[1].itemsize)
+    columns = {column.name: column for column, _ in by_width}
     encoded = msgspec.Raw(msgspec.msgpack.encode([*columns.values()]))
     header = Header(FORMAT, [*table.uids], _strings(table), _numbers(table), encoded)
-    return Opened(header, columns, {column.name: memoryview(bytes_of(values)) for column, values in found})
+    return Opened(header, columns, {column.name: memoryview(bytes_of(values)) for column, values in by_width})
 
 
 def _strings(table: Steps) -> dict[str, list[str]]:
-    found = {"stop_reasons": table.stop_reasons, "tags": table.tags}
-    return {name: [*values] for name, values in found.items() if values is not None and any(values)}
+    strings = {"stop_reasons": table.stop_reasons, "tags": table.tags}
+    return {name: [*values] for name, values in strings.items() if values is not None and any(values)}
 
 
 def _numbers(table: Steps) -> Numbers:
-    found: dict[str, list[Any]] = {}
+    columns: dict[str, list[Any]] = {}
     for name, (_, default) in NUMBERS.items():
         values = getattr(table, name).tolist()
         if values.count(default) < len(values):
-            found[name] = values
+            columns[name] = values
     for name in OF_SOME:
         if (column := getattr(table, name)) is not None:
-            found[name] = column.tolist()
-    return Numbers(**found)
+            columns[name] = column.tolist()
+    return Numbers(**columns)
 
 
 def _columns(table: Steps) -> Iterator[tuple[Column, Array]]:
@@ -270,8 +271,7 @@ def _read(data: bytes | memoryview) -> Opened:
 
 
 def _columns_of(encoded: bytes, rows: int) -> _Columns:
-    """The columns that a table of so many rows describes. Raises ValueError, or as msgspec does, for a description
-    that no table has."""
+    """Decodes the columns of a table of `rows` rows. Raises ValueError, or as msgspec does, for invalid ones."""
     # Most tables of a run have the same columns; a long description has counts of rows, which are each table's own.
     return _decoded(encoded, rows) if len(encoded) <= _SHORT else _decoded.__wrapped__(encoded, rows)
 
@@ -300,7 +300,7 @@ def _size(column: Column) -> _Size:
 
 
 def _check(header: Header) -> None:
-    """Raises ValueError for a description that no table has."""
+    """Raises ValueError for a description that is no table's."""
     numbers, rows = header.numbers, len(header.uids)
     for values in (*msgspec.structs.astuple(numbers), *header.strings.values()):
         if values is not None and len(values) != rows:
@@ -339,7 +339,7 @@ def steps_from(
     ragged: Mapping[str, Ragged],
     extras: Mapping[str, Extra],
 ) -> Steps:
-    """A table of these columns. numbers: `NUMBERS`, and those that there are of `OF_SOME`."""
+    """Makes a table of these columns. numbers: all of `NUMBERS`, and any of `OF_SOME`."""
     single: dict[str, Any] = {name: column for name, column in numbers.items() if name != "response_lengths"}
     by_token: dict[str, Any] = {"logprobs": None, "token_rewards": None, **ragged}
     if "loss_mask" not in ragged:

@@ -1,6 +1,6 @@
-"""The rows that a run holds until their batch is freed: the requests' tables, kept while a row is needed.
+"""References to the rows that a run needs until their batch is freed, by the tables in which requests brought them.
 
-Guarded by the run's lock, but for the functions, which read what cannot change: work per token needs no lock.
+Guarded by the run's lock, except for the functions, which read what cannot change: work per token needs no lock.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ import numpy as np
 
 from gristmill._wire.columns import Ragged
 from gristmill._wire.steps import Extra, Steps
-from gristmill_service.run.machine.events import COLUMNS, RowName, RowRef, StoredRow
+from gristmill_service.run.machine.events import COLUMNS, RowRef, StoredRow
 from gristmill_service.run.machine.groups import Group
 from gristmill_service.storage.row_tables import Stored
 
 _Name = tuple[int, int, int]
-"""What a `RowName` has. As a key it is as good, and made in a tenth of the time."""
+"""The fields of a `RowName`: an equal key, made in a tenth of the time."""
 
 
 @dataclass(slots=True)
 class _Table:
-    """stored: None where the log alone has them. rows: how many it has. places: where each row that is needed is in it,
-    by its number in the request; None where all are needed, and where they were."""
+    """A table of which some rows are needed.
+
+    stored: None where only the log has it. rows: how many it has. places: the index of each needed row, by its number
+    in the request; None where all are needed and none has moved.
+    """
 
     stored: Stored | None
     rows: int
@@ -41,10 +44,12 @@ class _Table:
 
 
 class PickedRow(msgspec.Struct):
-    """A row, the table that it is in, and its place there. stored: None where the log has to be asked. parent: the row
-    with whose tokens it begins, where the table lacks them. tag: of its group.
+    """A row, with the number of its table and its index in it.
 
-    A struct, which takes a sixth of the time to make that a named tuple does: there is one for each row of a batch."""
+    stored: the table; None where it has to be loaded from the log. parent: the row with whose tokens this one begins,
+    if the table lacks them. tag: of its group. There is one for each row of a batch, and a struct is made in a sixth of
+    a named tuple's time.
+    """
 
     table: int
     stored: Stored | None
@@ -55,22 +60,24 @@ class PickedRow(msgspec.Struct):
 
 
 def not_held(picked: Iterable[PickedRow]) -> set[int]:
-    """The tables that the log has to be asked for, of these rows and those with which they begin."""
-    found, seen = set[int](), set[int]()
+    """Returns the tables that have to be loaded from the log for these rows, and for those with which they begin."""
+    tables, seen = set[int](), set[int]()
     for row in picked:
         one: PickedRow | None = row
-        # Rows share those that they begin with.
+        # Many rows begin with the same row.
         while one is not None and id(one) not in seen:
             seen.add(id(one))
             if one.stored is None:
-                found.add(one.table)
+                tables.add(one.table)
             one = one.parent
-    return found
+    return tables
 
 
 class RowBuffer:
-    """Rows by reference. A table goes when the last of its rows is released; one that only the heap holds shrinks
-    before that. compacts: whether they do. needed: how many rows are needed."""
+    """Tables of rows, each until the last of its rows is released.
+
+    compacts: whether tables on the heap are replaced by smaller copies before that. needed: how many rows are needed.
+    """
 
     def __init__(self, compacts: bool) -> None:
         self.needed = 0
@@ -80,11 +87,11 @@ class RowBuffer:
         self._empty: list[int] = []
 
     def __len__(self) -> int:
-        """Rows of all tables that are held, needed or not."""
+        """The rows of all tables, needed or not."""
         return sum(len(table.live) if table.stored is None else table.rows for table in self._tables.values())
 
     def add(self, number: int, stored: Stored | None, size: int, rows: Collection[int]) -> None:
-        """Keeps a request's table of so many rows, of which these are referenced."""
+        """Adds a request's table of `size` rows, of which these are referenced."""
         is_whole = len(rows) == size and COLUMNS not in rows
         places = None if is_whole else {row: row for row in rows}
         self.needed += len(rows) - (COLUMNS in rows)
@@ -105,12 +112,12 @@ class RowBuffer:
                 self._sparse.add(ref.table)
 
     def drop(self, number: int) -> None:
-        """Holds the table no more."""
+        """Removes the table."""
         del self._tables[number]
         self._sparse.discard(number)
 
     def unload(self, numbers: Iterable[int]) -> None:
-        """Leaves these tables to the log, as far as they are held."""
+        """Leaves these tables to the log, if they are on the heap."""
         for number in numbers:
             table = self._tables.get(number)
             if table is None or table.stored is None:
@@ -119,37 +126,27 @@ class RowBuffer:
             self._sparse.discard(number)
 
     def pick(self, groups: Iterable[tuple[Group, Iterable[StoredRow]]]) -> list[PickedRow]:
-        """What `gather` needs of these rows of groups, to be read after the lock is given back."""
-        found = []
+        """Returns what `gather` needs of these rows of groups. It may be read without the lock."""
+        all_picked = []
         for group, rows in groups:
             picked: dict[_Name, PickedRow] = {}
-            found += [self._pick(group, row, picked) for row in rows]
-        return found
+            all_picked += [self._pick(group, row, picked) for row in rows]
+        return all_picked
 
     def _pick(self, group: Group, row: StoredRow, picked: dict[_Name, PickedRow]) -> PickedRow:
-        """picked: those of the group so far; the row and those with which it begins are added."""
-        name, parent = (row.trajectory.sample, row.attempt, row.step), row.parent
-        if (found := picked.get(name)) is None:
-            before = None if parent is None else picked.get(parent)
-            if parent is None or before is not None:
-                found = picked[name] = self._picked(row, before, group.tag)
-            else:
-                found = self._pick_path(group, row, picked)
-        return found
-
-    def _pick_path(self, group: Group, row: StoredRow, picked: dict[_Name, PickedRow]) -> PickedRow:
-        """A row of which others come first, none of which is picked yet, or not all."""
-        name, path = row.name, list[tuple[RowName, StoredRow]]()
-        while (found := picked.get(name)) is None:
-            one = group.find(name) if path else row
-            path.append((name, one))
-            if one.parent is None:
+        """Adds the row, and those with which it begins, to the rows of the group that are picked."""
+        name, path = (row.trajectory.sample, row.attempt, row.step), list[tuple[_Name, StoredRow]]()
+        while (before := picked.get(name)) is None:
+            path.append((name, row))
+            if row.parent is None:
                 break
-            name = one.parent
+            name = row.parent
+            if name not in picked:
+                row = group.find(row.parent)
         for name, one in reversed(path):
-            found = picked[name] = self._picked(one, found, group.tag)
-        assert found is not None, "the path has a row"
-        return found
+            before = picked[name] = self._picked(one, before, group.tag)
+        assert before is not None, "the path has a row"
+        return before
 
     def _picked(self, row: StoredRow, before: PickedRow | None, tag: str) -> PickedRow:
         number, at = row.ref
@@ -157,16 +154,17 @@ class RowBuffer:
         return PickedRow(number, table.stored, at if table.places is None else table.places[at], row, before, tag)
 
     def table(self, number: int) -> Stored | None:
-        """A table that is held; None where the log has to be asked."""
+        """Returns the table; None where it has to be loaded from the log."""
         return self._tables[number].stored
 
     def take_empty(self) -> list[int]:
-        """Tables that are needed no more since this was last asked."""
+        """Returns the tables that became empty since the last call."""
         empty, self._empty = self._empty, []
         return empty
 
     def take_sparse(self) -> list[tuple[int, Stored, dict[int, int]]]:
-        """Tables at most half of which is needed, so that they hold more memory than is accounted for."""
+        """Returns the tables on the heap of which at most half the rows are needed: they take more memory than is
+        accounted for."""
         if not self._compacts:
             return []
         sparse, self._sparse = self._sparse, set()
@@ -177,7 +175,7 @@ class RowBuffer:
         ]
 
     def replace(self, number: int, before: Stored, after: Stored, index: dict[int, int]) -> None:
-        """Holds `after` in place of `before`, unless that is gone meanwhile. index: where each row is in it."""
+        """Puts `after` in place of `before`, unless that is gone meanwhile. index: of each row in `after`."""
         table = self._tables.get(number)
         if table is not None and table.stored is before:
             table.stored, table.rows = after, len(index)
@@ -185,7 +183,7 @@ class RowBuffer:
 
 
 def compacted(steps: Steps, live: dict[int, int]) -> tuple[Steps, dict[int, int]]:
-    """A copy of these rows of the table alone, and where each of them is in it."""
+    """Returns a copy of only these rows of the table, and the index of each row in the copy."""
     table = steps.take(np.fromiter(live.values(), np.int64, len(live)))
     copies: dict[str, Any] = {
         field.name: _copied(column)

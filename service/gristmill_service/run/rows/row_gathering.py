@@ -1,8 +1,8 @@
-"""The rows of a batch as one table: of many tables that are held as bytes, and of tokens that rows share.
+"""Gathers the rows of a batch from their stored tables into one table.
 
-Tokens that rows share stand once: of rows of which each goes on with all of the one before it, the longest stands in
-the table, and the others are its first tokens. What else begins as another row, such as the samples of a prompt, has a
-copy of that beginning, for every row is one run of memory.
+Steps that were stored without the tokens of the step before share memory again: where each step extends all of the one
+before it, the table has the longest, and the others are its first tokens. A row that begins with only a part of another
+gets a copy of that part, because each row is contiguous.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from gristmill_service.storage.row_tables import (
 )
 
 Load = Callable[[int], Stored]
-"""Gives a table, by its number, that nobody holds."""
+"""Loads a table by its number."""
 
 _ITEM = 4
 """Bytes of a token."""
 
 # Larger columns are mapped: their pages come as they are written, and go with the last array that views them.
 _LEAST_BYTES = 256 << 10
-# Tables of at least so many bytes are let go together, and at most in so many parts.
+# Tables are released in parts of at least so many bytes, and in at most so many parts.
 _PART_BYTES, _MOST_PARTS = 16 << 20, 5
 
 
 def gather(
     picked: Sequence[PickedRow], token_rewards: bool, load: Load, let_go: Callable[[], None] | None = None
 ) -> Steps:
-    """The rows as one table, in this order, with the rewards that came later and their groups' tags. Token data is
-    copied once. let_go: where there is much of it, called after each part that is copied: nothing here refers to the
-    tables of the rows before then, and `picked` is not read any more.
+    """Returns the rows as one table, in this order, with the rewards that came later and their groups' tags.
 
-    Raises InvalidArgumentError where tables are not as the state knows their rows.
+    Token data is copied once. let_go: called after each part of a large batch is copied: from then on nothing here
+    refers to the tables of these rows, and `picked` is not read any more. Raises InvalidArgumentError where tables
+    are not as the state knows their rows.
     """
     tables, stored = Tables(load), [one.row for one in picked]
     rows = [tables.row(one) for one in picked]
@@ -75,18 +75,18 @@ def gather(
 
 
 def tokens_of(row: PickedRow, count: int, tables: Tables) -> list[memoryview]:
-    """The first `count` tokens of a row, or all of fewer, in pieces that stand in several tables; int32."""
+    """Returns the first `count` tokens of a row, or all of fewer, as pieces of several tables; int32."""
     return [piece.cast("i") for piece in _pieces(row, min(count, row.row.tokens), tables)]
 
 
 def columns_of(row: PickedRow, tables: Tables) -> frozenset[str]:
-    """The declared columns that a row has."""
+    """Returns the declared columns that a row has."""
     opened = tables.row(row)
     return frozenset(name for name, column in opened.columns.items() if column.counts and column.counts[opened.at] >= 0)
 
 
 class _Table:
-    """A table of several rows, which are looked for one by one."""
+    """A table of several rows, which are opened one by one."""
 
     def __init__(self, table: Opened) -> None:
         header, self._columns = table.header, table.columns
@@ -96,16 +96,16 @@ class _Table:
         self._rows: list[OpenedRow | None] = [None] * len(header.uids)
 
     def row(self, at: int) -> OpenedRow:
-        """The same each time: others may begin with it."""
-        found = self._rows[at]
-        if found is None:
+        """Returns the row; the same object each time, because others may begin with it."""
+        row = self._rows[at]
+        if row is None:
             memory = {name: whole[edges[at] : edges[at + 1]] for name, whole, edges in self._memory}
-            found = self._rows[at] = OpenedRow(self._columns, memory, self._stop_reasons[at], at)
-        return found
+            row = self._rows[at] = OpenedRow(self._columns, memory, self._stop_reasons[at], at)
+        return row
 
 
 def _sizes(column: Column, header: Header) -> Iterator[int]:
-    """The bytes that each row has of a column."""
+    """Yields the bytes that each row has of a column."""
     rows, numbers = len(header.uids), header.numbers
     if column.counts is not None:
         counts: Iterable[int] = (max(0, count) for count in column.counts)
@@ -118,20 +118,20 @@ def _sizes(column: Column, header: Header) -> Iterator[int]:
 
 
 class Tables:
-    """Opens each table once. load: as `gather` has it."""
+    """Opens each table once. load: as for `gather`."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
         self._tables: dict[int, _Table | OpenedRow] = {}
 
     def row(self, picked: PickedRow) -> OpenedRow:
-        found = self._tables.get(picked.table)
-        if found is None:
-            found = self._tables[picked.table] = self._open(picked)
-        return found if isinstance(found, OpenedRow) else found.row(picked.at)
+        table = self._tables.get(picked.table)
+        if table is None:
+            table = self._tables[picked.table] = self._open(picked)
+        return table if isinstance(table, OpenedRow) else table.row(picked.at)
 
     def _open(self, picked: PickedRow) -> _Table | OpenedRow:
-        """The row itself where it is alone in its table, as most are: so the description is let go."""
+        """Returns the row itself if it is alone in its table, as most are, so that the description is freed."""
         table = opened(self._load(picked.table) if picked.stored is None else picked.stored)
         if len(table.header.uids) > 1:
             return _Table(table)
@@ -140,22 +140,25 @@ class Tables:
 
 
 def _pieces(row: PickedRow, count: int, tables: Tables) -> list[memoryview]:
-    """The first `count` tokens of a row, as they stand in its table and in those of the rows with which it begins."""
-    found: list[memoryview] = []
+    """Returns the first `count` tokens of a row, from its table and those of the rows with which it begins."""
+    pieces: list[memoryview] = []
     one: PickedRow | None = row
     while one is not None and count:
         own = tables.row(one).memory["tokens"]
         prefix = one.row.tokens - len(own) // _ITEM
         if count > prefix:
-            found.append(own[: _ITEM * (count - prefix)])
+            pieces.append(own[: _ITEM * (count - prefix)])
             count = prefix
         one = one.parent
-    return found[::-1]
+    return pieces[::-1]
 
 
 class _Copy(NamedTuple):
-    """A column that is copied in parts. pieces: where its values stand, in order; each is let go once it is copied.
-    ends: of each row, how many pieces there are up to the last one that it needs. memory: where they go."""
+    """A column that is copied in parts.
+
+    pieces: its values in order; each is released once it is copied. ends: for each row, the number of pieces up to the
+    last one that it needs. memory: the destination.
+    """
 
     pieces: list[bytes | memoryview]
     ends: Sequence[int]
@@ -170,12 +173,12 @@ class _Copying:
         self._copied = 0
 
     def values(self, column: Column, pieces: list[bytes | memoryview], ends: Sequence[int], count: int) -> Array:
-        """The values of these pieces one after another, as far as they are copied. count: of them, as it has to be;
-        the others as `_Copy` has them."""
-        found = (size := sum(map(len, pieces))) // column.element_bytes
-        if found != count:
+        """Returns the concatenated values of these pieces; of large columns they are there when `go_on` has copied
+        them. count: how many there must be. pieces, ends: as in `_Copy`."""
+        stored = (size := sum(map(len, pieces))) // column.element_bytes
+        if stored != count:
             raise InvalidArgumentError(
-                f"the stored rows have {found} values of {column.name}, and the run's log says {count}: the store "
+                f"the stored rows have {stored} values of {column.name}, and the run's log says {count}: the store "
                 "has lost or changed rows; restore it, or delete the run"
             )
         if size < _LEAST_BYTES:
@@ -195,23 +198,23 @@ class _Copying:
 
 
 def _parts(rows: Sequence[OpenedRow], stored: Sequence[StoredRow]) -> list[int]:
-    """The ends of parts of the rows that are worth letting go: whole groups, as rows of a group share tables."""
+    """Returns the ends of the parts in which tables are released: whole groups, whose rows share tables."""
     sizes = [sum(map(len, row.memory.values())) for row in rows]
-    found, size, least = list[int](), 0, max(_PART_BYTES, sum(sizes) // _MOST_PARTS)
+    ends, size, least = list[int](), 0, max(_PART_BYTES, sum(sizes) // _MOST_PARTS)
     for at, (own, one) in enumerate(zip(sizes, stored, strict=True)):
         if size >= least and one.group != stored[at - 1].group:
-            found.append(at)
+            ends.append(at)
             size = 0
         size += own
-    return [*found, len(rows)]
+    return [*ends, len(rows)]
 
 
 def _tokens(picked: Sequence[PickedRow], rows: Sequence[OpenedRow], tables: Tables, copying: _Copying) -> Ragged:
-    """All rows' tokens, those in which one goes on with another once."""
+    """Returns the tokens of all rows. Rows that extend each other are a line, whose tokens are stored once."""
     lines: list[list[memoryview]] = []
     sizes: list[int] = []
     line_of = list[int]()
-    # How many lines there are with each row and those before it.
+    # For each row, how many lines there are up to it.
     lines_at = list[int]()
     # The last row of each line so far.
     ends: dict[RowRef, int] = {}
@@ -238,14 +241,14 @@ def _tokens(picked: Sequence[PickedRow], rows: Sequence[OpenedRow], tables: Tabl
 
 
 def _column(column: Column, pieces: list[bytes | memoryview], lengths: Int64s, copying: _Copying) -> Ragged:
-    """A column of which every row has one piece. lengths: int64 (rows,), of each as it has to be."""
+    """Returns a column of which every row has one piece. lengths: int64 (rows,), the length that each must have."""
     values = copying.values(column, pieces, range(1, len(pieces) + 1), int(lengths.sum()))
     return Ragged.from_lengths(values, lengths)
 
 
 def _numbers(stored: Sequence[StoredRow]) -> dict[str, Array]:
-    """What the state knows of the rows, as their tables would have it."""
-    found: dict[str, list[Any]] = {
+    """Returns what the state knows of the rows, as the columns of a table."""
+    columns: dict[str, list[Any]] = {
         "rounds": [row.trajectory.round for row in stored],
         "samples": [row.trajectory.sample for row in stored],
         "steps": [row.step for row in stored],
@@ -257,7 +260,7 @@ def _numbers(stored: Sequence[StoredRow]) -> dict[str, Array]:
         "rewards": [row.reward for row in stored],
         "rewards_pending": [False] * len(stored),
     }
-    numbers = {name: np.array(values, NUMBERS[name][0]) for name, values in found.items()}
+    numbers = {name: np.array(values, NUMBERS[name][0]) for name, values in columns.items()}
     if stored and stored[0].advantage is not None:
         numbers["advantages"] = np.array([row.advantage for row in stored], OF_SOME["advantages"])
     return numbers
@@ -266,21 +269,21 @@ def _numbers(stored: Sequence[StoredRow]) -> dict[str, Array]:
 def _of_responses(
     rows: Sequence[OpenedRow], kinds: Sequence[Mapping[str, Column]], numbers: dict[str, Array], copying: _Copying
 ) -> dict[str, Ragged]:
-    """The columns with a value a response token, but rewards. kinds: the columns that any of the rows has."""
+    """Returns the columns with one value per response token, except rewards. kinds: the columns that any row has."""
     lengths = numbers["response_lengths"]
-    found: dict[str, Ragged] = {}
+    columns: dict[str, Ragged] = {}
     for name in OF_RESPONSES:
         some = next((one[name] for one in kinds if name in one), None)
         if some is None or name == "token_rewards":
             continue
         own = [row.memory.get(name) for row in rows]
         memory = [_stand_in(name, numbers, at) if one is None else one for at, one in enumerate(own)]
-        found[name] = _column(some, memory, lengths, copying)
-    return found
+        columns[name] = _column(some, memory, lengths, copying)
+    return columns
 
 
 def _stand_in(name: str, numbers: dict[str, Array], row: int) -> bytes:
-    """The bytes of a row whose table has not got the column while others have."""
+    """Returns the bytes of a row whose table lacks a column that others have."""
     length = int(numbers["response_lengths"][row])
     if name == "loss_mask":
         return b"\1" * length
@@ -302,14 +305,14 @@ def _token_rewards(rows: Sequence[OpenedRow], stored: Sequence[StoredRow]) -> Ra
 
 
 def _extras(rows: Sequence[OpenedRow], kinds: Sequence[Mapping[str, Column]], copying: _Copying) -> dict[str, Extra]:
-    """The declared columns that any of the rows' tables has."""
+    """Returns the declared columns that any of the tables has."""
     declared = {name: column for columns in kinds for name, column in columns.items() if column.counts is not None}
-    found: dict[str, Extra] = {}
+    extras: dict[str, Extra] = {}
     for name, column in declared.items():
         own = ((row.at, row.columns.get(name)) for row in rows)
         counts: Int64s = np.array(
             [-1 if some is None or some.counts is None else some.counts[at] for at, some in own], np.int64
         )
         memory: list[bytes | memoryview] = [row.memory.get(name, b"") for row in rows]
-        found[name] = Extra(_column(column, memory, np.maximum(counts, 0), copying), counts >= 0)
-    return found
+        extras[name] = Extra(_column(column, memory, np.maximum(counts, 0), copying), counts >= 0)
+    return extras
