@@ -89,9 +89,6 @@ class Settings(BaseSettings):
         None, description="The URL at which other services reach this one's HTTP API. None: made of http_address."
     )
     shared_memory_dir: Path = Field(Path("/dev/shm"), description="The tmpfs that shared_memory writes to.")  # noqa: S108
-    shard_checksums: bool = Field(
-        False, description="Whether shards in shared memory have a checksum, which trainers may check (check_shards)."
-    )
     journal_dir: Path | None = Field(
         None,
         description="The directory in which runs are kept, so that they outlive the process. None: runs are in "

@@ -190,29 +190,6 @@ def test_shards_are_mapped_where_the_service_shares_memory_and_streamed_where_no
     assert all(again[name].equal(streamed[name]) for name in again.tensors)
 
 
-def test_a_mapped_shard_is_compared_with_what_was_published_where_that_is_asked_for(
-    start_service: StartService, run_name: str, tmp_path: Path
-) -> None:
-    address = start_service("--shared-memory-dir", str(tmp_path), "--shard-checksums").grpc_address
-    with RolloutClient(address, run_name) as client:
-        client.create_run(CONFIG)
-        roll_out(client, prompts(0, 2))
-    with TrainerClient(address, run_name, 0, prefetch=0, check_shards=True) as trainer:
-        position = next(next(iter(trainer)).forward()).position
-        assert trainer.open_shard(position).is_mapped
-        for file in tmp_path.glob("**/*.safetensors"):
-            # One bit of its last tensor, as a program of the same user would change it.
-            with file.open("r+b") as opened:
-                opened.seek(-1, os.SEEK_END)
-                last = opened.read(1)[0]
-                opened.seek(-1, os.SEEK_END)
-                opened.write(bytes([last ^ 1]))
-        with pytest.raises(FailedPreconditionError, match="somebody wrote to it"):
-            trainer.open_shard(position)
-    with TrainerClient(address, run_name, 0, prefetch=0) as trainer:
-        trainer.open_shard(position)
-
-
 def empty(directory: Path) -> None:
     for file in directory.glob("**/*.safetensors"):
         os.truncate(file, 0)
@@ -245,19 +222,6 @@ def test_a_shard_that_somebody_truncated_or_removed_is_not_mapped_but_made_anew(
         assert all(again[name].equal(tensor) for name, tensor in whole.items())
         # The same bytes stand in shared memory again.
         assert trainer.open_shard(first.position).is_mapped
-
-
-def test_who_wants_shards_checked_is_told_where_the_service_takes_no_checksums(
-    service_process: ServiceProcess, run_name: str
-) -> None:
-    with RolloutClient(service_process.grpc_address, run_name) as client:
-        client.create_run(CONFIG)
-        roll_out(client, prompts(0, 2))
-    with (
-        TrainerClient(service_process.grpc_address, run_name, 0, check_shards=True) as trainer,
-        pytest.raises(FailedPreconditionError, match="--shard-checksums"),
-    ):
-        next(next(iter(trainer)).forward())
 
 
 def test_a_service_that_shares_no_memory_streams(client: RolloutClient, trainer: TrainerClient) -> None:

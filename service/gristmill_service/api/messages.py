@@ -136,7 +136,6 @@ def shard_to(view: ShardAnswer) -> trainer_pb2.GetShardResponse:
         position=None if view.position is None else position_to(view.position),
         size_bytes=0 if location is None else location.size,
         shared_memory_path="" if location is None else location.shared_memory_path or "",
-        crc32=None if location is None else location.crc32,
         incarnation=view.incarnation,
     )
 

@@ -104,7 +104,7 @@ def _local_shard_store(settings: Settings) -> ShardStore:
         return MemoryShardStore()
     from gristmill_service.storage.shared_memory import SharedMemoryShardStore
 
-    return SharedMemoryShardStore(settings.shared_memory_dir, checksums=settings.shard_checksums)
+    return SharedMemoryShardStore(settings.shared_memory_dir)
 
 
 def _in_redis(settings: Settings, opened: ExitStack) -> Storage:

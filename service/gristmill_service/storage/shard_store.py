@@ -41,9 +41,6 @@ class ShardLocation:
     shared_memory_path: str | None
     """A file that processes seeing this machine's memory may map, or None."""
 
-    crc32: int | None = None
-    """CRC-32 of its bytes when it was published, where that was taken."""
-
 
 class ShardStore(Protocol):
     """Blocking, thread-safe. Whoever has a run publishes and frees its batches; anybody reads them.

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import secrets
 import shutil
 import stat
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -40,15 +38,13 @@ _PIECE = 1 << 20
 class SharedMemoryShardStore:
     """See `gristmill_service.storage.shard_store.ShardStore`.
 
-    directory: a tmpfs; /dev/shm is the one that every Linux has. checksums: whether one is taken of each shard, so that
-    who maps it may check it.
+    directory: a tmpfs; /dev/shm is the one that every Linux has.
     """
 
-    def __init__(self, directory: Path = Path("/dev/shm"), *, checksums: bool = False) -> None:  # noqa: S108
+    def __init__(self, directory: Path = Path("/dev/shm")) -> None:  # noqa: S108
         prefix = f"gristmill-{os.geteuid()}-"
         remove_leftovers(directory, prefix)
         self._root, self._lock_file = _claim(directory, prefix)
-        self._checksums = checksums
         self._located: dict[tuple[str, int], dict[ShardAddress, ShardLocation]] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -68,7 +64,7 @@ class SharedMemoryShardStore:
             partial.mkdir(mode=0o700)
             sizes = write_shards(partial, shards)
             _write_bytes(partial / "plan.json", plan)
-            located = {address: self._location(partial, final, address, size) for address, size in sizes.items()}
+            located = {address: ShardLocation(size, str(final / address.path)) for address, size in sizes.items()}
             self.free(run, batch)
             with self._lock:
                 if self._closed:
@@ -126,10 +122,6 @@ class SharedMemoryShardStore:
         if found is None:
             raise NotFoundError(f"run {run!r}: batch {batch} has no shard {address.path}")
         return found
-
-    def _location(self, partial: Path, final: Path, address: ShardAddress, size: int) -> ShardLocation:
-        crc32 = _crc32(partial / address.path) if self._checksums else None
-        return ShardLocation(size, str(final / address.path), crc32)
 
     def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
         """Raises ShardsLostError where somebody else has shortened, lengthened or removed the file."""
@@ -208,12 +200,6 @@ class SharedMemoryShardStore:
         if found is None:
             raise _gone(run, batch)
         return found
-
-
-def _crc32(path: Path) -> int:
-    """The CRC-32 of a file that was written a moment ago and that nobody has seen."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return zlib.crc32(data)
 
 
 def remove_leftovers(directory: Path, prefix: str) -> None:

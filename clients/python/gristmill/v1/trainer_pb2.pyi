@@ -196,7 +196,6 @@ class GetShardResponse(google.protobuf.message.Message):
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_PATH_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
-    CRC32_FIELD_NUMBER: builtins.int
     state: global___BatchState.ValueType
     size_bytes: builtins.int
     shared_memory_path: builtins.str
@@ -204,8 +203,6 @@ class GetShardResponse(google.protobuf.message.Message):
     none. It may be opened until the batch is freed; a mapping stays valid after that.
     """
     incarnation: builtins.int
-    crc32: builtins.int
-    """CRC-32 of the file's bytes, taken when it was published, where the service takes it (--shard-checksums)."""
     @property
     def position(self) -> gristmill.v1.run_pb2.Position:
         """When published, or forward: where the shard stands in the training order."""
@@ -218,11 +215,9 @@ class GetShardResponse(google.protobuf.message.Message):
         size_bytes: builtins.int = ...,
         shared_memory_path: builtins.str = ...,
         incarnation: builtins.int = ...,
-        crc32: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "position", b"position"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_crc32", b"_crc32", "crc32", b"crc32", "incarnation", b"incarnation", "position", b"position", "shared_memory_path", b"shared_memory_path", "size_bytes", b"size_bytes", "state", b"state"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_crc32", b"_crc32"]) -> typing.Literal["crc32"] | None: ...
+    def HasField(self, field_name: typing.Literal["position", b"position"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "position", b"position", "shared_memory_path", b"shared_memory_path", "size_bytes", b"size_bytes", "state", b"state"]) -> None: ...
 
 global___GetShardResponse = GetShardResponse
 

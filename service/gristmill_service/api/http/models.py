@@ -202,7 +202,6 @@ class Shard(BaseModel):
     size_bytes: int = 0
     shared_memory_path: str | None = Field(None, description="A file that processes on the same machine may map.")
     path: str | None = Field(None, description="Where this API gives the shard's bytes.")
-    crc32: int | None = Field(None, description="Of its bytes when it was published, with --shard-checksums.")
     incarnation: int
 
 

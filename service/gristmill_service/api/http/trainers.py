@@ -180,7 +180,6 @@ def _shard(run: str, view: ShardAnswer) -> models.Shard:
         position=None if position is None else models.Place.of(position),
         size_bytes=0 if location is None else location.size,
         shared_memory_path=None if location is None else location.shared_memory_path,
-        crc32=None if location is None else location.crc32,
         path=path,
         incarnation=view.incarnation,
     )

@@ -90,7 +90,6 @@ class AllRanksClient(TrainerCore[WholeBatch]):
         auto_commit: bool = True,
         prefetch: int = 1,
         columns: Sequence[str] | None = None,
-        check_shards: bool = False,
         timeout_s: float = TIMEOUT_S,
         credentials: Credentials | None = None,
     ) -> None:
@@ -105,7 +104,6 @@ class AllRanksClient(TrainerCore[WholeBatch]):
             acknowledges=True,
             prefetch=prefetch,
             columns=columns,
-            check_shards=check_shards,
             timeout_s=timeout_s,
             credentials=credentials,
         )

@@ -37,8 +37,6 @@ class TrainerClient(TrainerCore[Batch]):
         mapped. 0 opens each when it is asked for.
     columns: which of the columns that the run declares are wanted; None: all. No byte of the others is streamed, copied
         or converted.
-    check_shards: whether a shard that is mapped is compared with the checksum that the service, with --shard-checksums,
-        took when it published it: FailedPreconditionError where somebody wrote to it since. It reads all of the shard.
     timeout_s: for how long a call is tried while the service is away. Waiting for a batch is not bounded.
     credentials: the token and certificates of calls (`gristmill.Credentials`). None: what the environment has, which is
         nothing where no variable is set.
@@ -83,7 +81,6 @@ class TrainerClient(TrainerCore[Batch]):
         acknowledges: bool = True,
         prefetch: int = 1,
         columns: Sequence[str] | None = None,
-        check_shards: bool = False,
         timeout_s: float = TIMEOUT_S,
         credentials: Credentials | None = None,
     ) -> None:
@@ -98,7 +95,6 @@ class TrainerClient(TrainerCore[Batch]):
             acknowledges=acknowledges,
             prefetch=prefetch,
             columns=columns,
-            check_shards=check_shards,
             timeout_s=timeout_s,
             credentials=credentials,
         )

@@ -54,7 +54,6 @@ class TrainerCore(TrainingPlace, Generic[B]):
         acknowledges: bool,
         prefetch: int,
         columns: Sequence[str] | None,
-        check_shards: bool,
         timeout_s: float,
         credentials: Credentials | None,
     ) -> None:
@@ -84,7 +83,6 @@ class TrainerCore(TrainingPlace, Generic[B]):
             columns=self._columns,
             ahead=prefetch,
             place=lambda: self.position,
-            checks=check_shards,
         )
         # The plan of the batch that was given last, and the seconds that it was waited for.
         self._given: tuple[dict[str, Any], float] | None = None

@@ -43,18 +43,13 @@ class ReplacedError(UnavailableError):
     """The shard that came is another than the one that was found: its batch was published anew in between."""
 
 
-def map_published(
-    address: ShardAddress, path: str, size: int, crc32: int | None = None
-) -> tuple[Tensors, dict[str, Any]] | None:
+def map_published(address: ShardAddress, path: str, size: int) -> tuple[Tensors, dict[str, Any]] | None:
     """The shard's tensors, mapped; None where the file is not there, or is not the one meant: the service's memory is
-    not this machine's, or the batch was freed at this moment. crc32: what its bytes are compared with; None: nothing.
-
-    Raises FailedPreconditionError where they are others.
-    """
+    not this machine's, or the batch was freed at this moment."""
     if not path or not is_mappable(path, size):
         return None
     try:
-        tensors, metadata = map_shard(path, crc32)
+        tensors, metadata = map_shard(path)
     except (OSError, InvalidArgumentError):
         return None
     return (tensors, metadata) if address.is_of(metadata) else None

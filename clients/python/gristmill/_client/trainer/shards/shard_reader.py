@@ -42,8 +42,7 @@ class ShardReader:
     """Opens the shards of one model of a run.
 
     convert: begins to copy what is opened ahead to the device. columns: which of the declared ones are wanted.
-    ahead: how many mini-batches are opened in the background. place: the position that the trainer is at. checks:
-    whether a shard's bytes are checked before they are given.
+    ahead: how many mini-batches are opened in the background. place: the position that the trainer is at.
     kept: what is known of columns that the trainer wrote.
     """
 
@@ -57,10 +56,9 @@ class ShardReader:
         columns: ChosenColumns,
         ahead: int,
         place: Callable[[], Position],
-        checks: bool,
     ) -> None:
         self._transport, self._run, self._model = transport, run, model
-        self._convert, self._columns, self._place, self._checks = convert, columns, place, checks
+        self._convert, self._columns, self._place = convert, columns, place
         self.kept = KeptColumns()
         self._found: tuple[Wanted, trainer_pb2.GetShardResponse] | None = None
         self._prefetch: Prefetch[Wanted, list[Opened]] = Prefetch(self._open_ahead, ahead)
@@ -127,8 +125,7 @@ class ShardReader:
             found = self._find_shard(wanted, rank, is_wanted)
             is_forward = found.state == trainer_pb2.BATCH_STATE_FORWARD
             address = ShardAddress(self._run, self._model, rank, position.batch, position.mini_batch)
-            crc32 = self._checksum(address, found) if self._checks else None
-            mapped = map_published(address, found.shared_memory_path, found.size_bytes, crc32)
+            mapped = map_published(address, found.shared_memory_path, found.size_bytes)
             try:
                 columns = self._columns.of(is_forward)
                 tensors, metadata = mapped or stream(self._transport, address, found.size_bytes, columns)
@@ -137,15 +134,6 @@ class ShardReader:
                 self._transport.pause(_WITHDRAWN_PAUSE_S)
                 continue
             return Opened(self._columns.among(tensors), metadata, is_mapped=mapped is not None, is_forward=is_forward)
-
-    def _checksum(self, address: ShardAddress, found: trainer_pb2.GetShardResponse) -> int | None:
-        """None where the shard is in no file that could be mapped."""
-        if found.shared_memory_path and not found.HasField("crc32"):
-            raise FailedPreconditionError(
-                f"{address}: the service made no checksum of this shard; start the service with --shard-checksums, or "
-                "leave check_shards out"
-            )
-        return found.crc32 if found.HasField("crc32") else None
 
     def _find_shard(self, wanted: Wanted, rank: int, is_wanted: Callable[[], bool]) -> trainer_pb2.GetShardResponse:
         if (known := self._found) is not None and known[0] == wanted:
