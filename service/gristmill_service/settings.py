@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
@@ -24,6 +24,39 @@ from gristmill.errors import InvalidArgumentError
 ENVIRONMENT_PREFIX = "GRISTMILL_"
 _Kind = TypeVar("_Kind", bound=BaseSettings)
 _EVERYWHERE = ("0.0.0.0:", "[::]:", "unix:")
+
+
+class ShardStoreKind(NamedTuple):
+    """A store of shards that settings may name.
+
+    module: imported where the store is used; its `open_shards(settings, runs)` returns a `ShardStore`.
+    run_stores: the run stores that it works with.
+    directory: the setting that names its directory, whose room is reported and which `gristmill doctor` tries; empty
+        where it has none.
+    """
+
+    module: str
+    run_stores: tuple[str, ...] = ("memory", "journal")
+    directory: str = ""
+
+
+SHARD_STORES = {
+    "shared_memory": ShardStoreKind("gristmill_service.storage.shared_memory", directory="shared_memory_dir"),
+    "memory": ShardStoreKind("gristmill_service.storage.memory_shards"),
+    "redis": ShardStoreKind("gristmill_service.storage.redis.shards.shard_store", run_stores=("redis",)),
+}
+RunStoreName = Literal["memory", "journal", "redis"]
+if TYPE_CHECKING:
+    ShardStoreName = str
+else:
+    ShardStoreName = Literal[tuple(SHARD_STORES)]
+
+
+def _run_store(settings: dict[str, Any]) -> RunStoreName:
+    """Returns the run store of settings that do not name one."""
+    if settings.get("store") == "redis":
+        return "redis"
+    return "memory" if settings.get("journal_dir") is None else "journal"
 
 
 class Settings(BaseSettings):
@@ -51,8 +84,21 @@ class Settings(BaseSettings):
     )
     store: Literal["shared_memory", "memory", "redis"] = Field(
         "shared_memory",
-        description="Where shards are kept: shared_memory (trainers map them), memory (for tests), or redis, which "
-        "keeps everything, so that several services serve the same runs.",
+        description="Sets run_store and shard_store where they are not given: redis keeps both, so that several "
+        "services serve the same runs; shared_memory and memory keep shards there, and runs in journal_dir, if any.",
+    )
+    journal_dir: Path | None = Field(
+        None,
+        description="The directory of run_store: journal, in which runs are kept, so that they outlive the process.",
+    )
+    run_store: RunStoreName = Field(
+        default_factory=_run_store,
+        description="Where runs and their rows are kept: memory, journal (files in journal_dir), or redis.",
+    )
+    shard_store: ShardStoreName = Field(
+        default_factory=lambda settings: settings.get("store"),
+        description="Where shards are kept: shared_memory (trainers map them), memory (for tests), or redis (any "
+        "replica reads them; with run_store: redis).",
     )
     redis_url: str | None = Field(
         None,
@@ -89,11 +135,6 @@ class Settings(BaseSettings):
         None, description="The URL at which other services reach this one's HTTP API. None: made of http_address."
     )
     shared_memory_dir: Path = Field(Path("/dev/shm"), description="The tmpfs that shared_memory writes to.")  # noqa: S108
-    journal_dir: Path | None = Field(
-        None,
-        description="The directory in which runs are kept, so that they outlive the process. None: runs are in "
-        "memory only.",
-    )
     journal_fsync: Literal["always", "interval", "never"] = Field(
         "interval",
         description="When the journal is synced to the disk, so that it survives a crash of the machine, too: always "
@@ -208,22 +249,37 @@ class Settings(BaseSettings):
         return init_settings, env_settings, _ConfigFile(settings_cls)
 
     @model_validator(mode="after")
-    def _check_store(self) -> Settings:
-        if (self.store == "redis") != (self.redis_url is not None):
-            raise ValueError("store: redis and redis_url go together; give both, or neither")
+    def _check_stores(self) -> Settings:
+        """Every rule about which stores and settings of theirs go together."""
+        if self.journal_dir is not None and self.run_store != "journal":
+            raise ValueError(
+                f"journal_dir and run_store: {self.run_store} exclude each other: the runs are kept in one place; give "
+                "one of them"
+            )
+        if self.run_store == "journal" and self.journal_dir is None:
+            raise ValueError("run_store: journal needs journal_dir; give the directory of its files")
+        if (self.run_store == "redis") != (self.redis_url is not None):
+            raise ValueError(
+                "store: redis and redis_url go together, as do run_store: redis and redis_url; give both, or neither"
+            )
+        run_stores = SHARD_STORES[self.shard_store].run_stores
+        if self.run_store not in run_stores:
+            raise ValueError(
+                f"shard_store: {self.shard_store} needs run_store: {' or '.join(run_stores)}, got {self.run_store}: "
+                "replicas that share runs in Redis read each other's shards there, and a lease there fences who "
+                "publishes; change one of them"
+            )
         for name, listens, told in (
             ("advertise_grpc_address", self.grpc_address, self.advertise_grpc_address),
             ("advertise_http_url", self.http_address, self.advertise_http_url),
         ):
-            if self.store == "redis" and told is None and listens.startswith(_EVERYWHERE):
+            if self.run_store == "redis" and told is None and listens.startswith(_EVERYWHERE):
                 raise ValueError(
-                    f"{name} is needed with store: redis, because other services cannot reach this one at {listens}; "
-                    "give the address at which they can"
+                    f"{name} is needed with run_store: redis, because other services cannot reach this one at "
+                    f"{listens}; give the address at which they can"
                 )
-        if self.store != "redis" and (self.redis_min_replicas or self.redis_wait_aof):
-            raise ValueError("redis_min_replicas and redis_wait_aof are for store: redis; leave them out")
-        if self.store == "redis" and self.journal_dir is not None:
-            raise ValueError("journal_dir and store: redis exclude each other: Redis keeps the runs; give one of them")
+        if self.run_store != "redis" and (self.redis_min_replicas or self.redis_wait_aof):
+            raise ValueError("redis_min_replicas and redis_wait_aof are for run_store: redis; leave them out")
         return self
 
     @model_validator(mode="after")
@@ -247,6 +303,14 @@ class Settings(BaseSettings):
                     "tokens_file; give them, or give insecure if the network keeps strangers out"
                 )
         return self
+
+    @property
+    def store_directories(self) -> dict[str, Path]:
+        """The directories of the run's and the shards' stores, by their names."""
+        found = {"journal": self.journal_dir}
+        if name := SHARD_STORES[self.shard_store].directory:
+            found[self.shard_store] = getattr(self, name)
+        return {name: path for name, path in found.items() if path is not None}
 
     @field_validator("grpc_address", "http_address")
     @classmethod
@@ -323,7 +387,9 @@ def load(kind: type[_Kind], flags: Mapping[str, Any]) -> _Kind:
     try:
         return kind(**given)
     except ValidationError as error:
-        raise InvalidArgumentError("; ".join(_explain(item, given, kind) for item in error.errors())) from None
+        # A default that follows from other settings is not looked for where these are wrong.
+        wrong = (item for item in error.errors() if item["type"] != "default_factory_not_called")
+        raise InvalidArgumentError("; ".join(_explain(item, given, kind) for item in wrong)) from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:

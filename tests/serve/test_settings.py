@@ -56,6 +56,25 @@ def test_variables_that_kubernetes_sets_are_left_alone(load: Load) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "stores"),
+    [
+        ({}, ("memory", "shared_memory")),
+        ({"store": "memory"}, ("memory", "memory")),
+        ({"journal_dir": "/j"}, ("journal", "shared_memory")),
+        ({"journal_dir": "/j", "store": "memory"}, ("journal", "memory")),
+        ({"store": "redis", "redis_url": "redis://a"}, ("redis", "redis")),
+        ({"run_store": "redis", "shard_store": "redis", "redis_url": "redis://a"}, ("redis", "redis")),
+        ({"store": "memory", "shard_store": "shared_memory"}, ("memory", "shared_memory")),
+    ],
+)
+def test_store_names_the_stores_that_are_not_given(
+    load: Load, flags: dict[str, object], stores: tuple[str, str]
+) -> None:
+    settings = load(flags, {})
+    assert (settings.run_store, settings.shard_store) == stores
+
+
+@pytest.mark.parametrize(
     ("flags", "environment", "message"),
     [
         ({"max_waiters": 0}, {}, "--max-waiters: max_waiters is 0: input should be greater than 0"),
@@ -65,11 +84,20 @@ def test_variables_that_kubernetes_sets_are_left_alone(load: Load) -> None:
         ({"http_address": "unix:/tmp/x"}, {}, "only grpc_address may be a unix socket; give HOST:PORT"),
         ({"store": "disk"}, {}, "--store: store is 'disk': input should be 'shared_memory', 'memory' or 'redis'"),
         ({"store": "redis"}, {}, "store: redis and redis_url go together"),
-        ({"redis_min_replicas": 1}, {}, "redis_min_replicas and redis_wait_aof are for store: redis"),
+        ({"redis_min_replicas": 1}, {}, "redis_min_replicas and redis_wait_aof are for run_store: redis"),
         (
             {"store": "redis", "redis_url": "redis://a", "journal_dir": "/j"},
             {},
-            "journal_dir and store: redis exclude each other",
+            "journal_dir and run_store: redis exclude each other",
+        ),
+        ({"run_store": "journal"}, {}, "run_store: journal needs journal_dir"),
+        ({"run_store": "memory", "journal_dir": "/j"}, {}, "journal_dir and run_store: memory exclude each other"),
+        ({"redis_url": "redis://a", "run_store": "redis"}, {}, "shard_store: shared_memory needs run_store: memory or"),
+        ({"shard_store": "redis"}, {}, "shard_store: redis needs run_store: redis, got memory"),
+        (
+            {"shard_store": "disk"},
+            {},
+            "--shard-store: shard_store is 'disk': input should be 'shared_memory'",
         ),
         ({"config_file": "/nowhere.yaml"}, {}, "/nowhere.yaml: cannot read the settings"),
     ],

@@ -21,7 +21,8 @@ def flags_of(settings: type[BaseSettings]) -> Signature:
 def _flag(name: str, field: FieldInfo) -> Parameter:
     """The flag of a setting, whose value is None where it is not given."""
     kind = next(one for one in get_args(field.annotation) or (field.annotation,) if one is not NoneType)
-    value = field.default.human_readable() if isinstance(field.default, ByteSize) else field.default
+    value = None if field.default_factory else field.default
+    value = value.human_readable() if isinstance(value, ByteSize) else value
     default = "" if value is None or field.is_required() else f" [default: {value}]"
     choices = "|".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else None
     option = typer.Option(help=f"{field.description}{default}", metavar=choices)

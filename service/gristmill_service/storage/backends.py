@@ -6,14 +6,15 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import structlog
 
 from gristmill.errors import UnavailableError
-from gristmill_service.settings import Settings
+from gristmill_service.settings import SHARD_STORES, Settings
 from gristmill_service.storage.run_store import RunStore
 from gristmill_service.storage.shard_store import ShardStore
 
@@ -59,25 +60,27 @@ class Storage:
 def open_storage(settings: Settings) -> Storage:
     """Raises StorageAwayError where Redis cannot be reached, and other errors where a setting is wrong."""
     with ExitStack() as opened:
-        storage = _in_redis(settings, opened) if settings.store == "redis" else _on_this_machine(settings, opened)
-        storage.close = opened.pop_all().close
-        return storage
+        # Runs come first: the journal's lock refuses another service of the same directory.
+        runs, advertise, room = _RUN_STORES[settings.run_store](settings, opened)
+        opened.callback(runs.close)
+        shards: ShardStore = import_module(SHARD_STORES[settings.shard_store].module).open_shards(settings, runs)
+        opened.callback(shards.close)
+        return Storage(shards, runs, advertise, room, opened.pop_all().close)
 
 
-def _on_this_machine(settings: Settings, opened: ExitStack) -> Storage:
-    # The journal comes first: its lock refuses another service of the same directory.
-    runs = _local_run_store(settings)
-    opened.callback(runs.close)
-    shards = _local_shard_store(settings)
-    opened.callback(shards.close)
-    places = {"journal": settings.journal_dir}
-    if settings.store == "shared_memory":
-        places["shared_memory"] = settings.shared_memory_dir
-    room = partial(_room_on_disk, {name: path for name, path in places.items() if path is not None})
-    return Storage(shards, runs, lambda grpc_address, http_url, secret: None, room, opened.close)
+class _OpenRuns(NamedTuple):
+    """advertise, room: as `Storage` has them."""
+
+    runs: RunStore
+    advertise: Advertise
+    room: ReadRoom
 
 
-def _room_on_disk(places: dict[str, Path]) -> dict[str, tuple[int, int]]:
+def _of_this_machine(runs: RunStore, settings: Settings) -> _OpenRuns:
+    return _OpenRuns(runs, lambda grpc_address, http_url, secret: None, partial(_room, settings.store_directories))
+
+
+def _room(places: dict[str, Path]) -> dict[str, tuple[int, int]]:
     found = {}
     for name, path in places.items():
         with suppress(OSError):
@@ -87,32 +90,24 @@ def _room_on_disk(places: dict[str, Path]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _local_run_store(settings: Settings) -> RunStore:
-    if settings.journal_dir is None:
-        from gristmill_service.storage.memory_runs import MemoryRunStore
+def _in_memory(settings: Settings, opened: ExitStack) -> _OpenRuns:
+    from gristmill_service.storage.memory_runs import MemoryRunStore
 
-        return MemoryRunStore()
+    return _of_this_machine(MemoryRunStore(), settings)
+
+
+def _in_a_journal(settings: Settings, opened: ExitStack) -> _OpenRuns:
     from gristmill_service.storage.journal.run_store import JournalRunStore
 
-    return JournalRunStore(settings.journal_dir, settings.journal_fsync)
+    assert settings.journal_dir is not None, "checked with the settings"
+    return _of_this_machine(JournalRunStore(settings.journal_dir, settings.journal_fsync), settings)
 
 
-def _local_shard_store(settings: Settings) -> ShardStore:
-    if settings.store == "memory":
-        from gristmill_service.storage.memory_shards import MemoryShardStore
-
-        return MemoryShardStore()
-    from gristmill_service.storage.shared_memory import SharedMemoryShardStore
-
-    return SharedMemoryShardStore(settings.shared_memory_dir)
-
-
-def _in_redis(settings: Settings, opened: ExitStack) -> Storage:
+def _in_redis(settings: Settings, opened: ExitStack) -> _OpenRuns:
     from gristmill_service.storage.redis.run_store import RedisRunStore
     from gristmill_service.storage.redis.servers.connection import connect
     from gristmill_service.storage.redis.servers.durability import Durability
     from gristmill_service.storage.redis.servers.server_check import check_server
-    from gristmill_service.storage.redis.shards.shard_store import RedisShardStore
 
     durability = Durability(settings.redis_min_replicas, settings.redis_wait_aof)
     try:
@@ -124,13 +119,18 @@ def _in_redis(settings: Settings, opened: ExitStack) -> Storage:
     for warning in warnings:
         _log.warning(warning)
     runs = RedisRunStore(client, settings.redis_prefix, settings.lease_s, durability)
-    opened.callback(runs.close)
-    shards = RedisShardStore(client, runs, settings.redis_prefix)
-    return Storage(shards, runs, runs.advertise, runs.room, opened.close)
+    return _OpenRuns(runs, runs.advertise, runs.room)
+
+
+_RUN_STORES: dict[str, Callable[[Settings, ExitStack], _OpenRuns]] = {
+    "memory": _in_memory,
+    "journal": _in_a_journal,
+    "redis": _in_redis,
+}
 
 
 def redis_address(settings: Settings) -> RedisAddress:
-    """Where the Redis of settings with `store: redis` is, and how to enter."""
+    """Where the Redis of settings with `run_store: redis` is, and how to enter."""
     from gristmill_service.storage.redis.servers.connection import RedisAddress
 
     assert settings.redis_url is not None, "checked with the settings"

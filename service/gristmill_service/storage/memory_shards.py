@@ -9,10 +9,16 @@ from dataclasses import dataclass
 from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError
 from gristmill_service.pipeline.layout.iovec import join
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.settings import Settings
 from gristmill_service.storage.memory_room import memory_room
-from gristmill_service.storage.shard_store import ShardLocation, ShardSource
+from gristmill_service.storage.run_store import RunStore
+from gristmill_service.storage.shard_store import ShardLocation, ShardSource, ShardStore
 
 _PIECE = 1 << 20
+
+
+def open_shards(settings: Settings, runs: RunStore) -> ShardStore:
+    return MemoryShardStore()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,18 @@ from gristmill.errors import (
     UnavailableError,
 )
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.settings import Settings
 from gristmill_service.storage.file_names import directory_name
 from gristmill_service.storage.memory_room import MemoryRoom, memory_room
+from gristmill_service.storage.run_store import RunStore
 from gristmill_service.storage.shard_files import write_shards
-from gristmill_service.storage.shard_store import ShardLocation, ShardsLostError, ShardSource
+from gristmill_service.storage.shard_store import ShardLocation, ShardsLostError, ShardSource, ShardStore
 
 _PIECE = 1 << 20
+
+
+def open_shards(settings: Settings, runs: RunStore) -> ShardStore:
+    return SharedMemoryShardStore(settings.shared_memory_dir)
 
 
 class SharedMemoryShardStore:

@@ -22,13 +22,14 @@ _LARGER = (
 
 def check_machine(settings: Settings) -> Iterator[Check]:
     """The places that these settings name."""
-    if settings.store == "shared_memory":
-        yield _place("shared memory", settings.shared_memory_dir, _LARGER)
-    if settings.journal_dir is not None:
+    for store, directory in settings.store_directories.items():
+        if store == "shared_memory":
+            yield _place("shared memory", directory, _LARGER)
+            continue
         # The service makes the directory when it starts.
-        whole = settings.journal_dir.absolute()
+        whole = directory.absolute()
         existing = next(path for path in (whole, *whole.parents) if path.exists())
-        yield _place("journal", existing, "make room on the disk, or name another directory by --journal-dir")
+        yield _place(store, existing, "make room on the disk, or name another directory for it")
 
 
 def _place(what: str, directory: Path, remedy: str) -> Check:

@@ -11,7 +11,7 @@ from gristmill_service.settings import Settings
 
 def check_redis(settings: Settings) -> Iterator[Check]:
     """Nothing where the settings name no Redis. A setting that it does not let us see is not judged."""
-    if settings.store != "redis":
+    if settings.run_store != "redis":
         return
     from gristmill_service.storage.backends import redis_address
     from gristmill_service.storage.redis.servers.connection import connect

@@ -58,7 +58,7 @@ class RedisRunStore:
     is_shared = True
 
     def __init__(self, client: Client, prefix: str, lease_s: float, durability: Durability = SERVER_ALONE) -> None:
-        self._client, self._prefix, self._durability = client, prefix, durability
+        self.client, self._client, self._prefix, self._durability = client, client, prefix, durability
         self._scripts = Scripts(client, durability)
         self._process = secrets.token_hex(8)
         self._leases = Leases(client, self._scripts, prefix, lease_s)

@@ -22,13 +22,16 @@ from gristmill._wire.codecs.compact_shards import restore
 from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError, UnavailableError
 from gristmill_service.pipeline.layout.iovec import cut, join
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
+from gristmill_service.settings import Settings
 from gristmill_service.storage.redis.key_removals import KeyRemovals
 from gristmill_service.storage.redis.row_values import unlink
+from gristmill_service.storage.redis.run_store import RedisRunStore
 from gristmill_service.storage.redis.servers.connection import Client, translated
 from gristmill_service.storage.redis.shards.publications import Publications, is_left_behind
 from gristmill_service.storage.redis.shards.shard_index import ShardIndex, StoredShard
 from gristmill_service.storage.redis.shards.shard_keys import ShardKeys
-from gristmill_service.storage.shard_store import ShardLocation, ShardsLostError, ShardSource
+from gristmill_service.storage.run_store import RunStore
+from gristmill_service.storage.shard_store import ShardLocation, ShardsLostError, ShardSource, ShardStore
 
 _log = structlog.get_logger(__name__)
 
@@ -69,6 +72,11 @@ class Fence(Protocol):
 
     def remove(self, run: str, key: str) -> bytes:
         """Returns the value before, empty where there was none. May be repeated."""
+
+
+def open_shards(settings: Settings, runs: RunStore) -> ShardStore:
+    assert isinstance(runs, RedisRunStore), "checked with the settings"
+    return RedisShardStore(runs.client, runs, settings.redis_prefix)
 
 
 class RedisShardStore:
