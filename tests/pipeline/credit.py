@@ -13,7 +13,7 @@ from gristmill._wire.columns import Ragged
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.estimators import ESTIMATORS, Float64s, TokenEstimator
-from gristmill_service.pipeline.credit.token_credit import token_advantages
+from gristmill_service.pipeline.credit.assignment import token_advantages
 from gristmill_service.pipeline.credit.trained_tokens import TrainedTokens, trained_tokens
 from gristmill_service.pipeline.rows.validate import Received, receive
 

@@ -28,8 +28,7 @@ from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocument
 from gristmill_service.pipeline.scheduling.schedule import MisalignedError
 from gristmill_service.pipeline.stage_timer import StageTimer
-from gristmill_service.pipeline.written import ShardForm, Written
-from gristmill_service.pipeline.written_rows import WrittenRows
+from gristmill_service.pipeline.written import ShardForm, Written, WrittenRows
 from gristmill_service.run.batch_builder import BuildBatch as Pipeline
 from gristmill_service.run.machine.answers import ColumnPlace, RewardUpdate
 from gristmill_service.run.machine.codec import decode_events

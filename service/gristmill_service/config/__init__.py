@@ -3,8 +3,8 @@
 Owns every rule that can be decided before a rollout is seen. Reads no file but the one that it is given.
 """
 
-from gristmill_service.config.group_rules import MOST_TAGS
 from gristmill_service.config.parsing import parse_config, read_config, with_dp_size
+from gristmill_service.config.rules import MOST_TAGS, warnings_of
 from gristmill_service.config.run_config import (
     MERGE_MODES,
     SETTINGS,
@@ -16,7 +16,6 @@ from gristmill_service.config.run_config import (
     Model,
     RunConfig,
 )
-from gristmill_service.config.warnings import warnings_of
 
 __all__ = [
     "MERGE_MODES",

@@ -1,26 +1,32 @@
-"""Which settings of a run do not go together: every rule that can be decided before a rollout is seen."""
+"""Which settings of a run do not go together, and which do but are probably not meant: every rule that can be decided
+before a rollout is seen."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from fractions import Fraction
+
+from gristmill._wire.column_spec import ColumnScope
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.config import column_rules, group_rules
-from gristmill_service.config.run_config import MERGE_MODES, RunConfig
+from gristmill_service.config.run_config import MERGE_MODES, SETTINGS, RunConfig
+from gristmill_service.estimators import GroupEstimator, TokenEstimator, readers
+from gristmill_service.validation_messages import shown
 
 _MOST_PADDED_TO = 1 << 17
 
 
 def check(config: RunConfig) -> None:
     """Raises InvalidArgumentError for settings that do not go together."""
-    column_rules.check_kl(config)
-    column_rules.check_written(config)
-    column_rules.check_tree(config)
+    check_kl(config)
+    check_written(config)
+    check_tree(config)
     _check_micro_batch(config)
     _check_mini_batches(config)
     _check_padding(config)
     _check_alignment(config)
     _check_balance(config)
-    group_rules.check_sizes(config)
-    group_rules.check_tags(config)
+    check_sizes(config)
+    check_tags(config)
     if config.merging.joins and not config.step_wise:
         raise InvalidArgumentError(
             f"merge: {config.merge} joins the steps of a trajectory, but step_wise is false (one step each); "
@@ -50,9 +56,9 @@ def _check_micro_batch(config: RunConfig) -> None:
             f"{' and '.join(given) or 'none'}"
         )
     if config.micro_batch.count is not None:
-        group_rules.check_micro_batch_count(config, config.micro_batch.count)
+        check_micro_batch_count(config, config.micro_batch.count)
     if config.micro_batch.full:
-        group_rules.check_full_micro_batches(config, config.micro_batch.size)
+        check_full_micro_batches(config, config.micro_batch.size)
 
 
 def _check_mini_batches(config: RunConfig) -> None:
@@ -112,3 +118,221 @@ def _check_balance(config: RunConfig) -> None:
         )
     if config.flops is not None and config.flops.linear == 0 and config.flops.quadratic == 0:
         raise InvalidArgumentError("flops: linear and quadratic are both 0, so every row would cost nothing; set one")
+
+
+def check_kl(config: RunConfig) -> None:
+    kl = config.kl_in_reward
+    for name in config.estimator.columns:
+        _check_declared(
+            config, name, "response", f"advantage_estimator: {config.advantage_estimator} is computed of it"
+        )
+    if kl is None:
+        return
+    if (kl.estimator is None) == (kl.column is None):
+        raise InvalidArgumentError("kl_in_reward: give exactly one of estimator (k1, k2 or k3) and column")
+    if config.estimator.takes_advantages:
+        raise InvalidArgumentError(
+            "kl_in_reward changes the rewards that advantages are computed of, and with advantage_estimator: none you "
+            "send them; leave kl_in_reward out, or use another estimator"
+        )
+    if kl.column is not None:
+        if isinstance(config.estimator, TokenEstimator):
+            raise InvalidArgumentError(
+                f"kl_in_reward: column holds a sum a row, and advantage_estimator: {config.advantage_estimator} needs "
+                "the KL of each token, whatever rows the steps became; give estimator: k1, k2 or k3"
+            )
+        _check_declared(config, kl.column, "row", "kl_in_reward takes a row's KL from it")
+        _check_summed(config, kl.column)
+        return
+    needed = ["ref_logprobs"] if config.kl_from == "rollout_logprobs" else ["ref_logprobs", config.kl_from]
+    for name in needed:
+        _check_declared(config, name, "response", f"kl_in_reward: {kl.estimator} is computed of it")
+
+
+def check_written(config: RunConfig) -> None:
+    """Groups that alignment drops have no shard that could be written for."""
+    if config.on_misaligned == "drop_trailing" and config.whiten == "batch" and config.written_columns:
+        raise InvalidArgumentError(
+            f"columns: {config.written_columns[0].name} has source: trainer, and with on_misaligned: drop_trailing it "
+            "is not written for groups that are dropped, over whose tokens whiten: batch goes too; use whiten: "
+            "mini_batch, or on_misaligned: pad"
+        )
+
+
+def check_tree(config: RunConfig) -> None:
+    """Refuses columns by which rows that begin with the same tokens may still differ in what a model makes of these."""
+    if config.layout != "prefix_tree":
+        return
+    for column in config.columns:
+        if column.scope == "items" or column.merge == "equal":
+            what = "scope: items" if column.scope == "items" else "merge: equal"
+            raise InvalidArgumentError(
+                f"columns: {column.name} has {what}, and with layout: prefix_tree rows share tokens by these alone, "
+                "whatever else belongs to them; use layout: packed, or leave the column out"
+            )
+
+
+def _check_summed(config: RunConfig, name: str) -> None:
+    """Refuses sums of steps of which a row that several became would have one alone."""
+    (column,) = (column for column in config.columns if column.name == name)
+    if config.merging.joins and column.source == "rollout" and column.merge != "sum":
+        raise InvalidArgumentError(
+            f"columns: {name} has merge: {column.merge}, so with merge: {config.merge} a row would have the KL of "
+            "one of its steps; set merge: sum for it"
+        )
+
+
+def _check_declared(config: RunConfig, name: str, scope: ColumnScope, why: str) -> None:
+    """Refuses a setting that needs a column which the run does not declare, or declares otherwise."""
+    declared = [column for column in config.columns if column.name == name]
+    if not declared:
+        raise InvalidArgumentError(
+            f"columns: {name} is missing, and {why}; declare it with scope: {scope} and dtype: float32"
+        )
+    (column,) = declared
+    if column.scope != scope or column.dtype not in ("float32", "float64") or column.shape or not column.required:
+        raise InvalidArgumentError(
+            f"columns: {name} has scope: {column.scope}, dtype: {column.dtype}, shape: {list(column.shape)}, required: "
+            f"{str(column.required).lower()}, and {why}; make it scope: {scope}, dtype: float32 or float64, one number "
+            "each, and required"
+        )
+
+
+# Of a mini-batch, where `micro_batch.count` asks for them: each has a row, if only a padding row.
+MOST_MICRO_BATCHES = 1 << 20
+# Tags are labels of metrics.
+MOST_TAGS = 64
+
+
+def check_sizes(config: RunConfig) -> None:
+    if config.most_samples < config.n_samples_per_prompt:
+        raise InvalidArgumentError(
+            f"max_samples_per_prompt: {config.max_samples_per_prompt} is less than n_samples_per_prompt: "
+            f"{config.n_samples_per_prompt}, which groups have unless they say otherwise; raise it or leave it out"
+        )
+
+
+def check_micro_batch_count(config: RunConfig, count: int) -> None:
+    if count * config.dp_size > MOST_MICRO_BATCHES:
+        raise InvalidArgumentError(
+            f"micro_batch.count: {count} on dp_size: {config.dp_size} ranks makes {count * config.dp_size} "
+            f"micro-batches of every mini-batch, and {MOST_MICRO_BATCHES} are the most; lower the count"
+        )
+    if config.vpp_size > 1 and count % config.microbatch_group_size:
+        raise InvalidArgumentError(
+            f"micro_batch.count: {count} is not a multiple of microbatch_group_size: {config.microbatch_group_size}, "
+            f"which vpp_size: {config.vpp_size} asks for; change one of them"
+        )
+    if config.on_misaligned != "pad":
+        raise InvalidArgumentError(
+            f"micro_batch.count: {count} is always reached, with padding rows where there are too few, so that "
+            f"on_misaligned: {config.on_misaligned} has nothing to decide; use on_misaligned: pad"
+        )
+
+
+def check_full_micro_batches(config: RunConfig, size: int | None) -> None:
+    if size is None:
+        raise InvalidArgumentError(
+            "micro_batch.full: true fills micro-batches up to micro_batch.size rows, which is not given; give size, or "
+            "leave full out"
+        )
+    for model in config.models:
+        rows = config.mini_batch_size(model) // config.dp_size
+        if config.mini_batch_unit == "sequence" and rows % size:
+            raise InvalidArgumentError(
+                f"micro_batch.full: true asks for micro-batches of {size} rows, and with mini_batch_unit: sequence "
+                f"each rank has {rows} rows of every {model} mini-batch ({model}_mini_batch_size / dp_size), no "
+                f"multiple of it; change {model}_mini_batch_size or micro_batch.size, or leave full out"
+            )
+
+
+def check_tags(config: RunConfig) -> None:
+    if config.tag_timeout_s is not None and not config.tag_shares:
+        raise InvalidArgumentError(
+            f"tag_timeout_s: {config.tag_timeout_s:g} says how long a batch waits for tag_shares, and there are none; "
+            "set tag_shares or leave it out"
+        )
+    if len(config.tag_shares) > MOST_TAGS:
+        raise InvalidArgumentError(
+            f"tag_shares names {len(config.tag_shares)} tags, and a run has {MOST_TAGS} at most; name fewer"
+        )
+    total = sum((Fraction(repr(share.min)) for share in config.tag_shares.values()), Fraction(0))
+    if total > 1:
+        raise InvalidArgumentError(
+            f"tag_shares: the shares of {', '.join(map(shown, config.tag_shares))} are {float(total):g} together, more "
+            "than all of a batch; lower them"
+        )
+    groups = config.tag_groups(config.train_batch_size)
+    if sum(groups.values()) > config.train_batch_size:
+        raise InvalidArgumentError(
+            f"tag_shares: {' + '.join(f'{count} of {shown(tag)}' for tag, count in groups.items())} whole groups are "
+            f"more than train_batch_size: {config.train_batch_size}; lower the shares or enlarge the batch"
+        )
+
+
+def warnings_of(config: RunConfig) -> list[str]:
+    """Returns a sentence for each thing that is allowed but probably not meant. A run's creator is told once."""
+    found = []
+    if config.merging.joins and config.loss_reduction in ("sequence_mean", "seq_mean_token_sum_norm"):
+        found.append(
+            f"loss_reduction: {config.loss_reduction} counts rows, and merge: {config.merge} makes fewer of them, so "
+            "the scale of the loss depends on how many steps merge; trajectory_mean, prompt_mean and token_mean "
+            "do not"
+        )
+    if config.on_misaligned == "drop_trailing" and config.seal_order == "completion":
+        found.append(
+            "on_misaligned: drop_trailing with seal_order: completion drops the groups that finished last, which "
+            "are the slowest and longest; use seal_order: admission or on_misaligned: pad to keep them"
+        )
+    size = config.micro_batch.size
+    if config.layout == "prefix_tree" and size is not None and size < config.n_samples_per_prompt:
+        found.append(
+            f"layout: prefix_tree with micro_batch: {{size: {size}}} cuts every group of "
+            f"{config.n_samples_per_prompt} samples, so that its prompt stands in several micro-batches; use "
+            "micro_batch: {max_tokens: ...}, which counts distinct tokens, or a larger size"
+        )
+    found += _without_effect(config)
+    found += _about_groups(config)
+    return found
+
+
+def _without_effect(config: RunConfig) -> Iterator[str]:
+    """Yields a sentence for each setting of estimators that the run's own does not read."""
+    for field, setting in RunConfig.model_fields.items():
+        name, value = setting.alias or field, getattr(config, field)
+        estimators = readers(name)
+        if estimators and config.advantage_estimator not in estimators and value != setting.default:
+            by = " or ".join(estimators)
+            yield f"{name}: {value} has no effect: it is read with advantage_estimator: {by} alone"
+    kl = config.kl_in_reward
+    if config.kl_from != SETTINGS["kl_from"].default and (kl is None or kl.estimator is None):
+        yield f"kl_from: {config.kl_from} has no effect: it is read with kl_in_reward: {{estimator: ...}} alone"
+
+
+def _about_groups(config: RunConfig) -> Iterator[str]:
+    micro_batches, rows = config.dp_size * (config.micro_batch.count or 0), _most_rows(config)
+    if rows is not None and micro_batches > rows:
+        yield (
+            f"micro_batch.count: {config.micro_batch.count} on dp_size: {config.dp_size} ranks makes {micro_batches} "
+            f"micro-batches, and a mini-batch has {rows} rows at most, so that the others are padding alone; lower "
+            "the count or enlarge the mini-batches"
+        )
+    if config.tag_shares and config.tag_timeout_s is None:
+        yield (
+            "tag_shares without tag_timeout_s: where a tag stops coming no batch is sealed any more until the run "
+            "is finished; set tag_timeout_s"
+        )
+    several = config.most_samples > 1 and config.n_samples_per_prompt == 1
+    if several and isinstance(config.estimator, GroupEstimator):
+        yield (
+            f"max_samples_per_prompt: {config.max_samples_per_prompt} with n_samples_per_prompt: 1: a group of one "
+            "is scored without a baseline, also one that is left of several, and the others relative to their "
+            "group; use n_samples_per_prompt: 2 or more, or advantage_estimator: none"
+        )
+
+
+def _most_rows(config: RunConfig) -> int | None:
+    """The most rows that a mini-batch can have; None where trajectories have steps."""
+    if config.step_wise:
+        return None
+    return max(map(config.mini_batch_size, config.models)) * config.most_samples

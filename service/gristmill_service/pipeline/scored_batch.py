@@ -15,7 +15,7 @@ from gristmill_service.config import RunConfig
 from gristmill_service.estimators import Float64s
 from gristmill_service.pipeline.credit import advantage
 from gristmill_service.pipeline.credit.assignment import Credit, credit
-from gristmill_service.pipeline.credit.credit_columns import credit_columns
+from gristmill_service.pipeline.credit.kl import credit_columns
 from gristmill_service.pipeline.rows import filters
 from gristmill_service.pipeline.rows.joins import Mismatch
 from gristmill_service.pipeline.rows.merge import Rows, merge, realigned_tokens, row_loss_tokens

@@ -2,6 +2,7 @@
 
 Estimators with credit per token subtract it from each trained token's reward; `grpo`, `rloo` and `maxrl` subtract the
 sum over a trajectory's trained tokens from its score. All arithmetic is float64.
+Columns that credit is computed of are checked when their rows come: a row that would fail its whole batch is refused.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gristmill._wire.columns import Int64s, Ragged, exact_sum
-from gristmill._wire.steps import FLOAT32_MAX
+from gristmill._wire.columns import Array, Int64s, Ragged, exact_sum
+from gristmill._wire.steps import FLOAT32_MAX, Steps
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.config import KlEstimator
+from gristmill_service.config import KlEstimator, KlInReward, RunConfig
 from gristmill_service.estimators import Float64s
 from gristmill_service.pipeline.credit.trained_tokens import TrainedTokens
 from gristmill_service.pipeline.rows.merge import Rows
@@ -108,3 +110,84 @@ def kl_in_scores(received: Received, scores: Float64s, sums: Float64s, coef: flo
 def _exact_sums(numbers: Float64s, bounds: Int64s) -> Float64s:
     runs = pairwise(bounds.tolist())
     return np.array([exact_sum(numbers[begin:end]) for begin, end in runs], np.float64)
+
+
+MOST = 1e30
+"""The largest number that credit is computed of: float32 holds a hundred million times that, so that no sum over a
+trajectory fails the batch that it is in."""
+
+
+def reward_columns(config: RunConfig) -> frozenset[str]:
+    """The columns that the `rewards` of shards are computed of."""
+    reference = config.kl_in_reward
+    has_kl = reference is not None and reference.estimator is not None
+    return frozenset([config.kl_from, "ref_logprobs"] if has_kl else ())
+
+
+def credit_columns(config: RunConfig) -> frozenset[str]:
+    """The columns that advantages are computed of."""
+    reference = config.kl_in_reward
+    of_rows = () if reference is None or reference.column is None else (reference.column,)
+    return reward_columns(config).union(config.estimator.columns, of_rows)
+
+
+def check_credit_columns(steps: Steps, config: RunConfig) -> None:
+    """Raises InvalidArgumentError naming the row, the column, the value and the remedy."""
+    for name in sorted(credit_columns(config)):
+        extra = steps.extras.get(name)
+        if extra is not None:
+            _check_fits(steps, name)
+    reference = config.kl_in_reward
+    if reference is not None and reference.estimator is not None and "ref_logprobs" in steps.extras:
+        _check_kl(steps, config)
+
+
+def _check_fits(steps: Steps, name: str) -> None:
+    column = steps.extras[name].values
+    if not column.values.size or max(abs(float(column.values.min())), abs(float(column.values.max()))) <= MOST:
+        return
+    for row, values in enumerate(column.arrays()):
+        outside = np.flatnonzero(~(np.abs(values) <= MOST))
+        if outside.size:
+            at = int(outside[0])
+            raise InvalidArgumentError(
+                f"{steps.name(row)}: {name}[{at}] is {values[at]}, which is too large to be added up in float32; scale "
+                f"it down to at most {MOST:g}"
+            )
+
+
+def _check_kl(steps: Steps, config: RunConfig) -> None:
+    reference = config.kl_in_reward
+    assert reference is not None, "checked by who calls"
+    sampled = steps.logprobs if config.kl_from == "rollout_logprobs" else None
+    if sampled is None and "old_logprobs" in steps.extras:
+        sampled = steps.extras["old_logprobs"].values
+    if sampled is None:
+        return
+    for row, (ours, theirs) in enumerate(
+        zip(sampled.arrays(), steps.extras["ref_logprobs"].values.arrays(), strict=True)
+    ):
+        if len(ours) != len(theirs):
+            continue
+        excess = excessive_kl(ours, theirs, steps.loss_mask[row] == 1, reference)
+        if excess is not None:
+            at, message = excess
+            raise InvalidArgumentError(f"{steps.name(row)}: the KL of response token {at} is {message}")
+
+
+def excessive_kl(
+    ours: Array, theirs: Array, trained: NDArray[np.bool_], reference: KlInReward
+) -> tuple[int, str] | None:
+    """Returns the first trained token whose share of the reward is too large for credit, and what to say of it; None
+    where there is none. ours, theirs: log-probabilities under the policy and the reference."""
+    assert reference.estimator is not None, "checked by the caller"
+    with np.errstate(over="ignore", invalid="ignore"):
+        estimates = reference.coef * kl(ours.astype(np.float64), theirs.astype(np.float64), reference.estimator)
+    outside = np.flatnonzero(~(np.abs(estimates) <= MOST) & trained)
+    if not outside.size:
+        return None
+    at = int(outside[0])
+    return at, (
+        f"{estimates[at]}, computed from the log-probabilities {ours[at]} and {theirs[at]} (ref_logprobs); check that "
+        "both are of the same tokens, or use the estimator k1 or k2"
+    )

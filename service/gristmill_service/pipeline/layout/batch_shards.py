@@ -14,9 +14,8 @@ from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.estimators import Float64s
 from gristmill_service.pipeline.credit.advantage import Denominators
-from gristmill_service.pipeline.credit.assignment import TokenCredit
-from gristmill_service.pipeline.credit.credit_columns import reward_columns
-from gristmill_service.pipeline.credit.token_credit import whiten
+from gristmill_service.pipeline.credit.assignment import TokenCredit, whiten
+from gristmill_service.pipeline.credit.kl import reward_columns
 from gristmill_service.pipeline.layout.columns import (
     Column,
     Geometry,

@@ -20,8 +20,8 @@ from gristmill._wire.columns import Int64s
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import Model, RunConfig
 from gristmill_service.pipeline.rows.sharing import Sharing
+from gristmill_service.pipeline.scheduling.packing import RowPacking, SharingRows, WholeRows
 from gristmill_service.pipeline.scheduling.plan import PADDING, MiniBatchPlan, RankPlan
-from gristmill_service.pipeline.scheduling.row_packing import RowPacking, SharingRows, WholeRows
 
 Count = TypeVar("Count", int, Int64s)
 

@@ -8,11 +8,10 @@ from gristmill._wire.steps import Steps, TrajectoryKey
 from gristmill.errors import FailedPreconditionError
 from gristmill_service.run.machine.answers import Admission, Admissions, Outcome, RewardUpdate, Sealed
 from gristmill_service.run.machine.commands.command import Command, FindQuota, View
-from gristmill_service.run.machine.decisions import aborts, admission, group_sizes, ingest, quotas, sealing
+from gristmill_service.run.machine.decisions import aborts, admission, ingest, quotas, row_rules, sealing
 from gristmill_service.run.machine.decisions.admission import Room
 from gristmill_service.run.machine.decisions.rewards import take_rewards
-from gristmill_service.run.machine.decisions.row_schema import check_schema
-from gristmill_service.run.machine.decisions.tags import NamedTags
+from gristmill_service.run.machine.decisions.row_rules import NamedTags, check_schema
 from gristmill_service.run.machine.events import (
     Event,
     GroupDropped,
@@ -34,7 +33,7 @@ class BeginGroups(Command[Admissions]):
         self._full_reason, self._waits = "", True
 
     def decide(self, view: View) -> Sequence[Event]:
-        group_sizes.check_sizes(view.state, self._groups, view.config)
+        row_rules.check_sizes(view.state, self._groups, view.config)
         tags = NamedTags(view.state)
         for key, _, tag in self._groups:
             if key not in view.state.closed:

@@ -11,7 +11,7 @@ from itertools import takewhile
 from gristmill._wire.steps import TrajectoryKey, check_length, check_text
 from gristmill.errors import NotFoundError
 from gristmill_service.config import RunConfig
-from gristmill_service.run.machine.decisions.group_sizes import check_sample
+from gristmill_service.run.machine.decisions.row_rules import check_sample
 from gristmill_service.run.machine.events import Event, GroupClosed, GroupDropped, GroupKey, TrajectoryAborted
 from gristmill_service.run.machine.groups import Group
 from gristmill_service.run.machine.state import State

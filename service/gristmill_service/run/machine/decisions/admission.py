@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import Admission
-from gristmill_service.run.machine.decisions.tags import NamedTags
+from gristmill_service.run.machine.decisions.row_rules import NamedTags
 from gristmill_service.run.machine.events import GroupKey, NewGroup
 from gristmill_service.run.machine.state import State
 

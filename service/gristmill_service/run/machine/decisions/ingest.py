@@ -22,8 +22,7 @@ from gristmill.errors import (
 from gristmill_service.config import RunConfig
 from gristmill_service.run.machine.answers import Outcome
 from gristmill_service.run.machine.decisions.admission import RETRY_AFTER_S, BytesLeft, Room
-from gristmill_service.run.machine.decisions.group_sizes import no_sample, samples_of
-from gristmill_service.run.machine.decisions.tags import NamedTags
+from gristmill_service.run.machine.decisions.row_rules import NamedTags, no_sample, samples_of
 from gristmill_service.run.machine.events import (
     Event,
     GroupKey,

@@ -13,7 +13,7 @@ from gristmill._wire.columns import exact_sum
 from gristmill._wire.steps import FLOAT32_MAX
 from gristmill.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from gristmill_service.run.machine.answers import RewardUpdate
-from gristmill_service.run.machine.decisions.row_schema import check_reward_schema
+from gristmill_service.run.machine.decisions.row_rules import check_reward_schema
 from gristmill_service.run.machine.events import Event, GroupKey, RewardsSet, RowRef, SchemaFixed, SetReward, StoredRow
 from gristmill_service.run.machine.state import State
 
