@@ -350,9 +350,8 @@ def _whole_trajectories(picked: Sequence[PickedRow]) -> Iterator[list[PickedRow]
 def _slices(part: Steps) -> Iterator[Steps]:
     """The rows in their order, as many at a time as make a message of moderate size."""
     sizes = 4 * part.tokens.lengths + sum(extra.row_bytes for extra in part.extras.values())
-    for column in (part.loss_mask, part.logprobs, part.token_rewards, part.token_advantages):
-        if column is not None:
-            sizes += column.lengths * column.values.itemsize
+    for column in part.token_columns:
+        sizes += column.lengths * column.values.itemsize
     begin, room = 0, _EXPORTED_BYTES
     for row, size in enumerate(sizes.tolist()):
         # One that is larger is alone: with others it might be more than a message takes.

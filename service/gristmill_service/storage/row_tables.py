@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import repeat
 from math import prod
 from operator import gt
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from gristmill._wire.codecs.row_codec import few_of, ones
 from gristmill._wire.column_spec import BFLOAT16, DTYPES
 from gristmill._wire.columns import Array, Ragged, bytes_of
-from gristmill._wire.steps import UNKNOWN, Extra, Steps
+from gristmill._wire.steps import PLAIN_FIELDS, ROW_FIELDS, TOKEN_FIELDS, Extra, Steps
 from gristmill.errors import InvalidArgumentError, UnavailableError
 
 Stored = Steps | bytes | memoryview
@@ -78,21 +78,37 @@ class Column(msgspec.Struct, array_like=True):
 Length = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Numbers(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
-    """One number per row; None: all rows have the default."""
+NUMBERS: dict[str, tuple[Any, Any]] = {
+    **{one.name: (one.dtype, one.default) for one in ROW_FIELDS},
+    "prompt_lengths": (np.int64, 0),
+    "response_lengths": (np.int64, 0),
+    "rewards": (np.float64, 0.0),
+    "rewards_pending": (np.bool_, False),
+}
+OF_SOME = {"advantages": np.float64, "prefix_lengths": np.int64}
+OF_RESPONSES = tuple(one.name for one in TOKEN_FIELDS)
+PLAIN = {one.name: one for one in PLAIN_FIELDS}
 
-    rounds: list[int] | None = None
-    samples: list[int] | None = None
-    steps: list[int] | None = None
-    attempts: list[int] | None = None
-    is_last_steps: list[bool] | None = None
-    policy_versions: list[int] | None = None
-    prompt_lengths: list[Length] | None = None
-    response_lengths: list[Length] | None = None
-    rewards: list[float] | None = None
-    rewards_pending: list[bool] | None = None
-    advantages: list[float] | None = None
-    prefix_lengths: list[Length] | None = None
+
+def _kind(name: str, dtype: Any) -> Any:
+    kinds = {"i": int, "b": bool, "f": float}
+    return list[Length] | None if name.endswith("_lengths") else list[kinds[np.dtype(dtype).kind]] | None  # type: ignore[misc]
+
+
+if TYPE_CHECKING:
+    Numbers = Any
+else:
+    # One number per row; None: all rows have the default.
+    Numbers = msgspec.defstruct(
+        "Numbers",
+        [
+            *((name, _kind(name, dtype), None) for name, (dtype, _) in NUMBERS.items()),
+            *((name, _kind(name, dtype), None) for name, dtype in OF_SOME.items()),
+        ],
+        omit_defaults=True,
+        forbid_unknown_fields=True,
+        gc=False,
+    )
 
 
 class Header(msgspec.Struct, array_like=True, gc=False):
@@ -105,20 +121,6 @@ class Header(msgspec.Struct, array_like=True, gc=False):
     columns: msgspec.Raw
 
 
-NUMBERS: dict[str, tuple[Any, Any]] = {
-    "rounds": (np.int32, 0),
-    "samples": (np.int32, 0),
-    "steps": (np.int32, 0),
-    "attempts": (np.int32, 0),
-    "is_last_steps": (np.bool_, True),
-    "policy_versions": (np.int32, UNKNOWN),
-    "prompt_lengths": (np.int64, 0),
-    "response_lengths": (np.int64, 0),
-    "rewards": (np.float64, 0.0),
-    "rewards_pending": (np.bool_, False),
-}
-OF_SOME = {"advantages": np.float64, "prefix_lengths": np.int64}
-OF_RESPONSES = ("loss_mask", "logprobs", "token_rewards", "token_advantages", "token_versions")
 _BY_TOKEN = frozenset(("tokens", *OF_RESPONSES))
 _DTYPES = frozenset((BFLOAT16 if name == "bfloat16" else np.dtype(name)).str for name in DTYPES)
 _decoder = msgspec.msgpack.Decoder(Header)
@@ -195,7 +197,7 @@ def steps_of(stored: Stored) -> Steps:
 
 
 def _nbytes(table: Steps) -> int:
-    columns = [table.tokens, *(column for name in OF_RESPONSES if (column := getattr(table, name)) is not None)]
+    columns = [table.tokens, *table.token_columns]
     extras = [extra.values for extra in table.extras.values()]
     return sum(column.values.nbytes for column in [*columns, *extras])
 

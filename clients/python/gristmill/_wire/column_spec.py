@@ -17,6 +17,7 @@ import numpy as np
 
 from gristmill._wire.columns import Array
 from gristmill._wire.lists import check_no_null
+from gristmill._wire.steps import ROW_FIELDS, TOKEN_FIELDS
 from gristmill.errors import InvalidArgumentError
 
 ColumnDtype = Literal[
@@ -57,7 +58,8 @@ BUILT_IN = frozenset(
     (
         *SHARD_TENSORS,
         *("uid", "uids", "round", "rounds", "step", "steps", "attempt", "attempts", "prompt_token_ids", "response_ids"),
-        *("reward", "advantage", "stop_reason", "stop_reasons", "policy_versions", "prompt_len", "response_len"),
+        *(one.given for one in (*ROW_FIELDS, *TOKEN_FIELDS)),
+        *("stop_reason", "stop_reasons", "prompt_len", "response_len"),
         *("tag", "tags", "n_samples", "trajectory_ids", "samples", "loss_masks", "rollout_metrics"),
         *("env_metrics", "trajectory_generation_times", "trajectory_time_splits"),
     )

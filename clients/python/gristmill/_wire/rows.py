@@ -11,7 +11,7 @@ from typing import Any
 from gristmill._wire.column_spec import BFLOAT16, ColumnSpec, from_bfloat16
 from gristmill._wire.foreign_names import renamings
 from gristmill._wire.lists import ConvertedTokens
-from gristmill._wire.steps import Extra, Steps
+from gristmill._wire.steps import ROW_FIELDS, TOKEN_FIELDS, Extra, Steps
 from gristmill._wire.tables import ARRAYS, SCALARS, ValueColumns, describe, extras_of_row
 from gristmill.errors import InvalidArgumentError
 
@@ -71,33 +71,23 @@ def to_rows(table: Steps, columns: Sequence[ColumnSpec] = ()) -> Iterator[dict[s
     columns: those that the run declares.
     """
     singles = {column.name for column in columns if column.scope == "row"}
-    optional = (
-        ("rollout_logprobs", table.logprobs),
-        ("reward", table.token_rewards),
-        ("advantage", table.token_advantages),
-        ("policy_versions", table.token_versions),
-    )
+    of_tokens = [(one.given, column) for one in TOKEN_FIELDS if (column := getattr(table, one.name)) is not None]
+    numbers = [(one.given, getattr(table, one.name).tolist()) for one in ROW_FIELDS]
     for index in range(len(table)):
         tokens, split = table.tokens[index], int(table.prompt_lengths[index])
         row: dict[str, Any] = {
             "uid": table.uids[index],
-            "round": int(table.rounds[index]),
-            "sample": int(table.samples[index]),
-            "step": int(table.steps[index]),
-            "attempt": int(table.attempts[index]),
-            "is_last_step": bool(table.is_last_steps[index]),
+            **{name: values[index] for name, values in numbers},
             "stop_reason": table.stop_reasons[index],
-            "policy_version": int(table.policy_versions[index]),
             "prompt_token_ids": tokens[:split].tolist(),
             "response_ids": tokens[split:].tolist(),
-            "loss_mask": table.loss_mask[index].tolist(),
             "reward": None if table.rewards_pending[index] else float(table.rewards[index]),
         }
         if table.advantages is not None:
             row["advantage"] = float(table.advantages[index])
         if table.tags is not None and table.tags[index]:
             row["tag"] = table.tags[index]
-        row |= {name: column[index].tolist() for name, column in optional if column is not None}
+        row |= {name: column[index].tolist() for name, column in of_tokens}
         row |= {
             name: _plain(extra, index, name in singles) for name, extra in table.extras.items() if extra.given[index]
         }

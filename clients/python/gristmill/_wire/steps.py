@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,66 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 # Changing how NumPy treats errors costs as much as reading so many values.
 _MANY = 16_384
 _FINITE = "it must be finite, also as float32"
+
+
+class RowField(NamedTuple):
+    """A number that each row has.
+
+    name: of the column of `Steps`, of `gristmill.v1.Rows`, and of stored tables. given: its name in a row as a mapping.
+    dtype: of the column. default: of rows that do not say. lowest: what a row may have. is_required: whether a message
+    has to say.
+    """
+
+    name: str
+    given: str
+    dtype: Any
+    default: Any
+    lowest: int | None = 0
+    is_required: bool = False
+
+
+class TokenField(NamedTuple):
+    """A column with one value per response token.
+
+    name: of the column of `Steps` and of stored tables. given: its name in a row as a mapping. message: in
+    `gristmill.v1.Rows`. dtype: of the column.
+    is_plain: nothing else of a row is derived from it, and it does not depend on another field: codecs, tables and
+        digests need nothing but this entry.
+    fill: of a plain field, the value in rows that lack it where others have it; None: such rows are refused.
+    label: of a plain field, what precedes its values in digests of rows, so that they are not taken for those of
+        another field.
+    """
+
+    name: str
+    given: str
+    message: str
+    dtype: Any
+    is_plain: bool = False
+    fill: float | None = None
+    label: bytes = b""
+
+
+ROW_FIELDS = (
+    RowField("rounds", "round", np.int32, 0),
+    RowField("samples", "sample", np.int32, 0, is_required=True),
+    RowField("steps", "step", np.int32, 0),
+    RowField("attempts", "attempt", np.int32, 0),
+    RowField("is_last_steps", "is_last_step", np.bool_, True, lowest=None),
+    RowField("policy_versions", "policy_version", np.int32, UNKNOWN, lowest=UNKNOWN),
+)
+TOKEN_FIELDS = (
+    TokenField("loss_mask", "loss_mask", "loss_mask", np.uint8),
+    TokenField("logprobs", "rollout_logprobs", "rollout_logprobs", np.float32, is_plain=True),
+    TokenField("token_rewards", "reward", "token_rewards", np.float64),
+    TokenField("token_advantages", "advantage", "token_advantages", np.float32),
+    TokenField("token_versions", "policy_versions", "token_policy_versions", np.int32),
+)
+"""The fields of rows, from which protobuf messages, rows as mappings, stored tables and digests take theirs. The order
+is that of digests and stored tables: a new field comes last."""
+
+PLAIN_FIELDS = tuple(one for one in TOKEN_FIELDS if one.is_plain)
+_GIVEN = tuple(one.given for one in TOKEN_FIELDS)
+_columns_of_tokens = attrgetter(*(one.name for one in TOKEN_FIELDS))
 
 
 class TrajectoryKey(NamedTuple):
@@ -135,6 +196,11 @@ class Steps:
         return self.loss_mask.lengths
 
     @property
+    def token_columns(self) -> list[Ragged]:
+        """The columns with one value per response token that the table has."""
+        return [column for column in _columns_of_tokens(self) if column is not None]
+
+    @property
     def sequence_lengths(self) -> Int64s:
         """Tokens of each row, those that `tokens` lacks too; int64 (n,)."""
         own = self.tokens.lengths
@@ -196,6 +262,11 @@ def _concat_column(name: str, tables: Sequence[Steps]) -> Any:
         return tags_of(tables)
     if name == "token_versions" and any(column is not None for column in columns):
         columns = [versions_of_tokens(table) for table in tables]
+    if name in _FILLED and any(column is not None for column in columns):
+        fill = _FILLED[name]
+        columns = [
+            filled(table, fill) if column is None else column for table, column in zip(tables, columns, strict=True)
+        ]
     missing = [index for index, column in enumerate(columns) if column is None]
     if len(missing) == len(columns):
         return None
@@ -209,6 +280,15 @@ def _concat_column(name: str, tables: Sequence[Steps]) -> Any:
         dtype = np.result_type(*(column.values.dtype for column in columns))
         return Ragged.from_arrays([view for column in columns for view in column.arrays()], dtype)
     return np.concatenate(columns)
+
+
+_FILLED = {one.name: one for one in PLAIN_FIELDS if one.fill is not None}
+
+
+def filled(table: Steps, field: TokenField) -> Ragged:
+    """A plain field's column of rows that lack it."""
+    lengths = table.response_lengths
+    return Ragged.from_lengths(np.full(int(lengths.sum()), field.fill, field.dtype), lengths)
 
 
 def _concat_extra(name: str, tables: Sequence[Steps]) -> Extra:
@@ -288,8 +368,11 @@ def check_uid(uid: str) -> None:
     check_text(uid, "uid")
 
 
+_LOWEST = tuple((one.name, one.lowest) for one in ROW_FIELDS if one.lowest is not None)
+
+
 def _check_identity(table: Steps) -> None:
-    for name, lowest in (("rounds", 0), ("samples", 0), ("steps", 0), ("attempts", 0), ("policy_versions", UNKNOWN)):
+    for name, lowest in _LOWEST:
         column = getattr(table, name)
         if column.size and least(column) < lowest:
             at = int((column < lowest).argmax())
@@ -398,13 +481,7 @@ def _refuse_value(table: Steps, name: str, column: Ragged, is_bad: Any, rule: st
 
 
 def _response_columns(table: Steps) -> list[tuple[str, Ragged]]:
-    columns = (
-        ("loss_mask", table.loss_mask),
-        ("rollout_logprobs", table.logprobs),
-        ("reward", table.token_rewards),
-        ("advantage", table.token_advantages),
-        ("policy_versions", table.token_versions),
-    )
+    columns = zip(_GIVEN, _columns_of_tokens(table), strict=True)
     return [(name, column) for name, column in columns if column is not None]
 
 

@@ -18,24 +18,31 @@ from gristmill._wire.codecs.row_codec import ones
 from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.columns import Array, Int64s, Ragged, exact_sum, lengths_of
 from gristmill._wire.lists import ConvertedTokens, Pieces, from_list, joined
-from gristmill._wire.steps import INT32_MAX, UNKNOWN, Extra, Steps, TrajectoryKey, check, oldest_versions
+from gristmill._wire.steps import (
+    INT32_MAX,
+    PLAIN_FIELDS,
+    ROW_FIELDS,
+    TOKEN_FIELDS,
+    UNKNOWN,
+    Extra,
+    Steps,
+    TokenField,
+    TrajectoryKey,
+    check,
+    oldest_versions,
+)
 from gristmill._wire.values import Read, float32s, floats, is_vector, mask, scalar, tokens, version_array
 from gristmill.errors import InvalidArgumentError
 
 SCALARS: dict[str, tuple[type, Any]] = {
     "uid": (str, ""),
-    "round": (int, 0),
-    "sample": (int, 0),
-    "step": (int, 0),
-    "attempt": (int, 0),
-    "is_last_step": (bool, True),
+    **{one.given: (type(one.default), one.default) for one in ROW_FIELDS},
     "stop_reason": (str, ""),
-    "policy_version": (int, UNKNOWN),
     "tag": (str, ""),
 }
 """Fields with one value a row: of which type, and what an absent one is."""
 
-ARRAYS = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward", "advantage", "policy_versions")
+ARRAYS = ("prompt_token_ids", "response_ids", *(one.given for one in TOKEN_FIELDS))
 """Fields with a value a token, or one a row."""
 
 Column = Ragged | list[Array | None] | None
@@ -81,7 +88,7 @@ class ValueColumns:
             self._check_complete(name)
         self._tokens = self._token_column(converted or ConvertedTokens(are_kept=False))
         self._masks = self._array_column("loss_mask", np.uint8, mask)
-        self._logprobs = self._array_column("rollout_logprobs", np.float32, float32s)
+        self._plain = {one: self._array_column(one.given, one.dtype, _reader(one)) for one in PLAIN_FIELDS}
         self._versions = self._array_column("policy_versions", np.int32, version_array)
         self._rewards, self._token_rewards = self._number_column("reward", np.float64)
         self._advantages, self._token_advantages = self._number_column("advantage", np.float32)
@@ -186,7 +193,7 @@ class ValueColumns:
         sizes = (self._tokens.prompts + self._tokens.responses) * 4
         if self._masks is None:
             sizes += self._tokens.responses
-        for column in (self._masks, self._logprobs, self._token_rewards, *self._extras.values()):
+        for column in (self._masks, *self._plain.values(), self._token_rewards, *self._extras.values()):
             if isinstance(column, Ragged):
                 sizes += column.lengths * column.values.itemsize
             elif column is not None:
@@ -202,22 +209,18 @@ class ValueColumns:
         prompts, responses = self._tokens.prompts[part], self._tokens.responses[part]
         pieces = self._tokens.pieces[self._tokens.edges[begin] : self._tokens.edges[end]]
         versions, token_versions = _versions(scalars["policy_version"], _cut(self._versions, part), responses)
+        numbers: dict[str, Any] = {one.name: np.array(scalars[one.given], one.dtype) for one in ROW_FIELDS}
+        numbers["policy_versions"] = versions
+        plain: dict[str, Any] = {one.name: self._plain_column(one, part, responses) for one in PLAIN_FIELDS}
         masks = _cut(self._masks, part)
         loss_mask = ones(responses) if masks is None else _ragged(masks, np.uint8)
         return check(
             Steps(
                 uids=scalars["uid"],
-                rounds=np.array(scalars["round"], np.int32),
-                samples=np.array(scalars["sample"], np.int32),
-                steps=np.array(scalars["step"], np.int32),
-                attempts=np.array(scalars["attempt"], np.int32),
-                is_last_steps=np.array(scalars["is_last_step"], np.bool_),
                 stop_reasons=scalars["stop_reason"],
-                policy_versions=versions,
                 tokens=Ragged.from_lengths(Ragged.from_arrays(pieces, np.int32).values, prompts + responses),
                 prompt_lengths=prompts,
                 loss_mask=loss_mask,
-                logprobs=self._optional("rollout_logprobs", _cut(self._logprobs, part), begin, np.float32),
                 rewards=np.array([reward or 0.0 for reward in rewards], np.float64),
                 token_rewards=self._token_rewards_of(part, loss_mask.lengths, pending),
                 rewards_pending=np.array(pending, np.bool_),
@@ -230,8 +233,19 @@ class ValueColumns:
                 },
                 token_versions=token_versions,
                 tags=scalars["tag"] if any(scalars["tag"]) else None,
+                **numbers,
+                **plain,
             )
         )
+
+    def _plain_column(self, field: TokenField, part: slice, lengths: Int64s) -> Ragged | None:
+        column = _cut(self._plain[field], part)
+        if field.fill is not None and isinstance(column, list) and any(array is not None for array in column):
+            column = [
+                np.full(length, field.fill, field.dtype) if array is None else array
+                for array, length in zip(column, lengths.tolist(), strict=True)
+            ]
+        return self._optional(field.given, column, part.start, field.dtype)
 
     def _token_rewards_of(self, part: slice, lengths: Int64s, pending: Sequence[bool]) -> Ragged | None:
         column = _cut(self._token_rewards, part)
@@ -270,6 +284,10 @@ class ValueColumns:
         """As `Steps.name` has it."""
         round_, uid, sample, step = (self._scalars[name][row] for name in ("round", "uid", "sample", "step"))
         return f"{TrajectoryKey(round_, uid, sample)} step {step}"
+
+
+def _reader(field: TokenField) -> Read:
+    return version_array if np.dtype(field.dtype).kind == "i" else float32s
 
 
 def describe(row: Mapping[str, Any], position: int) -> str:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.columns import Int64s, Ragged
-from gristmill._wire.steps import Steps, TrajectoryKey, concat
+from gristmill._wire.steps import PLAIN_FIELDS, Steps, TrajectoryKey, concat
 from gristmill_service.config import RunConfig
 from gristmill_service.estimators import Float64s, TokenEstimator
 from gristmill_service.pipeline.credit import advantage
@@ -192,13 +192,14 @@ def _without_tokens(table: Steps) -> Steps:
     """The columns that scores and filters need."""
     nothing = Ragged(_EMPTY.values, np.zeros(len(table), np.int64), np.zeros(len(table), np.int64))
     advantages = None if table.token_advantages is None else nothing
+    plain: dict[str, Any] = dict.fromkeys(one.name for one in PLAIN_FIELDS)
     return replace(
         table,
         tokens=nothing,
         loss_mask=nothing,
-        logprobs=None,
         token_rewards=None,
         token_advantages=advantages,
         extras={},
         token_versions=None,
+        **plain,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from struct import Struct
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
 from gristmill._wire.columns import Array, Ragged, bytes_of
-from gristmill._wire.steps import Steps
+from gristmill._wire.steps import PLAIN_FIELDS, Steps
 
 _SMALL = Struct("<qqi??dd16s")
 
@@ -33,8 +33,9 @@ class RowDigests:
         self._small = _small_fields(steps, self.rewards)
         # What has no fixed length comes behind what has.
         self._reasons = [*map(str.encode, steps.stop_reasons)]
-        columns = [steps.loss_mask, steps.logprobs, steps.token_advantages]
-        self._values: list[Sequence[Any]] = [column.memory() for column in columns if column is not None]
+        self._values: list[Sequence[Any]] = [steps.loss_mask.memory(), *_plain_parts(steps)]
+        if steps.token_advantages is not None:
+            self._values.append(steps.token_advantages.memory())
         if steps.token_versions is not None:
             self._values.append(_token_versions(steps, steps.token_versions))
         self._values += [part for name in sorted(steps.extras) for part in _extra_parts(steps, name, name in shared)]
@@ -78,6 +79,15 @@ def _extra_parts(steps: Steps, name: str, is_shared: bool) -> tuple[list[bytes],
         for one, given in zip(values, extra.given.tolist(), strict=True)
     ]
     return labels, values
+
+
+def _plain_parts(steps: Steps) -> Iterator[Sequence[Any]]:
+    for one in PLAIN_FIELDS:
+        column: Ragged | None = getattr(steps, one.name)
+        if column is not None:
+            if one.label:
+                yield [one.label] * len(steps)
+            yield column.memory()
 
 
 def _token_versions(steps: Steps, versions: Ragged) -> list[Any]:

@@ -24,6 +24,7 @@ from gristmill_service.storage.row_tables import (
     NUMBERS,
     OF_RESPONSES,
     OF_SOME,
+    PLAIN,
     Column,
     Header,
     Opened,
@@ -289,6 +290,9 @@ def _stand_in(name: str, numbers: dict[str, Array], row: int) -> bytes:
         return b"\1" * length
     if name == "token_versions":
         return np.full(length, numbers["policy_versions"][row], np.int32).tobytes()
+    field = PLAIN.get(name)
+    if field is not None and field.fill is not None:
+        return np.full(length, field.fill, field.dtype).tobytes()
     raise InvalidArgumentError(f"some rows have {name} and others do not; all rows of a run have them, or none has")
 
 

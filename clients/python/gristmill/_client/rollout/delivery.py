@@ -12,7 +12,7 @@ import numpy as np
 
 from gristmill._client.connection.failures import with_message
 from gristmill._wire.columns import Int64s, lengths_of
-from gristmill._wire.steps import Steps, TrajectoryKey
+from gristmill._wire.steps import TOKEN_FIELDS, Steps, TrajectoryKey
 from gristmill.errors import GristmillError
 from gristmill.v1 import rollout_pb2
 
@@ -121,16 +121,14 @@ def outcomes_of(response: rollout_pb2.SubmitRowsResponse, entries: Sequence[Pend
 
 def form_of(table: Steps) -> Form:
     """Which columns the table has: rows of another form cannot share a message."""
-    columns = (table.logprobs, table.token_rewards, table.advantages, table.token_advantages, table.token_versions)
-    return tuple(column is not None for column in columns)
+    return (table.advantages is not None, *(getattr(table, one.name) is not None for one in TOKEN_FIELDS))
 
 
 def row_sizes(table: Steps) -> Int64s:
     """Bytes of each row on the wire, about; int64 (rows,)."""
     sizes = table.tokens.lengths * 4 + _ROW_OVERHEAD
-    for column in (table.loss_mask, table.logprobs, table.token_rewards, table.token_advantages, table.token_versions):
-        if column is not None:
-            sizes = sizes + column.lengths * column.values.itemsize
+    for column in table.token_columns:
+        sizes = sizes + column.lengths * column.values.itemsize
     for extra in table.extras.values():
         sizes = sizes + extra.row_bytes
     names: Int64s = (lengths_of(table.uids) + lengths_of(table.stop_reasons)) * 3

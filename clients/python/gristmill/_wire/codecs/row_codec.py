@@ -13,17 +13,29 @@ from numpy.typing import NDArray
 
 from gristmill._wire.column_spec import BFLOAT16, DTYPES, MOST_AXES, MOST_ELEMENT_BYTES
 from gristmill._wire.columns import FEW_ROWS, Array, Int64s, Ragged, greatest, least, starts_of, sum_of
-from gristmill._wire.steps import UNKNOWN, Extra, Steps, check, oldest_versions, tags_of
+from gristmill._wire.steps import (
+    PLAIN_FIELDS,
+    ROW_FIELDS,
+    TOKEN_FIELDS,
+    UNKNOWN,
+    Extra,
+    Steps,
+    check,
+    oldest_versions,
+    tags_of,
+)
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import rows_pb2
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("gristmill moves raw little-endian buffers and needs a little-endian machine")
 
-BUFFERS = ("tokens", "rollout_logprobs", "token_rewards", "token_advantages", "loss_mask", "token_policy_versions")
+BUFFERS = ("tokens", *(one.message for one in TOKEN_FIELDS))
 """The fields with values of tokens. The others are small, but for the values of declared columns."""
 
 COLUMN_VALUES = "column_values"
+
+_NUMBERS = [(one.name, one.dtype, None if one.is_required else one.default) for one in ROW_FIELDS]
 
 Buffers = Mapping[str, memoryview]
 
@@ -80,13 +92,9 @@ def small_fields(tables: Sequence[Steps], prefixes: Prefixes | None = None) -> r
     """The tables' rows, one table after another, but for their buffers and declared columns."""
     first = tables[0]
     rewards = first.token_rewards is None
+    numbers: dict[str, Any] = {name: _unless(_column(tables, name), default) for name, _, default in _NUMBERS}
     return rows_pb2.Rows(
         uids=[uid for table in tables for uid in table.uids],
-        rounds=_unless(_column(tables, "rounds"), 0),
-        samples=_column(tables, "samples").tolist(),
-        steps=_unless(_column(tables, "steps"), 0),
-        attempts=_unless(_column(tables, "attempts"), 0),
-        is_last_steps=_unless(_column(tables, "is_last_steps"), True),
         prompt_lengths=_column(tables, "prompt_lengths").tolist(),
         response_lengths=_column(tables, "response_lengths").tolist(),
         rewards=_column(tables, "rewards").tolist() if rewards else (),
@@ -94,23 +102,20 @@ def small_fields(tables: Sequence[Steps], prefixes: Prefixes | None = None) -> r
         advantages=() if first.advantages is None else _column(tables, "advantages").tolist(),
         stop_reasons=_stop_reasons(tables),
         tags=tags_of(tables) or (),
-        policy_versions=_unless(_column(tables, "policy_versions"), UNKNOWN),
         prefix_lengths=() if prefixes is None else prefixes.lengths.tolist(),
         prefix_checksums=() if prefixes is None else prefixes.checksums.tolist(),
+        **numbers,
     )
 
 
 def buffers(table: Steps) -> dict[str, Ragged]:
     """The table's columns that are sent as buffers; a mask of ones is not."""
-    found = {
-        "tokens": table.tokens,
-        "rollout_logprobs": table.logprobs,
-        "token_rewards": table.token_rewards,
-        "token_advantages": table.token_advantages,
-        "token_policy_versions": table.token_versions,
-        "loss_mask": None if table.loss_mask.values.all() else table.loss_mask,
-    }
-    return {name: column for name, column in found.items() if column is not None}
+    found = {"tokens": table.tokens}
+    for one in TOKEN_FIELDS:
+        column = getattr(table, one.name)
+        if column is not None and (column is not table.loss_mask or not column.values.all()):
+            found[one.message] = column
+    return found
 
 
 def decode(message: rows_pb2.Rows) -> Steps:
@@ -158,23 +163,22 @@ def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryv
         if token_rewards is None
         else token_rewards.row_sums()
     )
-    versions = _per_row(message.policy_versions, "policy_versions", count, np.int32, UNKNOWN)
+    numbers: dict[str, Any] = {
+        name: _per_row(getattr(message, name), name, count, dtype, default) for name, dtype, default in _NUMBERS
+    }
     token_versions = of_responses.ragged(buffer("token_policy_versions"), "token_policy_versions", np.int32)
     if token_versions is not None:
-        versions = np.where(versions == UNKNOWN, oldest_versions(token_versions), versions)
+        versions = numbers["policy_versions"]
+        numbers["policy_versions"] = np.where(versions == UNKNOWN, oldest_versions(token_versions), versions)
+    plain: dict[str, Any] = {
+        one.name: of_responses.ragged(buffer(one.message), one.message, one.dtype) for one in PLAIN_FIELDS
+    }
     steps = Steps(
         uids=uids,
-        rounds=_per_row(message.rounds, "rounds", count, np.int32, 0),
-        samples=_per_row(message.samples, "samples", count, np.int32, None),
-        steps=_per_row(message.steps, "steps", count, np.int32, 0),
-        attempts=_per_row(message.attempts, "attempts", count, np.int32, 0),
-        is_last_steps=_per_row(message.is_last_steps, "is_last_steps", count, np.bool_, True),
         stop_reasons=_strings(message.stop_reasons, "stop_reasons", count),
-        policy_versions=versions,
         tokens=tokens,
         prompt_lengths=prompts,
         loss_mask=loss_mask,
-        logprobs=of_responses.ragged(buffer("rollout_logprobs"), "rollout_logprobs", np.float32),
         rewards=rewards,
         token_rewards=token_rewards,
         rewards_pending=_per_row(message.rewards_pending, "rewards_pending", count, np.bool_, False),
@@ -186,6 +190,8 @@ def read(message: rows_pb2.Rows, apart: Buffers, column_values: Sequence[memoryv
         token_versions=token_versions,
         tags=_strings(message.tags, "tags", count) if message.tags else None,
         prefix_lengths=None if prefixes is None else prefixes.lengths,
+        **plain,
+        **numbers,
     )
     return Sent(steps, prefixes)
 
@@ -234,7 +240,7 @@ def _column(tables: Sequence[Steps], name: str) -> Array:
 
 
 def _unless(column: Array, default: Any) -> Sequence[Any]:
-    """The column's values; none where all are the default."""
+    """The column's values; none where all are the default. default: None where they are always sent."""
     values: list[Any] = column.tolist()
     return [] if values.count(default) == len(values) else values
 

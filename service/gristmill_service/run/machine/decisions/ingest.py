@@ -86,8 +86,7 @@ def describe_rows(
 
 def _sizes(steps: Steps, responses: Sequence[int]) -> list[int]:
     """The bytes that each row takes, as it is held."""
-    columns = (steps.loss_mask, steps.logprobs, steps.token_rewards, steps.token_advantages, steps.token_versions)
-    item = sum(column.values.itemsize for column in columns if column is not None)
+    item = sum(column.values.itemsize for column in steps.token_columns)
     own = zip(steps.tokens.lengths.tolist(), responses, strict=True)
     sizes = [ROW_OVERHEAD_BYTES + 4 * tokens + item * response for tokens, response in own]
     for extra in steps.extras.values():
