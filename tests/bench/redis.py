@@ -13,7 +13,7 @@ import numpy as np
 import redis
 from safetensors.numpy import load
 
-from gristmill._wire.codecs.compact_shards import restore
+from gristmill._wire.codecs.zstd_frames import FRAME_BYTES, decompressed
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import join
@@ -125,7 +125,12 @@ def _pull_one(client: redis.Redis, store: RedisShardStore, shard: Shard, kept: l
     keys = sorted(client.scan_iter(f"*:{address.model}:{address.mini_batch}:{address.rank}:*"))
 
     def ours() -> None:
-        kept.append(restore(list(store.read_compact("bench", 0, address))))
+        data, at = np.empty(shard.size, np.uint8), 0
+        for frame in store.read_frames("bench", 0, address):
+            content = decompressed(frame, FRAME_BYTES)
+            data.data[at : at + len(content)] = content
+            at += len(content)
+        kept.append(data)
 
     def bound() -> None:
         for key in keys:

@@ -64,7 +64,7 @@ def _reading(address: str) -> Figure:
         asked = trainer_pb2.GetBatchRequest(run="read", batch=0, wait_s=20.0)
         assert transport.call(transport.trainers.GetBatch, asked, wait_s=20.0).plan_json
         shards = [
-            trainer_pb2.ReadShardRequest(run="read", batch=0, mini_batch=part, rank=rank, accepts_compact=True)
+            trainer_pb2.ReadShardRequest(run="read", batch=0, mini_batch=part, rank=rank, accepts_zstd=True)
             for part in range(4)
             for rank in range(DP_SIZE)
         ]

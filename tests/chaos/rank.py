@@ -25,7 +25,7 @@ from safetensors.numpy import load, save
 from gristmill._client.connection.failures import failure_of
 from gristmill._client.connection.transport import Transport
 from gristmill._wire.addresses import Position
-from gristmill._wire.codecs.compact_shards import restore
+from gristmill._wire.codecs.zstd_frames import FRAME_BYTES, decompressed
 from gristmill.errors import BatchFailedError, GristmillError
 from gristmill.v1 import run_pb2, trainer_pb2
 from tests.chaos import written
@@ -200,12 +200,11 @@ class Rank:
             rank=self._rank,
             batch=position.batch,
             mini_batch=position.mini_batch,
-            accepts_compact=True,
+            accepts_zstd=True,
         )
         pieces = list(self._transport.trainers.ReadShard(request, timeout=20))
         self._heartbeats.beat(self._slot)
-        parts = [piece.data for piece in pieces]
-        return restore(parts).tobytes() if pieces and pieces[0].is_compact else b"".join(parts)
+        return b"".join(decompressed(one.data, FRAME_BYTES) if one.is_zstd else one.data for one in pieces)
 
     def _call(self, name: str, request: Any, wait_s: float = 0.0) -> Any:
         answer = self._transport.call(getattr(self._transport.trainers, name), request, wait_s=wait_s)

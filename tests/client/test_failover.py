@@ -364,7 +364,7 @@ def test_pauses_grow_by_the_round(replicas: int, attempts: int, pushback_s: floa
 def streaming(*answers: Iterable[bytes | grpc.StatusCode]) -> Iterator[tuple[str, grpc.Server]]:
     """A replica that answers ReadShard so."""
     server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
-    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Streams(*answers, are_compact=False), server)  # type: ignore[no-untyped-call]
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Streams(*answers, are_zstd=False), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield f"127.0.0.1:{port}", server

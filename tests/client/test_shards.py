@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from gristmill import FailedPreconditionError, InvalidArgumentError
 from gristmill._wire.addresses import Position, ShardAddress, is_mappable
-from gristmill._wire.codecs.shard_frames import frame, unframe
+from gristmill._wire.codecs.shard_messages import message_of, piece_of
 from gristmill._wire.rows import from_rows
 from gristmill.torch import Conversion, Shard, map_shard, open_shard, parse_shard, token_logprobs
 from gristmill.v1 import trainer_pb2
@@ -386,27 +386,27 @@ def test_streamed_bytes_and_a_mapped_file_say_the_same(path: Path) -> None:
 
 
 @given(st.binary(max_size=300), st.booleans(), st.sampled_from([0, 1 << 7, 1 << 14, 1 << 20]))
-def test_messages_made_by_hand_are_those_of_the_contract(data: bytes, is_compact: bool, more: int) -> None:
+def test_messages_made_by_hand_are_those_of_the_contract(data: bytes, is_zstd: bool, more: int) -> None:
     data += bytes(more)
-    message = frame(memoryview(data), is_compact=is_compact)
+    message = message_of(memoryview(data), is_zstd=is_zstd)
     parsed = trainer_pb2.ReadShardResponse.FromString(message)
-    assert (parsed.data, parsed.is_compact) == (data, is_compact)
+    assert (parsed.data, parsed.is_zstd) == (data, is_zstd)
     for one in (message, parsed.SerializeToString()):
-        piece, came_compact = unframe(one)
-        assert (bytes(piece), came_compact) == (data, is_compact)
+        piece, came_zstd = piece_of(one)
+        assert (bytes(piece), came_zstd) == (data, is_zstd)
 
 
 def test_a_message_of_a_newer_service_is_read() -> None:
     later = b"\xfa\x01\x03new"
-    for message in (frame(b"abc", is_compact=True) + later, later + frame(b"abc", is_compact=True)):
-        piece, is_compact = unframe(message)
-        assert (bytes(piece), is_compact) == (b"abc", True)
+    for message in (message_of(b"abc", is_zstd=True) + later, later + message_of(b"abc", is_zstd=True)):
+        piece, is_zstd = piece_of(message)
+        assert (bytes(piece), is_zstd) == (b"abc", True)
 
 
 @pytest.mark.parametrize("spoil", [lambda message: message[:-1], lambda message: b"\x0a", lambda message: b"\x0a\xff"])
 def test_bytes_that_are_no_message_are_refused(spoil: Callable[[bytes], bytes]) -> None:
     with pytest.raises(InvalidArgumentError, match=r"is no ReadShardResponse: .*; read the shard again"):
-        unframe(spoil(frame(b"abc", is_compact=False)))
+        piece_of(spoil(message_of(b"abc", is_zstd=False)))
 
 
 def test_token_logprobs_are_those_of_the_next_token() -> None:

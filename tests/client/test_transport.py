@@ -22,7 +22,7 @@ from gristmill._client.connection.retries import Backoff, Retry, WaitBudget
 from gristmill._client.connection.transport import Transport
 from gristmill._client.trainer.shards.pull import stream
 from gristmill._wire.addresses import ShardAddress
-from gristmill._wire.rows import from_rows
+from gristmill._wire.codecs.zstd_frames import compressed
 from gristmill.errors import (
     BatchFailedError,
     GristmillError,
@@ -32,9 +32,6 @@ from gristmill.errors import (
     UnavailableError,
 )
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
-from gristmill_service.config import parse_config
-from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.layout.iovec import join
 from tests.client.test_shards import CONFIG, ROWS, shard_bytes
 
 
@@ -178,8 +175,8 @@ def test_a_wait_is_made_of_parts_and_not_asked_without_pause() -> None:
 class Streams(trainer_pb2_grpc.TrainerServiceServicer):
     """Answers ReadShard with the next of these pieces; an exception among them breaks the stream there."""
 
-    def __init__(self, *answers: Iterable[bytes | grpc.StatusCode], are_compact: bool) -> None:
-        self.answers, self.are_compact = list(answers), are_compact
+    def __init__(self, *answers: Iterable[bytes | grpc.StatusCode], are_zstd: bool) -> None:
+        self.answers, self.are_zstd = list(answers), are_zstd
 
     def ReadShard(
         self, request: trainer_pb2.ReadShardRequest, context: grpc.ServicerContext
@@ -187,8 +184,8 @@ class Streams(trainer_pb2_grpc.TrainerServiceServicer):
         for piece in self.answers.pop(0):
             if not isinstance(piece, bytes):
                 context.abort(piece, "broken")
-            assert request.accepts_compact
-            yield trainer_pb2.ReadShardResponse(data=piece, is_compact=self.are_compact)
+            assert request.accepts_zstd or not self.are_zstd
+            yield trainer_pb2.ReadShardResponse(data=piece, is_zstd=self.are_zstd)
 
 
 Read = Callable[..., tuple[dict[str, torch.Tensor], dict[str, Any]]]
@@ -202,9 +199,9 @@ def read() -> Iterator[Read]:
     transport = Transport(f"127.0.0.1:{port}", 20.0, "TrainerClient")
 
     def read(
-        size: int, *answers: Iterable[bytes | grpc.StatusCode], are_compact: bool = False
+        size: int, *answers: Iterable[bytes | grpc.StatusCode], are_zstd: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Streams(*answers, are_compact=are_compact), server)  # type: ignore[no-untyped-call]
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Streams(*answers, are_zstd=are_zstd), server)  # type: ignore[no-untyped-call]
         server.start()
         return stream(transport, ShardAddress("run", "policy", 0, 0, 0), size)
 
@@ -227,21 +224,45 @@ def test_a_stream_that_ends_early_is_an_error(read: Read) -> None:
         read(len(data), [data[:100]])
 
 
-def test_a_shard_that_comes_without_its_padding_is_restored(read: Read) -> None:
-    (shard,) = build_batch(from_rows(ROWS), parse_config(CONFIG), run="run", batch=0).shards
-    data = join(shard.compact())
-    tensors, metadata = read(
-        shard.size, [data[:10], grpc.StatusCode.UNAVAILABLE], [data[:100], data[100:777], data[777:]], are_compact=True
-    )
+def in_frames(data: bytes) -> list[bytes]:
+    return [compressed(data[at : at + 1000]) for at in range(0, len(data), 1000)]
+
+
+def test_a_shard_that_comes_compressed_is_the_file(read: Read) -> None:
+    (data,) = shard_bytes(ROWS, CONFIG)
+    frames = in_frames(data)
+    tensors, metadata = read(len(data), [frames[0], grpc.StatusCode.UNAVAILABLE], frames, are_zstd=True)
     assert len(metadata["uids"]) == 6
-    for name, tensor in load(join(shard.iovec())).items():
+    for name, tensor in load(data).items():
         assert np.array_equal(tensors[name].numpy(), tensor)
 
 
-def test_a_compact_shard_that_ends_early_is_an_error(read: Read) -> None:
-    (shard,) = build_batch(from_rows(ROWS), parse_config(CONFIG), run="run", batch=0).shards
-    with pytest.raises(InvalidArgumentError, match="no whole compact shard"):
-        read(shard.size, [join(shard.compact())[:-1]], are_compact=True)
+def test_a_compressed_shard_that_ends_early_is_an_error(read: Read) -> None:
+    (data,) = shard_bytes(ROWS, CONFIG)
+    with pytest.raises(UnavailableError, match=rf"1000 bytes came where the service said {len(data)}"):
+        read(len(data), in_frames(data)[:1], are_zstd=True)
+
+
+@pytest.mark.parametrize("bomb", [compressed(bytes(1 << 26)), compressed(b"x")[:-1]], ids=["too much", "cut"])
+def test_a_frame_that_does_not_fit_has_the_shard_asked_for_as_it_is(bomb: bytes) -> None:
+    (data,) = shard_bytes(ROWS, CONFIG)
+
+    class Damaged(trainer_pb2_grpc.TrainerServiceServicer):
+        def ReadShard(
+            self, request: trainer_pb2.ReadShardRequest, context: grpc.ServicerContext
+        ) -> Iterator[trainer_pb2.ReadShardResponse]:
+            yield trainer_pb2.ReadShardResponse(
+                data=bomb if request.accepts_zstd else data, is_zstd=request.accepts_zstd
+            )
+
+    server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Damaged(), server)  # type: ignore[no-untyped-call]
+    transport = Transport(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", 20.0, "TrainerClient")
+    server.start()
+    tensors, _ = stream(transport, ShardAddress("run", "policy", 0, 0, 0), len(data))
+    assert len(tensors["sequences"]) == 6
+    transport.close()
+    server.stop(None).wait()
 
 
 def test_bytes_that_are_no_shard_are_an_error(read: Read) -> None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
+from typing import Any
 
 import pytest
+from safetensors.numpy import load
 
+from gristmill._client.connection.transport import Transport
+from gristmill._client.trainer.shards.pull import stream
+from gristmill._wire.addresses import ShardAddress as TrainerAddress
 from gristmill.errors import UnavailableError
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import Position
@@ -18,8 +24,30 @@ ADDRESS = ShardAddress("policy", 0, 0)
 PULLS: dict[str, Callable[[Replica], object]] = {
     "plan": lambda replica: replica.runs.get("run").batch(0).plan,
     "batch:0": lambda replica: replica.runs.get("run").shard("policy", 0, Position(0), 0).location,
-    "policy:0:0:0": lambda replica: b"".join(replica.runs.read_compact_shard("run", 0, ADDRESS) or ()),
+    "policy:0:0:0": lambda replica: b"".join(replica.runs.read_shard("run", 0, ADDRESS)),
 }
+
+
+def test_a_flipped_bit_reaches_no_trainer_and_its_batch_is_built_again(
+    services: Services, shared_redis: RedisServer, run: str
+) -> None:
+    service = services.start(1, *on_redis(shared_redis.url))[0]
+    service.grpc.create(run, CONFIG)
+    service.grpc.submit(run, [*group("a"), *group("b")])
+    service.grpc.batch(run, 0, wait_s=20)
+    before = service.grpc.read(run, 0, 0, 0)
+    [piece] = [key for key in keys(shared_redis, run) if key.endswith(":policy:0:0:0")]
+    client = shared_redis.client()
+    stored: Any = client.get(piece)
+    value = bytearray(stored)
+    value[len(value) // 2] ^= 1
+    client.set(piece, bytes(value))
+    with closing(Transport(service.grpc_address, 60.0, "TrainerClient")) as transport:
+        tensors, _ = stream(transport, TrainerAddress(run, "policy", 0, 0, 0), len(before))
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+        name: tensor.tolist() for name, tensor in load(before).items()
+    }
+    assert service.grpc.read(run, 0, 0, 0) == before
 
 
 @pytest.mark.parametrize("lost", PULLS)

@@ -39,7 +39,7 @@ def all_targets() -> dict[str, Target]:
     found = [
         submissions.SUBMISSIONS,
         submissions.DELTAS,
-        shards.COMPACT,
+        shards.FRAMES,
         shards.TENSORS,
         shards.WRITES,
         journals.LOGS,

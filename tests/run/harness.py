@@ -119,9 +119,6 @@ class Shard:
     def iovec(self) -> Iovec:
         return self._region.whole()
 
-    def compact(self) -> Iovec:
-        return self.iovec()
-
 
 class Shelf:
     """A store of such shards that can be full: it takes at most `places` batches; below 0 it could never take
@@ -151,8 +148,8 @@ class Shelf:
     def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
         return iter([self._get(run, batch)[1][address]])
 
-    def read_compact(self, run: str, batch: int, address: ShardAddress) -> None:
-        """It holds whole files only."""
+    def read_frames(self, run: str, batch: int, address: ShardAddress) -> None:
+        """It has whole files."""
 
     def free(self, run: str, batch: int) -> None:
         self.batches.pop((run, batch), None)

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from gristmill_service import helper_thread
-from gristmill_service.pipeline.layout.iovec import Iovec, Region
+from gristmill_service.pipeline.layout.iovec import Iovec, Region, coalesced, cut, join
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.storage.shard_files import write_shards
 
@@ -26,9 +29,6 @@ class Source:
     def iovec(self) -> Iovec:
         self._before()
         return self.region.whole()
-
-    def compact(self) -> Iovec:
-        return self.iovec()
 
 
 def written(directory: Path) -> dict[str, bytes]:
@@ -90,3 +90,16 @@ def test_batches_written_at_the_same_time_do_not_wait_for_the_one_helper(tmp_pat
     finally:
         release.set()
         helping.result()
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=12), st.integers(1, 20))
+@example([(0, 4), (4, 4)], 3)
+def test_runs_cut_and_coalesced_are_the_same_bytes(runs: list[tuple[int, int]], nbytes: int) -> None:
+    region = Region(bytes(range(50)))
+    made = region.runs(np.array([at for at, _ in runs], np.int64), np.array([n for _, n in runs], np.int64))
+    whole = join(made)
+    groups = [join(group) for group in cut(coalesced(made), nbytes)]
+    assert b"".join(groups) == whole
+    assert [len(group) for group in groups[:-1]] == [nbytes] * (len(groups) - 1)
+    if runs == [(0, 4), (4, 4)]:
+        assert len(coalesced(made)) == 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from gristmill._wire.codecs.compact_shards import restore
+from gristmill._wire.codecs.zstd_frames import compressed, decompressed
 from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError, UnavailableError
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.iovec import Iovec
@@ -58,7 +59,7 @@ def store(client: redis.Redis) -> RedisShardStore:
 
 @pytest.fixture
 def small_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_store, "VALUE_BYTES", 100)
+    monkeypatch.setattr(shard_store, "FRAME_BYTES", 100)
 
 
 def read_shard(store: RedisShardStore, address: ShardAddress = FIRST, batch: int = 0) -> bytes:
@@ -74,9 +75,10 @@ def test_real_shards_come_back_as_their_files_and_rest_in_a_fraction(
     some = batch.shards[:3]
     for shard in some:
         assert read_shard(store, shard.address) == naive.shard_bytes(shard)
-        assert restore(list(store.read_compact("run", 0, shard.address))).tobytes() == naive.shard_bytes(shard)
+        frames = store.read_frames("run", 0, shard.address)
+        assert b"".join(decompressed(frame, 1 << 30) for frame in frames) == naive.shard_bytes(shard)
     kept = sum(client.strlen(key) for key in client.scan_iter("*"))
-    assert kept < 0.5 * sum(shard.size for shard in batch.shards)
+    assert kept < 0.3 * sum(shard.size for shard in batch.shards)
     assert nbytes == kept - client.strlen(store._keys("run").index(0))
 
 
@@ -96,10 +98,34 @@ def test_a_batch_that_is_published_again_is_replaced_and_the_old_one_leaves_noth
 def test_large_shards_stand_in_several_values(store: RedisShardStore, client: redis.Redis) -> None:
     data = bytes(range(250)) * 2
     store.publish("run", 0, b"{}", sources(first=data))
-    pieces = list(store.read_compact("run", 0, FIRST))
-    assert [len(piece) for piece in pieces[:-1]] == [100] * (len(pieces) - 1)
-    assert len(pieces) > 5
+    assert list(store.read_frames("run", 0, FIRST)) == [compressed(data[at : at + 100]) for at in range(0, 500, 100)]
     assert read_shard(store) == data
+
+
+@pytest.mark.usefixtures("small_values")
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda value: b"",
+        lambda value: value[:-1],
+        lambda value: value + b"x",
+        lambda value: value[:-5] + bytes([value[-5] ^ 1]) + value[-4:],
+        lambda value: value[:2] + b"\xff" * 12 + value[14:],
+        lambda value: b"of a compact form of before",
+    ],
+    ids=["empty", "cut", "longer", "flipped", "head", "other"],
+)
+@pytest.mark.parametrize("part", ["policy:0:0:2", "plan"])
+def test_a_damaged_value_is_lost(
+    store: RedisShardStore, client: redis.Redis, part: str, spoil: Callable[[bytes], bytes]
+) -> None:
+    store.publish("run", 0, bytes(range(100)), sources(first=bytes(range(250)) * 2))
+    [key] = client.keys(f"*:{part}")
+    value: Any = client.get(key)
+    client.set(key, spoil(value))
+    with pytest.raises(ShardsLostError, match="Redis has a damaged part of batch 0, which is built again"):
+        store.plan("run", 0) if part == "plan" else read_shard(store)
+    assert b"".join(store.read("run", 0, SECOND)) == b"second"
 
 
 @pytest.mark.usefixtures("small_values")
@@ -156,7 +182,12 @@ def test_a_full_redis_refuses_the_batch_and_keeps_nothing_of_it_but_the_one_befo
     client.config_set("maxmemory", client.info("memory")["used_memory"] + (1 << 20))
     try:
         with pytest.raises(ResourceExhaustedError, match=r"batch 0 does not fit into Redis.*maxmemory"):
-            store.publish("run", 0, b"{}", [Source(b"x" * (1 << 20), ShardAddress("policy", 0, i)) for i in range(8)])
+            store.publish(
+                "run",
+                0,
+                b"{}",
+                [Source(random.Random(i).randbytes(1 << 20), ShardAddress("policy", 0, i)) for i in range(8)],
+            )
     finally:
         client.config_set("maxmemory", 0)
     assert set(client.keys()) == before
@@ -167,7 +198,7 @@ def test_a_shard_is_whole_or_said_to_be_gone_when_its_batch_is_freed_while_it_is
     store: RedisShardStore, small_values: None
 ) -> None:
     store.publish("run", 0, b"{}", sources(first=b"x" * 1000))
-    pieces = store.read_compact("run", 0, FIRST)
+    pieces = store.read_frames("run", 0, FIRST)
     next(pieces)
     store.free("run", 0)
     with pytest.raises(NotFoundError, match="batch 0 is not published, or freed already"):
@@ -178,7 +209,7 @@ def test_a_shard_that_is_replaced_while_it_is_read_has_to_be_read_again(
     store: RedisShardStore, small_values: None
 ) -> None:
     store.publish("run", 0, b"{}", sources(first=b"x" * 1000))
-    pieces = store.read_compact("run", 0, FIRST)
+    pieces = store.read_frames("run", 0, FIRST)
     next(pieces)
     store.publish("run", 0, b"{}", sources(first=b"y" * 1000))
     with pytest.raises(UnavailableError, match="published anew while it was read"):
@@ -217,8 +248,8 @@ def test_an_evicted_part_is_said_to_be_lost(store: RedisShardStore, client: redi
 
 def test_a_batch_of_a_newer_format_is_refused(store: RedisShardStore, client: redis.Redis) -> None:
     store.publish("run", 0, b"{}", sources())
-    client.setrange("{gristmill:run}:batch:0", 0, b"\x02")
-    with pytest.raises(FailedPreconditionError, match="has format 2 and this version reads 1; use the gristmill"):
+    client.setrange("{gristmill:run}:batch:0", 0, b"\x03")
+    with pytest.raises(FailedPreconditionError, match="has format 3 and this version reads 2; use the gristmill"):
         store.plan("run", 0)
 
 
@@ -460,10 +491,10 @@ class TestSweep:
         is_writing, goes_on = threading.Event(), threading.Event()
 
         class Slow(Source):
-            def compact(self) -> Iovec:
+            def iovec(self) -> Iovec:
                 is_writing.set()
                 assert goes_on.wait(30)
-                return super().compact()
+                return super().iovec()
 
         shards = [Source(b"first shard", FIRST), Source(b"more", ShardAddress("policy", 0, 1)), Slow(b"slow", SECOND)]
         publishing = threading.Thread(target=store.publish, args=("run", 0, b"{}", shards))
@@ -479,7 +510,7 @@ class TestSweep:
         self, store: RedisShardStore, fence: OpenFence, client: redis.Redis
     ) -> None:
         store.publish("run", 0, b"{}", sources())
-        client.setrange("{gristmill:run}:batch:0", 0, b"\x02")
+        client.setrange("{gristmill:run}:batch:0", 0, b"\x03")
         fence.claims = 2
         before = set(client.keys())
         with pytest.raises(FailedPreconditionError, match="use the gristmill that published it"):

@@ -1,7 +1,6 @@
 """Shards without the columns that a trainer does not want: their bytes are not sent.
 
-Works on a shard's bytes as stores give them, whole files or the compact form: what is left is again such a form, of a
-file without those tensors.
+What is left is again such a file, without those tensors.
 """
 
 from __future__ import annotations
@@ -9,12 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import orjson
-from numpy.typing import NDArray
 
-from gristmill._wire.codecs import compact_shards
-from gristmill._wire.codecs.compact_shards import PART, Form, Part
 from gristmill._wire.column_spec import BUILT_IN, of_column
 from gristmill.errors import InvalidArgumentError, UnavailableError
 
@@ -29,41 +24,6 @@ def file_with(columns: Collection[str], pieces: Iterator[bytes]) -> Iterator[byt
     yield header.text
     for begin, end in header.kept:
         yield from stream.span(begin, end)
-
-
-def compact_with(columns: Collection[str], pieces: Iterator[bytes]) -> Iterator[bytes | memoryview]:
-    """The same of a shard's compact form."""
-    stream = _Stream(pieces)
-    first = stream.take(compact_shards.FIRST_BYTES)
-    found = compact_shards.describe(first + stream.take(compact_shards.head_size(first) - len(first)))
-    # The first part begins with the file's header.
-    header = _header(stream, columns)
-    parts, spans = [], list[tuple[int, int]]()
-    for part, _, begin, end in found.parts:
-        into = max(0, header.was - begin)
-        kept = [(max(low, begin + into), min(high, end)) for low, high in header.kept if low < end and high > begin]
-        if part.form == Form.VERBATIM:
-            own = [(part.at + low - begin, part.at + high - begin) for low, high in kept]
-        else:
-            # It is one tensor.
-            own = [(part.at, part.at + part.nbytes)] if kept else []
-        if own or into:
-            size = sum(high - low for low, high in own)
-            parts.append(part._replace(nbytes=size + (len(header.text) if into else 0)))
-            spans += own
-    yield _head(parts, found.lengths, len(header.text) + sum(high - low for low, high in header.kept))
-    yield header.text
-    for begin, end in spans:
-        yield from stream.span(begin, end)
-
-
-def _head(parts: list[Part], lengths: NDArray[np.uint32], size: int) -> bytes:
-    table = np.zeros(len(parts), PART)
-    for name in PART.names or ():
-        if hasattr(Part, name):
-            table[name] = [getattr(part, name) for part in parts]
-    tokens, responses = lengths.astype(np.int64)
-    return compact_shards.head(table, tokens, responses, size)
 
 
 class _Header(NamedTuple):

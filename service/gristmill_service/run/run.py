@@ -292,11 +292,11 @@ class Run:
             pieces = self._store.read(self.name, batch, address)
         return self._read_on(batch, pieces)
 
-    def read_compact_shard(self, batch: int, address: ShardAddress) -> Iterator[bytes] | None:
-        """Its compact form, or None where the store has whole files only."""
+    def read_shard_frames(self, batch: int, address: ShardAddress) -> Iterator[bytes] | None:
+        """The shard's compressed frames, or None where the store has whole files."""
         self._writer.check_open()
         with self._reading(batch):
-            pieces = self._store.read_compact(self.name, batch, address)
+            pieces = self._store.read_frames(self.name, batch, address)
         return None if pieces is None else self._read_on(batch, pieces)
 
     def _read_on(self, batch: int, pieces: Iterator[bytes]) -> Iterator[bytes]:

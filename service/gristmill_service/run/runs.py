@@ -143,13 +143,13 @@ class Runs:
             return _whole_or(elsewhere, lambda: self._shards.read(name, batch, address))
         return run.read_shard(batch, address)
 
-    def read_compact_shard(self, name: str, batch: int, address: ShardAddress) -> Iterator[bytes] | None:
-        """Its compact form likewise, or None where the store has whole files only."""
+    def read_shard_frames(self, name: str, batch: int, address: ShardAddress) -> Iterator[bytes] | None:
+        """The shard's compressed frames likewise, or None where the store has whole files."""
         try:
             run = self.get(name)
         except OwnedElsewhereError as elsewhere:
-            return _whole_or(elsewhere, lambda: self._shards.read_compact(name, batch, address))
-        return run.read_compact_shard(batch, address)
+            return _whole_or(elsewhere, lambda: self._shards.read_frames(name, batch, address))
+        return run.read_shard_frames(batch, address)
 
     def unhealthy_reason(self) -> str:
         """Why batches or calls have to wait for what stores them; empty when all is well."""

@@ -54,8 +54,8 @@ class MemoryShardStore:
         data = self._shard(run, batch, address)
         return (data[start : start + _PIECE] for start in range(0, len(data), _PIECE))
 
-    def read_compact(self, run: str, batch: int, address: ShardAddress) -> None:
-        """None: this store holds whole files only."""
+    def read_frames(self, run: str, batch: int, address: ShardAddress) -> None:
+        """None: this store has whole files."""
 
     def free(self, run: str, batch: int) -> None:
         with self._lock:

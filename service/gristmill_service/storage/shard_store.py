@@ -31,9 +31,6 @@ class ShardSource(Protocol):
     def iovec(self) -> Iovec:
         """The file's bytes in order. Valid while the shard lives."""
 
-    def compact(self) -> Iovec:
-        """The bytes of its compact form (`gristmill._wire.codecs.compact_shards`). Valid while the shard lives."""
-
 
 @dataclass(frozen=True, slots=True)
 class ShardLocation:
@@ -68,8 +65,9 @@ class ShardStore(Protocol):
         """The shard's bytes in order, in pieces of at most a few MiB. Raises as `locate` does; so does the iterator
         where the batch is freed meanwhile and this store cannot read on."""
 
-    def read_compact(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes] | None:
-        """The bytes of its compact form in order, or None where this store holds whole files only. Raises as `read`."""
+    def read_frames(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes] | None:
+        """The shard as this store has it compressed, frame by frame (`gristmill._wire.codecs.zstd_frames`), which are
+        not looked into; None where this store has whole files. Raises as `read`."""
 
     def free(self, run: str, batch: int) -> None:
         """Removes a batch; one that is gone already is no error. Mappings that readers hold stay valid."""

@@ -148,8 +148,8 @@ class SharedMemoryShardStore:
                 )
         return _pieces(file)
 
-    def read_compact(self, run: str, batch: int, address: ShardAddress) -> None:
-        """None: this store holds whole files only."""
+    def read_frames(self, run: str, batch: int, address: ShardAddress) -> None:
+        """None: this store has whole files."""
 
     def free(self, run: str, batch: int) -> None:
         path = self._path(run, batch)

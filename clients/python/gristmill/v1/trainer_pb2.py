@@ -26,15 +26,15 @@ from gristmill.v1 import rows_pb2 as gristmill_dot_v1_dot_rows__pb2
 from gristmill.v1 import run_pb2 as gristmill_dot_v1_dot_run__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1agristmill/v1/trainer.proto\x12\x0cgristmill.v1\x1a\x17gristmill/v1/rows.proto\x1a\x16gristmill/v1/run.proto\"\x9f\x01\n\x0fGetBatchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x03\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\x12\r\n\x05ranks\x18\x04 \x03(\x05\x12#\n\x06trains\x18\x05 \x01(\x0e\x32\x13.gristmill.v1.Model\x12,\n\x05shard\x18\x06 \x01(\x0b\x32\x1d.gristmill.v1.GetShardRequest\"\xaa\x01\n\x10GetBatchResponse\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.gristmill.v1.BatchState\x12\x11\n\tplan_json\x18\x02 \x01(\t\x12+\n\x06\x61waits\x18\x03 \x03(\x0b\x32\x1b.gristmill.v1.AwaitedColumn\x12-\n\x05shard\x18\x04 \x01(\x0b\x32\x1e.gristmill.v1.GetShardResponse\"A\n\rAwaitedColumn\x12\x12\n\nmini_batch\x18\x01 \x01(\x05\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0e\n\x06\x63olumn\x18\x03 \x01(\t\"\xb0\x01\n\x0fGetShardRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\"\n\x05model\x18\x02 \x01(\x0e\x32\x13.gristmill.v1.Model\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12(\n\x08position\x18\x04 \x01(\x0b\x32\x16.gristmill.v1.Position\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\x12\x13\n\x0bincarnation\x18\x06 \x01(\x03\x12\x0f\n\x07\x66orward\x18\x07 \x01(\x08\"\xb7\x01\n\x10GetShardResponse\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.gristmill.v1.BatchState\x12(\n\x08position\x18\x02 \x01(\x0b\x32\x16.gristmill.v1.Position\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x1a\n\x12shared_memory_path\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\x03J\x04\x08\x06\x10\x07R\x05\x63rc32\"\xb7\x01\n\x10ReadShardRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\"\n\x05model\x18\x02 \x01(\x0e\x32\x13.gristmill.v1.Model\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\r\n\x05\x62\x61tch\x18\x04 \x01(\x03\x12\x12\n\nmini_batch\x18\x05 \x01(\x05\x12\x17\n\x0f\x61\x63\x63\x65pts_compact\x18\x06 \x01(\x08\x12\x17\n\x0f\x63hooses_columns\x18\x07 \x01(\x08\x12\x0f\n\x07\x63olumns\x18\x08 \x03(\t\"5\n\x11ReadShardResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x12\n\nis_compact\x18\x02 \x01(\x08\"y\n\x13WriteColumnsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x03\x12\x12\n\nmini_batch\x18\x03 \x01(\x05\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x13\n\x0bincarnation\x18\x05 \x01(\x03\x12\x0f\n\x07tensors\x18\x06 \x01(\x0c\"\'\n\x14WriteColumnsResponse\x12\x0f\n\x07lacking\x18\x01 \x01(\x03\"0\n\x12\x45xportBatchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x03\"7\n\x13\x45xportBatchResponse\x12 \n\x04rows\x18\x01 \x01(\x0b\x32\x12.gristmill.v1.Rows\"\xa2\x01\n\x12\x41\x63knowledgeRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\"\n\x05model\x18\x02 \x01(\x0e\x32\x13.gristmill.v1.Model\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12(\n\x08position\x18\x04 \x01(\x0b\x32\x16.gristmill.v1.Position\x12\x13\n\x0bincarnation\x18\x05 \x01(\x03\x12\x0e\n\x06\x63ommit\x18\x06 \x01(\x08\"O\n\x13\x41\x63knowledgeResponse\x12$\n\x04next\x18\x01 \x01(\x0b\x32\x16.gristmill.v1.Position\x12\x12\n\ngeneration\x18\x02 \x01(\x03\"\x7f\n\rCommitRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\"\n\x05model\x18\x02 \x01(\x0e\x32\x13.gristmill.v1.Model\x12(\n\x08position\x18\x03 \x01(\x0b\x32\x16.gristmill.v1.Position\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\"O\n\x0e\x43ommitResponse\x12)\n\tcommitted\x18\x01 \x01(\x0b\x32\x16.gristmill.v1.Position\x12\x12\n\ngeneration\x18\x02 \x01(\x03\"\xc7\x01\n\rResumeRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\"\n\x05model\x18\x02 \x01(\x0e\x32\x13.gristmill.v1.Model\x12(\n\x08position\x18\x03 \x01(\x0b\x32\x16.gristmill.v1.Position\x12\x0e\n\x06launch\x18\x04 \x01(\t\x12\x0f\n\x07\x64p_size\x18\x05 \x01(\x05\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12\x12\n\ngeneration\x18\x07 \x01(\x03\x12\x16\n\x0egive_up_reason\x18\x08 \x01(\t\"s\n\x0eResumeResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x03\x12(\n\x08position\x18\x02 \x01(\x0b\x32\x16.gristmill.v1.Position\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x03*\x8b\x01\n\nBatchState\x12\x1b\n\x17\x42\x41TCH_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x42\x41TCH_STATE_PENDING\x10\x01\x12\x19\n\x15\x42\x41TCH_STATE_PUBLISHED\x10\x02\x12\x13\n\x0f\x42\x41TCH_STATE_END\x10\x03\x12\x17\n\x13\x42\x41TCH_STATE_FORWARD\x10\x04\x32\x81\x05\n\x0eTrainerService\x12I\n\x08GetBatch\x12\x1d.gristmill.v1.GetBatchRequest\x1a\x1e.gristmill.v1.GetBatchResponse\x12I\n\x08GetShard\x12\x1d.gristmill.v1.GetShardRequest\x1a\x1e.gristmill.v1.GetShardResponse\x12N\n\tReadShard\x12\x1e.gristmill.v1.ReadShardRequest\x1a\x1f.gristmill.v1.ReadShardResponse0\x01\x12U\n\x0cWriteColumns\x12!.gristmill.v1.WriteColumnsRequest\x1a\".gristmill.v1.WriteColumnsResponse\x12T\n\x0b\x45xportBatch\x12 .gristmill.v1.ExportBatchRequest\x1a!.gristmill.v1.ExportBatchResponse0\x01\x12R\n\x0b\x41\x63knowledge\x12 .gristmill.v1.AcknowledgeRequest\x1a!.gristmill.v1.AcknowledgeResponse\x12\x43\n\x06\x43ommit\x12\x1b.gristmill.v1.CommitRequest\x1a\x1c.gristmill.v1.CommitResponse\x12\x43\n\x06Resume\x12\x1b.gristmill.v1.ResumeRequest\x1a\x1c.gristmill.v1.ResumeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1agristmill/v1/trainer.proto\x12\x0cgristmill.v1\x1a\x17gristmill/v1/rows.proto\x1a\x16gristmill/v1/run.proto\"\x9f\x01\n\x0fGetBatchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x03\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\x12\r\n\x05ranks\x18\x04 \x03(\x05\x12#\n\x06trains\x18\x05 \x01(\x0e\x32\x13.gristmill.v1.Model\x12,\n\x05shard\x18\x06 \x01(\x0b\x32\x1d.gristmill.v1.GetShardRequest\"\xaa\x01\n\x10GetBatchResponse\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.gristmill.v1.BatchState\x12\x11\n\tplan_json\x18\x02 \x01(\t\x12+\n\x06\x61waits\x18\x03 \x03(\x0b\x32\x1b.gristmill.v1.AwaitedColumn\x12-\n\x05shard\x18\x04 \x01(\x0b\x32\x1e.gristmill.v1.GetShardResponse\"A\n\rAwaitedColumn\x12\x12\n\nmini_batch\x18\x01 \x01(\x05\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0e\n\x06\x63olumn\x18\x03 \x01(\t\"\xb0\x01\n\x0fGetShardRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\"\n\x05model\x18\x02 \x01(\x0e\x32\x13.gristmill.v1.Model\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12(\n\x08position\x18\x04 \x01(\x0b\x32\x16.gristmill.v1.Position\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\x12\x13\n\x0bincarnation\x18\x06 \x01(\x03\x12\x0f\n\x07\x66orward\x18\x07 \x01(\x08\"\xb7\x01\n\x10GetShardResponse\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.gristmill.v1.BatchState\x12(\n\x08position\x18\x02 \x01(\x0b\x32\x16.gristmill.v1.Position\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x1a\n\x12shared_memory_path\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\x03J\x04\x08\x06\x10\x07R\x05\x63rc32\"\xcb\x01\n\x10ReadShardRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\"\n\x05model\x18\x02 \x01(\x0e\x32\x13.gristmill.v1.Model\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\r\n\x05\x62\x61tch\x18\x04 \x01(\x03\x12\x12\n\nmini_batch\x18\x05 \x01(\x05\x12\x14\n\x0c\x61\x63\x63\x65pts_zstd\x18\t \x01(\x08\x12\x17\n\x0f\x63hooses_columns\x18\x07 \x01(\x08\x12\x0f\n\x07\x63olumns\x18\x08 \x03(\tJ\x04\x08\x06\x10\x07R\x0f\x61\x63\x63\x65pts_compact\"D\n\x11ReadShardResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07is_zstd\x18\x03 \x01(\x08J\x04\x08\x02\x10\x03R\nis_compact\"y\n\x13WriteColumnsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x03\x12\x12\n\nmini_batch\x18\x03 \x01(\x05\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x13\n\x0bincarnation\x18\x05 \x01(\x03\x12\x0f\n\x07tensors\x18\x06 \x01(\x0c\"\'\n\x14WriteColumnsResponse\x12\x0f\n\x07lacking\x18\x01 \x01(\x03\"0\n\x12\x45xportBatchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x03\"7\n\x13\x45xportBatchResponse\x12 \n\x04rows\x18\x01 \x01(\x0b\x32\x12.gristmill.v1.Rows\"\xa2\x01\n\x12\x41\x63knowledgeRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\"\n\x05model\x18\x02 \x01(\x0e\x32\x13.gristmill.v1.Model\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12(\n\x08position\x18\x04 \x01(\x0b\x32\x16.gristmill.v1.Position\x12\x13\n\x0bincarnation\x18\x05 \x01(\x03\x12\x0e\n\x06\x63ommit\x18\x06 \x01(\x08\"O\n\x13\x41\x63knowledgeResponse\x12$\n\x04next\x18\x01 \x01(\x0b\x32\x16.gristmill.v1.Position\x12\x12\n\ngeneration\x18\x02 \x01(\x03\"\x7f\n\rCommitRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\"\n\x05model\x18\x02 \x01(\x0e\x32\x13.gristmill.v1.Model\x12(\n\x08position\x18\x03 \x01(\x0b\x32\x16.gristmill.v1.Position\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\"O\n\x0e\x43ommitResponse\x12)\n\tcommitted\x18\x01 \x01(\x0b\x32\x16.gristmill.v1.Position\x12\x12\n\ngeneration\x18\x02 \x01(\x03\"\xc7\x01\n\rResumeRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\"\n\x05model\x18\x02 \x01(\x0e\x32\x13.gristmill.v1.Model\x12(\n\x08position\x18\x03 \x01(\x0b\x32\x16.gristmill.v1.Position\x12\x0e\n\x06launch\x18\x04 \x01(\t\x12\x0f\n\x07\x64p_size\x18\x05 \x01(\x05\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12\x12\n\ngeneration\x18\x07 \x01(\x03\x12\x16\n\x0egive_up_reason\x18\x08 \x01(\t\"s\n\x0eResumeResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x03\x12(\n\x08position\x18\x02 \x01(\x0b\x32\x16.gristmill.v1.Position\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x03*\x8b\x01\n\nBatchState\x12\x1b\n\x17\x42\x41TCH_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x42\x41TCH_STATE_PENDING\x10\x01\x12\x19\n\x15\x42\x41TCH_STATE_PUBLISHED\x10\x02\x12\x13\n\x0f\x42\x41TCH_STATE_END\x10\x03\x12\x17\n\x13\x42\x41TCH_STATE_FORWARD\x10\x04\x32\x81\x05\n\x0eTrainerService\x12I\n\x08GetBatch\x12\x1d.gristmill.v1.GetBatchRequest\x1a\x1e.gristmill.v1.GetBatchResponse\x12I\n\x08GetShard\x12\x1d.gristmill.v1.GetShardRequest\x1a\x1e.gristmill.v1.GetShardResponse\x12N\n\tReadShard\x12\x1e.gristmill.v1.ReadShardRequest\x1a\x1f.gristmill.v1.ReadShardResponse0\x01\x12U\n\x0cWriteColumns\x12!.gristmill.v1.WriteColumnsRequest\x1a\".gristmill.v1.WriteColumnsResponse\x12T\n\x0b\x45xportBatch\x12 .gristmill.v1.ExportBatchRequest\x1a!.gristmill.v1.ExportBatchResponse0\x01\x12R\n\x0b\x41\x63knowledge\x12 .gristmill.v1.AcknowledgeRequest\x1a!.gristmill.v1.AcknowledgeResponse\x12\x43\n\x06\x43ommit\x12\x1b.gristmill.v1.CommitRequest\x1a\x1c.gristmill.v1.CommitResponse\x12\x43\n\x06Resume\x12\x1b.gristmill.v1.ResumeRequest\x1a\x1c.gristmill.v1.ResumeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gristmill.v1.trainer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BATCHSTATE']._serialized_start=2148
-  _globals['_BATCHSTATE']._serialized_end=2287
+  _globals['_BATCHSTATE']._serialized_start=2183
+  _globals['_BATCHSTATE']._serialized_end=2322
   _globals['_GETBATCHREQUEST']._serialized_start=94
   _globals['_GETBATCHREQUEST']._serialized_end=253
   _globals['_GETBATCHRESPONSE']._serialized_start=256
@@ -46,29 +46,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSHARDRESPONSE']._serialized_start=675
   _globals['_GETSHARDRESPONSE']._serialized_end=858
   _globals['_READSHARDREQUEST']._serialized_start=861
-  _globals['_READSHARDREQUEST']._serialized_end=1044
-  _globals['_READSHARDRESPONSE']._serialized_start=1046
-  _globals['_READSHARDRESPONSE']._serialized_end=1099
-  _globals['_WRITECOLUMNSREQUEST']._serialized_start=1101
-  _globals['_WRITECOLUMNSREQUEST']._serialized_end=1222
-  _globals['_WRITECOLUMNSRESPONSE']._serialized_start=1224
-  _globals['_WRITECOLUMNSRESPONSE']._serialized_end=1263
-  _globals['_EXPORTBATCHREQUEST']._serialized_start=1265
-  _globals['_EXPORTBATCHREQUEST']._serialized_end=1313
-  _globals['_EXPORTBATCHRESPONSE']._serialized_start=1315
-  _globals['_EXPORTBATCHRESPONSE']._serialized_end=1370
-  _globals['_ACKNOWLEDGEREQUEST']._serialized_start=1373
-  _globals['_ACKNOWLEDGEREQUEST']._serialized_end=1535
-  _globals['_ACKNOWLEDGERESPONSE']._serialized_start=1537
-  _globals['_ACKNOWLEDGERESPONSE']._serialized_end=1616
-  _globals['_COMMITREQUEST']._serialized_start=1618
-  _globals['_COMMITREQUEST']._serialized_end=1745
-  _globals['_COMMITRESPONSE']._serialized_start=1747
-  _globals['_COMMITRESPONSE']._serialized_end=1826
-  _globals['_RESUMEREQUEST']._serialized_start=1829
-  _globals['_RESUMEREQUEST']._serialized_end=2028
-  _globals['_RESUMERESPONSE']._serialized_start=2030
-  _globals['_RESUMERESPONSE']._serialized_end=2145
-  _globals['_TRAINERSERVICE']._serialized_start=2290
-  _globals['_TRAINERSERVICE']._serialized_end=2931
+  _globals['_READSHARDREQUEST']._serialized_end=1064
+  _globals['_READSHARDRESPONSE']._serialized_start=1066
+  _globals['_READSHARDRESPONSE']._serialized_end=1134
+  _globals['_WRITECOLUMNSREQUEST']._serialized_start=1136
+  _globals['_WRITECOLUMNSREQUEST']._serialized_end=1257
+  _globals['_WRITECOLUMNSRESPONSE']._serialized_start=1259
+  _globals['_WRITECOLUMNSRESPONSE']._serialized_end=1298
+  _globals['_EXPORTBATCHREQUEST']._serialized_start=1300
+  _globals['_EXPORTBATCHREQUEST']._serialized_end=1348
+  _globals['_EXPORTBATCHRESPONSE']._serialized_start=1350
+  _globals['_EXPORTBATCHRESPONSE']._serialized_end=1405
+  _globals['_ACKNOWLEDGEREQUEST']._serialized_start=1408
+  _globals['_ACKNOWLEDGEREQUEST']._serialized_end=1570
+  _globals['_ACKNOWLEDGERESPONSE']._serialized_start=1572
+  _globals['_ACKNOWLEDGERESPONSE']._serialized_end=1651
+  _globals['_COMMITREQUEST']._serialized_start=1653
+  _globals['_COMMITREQUEST']._serialized_end=1780
+  _globals['_COMMITRESPONSE']._serialized_start=1782
+  _globals['_COMMITRESPONSE']._serialized_end=1861
+  _globals['_RESUMEREQUEST']._serialized_start=1864
+  _globals['_RESUMEREQUEST']._serialized_end=2063
+  _globals['_RESUMERESPONSE']._serialized_start=2065
+  _globals['_RESUMERESPONSE']._serialized_end=2180
+  _globals['_TRAINERSERVICE']._serialized_start=2325
+  _globals['_TRAINERSERVICE']._serialized_end=2966
 # @@protoc_insertion_point(module_scope)

@@ -230,7 +230,7 @@ class ReadShardRequest(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     BATCH_FIELD_NUMBER: builtins.int
     MINI_BATCH_FIELD_NUMBER: builtins.int
-    ACCEPTS_COMPACT_FIELD_NUMBER: builtins.int
+    ACCEPTS_ZSTD_FIELD_NUMBER: builtins.int
     CHOOSES_COLUMNS_FIELD_NUMBER: builtins.int
     COLUMNS_FIELD_NUMBER: builtins.int
     run: builtins.str
@@ -238,8 +238,8 @@ class ReadShardRequest(google.protobuf.message.Message):
     rank: builtins.int
     batch: builtins.int
     mini_batch: builtins.int
-    accepts_compact: builtins.bool
-    """Whether the caller restores shards that come without their padding (docs/compact-shards.md)."""
+    accepts_zstd: builtins.bool
+    """Whether the caller decompresses zstd."""
     chooses_columns: builtins.bool
     """Whether the caller wants of the declared columns those of `columns` alone; else it gets all of them. The shard's file
     is then one without the others, and its size is not that of GetShardResponse.
@@ -254,11 +254,11 @@ class ReadShardRequest(google.protobuf.message.Message):
         rank: builtins.int = ...,
         batch: builtins.int = ...,
         mini_batch: builtins.int = ...,
-        accepts_compact: builtins.bool = ...,
+        accepts_zstd: builtins.bool = ...,
         chooses_columns: builtins.bool = ...,
         columns: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepts_compact", b"accepts_compact", "batch", b"batch", "chooses_columns", b"chooses_columns", "columns", b"columns", "mini_batch", b"mini_batch", "model", b"model", "rank", b"rank", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepts_zstd", b"accepts_zstd", "batch", b"batch", "chooses_columns", b"chooses_columns", "columns", b"columns", "mini_batch", b"mini_batch", "model", b"model", "rank", b"rank", "run", b"run"]) -> None: ...
 
 global___ReadShardRequest = ReadShardRequest
 
@@ -267,17 +267,19 @@ class ReadShardResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DATA_FIELD_NUMBER: builtins.int
-    IS_COMPACT_FIELD_NUMBER: builtins.int
+    IS_ZSTD_FIELD_NUMBER: builtins.int
     data: builtins.bytes
-    is_compact: builtins.bool
-    """Set on every message of a shard that comes in its compact form."""
+    is_zstd: builtins.bool
+    """Whether data is a frame of zstd (RFC 8878) with its size and checksum, of at most 2 MiB of the file: so are all
+    messages of a shard, or none.
+    """
     def __init__(
         self,
         *,
         data: builtins.bytes = ...,
-        is_compact: builtins.bool = ...,
+        is_zstd: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "is_compact", b"is_compact"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "is_zstd", b"is_zstd"]) -> None: ...
 
 global___ReadShardResponse = ReadShardResponse
 

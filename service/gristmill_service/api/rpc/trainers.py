@@ -9,14 +9,15 @@ import grpc
 
 from gristmill._wire.codecs import row_codec, tensor_file
 from gristmill._wire.codecs.columns_codec import ColumnsRequest
-from gristmill._wire.codecs.shard_frames import frame
+from gristmill._wire.codecs.shard_messages import message_of
+from gristmill._wire.codecs.zstd_frames import compressed_stream
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
 from gristmill_service.access import caller
 from gristmill_service.api import messages
 from gristmill_service.api.context import ApiContext
 from gristmill_service.api.questions import ask_batch, ask_shard
 from gristmill_service.api.rpc.streams import Streams
-from gristmill_service.api.shard_columns import compact_with, file_with
+from gristmill_service.api.shard_columns import file_with
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchAnswer, BatchState, ShardAnswer
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
@@ -82,16 +83,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     def _frames(self, request: trainer_pb2.ReadShardRequest) -> Iterator[bytes]:
         address = ShardAddress(messages.model_of(request.model), request.mini_batch, request.rank)
         runs, name, batch = self._context.runs, request.run, request.batch
-        compact = runs.read_compact_shard(name, batch, address) if request.accepts_compact else None
-        pieces: Iterator[bytes | memoryview]
-        pieces = whole = runs.read_shard(name, batch, address) if compact is None else compact
+        frames = runs.read_shard_frames(name, batch, address) if request.accepts_zstd else None
+        if frames is not None and request.chooses_columns:
+            frames = compressed_stream(file_with(list(request.columns), runs.read_shard(name, batch, address)))
+        if frames is not None:
+            yield from (message_of(one, is_zstd=True) for one in frames)
+            return
+        whole = runs.read_shard(name, batch, address)
+        pieces: Iterator[bytes | memoryview] = whole
         if request.chooses_columns:
-            choose = file_with if compact is None else compact_with
-            pieces = choose(list(request.columns), whole)
+            pieces = file_with(list(request.columns), whole)
         for data in pieces:
             view = memoryview(data)
             for start in range(0, len(view), _PIECE_BYTES):
-                yield frame(view[start : start + _PIECE_BYTES], is_compact=compact is not None)
+                yield message_of(view[start : start + _PIECE_BYTES], is_zstd=False)
 
     def ExportBatch(  # noqa: N802
         self, request: trainer_pb2.ExportBatchRequest, context: grpc.ServicerContext

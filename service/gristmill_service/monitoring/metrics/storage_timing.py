@@ -59,7 +59,7 @@ class TimedShardStore:
 
     def __init__(self, store: ShardStore, measured: StoreMetrics) -> None:
         self._store, self._call = store, measured.call
-        self.locate, self.read, self.read_compact = store.locate, store.read, store.read_compact
+        self.locate, self.read, self.read_frames = store.locate, store.read, store.read_frames
         self.delete_run, self.sweep, self.close = store.delete_run, store.sweep, store.close
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:

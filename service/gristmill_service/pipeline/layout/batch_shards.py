@@ -93,7 +93,6 @@ class _ShardBuilder:
             unknown = np.full(longest, UNKNOWN, np.int32)
             versions = rows.standing(steps.token_versions)
             columns.append(StepTokens("token_policy_version", versions, geometry, Region(unknown)))
-            columns[-1].fill = int(unknown.view(np.uint32)[0])
         return columns
 
     def _rewards(self) -> list[Column]:

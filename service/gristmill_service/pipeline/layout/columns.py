@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gristmill._wire.codecs import tensor_file
-from gristmill._wire.codecs.compact_shards import Form
 from gristmill._wire.columns import Int64s, Ragged
 from gristmill_service.pipeline.layout.iovec import Iovec, Region
 from gristmill_service.pipeline.rows.merge import Rows
@@ -91,12 +90,6 @@ class Placement:
         self.rows, self.leads, self.geometry, self.shared = rows, leads, geometry, shared
 
     @cached_property
-    def bare(self) -> Placement:
-        """The same rows with nothing before them."""
-        nothing = np.zeros(len(self.rows), np.int64)
-        return Placement(self.rows, {"sequence": nothing, "response": nothing}, self.geometry, self.shared)
-
-    @cached_property
     def lengths(self) -> dict[Scope, Int64s]:
         """The number of elements that a row has, (n,) per scope."""
         return {scope: self.geometry.of(scope)[self.rows] for scope in SCOPES}
@@ -145,16 +138,13 @@ def safetensors_name(dtype: np.dtype[Any]) -> str:
 
 class Column(ABC):
     """One tensor of a shard. name, dtype: as in the shard, the dtype as safetensors names it. scope: over the whole
-    sequence, or the response only. shape: of one element. itemsize: bytes of one number.
-    form, fill: how it travels without its padding, and the bits of that (`gristmill._wire.codecs.compact_shards`)."""
+    sequence, or the response only. shape: of one element. itemsize: bytes of one number."""
 
     name: str
     dtype: str
     itemsize: int
     scope: Scope
     shape: tuple[int, ...] = ()
-    form: Form = Form.VALUES
-    fill: int = 0
 
     @abstractmethod
     def runs(self, placement: Placement) -> Runs:
@@ -165,10 +155,6 @@ class Column(ABC):
         runs, elements = self.runs(placement), placement.left_out(self.scope)
         return runs if elements is None else runs.without(self.itemsize * math.prod(self.shape) * elements)
 
-    def compact(self, placement: Placement) -> tuple[Runs, ...]:
-        """Returns what travels of each row, as `form` has it: runs for each thing, one after another."""
-        return (self.laid_out(placement.bare),)
-
 
 class Tokens(Column):
     """`sequences`: prompt and response, filled with `pad_token_id`."""
@@ -176,7 +162,6 @@ class Tokens(Column):
     name, dtype, itemsize, scope = "sequences", "I32", 4, "sequence"
 
     def __init__(self, tokens: Ragged, longest: int, pad_token_id: int) -> None:
-        self.fill = pad_token_id
         self._values, self._fill = Region(tokens.values), Region(np.full(longest, pad_token_id, np.int32))
         self._starts = tokens.starts
 
@@ -194,7 +179,7 @@ class Tokens(Column):
 class Presence(Column):
     """`attention_mask` and `response_mask`: 1 where the row has a token; a padding row has a sequence, no response."""
 
-    dtype, itemsize, form = "U8", 1, Form.CONSTANTS
+    dtype, itemsize = "U8", 1
 
     def __init__(self, name: str, scope: Scope, longest: int) -> None:
         self.name, self.scope = name, scope
@@ -208,9 +193,6 @@ class Presence(Column):
             absent, present = absent + is_padding * present, present * ~is_padding
         iovec = self._step.runs(self._longest - absent, absent + present)
         return Runs(iovec, np.arange(len(iovec) + 1), (self._step,))
-
-    def compact(self, placement: Placement) -> tuple[Runs, ...]:
-        return (_lines((placement.rows >= 0) | (self.scope == "sequence")),)
 
 
 class StepTokens(Column):
@@ -253,16 +235,16 @@ class StepScalars(Column):
     of a row's last.
     """
 
-    dtype, itemsize, scope, form = "F32", 4, "response", Form.SPARSE
+    dtype, itemsize, scope = "F32", 4, "response"
 
     def __init__(
         self, name: str, values: NDArray[np.float64], geometry: Geometry, zeros: Region, present: NDArray[np.bool_]
     ) -> None:
         self.name = name
         self._values, self._zeros = Region(np.append(values, 0).astype(np.float32)), zeros
-        self._advances, self._present = geometry.advances, np.append(present, True)
+        self._advances = geometry.advances
         # By their bits: -0.0 is a value.
-        self._is_set = (self._values.array.view(np.int32) != 0) & self._present
+        self._is_set = (self._values.array.view(np.int32) != 0) & np.append(present, True)
 
     def runs(self, placement: Placement) -> Runs:
         visits, edges = placement.visits, placement.visit_edges
@@ -277,19 +259,6 @@ class StepScalars(Column):
         iovec[:, 1] = self._of(visits[chosen])
         return _two_a_row(iovec, self._values, self._zeros, edges=np.searchsorted(chosen, edges))
 
-    def compact(self, placement: Placement) -> tuple[Runs, ...]:
-        visits = placement.visits
-        ends = np.append(0, np.cumsum(self._advances[visits]))
-        # A row ends where its last visit does.
-        behind = np.repeat(ends[placement.visit_edges[1:]], placement.visit_counts) - ends[1:] + 1
-        is_own = behind <= np.repeat(placement.own["response"], placement.visit_counts)
-        chosen = np.flatnonzero(self._present[visits] & is_own)
-        edges = np.searchsorted(chosen, placement.visit_edges)
-        counts, before = np.diff(edges), behind[chosen]
-        numbers = _lines(counts.astype(np.uint32))
-        places = _lines(before.astype(np.uint32), edges)
-        return numbers, places, Runs(self._of(visits[chosen]), edges, (self._values,))
-
     def _of(self, visits: Int64s) -> Iovec:
         return self._values.runs(4 * visits, np.full(len(visits), 4))
 
@@ -297,7 +266,7 @@ class StepScalars(Column):
 class RowScalars(Column):
     """A number per row on each of its response positions: advantages of trajectories."""
 
-    dtype, itemsize, scope, form = "F32", 4, "response", Form.CONSTANTS
+    dtype, itemsize, scope = "F32", 4, "response"
 
     def __init__(self, name: str, values: NDArray[np.float64], zeros: Region) -> None:
         self.name = name
@@ -316,14 +285,11 @@ class RowScalars(Column):
         iovec[edges[:-1]] = self._zeros.runs(0, 4 * placement.leads["response"])
         return Runs(iovec, edges, (constants, self._zeros))
 
-    def compact(self, placement: Placement) -> tuple[Runs, ...]:
-        return (_lines(self._values[placement.rows]),)
-
 
 class Positions(Column):
     """`position_ids` of the packed layout: 0, 1, ... in every row."""
 
-    name, dtype, itemsize, scope, form = "position_ids", "I32", 4, "sequence", Form.POSITIONS
+    name, dtype, itemsize, scope = "position_ids", "I32", 4, "sequence"
 
     def __init__(self, longest: int) -> None:
         self._positions = Region(np.arange(longest, dtype=np.int32))
@@ -331,9 +297,6 @@ class Positions(Column):
     def runs(self, placement: Placement) -> Runs:
         iovec = self._positions.runs(0, 4 * placement.lengths["sequence"])
         return Runs(iovec, np.arange(len(iovec) + 1), (self._positions,))
-
-    def compact(self, placement: Placement) -> tuple[Runs, ...]:
-        return ()
 
 
 def _constants(values: NDArray[np.float32], lengths: Int64s) -> tuple[Region, Int64s]:
@@ -357,10 +320,3 @@ def _two_a_row(pairs: NDArray[np.int64], *memory: Region, edges: Int64s | None =
     """Makes runs from pairs of them. edges: where a row has several pairs."""
     edges = np.arange(len(pairs) + 1) if edges is None else edges
     return Runs(pairs.reshape(-1, 2), 2 * edges, memory)
-
-
-def _lines(values: NDArray[Any], edges: Int64s | None = None) -> Runs:
-    """Makes a run for each value. edges: where a row has several values, or none."""
-    edges = np.arange(len(values) + 1) if edges is None else edges
-    memory, item = Region(values), values.itemsize
-    return Runs(memory.runs(item * np.arange(len(values)), np.full(len(values), item)), edges, (memory,))

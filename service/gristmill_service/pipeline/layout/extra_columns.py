@@ -75,10 +75,6 @@ def _fill(spec: ColumnSpec, longest: int) -> Region:
     return Region(np.zeros(numbers, spec.storage))
 
 
-def _fill_bits(spec: ColumnSpec) -> int:
-    return int.from_bytes(spec.fill_value.tobytes(), "little")
-
-
 def _any(given: Bools, rows: Rows) -> Bools:
     """Whether any visit of each row is one; bool (rows,)."""
     return np.logical_or.reduceat(given, rows.edges[:-1]) if len(rows) else given
@@ -97,9 +93,7 @@ def _first_given(given: Bools, rows: Rows) -> Int64s:
 
 
 def _response(spec: ColumnSpec, extra: Extra, rows: Rows, geometry: Geometry, fill: Region) -> Column:
-    column = StepTokens(spec.name, rows.standing(extra.values), geometry, fill, extra.given[rows.steps])
-    column.fill = _fill_bits(spec)
-    return column
+    return StepTokens(spec.name, rows.standing(extra.values), geometry, fill, extra.given[rows.steps])
 
 
 class TokenValues(Column):
@@ -114,8 +108,7 @@ class TokenValues(Column):
         self, spec: ColumnSpec, extra: Extra, missing: Int64s, rows: Rows, geometry: Geometry, fill: Region
     ) -> None:
         self.name, self.dtype, self.itemsize = spec.name, safetensors_name(spec.storage), spec.storage.itemsize
-        self.shape, self.fill = spec.shape, _fill_bits(spec)
-        self._unit, self._fill = spec.element_bytes, fill
+        self.shape, self._unit, self._fill = spec.shape, spec.element_bytes, fill
         self._values = Region(extra.values.values)
         pieces = _first_pieces(rows, missing) if spec.merge == "first" else _last_pieces(rows)
         lengths = self._unit * (pieces.ends - pieces.begins)

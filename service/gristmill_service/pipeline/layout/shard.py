@@ -21,7 +21,6 @@ from gristmill._wire.column_spec import BUILT_IN
 from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
 from gristmill_service.pipeline.layout.columns import SCOPES, Column, Geometry, Placement, Runs, Scope, safetensors_name
-from gristmill_service.pipeline.layout.compact import Block, Compaction, CompactShard
 from gristmill_service.pipeline.layout.extra_columns import Cut, ShardTensor
 from gristmill_service.pipeline.layout.iovec import Iovec, Region
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
@@ -41,6 +40,20 @@ class PerRow:
     values: NDArray[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block holds the rows whose tensors are laid out together: a shard's, or those of a micro-batch.
+
+    prefix: of their names. begin, end: which rows of the placement. widths: per scope the columns of the padded
+    tensors; None: packed, one row after another.
+    """
+
+    prefix: str
+    begin: int
+    end: int
+    widths: dict[Scope, int] | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """The numbers of one size in files, for all rows of all shards of a model, in their order.
@@ -58,12 +71,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """The tensors of a model's shards: as they stand in files, by the size of their numbers, and as they travel.
-    placement: where their rows stand."""
+    """The tensors of a model's shards, by the size of their numbers. placement: where their rows stand."""
 
     placement: Placement
     parts: Sequence[Part]
-    compaction: Compaction
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +92,6 @@ class Shard:
     size: int
     sequence_elements: int
     """The elements of all `sequences` tensors, padding included."""
-    without_padding: CompactShard
 
     def iovec(self) -> Iovec:
         runs = []
@@ -90,9 +100,6 @@ class Shard:
             runs += [columns.of(block.begin, block.end) for block in self.blocks for columns in part.runs]
             runs += [cut.iovec for cut in cuts]
         return np.concatenate(runs)
-
-    def compact(self) -> Iovec:
-        return self.without_padding.iovec
 
     @property
     def column_bytes(self) -> dict[str, int]:
@@ -152,7 +159,7 @@ class Layout:
 
         parts = [part(itemsize) for itemsize in ITEMSIZES]
         used = [one for one in parts if one.itemsize == 4 or one.per_row.names or one.columns or one.tensors]
-        return Placed(self.placement, used, Compaction(self.placement, columns))
+        return Placed(self.placement, used)
 
     def shard(self, index: int, address: ShardAddress, placed: Placed, metadata: dict[str, str]) -> Shard:
         """Returns the shard number `index` in plan order. placed: what `place` gave. metadata: JSON by name."""
@@ -166,18 +173,14 @@ class Layout:
             small = [part.per_row.values[:, begin:end].tobytes()]
             small += [values.tobytes() for axis in axes for values in axis.values()] if part.itemsize == 4 else []
             own.append(b"".join(small if own else [header, *small]))
-        regions = [Region(small) for small in own]
         return Shard(
             address=address,
-            own=regions,
+            own=[Region(small) for small in own],
             cuts=cuts,
             blocks=blocks,
             placed=placed,
             size=size,
             sequence_elements=sum(self._elements(block, "sequence") for block in blocks),
-            without_padding=CompactShard(
-                placed.compaction, [part.itemsize for part in placed.parts], blocks, regions, cuts, size
-            ),
         )
 
     def _axis(self, block: Block) -> dict[str, NDArray[np.int32]]:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gristmill._wire.codecs.compact_shards import Form
 from gristmill._wire.columns import Int64s
 from gristmill_service.pipeline.layout.columns import Column, Placement, Runs
 from gristmill_service.pipeline.layout.iovec import Region
@@ -94,7 +93,7 @@ class Counting(Column):
     firsts, seconds: int64 (n,), of the placed rows. counts: int64 (n,), each one's own tokens.
     """
 
-    dtype, itemsize, scope, form = "I32", 4, "sequence", Form.COUNTING
+    dtype, itemsize, scope = "I32", 4, "sequence"
 
     def __init__(self, name: str, firsts: Int64s, seconds: Int64s, counts: Int64s) -> None:
         self.name, self._counts = name, counts
@@ -111,11 +110,6 @@ class Counting(Column):
         iovec[:, 0] = self._begins.runs(4 * np.arange(count), np.full(count, 4))
         iovec[:, 1] = self._numbers.runs(4 * self._seconds, 4 * (self._counts - 1))
         return Runs(iovec.reshape(-1, 2), 2 * np.arange(count + 1), (self._begins, self._numbers))
-
-    def compact(self, placement: Placement) -> tuple[Runs, ...]:
-        count = len(self._counts)
-        numbers = Region(np.stack([self._firsts, self._seconds.astype(np.int32)], axis=1))
-        return (Runs(numbers.runs(8 * np.arange(count), np.full(count, 8)), np.arange(count + 1), (numbers,)),)
 
 
 def tree_columns(rows: Branches, shared: Int64s) -> list[Column]:

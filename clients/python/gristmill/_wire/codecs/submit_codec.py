@@ -7,7 +7,7 @@ copy every buffer two or three times on its way.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from gristmill._client.connection.channels import MESSAGE_BYTES
 from gristmill._wire.codecs import row_codec
 from gristmill._wire.codecs.varints import LENGTH_BYTES, read_varint, varint
+from gristmill._wire.codecs.zstd_frames import zstandard
 from gristmill._wire.columns import Array, Int64s, Ragged, bytes_of
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
@@ -99,15 +100,15 @@ def encode(
 
 def compressed(request: bytes) -> bytes:
     """The request as one that says the same in fewer bytes. Raises InvalidArgumentError where zstandard is missing."""
-    frame = _zstandard().ZstdCompressor(level=_ZSTD_LEVEL, write_content_size=True).compress(request)
+    frame = zstandard().ZstdCompressor(level=_ZSTD_LEVEL, write_content_size=True).compress(request)
     return rollout_pb2.SubmitRowsRequest(zstd=frame).SerializeToString()
 
 
 def decompressed(frame: bytes, most_bytes: int) -> bytes:
     """The request that `compressed` was given. Raises as `Submission`; takes no more memory than the frame may."""
-    zstandard = _zstandard()
+    module = zstandard()
     try:
-        size = zstandard.frame_content_size(frame)
+        size = module.frame_content_size(frame)
         if size > most_bytes:
             # Not RESOURCE_EXHAUSTED, which asks to send the same again later.
             raise InvalidArgumentError(
@@ -118,9 +119,9 @@ def decompressed(frame: bytes, most_bytes: int) -> bytes:
             raise InvalidArgumentError(
                 "zstd: the frame does not say how large its content is; compress it with the content size"
             )
-        found: bytes = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
+        found: bytes = module.ZstdDecompressor().decompress(frame, max_output_size=size)
         return found
-    except zstandard.ZstdError as error:
+    except module.ZstdError as error:
         raise InvalidArgumentError(
             f"zstd: the {len(frame)} bytes are not a frame of zstd: {error}; compress the request with zstd"
         ) from None
@@ -128,15 +129,7 @@ def decompressed(frame: bytes, most_bytes: int) -> bytes:
 
 def check_zstd() -> None:
     """Raises InvalidArgumentError where zstandard is missing."""
-    _zstandard()
-
-
-def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError as missing:
-        raise InvalidArgumentError(f"zstd needs zstandard ({missing}): pip install gristmill[zstd]") from None
-    return zstandard
+    zstandard()
 
 
 def _buffers(tables: Sequence[Steps], prefixes: row_codec.Prefixes | None) -> dict[str, list[Buffer]]:

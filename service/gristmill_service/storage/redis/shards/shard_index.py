@@ -11,17 +11,18 @@ from gristmill_service.config import Model
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.storage.redis.shards.shard_keys import ShardKeys
 
-VERSION = 1
+VERSION = 2
+"""Format 1 had other pieces, which are found to be damaged, so that their batch is built again."""
 
 
 class StoredShard(msgspec.Struct, frozen=True, array_like=True):
-    """pieces: the number of values that its compact form is cut into."""
+    """size: of its file. stored_size: of its pieces. pieces: the number of values that they are."""
 
     model: Model
     mini_batch: int
     rank: int
     size: int
-    compact_size: int
+    stored_size: int
     pieces: int
 
     @property
@@ -43,7 +44,7 @@ class ShardIndex(msgspec.Struct, frozen=True):
     def decode(cls, data: bytes, batch: int) -> Self:
         """Raises FailedPreconditionError for a newer format, and for a damaged index."""
         version = data[0] if data else 0
-        if version != VERSION:
+        if version not in (1, VERSION):
             raise FailedPreconditionError(
                 f"batch {batch} in Redis has format {version} and this version reads {VERSION}; use the gristmill that "
                 "published it, or a newer one"

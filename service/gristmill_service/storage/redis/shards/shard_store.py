@@ -1,4 +1,5 @@
-"""Published batches in Redis, one server or a cluster: shards without their padding, in values of a few MiB.
+"""Published batches in Redis, one server or a cluster: shards in frames of zstd, one a value, whose checksums say when
+one is damaged.
 
 A batch is visible once its index is there, which is written last and removed first. Its other keys hold the nonce of
 their publication, so that two publications of a batch never mix. A process that dies in a publication leaves keys that
@@ -18,9 +19,9 @@ from typing import Protocol, cast
 import redis
 import structlog
 
-from gristmill._wire.codecs.compact_shards import restore
+from gristmill._wire.codecs.zstd_frames import FRAME_BYTES, DamagedFrameError, compressed, decompressed
 from gristmill.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError, UnavailableError
-from gristmill_service.pipeline.layout.iovec import cut, join
+from gristmill_service.pipeline.layout.iovec import coalesced, cut, join
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.settings import Settings
 from gristmill_service.storage.redis.key_removals import KeyRemovals
@@ -35,10 +36,8 @@ from gristmill_service.storage.shard_store import ShardLocation, ShardsLostError
 
 _log = structlog.get_logger(__name__)
 
-# The most bytes of a value in Redis: small enough that it answers others in between.
-VALUE_BYTES = 8 << 20
-
-_READ_BYTES = 1 << 20
+# What a plan may grow to when it is read: a damaged frame may say anything.
+_MOST_PLAN_BYTES = 1 << 30
 _KEYS_AT_ONCE = 500
 _MOST_INDEXES = 256
 
@@ -94,13 +93,14 @@ class RedisShardStore:
         self._doubtful_lock = threading.Lock()
 
     def publish(self, run: str, batch: int, plan: bytes, shards: Iterable[ShardSource]) -> int:
-        """As the protocol has it; replaces the batch where it is there. Returns the bytes of the compact forms and the
-        plan."""
+        """As the protocol has it; replaces the batch where it is there. Returns the bytes that the shards and
+        the plan take compressed."""
         keys, written = self._keys(run), list[str]()
         with self._publications.begin(lambda: self._own_claim(run)) as nonce, self._explained():
             try:
                 stored = self._write_shards(keys, nonce, shards, written)
-                self._write(keys.plan(nonce), plan, written)
+                stored_plan = compressed(plan)
+                self._write(keys.plan(nonce), stored_plan, written)
                 replaced = self._fence.replace(run, keys.index(batch), ShardIndex(nonce, stored).encode())
             except BaseException as error:
                 self._withdraw(run, batch, nonce, written)
@@ -114,32 +114,33 @@ class RedisShardStore:
         self._add_removals(run, batch, replaced)
         with suppress(*_REDIS_ERRORS):
             self._removals.run()
-        return len(plan) + sum(shard.compact_size for shard in stored)
+        return len(stored_plan) + sum(shard.stored_size for shard in stored)
 
     def plan(self, run: str, batch: int) -> bytes:
         keys = self._keys(run)
         while True:
             index = self._read_index(run, batch).index
             try:
-                return self._get(run, batch, index, keys.plan(index.nonce))
+                plan = self._get(run, batch, index, keys.plan(index.nonce))
             except _ReplacedError:
                 continue
+            return _content(plan, _MOST_PLAN_BYTES, run, batch)
 
     def locate(self, run: str, batch: int, address: ShardAddress) -> ShardLocation:
         return ShardLocation(_shard(self._read_index(run, batch), run, batch, address).size, None)
 
     def read(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
-        """Holds the whole shard: only its compact form comes in pieces."""
+        """Holds the whole shard, compressed. Raises ShardsLostError where a part of it is damaged."""
         while True:
             try:
-                data = restore(list(self.read_compact(run, batch, address)))
+                frames = list(self.read_frames(run, batch, address))
             except _ReplacedError:
                 continue
-            return (data[start : start + _READ_BYTES].tobytes() for start in range(0, len(data), _READ_BYTES))
+            return (_content(frame, FRAME_BYTES, run, batch) for frame in frames)
 
-    def read_compact(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
-        """Its compact form, in pieces of at most 8 MiB. The iterator raises NotFoundError once the batch is freed, and
-        UnavailableError where it is published anew meanwhile."""
+    def read_frames(self, run: str, batch: int, address: ShardAddress) -> Iterator[bytes]:
+        """The iterator raises NotFoundError once the batch is freed, and UnavailableError where it is published anew
+        meanwhile."""
         keys, known, first = self._keys(run), self._indexes.get((run, batch)), None
         if known is None or address not in known.shards:
             known = self._read_index(run, batch)
@@ -210,11 +211,11 @@ class RedisShardStore:
         self, keys: ShardKeys, nonce: str, shards: Iterable[ShardSource], written: list[str]
     ) -> tuple[StoredShard, ...]:
         def write(shard: ShardSource) -> StoredShard:
-            runs, address, pieces = shard.compact(), shard.address, 0
-            for part in cut(runs, VALUE_BYTES):
-                self._write(keys.piece(nonce, address, pieces), join(part), written)
-                pieces += 1
-            size = int(runs[:, 1].sum())
+            address, pieces, size = shard.address, 0, 0
+            for part in cut(coalesced(shard.iovec()), FRAME_BYTES):
+                frame = compressed(join(part))
+                self._write(keys.piece(nonce, address, pieces), frame, written)
+                pieces, size = pieces + 1, size + len(frame)
             return StoredShard(address.model, address.mini_batch, address.rank, shard.size, size, pieces)
 
         with ThreadPoolExecutor(_WRITERS, "gristmill-redis-writer") as pool:
@@ -292,6 +293,16 @@ class RedisShardStore:
             "Redis must not evict keys (maxmemory-policy noeviction), and loses at a failover what its replicas do not "
             "have yet"
         )
+
+
+def _content(frame: bytes, most_bytes: int, run: str, batch: int) -> bytes:
+    """What the value of a batch was written with."""
+    try:
+        return decompressed(frame, most_bytes)
+    except DamagedFrameError as error:
+        raise ShardsLostError(
+            f"run {run!r}: Redis has a damaged part of batch {batch}, which is built again from its rows: {error}"
+        ) from None
 
 
 def _shard(found: _ReadIndex, run: str, batch: int, address: ShardAddress) -> StoredShard:

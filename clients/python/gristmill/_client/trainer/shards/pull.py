@@ -1,5 +1,5 @@
-"""Gets a shard's tensors: maps the service's shared memory where it is this machine's, else streams the bytes, without
-their padding where the service has them so."""
+"""Gets a shard's tensors: maps the service's shared memory where it is this machine's, else streams the bytes,
+compressed where the service has them so."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from gristmill._client.connection.transport import Transport
 from gristmill._wire.addresses import ShardAddress, is_mappable, read_header
-from gristmill._wire.codecs.compact_shards import restore
-from gristmill._wire.codecs.shard_frames import unframe
+from gristmill._wire.codecs.shard_messages import piece_of
+from gristmill._wire.codecs.zstd_frames import DamagedFrameError, decompressed, is_available
 from gristmill.errors import InvalidArgumentError, UnavailableError
 from gristmill.torch import Tensors, map_shard, parse_shard
 from gristmill.v1 import trainer_pb2
@@ -64,31 +64,34 @@ def stream(
     Raises what the call ends with, NotFoundError for instance when the batch is freed.
     """
     request: trainer_pb2.ReadShardRequest = address.request()
-    request.accepts_compact = True
+    request.accepts_zstd = is_available()
     if columns is not None:
         request.chooses_columns = True
         request.columns.extend(columns)
-    data = transport.call(partial(_read, transport, address, size), request, wait_s=size / _SLOWEST_BYTES_PER_S)
+    read, wait_s = partial(_read, transport, address, size), size / _SLOWEST_BYTES_PER_S
+    try:
+        data = transport.call(read, request, wait_s=wait_s)
+    except DamagedFrameError:
+        # Frames pass the service unread. What is asked for as it is it decompresses itself, and builds a batch again
+        # whose bytes are not those that were published.
+        request.accepts_zstd = False
+        data = transport.call(read, request, wait_s=wait_s)
     return parse_shard(data, str(address))
 
 
 def _read(transport: Transport, address: ShardAddress, size: int, request: Any, timeout: float) -> NDArray[np.uint8]:
     """The file's bytes; more or less than `size` where the service sends more or less."""
-    # Bytes as they come, which `unframe` reads.
+    # Bytes as they come, which `piece_of` reads.
     serialize = trainer_pb2.ReadShardRequest.SerializeToString
     read = transport.channels.unary_stream(_READ_SHARD, request_serializer=serialize)
     data: NDArray[np.uint8] = np.empty(size, np.uint8)
-    into, came, compact = data.data, 0, []
+    into, came = data.data, 0
     for message in read(request, timeout=timeout):
-        piece, is_compact = unframe(message)
-        if is_compact:
-            compact.append(piece)
-        else:
-            # What is too much is counted only.
-            into[came : came + len(piece)] = piece[: max(0, size - came)]
-        came += len(piece)
-    if compact:
-        return restore(compact)
+        piece, is_zstd = piece_of(message)
+        content = decompressed(piece, max(0, size - came)) if is_zstd else piece
+        # What is too much is counted only.
+        into[came : came + len(content)] = content[: max(0, size - came)]
+        came += len(content)
     if request.chooses_columns and came <= size:
         # What was left out is not known before it has come.
         return data[:came]

@@ -1,4 +1,4 @@
-"""Shards pulled through a replica of the service from Redis: without their padding for who takes them so."""
+"""Shards pulled through a replica of the service from Redis: compressed for who takes them so."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import pytest
 from safetensors.numpy import load
 
 from gristmill._client.connection.transport import Transport
+from gristmill._client.trainer.shards import pull
 from gristmill._client.trainer.shards.pull import stream
 from gristmill._wire.addresses import ShardAddress
+from gristmill._wire.codecs.zstd_frames import FRAME_BYTES
 from gristmill.v1 import trainer_pb2, trainer_pb2_grpc
 from gristmill_service.api.rpc.streams import Streams
 from gristmill_service.api.rpc.trainers import TrainerServicer
@@ -58,7 +60,7 @@ def store(
 @pytest.fixture
 def transport(store: ShardStore) -> Iterator[Transport]:
     """To a service that has this one run; of a run's calls only those that read shards."""
-    runs = SimpleNamespace(read_shard=store.read, read_compact_shard=store.read_compact)
+    runs = SimpleNamespace(read_shard=store.read, read_shard_frames=store.read_frames)
     server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
     context: Any = SimpleNamespace(runs=runs)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(TrainerServicer(context, Streams(2)), server)  # type: ignore[no-untyped-call]
@@ -78,22 +80,42 @@ def test_a_trainer_gets_the_same_tensors_whatever_the_store_holds(transport: Tra
     assert all(np.array_equal(tensors[name].numpy(), expected[name]) for name in expected)
 
 
-def test_padding_is_sent_only_to_who_does_not_restore_it(
+def test_files_are_sent_as_they_are_to_who_does_not_decompress_them(
     transport: Transport, store: ShardStore, shard: ShardSource
 ) -> None:
-    def messages(*, accepts_compact: bool) -> list[trainer_pb2.ReadShardResponse]:
+    def messages(*, accepts_zstd: bool) -> list[trainer_pb2.ReadShardResponse]:
         request = ADDRESS.request()
-        request.accepts_compact = accepts_compact
+        request.accepts_zstd = accepts_zstd
         return list(transport.trainers.ReadShard(request, timeout=20))
 
-    whole, accepted = messages(accepts_compact=False), messages(accepts_compact=True)
+    whole, accepted = messages(accepts_zstd=False), messages(accepts_zstd=True)
     assert b"".join(one.data for one in whole) == naive.shard_bytes(shard)
-    assert not any(one.is_compact for one in whole)
-    is_compact = isinstance(store, RedisShardStore)
-    assert {one.is_compact for one in accepted} == {is_compact}
+    assert not any(one.is_zstd for one in whole)
+    is_zstd = isinstance(store, RedisShardStore)
+    assert {one.is_zstd for one in accepted} == {is_zstd}
     sizes = [sum(len(one.data) for one in some) for some in (whole, accepted)]
-    assert sizes[1] < 0.4 * sizes[0] if is_compact else sizes[1] == sizes[0]
-    assert max(len(one.data) for one in whole + accepted) <= 1 << 20
+    assert sizes[1] < 0.2 * sizes[0] if is_zstd else sizes[1] == sizes[0]
+    assert max(len(one.data) for one in whole + accepted) <= FRAME_BYTES
+
+
+def test_chosen_columns_are_compressed_where_all_are(
+    transport: Transport, store: ShardStore, shard: ShardSource
+) -> None:
+    request = ADDRESS.request()
+    request.accepts_zstd = request.chooses_columns = True
+    chosen = list(transport.trainers.ReadShard(request, timeout=20))
+    assert {one.is_zstd for one in chosen} == {isinstance(store, RedisShardStore)}
+    tensors, _ = stream(transport, ADDRESS, shard.size, [])
+    assert tensors.keys() == load(naive.shard_bytes(shard)).keys(), "it has no declared columns"
+
+
+def test_a_client_without_zstandard_gets_files(
+    transport: Transport, shard: ShardSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull, "is_available", lambda: False)
+    monkeypatch.setattr(pull, "decompressed", None)
+    tensors, _ = stream(transport, ADDRESS, shard.size)
+    assert tensors.keys() == load(naive.shard_bytes(shard)).keys()
 
 
 def test_memory_that_a_trainer_gets_is_its_own_to_write_to(transport: Transport, shard: ShardSource) -> None:

@@ -11,13 +11,13 @@ from google.protobuf.message import DecodeError
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import trainer_pb2
 
-_DATA, _IS_COMPACT = 0x0A, 0x10
-"""The tags of the fields: their numbers (1, 2), and how they are encoded (length and bytes, varint)."""
+_DATA, _IS_ZSTD = 0x0A, 0x18
+"""The tags of the fields: their numbers (1, 3), and how they are encoded (length and bytes, varint)."""
 
 
-def frame(data: bytes | memoryview, *, is_compact: bool) -> bytes:
+def message_of(data: bytes | memoryview, *, is_zstd: bool) -> bytes:
     """The message with a piece of a shard, copied once."""
-    head = bytearray((_IS_COMPACT, 1) if is_compact else ())
+    head = bytearray((_IS_ZSTD, 1) if is_zstd else ())
     head.append(_DATA)
     rest = len(data)
     while rest > 0x7F:
@@ -27,26 +27,26 @@ def frame(data: bytes | memoryview, *, is_compact: bool) -> bytes:
     return b"".join((head, data))
 
 
-def unframe(message: bytes) -> tuple[memoryview, bool]:
-    """The piece of a shard that a message brings, as a view of it, and whether the shard comes in its compact form.
+def piece_of(message: bytes) -> tuple[memoryview, bool]:
+    """The piece of a shard that a message brings, as a view of it, and whether that is a frame of zstd.
 
     Raises InvalidArgumentError for bytes that are no message.
     """
     view, at = memoryview(message), 0
-    data, is_compact = view[:0], False
+    data, is_zstd = view[:0], False
     try:
         while at < len(view):
             tag = view[at]
             value, at = _varint(view, at + 1)
             if tag == _DATA and at + value <= len(view):
                 data, at = view[at : at + value], at + value
-            elif tag == _IS_COMPACT:
-                is_compact = value != 0
+            elif tag == _IS_ZSTD:
+                is_zstd = value != 0
             else:
                 return _parsed(message)
     except IndexError:
         return _parsed(message)
-    return data, is_compact
+    return data, is_zstd
 
 
 def _varint(view: memoryview, at: int) -> tuple[int, int]:
@@ -62,11 +62,11 @@ def _varint(view: memoryview, at: int) -> tuple[int, int]:
 
 
 def _parsed(message: bytes) -> tuple[memoryview, bool]:
-    """Reads a message that `frame` did not make: one of a newer service with more fields, or none at all."""
+    """Reads a message that `message_of` did not make: one of a newer service with more fields, or none at all."""
     try:
         response = trainer_pb2.ReadShardResponse.FromString(message)
     except DecodeError as error:
         raise InvalidArgumentError(
             f"a message of {len(message)} bytes is no ReadShardResponse: {error}; read the shard again"
         ) from None
-    return memoryview(response.data), response.is_compact
+    return memoryview(response.data), response.is_zstd
