@@ -27,7 +27,6 @@ from gristmill_service.monitoring.collectors.run_monitor import Monitor
 from gristmill_service.monitoring.metrics import Metrics
 from gristmill_service.monitoring.metrics.registry import Watched
 from gristmill_service.monitoring.metrics.run_stats import RunStats, run_stats
-from gristmill_service.monitoring.metrics.storage_timing import TimedRunStore, TimedShardStore
 from gristmill_service.monitoring.views.token_texts import TokenTexts
 from gristmill_service.run.runs import Runs
 from gristmill_service.settings import Settings, split_address
@@ -44,11 +43,9 @@ class Service:
         with ExitStack() as undo:
             self._storage = undo.enter_context(open_storage(settings))
             metrics = Metrics()
-            shards = TimedShardStore(self._storage.shards, metrics.storing)
-            stored_runs = TimedRunStore(self._storage.runs, metrics.storing)
             self.runs = Runs(
-                shards,
-                stored_runs,
+                metrics.storing.timed(self._storage.shards),
+                metrics.storing.timed(self._storage.runs),
                 make_monitor=Monitor,
                 max_row_bytes=int(settings.max_row_bytes),
                 max_runs=settings.max_runs,

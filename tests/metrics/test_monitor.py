@@ -1,4 +1,4 @@
-"""A run's monitor: many threads count at once, and nothing that goes wrong in it reaches the run."""
+"""A run's monitor: the loop and the builder's thread count at once, and nothing that fails in it reaches the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gristmill_service.run.machine.events import Acknowledged, BatchSealed
 from gristmill_service.run.machine.state import START, State
 from tests.run.harness import CONFIG, group_rows, table
 
-THREADS, TIMES = 4, 500
+RANKS, TIMES = 4, 2000
 
 
 @pytest.fixture
@@ -28,36 +28,40 @@ def hasty_switches() -> Iterator[None]:
 
 
 def monitored() -> tuple[Monitor, State]:
-    return Monitor(time.monotonic, time.monotonic), State.initial(parse_config(CONFIG))
+    return Monitor(time.monotonic, time.monotonic), State.initial(parse_config({**CONFIG, "dp_size": RANKS}))
 
 
 @pytest.mark.usefixtures("hasty_switches")
-def test_nothing_is_lost_between_threads_while_it_is_read() -> None:
+def test_nothing_is_lost_between_the_loop_and_the_builders_thread() -> None:
     monitor, state = monitored()
-    monitor.asked_for_shard(state, "policy", 0)
     steps = table(*group_rows("a"))
 
-    def count(thread: int) -> None:
+    def build() -> None:
         for number in range(TIMES):
-            monitor.received([Outcome.ACCEPTED, Outcome.DUPLICATE], steps)
-            monitor.gave_shard("policy", 0, 3)
-            monitor.building(thread * TIMES + number)
+            monitor.building(number)
             with monitor.timed("merge"):
-                pass
+                monitor.metrics.spent()
 
-    threads = [threading.Thread(target=count, args=(thread,)) for thread in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        found = monitor.metrics.snapshot(state)
-        # A request counts whole.
-        assert found.rows[Outcome.ACCEPTED] == found.rows[Outcome.DUPLICATE]
-        assert found.ranks[0].nbytes == 3 * found.ranks[0].pulls
-    found = monitor.metrics.snapshot(state)
-    every = THREADS * TIMES
-    assert (found.rows[Outcome.ACCEPTED], found.tokens[Outcome.ACCEPTED]) == (every, 3 * every)
-    assert found.ranks[0].pulls == every
-    assert [found.stages[stage].up_to()[-1][1] for stage in ("merge", "queue")] == [every, every]
+    builder = threading.Thread(target=build)
+    builder.start()
+    for number in range(TIMES):
+        monitor.asked_for_shard(state, "policy", number % RANKS)
+        monitor.received([Outcome.ACCEPTED, Outcome.DUPLICATE], steps)
+        monitor.gave_shard("policy", number % RANKS, 3)
+        monitor.asked_for_groups(found_room=bool(number % 2))
+        if number % 100 == 0:
+            monitor.metrics.collect(state)
+    builder.join()
+    counted = {
+        (sample.name, *(value for label, value in sample.labels.items() if label != "le")): sample.value
+        for metric in monitor.metrics.collect(state)
+        for sample in metric.samples
+    }
+    assert counted["gristmill_rows_total", "accepted"] == counted["gristmill_rows_total", "duplicate"] == TIMES
+    assert counted["gristmill_tokens_total", "accepted"] == 3 * TIMES
+    assert counted["gristmill_rank_pulled_bytes_total", "policy", "0"] == 3 * TIMES / RANKS
+    for stage in ("merge", "queue"):
+        assert counted["gristmill_stage_seconds_count", stage] == TIMES
 
 
 def test_what_goes_wrong_in_it_does_not_reach_the_run() -> None:

@@ -9,7 +9,7 @@ import redis
 from prometheus_client import CollectorRegistry, generate_latest
 
 from gristmill.errors import NotFoundError, UnavailableError
-from gristmill_service.monitoring.metrics.storage_timing import StoreMetrics, TimedRunStore, TimedShardStore
+from gristmill_service.monitoring.metrics.storage_timing import StoreMetrics
 from gristmill_service.storage.journal.run_store import JournalRunStore
 from gristmill_service.storage.memory_shards import MemoryShardStore
 from gristmill_service.storage.row_tables import steps_of
@@ -30,25 +30,25 @@ class Watched:
 
 def test_a_journals_calls_are_counted_and_do_what_they_did(tmp_path: Path) -> None:
     watched = Watched()
-    ledger = TimedRunStore(JournalRunStore(tmp_path), watched.metrics)
-    book = ledger.create("run", b"{}")
-    assert list(book.replay().records) == []
-    number, _ = book.put(table(*group_rows("a")))
-    before = book.log_bytes
-    book.append(b"something happened")
-    book.sync()
-    book.flush()
-    assert steps_of(book.get(number)).uids == ["a", "a"]
-    assert book.log_bytes > before
-    assert book.lease is None
-    book.close()
-    ledger.close()
+    store = watched.metrics.timed(JournalRunStore(tmp_path))
+    log = store.create("run", b"{}")
+    assert list(log.replay().records) == []
+    number, _ = log.put(table(*group_rows("a")))
+    before = log.log_bytes
+    log.append(b"something happened")
+    log.sync()
+    log.flush()
+    assert steps_of(log.get(number)).uids == ["a", "a"]
+    assert log.log_bytes > before
+    assert log.lease is None
+    log.close()
+    store.close()
     assert watched.calls() == {"replay": 1, "put": 1, "append": 1, "sync": 1, "flush": 1, "get": 1}
 
 
 def test_what_fails_is_an_error_and_what_is_not_there_is_none() -> None:
     watched = Watched()
-    store = TimedShardStore(MemoryShardStore(), watched.metrics)
+    store = watched.metrics.timed(MemoryShardStore())
     with pytest.raises(NotFoundError):
         store.plan("run", 0)
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.monitoring.collectors.run_monitor import monitor_of
 from gristmill_service.pipeline import build_batch
 from gristmill_service.run.machine.answers import RewardUpdate
 from gristmill_service.run.machine.decisions.ingest import ROW_OVERHEAD_BYTES
 from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.storage.memory_shards import MemoryShardStore
+from tests.metrics.scraping import scraped
 from tests.run.harness import Bench, group_rows, key, row
 
 
@@ -109,8 +109,8 @@ class TestSurplus:
         bench.make_batches()
         assert samples_of(bench, 0, "a") == [2, 3]
         assert len(bench.rows) == 2, "the rows of the surplus are gone"
-        counted = monitor_of(bench.run).metrics.snapshot(bench.state)
-        assert counted.dropped_rows == {"surplus": 1}
+        dropped = scraped([bench.run]).of("gristmill_rows_dropped_total")
+        assert {reason: rows for reason, rows in dropped.items() if rows} == {"surplus": 1}
 
     def test_later_rows_of_the_surplus_are_answered_dropped(self) -> None:
         bench = Bench(surplus=1)

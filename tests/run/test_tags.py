@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gristmill.errors import InvalidArgumentError, ResourceExhaustedError
-from gristmill_service.monitoring.collectors.run_monitor import monitor_of
 from gristmill_service.monitoring.health.health import health
 from gristmill_service.run.machine.answers import Position, TagGroups
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint
 from gristmill_service.run.machine.events import BatchSealed, GroupKey, TagWait
 from gristmill_service.run.machine.queries.conditions import there_is_room
+from tests.metrics.scraping import scraped
 from tests.run.harness import Bench, BuildBatch, group_rows, key, row
 
 
@@ -157,7 +157,7 @@ class TestShares:
         bench.now = 10.5
         bench.run.tick()
         assert bench.log.events[-1] == BatchSealed(0, (GroupKey(0, "a"), GroupKey(0, "b")), 0, ("math",))
-        assert monitor_of(bench.run).metrics.snapshot(bench.state).tags_short == {"math": 1}
+        assert scraped([bench.run]).of("gristmill_tag_short_batches_total") == {"math": 1}
         assert bench.state.tag_wait is None
 
     def test_the_wait_begins_anew_with_each_batch_and_is_over_when_nothing_could_be_sealed(self) -> None:

@@ -7,36 +7,24 @@ its trainer is there: one of the model's ranks, or the controller of all of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from gristmill_service.config import Model
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions import progress
 from gristmill_service.run.machine.state import State
 
-# Who was told that there is nothing yet asks again within this, or has gone away.
+# A trainer that found nothing asks again within this, or has gone away.
 ASKS_AGAIN_S = 35.0
-
-
-@dataclass(frozen=True, slots=True)
-class RankStats:
-    """pulls, nbytes: the shards that the rank was told the place of, and their bytes. waited: seconds. lag: shards
-    behind the rank that is furthest."""
-
-    model: Model
-    rank: int
-    pulls: int
-    nbytes: int
-    acknowledged: int
-    waited: float
-    lag: int
 
 
 @dataclass(slots=True)
 class _RankCounts:
-    """waited: seconds without the wait that goes on since `waits_since`, which is None where the rank has something to
-    train on."""
+    """pulls, nbytes: the shards whose location was given to the rank, and their bytes. waited: seconds, without the
+    wait that goes on since `waits_since`, which is None where the rank has something to train on."""
 
     pulls: int = 0
     nbytes: int = 0
@@ -46,7 +34,8 @@ class _RankCounts:
 
 
 class RankMetrics:
-    """Not thread-safe: the lock of the `RunMetrics` that owns it guards it."""
+    """Called on the event loop, or with the state locked; `waited` also by the builder's thread, which may miss what
+    happens meanwhile."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -59,16 +48,16 @@ class RankMetrics:
             self._update(state, model, rank, self._counts.setdefault((model, rank), _RankCounts()), self._clock())
 
     def pulled(self, model: Model, rank: int, nbytes: int) -> None:
-        found = self._counts.get((model, rank))
-        if found is not None:
-            found.pulls += 1
-            found.nbytes += nbytes
+        counts = self._counts.get((model, rank))
+        if counts is not None:
+            counts.pulls += 1
+            counts.nbytes += nbytes
 
     def acknowledged(self, state: State, model: Model, rank: int) -> None:
         self._hear(model)
-        found = self._counts.setdefault((model, rank), _RankCounts())
-        found.acknowledged += 1
-        self._update(state, model, rank, found, self._clock())
+        counts = self._counts.setdefault((model, rank), _RankCounts())
+        counts.acknowledged += 1
+        self._update(state, model, rank, counts, self._clock())
 
     def update_all(self, state: State) -> None:
         """After an event that may concern any rank."""
@@ -80,44 +69,60 @@ class RankMetrics:
                 self._update(state, model, rank, self._counts[model, rank], now)
 
     def waited(self, model: Model) -> float:
-        """Seconds that a rank waited, on an average of those that asked for something."""
+        """Returns the seconds that a rank waited, on an average of those that asked for something."""
         now = self._clock()
-        own = (found for (other, _), found in self._counts.items() if other == model)
-        waits = [found.waited + self._waits_until(now, model, found) for found in own]
-        return sum(waits) / len(waits) if waits else 0.0
+        ranks = [counts for (other, _), counts in list(self._counts.items()) if other == model]
+        return sum(self._waited(now, model, counts) for counts in ranks) / len(ranks) if ranks else 0.0
 
-    def stats(self, state: State) -> Iterator[RankStats]:
-        """One for each rank that has asked for something."""
+    def collect(self, state: State) -> Sequence[Metric]:
+        """Returns the metrics of each rank that has asked for something."""
+        labels = ("model", "rank")
+        metrics: list[CounterMetricFamily | GaugeMetricFamily] = [
+            CounterMetricFamily("gristmill_rank_pulls", "Shards that the rank was given.", labels=labels),
+            CounterMetricFamily(
+                "gristmill_rank_pulled_bytes",
+                "Bytes of the files of the shards that the rank was given.",
+                labels=labels,
+            ),
+            CounterMetricFamily("gristmill_rank_acknowledged", "Shards that the rank acknowledged.", labels=labels),
+            CounterMetricFamily(
+                "gristmill_rank_wait_seconds", "Seconds during which the rank had nothing to train on.", labels=labels
+            ),
+            GaugeMetricFamily(
+                "gristmill_rank_lag_shards", "Shards that the rank is behind the one that is furthest.", labels=labels
+            ),
+        ]
         now = self._clock()
         behind = {model: lags(state, model) for model in state.models}
-        for (model, rank), found in self._counts.items():
-            waited = found.waited + self._waits_until(now, model, found)
-            lag = behind[model][rank]
-            yield RankStats(model, rank, found.pulls, found.nbytes, found.acknowledged, waited, lag)
+        for (model, rank), counts in self._counts.items():
+            waited = self._waited(now, model, counts)
+            values = (counts.pulls, counts.nbytes, counts.acknowledged, waited, behind[model][rank])
+            for metric, value in zip(metrics, values, strict=True):
+                metric.add_metric((model, str(rank)), value)
+        return metrics
 
-    def _update(self, state: State, model: Model, rank: int, found: _RankCounts, now: float) -> None:
+    def _update(self, state: State, model: Model, rank: int, counts: _RankCounts, now: float) -> None:
         waits = _waits(state, progress.next_of(state, model, rank))
-        if found.waits_since is not None and not waits:
-            found.waited += self._waits_until(now, model, found)
-            found.waits_since = None
-        elif found.waits_since is None and waits:
-            found.waits_since = now
+        if counts.waits_since is not None and not waits:
+            counts.waited = self._waited(now, model, counts)
+            counts.waits_since = None
+        elif counts.waits_since is None and waits:
+            counts.waits_since = now
 
     def _hear(self, model: Model) -> None:
         """The model's trainer is there now. While it was gone nobody waited."""
         now = self._clock()
         if now - self._heard.get(model, now) > ASKS_AGAIN_S:
-            for (other, _), found in self._counts.items():
-                if other == model and found.waits_since is not None:
-                    found.waited += self._waits_until(now, model, found)
-                    found.waits_since = now
+            for (other, _), counts in self._counts.items():
+                if other == model and counts.waits_since is not None:
+                    counts.waited = self._waited(now, model, counts)
+                    counts.waits_since = now
         self._heard[model] = now
 
-    def _waits_until(self, now: float, model: Model, found: _RankCounts) -> float:
-        """Seconds of the wait that goes on, without those in which the trainer was gone."""
-        if found.waits_since is None:
-            return 0.0
-        return max(0.0, min(now, self._heard[model] + ASKS_AGAIN_S) - found.waits_since)
+    def _waited(self, now: float, model: Model, counts: _RankCounts) -> float:
+        """Returns the seconds of all waits, without those in which the trainer was gone."""
+        waited, since = counts.waited, counts.waits_since
+        return waited if since is None else waited + max(0.0, min(now, self._heard[model] + ASKS_AGAIN_S) - since)
 
 
 def _waits(state: State, position: Position) -> bool:

@@ -6,7 +6,6 @@ that takes a run over begins a history of its own.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -98,7 +97,7 @@ class HistorySnapshot:
 
 
 class RunHistory:
-    """Thread-safe. `_lock` guards every attribute that changes; whoever holds the state takes it after the state's.
+    """Called on the event loop, or with the state locked; `now` from any thread.
 
     Times are seconds since 1970 as the process's clock counts them from the history's beginning on: they never go back.
     """
@@ -107,7 +106,6 @@ class RunHistory:
         self, clock: Callable[[], float], now: Callable[[], float], wall: Callable[[], float] = time.time
     ) -> None:
         self._clock, self._run_time, self._offset = clock, now, wall() - clock()
-        self._lock = threading.Lock()
         self.began = self.now()
         self._last_event = self._rows_since = self.began
         self._full_since: float | None = None
@@ -121,68 +119,62 @@ class RunHistory:
         return self._clock() + self._offset
 
     def applied(self, event: Event, state: State) -> None:
-        with self._lock:
-            now = self._last_event = self.now()
-            if type(event) is RowsStored:
-                # This happens thousands of times a second.
-                self._rows_since = now
-                return
-            self._follow(state)
-            match event:
-                case Acknowledged(model, rank, following):
-                    self._acknowledged(state, model, rank, following, now)
-                case ModelResumed(model):
-                    self._begin(state, model, now)
-                case (
-                    BatchSealed()
-                    | BatchPublished()
-                    | BatchWithdrawn()
-                    | BatchFailed()
-                    | BatchGivenUp()
-                    | BatchFreed()
-                    | ColumnsWritten()
-                    | ColumnsDropped()
-                ):
-                    self._note_batch(event, now)
+        now = self._last_event = self.now()
+        if type(event) is RowsStored:
+            # This happens thousands of times a second.
+            self._rows_since = now
+            return
+        self._follow(state)
+        match event:
+            case Acknowledged(model, rank, following):
+                self._acknowledged(state, model, rank, following, now)
+            case ModelResumed(model):
+                self._begin(state, model, now)
+            case (
+                BatchSealed()
+                | BatchPublished()
+                | BatchWithdrawn()
+                | BatchFailed()
+                | BatchGivenUp()
+                | BatchFreed()
+                | ColumnsWritten()
+                | ColumnsDropped()
+            ):
+                self._note_batch(event, now)
 
     def changed(self, state: State, room: Room) -> None:
-        with self._lock:
-            self._follow(state)
-            self._full_since = None if room.groups else self._full_since or self.now()
+        self._follow(state)
+        self._full_since = None if room.groups else self._full_since or self.now()
 
     def gave_shard(self, model: Model, rank: int) -> None:
-        with self._lock:
-            ranks = self._ranks.get(model, [])
-            if rank < len(ranks):
-                ranks[rank].times = replace(ranks[rank].times, pulled=self.now())
+        ranks = self._ranks.get(model, [])
+        if rank < len(ranks):
+            ranks[rank].times = replace(ranks[rank].times, pulled=self.now())
 
     def snapshot(self, state: State) -> HistorySnapshot:
         """state: as it is now, and locked."""
-        with self._lock:
-            self._follow(state)
-            now = self.now()
-            if self._run_offset is None:
-                self._run_offset = now - self._run_time()
-            return HistorySnapshot(
-                now=now,
-                began=self.began,
-                last_event=self._last_event,
-                rows_since=self._rows_since,
-                full_since=self._full_since,
-                run_offset=self._run_offset,
-                steps=self._steps,
-                ranks={model: [rank.times for rank in ranks] for model, ranks in self._ranks.items()},
-                batches=dict(self._batches),
-                longest_step=dict(self._longest_step),
-            )
+        self._follow(state)
+        now = self.now()
+        if self._run_offset is None:
+            self._run_offset = now - self._run_time()
+        return HistorySnapshot(
+            now=now,
+            began=self.began,
+            last_event=self._last_event,
+            rows_since=self._rows_since,
+            full_since=self._full_since,
+            run_offset=self._run_offset,
+            steps=self._steps,
+            ranks={model: [rank.times for rank in ranks] for model, ranks in self._ranks.items()},
+            batches=dict(self._batches),
+            longest_step=dict(self._longest_step),
+        )
 
     def passed(self, model: Model, ranks: int, begin: float, most: int) -> Sequence[Sequence[Passed]]:
         """The last acknowledgements of each of the first so many ranks, from `begin` on and at most so many of each."""
-        with self._lock:
-            return [
-                [entry for entry in rank.passed if entry.at >= begin][-most:]
-                for rank in self._ranks.get(model, [])[:ranks]
-            ]
+        return [
+            [entry for entry in rank.passed if entry.at >= begin][-most:] for rank in self._ranks.get(model, [])[:ranks]
+        ]
 
     def _follow(self, state: State) -> None:
         """Begins with what the state has already, and anew where the number of ranks is another."""

@@ -5,24 +5,21 @@ Nothing is counted twice: neither what a restart replays, nor a batch that is bu
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
 
 from gristmill._wire.columns import sum_of
 from gristmill._wire.steps import Steps
 from gristmill_service import tracing
 from gristmill_service.config import Model
-from gristmill_service.monitoring.collectors.bucket_counts import SECONDS, VERSIONS, BucketCounts
-from gristmill_service.monitoring.collectors.rank_metrics import ASKS_AGAIN_S, RankMetrics, RankStats
-from gristmill_service.pipeline.batch_stats import BatchStats
-from gristmill_service.pipeline.tag_metrics import Figures
+from gristmill_service.monitoring.collectors.rank_metrics import ASKS_AGAIN_S, RankMetrics
+from gristmill_service.pipeline.batch_stats import CAUSES, ROW_KINDS, TOKEN_KINDS, BatchStats
 from gristmill_service.run.machine.answers import Outcome
 from gristmill_service.run.machine.events import (
     Acknowledged,
@@ -43,13 +40,14 @@ from gristmill_service.run.machine.events import (
 )
 from gristmill_service.run.machine.state import BATCH_FAILED, State
 
-_log = structlog.get_logger(__name__)
-
 REASONS = (
     "aborted", "batch_failed", "finished", "misaligned", "rows_lost", "stale", "superseded", "surplus",
     "timeout", "zero_variance"
 )  # fmt: skip
 STAGES = ("queue", "gather", "validate", "merge", "advantage", "schedule", "layout", "plan", "publish")
+# From a small batch's stage to what waits for a trainer or a full disk.
+_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_VERSIONS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 # Events that may let any rank go on, or make it wait; an acknowledgement moves one alone.
 _MOVES_RANKS = frozenset(
     [BatchPublished, BatchWithdrawn, BatchFailed, BatchGivenUp, ModelResumed, Resized, RunFinished]
@@ -80,126 +78,126 @@ class SpentSeconds(NamedTuple):
     stages: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class MetricsSnapshot:
-    """Everything that was counted of a run, at one moment.
-
-    closed: groups that went on with fewer samples, by reason. column_bytes: of declared columns, by name and
-    kind (rows, shards). padding: the last published batch's shares. tags: figures of each tag, of the last published
-    batch that had it. tag_groups: groups of published batches. tags_short: batches sealed with fewer groups of the tag
-    than its share. throttled: seconds during which workers waited for room.
-    """
-
-    rows: Counter[Outcome]
-    tokens: Counter[Outcome]
-    dropped_rows: Counter[str]
-    dropped_tokens: Counter[str]
-    closed: Counter[str]
-    batch_rows: Counter[str]
-    batch_tokens: Counter[str]
-    mismatches: Counter[str]
-    column_bytes: Counter[tuple[str, str]]
-    padding: dict[str, float]
-    tags: dict[str, Figures]
-    tag_groups: Counter[str]
-    tags_short: Counter[str]
-    staleness: BucketCounts
-    stages: dict[str, BucketCounts]
-    seal: BucketCounts
-    publish: BucketCounts
-    throttled: float
-    ranks: list[RankStats]
-
-
 class RunMetrics:
-    """Thread-safe. `_lock` guards every attribute that changes; whoever holds the state takes it after the state's.
+    """Called on the event loop, or with the state locked; `timed`, `building`, `built` and `spent` also by the thread
+    that builds the run's batches.
 
     clock: seconds, as `time.monotonic`. now: the run's own time, in which groups are admitted.
     """
 
     def __init__(self, clock: Callable[[], float], now: Callable[[], float]) -> None:
         self._clock, self._now, self._began = clock, now, clock()
-        self._lock = threading.Lock()
         self._builds: dict[int, _Build] = {}
-        self._throttled = 0.0
-        self._full_at: float | None = None
-        self._rows: Counter[Outcome] = Counter()
-        self._tokens: Counter[Outcome] = Counter()
-        self._dropped_rows: Counter[str] = Counter()
-        self._dropped_tokens: Counter[str] = Counter()
-        self._closed: Counter[str] = Counter()
-        self._batch_rows: Counter[str] = Counter()
-        self._batch_tokens: Counter[str] = Counter()
-        self._mismatches: Counter[str] = Counter()
-        self._column_bytes: Counter[tuple[str, str]] = Counter()
-        self._padding: dict[str, float] = {}
-        self._tags: dict[str, Figures] = {}
-        self._tag_groups: Counter[str] = Counter()
-        self._tags_short: Counter[str] = Counter()
-        self._staleness = BucketCounts(VERSIONS)
-        self._stages = {stage: BucketCounts(SECONDS) for stage in STAGES}
-        self._seal, self._publish = BucketCounts(SECONDS), BucketCounts(SECONDS)
+        # Seconds until workers last asked for room, and since when they have waited for it: replaced as one.
+        self._throttled: tuple[float, float | None] = (0.0, None)
+        self._stage_sums = dict.fromkeys(STAGES, 0.0)
         self._ranks = RankMetrics(clock)
+        # The run's own: its series begin and end with it.
+        self._registry = CollectorRegistry()
+        outcomes = {outcome: outcome.name.lower() for outcome in Outcome}
+        rows = self._counter("gristmill_rows", "Rows received, by what became of them.", "outcome", outcomes.values())
+        tokens = self._counter(
+            "gristmill_tokens",
+            "Prompt and response tokens received, by what became of their rows.",
+            "outcome",
+            outcomes.values(),
+        )
+        self._received = {outcome: (rows.labels(label), tokens.labels(label)) for outcome, label in outcomes.items()}
+        self._dropped_rows = self._counter(
+            "gristmill_rows_dropped", "Accepted rows that are not trained, by reason.", "reason", REASONS
+        )
+        self._dropped_tokens = self._counter(
+            "gristmill_tokens_dropped", "Tokens of accepted rows that are not trained, by reason.", "reason", REASONS
+        )
+        self._shortened = self._counter(
+            "gristmill_groups_shortened", "Groups that went on with fewer samples.", "reason", ("timeout",)
+        )
+        self._batch_rows = self._counter("gristmill_batch_rows", "Rows of published batches.", "kind", ROW_KINDS)
+        self._batch_tokens = self._counter(
+            "gristmill_batch_tokens", "Tokens of published batches.", "kind", TOKEN_KINDS
+        )
+        self._mismatches = self._counter(
+            "gristmill_prefix_mismatches", "Later steps that joined none before them.", "cause", CAUSES
+        )
+        self._column_bytes = Counter(
+            "gristmill_column_bytes",
+            "Bytes of declared columns: as rows brought them, as shards have them.",
+            ("column", "kind"),
+            registry=self._registry,
+        )
+        self._padding = self._gauge(
+            "gristmill_padding_share", "Share of the last published batch that is padding.", "level"
+        )
+        self._tag_groups = self._counter("gristmill_tag_groups", "Prompt groups of published batches, by tag.", "tag")
+        self._tags_short = self._counter(
+            "gristmill_tag_short_batches", "Batches sealed with fewer groups of a tag than its share.", "tag"
+        )
+        self._tag_figures = {
+            "score_mean": self._gauge(
+                "gristmill_tag_score_mean", "Mean score of trajectories of the last batch with the tag.", "tag"
+            ),
+            "response_length_mean": self._gauge(
+                "gristmill_tag_response_length_mean", "Mean response tokens of the same trajectories.", "tag"
+            ),
+            "padding_share": self._gauge(
+                "gristmill_tag_padding_share",
+                "Share of the rows of a tag that is padding, in the last batch with it.",
+                "tag",
+            ),
+        }
+        stages = Histogram(
+            "gristmill_stage_seconds",
+            "Seconds of each stage of building a batch.",
+            ("stage",),
+            registry=self._registry,
+            buckets=_SECONDS,
+        )
+        self._stages = {stage: stages.labels(stage) for stage in STAGES}
+        self._seal = self._histogram(
+            "gristmill_seal_seconds", "Seconds from when a batch's first group was begun until it was sealed.", _SECONDS
+        )
+        self._publish = self._histogram(
+            "gristmill_publish_seconds", "Seconds from a batch's seal until it was published.", _SECONDS
+        )
+        self._staleness = self._histogram(
+            "gristmill_staleness_versions", "Policy versions that a trained trajectory was behind.", _VERSIONS
+        )
 
     def run_time(self) -> float:
         """The run's own time, in seconds."""
         return self._now()
 
-    def snapshot(self, state: State) -> MetricsSnapshot:
-        """state: as it is now, and locked, so that it and the counts agree."""
-        with self._lock:
-            return MetricsSnapshot(
-                rows=self._rows.copy(),
-                tokens=self._tokens.copy(),
-                dropped_rows=self._dropped_rows.copy(),
-                dropped_tokens=self._dropped_tokens.copy(),
-                closed=self._closed.copy(),
-                batch_rows=self._batch_rows.copy(),
-                batch_tokens=self._batch_tokens.copy(),
-                mismatches=self._mismatches.copy(),
-                column_bytes=self._column_bytes.copy(),
-                padding=self._padding,
-                tags=dict(self._tags),
-                tag_groups=self._tag_groups.copy(),
-                tags_short=self._tags_short.copy(),
-                staleness=self._staleness.copy(),
-                stages={stage: counts.copy() for stage, counts in self._stages.items()},
-                seal=self._seal.copy(),
-                publish=self._publish.copy(),
-                throttled=self._throttled_until_now(),
-                ranks=list(self._ranks.stats(state)),
-            )
+    def collect(self, state: State) -> list[Metric]:
+        """Returns all that was counted. state: as it is now, so that it and the counts agree."""
+        throttled = CounterMetricFamily(
+            "gristmill_throttled_seconds", "Seconds during which workers waited for room.", self._throttled_until_now()
+        )
+        return [*self._registry.collect(), throttled, *self._ranks.collect(state)]
 
     def spent(self) -> SpentSeconds:
         """What time was spent on until now."""
-        with self._lock:
-            return SpentSeconds(
-                passed=self._clock() - self._began,
-                workers_waited=self._throttled_until_now(),
-                ranks_waited=self._ranks.waited("policy"),
-                stages={stage: counts.sum for stage, counts in self._stages.items()},
-            )
+        return SpentSeconds(
+            passed=self._clock() - self._began,
+            workers_waited=self._throttled_until_now(),
+            ranks_waited=self._ranks.waited("policy"),
+            stages=self._stage_sums.copy(),
+        )
 
     def received(self, outcomes: Sequence[Outcome], steps: Steps) -> None:
         """Counts a request's rows, by what became of them."""
         if not outcomes:
             return
-        if steps.extras:
-            with self._lock:
-                for name, extra in steps.extras.items():
-                    self._column_bytes[name, "rows"] += int(extra.row_bytes.sum())
+        for name, extra in steps.extras.items():
+            self._column_bytes.labels(name, "rows").inc(int(extra.row_bytes.sum()))
         first = outcomes[0]
         # Nearly always all rows of a request have one outcome.
         if outcomes.count(first) == len(outcomes):
-            with self._lock:
-                self._rows[first] += len(outcomes)
-                self._tokens[first] += sum_of(steps.sequence_lengths)
+            self._count_received(first, len(outcomes), sum_of(steps.sequence_lengths))
             return
         values = np.array([outcome.value for outcome in outcomes])
         tokens = np.bincount(values, weights=steps.sequence_lengths).tolist()
-        with self._lock:
-            self._rows.update(outcomes)
-            self._tokens.update({outcome: int(tokens[outcome.value]) for outcome in set(outcomes)})
+        for outcome in set(outcomes):
+            self._count_received(outcome, outcomes.count(outcome), int(tokens[outcome.value]))
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -209,46 +207,37 @@ class RunMetrics:
             with tracing.span(stage):
                 yield
         finally:
-            seconds = self._clock() - begin
-            with self._lock:
-                self._stages.setdefault(stage, BucketCounts(SECONDS)).add(seconds)
+            self._count_stage(stage, self._clock() - begin)
 
     def building(self, batch: int) -> None:
         """The batch's turn has come."""
-        with self._lock:
-            build = self._builds.setdefault(batch, _Build(self._clock()))
-            if not build.is_started:
-                build.is_started = True
-                self._stages["queue"].add(self._clock() - build.sealed_at)
+        build = self._builds.setdefault(batch, _Build(self._clock()))
+        if not build.is_started:
+            build.is_started = True
+            self._count_stage("queue", self._clock() - build.sealed_at)
 
     def built(self, batch: int, stats: BatchStats) -> None:
         """The batch will be published for the first time, with these rows and tokens."""
-        with self._lock:
-            self._builds.setdefault(batch, _Build(self._clock())).stats = stats
+        self._builds.setdefault(batch, _Build(self._clock())).stats = stats
 
     def asked_for_groups(self, found_room: bool) -> None:
         """A worker asked to begin groups. Between two that found no room, workers waited."""
-        with self._lock:
-            self._throttled = self._throttled_until_now()
-            self._full_at = None if found_room else self._clock()
+        self._throttled = self._throttled_until_now(), None if found_room else self._clock()
 
     def asked_for_shard(self, state: State, model: Model, rank: int) -> None:
-        with self._lock:
-            self._ranks.asked(state, model, rank)
+        self._ranks.asked(state, model, rank)
 
     def gave_shard(self, model: Model, rank: int, nbytes: int) -> None:
-        with self._lock:
-            self._ranks.pulled(model, rank, nbytes)
+        self._ranks.pulled(model, rank, nbytes)
 
     def applied(self, event: Event, state: State, released: int, tokens: Callable[[], int]) -> None:
         """released, tokens: of the rows that nothing refers to any more."""
         if type(event) is RowsStored and not released:
             # This happens thousands of times a second.
             return
-        with self._lock:
-            self._count(event, state, released, tokens)
-            if type(event) in _MOVES_RANKS:
-                self._ranks.update_all(state)
+        self._count(event, state, released, tokens)
+        if type(event) in _MOVES_RANKS:
+            self._ranks.update_all(state)
 
     def _count(self, event: Event, state: State, released: int, tokens: Callable[[], int]) -> None:
         match event:
@@ -259,7 +248,7 @@ class RunMetrics:
             case GroupDropped(_, reason) | TrajectoryAborted(_, reason):
                 self._drop(bounded_reason(reason), released, tokens())
             case GroupClosed(_, reason):
-                self._closed[bounded_reason(reason)] += 1
+                self._shortened.labels(bounded_reason(reason)).inc()
                 self._drop(bounded_reason(reason), released, tokens())
             case BatchFailed(batch):
                 self._builds.pop(batch, None)
@@ -269,9 +258,10 @@ class RunMetrics:
                 self._drop(bounded_reason(reason), released, tokens())
             case BatchSealed(batch):
                 self._builds[batch] = _Build(self._clock())
-                self._tags_short.update(event.short_tags)
+                for tag in event.short_tags:
+                    self._tags_short.labels(tag).inc()
                 oldest = min(group.admitted_at for group in state.batches[batch].groups)
-                self._seal.add(max(0.0, self._now() - oldest))
+                self._seal.observe(max(0.0, self._now() - oldest))
             case BatchPublished(batch):
                 self._count_published(self._builds.pop(batch, None))
             case BatchWithdrawn(batch):
@@ -282,27 +272,60 @@ class RunMetrics:
                     self._drop(BATCH_FAILED, released, tokens())
 
     def _throttled_until_now(self) -> float:
-        waits = 0.0 if self._full_at is None else min(self._clock() - self._full_at, ASKS_AGAIN_S)
-        return self._throttled + waits
+        seconds, since = self._throttled
+        return seconds if since is None else seconds + min(self._clock() - since, ASKS_AGAIN_S)
+
+    def _count_received(self, outcome: Outcome, count: int, tokens: int) -> None:
+        of_rows, of_tokens = self._received[outcome]
+        of_rows.inc(count)
+        of_tokens.inc(tokens)
+
+    def _count_stage(self, stage: str, seconds: float) -> None:
+        self._stages[stage].observe(seconds)
+        self._stage_sums[stage] += seconds
 
     def _drop(self, reason: str, rows: int, tokens: int) -> None:
         if rows:
-            self._dropped_rows[reason] += rows
-            self._dropped_tokens[reason] += tokens
+            self._dropped_rows.labels(reason).inc(rows)
+            self._dropped_tokens.labels(reason).inc(tokens)
 
     def _count_published(self, build: _Build | None) -> None:
         if build is None:
             return
-        self._publish.add(self._clock() - build.sealed_at)
+        self._publish.observe(self._clock() - build.sealed_at)
         if (stats := build.stats) is None:
             return
-        self._batch_rows.update(stats.rows)
-        self._batch_tokens.update(stats.tokens)
-        self._dropped_rows.update(stats.dropped_rows)
-        self._dropped_tokens.update(stats.dropped_tokens)
-        self._mismatches.update(stats.mismatches)
-        self._column_bytes.update({(name, "shards"): nbytes for name, nbytes in stats.column_bytes.items()})
-        self._padding = stats.padding
-        self._tags |= stats.tags
-        self._tag_groups.update({tag: int(figures["prompts"]) for tag, figures in stats.tags.items()})
-        self._staleness.add_all(stats.staleness.tolist())
+        for counter, counts in (
+            (self._batch_rows, stats.rows),
+            (self._batch_tokens, stats.tokens),
+            (self._dropped_rows, stats.dropped_rows),
+            (self._dropped_tokens, stats.dropped_tokens),
+            (self._mismatches, stats.mismatches),
+        ):
+            for label, count in counts.items():
+                counter.labels(label).inc(count)
+        for name, nbytes in stats.column_bytes.items():
+            self._column_bytes.labels(name, "shards").inc(nbytes)
+        self._padding.clear()
+        for level, share in stats.padding.items():
+            self._padding.labels(level).set(share)
+        for tag, figures in stats.tags.items():
+            if tag:
+                self._tag_groups.labels(tag).inc(figures["prompts"])
+                for name, gauge in self._tag_figures.items():
+                    gauge.labels(tag).set(figures[name])
+        for behind in stats.staleness.tolist():
+            self._staleness.observe(behind)
+
+    def _counter(self, name: str, text: str, label: str, values: Iterable[str] = ()) -> Counter:
+        counter = Counter(name, text, (label,), registry=self._registry)
+        for value in values:
+            # From the start on, so that its first count is an increase.
+            counter.labels(value)
+        return counter
+
+    def _gauge(self, name: str, text: str, label: str) -> Gauge:
+        return Gauge(name, text, (label,), registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(name, text, registry=self._registry, buckets=buckets)

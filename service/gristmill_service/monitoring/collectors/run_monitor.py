@@ -45,8 +45,7 @@ def _never_raises(method: Callable[P, R]) -> Callable[P, R | None]:
 
 
 class Monitor:
-    """See `gristmill_service.run.writing.monitor.RunMonitor`. Thread-safe: metrics and history have a lock each, taken
-    after the state's and never together with the other.
+    """See `gristmill_service.run.writing.monitor.RunMonitor`.
 
     clock: seconds, as `time.monotonic`. now: the run's own time, in which groups are admitted; not called before the
     first event.

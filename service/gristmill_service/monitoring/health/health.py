@@ -6,10 +6,11 @@ bounded: of many groups, batches and ranks they have the oldest, and how many th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from gristmill_service.config import Model
-from gristmill_service.monitoring.collectors.run_history import Passed
+from gristmill_service.monitoring.collectors.run_history import HistorySnapshot, Passed
 from gristmill_service.monitoring.collectors.run_monitor import monitor_of
 from gristmill_service.monitoring.health.findings import available, findings_of, has_pulled, state_of, summary_of
 from gristmill_service.monitoring.health.health_models import (
@@ -25,6 +26,9 @@ from gristmill_service.monitoring.health.health_models import (
     TrainingPlace,
 )
 from gristmill_service.monitoring.health.run_facts import ModelFacts, RunFacts, facts_of, next_positions, seconds
+from gristmill_service.run.machine.answers import Position
+from gristmill_service.run.machine.decisions.admission import Room
+from gristmill_service.run.machine.state import State
 from gristmill_service.run.run import Run
 
 SHOWN_RANKS = 128
@@ -100,10 +104,13 @@ def timeline(run: Run, model: Model, back_s: float) -> Timeline:
     Raises InvalidArgumentError where the run has no such model.
     """
     recorded = monitor_of(run).history
-    positions, history = run.read(lambda state, _: (next_positions(state, model), recorded.snapshot(state)))
-    begin = max(history.now - back_s, history.began)
-    shown = positions[:SHOWN_RANKS]
-    passed = recorded.passed(model, len(shown), begin, max(4, _SHOWN_STEPS // max(1, len(shown))))
+
+    def read(state: State, _: Room) -> tuple[list[Position], HistorySnapshot, float, Sequence[Sequence[Passed]]]:
+        positions, history = next_positions(state, model), recorded.snapshot(state)
+        begin, shown = max(history.now - back_s, history.began), min(len(positions), SHOWN_RANKS)
+        return positions, history, begin, recorded.passed(model, shown, begin, max(4, _SHOWN_STEPS // max(1, shown)))
+
+    positions, history, begin, passed = run.read(read)
     return Timeline(
         run=run.name,
         model=model,
@@ -112,7 +119,7 @@ def timeline(run: Run, model: Model, back_s: float) -> Timeline:
         ranks_in_all=len(positions),
         ranks=[
             RankLine(next=TrainingPlace.of(position), since=seconds(times.since), passed=[_entry(one) for one in own])
-            for position, times, own in zip(shown, history.ranks[model], passed, strict=False)
+            for position, times, own in zip(positions, history.ranks[model], passed, strict=False)
         ],
         batches=[
             PublishedBatch(batch=number, published=seconds(batch.published))

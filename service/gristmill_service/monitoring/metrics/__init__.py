@@ -1,9 +1,8 @@
-"""The metrics that /metrics exposes; docs/metrics.md lists them, and a test holds the two together.
+"""The metrics that /metrics exposes; docs/metrics.md lists them, and a test compares the two.
 
-    registry        the process's own: calls, storage, leases
-    run_families    each run's, as its monitor counts them: they go when the run goes
+    registry        the process's own: calls, storage, leases, and at each scrape those of its runs
+    run_stats       each run's: what its monitor counted, and what its state says
     storage_timing  the time that storage takes, measured around its calls
-    exposition      the Prometheus text format
 
 Labels are bounded: runs, ranks, and words of ours; never a uid.
 """

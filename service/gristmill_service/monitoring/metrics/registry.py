@@ -5,29 +5,38 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
-from prometheus_client import CollectorRegistry, Histogram, Info, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import (
+    CollectorRegistry,
+    Histogram,
+    Info,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily, Metric, Sample
 from prometheus_client.registry import Collector
 
 import gristmill
 from gristmill_service.access.quotas import Usage
-from gristmill_service.monitoring.metrics.exposition import text
-from gristmill_service.monitoring.metrics.run_families import run_metrics
 from gristmill_service.monitoring.metrics.run_stats import RunStats
 from gristmill_service.monitoring.metrics.storage_timing import StoreMetrics
 
 # From a small call to a wait that lasts as long as the service allows.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
+# When a series was made would be a series of its own, twice as many in all.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
 
 @dataclass(frozen=True, slots=True)
 class Watched:
     """The sources that each scrape reads.
 
-    runs: the statistics of each run that this process decides for. waiting: the number of calls that wait. leases: runs
-    by who decides for them. unhealthy_reason: why storage cannot take batches or calls now, empty where it can. room:
-    bytes used and bytes in all, of each place where something is stored. quotas: how much of each is taken.
+    runs: the metrics of each run that this process owns. waiting: the number of calls that wait. leases: runs by who
+    owns them. unhealthy_reason: why storage cannot take batches or calls now, empty where it can. room: bytes used and
+    bytes in all, of each place where something is stored. quotas: how much of each is taken.
     """
 
     runs: Callable[[], Iterable[RunStats]]
@@ -39,10 +48,10 @@ class Watched:
 
 
 class Metrics:
-    """Thread-safe."""
+    """Thread-safe, as far as what is watched is."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        self._registry, self._watched = CollectorRegistry(), list[Watched]()
         self._calls = Histogram(
             "gristmill_call_seconds",
             "Seconds from a call's arrival to its answer, waiting included.",
@@ -57,48 +66,53 @@ class Metrics:
 
     def watch(self, watched: Watched) -> None:
         """Exposes these, too, from now on."""
-        self._registry.register(_WatchedCollector(watched))
+        self._watched.append(watched)
 
     def observe_call(self, door: str, call: str, status: str, seconds: float) -> None:
         self._calls.labels(door, call, status).observe(seconds)
 
+    def read(self) -> Callable[[], bytes]:
+        """Reads all metrics. Returns a function that writes them in the Prometheus text format: that takes most of the
+        time, and may be called by any thread."""
+        metrics = [*self._registry.collect(), *chain.from_iterable(map(_of_process, self._watched))]
+        runs = [stats for watched in self._watched for stats in watched.runs()]
+        return lambda: generate_latest(_Read([*metrics, *_labeled(runs)]))
+
     def text(self) -> bytes:
-        """All metrics in the Prometheus text format."""
-        return text(self._registry.collect())
+        """Returns all metrics in the Prometheus text format."""
+        return self.read()()
 
 
-class _WatchedCollector(Collector):
-    def __init__(self, watched: Watched) -> None:
-        self._watched = watched
+class _Read(Collector):
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
 
-    def describe(self) -> Iterator[Metric]:
-        """Describes nothing: the registry would otherwise ask every run when this is registered."""
-        yield from ()
+    def collect(self) -> list[Metric]:
+        return self._metrics
 
-    def collect(self) -> Iterator[Metric]:
-        watched = self._watched
-        yield GaugeMetricFamily("gristmill_waiting_calls", "Calls that wait now.", watched.waiting())
-        yield GaugeMetricFamily(
-            "gristmill_store_unhealthy",
-            "1 while batches or calls wait for storage; /readyz says why.",
-            1 if watched.unhealthy_reason() else 0,
-        )
-        leases = GaugeMetricFamily("gristmill_leases", "Runs, by who decides for them.", labels=("state",))
-        for state, count in watched.leases().items():
-            leases.add_metric((state,), count)
-        yield leases
-        used = GaugeMetricFamily(
-            "gristmill_store_used_bytes", "Bytes used, of each place where something is stored.", labels=("store",)
-        )
-        limit = GaugeMetricFamily(
-            "gristmill_store_limit_bytes", "Bytes in all, of each place where something is stored.", labels=("store",)
-        )
-        for store, (taken, most) in watched.room().items():
-            used.add_metric((store,), taken)
-            limit.add_metric((store,), most)
-        yield from (used, limit)
-        yield from _quotas(watched.quotas())
-        yield from run_metrics(list(watched.runs()))
+
+def _of_process(watched: Watched) -> Iterator[Metric]:
+    yield GaugeMetricFamily("gristmill_waiting_calls", "Calls that wait now.", watched.waiting())
+    yield GaugeMetricFamily(
+        "gristmill_store_unhealthy",
+        "1 while batches or calls wait for storage; /readyz says why.",
+        1 if watched.unhealthy_reason() else 0,
+    )
+    leases = GaugeMetricFamily("gristmill_leases", "Runs, by who decides for them.", labels=("state",))
+    for state, count in watched.leases().items():
+        leases.add_metric((state,), count)
+    yield leases
+    used = GaugeMetricFamily(
+        "gristmill_store_used_bytes", "Bytes used, of each place where something is stored.", labels=("store",)
+    )
+    limit = GaugeMetricFamily(
+        "gristmill_store_limit_bytes", "Bytes in all, of each place where something is stored.", labels=("store",)
+    )
+    for store, (taken, most) in watched.room().items():
+        used.add_metric((store,), taken)
+        limit.add_metric((store,), most)
+    yield from (used, limit)
+    yield from _quotas(watched.quotas())
 
 
 def _quotas(usages: Iterable[Usage]) -> Iterator[Metric]:
@@ -109,3 +123,15 @@ def _quotas(usages: Iterable[Usage]) -> Iterator[Metric]:
         used.add_metric((one.quota, one.of, one.name), one.used)
         limit.add_metric((one.quota, one.of, one.name), one.most)
     return iter((used, limit))
+
+
+def _labeled(runs: Iterable[RunStats]) -> Iterable[Metric]:
+    """Joins the metrics of all runs, each sample labeled with its run."""
+    metrics: dict[str, Metric] = {}
+    for stats in runs:
+        for metric in stats.metrics:
+            joined = metrics.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+            joined.samples += [
+                Sample(name, {"run": stats.run, **labels}, value) for name, labels, value, *_ in metric.samples
+            ]
+    return metrics.values()

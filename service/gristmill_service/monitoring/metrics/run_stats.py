@@ -1,73 +1,109 @@
-"""A run's numbers for metrics, all of one moment."""
+"""A run's metrics, all of one moment: those that its monitor counted, and those that its state has."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
-from gristmill_service.config import Model
-from gristmill_service.monitoring.collectors.run_metrics import MetricsSnapshot
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from gristmill_service.monitoring.collectors.run_metrics import REASONS, bounded_reason
 from gristmill_service.monitoring.collectors.run_monitor import monitor_of
 from gristmill_service.monitoring.health.health import assess
-from gristmill_service.monitoring.health.health_models import HealthState, RunCounts
+from gristmill_service.monitoring.health.health_models import STATES
 from gristmill_service.monitoring.health.run_facts import RunFacts, facts_of
 from gristmill_service.run.machine.decisions.admission import Room
 from gristmill_service.run.machine.state import State
 from gristmill_service.run.run import Run
 
+# A trajectory's rows are superseded or surplus, and a plan's misaligned, never a whole group here.
+_GROUP_REASONS = tuple(reason for reason in REASONS if reason not in ("misaligned", "superseded", "surplus"))
 
-@dataclass(frozen=True, slots=True)
-class RunStats:
-    """The state, and what was counted of its events, under the run's lock: a batch that is published in one is counted
-    in the other.
 
-    oldest_open: seconds since the oldest group that is not complete was begun, 0 where there is none. committed: the
-    batch that each model's training is committed up to. journal_bytes: the size of the run's log of events. lease:
-    seconds for which this process still decides, None where it needs no lease.
-    """
+class RunStats(NamedTuple):
+    """metrics: without the label `run`."""
 
     run: str
-    health: HealthState
-    counts: RunCounts
-    groups_dropped: dict[str, int]
-    batches_buffered: int
-    max_buffered_batches: int
-    max_buffered_bytes: int
-    oldest_open: float
-    committed: dict[Model, int]
-    journal_bytes: int
-    lease: float | None
-    counted: MetricsSnapshot
+    metrics: list[Metric]
 
 
 def run_stats(run: Run) -> RunStats:
-    facts, groups_dropped, oldest, counted = run.read(lambda state, room: _read(run, state, room))
-    return RunStats(
-        run=run.name,
-        health=assess(facts).state,
-        counts=facts.counts,
-        groups_dropped=groups_dropped,
-        batches_buffered=facts.held,
-        max_buffered_batches=run.config.max_buffered_batches,
-        max_buffered_bytes=int(run.config.max_buffered_bytes),
-        oldest_open=oldest,
-        committed={model.model: model.committed.batch for model in facts.models},
-        journal_bytes=run.log_bytes,
-        lease=run.lease,
-        counted=counted,
+    """Reads the run's metrics: a batch that is published in one of them is counted in the others."""
+
+    def read(state: State, room: Room) -> tuple[RunFacts, list[Metric]]:
+        facts, counted = facts_of(run, state, room), monitor_of(run).metrics
+        return facts, [*counted.collect(state), *_of_state(run, state, facts, counted.run_time())]
+
+    facts, metrics = run.read(read)
+    health = assess(facts).state
+    states: dict[str, float] = {state: int(state == health) for state in STATES}
+    metrics.append(
+        _gauge("gristmill_run_state", "1 for the state that the run is in, 0 for the others.", states, "state")
     )
+    return RunStats(run.name, metrics)
 
 
-def _read(run: Run, state: State, room: Room) -> tuple[RunFacts, dict[str, int], float, MetricsSnapshot]:
-    metrics = monitor_of(run).metrics
-    return (
-        facts_of(run, state, room),
-        dict(state.groups_dropped),
-        _oldest_open(state, metrics.run_time()),
-        metrics.snapshot(state),
+def _of_state(run: Run, state: State, facts: RunFacts, now: float) -> Iterator[Metric]:
+    counts = facts.counts
+    groups = {"open": counts.groups_open, "complete": counts.groups_complete, "room": counts.groups_room}
+    yield _gauge("gristmill_groups", "Prompt groups: open, complete, room.", groups, "state")
+    dropped = Counter(dict.fromkeys(_GROUP_REASONS, 0))
+    for reason, count in state.groups_dropped.items():
+        dropped[bounded_reason(reason)] += count
+    yield _counter("gristmill_groups_dropped", "Groups dropped, by reason.", dropped, "reason")
+    yield _gauge(
+        "gristmill_oldest_open_group_seconds", "Age of the oldest group that is not complete.", _oldest_open(state, now)
     )
+    batches = {
+        "sealed": counts.batches_sealed,
+        "published": counts.batches_published,
+        "failed": counts.batches_failed,
+        "freed": counts.batches_freed,
+    }
+    yield _counter("gristmill_batches", "Batches, by how far they came.", batches, "stage")
+    yield _gauge("gristmill_batches_buffered", "Batches that are sealed and not freed.", facts.held)
+    yield _gauge(
+        "gristmill_batches_buffered_limit", "As many may be: max_buffered_batches.", run.config.max_buffered_batches
+    )
+    held = {"rows": counts.row_bytes, "shards": counts.shard_bytes}
+    yield _gauge("gristmill_held_bytes", "Bytes held of rows and of shards.", held, "kind")
+    yield _gauge(
+        "gristmill_held_limit_bytes", "As many may be held: max_buffered_bytes.", int(run.config.max_buffered_bytes)
+    )
+    yield _gauge(
+        "gristmill_run_generation",
+        "How often the run's log was found shorter than promised, plus 1.",
+        counts.generation,
+    )
+    yield _gauge("gristmill_policy_version", "The version that rollouts sample from.", counts.policy_version)
+    committed: dict[str, float] = {model.model: model.committed.batch for model in facts.models}
+    yield _gauge(
+        "gristmill_committed_batch", "The batch that the model's training is committed up to.", committed, "model"
+    )
+    yield _gauge("gristmill_journal_bytes", "Bytes of the run's log of events.", run.log_bytes)
+    if (lease := run.lease) is not None:
+        yield _gauge("gristmill_lease_seconds", "Seconds for which this process decides unless it renews that.", lease)
 
 
 def _oldest_open(state: State, now: float) -> float:
     """now: the run's own time."""
-    found = next((group for key, group in state.open.items() if key not in state.complete), None)
-    return 0.0 if found is None else max(0.0, now - found.admitted_at)
+    oldest = next((group for key, group in state.open.items() if key not in state.complete), None)
+    return 0.0 if oldest is None else max(0.0, now - oldest.admitted_at)
+
+
+def _gauge(name: str, text: str, value: float | Mapping[str, float], label: str = "") -> Metric:
+    """value: by the label's values, where there is a label."""
+    if not isinstance(value, Mapping):
+        return GaugeMetricFamily(name, text, value)
+    metric = GaugeMetricFamily(name, text, labels=(label,))
+    for key, one in value.items():
+        metric.add_metric((key,), one)
+    return metric
+
+
+def _counter(name: str, text: str, values: Mapping[str, float], label: str) -> Metric:
+    metric = CounterMetricFamily(name, text, labels=(label,))
+    for key, value in values.items():
+        metric.add_metric((key,), value)
+    return metric
