@@ -12,8 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from gristmill import RolloutClient, TrainerClient
-from gristmill_service.run.machine.batch_records import BatchRecord, keep
+from gristmill_service.pipeline.figures import Figures
+from gristmill_service.run.machine.batch_records import keep
 from gristmill_service.run.run import Run
 from gristmill_service.service import Service
 from gristmill_service.settings import Settings
@@ -81,10 +84,10 @@ def _long_run(service: Service) -> Run:
     return run
 
 
-def _remember(records: list[BatchRecord]) -> None:
+def _remember(records: list[Figures]) -> None:
     [first] = records
     for number in range(1, LONG_RUN_BATCHES):
-        keep(records, first._replace(first=number, last=number, at=first.at + number))
+        keep(records, replace(first, first=number, last=number, at=first.at + number))
 
 
 def _long_view(browser: Any, http_url: str, run: str) -> float:

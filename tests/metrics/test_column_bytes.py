@@ -9,7 +9,6 @@ from gristmill._wire.rows import from_rows
 from gristmill_service.cli.offline.show import read_figures
 from gristmill_service.config import parse_config
 from gristmill_service.pipeline import build_batch
-from gristmill_service.pipeline.batch_stats import BatchStats
 from gristmill_service.storage.shard_files import write_shards
 from tests.cli.terminal import gristmill
 
@@ -36,7 +35,7 @@ ROWS = [
 def test_bytes_are_those_of_the_file_by_column(tmp_path: Path) -> None:
     config = parse_config(CONFIG)
     batch = build_batch(from_rows(ROWS, step_wise=False, columns=config.columns), config, run="r", batch=0)
-    found: BatchStats = batch.stats()
+    found = batch.stats()
     # Two rows of 3 tokens; one item, three offsets and two flags; a flag a row.
     assert found.column_bytes == {"experts": 2 * 3 * 4 * 2, "pixels": 3 * 2 + 3 * 8 + 2, "is_hard": 2}
     write_shards(tmp_path, batch.shards)

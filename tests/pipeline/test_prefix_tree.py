@@ -153,8 +153,8 @@ def test_caps_count_distinct_tokens_and_all_else_of_scheduling_stands(random: Ra
     assert (metrics["padding_tokens"], metrics["distinct_tokens"]) == (padding, elements - padding)
     assert metrics["tokens"] == sum(len(naive.tokens_of(row)) for row in expected)
     stats = batch.stats()
-    assert (stats.tokens["distinct"], stats.tokens["padding"]) == (elements - padding, padding)
-    assert stats.padding["laid_out"] == pytest.approx(metrics["padding_share"])
+    assert (stats.distinct, stats.padding_tokens) == (elements - padding, padding)
+    assert stats.padding_shares["laid_out"] == pytest.approx(metrics["padding_share"])
 
 
 @LAW

@@ -86,7 +86,7 @@ def test_a_compacted_context_begins_a_row_and_is_held_against_the_sequence_most_
 def test_forks_are_no_mismatches() -> None:
     stats = tree(([1], [2]), ([1, 2, 3], [4]), ([1, 2, 5], [6]), ([9], [9])).stats()
     assert stats.mismatches == {"prompt": 1, "further": 0}
-    assert stats.rows["merged"] == 1
+    assert stats.merged == 1
 
 
 @pytest.mark.parametrize("merge", ["prefix", "tree"])

@@ -22,7 +22,7 @@ from gristmill.errors import (
 )
 from gristmill_service.config import RunConfig, parse_config
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
-from gristmill_service.pipeline.batch_stats import CAUSES, LEVELS, ROW_KINDS, TOKEN_KINDS, BatchStats
+from gristmill_service.pipeline.figures import Figures
 from gristmill_service.pipeline.layout.iovec import Iovec, Region, join
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocument
@@ -177,18 +177,9 @@ class Built:
     awaits: frozenset[str] = frozenset()
     forms: Mapping[ShardAddress, ShardForm] = field(default_factory=dict)
 
-    def stats(self) -> BatchStats:
+    def stats(self) -> Figures:
         """Nothing is counted of a batch that the pipeline did not make."""
-        return BatchStats(
-            rows=dict.fromkeys(ROW_KINDS, 0),
-            tokens=dict.fromkeys(TOKEN_KINDS, 0),
-            dropped_rows={},
-            dropped_tokens={},
-            mismatches=dict.fromkeys(CAUSES, 0),
-            column_bytes={},
-            padding=dict.fromkeys(LEVELS, 0.0),
-            staleness=np.empty(0, np.int64),
-        )
+        return Figures(first=self.plan.batch, last=self.plan.batch)
 
 
 _ONE = np.ones(1, np.int64)

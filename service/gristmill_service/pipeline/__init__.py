@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from gristmill._wire.steps import Steps
 from gristmill_service.config import RunConfig
-from gristmill_service.pipeline.batch_stats import BatchStats, collect_stats
+from gristmill_service.pipeline.figures import Figures, count_groups, figures
 from gristmill_service.pipeline.layout.batch_shards import shards
 from gristmill_service.pipeline.layout.shard import Shard
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
@@ -37,7 +37,7 @@ class BuiltBatch:
 
     plan: PlanDocument
     shards: Sequence[Shard]
-    stats: Callable[[], BatchStats]
+    stats: Callable[[], Figures]
     """Counts when it is called: few call it."""
     awaits: frozenset[str] = frozenset()
     forms: Mapping[ShardAddress, ShardForm] = field(default_factory=dict)
@@ -75,11 +75,12 @@ def build_batch(
     with timed("layout"):
         laid_out = shards(scored, mini_batches, config, run=run, batch=batch)
     with timed("plan"):
-        document = plan_document(scored, mini_batches, config, batch, laid_out)
+        counts = count_groups(scored, mini_batches, laid_out)
+        document = plan_document(scored, mini_batches, config, batch, laid_out, counts)
     return BuiltBatch(
         document,
         laid_out,
-        lambda: collect_stats(scored, mini_batches, laid_out, config, steps.tokens.total),
+        lambda: figures(scored, mini_batches, laid_out, config, batch, counts, steps.tokens.total),
         scored.awaits,
         {
             shard.address: form_of(shard, scored, config)
@@ -92,7 +93,8 @@ def build_batch(
 def plan_batch(steps: Steps, config: RunConfig, *, batch: int) -> PlanDocument:
     """Returns the plan of a batch alone; the table may have lengths and no tokens."""
     scored = score_batch(steps, config, None)
-    return plan_document(scored, _schedule(scored, config), config, batch, None)
+    mini_batches = _schedule(scored, config)
+    return plan_document(scored, mini_batches, config, batch, None, count_groups(scored, mini_batches, None))
 
 
 def _schedule(scored: ScoredBatch, config: RunConfig) -> list[MiniBatchPlan]:

@@ -5,20 +5,20 @@ The document is a public contract: `gristmill plan` prints it, stores keep it as
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import msgspec
-import numpy as np
 
 from gristmill_service.config import Model, RunConfig
+from gristmill_service.pipeline.figures import GroupCounts
 from gristmill_service.pipeline.layout.shard import Shard
 from gristmill_service.pipeline.rows.sharing import Sharing
 from gristmill_service.pipeline.scheduling.balance import barrier_ratio, loads_of, shared_loads
 from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan, RankPlan
 from gristmill_service.pipeline.scored_batch import ScoredBatch
-from gristmill_service.pipeline.tag_metrics import tag_metrics, tags_short
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,11 @@ def plan_document(
     config: RunConfig,
     batch: int,
     laid_out: Sequence[Shard] | None,
+    counts: tuple[GroupCounts, dict[str, GroupCounts]],
 ) -> PlanDocument:
-    """Returns the document of a batch. laid_out: its shards, for what padding costs; None when only planned."""
+    """Returns the document of a batch. laid_out: its shards, for what padding costs; None when only planned. counts: of
+    all its groups, and of those of each tag."""
+    groups, tags = counts
     received = scored.received
     policy = [mini_batch for mini_batch in mini_batches if mini_batch.model == "policy"]
     dropped = [received.groups[group] for mini_batch in policy for group in mini_batch.dropped_groups]
@@ -124,10 +127,10 @@ def plan_document(
         dropped_uids=[uid for _, uid in [*scored.stale, *dropped]],
         mini_batches=[_mini_batch(mini_batch, scored) for mini_batch in mini_batches],
         counts=_counts(scored, len(dropped), config),
-        metrics=_accuracy(scored) | _performance(scored, policy, config, laid_out),
+        metrics=_accuracy(scored, groups) | _performance(scored, policy, config, laid_out, groups.tokens),
         merge_mismatches=_mismatches(scored),
         tags=received.tags,
-        tag_metrics=tag_metrics(scored, policy, laid_out),
+        tag_metrics={tag: _tag(counts, laid_out is not None) for tag, counts in tags.items()},
         steps=_paths(scored) if config.merging.branches else None,
     )
 
@@ -157,45 +160,53 @@ def _counts(scored: ScoredBatch, dropped: int, config: RunConfig) -> dict[str, i
     if config.max_seq_len is not None:
         counts["rows_over_max_seq_len"] = int((scored.rows.lengths > config.max_seq_len).sum())
     if config.tag_shares:
-        counts["tags_short"] = tags_short(scored, config)
+        groups = Counter(scored.received.tags)
+        wanted = config.tag_groups(len(scored.received.groups))
+        counts["tags_short"] = sum(groups[tag] < count for tag, count in wanted.items())
     return counts
 
 
-def _accuracy(scored: ScoredBatch) -> dict[str, int | float]:
+def _accuracy(scored: ScoredBatch, groups: GroupCounts) -> dict[str, int | float]:
     """Returns what tells of rewards and lengths: each trajectory counts once, padding never."""
-    scores, received = scored.scores, scored.received
-    if not len(scores):
+    if not groups.groups:
         return {}
-    best = np.maximum.reduceat(scores, received.group_bounds[:-1])
-    tokens = np.add.reduceat(received.steps.response_lengths, received.trajectory_bounds[:-1])
-    rewards = np.add.reduceat(received.steps.rewards, received.trajectory_bounds[:-1])
     staleness = scored.staleness
     behind = (
         {"staleness_mean": float(staleness.mean()), "staleness_max": int(staleness.max())} if staleness.size else {}
     )
+    return {**groups.means, **behind}
+
+
+def _tag(counts: GroupCounts, is_laid_out: bool) -> dict[str, int | float]:
+    """Padding rows are of no tag, so that `padding_tokens` is the padding in rows alone."""
+    padding = {"padding_tokens": counts.padding, "padding_share": counts.padding_share} if is_laid_out else {}
     return {
-        "trajectories": len(scores),
-        "score_mean": float(scores.mean()),
-        "reward_mean": float(rewards.mean()),
-        "pass_at_n": float((best > 0).mean()),
-        "response_length_mean": float(tokens.mean()),
-        **behind,
+        "prompts": counts.groups,
+        **counts.means,
+        "rows": counts.rows,
+        "tokens": counts.tokens,
+        "loss_tokens": counts.loss_tokens,
+        **padding,
     }
 
 
 def _performance(
-    scored: ScoredBatch, policy: Sequence[MiniBatchPlan], config: RunConfig, laid_out: Sequence[Shard] | None
+    scored: ScoredBatch,
+    policy: Sequence[MiniBatchPlan],
+    config: RunConfig,
+    laid_out: Sequence[Shard] | None,
+    tokens: int,
 ) -> dict[str, int | float]:
-    """Returns what tells of the cost of the policy's shards: padding counts, and is given separately.
+    """Returns what tells of the cost of the policy's shards: padding counts, and is given separately. tokens: of rows
+    that are trained.
 
     The barrier ratio is by FLOPs where the configuration has `flops`, else by tokens. Where rows share tokens, these
     count once for loads and padding, and `distinct_tokens` says how many there are.
     """
-    kept = sum(int(scored.rows.lengths[part.start : part.kept_end].sum()) for part in policy)
-    figures: dict[str, int | float] = {"tokens": kept, "padding_rows": sum(part.padding_rows for part in policy)}
-    distinct, shared = kept, None
+    figures: dict[str, int | float] = {"tokens": tokens, "padding_rows": sum(part.padding_rows for part in policy)}
+    distinct, shared = tokens, None
     if scored.sharing is not None:
-        figures["distinct_tokens"] = distinct = kept - scored.sharing.shared_tokens(policy)
+        figures["distinct_tokens"] = distinct = tokens - scored.sharing.shared_tokens(policy)
         shared = shared_loads(scored.sharing, config.flops)
     figures["barrier_ratio"] = barrier_ratio(policy, loads_of(scored.rows.lengths, config.flops), shared)
     if laid_out is not None:

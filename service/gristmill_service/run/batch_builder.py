@@ -23,7 +23,7 @@ from gristmill.errors import (
 )
 from gristmill_service import tracing
 from gristmill_service.config import Model, RunConfig
-from gristmill_service.pipeline.batch_stats import BatchStats
+from gristmill_service.pipeline.figures import Figures
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.pipeline.plan_document import PlanDocument, encode_plan
 from gristmill_service.pipeline.scheduling.schedule import MisalignedError
@@ -65,7 +65,7 @@ class PublishableBatch(Protocol):
     def shards(self) -> Sequence[ShardSource]: ...
 
     @property
-    def stats(self) -> Callable[[], BatchStats]: ...
+    def stats(self) -> Callable[[], Figures]: ...
 
     @property
     def awaits(self) -> frozenset[str]: ...

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
 
@@ -19,7 +20,7 @@ from gristmill._wire.steps import Steps
 from gristmill_service import tracing
 from gristmill_service.config import Model
 from gristmill_service.monitoring.collectors.rank_metrics import ASKS_AGAIN_S, RankMetrics
-from gristmill_service.pipeline.batch_stats import CAUSES, ROW_KINDS, TOKEN_KINDS, BatchStats
+from gristmill_service.pipeline.figures import CAUSES, Figures, most_frequent
 from gristmill_service.run.machine.answers import Outcome
 from gristmill_service.run.machine.events import (
     Acknowledged,
@@ -44,6 +45,8 @@ REASONS = (
     "aborted", "batch_failed", "finished", "misaligned", "rows_lost", "stale", "superseded", "surplus",
     "timeout", "zero_variance"
 )  # fmt: skip
+ROW_KINDS = ("submitted", "merged", "trained", "padding")
+TOKEN_KINDS = (*ROW_KINDS, "loss", "realigned", "distinct")
 STAGES = ("queue", "gather", "validate", "merge", "advantage", "schedule", "layout", "plan", "publish")
 # From a small batch's stage to what waits for a trainer or a full disk.
 _SECONDS = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -61,16 +64,16 @@ def bounded_reason(reason: str) -> str:
 
 @dataclass(slots=True)
 class _Build:
-    """A batch on its way from its seal to its publication. stats: once it was built for the first time."""
+    """A batch on its way from its seal to its publication. figures: once it was built for the first time."""
 
     sealed_at: float
     is_started: bool = False
-    stats: BatchStats | None = None
+    figures: Figures | None = None
 
 
-class SpentSeconds(NamedTuple):
-    """Seconds since the process took the run. waited: of these, those in which workers waited for room, and in which a
-    rank of the policy waited. stages: those in each stage of building batches."""
+class _Spent(NamedTuple):
+    """Seconds since the process took the run. waited: of these, those in which workers waited for capacity, and in
+    which a rank of the policy waited. stages: those in each stage of building batches."""
 
     passed: float
     workers_waited: float
@@ -79,8 +82,8 @@ class SpentSeconds(NamedTuple):
 
 
 class RunMetrics:
-    """Called on the event loop, or with the state locked; `timed`, `building`, `built` and `spent` also by the thread
-    that builds the run's batches.
+    """Called on the event loop, or with the state locked; `timed`, `building` and `built` also by the thread that
+    builds the run's batches.
 
     clock: seconds, as `time.monotonic`. now: the run's own time, in which groups are admitted.
     """
@@ -92,6 +95,8 @@ class RunMetrics:
         self._throttled: tuple[float, float | None] = (0.0, None)
         self._stage_sums = dict.fromkeys(STAGES, 0.0)
         self._ranks = RankMetrics(clock)
+        # When the last batch was built.
+        self._spent = self._spent_until_now()
         # The run's own: its series begin and end with it.
         self._registry = CollectorRegistry()
         outcomes = {outcome: outcome.name.lower() for outcome in Outcome}
@@ -132,19 +137,17 @@ class RunMetrics:
         self._tags_short = self._counter(
             "gristmill_tag_short_batches", "Batches sealed with fewer groups of a tag than its share.", "tag"
         )
-        self._tag_figures = {
-            "score_mean": self._gauge(
-                "gristmill_tag_score_mean", "Mean score of trajectories of the last batch with the tag.", "tag"
-            ),
-            "response_length_mean": self._gauge(
-                "gristmill_tag_response_length_mean", "Mean response tokens of the same trajectories.", "tag"
-            ),
-            "padding_share": self._gauge(
-                "gristmill_tag_padding_share",
-                "Share of the rows of a tag that is padding, in the last batch with it.",
-                "tag",
-            ),
-        }
+        self._tag_scores = self._gauge(
+            "gristmill_tag_score_mean", "Mean score of trajectories of the last batch with the tag.", "tag"
+        )
+        self._tag_lengths = self._gauge(
+            "gristmill_tag_response_length_mean", "Mean response tokens of the same trajectories.", "tag"
+        )
+        self._tag_padding = self._gauge(
+            "gristmill_tag_padding_share",
+            "Share of the rows of a tag that is padding, in the last batch with it.",
+            "tag",
+        )
         stages = Histogram(
             "gristmill_stage_seconds",
             "Seconds of each stage of building a batch.",
@@ -173,15 +176,6 @@ class RunMetrics:
             "gristmill_throttled_seconds", "Seconds during which workers waited for room.", self._throttled_until_now()
         )
         return [*self._registry.collect(), throttled, *self._ranks.collect(state)]
-
-    def spent(self) -> SpentSeconds:
-        """What time was spent on until now."""
-        return SpentSeconds(
-            passed=self._clock() - self._began,
-            workers_waited=self._throttled_until_now(),
-            ranks_waited=self._ranks.waited("policy"),
-            stages=self._stage_sums.copy(),
-        )
 
     def received(self, outcomes: Sequence[Outcome], steps: Steps) -> None:
         """Counts a request's rows, by what became of them."""
@@ -216,9 +210,22 @@ class RunMetrics:
             build.is_started = True
             self._count_stage("queue", self._clock() - build.sealed_at)
 
-    def built(self, batch: int, stats: BatchStats) -> None:
-        """The batch will be published for the first time, with these rows and tokens."""
-        self._builds.setdefault(batch, _Build(self._clock())).stats = stats
+    def built(self, batch: int, figures: Figures, at: float) -> Figures:
+        """The batch will be published for the first time, with these figures. Returns them as the log keeps them, with
+        the seconds since the batch before. at: now, in seconds since 1970."""
+        self._builds.setdefault(batch, _Build(self._clock())).figures = figures
+        before, self._spent = self._spent, self._spent_until_now()
+        return replace(
+            figures,
+            at=round(at, 1),
+            seconds=self._spent.passed - before.passed,
+            workers_waited=self._spent.workers_waited - before.workers_waited,
+            # Ranks that are there no more count no longer.
+            ranks_waited=max(0.0, self._spent.ranks_waited - before.ranks_waited),
+            stages={stage: round(seconds - before.stages[stage], 4) for stage, seconds in self._spent.stages.items()},
+            tags=most_frequent(figures.tags),
+            staleness={},
+        )
 
     def asked_for_groups(self, found_room: bool) -> None:
         """A worker asked to begin groups. Between two that found no room, workers waited."""
@@ -293,29 +300,50 @@ class RunMetrics:
         if build is None:
             return
         self._publish.observe(self._clock() - build.sealed_at)
-        if (stats := build.stats) is None:
-            return
-        for counter, counts in (
-            (self._batch_rows, stats.rows),
-            (self._batch_tokens, stats.tokens),
-            (self._dropped_rows, stats.dropped_rows),
-            (self._dropped_tokens, stats.dropped_tokens),
-            (self._mismatches, stats.mismatches),
-        ):
-            for label, count in counts.items():
-                counter.labels(label).inc(count)
-        for name, nbytes in stats.column_bytes.items():
+        if (figures := build.figures) is not None:
+            self._count_figures(figures)
+
+    def _count_figures(self, figures: Figures) -> None:
+        rows = (figures.rows, figures.merged, figures.trained, figures.padding)
+        tokens = (
+            figures.submitted_tokens,
+            figures.merged_tokens,
+            figures.tokens,
+            figures.padding_tokens,
+            figures.loss_tokens,
+            figures.realigned_tokens,
+            figures.distinct,
+        )
+        for kind, count in zip(ROW_KINDS, rows, strict=True):
+            self._batch_rows.labels(kind).inc(count)
+        for kind, count in zip(TOKEN_KINDS, tokens, strict=True):
+            self._batch_tokens.labels(kind).inc(count)
+        self._drop("stale", figures.stale_rows, figures.stale_tokens)
+        self._drop("misaligned", figures.misaligned_rows, figures.misaligned_tokens)
+        for cause, count in figures.mismatches.items():
+            self._mismatches.labels(cause).inc(count)
+        for name, nbytes in figures.column_bytes.items():
             self._column_bytes.labels(name, "shards").inc(nbytes)
         self._padding.clear()
-        for level, share in stats.padding.items():
+        for level, share in figures.padding_shares.items():
             self._padding.labels(level).set(share)
-        for tag, figures in stats.tags.items():
+        for tag, counts in figures.tags.items():
             if tag:
-                self._tag_groups.labels(tag).inc(figures["prompts"])
-                for name, gauge in self._tag_figures.items():
-                    gauge.labels(tag).set(figures[name])
-        for behind in stats.staleness.tolist():
-            self._staleness.observe(behind)
+                self._tag_groups.labels(tag).inc(counts.groups)
+                self._tag_scores.labels(tag).set(counts.means["score_mean"])
+                self._tag_lengths.labels(tag).set(counts.means["response_length_mean"])
+                self._tag_padding.labels(tag).set(counts.padding_share)
+        for behind, trajectories in figures.staleness.items():
+            for _ in range(trajectories):
+                self._staleness.observe(behind)
+
+    def _spent_until_now(self) -> _Spent:
+        return _Spent(
+            passed=self._clock() - self._began,
+            workers_waited=self._throttled_until_now(),
+            ranks_waited=self._ranks.waited("policy"),
+            stages=self._stage_sums.copy(),
+        )
 
     def _counter(self, name: str, text: str, label: str, values: Iterable[str] = ()) -> Counter:
         counter = Counter(name, text, (label,), registry=self._registry)

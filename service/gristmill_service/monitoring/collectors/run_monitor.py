@@ -11,12 +11,10 @@ import structlog
 
 from gristmill._wire.steps import Steps
 from gristmill_service.config import Model
-from gristmill_service.monitoring.collectors.batch_recorder import BatchRecorder
 from gristmill_service.monitoring.collectors.run_history import RunHistory
 from gristmill_service.monitoring.collectors.run_metrics import RunMetrics
-from gristmill_service.pipeline.batch_stats import BatchStats
+from gristmill_service.pipeline.figures import Figures
 from gristmill_service.run.machine.answers import Outcome
-from gristmill_service.run.machine.batch_records import BatchRecord
 from gristmill_service.run.machine.decisions.admission import Room
 from gristmill_service.run.machine.events import Event
 from gristmill_service.run.machine.state import State
@@ -54,7 +52,6 @@ class Monitor:
     def __init__(self, clock: Callable[[], float], now: Callable[[], float]) -> None:
         self.metrics = RunMetrics(clock, now)
         self.history = RunHistory(clock, now)
-        self._recorder = BatchRecorder(self.metrics.spent())
 
     @_never_raises
     def applied(self, event: Event, state: State, released: int, tokens: Callable[[], int]) -> None:
@@ -93,11 +90,9 @@ class Monitor:
         self.metrics.building(batch)
 
     @_never_raises
-    def built(self, batch: int, stats: Callable[[], BatchStats]) -> BatchRecord:
+    def built(self, batch: int, stats: Callable[[], Figures]) -> Figures:
         # Counting a large batch takes a while.
-        found = stats()
-        self.metrics.built(batch, found)
-        return self._recorder.record(batch, found, self.history.now(), self.metrics.spent())
+        return self.metrics.built(batch, stats(), self.history.now())
 
 
 def monitor_of(run: Run) -> Monitor:

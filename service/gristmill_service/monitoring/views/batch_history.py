@@ -1,12 +1,16 @@
-"""A run's story for people and programs, from the records that it keeps of its batches."""
+"""A run's story for people and programs, from the figures that its log keeps of its batches, those that are freed,
+too."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from gristmill_service.monitoring.views.history_models import BatchFigures, BatchHistory, FailedBatch, GroupFigures
-from gristmill_service.pipeline.group_counts import GroupCounts
-from gristmill_service.run.machine.batch_records import BatchRecord, total
+from pydantic import Field
+
+from gristmill_service.monitoring.health.health_models import Document
+from gristmill_service.pipeline.figures import Figures, GroupCounts
+from gristmill_service.run.machine.batch_records import total
 from gristmill_service.run.machine.decisions.failures import remedy
 from gristmill_service.run.run import Run
 
@@ -14,8 +18,56 @@ SHOWN_FAILURES = 100
 _DIGITS = 6
 
 
+class GroupFigures(Document):
+    """What groups scored. Means and shares are null where there is nothing to take them of."""
+
+    groups: int
+    trajectories: int
+    score_mean: float | None = Field(description="Of all trajectories.")
+    solved: float | None = Field(description="Share of groups of which a trajectory scored above 0.")
+    zero_variance: float | None = Field(description="Share of groups of several trajectories that all score the same.")
+    response_length_mean: float | None = Field(description="Response tokens of a trajectory.")
+
+
+class BatchFigures(GroupFigures):
+    """Batches `first` to `last`, of which `batches` were published. Counts and seconds are of all of them together."""
+
+    first: int
+    last: int
+    batches: int
+    at: float = Field(description="When the last of them was published, seconds since 1970.")
+    rows: int = Field(description="As they came.")
+    rows_merged: int = Field(description="What they are after merging.")
+    padding_rows: int
+    breaks: int = Field(description="Steps that could not be merged into those before them.")
+    tokens: int = Field(description="Of rows that are trained.")
+    loss_tokens: int = Field(description="Of these, those with loss_mask 1.")
+    padding_share: float | None = Field(description="Share of padding in what is laid out.")
+    tokens_per_second: float | None = Field(description="Trained tokens by `seconds`.")
+    staleness_mean: float | None = Field(description="Policy versions that a trajectory was behind.")
+    staleness_max: int
+    seconds: float = Field(description="From the publication before, or since this process took the run.")
+    ranks_waited: float = Field(description="Of these, those in which a rank of the policy waited for its next shard.")
+    workers_waited: float = Field(description="Of these, those in which workers waited for room.")
+    stages: dict[str, float] = Field(description="Seconds in each stage of building.")
+    tags: dict[str, GroupFigures] = Field(description="By tag, of the 8 that have most groups; none without tags.")
+
+
+class FailedBatch(Document):
+    batch: int
+    reason: str
+    remedy: str = Field(description="What to do; empty where somebody gave the batch up.")
+
+
+class BatchHistory(Document):
+    run: str
+    totals: BatchFigures | None = Field(description="Of all batches; null before the first.")
+    points: list[BatchFigures] = Field(description="Oldest first; each of equally many batches, the last of fewer.")
+    failed: list[FailedBatch] = Field(description="Batches that could not be built, the last 100.")
+
+
 def batch_history(run: Run, most: int) -> BatchHistory:
-    """Figures of all batches of the run, `most` points at most."""
+    """Returns figures of all batches of the run, `most` points at most."""
     records, failed, kept = run.read(
         lambda state, _: (
             list(state.records),
@@ -26,8 +78,8 @@ def batch_history(run: Run, most: int) -> BatchHistory:
     totals = total(records)
     return BatchHistory(
         run=run.name,
-        totals=None if totals is None else _figures(totals),
-        points=[_figures(record) for record in _thinned(records, most)],
+        totals=None if totals is None else _batch_figures(totals),
+        points=[_batch_figures(record) for record in _thinned(records, most)],
         failed=[
             FailedBatch(batch=number, reason=reason, remedy=remedy(reason, is_kept=number in kept))
             for number, reason in failed
@@ -35,27 +87,21 @@ def batch_history(run: Run, most: int) -> BatchHistory:
     )
 
 
-def _thinned(records: Sequence[BatchRecord], most: int) -> list[BatchRecord]:
-    """As few as asked for, by adding up equally many neighbours."""
+def _thinned(records: Sequence[Figures], most: int) -> list[Figures]:
+    """Returns at most that many records, by adding up equally many neighbors."""
     step = max(1, -(-len(records) // most))
     parts = (total(records[begin : begin + step]) for begin in range(0, len(records), step))
     return [part for part in parts if part is not None]
 
 
-def _figures(record: BatchRecord) -> BatchFigures:
+def _batch_figures(record: Figures) -> BatchFigures:
+    same = ("first", "last", "batches", "at", "rows", "breaks", "tokens", "loss_tokens")
     return BatchFigures(
-        **dict(_group_figures(record.groups)),
-        first=record.first,
-        last=record.last,
-        batches=record.batches,
-        at=record.at,
-        rows=record.rows,
+        **_group_figures(record.groups),
+        **{name: getattr(record, name) for name in same},
         rows_merged=record.rows - record.merged,
         padding_rows=record.padding,
-        breaks=record.breaks,
-        tokens=record.tokens,
-        loss_tokens=record.loss_tokens,
-        padding_share=_ratio(record.elements - record.distinct, record.elements),
+        padding_share=_ratio(record.padding_tokens, record.elements),
         tokens_per_second=_ratio(record.tokens, record.seconds),
         staleness_mean=_ratio(record.stale, record.versioned),
         staleness_max=record.stalest,
@@ -63,19 +109,19 @@ def _figures(record: BatchRecord) -> BatchFigures:
         ranks_waited=_short(record.ranks_waited),
         workers_waited=_short(record.workers_waited),
         stages={stage: _short(seconds) for stage, seconds in record.stages.items()},
-        tags={tag: _group_figures(counts) for tag, counts in record.tags.items()},
+        tags={tag: GroupFigures(**_group_figures(counts)) for tag, counts in record.tags.items()},
     )
 
 
-def _group_figures(counts: GroupCounts) -> GroupFigures:
-    return GroupFigures(
-        groups=counts.groups,
-        trajectories=counts.trajectories,
-        score_mean=_ratio(counts.score_sum, counts.trajectories),
-        solved=_ratio(counts.solved, counts.groups),
-        zero_variance=_ratio(counts.zero_variance, counts.groups),
-        response_length_mean=_ratio(counts.response_tokens, counts.trajectories),
-    )
+def _group_figures(counts: GroupCounts) -> dict[str, Any]:
+    return {
+        "groups": counts.groups,
+        "trajectories": counts.trajectories,
+        "score_mean": _ratio(counts.score_sum, counts.trajectories),
+        "solved": _ratio(counts.solved, counts.groups),
+        "zero_variance": _ratio(counts.zero_variance, counts.groups),
+        "response_length_mean": _ratio(counts.response_tokens, counts.trajectories),
+    }
 
 
 def _ratio(part: float, whole: float) -> float | None:
@@ -83,5 +129,5 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _short(value: float) -> float:
-    """As many digits as a curve needs."""
+    """Rounds to as many digits as a curve needs."""
     return float(f"{value:.{_DIGITS}g}")

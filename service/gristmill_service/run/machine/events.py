@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from gristmill._wire.steps import TrajectoryKey
 from gristmill_service.config import Model
+from gristmill_service.pipeline.figures import Figures
 from gristmill_service.run.machine.answers import ColumnPlace, Position
-from gristmill_service.run.machine.batch_records import BatchRecord
 
 
 class GroupKey(NamedTuple):
@@ -199,7 +199,7 @@ class BatchPublished(Event):
     mini_batches: Mapping[Model, int]
     nbytes: int
     awaits: tuple[str, ...] = ()
-    record: BatchRecord | None = None
+    record: Figures | None = None
 
 
 class WrittenColumn(NamedTuple):

@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from gristmill_service.config import Model, RunConfig
+from gristmill_service.pipeline.figures import Figures
 from gristmill_service.run.machine.answers import ColumnPlace, Position
-from gristmill_service.run.machine.batch_records import BatchRecord, keep
+from gristmill_service.run.machine.batch_records import keep
 from gristmill_service.run.machine.events import (
     COLUMNS,
     Acknowledged,
@@ -171,7 +172,7 @@ class State:
     now: float = 0.0
     generation: int = 1
     rollbacks: list[dict[Model, Position]] = field(default_factory=list)
-    records: list[BatchRecord] = field(default_factory=list)
+    records: list[Figures] = field(default_factory=list)
 
     @classmethod
     def initial(cls, config: RunConfig) -> State:

@@ -8,9 +8,8 @@ from typing import Protocol
 
 from gristmill._wire.steps import Steps
 from gristmill_service.config import Model
-from gristmill_service.pipeline.batch_stats import BatchStats
+from gristmill_service.pipeline.figures import Figures
 from gristmill_service.run.machine.answers import Outcome
-from gristmill_service.run.machine.batch_records import BatchRecord
 from gristmill_service.run.machine.decisions.admission import Room
 from gristmill_service.run.machine.events import Event
 from gristmill_service.run.machine.state import State
@@ -45,6 +44,6 @@ class RunMonitor(Protocol):
     def building(self, batch: int) -> None:
         """The batch's turn has come."""
 
-    def built(self, batch: int, stats: Callable[[], BatchStats]) -> BatchRecord | None:
+    def built(self, batch: int, stats: Callable[[], Figures]) -> Figures | None:
         """The batch will be published for the first time, with this. Returns what is to be kept of it for good, None
         where that cannot be told."""

@@ -1,4 +1,4 @@
-"""Laws of a batch's counts, over drawn batches and settings."""
+"""Laws of a batch's figures, over drawn batches and settings."""
 
 from __future__ import annotations
 
@@ -30,14 +30,11 @@ def test_every_row_and_token_is_counted_as_one_thing(drawn: tuple[list[Row], dic
     rows, config = drawn
     stats = built(rows, config, policy_version=3).stats()
     tokens = sum(len(row["prompt_token_ids"]) + len(row["response_ids"]) for row in rows)
-    for counted, dropped, total in (
-        (stats.rows, stats.dropped_rows, len(rows)),
-        (stats.tokens, stats.dropped_tokens, tokens),
-    ):
-        assert counted["submitted"] == total
-        assert total == counted["merged"] + counted["trained"] + sum(dropped.values())
-        assert min(*counted.values(), *dropped.values()) >= 0
-    assert stats.tokens["loss"] <= stats.tokens["trained"]
+    assert stats.rows == len(rows) == stats.merged + stats.trained + stats.stale_rows + stats.misaligned_rows
+    assert stats.submitted_tokens == tokens
+    assert min(stats.merged, stats.stale_rows, stats.misaligned_rows, stats.padding, stats.padding_tokens) >= 0
+    assert min(stats.merged_tokens, stats.stale_tokens, stats.misaligned_tokens) >= 0
+    assert stats.loss_tokens <= stats.tokens
 
 
 @settings(max_examples=100)
@@ -51,12 +48,13 @@ def test_padding_is_what_the_plan_says_and_what_its_own_level_would_have(
         config |= {"on_misaligned": "drop_trailing"}
     batch = built(rows, config)
     stats, metrics = batch.stats(), batch.plan.metrics
-    assert stats.padding["laid_out"] == pytest.approx(metrics["padding_share"])
-    assert stats.tokens["padding"] == metrics["padding_tokens"]
-    assert stats.rows["padding"] == metrics["padding_rows"]
+    shares = stats.padding_shares
+    assert shares["laid_out"] == pytest.approx(metrics["padding_share"])
+    assert stats.padding_tokens == metrics["padding_tokens"]
+    assert stats.padding == metrics["padding_rows"]
     level = "packed" if config["layout"] == "packed" else config["pad_width"]
-    assert stats.padding[level] == pytest.approx(stats.padding["laid_out"])
-    assert stats.padding["packed"] <= stats.padding["micro_batch"] + 1e-9 <= stats.padding["batch"] + 2e-9
+    assert shares[level] == pytest.approx(shares["laid_out"])
+    assert shares["packed"] <= shares["micro_batch"] + 1e-9 <= shares["batch"] + 2e-9
 
 
 @settings(max_examples=100)

@@ -1,0 +1,311 @@
+"""The figures of a batch: what became of its rows and tokens, and what its groups scored.
+
+One record, in sums, so that those of several batches add up: the plan shows some of it, metrics count it, and a run's
+log keeps it for good. Nothing of it goes into shards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from operator import add
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from gristmill._wire.columns import Int64s
+from gristmill_service.config import RunConfig
+from gristmill_service.pipeline.layout.shard import Shard
+from gristmill_service.pipeline.rows.joins import Mismatch, breaks
+from gristmill_service.pipeline.scheduling.plan import MiniBatchPlan
+from gristmill_service.pipeline.scored_batch import ScoredBatch
+
+CAUSES = ("prompt", "response", "truncated", "column", "further")
+LEVELS = ("laid_out", "packed", "micro_batch", "shard", "mini_batch", "batch")
+MOST_TAGS = 8
+
+
+class GroupCounts(msgspec.Struct, array_like=True, frozen=True):
+    """Counts of groups. Each trajectory counts once, rows and tokens as often as they are trained in an epoch.
+
+    score_sum, reward_sum: of all trajectories. response_tokens: of all their steps. solved: groups of which a
+    trajectory scored above 0. zero_variance: groups of several trajectories whose scores are all equal. padding: tokens
+    of padding within rows. Older logs end with `zero_variance`.
+    """
+
+    groups: int = 0
+    trajectories: int = 0
+    score_sum: float = 0.0
+    response_tokens: int = 0
+    solved: int = 0
+    zero_variance: int = 0
+    reward_sum: float = 0.0
+    rows: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    padding: int = 0
+
+    def __add__(self, other: GroupCounts) -> GroupCounts:
+        return GroupCounts(*map(add, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
+
+    @property
+    def means(self) -> dict[str, int | float]:
+        """What tells of rewards and lengths, as plans name it."""
+        return {
+            "trajectories": self.trajectories,
+            "score_mean": self.score_sum / self.trajectories,
+            "reward_mean": self.reward_sum / self.trajectories,
+            "pass_at_n": self.solved / self.groups,
+            "response_length_mean": self.response_tokens / self.trajectories,
+        }
+
+    @property
+    def padding_share(self) -> float:
+        return self.padding / (self.padding + self.tokens) if self.padding else 0.0
+
+
+class Figures(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """Figures of batches `first` to `last`, of which `batches` were published: of the policy's mini-batches, each row
+    once whatever the epochs.
+
+    at: when the last of them was published, in seconds since 1970.
+    rows: as they were submitted; merged: that went into others; trained; padding: rows that fill up.
+    tokens: of trained rows; distinct: of these, those that are laid out, where rows share tokens; elements: of
+        `sequences`, with padding; loss_tokens: with loss_mask 1.
+    breaks: steps that joined none. stale: versions behind, summed over `versioned` trajectories; stalest: the most.
+    seconds: since the record before: in all, those in which workers waited for capacity, those in which a rank of the
+        policy waited (their mean), and those in each stage of building.
+    tags: of the groups of each tag, "" for those without one; none where no group has one. Logs keep 8.
+    stale_rows, misaligned_rows, and their tokens: of groups that were dropped for it. merged_tokens: that merging
+        saves. realigned_tokens: that were sampled and are in no row, since a later prompt has other tokens there.
+    mismatches: the breaks by cause, see `_causes`. column_bytes: of the shards of all models, by declared column.
+    padding_shares: of the last batch, as it is laid out, and as `packed` and each `pad_width` would have it.
+    staleness: trajectories with a known policy version, by how many versions they are behind; not in logs.
+
+    A log has the fields in this order: a new one comes last, and has a default. Older logs end with `tags`.
+    """
+
+    first: int
+    last: int
+    batches: int = 1
+    at: float = 0.0
+    groups: GroupCounts = GroupCounts()
+    rows: int = 0
+    merged: int = 0
+    trained: int = 0
+    padding: int = 0
+    tokens: int = 0
+    distinct: int = 0
+    elements: int = 0
+    loss_tokens: int = 0
+    breaks: int = 0
+    stale: int = 0
+    versioned: int = 0
+    stalest: int = 0
+    seconds: float = 0.0
+    workers_waited: float = 0.0
+    ranks_waited: float = 0.0
+    stages: dict[str, float] = {}
+    tags: dict[str, GroupCounts] = {}
+    stale_rows: int = 0
+    stale_tokens: int = 0
+    misaligned_rows: int = 0
+    misaligned_tokens: int = 0
+    merged_tokens: int = 0
+    realigned_tokens: int = 0
+    mismatches: dict[str, int] = {}
+    column_bytes: dict[str, int] = {}
+    padding_shares: dict[str, float] = {}
+    staleness: dict[int, int] = {}
+
+    @property
+    def submitted_tokens(self) -> int:
+        return self.tokens + self.merged_tokens + self.stale_tokens + self.misaligned_tokens
+
+    @property
+    def padding_tokens(self) -> int:
+        return self.elements - self.distinct
+
+    def joined(self, later: Figures) -> Figures:
+        """Returns the figures of both."""
+        sums = {
+            name: _sum(getattr(self, name), getattr(later, name))
+            for name in self.__struct_fields__
+            if name not in ("first", "last", "at", "stalest", "padding_shares", "staleness")
+        }
+        return Figures(
+            first=self.first,
+            last=later.last,
+            at=later.at,
+            stalest=max(self.stalest, later.stalest),
+            padding_shares=later.padding_shares,
+            **(sums | {"tags": most_frequent(sums["tags"])}),
+        )
+
+
+def most_frequent(tags: Mapping[str, GroupCounts]) -> dict[str, GroupCounts]:
+    """Returns the counts of the tags that have most groups."""
+    groups = Counter({tag: counts.groups for tag, counts in sorted(tags.items())})
+    return {tag: tags[tag] for tag in sorted(dict(groups.most_common(MOST_TAGS)))}
+
+
+def count_groups(
+    scored: ScoredBatch, mini_batches: Sequence[MiniBatchPlan], laid_out: Sequence[Shard] | None
+) -> tuple[GroupCounts, dict[str, GroupCounts]]:
+    """Counts all groups, and those of each tag where some have one. laid_out: None when only planned."""
+    policy = [part for part in mini_batches if part.model == "policy"]
+    received, scores, lengths = scored.received, scored.scores, scored.rows.lengths
+    if not received.groups:
+        return GroupCounts(), {}
+    begins, sizes = received.group_bounds[:-1], np.diff(received.group_bounds)
+    best, worst = np.maximum.reduceat(scores, begins), np.minimum.reduceat(scores, begins)
+    flat = (sizes > 1) & (best == worst)
+    responses = np.add.reduceat(received.steps.response_lengths, received.trajectory_bounds[:-1])
+    rewards = np.add.reduceat(received.steps.rewards, received.trajectory_bounds[:-1])
+    kept = np.zeros(len(scored.rows), np.bool_)
+    for part in policy:
+        kept[part.start : part.kept_end] = True
+    padding = np.zeros_like(lengths) if laid_out is None else _row_padding(scored, policy, laid_out)
+
+    def count(groups: NDArray[np.bool_]) -> GroupCounts:
+        own, rows = groups[received.trajectory_groups], kept & groups[scored.row_groups]
+        return GroupCounts(
+            groups=int(groups.sum()),
+            trajectories=int(own.sum()),
+            score_sum=float(scores[own].sum()),
+            response_tokens=int(responses[own].sum()),
+            solved=int((best[groups] > 0).sum()),
+            zero_variance=int(flat[groups].sum()),
+            reward_sum=float(rewards[own].sum()),
+            rows=int(rows.sum()),
+            tokens=int(lengths[rows].sum()),
+            loss_tokens=int(scored.loss_tokens[rows].sum()),
+            padding=int(padding[rows].sum()),
+        )
+
+    tags = np.array(received.tags)
+    by_tag = {tag: count(tags == tag) for tag in sorted(set(received.tags))} if any(received.tags) else {}
+    return count(np.ones(len(received.groups), np.bool_)), by_tag
+
+
+def figures(
+    scored: ScoredBatch,
+    mini_batches: Sequence[MiniBatchPlan],
+    laid_out: Sequence[Shard],
+    config: RunConfig,
+    batch: int,
+    counts: tuple[GroupCounts, dict[str, GroupCounts]],
+    tokens_submitted: int,
+) -> Figures:
+    """Returns a batch's figures, without its times. counts: of its groups. tokens_submitted: prompt and response tokens
+    of all rows as they came, also of stale groups."""
+    policy = [part for part in mini_batches if part.model == "policy"]
+    groups, tags = counts
+    steps, rows, staleness = scored.received.steps, scored.rows, scored.staleness
+    fresh, merged = steps.tokens.total, int(rows.lengths.sum())
+    elements = sum(shard.sequence_elements for shard in laid_out if shard.address.model == "policy")
+    distinct = groups.tokens - (0 if scored.sharing is None else scored.sharing.shared_tokens(policy))
+    mismatches = _causes(scored, config)
+    versions, trajectories = np.unique(staleness, return_counts=True)
+    return Figures(
+        first=batch,
+        last=batch,
+        groups=groups,
+        rows=scored.rows_received,
+        merged=len(steps) - len(rows),
+        trained=groups.rows,
+        padding=sum(part.padding_rows for part in policy),
+        tokens=groups.tokens,
+        distinct=distinct,
+        elements=elements,
+        loss_tokens=groups.loss_tokens,
+        breaks=sum(mismatches.values()),
+        stale=int(staleness.sum()),
+        versioned=len(staleness),
+        stalest=int(staleness.max(initial=0)),
+        tags=tags,
+        stale_rows=scored.rows_received - len(steps),
+        stale_tokens=tokens_submitted - fresh,
+        misaligned_rows=len(rows) - groups.rows,
+        misaligned_tokens=merged - groups.tokens,
+        merged_tokens=fresh - merged,
+        realigned_tokens=scored.counts.get("realigned_tokens", 0),
+        mismatches=mismatches,
+        column_bytes=dict(sum((Counter(shard.column_bytes) for shard in laid_out), Counter())),
+        padding_shares=_padding_shares(scored, policy, config, groups.tokens, 1 - distinct / elements)
+        if elements
+        else {},
+        staleness=dict(zip(versions.tolist(), trajectories.tolist(), strict=True)),
+    )
+
+
+def _row_padding(scored: ScoredBatch, policy: Sequence[MiniBatchPlan], laid_out: Sequence[Shard]) -> Int64s:
+    """Counts the elements of `sequences` that are padding in each row; padding rows are left out."""
+    placed = np.concatenate([rank.rows for part in policy for rank in part.ranks])
+    lengths = scored.rows.lengths
+    widths = [
+        lengths[placed[block.begin : block.end]]
+        if block.widths is None
+        else np.full(block.end - block.begin, block.widths["sequence"])
+        for shard in laid_out
+        if shard.address.model == "policy"
+        for block in shard.blocks
+    ]
+    rows, padding = placed[placed >= 0], np.zeros_like(lengths)
+    padding[rows] = np.concatenate(widths)[placed >= 0] - lengths[rows]
+    return padding
+
+
+def _causes(scored: ScoredBatch, config: RunConfig) -> dict[str, int]:
+    """Counts why steps joined none: where the first token that differs is in the step that they are compared with, in
+    its prompt or its response, or that the new prompt merely ends too early. The first few of a trajectory are
+    examined; `further` are the others."""
+    if not config.merging.joins:
+        return {}
+    causes = Counter(_cause(scored, mismatch) for mismatch in scored.mismatches)
+    in_all = len(breaks(scored.received, scored.rows.first))
+    return {**causes, "further": in_all - causes.total()}
+
+
+def _cause(scored: ScoredBatch, mismatch: Mismatch) -> str:
+    if mismatch.column:
+        return "column"
+    first = int(scored.received.trajectory_bounds[mismatch.trajectory])
+    prompts = scored.received.steps.prompt_lengths
+    if mismatch.index >= prompts[first + mismatch.step]:
+        return "truncated"
+    return "prompt" if mismatch.index < prompts[first + mismatch.before] else "response"
+
+
+def _padding_shares(
+    scored: ScoredBatch, policy: Sequence[MiniBatchPlan], config: RunConfig, trained: int, laid_out: float
+) -> dict[str, float]:
+    lengths = np.append(scored.rows.lengths, config.padding_row_tokens)
+    ranks = [rank for part in policy for rank in part.ranks]
+    placed = lengths[np.concatenate([rank.rows for rank in ranks])]
+    begins = np.cumsum([0, *(len(rank.rows) for rank in ranks)])
+    edges = {
+        "micro_batch": np.concatenate([begin + rank.bounds[:-1] for begin, rank in zip(begins, ranks, strict=False)]),
+        "shard": begins[:-1],
+        "mini_batch": begins[: -1 : len(policy[0].ranks)],
+        "batch": begins[:1],
+    }
+    sizes = {level: _elements(placed, edge, config.pad_to_multiple_of) for level, edge in edges.items()}
+    shares = {level: 1 - trained / size for level, size in [("packed", int(placed.sum())), *sizes.items()]}
+    return {"laid_out": laid_out, **shares}
+
+
+def _elements(lengths: Int64s, begins: Int64s, multiple: int) -> int:
+    """Counts the elements of rows in blocks, each as wide as its longest row."""
+    widths = -(-np.maximum.reduceat(lengths, begins) // multiple) * multiple
+    return int((widths * np.diff(np.append(begins, len(lengths)))).sum())
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Adds numbers, counts of groups, and these by their keys."""
+    if isinstance(one, dict):
+        both = one.keys() & other.keys()
+        return one | other | {key: _sum(one[key], other[key]) for key in both}
+    return one + other
