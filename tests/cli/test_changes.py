@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gristmill.v1 import run_pb2
-from gristmill_service.cli.watch.changes import Change, changes, sentence
+from gristmill_service.cli.watch.tail import Change, changes, sentence
 
 POLICY = run_pb2.MODEL_POLICY
 
@@ -72,14 +72,14 @@ def test_a_trainer_that_comes_back_resumes_and_acknowledges_nothing() -> None:
 
 def test_batches_that_a_restart_makes_again_are_told_of_and_published_again() -> None:
     whole, restarted = (status(batches_sealed=3, batches_published=count, batches_freed=1) for count in (3, 1))
-    assert [(one["event"], one["batch"]) for one in between(whole, restarted)] == [("made again", 1), ("made again", 2)]
+    assert [(one["event"], one["batch"]) for one in between(whole, restarted)] == [("rebuilt", 1), ("rebuilt", 2)]
     assert [(one["event"], one["batch"]) for one in between(restarted, whole)] == [("published", 1), ("published", 2)]
 
 
 def test_a_run_of_the_same_name_that_was_begun_anew_is_told_from_its_beginning() -> None:
     before = status(batches_sealed=9, batches_published=9, rows_accepted=900)
     found = between(before, status(batches_sealed=1, rows_accepted=4))
-    assert [one["event"] for one in found][:2] == ["begun anew", "sealed"]
+    assert [one["event"] for one in found][:2] == ["recreated", "sealed"]
 
 
 @pytest.mark.parametrize("is_reached", [True, False])
@@ -100,4 +100,4 @@ def test_a_run_that_gets_stuck_and_goes_on_again_is_told() -> None:
     [found] = between(well, stuck)
     assert (found, sentence(found)) == ({"event": "stuck", "reason": "rank 1 did not"}, "stuck: rank 1 did not")
     assert between(stuck, stuck) == []
-    assert [sentence(one) for one in between(stuck, well)] == ["stuck no more: training: 2 batches not committed"]
+    assert [sentence(one) for one in between(stuck, well)] == ["unstuck: training: 2 batches not committed"]

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gristmill_service.cli.checks import replica_checks
+from gristmill_service.cli import checks
+from gristmill_service.cli.watch.service_client import Replica
 from gristmill_service.service import Service
 from tests.cli.terminal import gristmill
 from tests.redis.servers import HOST, RedisServer, wait_until
@@ -93,18 +94,16 @@ def test_a_redis_whose_replicas_may_fall_behind_is_wrong(service: Service, tmp_p
 
 
 def test_a_clock_that_differs_is_told_with_its_direction() -> None:
-    assert replica_checks.clock("host:8080", 1.4).is_well
-    assert replica_checks.clock("host:8080", 3.4, unsure_s=1.5).is_well, "the answer took 3 s to come"
-    assert not replica_checks.clock("host:8080", 3.4, unsure_s=0.1).is_well
-    behind = replica_checks.clock("host:8080", -42.0)
+    assert checks.clock("host:8080", 1.4).is_well
+    assert checks.clock("host:8080", 3.4, unsure_s=1.5).is_well, "the answer took 3 s to come"
+    assert not checks.clock("host:8080", 3.4, unsure_s=0.1).is_well
+    behind = checks.clock("host:8080", -42.0)
     assert "42 s behind this machine's" in behind.found
     assert "NTP" in behind.remedy
 
 
 @pytest.mark.parametrize("version", ["", "9.9.9"])
 def test_another_version_is_wrong(version: str) -> None:
-    from gristmill_service.cli.watch.snapshot import ReplicaSnapshot
-
-    checks = {check.what: check for check in replica_checks.over_grpc(ReplicaSnapshot("h:1", True, version=version))}
-    assert checks["gRPC at h:1"].is_well
-    assert checks["version of h:1"].remedy == "install one version everywhere"
+    by_name = {check.what: check for check in checks.over_grpc(Replica("h:1", True, version=version))}
+    assert by_name["gRPC at h:1"].is_well
+    assert by_name["version of h:1"].remedy == "install one version everywhere"

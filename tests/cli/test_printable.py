@@ -1,9 +1,9 @@
 """Names that clients gave do nothing to a terminal."""
 
 from gristmill.v1 import run_pb2
-from gristmill_service.cli.escape import printable
-from gristmill_service.cli.watch.changes import sentence
-from gristmill_service.cli.watch.render import _lines
+from gristmill_service.cli.terminal import printable
+from gristmill_service.cli.watch.printed import _lines
+from gristmill_service.cli.watch.tail import sentence
 
 
 def test_escapes_and_new_lines_are_written_out() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gristmill.errors import GristmillError
-from gristmill_service.cli.asking import AddressOption
+from gristmill_service.cli.options import AddressOption
 
 CANNOT_START = 2
 

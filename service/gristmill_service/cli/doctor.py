@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.cli.asking import NEEDS_PERSON, JsonOption, early_ends
-from gristmill_service.cli.flags import flags_of
+from gristmill_service.cli.options import JsonOption, flags_of
+from gristmill_service.cli.terminal import NEEDS_PERSON, early_ends
 from gristmill_service.settings import Settings, load_settings, split_address
 
 if TYPE_CHECKING:
-    from gristmill_service.cli.checks.check import Check
+    from gristmill_service.cli.checks import Check
 
 _AddressOption = Annotated[
     str | None,
@@ -66,10 +66,7 @@ doctor.__signature__ = Signature(  # type: ignore[attr-defined]
 
 
 def _checks(address: str | None, flags: dict[str, object]) -> Iterator[Check]:
-    from gristmill_service.cli.checks.check import Check
-    from gristmill_service.cli.checks.machine_checks import check_machine
-    from gristmill_service.cli.checks.redis_checks import check_redis
-    from gristmill_service.cli.checks.replica_checks import check_replicas
+    from gristmill_service.cli.checks import Check, check_machine, check_redis, check_replicas
 
     try:
         settings = load_settings(flags)

@@ -17,7 +17,7 @@ from gristmill._wire.codecs.row_codec import decode
 from gristmill._wire.column_spec import ColumnSpec, specs_of
 from gristmill.errors import InvalidArgumentError
 from gristmill.v1 import run_pb2, trainer_pb2
-from gristmill_service.cli.refusal_exit import refusals
+from gristmill_service.cli.terminal import refusals
 from gristmill_service.rollout_lines import json_lines
 
 

@@ -8,7 +8,7 @@ import typer
 
 from gristmill.errors import GristmillError
 from gristmill_recorder.settings import RecorderSettings
-from gristmill_service.cli.flags import flags_of
+from gristmill_service.cli.options import flags_of
 from gristmill_service.settings import load
 
 OK, CANNOT_START = 0, 2

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.cli.asking import ADDRESS, AddressOption, JsonOption, early_ends
+from gristmill_service.cli.options import ADDRESS, AddressOption, JsonOption
+from gristmill_service.cli.terminal import early_ends, printable, screen
 
 _runs = typer.Typer(no_args_is_help=True, help="Create, list, show and delete runs.")
 _OWNER = "gristmill runs"
@@ -47,7 +48,7 @@ def create(
 
     Example: gristmill runs create my-run --config run.yaml
     """
-    from gristmill_service.cli.watch.snapshot import connect
+    from gristmill_service.cli.watch.service_client import connect
     from gristmill_service.config import read_config
 
     with early_ends():
@@ -71,28 +72,21 @@ def list_runs(address: AddressOption = ADDRESS, as_json: JsonOption = False) -> 
     from rich.table import Table
     from rich.text import Text
 
-    from gristmill_service.cli.escape import printable
-    from gristmill_service.cli.watch.reported_health import health_of
-    from gristmill_service.cli.watch.snapshot import connect
-    from gristmill_service.cli.watch.status import console
+    from gristmill_service.cli.watch.service_client import connect
 
     with early_ends():
         with connect(address, _OWNER) as client:
             runs = client.snapshot().runs
-        healths = [health_of(run) for run in runs]
         if as_json:
-            told = [
-                {"run": run.run, "state": health.state, "summary": health.summary}
-                for run, health in zip(runs, healths, strict=True)
-            ]
-            print(json.dumps({"runs": told}))
+            listed = [{"run": run.name, "state": run.health.state, "summary": run.health.summary} for run in runs]
+            print(json.dumps({"runs": listed}))
             return
         table = Table(box=None, header_style="bold", pad_edge=False)
         for name in ("run", "state", "why"):
             table.add_column(name, overflow="fold")
-        for run, health in zip(runs, healths, strict=True):
-            table.add_row(*map(Text, (printable(run.run), health.state, printable(health.summary))))
-        console().print(table if runs else "no runs")
+        for run in runs:
+            table.add_row(*map(Text, (printable(run.name), run.health.state, printable(run.health.summary))))
+        screen().print(table if runs else "no runs")
 
 
 @_runs.command("show")
@@ -104,25 +98,20 @@ def show(run: RunArgument, address: AddressOption = ADDRESS, as_json: JsonOption
     import yaml
     from rich.text import Text
 
-    from gristmill_service.cli.escape import printable
-    from gristmill_service.cli.watch.json_documents import snapshot_document
-    from gristmill_service.cli.watch.render import details
-    from gristmill_service.cli.watch.reported_health import healths_of
-    from gristmill_service.cli.watch.snapshot import connect
-    from gristmill_service.cli.watch.status import console
+    from gristmill_service.cli.watch.printed import details, snapshot_document
+    from gristmill_service.cli.watch.service_client import connect
 
     with early_ends():
         with connect(address, _OWNER) as client:
             snapshot = client.snapshot(run)
-        healths = healths_of(snapshot)
         if as_json:
-            print(json.dumps(snapshot_document(snapshot, healths)["runs"][0]))
+            print(json.dumps(snapshot_document(snapshot)["runs"][0]))
             return
-        screen = console()
-        screen.print(details(snapshot, healths[0]))
+        output = screen()
+        output.print(details(snapshot))
         if (status := snapshot.runs[0].status) is not None:
             settings = yaml.safe_dump(json.loads(status.config_json), sort_keys=False, allow_unicode=True)
-            screen.print(Text("settings", "bold"), *map(printable, settings.splitlines()), sep="\n  ", markup=False)
+            output.print(Text("settings", "bold"), *map(printable, settings.splitlines()), sep="\n  ", markup=False)
 
 
 @_runs.command("delete")
@@ -138,7 +127,7 @@ def delete(
 
     Example: gristmill runs delete my-run --yes
     """
-    from gristmill_service.cli.watch.snapshot import connect
+    from gristmill_service.cli.watch.service_client import connect
 
     with early_ends():
         if not yes:

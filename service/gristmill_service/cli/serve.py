@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from gristmill.errors import GristmillError, InvalidArgumentError
-from gristmill_service.cli.flags import flags_of
+from gristmill_service.cli.options import flags_of
 from gristmill_service.settings import Settings, load_settings
 
 if TYPE_CHECKING:

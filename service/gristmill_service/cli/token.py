@@ -9,7 +9,7 @@ import typer
 
 from gristmill_service.access.roles import ROLES
 from gristmill_service.access.tokens import create_token
-from gristmill_service.cli.refusal_exit import refusals
+from gristmill_service.cli.terminal import refusals
 
 _tokens = typer.Typer(no_args_is_help=True, help="Tokens that callers show the service.")
 

@@ -8,24 +8,33 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
 
 from gristmill._wire.steps import Steps
 from gristmill.errors import InvalidArgumentError
-from gristmill_service.cli.counted import counted
-from gristmill_service.cli.offline import summary
-from gristmill_service.cli.offline.progress import Advance, byte_bar, count_bar
 from gristmill_service.cli.offline.rollout_files import read_batches
-from gristmill_service.cli.refusal_exit import messages, refusals
+from gristmill_service.cli.terminal import counted, messages, refusals, screen
 from gristmill_service.config import RunConfig, read_config, warnings_of
 from gristmill_service.pipeline import BuiltBatch, build_batch, plan_batch
-from gristmill_service.pipeline.alternatives import costs
+from gristmill_service.pipeline.alternatives import BatchCost, costs
 from gristmill_service.pipeline.plan_document import PlanDocument, encode_plan
 from gristmill_service.storage.shard_files import write_shards
 
@@ -36,6 +45,8 @@ RolloutsArgument = Annotated[
 ConfigOption = Annotated[
     Path, typer.Option("--config", metavar="CONFIG", help="The run's configuration, YAML or JSON.", show_default=False)
 ]
+
+_Advance = Callable[[int], None]
 
 
 def register(app: typer.Typer) -> None:
@@ -90,10 +101,10 @@ def batch(
         for target in targets:
             if target.exists():
                 raise InvalidArgumentError(f"{target} exists already; remove it or choose another --out")
-        with count_bar("Making batches", len(batches)) as advance:
+        with _bar("Making batches", len(batches), MofNCompleteColumn()) as advance:
             built = list(_build_all(batches, settings, file.name.split(".")[0], advance))
         sizes = [shard.size for one in built for shard in one.shards]
-        with byte_bar("Writing shards", sum(sizes)) as advance:
+        with _bar("Writing shards", sum(sizes), DownloadColumn()) as advance:
             for target, one in zip(targets, built, strict=True):
                 _write(target, one, advance)
         messages.print(f"{counted(len(sizes), 'shard')}, {decimal(sum(sizes))}, in {out}", markup=False)
@@ -108,10 +119,8 @@ def show(directory: Annotated[Path, typer.Argument(metavar="DIR", help="What gri
     from gristmill_service.cli.offline.show import shard_tables
 
     with refusals():
-        # Wide enough that a pipe or a log gets every column whole.
-        console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
         for table in shard_tables(directory):
-            console.print(table)
+            screen(pipe_width=120).print(table)
 
 
 def _read_settings(path: Path) -> RunConfig:
@@ -137,7 +146,7 @@ def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:
     for warning in warnings_of(config):
         messages.print(f"[yellow]warning:[/] {warning}")
     size = file.stat().st_size if file.is_file() else None
-    with byte_bar("Reading rollouts", size) as advance:
+    with _bar("Reading rollouts", size, DownloadColumn()) as advance:
         done = 0
 
         def read(position: int) -> None:
@@ -149,7 +158,7 @@ def _read(file: Path, config: RunConfig) -> tuple[list[Steps], bool]:
         return read_batches(file, config, read)
 
 
-def _build_all(batches: list[Steps], config: RunConfig, run: str, advance: Advance) -> Iterator[BuiltBatch]:
+def _build_all(batches: list[Steps], config: RunConfig, run: str, advance: _Advance) -> Iterator[BuiltBatch]:
     for number, steps in enumerate(batches):
         built = build_batch(steps, config, run=run, batch=number)
         _warn(built.plan.counts)
@@ -157,8 +166,39 @@ def _build_all(batches: list[Steps], config: RunConfig, run: str, advance: Advan
         yield built
 
 
-def _summarise(plans: list[PlanDocument], first: Steps, config: RunConfig) -> None:
-    summary.tell(plans, list(costs(first, config)))
+def _summarise(plans: Sequence[PlanDocument], first: Steps, config: RunConfig) -> None:
+    """Prints what the plans come to, and what another setting would have made of the first batch."""
+    messages.print(_totals(plans))
+    table = Table(box=None, header_style="bold")
+    table.add_column("first batch" if len(plans) > 1 else "")
+    for name in ("rows", "padding rows", "tokens", "of it padding", "slowest rank"):
+        table.add_column(name, justify="right")
+    for setting, cost in costs(first, config):
+        table.add_row(f"with {setting}" if setting else "as configured", *_cells(cost))
+    # Wide enough that a pipe or a log gets every column whole.
+    Console(stderr=True, highlight=False, width=None if messages.is_terminal else 120).print(table)
+
+
+def _totals(plans: Sequence[PlanDocument]) -> str:
+    received, rows = sum(plan.rows_received for plan in plans), sum(plan.rows for plan in plans)
+    told = [
+        counted(len(plans), "batch", "batches"),
+        counted(sum(plan.prompts for plan in plans), "prompt group", "prompt groups"),
+        f"{counted(received, 'row', 'rows')} sent" + (f", {rows:,} after merging" if rows < received else ""),
+        f"{counted(sum(plan.optimizer_steps for plan in plans), 'optimizer step', 'optimizer steps')} on "
+        f"{counted(plans[0].dp_size, 'rank', 'ranks')}",
+    ]
+    return "; ".join(told)
+
+
+def _cells(cost: BatchCost) -> list[str]:
+    return [
+        f"{cost.rows:,}",
+        f"{cost.padding_rows:,}",
+        "-" if cost.tokens is None else f"{cost.tokens:,}",
+        "-" if cost.padding_share is None else f"{cost.padding_share:.1%}",
+        f"{cost.barrier_ratio:.2f} of mean",
+    ]
 
 
 def _warn(counts: dict[str, int]) -> None:
@@ -179,7 +219,7 @@ def _warn(counts: dict[str, int]) -> None:
         )
 
 
-def _write(target: Path, built: BuiltBatch, advance: Advance) -> None:
+def _write(target: Path, built: BuiltBatch, advance: _Advance) -> None:
     """Writes the batch directory, complete or not at all."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -191,3 +231,13 @@ def _write(target: Path, built: BuiltBatch, advance: Advance) -> None:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+@contextmanager
+def _bar(label: str, total: int | None, done: ProgressColumn) -> Iterator[_Advance]:
+    """Shows a bar on standard error while its body works; none where that is no terminal. total: None where it is not
+    known. Yields a function that advances it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), done, TimeRemainingColumn())
+    with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda count: bar.advance(task, count)

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from gristmill._wire.column_spec import BUILT_IN
 from gristmill._wire.columns import Array
 from gristmill.errors import InvalidArgumentError, NotFoundError
-from gristmill_service.cli.escape import printable
+from gristmill_service.cli.terminal import printable
 
 
 class TagFigures(NamedTuple):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
 
-from gristmill_service.cli.asking import ADDRESS, NEEDS_PERSON, AddressOption, JsonOption, early_ends
+from gristmill_service.cli.options import ADDRESS, AddressOption, JsonOption
+from gristmill_service.cli.terminal import NEEDS_PERSON, early_ends, screen
 
 
 def register(app: typer.Typer) -> None:
@@ -35,11 +37,17 @@ def status(
 
     Example: gristmill status --for 300 --json | jq '.runs[].health'
     """
-    from gristmill_service.cli.watch.status import show_status
+    from gristmill_service.cli.watch.printed import details, overview, snapshot_document
+    from gristmill_service.cli.watch.service_client import connect
 
     with early_ends():
-        is_well = show_status(address, run, stuck_after_s, as_json=as_json)
-    raise typer.Exit(0 if is_well else NEEDS_PERSON)
+        with connect(address, "gristmill status") as client:
+            snapshot = client.snapshot(run, stuck_after_s)
+        if as_json:
+            print(json.dumps(snapshot_document(snapshot)))
+        else:
+            screen().print(overview(snapshot) if run is None else details(snapshot))
+    raise typer.Exit(NEEDS_PERSON if snapshot.needs_person else 0)
 
 
 def top(

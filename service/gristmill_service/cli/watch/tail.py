@@ -1,29 +1,45 @@
-"""`gristmill tail`: the changes of a run, a line each, from one status to the next."""
+"""`gristmill tail`: what happens in a run, a line each: what differs from one status that the service reports to the
+next."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any
 
 from gristmill.errors import GristmillError, NotFoundError
 from gristmill.v1 import run_pb2
-from gristmill_service.cli.watch.changes import Change, changes, sentence
-from gristmill_service.cli.watch.snapshot import CANNOT_BE_REACHED, ServiceClient, connect, reason_of
+from gristmill_service.cli.terminal import counted, printable, reason_of
+from gristmill_service.cli.watch.printed import model_name, order, place, place_document
+from gristmill_service.cli.watch.service_client import CANNOT_BE_REACHED, ServiceClient, connect
+
+Change = dict[str, Any]
+"""`event`, and the values that belong to it."""
+
+Groups = Callable[[], Sequence[run_pb2.GroupStatus]]
 
 
 def show_tail(address: str, run: str, interval_s: float, *, as_json: bool) -> None:
     """Returns when the run is done, or gone. Raises as `ServiceClient.status` does where the first call fails."""
     with connect(address, "gristmill tail") as client:
         for change in _follow(client, run, lambda: time.sleep(interval_s)):
-            print(_line(run, change, as_json=as_json), flush=True)
+            now = datetime.now(UTC)
+            if as_json:
+                line = json.dumps({"time": now.isoformat(timespec="milliseconds"), "run": run, **change})
+            else:
+                line = f"{now.astimezone():%H:%M:%S} {sentence(change)}"
+            print(line, flush=True)
 
 
 def _follow(client: ServiceClient, run: str, pause: Callable[[], None]) -> Iterator[Change]:
-    before, is_away = client.status(run), False
-    yield _beginning(before)
+    before, is_reached = client.status(run), True
+    counts = ("batches_sealed", "batches_published", "batches_freed", "groups_open", "groups_complete")
+    yield {"event": "following", **{name: getattr(before, name) for name in counts}}
     while not _is_done(before):
         pause()
         try:
@@ -32,13 +48,13 @@ def _follow(client: ServiceClient, run: str, pause: Callable[[], None]) -> Itera
             yield {"event": "gone", "reason": "the run was deleted, or a service that keeps nothing has started again"}
             return
         except CANNOT_BE_REACHED as error:
-            if not is_away:
+            if is_reached:
                 yield {"event": "unreachable", "reason": reason_of(error)}
-            is_away = True
+            is_reached = False
             continue
-        if is_away:
+        if not is_reached:
             yield {"event": "reached again"}
-        is_away = False
+        is_reached = True
         yield from changes(before, after, lambda: _groups(client, run))
         before = after
     yield {"event": "done"}
@@ -50,20 +66,109 @@ def _is_done(status: run_pb2.RunStatus) -> bool:
     return status.finished and not waiting and status.batches_freed == status.batches_sealed
 
 
-def _beginning(status: run_pb2.RunStatus) -> Change:
-    counts = ("batches_sealed", "batches_published", "batches_freed", "groups_open", "groups_complete")
-    return {"event": "following", **{name: getattr(status, name) for name in counts}}
-
-
 def _groups(client: ServiceClient, run: str) -> Sequence[run_pb2.GroupStatus]:
-    """Nothing where the service went away just now: the drops are reported all the same."""
+    """Returns nothing where the service became unreachable just now: the drops are reported all the same."""
     with suppress(GristmillError):
         return client.groups(run)
     return ()
 
 
-def _line(run: str, change: Change, *, as_json: bool) -> str:
-    now = datetime.now(UTC)
-    if as_json:
-        return json.dumps({"time": now.isoformat(timespec="milliseconds"), "run": run, **change})
-    return f"{now.astimezone():%H:%M:%S} {sentence(change)}"
+def changes(before: run_pb2.RunStatus, after: run_pb2.RunStatus, groups: Groups) -> Iterator[Change]:
+    """In the order in which one leads to the next. groups: called only where groups were dropped."""
+    if after.batches_sealed < before.batches_sealed or after.rows_accepted < before.rows_accepted:
+        # Deleted, or lost with the process that had it, and created again by the same name.
+        yield {"event": "recreated"}
+        before = run_pb2.RunStatus(run=after.run, policy_version=after.policy_version)
+    if after.policy_version != before.policy_version:
+        yield {"event": "policy version", "version": after.policy_version}
+    yield from _dropped(before, after, groups)
+    yield from _batches(before, after)
+    yield from _trained(before, after)
+    yield from ({"event": "freed", "batch": number} for number in range(before.batches_freed, after.batches_freed))
+    if after.finished and not before.finished:
+        yield {"event": "finished"}
+    # A batch that could not be built, which makes a run failed, is a change of its own.
+    is_stuck, was_stuck = after.health.state == "stuck", before.health.state == "stuck"
+    if is_stuck and not (was_stuck and before.health.summary == after.health.summary):
+        yield {"event": "stuck", "reason": after.health.summary}
+    elif was_stuck and not is_stuck:
+        yield {"event": "unstuck", "reason": f"{after.health.state}: {after.health.summary}"}
+
+
+def _dropped(before: run_pb2.RunStatus, after: run_pb2.RunStatus, groups: Groups) -> Iterator[Change]:
+    more = {reason: count - before.groups_dropped.get(reason, 0) for reason, count in after.groups_dropped.items()}
+    more = {reason: count for reason, count in sorted(more.items()) if count > 0}
+    listed = groups() if more else ()
+    for reason, count in more.items():
+        # They are listed as they were decided, so that the last ones are the new ones.
+        names = [{"uid": one.uid, "round": one.round} for one in listed if one.reason == reason][-count:]
+        yield {"event": "groups dropped", "reason": reason, "count": count, "groups": names}
+
+
+def _batches(before: run_pb2.RunStatus, after: run_pb2.RunStatus) -> Iterator[Change]:
+    for number in range(before.batches_sealed, after.batches_sealed):
+        yield {"event": "sealed", "batch": number}
+    for number in range(max(after.batches_published, after.batches_freed), before.batches_published):
+        # A service that starts again rebuilds them, byte for byte.
+        yield {"event": "rebuilt", "batch": number}
+    for number, reason in sorted(after.failed_batches.items()):
+        # It may have failed before, for other ranks.
+        if before.failed_batches.get(number) != reason:
+            yield {"event": "failed", "batch": number, "reason": reason}
+    for number in range(before.batches_published, after.batches_published):
+        if number not in after.failed_batches:
+            yield {"event": "published", "batch": number}
+
+
+def _trained(before: run_pb2.RunStatus, after: run_pb2.RunStatus) -> Iterator[Change]:
+    earlier = {model.model: model for model in before.models}
+    for model in after.models:
+        name, was = model_name(model.model), earlier.get(model.model, run_pb2.ModelProgress())
+        is_at, was_at = (
+            {rank.rank: rank.next for rank in status.ranks if rank.model == model.model} for status in (after, before)
+        )
+        if model.incarnation != was.incarnation:
+            at = place_document(min(is_at.values(), key=order, default=model.committed))
+            yield {"event": "resumed", "model": name, "incarnation": model.incarnation, "position": at}
+        else:
+            # Ranks that are at the same place now, together: a trainer has hundreds.
+            moved: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+            for rank, position in sorted(is_at.items()):
+                if position != was_at.get(rank, run_pb2.Position()):
+                    moved[order(position)].append(rank)
+            for _, ranks in sorted(moved.items()):
+                at = place_document(is_at[ranks[0]])
+                yield {"event": "acknowledged", "model": name, "ranks": ranks, "position": at}
+        if model.committed != was.committed:
+            yield {"event": "committed", "model": name, "position": place_document(model.committed)}
+
+
+def sentence(change: Change) -> str:
+    """Returns the change as a person at a terminal reads it."""
+    return printable(_sentence(change))
+
+
+def _sentence(change: Change) -> str:
+    event = change["event"]
+    if event == "following":
+        return "following: " + ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in change.items() if n != event)
+    if event == "groups dropped":
+        names = ", ".join(group["uid"] for group in change["groups"][:8])
+        more = ", ..." if len(change["groups"]) > 8 else ""
+        return f"{counted(change['count'], 'group')} dropped ({change['reason']}): {names}{more}"
+    if "position" in change:
+        at, model = place(run_pb2.Position(**change["position"])), change["model"]
+        if event == "acknowledged":
+            return f"acknowledged by {model} rank {_ranges(change['ranks'])}; next is {at}"
+        return f"{model} {event} {'at' if event == 'resumed' else 'up to'} {at}"
+    if event == "policy version":
+        return f"{event} {change['version']}"
+    subject = f"batch {change['batch']} " if "batch" in change else ""
+    return f"{subject}{event}" + (f": {change['reason']}" if "reason" in change else "")
+
+
+def _ranges(ranks: list[int]) -> str:
+    """0-3,5"""
+    starts = [rank for last, rank in pairwise([-2, *ranks]) if rank != last + 1]
+    ends = [rank for rank, following in pairwise([*ranks, ranks[-1] + 2]) if following != rank + 1]
+    return ",".join(f"{start}" if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))

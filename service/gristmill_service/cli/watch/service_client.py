@@ -1,4 +1,4 @@
-"""A running service at one moment: its replicas, and what each run reports of itself."""
+"""A running service as it reports itself: its replicas, and the state of each run. Nothing is judged here."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from gristmill._client.connection.channels import addresses_of
 from gristmill._client.connection.transport import Transport
 from gristmill.errors import DeadlineExceededError, GristmillError, NotFoundError, UnavailableError
 from gristmill.v1 import run_pb2
+from gristmill_service.cli.terminal import reason_of
 
 CANNOT_BE_REACHED = (UnavailableError, DeadlineExceededError)
 TIMEOUT_S = 3.0
 """A call is tried again for so long before the service counts as unreachable."""
+_NEEDS_PERSON = ("unreachable", "stuck", "failed")
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaSnapshot:
+class Replica:
     """is_reached: whether it answered. problem: why it takes no new work, or does not answer; empty when it is well."""
 
     address: str
@@ -31,12 +33,17 @@ class ReplicaSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class RunSnapshot:
-    """status: None where the run's owner does not answer, for `unreachable_reason`."""
+class Run:
+    """health: as the service reports it, `unreachable` where the run's owner does not answer. status: None there."""
 
-    run: str
+    name: str
+    health: run_pb2.RunHealth
     status: run_pb2.RunStatus | None
-    unreachable_reason: str = ""
+
+    @property
+    def needs_person(self) -> bool:
+        """The run will not go on by itself."""
+        return self.health.state in _NEEDS_PERSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +51,34 @@ class Snapshot:
     """at: seconds of a clock that only goes forward."""
 
     at: float
-    replicas: list[ReplicaSnapshot]
-    runs: list[RunSnapshot]
+    replicas: list[Replica]
+    runs: list[Run]
+
+    @property
+    def needs_person(self) -> bool:
+        """A run will not go on by itself, or a replica is not ready or down."""
+        return any(replica.problem for replica in self.replicas) or any(run.needs_person for run in self.runs)
 
 
 class ServiceClient:
-    """Connections to each replica for its health, and to whichever serves for the runs."""
+    """Connections to each replica for its health, and to any of them for the runs."""
 
     def __init__(self, any_replica: Transport, replicas: dict[str, Transport]) -> None:
         self._any, self._replicas = any_replica, replicas
 
-    def snapshot(self, run: str | None = None) -> Snapshot:
-        """All runs, or one. Raises UnavailableError or DeadlineExceededError where no replica answers, and
-        NotFoundError where there is no such run."""
+    def snapshot(self, run: str | None = None, stuck_after_s: float = 0.0) -> Snapshot:
+        """Reads all runs, or one. stuck_after_s: a run that is not finished counts as stuck, too, when nothing happened
+        in it for that long; 0: only the service decides.
+
+        Raises UnavailableError or DeadlineExceededError where no replica answers, and NotFoundError where there is no
+        such run.
+        """
         replicas = self.replicas()
         if not any(replica.is_reached for replica in replicas):
             raise UnavailableError("; ".join(replica.problem for replica in replicas))
         names = [run] if run is not None else sorted(self.names())
-        runs = [found for name in names if (found := self._run(name, is_asked_for=run is not None)) is not None]
-        return Snapshot(time.monotonic(), replicas, runs)
+        runs = [self._run(name, stuck_after_s, is_required=run is not None) for name in names]
+        return Snapshot(time.monotonic(), replicas, [run for run in runs if run is not None])
 
     def status(self, run: str) -> run_pb2.RunStatus:
         """Raises as `snapshot` does."""
@@ -80,52 +96,52 @@ class ServiceClient:
         self._any.call(self._any.runs.DeleteRun, run_pb2.DeleteRunRequest(run=run))
 
     def names(self) -> list[str]:
-        """The runs that the caller may see."""
+        """Returns the runs that the caller may see."""
         answer: run_pb2.ListRunsResponse = self._any.call(self._any.runs.ListRuns, run_pb2.ListRunsRequest())
         return list(answer.runs)
 
     def groups(self, run: str) -> list[run_pb2.GroupStatus]:
-        """Every group that was ever admitted, the decided ones first, as they were decided."""
+        """Returns every group that was ever admitted, the decided ones first, as they were decided."""
         pages = self._any.call(
             lambda request, timeout: list(self._any.runs.ListGroups(request, timeout=timeout)),
             run_pb2.ListGroupsRequest(run=run),
         )
         return [group for page in pages for group in page.groups]
 
-    def _run(self, name: str, *, is_asked_for: bool) -> RunSnapshot | None:
-        """None for one that was deleted since its name was listed."""
-        try:
-            return RunSnapshot(name, self.status(name))
-        except NotFoundError:
-            if is_asked_for:
-                raise
-            return None
-        except CANNOT_BE_REACHED as error:
-            return RunSnapshot(name, None, reason_of(error))
-
-    def replicas(self) -> list[ReplicaSnapshot]:
-        """Each replica of the address, asked all at once: one that hangs delays the others' answers by no more than
-        its own."""
+    def replicas(self) -> list[Replica]:
+        """Asks each replica of the address at once: one that hangs delays the others' answers by no more than its
+        own."""
         with ThreadPoolExecutor(len(self._replicas)) as pool:
             return list(pool.map(_read_replica, self._replicas, self._replicas.values()))
 
+    def _run(self, name: str, stuck_after_s: float, *, is_required: bool) -> Run | None:
+        """Returns None for one that was deleted since its name was listed."""
+        try:
+            status = self.status(name)
+        except NotFoundError:
+            if is_required:
+                raise
+            return None
+        except CANNOT_BE_REACHED as error:
+            return Run(name, run_pb2.RunHealth(state="unreachable", summary=reason_of(error)), None)
+        health = status.health
+        if stuck_after_s and health.still_s >= stuck_after_s and health.state not in ("finished", *_NEEDS_PERSON):
+            health.summary = f"nothing happened for {health.still_s:.0f} s: {health.summary}"
+            health.state = "stuck"
+        return Run(name, health, status)
 
-def _read_replica(address: str, transport: Transport) -> ReplicaSnapshot:
+
+def _read_replica(address: str, transport: Transport) -> Replica:
     try:
         answer: run_pb2.GetHealthResponse = transport.call(transport.runs.GetHealth, run_pb2.GetHealthRequest())
     except CANNOT_BE_REACHED as error:
-        return ReplicaSnapshot(address, False, reason_of(error))
+        return Replica(address, False, reason_of(error))
     except GristmillError as error:
         if grpc.StatusCode.UNIMPLEMENTED.name in str(error):
             # An older version, in a rolling upgrade.
-            return ReplicaSnapshot(address, True)
+            return Replica(address, True)
         raise
-    return ReplicaSnapshot(address, True, answer.not_ready, answer.version)
-
-
-def reason_of(error: GristmillError) -> str:
-    """The error's message without the client's own remarks on its attempts and the request."""
-    return str(error).partition(" (gave up after ")[0].partition(" (request ")[0]
+    return Replica(address, True, answer.not_ready, answer.version)
 
 
 @contextmanager

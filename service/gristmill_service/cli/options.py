@@ -1,4 +1,4 @@
-"""Flags of a command, one a setting."""
+"""Options that commands share, and flags of a command, one per setting."""
 
 from __future__ import annotations
 
@@ -12,14 +12,24 @@ from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
+ADDRESS = "127.0.0.1:50051"
+AddressOption = Annotated[
+    str,
+    typer.Option(
+        envvar="GRISTMILL_ADDRESS",
+        help="The service, or any of its replicas: HOST:PORT or unix:/PATH, several with commas between.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
+
 
 def flags_of(settings: type[BaseSettings]) -> Signature:
-    """A command's signature, from which typer reads its flags."""
+    """Returns a command's signature, from which typer reads its flags."""
     return Signature([_flag(*item) for item in settings.model_fields.items()])
 
 
 def _flag(name: str, field: FieldInfo) -> Parameter:
-    """The flag of a setting, whose value is None where it is not given."""
+    """Returns the flag of a setting, whose value is None where it is not given."""
     kind = next(one for one in get_args(field.annotation) or (field.annotation,) if one is not NoneType)
     value = None if field.default_factory else field.default
     value = value.human_readable() if isinstance(value, ByteSize) else value

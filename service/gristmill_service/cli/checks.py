@@ -1,0 +1,192 @@
+"""What `gristmill doctor` checks: this machine, Redis, and the service's addresses."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+
+import httpx
+from rich.filesize import decimal
+
+import gristmill
+from gristmill import Credentials
+from gristmill._client.connection.channels import addresses_of
+from gristmill.errors import GristmillError
+from gristmill_service.cli.terminal import counted
+from gristmill_service.cli.watch.service_client import Replica, connect
+from gristmill_service.settings import Settings, split_address
+
+_LEAST_BYTES = 1_000_000_000
+# A container without a setting of its own has 64 MB of shared memory.
+_LARGER = (
+    "give it the size that docs/operations.md, 'Sizing', comes to (docker run --shm-size, in Kubernetes an emptyDir of "
+    "medium Memory), or name another tmpfs by --shared-memory-dir"
+)
+_HTTP_TIMEOUT_S = 3.0
+# A Date header has whole seconds.
+_CLOCK_S = 2.0
+_START = "start it with `gristmill serve`, give where it is by --address, or let this machine through to the port"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was checked. found: how it is. remedy: what to do about it; empty where it is well."""
+
+    what: str
+    found: str
+    remedy: str = ""
+
+    @property
+    def is_well(self) -> bool:
+        return not self.remedy
+
+    def __str__(self) -> str:
+        if self.is_well:
+            return f"ok     {self.what}: {self.found}"
+        return f"WRONG  {self.what}: {self.found}; {self.remedy}"
+
+
+def check_machine(settings: Settings) -> Iterator[Check]:
+    """Checks the directories that these settings name: whether they can be written to, their size, and their room."""
+    for store, directory in settings.store_directories.items():
+        if store == "shared_memory":
+            yield _check_directory("shared memory", directory, _LARGER)
+            continue
+        # The service makes the directory when it starts.
+        whole = directory.absolute()
+        existing = next(path for path in (whole, *whole.parents) if path.exists())
+        yield _check_directory(store, existing, "make room on the disk, or name another directory for it")
+
+
+def _check_directory(what: str, directory: Path, remedy: str) -> Check:
+    what = f"{what} in {directory}"
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+        system = os.statvfs(directory)
+    except OSError as error:
+        return Check(what, f"cannot be written to: {error.strerror}", f"let the service write there, or {remedy}")
+    size, room = system.f_frsize * system.f_blocks, system.f_frsize * system.f_bavail
+    found = f"{decimal(room)} free of {decimal(size)}"
+    if room >= _LEAST_BYTES:
+        return Check(what, found)
+    return Check(what, f"{found}, and real batches need {decimal(_LEAST_BYTES)} and more", remedy)
+
+
+def check_redis(settings: Settings) -> Iterator[Check]:
+    """Checks the settings of Redis that docs/operations.md asks for, where the settings name one. A setting that Redis
+    does not show is not judged."""
+    if settings.run_store != "redis":
+        return
+    from gristmill_service.storage.backends import redis_address
+    from gristmill_service.storage.redis.servers.connection import connect as connect_redis
+    from gristmill_service.storage.redis.servers.durability import Durability
+    from gristmill_service.storage.redis.servers.server_check import check_replication, check_server, has_bound
+
+    address = redis_address(settings)
+    what = f"Redis at {address}"
+    try:
+        client = connect_redis(address)
+        try:
+            findings = check_server(client, Durability(settings.redis_min_replicas, settings.redis_wait_aof))
+            findings += check_replication(client)
+            unbounded = [name for name, bounded in has_bound(client).items() if not bounded]
+        finally:
+            client.close()
+    except GristmillError as error:
+        yield Check(what, "cannot be used", str(error))
+        return
+    for finding in findings:
+        where, _, text = finding.partition(": ")
+        found, _, remedy = text.rpartition("; ")
+        yield Check(where, found or text, remedy if found else "see docs/operations.md, 'Redis'")
+    for name in unbounded:
+        yield Check(f"Redis at {name}", "maxmemory is not set, so that it grows until the machine has none", "set it")
+    if not findings and not unbounded:
+        yield Check(what, "answers, and is set as docs/operations.md asks")
+
+
+def check_replicas(address: str, http_port: int) -> Iterator[Check]:
+    """Checks each replica of the address over gRPC, and over HTTP on the same host.
+
+    Raises InvalidArgumentError for an address that is none.
+    """
+    with connect(address, "gristmill doctor") as client:
+        replicas = client.replicas()
+        for replica in replicas:
+            yield from over_grpc(replica)
+        if any(replica.is_reached for replica in replicas):
+            try:
+                yield Check("credentials", f"accepted, {counted(len(client.names()), 'run is', 'runs are')} visible")
+            except GristmillError as error:
+                yield Check("credentials", str(error), "see docs/security.md")
+    for name in addresses_of(address):
+        host = "127.0.0.1" if name.startswith("unix:") else split_address(name)[0]
+        yield from _over_http(f"[{host}]:{http_port}" if ":" in host else f"{host}:{http_port}")
+
+
+def over_grpc(replica: Replica) -> Iterator[Check]:
+    what = f"gRPC at {replica.address}"
+    if not replica.is_reached:
+        reason = replica.problem.removeprefix(f"{replica.address}: ").rpartition("; ")[0]
+        yield Check(what, reason or replica.problem, _START)
+        return
+    if replica.problem:
+        yield Check(what, "answers, and takes no new work", f"see to it that {replica.problem!r} is over")
+    else:
+        yield Check(what, "answers, and is ready")
+    ours, theirs = gristmill.__version__, replica.version or "older than this command"
+    if theirs == ours:
+        yield Check(f"version of {replica.address}", f"{theirs}, as this command's")
+    else:
+        yield Check(
+            f"version of {replica.address}", f"{theirs}, this command's is {ours}", "install one version everywhere"
+        )
+
+
+def _over_http(place: str) -> Iterator[Check]:
+    credentials = Credentials()
+    url = f"{'https' if credentials.is_encrypted else 'http'}://{place}/readyz"
+    try:
+        with httpx.Client(verify=_trust(credentials), timeout=_HTTP_TIMEOUT_S, trust_env=False) as client:
+            before = time.time()
+            answer = client.get(url)
+            half_s = (time.time() - before) / 2
+    except (httpx.HTTPError, OSError) as error:
+        yield Check(f"HTTP at {place}", f"no answer ({error})", f"{_START}, which --http-address names")
+        return
+    if answer.is_success:
+        yield Check(f"HTTP at {place}", "answers, and is ready")
+    else:
+        yield Check(f"HTTP at {place}", f"{answer.status_code} to {url}", f"see to what it says: {answer.text[:200]!r}")
+    if "date" in answer.headers:
+        yield clock(place, parsedate_to_datetime(answer.headers["date"]).timestamp() + 0.5 - before - half_s, half_s)
+
+
+def clock(place: str, ahead_s: float, unsure_s: float = 0.0) -> Check:
+    """ahead_s: by how much that machine's clock is ahead of this one's. unsure_s: how wrong that may be, since nobody
+    knows when within the call it was read."""
+    if abs(ahead_s) <= _CLOCK_S + unsure_s:
+        return Check(f"clock at {place}", "as this machine's, to the second")
+    shown = datetime.now(UTC).isoformat(timespec="seconds")
+    return Check(
+        f"clock at {place}",
+        f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's, which shows {shown}",
+        "set both by NTP: tokens and certificates expire by them",
+    )
+
+
+def _trust(credentials: Credentials) -> ssl.SSLContext | bool:
+    if not credentials.is_encrypted:
+        return False
+    context = ssl.create_default_context(cafile=None if credentials.ca_file is None else str(credentials.ca_file))
+    if credentials.cert_file is not None:
+        context.load_cert_chain(str(credentials.cert_file), str(credentials.key_file))
+    return context

@@ -1,1 +1,0 @@
-"""What `gristmill doctor` looks at: the service's addresses, this machine, and Redis."""

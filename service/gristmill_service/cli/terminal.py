@@ -1,0 +1,82 @@
+"""What commands print, and how they end: one clear message on standard error for a refusal, and an exit status."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+
+from gristmill.errors import DeadlineExceededError, GristmillError, UnavailableError
+
+NEEDS_PERSON, UNREACHABLE = 1, 2
+
+messages = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def screen(pipe_width: int = 140) -> Console:
+    """Returns standard output. pipe_width: such that a pipe or a log gets every column whole."""
+    return Console(width=None if sys.stdout.isatty() else pipe_width, highlight=False)
+
+
+def printable(text: str) -> str:
+    """Returns the text with what a terminal would take for a command or a new line written out, as in `\\x1b`: a uid or
+    a reason may hold anything."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """As in "1 rank", "2 ranks". many: where it is not `one` with an s."""
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+
+
+def reason_of(error: GristmillError) -> str:
+    """Returns the error's message without the client's own remarks on its attempts and the request."""
+    return str(error).partition(" (gave up after ")[0].partition(" (request ")[0]
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Ends a command on files at a refusal with one message and no traceback, and so at Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        messages.print("stopped")
+        raise typer.Exit(128 + signal.SIGINT) from None
+    except BrokenPipeError:
+        _leave_pipe()
+        raise typer.Exit(0) from None
+    except GristmillError as error:
+        messages.print(f"refused: {error}", markup=False)
+        raise typer.Exit(1) from None
+    except OSError as error:
+        messages.print(f"failed: {error}", markup=False)
+        raise typer.Exit(1) from None
+
+
+@contextmanager
+def early_ends() -> Iterator[None]:
+    """Turns what ends a command on a service early into its exit status. Ctrl-C is how a person ends one that goes on:
+    0."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+    except BrokenPipeError:
+        _leave_pipe()
+        raise typer.Exit(0) from None
+    except (UnavailableError, DeadlineExceededError) as error:
+        print(f"unreachable: {reason_of(error)}", file=sys.stderr)
+        raise typer.Exit(UNREACHABLE) from None
+    except GristmillError as error:
+        print(f"refused: {error}", file=sys.stderr)
+        raise typer.Exit(NEEDS_PERSON) from None
+
+
+def _leave_pipe() -> None:
+    """Sends what Python writes to standard output at its end nowhere: its reader has enough, and it must not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
