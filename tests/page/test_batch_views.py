@@ -17,8 +17,8 @@ from gristmill._wire.columns import Ragged
 from gristmill._wire.rows import from_rows
 from gristmill._wire.steps import Steps
 from gristmill_service.config import parse_config
-from gristmill_service.monitoring.views.batch_models import BatchBreaks, BatchPicture, BatchScores
 from gristmill_service.monitoring.views.batch_summary import summarize
+from gristmill_service.monitoring.views.batch_view import BatchBreaks, BatchPicture, BatchScores
 from gristmill_service.pipeline import build_batch
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.service import Service
@@ -194,9 +194,9 @@ def test_it_does_not_matter_how_many_rows_are_read_at_a_time(size: int, merge: d
     assert len(found.lengths) == plan.rows
     assert found.trained.sum() == sum(part.loss_tokens for part in plan.mini_batches)
     if config.merge == "prefix":
-        assert found.breaks.in_all == plan.rows - 48
+        assert found.breaks_in_all == plan.rows - 48
     else:
-        assert found.breaks.in_all == len(plan.merge_mismatches) < plan.rows - 48
+        assert found.breaks_in_all == len(plan.merge_mismatches) < plan.rows - 48
         assert found.steps.tolist() == [len(path) for path in plan.steps or []]
         assert found.first.tolist() == [path[0] for path in plan.steps or []]
         assert found.last.tolist() == [path[-1] for path in plan.steps or []]

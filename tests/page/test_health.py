@@ -13,8 +13,7 @@ from gristmill._wire.column_spec import ColumnSpec
 from gristmill._wire.rows import from_rows
 from gristmill_service.config import RunConfig
 from gristmill_service.monitoring.collectors.run_monitor import Monitor
-from gristmill_service.monitoring.health.health import health, timeline
-from gristmill_service.monitoring.health.health_models import Overview, RunHealth
+from gristmill_service.monitoring.health.health import Overview, RunHealth, health, timeline
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.machine.commands.trainer_commands import Checkpoint

@@ -6,14 +6,32 @@ A run that waits for rollouts, or whose workers wait for a trainer that trains, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
+
+from pydantic import Field
 
 from gristmill_service.config import Model
 from gristmill_service.monitoring.collectors.run_history import BatchTimes
-from gristmill_service.monitoring.health.health_models import LEVELS, Finding, HealthState, Level, OpenGroup
-from gristmill_service.monitoring.health.run_facts import SHOWN_GROUPS, AwaitingBatch, ModelFacts, RunFacts, seconds
+from gristmill_service.monitoring.documents import Document
+from gristmill_service.monitoring.health.run_facts import (
+    SHOWN_GROUPS,
+    AwaitingBatch,
+    ModelFacts,
+    OpenGroup,
+    RunFacts,
+    seconds,
+)
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions.failures import remedy
 from gristmill_service.run.machine.state import GIVEN_UP
+
+HealthState = Literal["failed", "stuck", "training", "collecting", "idle", "finished"]
+"""docs/page.md defines them."""
+STATES: tuple[HealthState, ...] = get_args(HealthState)
+
+Level = Literal["failed", "stuck", "slow", "note"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+"""Worst first."""
 
 # A rank that others are past: ranks of a model take each step together.
 LATE_RANK_S = 60.0
@@ -27,6 +45,21 @@ _LONG_GROUP_S, _NO_ROWS_S = 300.0, 1800.0
 
 _LONGEST_TEXT, _LONGEST_REASON = 500, 300
 _NAMED_RANKS = 8
+
+
+class Finding(Document):
+    """failed: a batch that cannot be built. stuck: it will not go on by itself. slow: it takes longer than it should,
+    and may go on. note: who waits for whom."""
+
+    level: Level
+    text: str
+    since: float | None = Field(description="Seconds since 1970; null: not known.")
+    batch: int | None = Field(default=None, description="That it is about.")
+    mini_batch: int | None = Field(default=None, description="Of that batch, which the ranks are to acknowledge.")
+    model: Model | None = None
+    ranks: list[int] = Field(default=[], description="That it is about, at most 8.")
+    uid: str | None = Field(default=None, description="Of an open group that it is about, its first 80 characters.")
+    round: int | None = Field(default=None, description="Of that group.")
 
 
 def findings_of(facts: RunFacts) -> list[Finding]:

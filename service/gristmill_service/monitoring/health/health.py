@@ -9,23 +9,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pydantic import Field
+
 from gristmill_service.config import Model
 from gristmill_service.monitoring.collectors.run_history import HistorySnapshot, Passed
 from gristmill_service.monitoring.collectors.run_monitor import monitor_of
-from gristmill_service.monitoring.health.findings import available, findings_of, has_pulled, state_of, summary_of
-from gristmill_service.monitoring.health.health_models import (
+from gristmill_service.monitoring.documents import Document
+from gristmill_service.monitoring.health.findings import (
     Finding,
     HealthState,
-    ModelHealth,
-    PublishedBatch,
-    RankHealth,
-    RankLine,
-    RunHealth,
-    RunSummary,
-    Timeline,
-    TrainingPlace,
+    available,
+    findings_of,
+    has_pulled,
+    state_of,
+    summary_of,
 )
-from gristmill_service.monitoring.health.run_facts import ModelFacts, RunFacts, facts_of, next_positions, seconds
+from gristmill_service.monitoring.health.run_facts import (
+    HeldBatch,
+    ModelFacts,
+    OpenGroup,
+    RunCounts,
+    RunFacts,
+    facts_of,
+    next_positions,
+    seconds,
+)
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions.admission import Room
 from gristmill_service.run.machine.state import State
@@ -34,6 +42,103 @@ from gristmill_service.run.run import Run
 SHOWN_RANKS = 128
 _SHOWN_STEPS = 4_000
 """The entries of a time line, of all ranks together."""
+
+
+class TrainingPlace(Document):
+    """A place in a model's training order."""
+
+    batch: int
+    epoch: int
+    mini_batch: int
+
+    @classmethod
+    def of(cls, position: Position) -> TrainingPlace:
+        return cls(batch=position.batch, epoch=position.epoch, mini_batch=position.mini_batch)
+
+
+class RankHealth(Document):
+    rank: int
+    next: TrainingPlace = Field(description="The shard that it has to acknowledge next.")
+    since: float = Field(
+        description="When it acknowledged the one before, or, where that is longer ago, watched_since."
+    )
+    has_shard: bool = Field(description="Whether its next shard is published.")
+    available: float = Field(description="Since when it could have begun with its next shard.")
+    pulled: float | None = Field(description="When it last asked for a shard that was published.")
+    has_pulled: bool | None = Field(description="Whether it did so since that batch was published; null: not known.")
+
+
+class ModelHealth(Document):
+    model: Model
+    committed: TrainingPlace
+    incarnation: int
+    ranks_in_all: int
+    ranks: list[RankHealth] = Field(description="The ranks that are least far, at most 128.")
+
+
+class RunHealth(RunCounts):
+    now: float = Field(description="The service's clock, seconds since 1970.")
+    run: str
+    state: HealthState
+    summary: str = Field(description="The state's reason, in one sentence.")
+    findings: list[Finding] = Field(description="What holds the run up, worst first.")
+    watched_since: float = Field(description="Nothing is known of when things happened before.")
+    last_event: float = Field(description="When anything last happened in the run.")
+    steps_seen: int = Field(description="Grows with every entry of the time line.")
+    rows_since: float = Field(description="When a row was last accepted.")
+    train_batch_size: int
+    max_buffered_batches: int
+    open_groups: list[OpenGroup] = Field(description="The oldest that are not complete, at most 20.")
+    batches: list[HeldBatch] = Field(description="The batches that are held, oldest first, at most 32.")
+    models: list[ModelHealth]
+
+
+class RunSummary(Document):
+    """The run's name alone where another process decides for it: any process gives that run's health."""
+
+    run: str
+    state: HealthState | None = None
+    summary: str | None = Field(default=None, description="The state's reason, in one sentence.")
+    findings: int | None = Field(default=None, description="How many findings are worse than a note.")
+    newest_batch: int | None = Field(default=None, description="The newest that is published and not freed.")
+    rows_since: float | None = Field(default=None, description="When a row was last accepted, seconds since 1970.")
+    groups_open: int | None = None
+    groups_complete: int | None = None
+    batches_sealed: int | None = None
+    batches_published: int | None = None
+    batches_freed: int | None = None
+    policy_version: int | None = None
+    finished: bool | None = None
+
+
+class Overview(Document):
+    now: float = Field(description="The service's clock, seconds since 1970.")
+    not_ready: str = Field(description="Why the service is not ready; empty when it is.")
+    grpc_address: str = Field(description="Where this process takes gRPC calls.")
+    runs: list[RunSummary] = Field(description="The first 1,000 by name.")
+
+
+class RankLine(Document):
+    next: TrainingPlace
+    since: float
+    passed: list[tuple[float, int, int, int]] = Field(
+        description="When it acknowledged which batch, epoch, mini-batch."
+    )
+
+
+class PublishedBatch(Document):
+    batch: int
+    published: float
+
+
+class Timeline(Document):
+    run: str
+    model: Model
+    begin: float
+    end: float
+    ranks_in_all: int
+    ranks: list[RankLine]
+    batches: list[PublishedBatch]
 
 
 class Assessment(NamedTuple):
@@ -80,21 +185,14 @@ def health(run: Run) -> RunHealth:
 def summary(run: Run) -> RunSummary:
     """The run's line in an overview of all runs."""
     facts, state, text, findings = assess_run(run)
-    counts = facts.counts
     return RunSummary(
+        **{name: value for name, value in facts.counts if name in RunSummary.model_fields},
         run=run.name,
         state=state,
         summary=text,
         findings=sum(finding.level != "note" for finding in findings),
         newest_batch=max(facts.published, default=None),
         rows_since=seconds(facts.history.rows_since),
-        groups_open=counts.groups_open,
-        groups_complete=counts.groups_complete,
-        batches_sealed=counts.batches_sealed,
-        batches_published=counts.batches_published,
-        batches_freed=counts.batches_freed,
-        policy_version=counts.policy_version,
-        finished=counts.finished,
     )
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
+
+from pydantic import Field
 
 from gristmill_service.config import Model
 from gristmill_service.monitoring.collectors.run_history import BatchTimes, HistorySnapshot
 from gristmill_service.monitoring.collectors.run_monitor import monitor_of
-from gristmill_service.monitoring.health.health_models import HeldBatch, OpenGroup, RunCounts, Stage
+from gristmill_service.monitoring.documents import Document
 from gristmill_service.run.machine.answers import Position
 from gristmill_service.run.machine.decisions import progress, sealing
 from gristmill_service.run.machine.decisions.admission import Room
@@ -24,6 +27,46 @@ SHOWN_SHARDS = 8
 _SHOWN_REASONS = 20
 _LONGEST_UID = 80
 _UNBOUNDED = 1 << 31
+
+
+Stage = Literal["published", "waiting for columns", "being built", "failed"]
+"""Of a batch that is held. failed: its rows are kept, for another dp_size."""
+
+
+class OpenGroup(Document):
+    uid: str
+    round: int
+    since: float
+    complete: int = Field(description="Samples that are complete.")
+    aborted: int
+    samples: int
+    rows: int
+    tag: str = Field(default="", description="Its environment or task.")
+
+
+class HeldBatch(Document):
+    batch: int
+    state: Stage
+    prompts: int
+    since: float | None = Field(description="Since when it is in this state; null: not known.")
+
+
+class RunCounts(Document):
+    generation: int = Field(description="How often the run's log was found shorter than promised, plus 1.")
+    policy_version: int
+    finished: bool = Field(description="Whether no more rollouts come.")
+    groups_open: int
+    groups_complete: int
+    groups_room: int
+    groups_sealed: int
+    groups_dropped: dict[str, int]
+    batches_sealed: int
+    batches_published: int
+    batches_freed: int
+    batches_failed: int
+    row_bytes: int
+    shard_bytes: int
+    rows_accepted: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from gristmill_service.monitoring.collectors.run_metrics import REASONS, bounded_reason
 from gristmill_service.monitoring.collectors.run_monitor import monitor_of
+from gristmill_service.monitoring.health.findings import STATES
 from gristmill_service.monitoring.health.health import assess
-from gristmill_service.monitoring.health.health_models import STATES
 from gristmill_service.monitoring.health.run_facts import RunFacts, facts_of
 from gristmill_service.run.machine.decisions.admission import Room
 from gristmill_service.run.machine.state import State

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from gristmill._wire.columns import Int64s, Ragged
-from gristmill._wire.steps import PLAIN_FIELDS, Steps, TrajectoryKey, concat
+from gristmill._wire.steps import PLAIN_FIELDS, Steps, concat
 from gristmill_service.config import RunConfig
 from gristmill_service.estimators import Float64s, TokenEstimator
+from gristmill_service.monitoring.documents import Document
 from gristmill_service.pipeline.credit import advantage
 from gristmill_service.pipeline.rows import filters
 from gristmill_service.pipeline.rows.joins import breaks, mismatch
@@ -29,33 +31,28 @@ KEPT_BREAKS = 200
 """Breaks that are held of a batch: where thousands break, they break alike."""
 CONTEXT = 6
 """Tokens that are shown before and after the one that differs."""
+_LONGEST_UID = 80
 
 _EMPTY = Ragged(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))
 
 
-class StepBreak(NamedTuple):
-    """A step that joined none, and the one that it is held against, by their numbers. at: the index of the first token
-    of its prompt that differs. `before` is common to both; `was` follows it in the one it is held against, `now` in
-    this step's prompt, which may have ended already. column: that keeps the two apart, where no token does."""
+class TokenPair(Document):
+    was: int = Field(description="The token in the step that it is held against; -1: it had ended.")
+    now: int = Field(description="The token in the prompt; -1: it had ended.")
+    count: int
 
-    trajectory: TrajectoryKey
+
+class PrefixBreak(Document):
+    uid: str
+    round: int
+    sample: int
     step: int
-    against: int
-    at: int
-    before: list[int]
-    was: list[int]
-    now: list[int]
-    column: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepBreaks:
-    """in_all: how many steps did not join. pairs: the tokens that stood there and stand there now, and how often; -1
-    where the prompt was at its end."""
-
-    in_all: int
-    shown: list[StepBreak]
-    pairs: list[tuple[tuple[int, int], int]]
+    against: int = Field(description="The step that it is held against: the one before, or the most alike of a tree.")
+    index: int = Field(description="Of the first token of the step's prompt that differs, or the prompt's length.")
+    before: list[int] = Field(description="Tokens before it, which are the same.")
+    was: list[int] = Field(description="From there on in the step that it is held against.")
+    now: list[int] = Field(description="From there on in this step's prompt.")
+    column: str = Field(description="The declared column in which the two differ, where no token does; else empty.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +61,7 @@ class BatchSummary:
     those with loss_mask 1. first, last, steps: (rows,) of the steps that it is made of the first and the last, by
     their own numbers, and how many they are. trajectories: (rows,). scores, responses, advantages:
     (trajectories,); responses are the tokens of all its steps' responses, advantages None where clients gave one per
-    token.
+    token. breaks_in_all: steps that joined none; breaks: the first of them; pairs: the tokens that most often differ.
     """
 
     received: Received
@@ -78,7 +75,9 @@ class BatchSummary:
     scores: Float64s
     responses: Int64s
     advantages: Float64s | None
-    breaks: StepBreaks
+    breaks_in_all: int
+    breaks: list[PrefixBreak]
+    pairs: list[TokenPair]
 
 
 def summarize(tables: Iterable[Steps], config: RunConfig, policy_version: int) -> BatchSummary:
@@ -112,7 +111,9 @@ def summarize(tables: Iterable[Steps], config: RunConfig, policy_version: int) -
         scores=scores,
         responses=np.concatenate(reader.responses),
         advantages=None if is_elsewhere else advantage.advantages(received, scores, config),
-        breaks=reader.breaks(),
+        breaks_in_all=reader.breaks_in_all,
+        breaks=reader.breaks,
+        pairs=[TokenPair(was=was, now=now, count=count) for (was, now), count in reader.pairs.most_common(10)],
     )
 
 
@@ -134,9 +135,9 @@ class _Reader:
         self.counts: list[Int64s] = []
         self.lengths: list[Int64s] = []
         self.responses: list[Int64s] = []
-        self._in_all = 0
-        self._shown: list[StepBreak] = []
-        self._pairs: Counter[tuple[int, int]] = Counter()
+        self.breaks_in_all = 0
+        self.breaks: list[PrefixBreak] = []
+        self.pairs: Counter[tuple[int, int]] = Counter()
 
     def read(self, table: Steps) -> None:
         begins = np.flatnonzero(table.steps == 0)
@@ -154,9 +155,6 @@ class _Reader:
         if self._pending:
             self._merge(concat(self._pending))
         self._pending = []
-
-    def breaks(self) -> StepBreaks:
-        return StepBreaks(self._in_all, self._shown, self._pairs.most_common(10))
 
     def _merge(self, table: Steps) -> None:
         """Reads whole trajectories."""
@@ -179,13 +177,29 @@ class _Reader:
         steps, found = received.steps, mismatch(received, step, self._config)
         was = steps.tokens[int(received.trajectory_bounds[found.trajectory]) + found.before]
         now, at = steps.tokens[step][: int(steps.prompt_lengths[step])], found.index
-        self._in_all += 1
+        self.breaks_in_all += 1
         if not found.column:
-            self._pairs[int(was[at]) if at < len(was) else -1, int(now[at]) if at < len(now) else -1] += 1
-        if len(self._shown) < KEPT_BREAKS:
-            before, after = slice(max(0, at - CONTEXT), at), slice(at, at + CONTEXT + 1)
-            around = (now[before].tolist(), was[after].tolist(), now[after].tolist())
-            self._shown.append(StepBreak(steps.key(step), found.step, found.before, at, *around, found.column))
+            self.pairs[int(was[at]) if at < len(was) else -1, int(now[at]) if at < len(now) else -1] += 1
+        if len(self.breaks) < KEPT_BREAKS:
+            key, after = steps.key(step), slice(at, at + CONTEXT + 1)
+            self.breaks.append(
+                PrefixBreak(
+                    uid=shortened(key.uid),
+                    round=key.round,
+                    sample=key.sample,
+                    step=found.step,
+                    against=found.before,
+                    index=at,
+                    before=now[max(0, at - CONTEXT) : at].tolist(),
+                    was=was[after].tolist(),
+                    now=now[after].tolist(),
+                    column=found.column,
+                )
+            )
+
+
+def shortened(uid: str) -> str:
+    return uid if len(uid) <= _LONGEST_UID else f"{uid[: _LONGEST_UID - 1]}…"
 
 
 def _without_tokens(table: Steps) -> Steps:

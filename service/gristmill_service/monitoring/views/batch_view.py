@@ -8,30 +8,105 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import OrderedDict
-from typing import NamedTuple
+from collections import Counter, OrderedDict
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
 
 from gristmill.errors import InvalidArgumentError, NotFoundError
 from gristmill_service.config import Model, RunConfig
-from gristmill_service.monitoring.views.batch_models import (
-    BatchBreaks,
-    BatchPicture,
-    BatchScores,
-    GroupScores,
+from gristmill_service.monitoring.documents import Document
+from gristmill_service.monitoring.views.batch_summary import (
+    BatchSummary,
     PrefixBreak,
     TokenPair,
+    shortened,
+    summarize,
 )
-from gristmill_service.monitoring.views.batch_summary import BatchSummary, StepBreak, summarize
-from gristmill_service.monitoring.views.distributions import BatchDistributions, distributions
 from gristmill_service.monitoring.views.row_view import SHOWN_TOKENS, RowTokens, key_of, tokens_of
-from gristmill_service.monitoring.views.shard_bars import LARGEST, ShardBars
+from gristmill_service.monitoring.views.shard_bars import LARGEST, MiniBatchPicture, ShardBars
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, PlanDocument, decode_plan
 from gristmill_service.run.machine.answers import BatchState
 from gristmill_service.run.run import Run
 
 CACHED_BATCHES = 4
 SHOWN_GROUPS = 200
-_LONGEST_UID = 80
+_BARS = 24
+_REASONS = 20
+
+
+class BatchPicture(Document):
+    run: str
+    batch: int
+    model: Model
+    models: list[Model]
+    layout: str
+    pad_width: str
+    merge: str
+    prompts: int
+    rows_received: int
+    rows: int
+    dropped_uids: int
+    metrics: dict[str, float] = Field(description="As in the plan.")
+    counts: dict[str, int] = Field(description="As in the plan.")
+    mini_batches_in_all: int
+    rows_per_bar: int = Field(description="Rows that are added up in each bar; 4,000 bars at most are given.")
+    micro_steps_per_cell: int = Field(description="Micro-steps that are added up in each load.")
+    load_unit: str
+    mini_batches: list[MiniBatchPicture] = Field(description="As many as have 1,024 shards; ask for others one by one.")
+    columns: list[str] = Field(description="The declared columns: name, type and shape, and what there is a value for.")
+    groups: list[str] = Field(description="Their uids, shortened; the first 4,000.")
+
+
+class BatchBreaks(Document):
+    run: str
+    batch: int
+    merge: str
+    in_all: int = Field(description="Steps that joined none, but for each trajectory's first.")
+    rows_received: int
+    rows: int
+    pairs: list[TokenPair] = Field(description="The most frequent, at most 10.")
+    breaks: list[PrefixBreak] = Field(description="The first 200.")
+    texts: dict[int, str] = Field(
+        default={}, description="What each of these tokens says, where the service has a tokenizer."
+    )
+
+
+class GroupScores(Document):
+    uid: str
+    round: int
+    tag: str = Field(default="", description="Its environment or task.")
+    samples: list[int]
+    scores: list[float]
+    advantages: list[float] | None = Field(description="null where clients gave one per token.")
+
+
+class BatchScores(Document):
+    run: str
+    batch: int
+    estimator: str
+    groups_in_all: int
+    start: int
+    groups: list[GroupScores]
+
+
+class Histogram(Document):
+    """A bar counts the trajectories from its low to its high, which are one where there are few different values."""
+
+    name: Literal["score", "response tokens", "turns"]
+    lows: list[float]
+    highs: list[float]
+    counts: list[int]
+
+
+class BatchDistributions(Document):
+    run: str
+    batch: int
+    trajectories: int
+    histograms: list[Histogram]
+    stop_reasons: dict[str, int] = Field(description="Of last steps, the 20 most frequent.")
 
 
 class BatchView:
@@ -68,20 +143,19 @@ class BatchView:
             load_unit=self._bars.load_unit,
             mini_batches=drawn.mini_batches,
             columns=[str(column) for column in config.columns],
-            groups=[_short(uid) for _, uid in self._rows.received.groups[: LARGEST.bars]],
+            groups=[shortened(uid) for _, uid in self._rows.received.groups[: LARGEST.bars]],
         )
 
     def breaks(self) -> BatchBreaks:
-        found = self._rows.breaks
         return BatchBreaks(
             run=self._run,
             batch=self._batch,
             merge=self._config.merge,
-            in_all=found.in_all,
+            in_all=self._rows.breaks_in_all,
             rows_received=self._plan.rows_received,
             rows=self._plan.rows,
-            pairs=[TokenPair(was=was, now=now, count=count) for (was, now), count in found.pairs],
-            breaks=[_prefix_break(one) for one in found.shown],
+            pairs=self._rows.pairs,
+            breaks=self._rows.breaks,
         )
 
     def tokens(self, run: Run, row: int, start: int) -> RowTokens:
@@ -105,7 +179,21 @@ class BatchView:
         )
 
     def distributions(self) -> BatchDistributions:
-        return distributions(self._run, self._batch, self._rows)
+        """How the batch's trajectories are spread: scores, lengths, turns, and why they stopped."""
+        received = self._rows.received
+        lasts = (received.trajectory_bounds[1:] - 1).tolist()
+        reasons = Counter(received.steps.stop_reasons[last] or "not told" for last in lasts)
+        return BatchDistributions(
+            run=self._run,
+            batch=self._batch,
+            trajectories=len(lasts),
+            histograms=[
+                _histogram("score", self._rows.scores),
+                _histogram("response tokens", self._rows.responses),
+                _histogram("turns", np.diff(received.trajectory_bounds)),
+            ],
+            stop_reasons=dict(reasons.most_common(_REASONS)),
+        )
 
     def scores(self, start: int) -> BatchScores:
         """The scores of 200 groups at most, from this one on."""
@@ -133,7 +221,7 @@ class BatchView:
         own = slice(int(received.group_bounds[group]), int(received.group_bounds[group + 1]))
         round_, uid = received.groups[group]
         return GroupScores(
-            uid=_short(uid),
+            uid=shortened(uid),
             round=round_,
             tag=received.tags[group] if received.tags else "",
             samples=received.steps.samples[received.trajectory_bounds[:-1][own]].tolist(),
@@ -205,21 +293,12 @@ def _chosen(own: list[MiniBatchDocument], model: Model, mini_batch: int) -> list
     return own[mini_batch : mini_batch + 1]
 
 
-def _prefix_break(one: StepBreak) -> PrefixBreak:
-    key = one.trajectory
-    return PrefixBreak(
-        uid=_short(key.uid),
-        round=key.round,
-        sample=key.sample,
-        step=one.step,
-        against=one.against,
-        index=one.at,
-        before=one.before,
-        was=one.was,
-        now=one.now,
-        column=one.column,
-    )
-
-
-def _short(uid: str) -> str:
-    return uid if len(uid) <= _LONGEST_UID else f"{uid[: _LONGEST_UID - 1]}…"
+def _histogram(
+    name: Literal["score", "response tokens", "turns"], values: NDArray[np.float64] | NDArray[np.int64]
+) -> Histogram:
+    different, counts = np.unique(values, return_counts=True)
+    if len(different) <= _BARS:
+        edges = different.tolist()
+        return Histogram(name=name, lows=edges, highs=edges, counts=counts.tolist())
+    counts, edges = np.histogram(values, _BARS)
+    return Histogram(name=name, lows=edges[:-1].tolist(), highs=edges[1:].tolist(), counts=counts.tolist())

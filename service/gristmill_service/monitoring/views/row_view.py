@@ -10,7 +10,7 @@ from pydantic import Field
 from gristmill._wire.steps import Steps, TrajectoryKey, concat
 from gristmill.errors import NotFoundError
 from gristmill_service.config import RunConfig
-from gristmill_service.monitoring.health.health_models import Document
+from gristmill_service.monitoring.documents import Document
 from gristmill_service.monitoring.views.batch_summary import BatchSummary
 from gristmill_service.pipeline.rows.merge import merge_rows
 from gristmill_service.pipeline.rows.validate import receive

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import Field
@@ -11,7 +12,7 @@ from pydantic.fields import FieldInfo
 from gristmill._wire.steps import concat
 from gristmill.errors import FailedPreconditionError, ResourceExhaustedError
 from gristmill_service.config import RunConfig
-from gristmill_service.monitoring.health.health_models import Document
+from gristmill_service.monitoring.documents import Document
 from gristmill_service.pipeline.alternatives import costs
 from gristmill_service.run.run import Run
 
@@ -69,21 +70,9 @@ def batch_costs(run: Run, batch: int) -> BatchCosts:
             f"batch {batch} has {size} bytes of rows, and {_LARGEST} are the most that are planned beside training; "
             "use gristmill export and gristmill plan"
         )
-    found = costs(concat(list(run.export(batch))), run.config)
+    planned = costs(concat(list(run.export(batch))), run.config)
     return BatchCosts(
-        run=run.name,
-        batch=batch,
-        costs=[
-            Cost(
-                setting=setting,
-                rows=cost.rows,
-                padding_rows=cost.padding_rows,
-                tokens=cost.tokens,
-                padding_share=cost.padding_share,
-                barrier_ratio=cost.barrier_ratio,
-            )
-            for setting, cost in found
-        ],
+        run=run.name, batch=batch, costs=[Cost(setting=setting, **asdict(cost)) for setting, cost in planned]
     )
 
 

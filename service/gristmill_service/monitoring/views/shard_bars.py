@@ -8,13 +8,43 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from gristmill._wire.columns import Int64s
 from gristmill_service.config import RunConfig
-from gristmill_service.monitoring.views.batch_models import MiniBatchPicture, ShardPicture
+from gristmill_service.monitoring.documents import Document
 from gristmill_service.monitoring.views.batch_summary import BatchSummary
 from gristmill_service.pipeline.plan_document import MiniBatchDocument, RankDocument
 from gristmill_service.pipeline.scheduling.balance import loads_of
+
+
+class ShardPicture(Document):
+    """Tokens a bar, in the shard's order. row, group, sample, first, last, steps: which row each bar is, the first and
+    the last step that it is made of, and how many they are; -1 for padding rows, null where a bar is several rows."""
+
+    rows: int
+    shared: list[int] = Field(
+        description="With layout prefix_tree the tokens that stand with the row before, else 0; in none of the others."
+    )
+    prompt: list[int]
+    observation: list[int] = Field(description="Response tokens with loss_mask 0.")
+    trained: list[int]
+    padding: list[int]
+    load: list[int] = Field(description="One a micro-step.")
+    row: list[int] | None = None
+    group: list[int] | None = None
+    sample: list[int] | None = None
+    first: list[int] | None = None
+    last: list[int] | None = None
+    steps: list[int] | None = None
+
+
+class MiniBatchPicture(Document):
+    index: int
+    rows: int
+    padding_rows: int
+    loss_tokens: int
+    shards: list[ShardPicture] = Field(description="One a rank.")
 
 
 class Largest(NamedTuple):
@@ -94,8 +124,6 @@ class ShardBars:
         # What is shared is a row's first, none of which it trains.
         observation = observation - np.maximum(rank.shared - prompt, 0)
         prompt = np.maximum(prompt - rank.shared, 0)
-        labels = self._labels(rank.rows) if per_bar == 1 else [None] * 6
-        row, group, sample, first, last, steps = labels
         return ShardPicture(
             rows=len(rank.rows),
             shared=_sums(rank.shared, per_bar),
@@ -104,21 +132,22 @@ class ShardBars:
             trained=_sums(trained, per_bar),
             padding=_sums(widths - prompt - observation - trained, per_bar),
             load=_sums(loads, per_cell),
-            row=row,
-            group=group,
-            sample=sample,
-            first=first,
-            last=last,
-            steps=steps,
+            **(self._labels(rank.rows) if per_bar == 1 else {}),
         )
 
-    def _labels(self, numbers: Int64s) -> Sequence[list[int]]:
-        """Each bar's row, group, sample, first and last step, and number of steps; -1 for padding rows."""
+    def _labels(self, numbers: Int64s) -> dict[str, list[int]]:
         rows, received = self._rows, self._rows.received
         groups = received.trajectory_groups[rows.trajectories]
         samples = received.steps.samples[received.trajectory_bounds[:-1]][rows.trajectories]
-        columns = (np.arange(len(rows.lengths)), groups, samples, rows.first, rows.last, rows.steps)
-        return [np.append(values, -1)[numbers].tolist() for values in columns]
+        columns: dict[str, NDArray[Any]] = {
+            "row": np.arange(len(rows.lengths)),
+            "group": groups,
+            "sample": samples,
+            "first": rows.first,
+            "last": rows.last,
+            "steps": rows.steps,
+        }
+        return {name: np.append(values, -1)[numbers].tolist() for name, values in columns.items()}
 
     def _widths(self, rank: _Rank, part: Sequence[_Rank], every: Sequence[Sequence[_Rank]]) -> Int64s:
         """The width at which each row is laid out: as the widest of those that share a width with it."""

@@ -18,10 +18,15 @@ from gristmill_service.api.http.dependencies import ContextDep, RunDep
 from gristmill_service.api.http.models import Int64
 from gristmill_service.config import Model
 from gristmill_service.monitoring.health import health
-from gristmill_service.monitoring.health.health_models import Overview, RunHealth, RunSummary, Timeline
+from gristmill_service.monitoring.health.health import Overview, RunHealth, RunSummary, Timeline
 from gristmill_service.monitoring.views.batch_history import BatchHistory, batch_history
-from gristmill_service.monitoring.views.batch_models import BatchBreaks, BatchPicture, BatchScores
-from gristmill_service.monitoring.views.batch_view import BatchView, BatchViewCache
+from gristmill_service.monitoring.views.batch_view import (
+    BatchBreaks,
+    BatchPicture,
+    BatchScores,
+    BatchView,
+    BatchViewCache,
+)
 from gristmill_service.monitoring.views.token_texts import TokenTexts
 from gristmill_service.run.machine.batch_records import MOST as MOST_POINTS
 from gristmill_service.run.run import Run

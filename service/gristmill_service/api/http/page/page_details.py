@@ -11,12 +11,10 @@ from starlette.concurrency import run_in_threadpool
 from gristmill_service.api.http.dependencies import ContextDep, RunDep
 from gristmill_service.api.http.models import Int64
 from gristmill_service.api.http.page.page import ViewsDep, view_of
-from gristmill_service.monitoring.views import found_groups
-from gristmill_service.monitoring.views import group_samples as samples
+from gristmill_service.monitoring.views import groups
 from gristmill_service.monitoring.views import run_settings as settings
-from gristmill_service.monitoring.views.distributions import BatchDistributions
-from gristmill_service.monitoring.views.found_groups import FoundGroups
-from gristmill_service.monitoring.views.group_samples import GroupSamples, OpenRowTokens
+from gristmill_service.monitoring.views.batch_view import BatchDistributions
+from gristmill_service.monitoring.views.groups import FoundGroups, GroupSamples, OpenRowTokens
 from gristmill_service.monitoring.views.row_view import RowTokens, ShownTokens
 from gristmill_service.monitoring.views.run_settings import BatchCosts, RunSettings
 from gristmill_service.monitoring.views.token_texts import TokenTexts
@@ -41,13 +39,13 @@ def find_groups(
     run: RunDep, uid: Annotated[str, Query(min_length=1, max_length=1000, description="Part of it.")]
 ) -> FoundGroups:
     """The groups whose uid contains this text, and what became of them."""
-    return found_groups.find_groups(run, uid)
+    return groups.find_groups(run, uid)
 
 
 @router.get("/samples")
 def group_samples(run: RunDep, uid: UidQuery, round: RoundQuery = 0) -> GroupSamples:
     """The samples of a group that is not sealed: what of each has come, and which are complete."""
-    return samples.group_samples(run, GroupKey(round, uid))
+    return groups.group_samples(run, GroupKey(round, uid))
 
 
 @router.get("/samples/{sample}/rows/{step}")
@@ -62,7 +60,7 @@ def group_row(
 ) -> OpenRowTokens:
     """The tokens of a step of a group that is not sealed, 2,000 at a time, and what they say where the service has a
     tokenizer."""
-    return _with_texts(samples.row_tokens(run, GroupKey(round, uid), sample, step, start), context.token_texts)
+    return _with_texts(groups.row_tokens(run, GroupKey(round, uid), sample, step, start), context.token_texts)
 
 
 @router.get("/batches/{batch}/distributions")

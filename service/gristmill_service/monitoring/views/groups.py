@@ -1,15 +1,17 @@
-"""The samples of a group that is not sealed yet: what of each has come, and the tokens of a row."""
+"""Prompt groups: found by uid; and of one that is not sealed yet, what has come of each sample, and a row's tokens."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Literal, get_args
 
 import numpy as np
 from pydantic import Field
 
 from gristmill.errors import NotFoundError
-from gristmill_service.monitoring.health.health_models import Document
+from gristmill_service.monitoring.documents import Document
 from gristmill_service.monitoring.views.row_view import SHOWN_TOKENS, ShownTokens
+from gristmill_service.run.machine.answers import GroupState
 from gristmill_service.run.machine.events import GroupKey
 from gristmill_service.run.machine.groups import Group, Trajectory
 from gristmill_service.run.machine.state import State
@@ -19,6 +21,22 @@ from gristmill_service.run.run import Run
 SampleState = Literal["no row", "open", "waits for a reward", "complete", "aborted"]
 _STATES: tuple[SampleState, ...] = get_args(SampleState)
 _SHOWN = 200
+_MOST_FOUND = 50
+
+
+class FoundGroup(Document):
+    uid: str
+    round: int
+    tag: str
+    state: GroupState
+    batch: int | None = Field(description="That it was sealed into.")
+    reason: str = Field(description="Why it was dropped; empty where it was not.")
+
+
+class FoundGroups(Document):
+    run: str
+    in_all: int
+    groups: list[FoundGroup] = Field(description="The first 50; those whose uid is the text itself come first.")
 
 
 class GroupSample(Document):
@@ -53,6 +71,17 @@ class OpenRowTokens(ShownTokens):
     """A step as it was sent. tokens: from `start` on, at most 2,000. loss_mask: one each, -1 in the prompt."""
 
     step: int
+
+
+def find_groups(run: Run, text: str) -> FoundGroups:
+    """Returns the groups whose uid contains this text."""
+    groups = [group for group in run.groups() if text in group.uid]
+    groups.sort(key=lambda group: (group.uid != text, group.uid, group.round))
+    return FoundGroups(
+        run=run.name,
+        in_all=len(groups),
+        groups=[FoundGroup(**asdict(group)) for group in groups[:_MOST_FOUND]],
+    )
 
 
 def group_samples(run: Run, key: GroupKey) -> GroupSamples:
