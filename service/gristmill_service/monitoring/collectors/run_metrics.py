@@ -5,7 +5,7 @@ Nothing is counted twice: neither what a restart replays, nor a batch that is bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,9 +48,41 @@ REASONS = (
 ROW_KINDS = ("submitted", "merged", "trained", "padding")
 TOKEN_KINDS = (*ROW_KINDS, "loss", "realigned", "distinct")
 STAGES = ("queue", "gather", "validate", "merge", "advantage", "schedule", "layout", "plan", "publish")
+_OUTCOMES = tuple(outcome.name.lower() for outcome in Outcome)
+# By name, without `_total`: the help, the labels, and values that a single label has from the start on, so that the
+# first count of each is an increase.
+_COUNTERS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "gristmill_rows": ("Rows received, by what became of them.", ("outcome",), _OUTCOMES),
+    "gristmill_tokens": (
+        "Prompt and response tokens received, by what became of their rows.", ("outcome",), _OUTCOMES
+    ),
+    "gristmill_rows_dropped": ("Accepted rows that are not trained, by reason.", ("reason",), REASONS),
+    "gristmill_tokens_dropped": ("Tokens of accepted rows that are not trained, by reason.", ("reason",), REASONS),
+    "gristmill_groups_shortened": ("Groups that went on with fewer samples.", ("reason",), ("timeout",)),
+    "gristmill_batch_rows": ("Rows of published batches.", ("kind",), ROW_KINDS),
+    "gristmill_batch_tokens": ("Tokens of published batches.", ("kind",), TOKEN_KINDS),
+    "gristmill_prefix_mismatches": ("Later steps that joined none before them.", ("cause",), CAUSES),
+    "gristmill_column_bytes": (
+        "Bytes of declared columns: as rows brought them, as shards have them.", ("column", "kind"), ()
+    ),
+    "gristmill_tag_groups": ("Prompt groups of published batches, by tag.", ("tag",), ()),
+    "gristmill_tag_short_batches": ("Batches sealed with fewer groups of a tag than its share.", ("tag",), ()),
+}  # fmt: skip
+# Of the last published batch, or of the last one that had the tag.
+_GAUGES = {
+    "gristmill_padding_share": ("Share of the last published batch that is padding.", "level"),
+    "gristmill_tag_score_mean": ("Mean score of trajectories of the last batch with the tag.", "tag"),
+    "gristmill_tag_response_length_mean": ("Mean response tokens of the same trajectories.", "tag"),
+    "gristmill_tag_padding_share": ("Share of the rows of a tag that is padding, in the last batch with it.", "tag"),
+}
 # From a small batch's stage to what waits for a trainer or a full disk.
 _SECONDS = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _VERSIONS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+_HISTOGRAMS = {
+    "gristmill_seal_seconds": ("Seconds from when a batch's first group was begun until it was sealed.", _SECONDS),
+    "gristmill_publish_seconds": ("Seconds from a batch's seal until it was published.", _SECONDS),
+    "gristmill_staleness_versions": ("Policy versions that a trained trajectory was behind.", _VERSIONS),
+}
 # Events that may let any rank go on, or make it wait; an acknowledgement moves one alone.
 _MOVES_RANKS = frozenset(
     [BatchPublished, BatchWithdrawn, BatchFailed, BatchGivenUp, ModelResumed, Resized, RunFinished]
@@ -98,73 +130,30 @@ class RunMetrics:
         # When the last batch was built.
         self._spent = self._spent_until_now()
         # The run's own: its series begin and end with it.
-        self._registry = CollectorRegistry()
-        outcomes = {outcome: outcome.name.lower() for outcome in Outcome}
-        rows = self._counter("gristmill_rows", "Rows received, by what became of them.", "outcome", outcomes.values())
-        tokens = self._counter(
-            "gristmill_tokens",
-            "Prompt and response tokens received, by what became of their rows.",
-            "outcome",
-            outcomes.values(),
-        )
-        self._received = {outcome: (rows.labels(label), tokens.labels(label)) for outcome, label in outcomes.items()}
-        self._dropped_rows = self._counter(
-            "gristmill_rows_dropped", "Accepted rows that are not trained, by reason.", "reason", REASONS
-        )
-        self._dropped_tokens = self._counter(
-            "gristmill_tokens_dropped", "Tokens of accepted rows that are not trained, by reason.", "reason", REASONS
-        )
-        self._shortened = self._counter(
-            "gristmill_groups_shortened", "Groups that went on with fewer samples.", "reason", ("timeout",)
-        )
-        self._batch_rows = self._counter("gristmill_batch_rows", "Rows of published batches.", "kind", ROW_KINDS)
-        self._batch_tokens = self._counter(
-            "gristmill_batch_tokens", "Tokens of published batches.", "kind", TOKEN_KINDS
-        )
-        self._mismatches = self._counter(
-            "gristmill_prefix_mismatches", "Later steps that joined none before them.", "cause", CAUSES
-        )
-        self._column_bytes = Counter(
-            "gristmill_column_bytes",
-            "Bytes of declared columns: as rows brought them, as shards have them.",
-            ("column", "kind"),
-            registry=self._registry,
-        )
-        self._padding = self._gauge(
-            "gristmill_padding_share", "Share of the last published batch that is padding.", "level"
-        )
-        self._tag_groups = self._counter("gristmill_tag_groups", "Prompt groups of published batches, by tag.", "tag")
-        self._tags_short = self._counter(
-            "gristmill_tag_short_batches", "Batches sealed with fewer groups of a tag than its share.", "tag"
-        )
-        self._tag_scores = self._gauge(
-            "gristmill_tag_score_mean", "Mean score of trajectories of the last batch with the tag.", "tag"
-        )
-        self._tag_lengths = self._gauge(
-            "gristmill_tag_response_length_mean", "Mean response tokens of the same trajectories.", "tag"
-        )
-        self._tag_padding = self._gauge(
-            "gristmill_tag_padding_share",
-            "Share of the rows of a tag that is padding, in the last batch with it.",
-            "tag",
-        )
+        registry = self._registry = CollectorRegistry()
+        self._counters = {
+            name: Counter(name, text, labels, registry=registry) for name, (text, labels, _) in _COUNTERS.items()
+        }
+        for name, (_, _, values) in _COUNTERS.items():
+            for value in values:
+                self._counters[name].labels(value)
+        self._received = {
+            outcome: tuple(self._counters[name].labels(label) for name in ("gristmill_rows", "gristmill_tokens"))
+            for outcome, label in zip(Outcome, _OUTCOMES, strict=True)
+        }
+        self._gauges = {name: Gauge(name, text, (label,), registry=registry) for name, (text, label) in _GAUGES.items()}
+        self._histograms = {
+            name: Histogram(name, text, registry=registry, buckets=buckets)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
         stages = Histogram(
             "gristmill_stage_seconds",
             "Seconds of each stage of building a batch.",
             ("stage",),
-            registry=self._registry,
+            registry=registry,
             buckets=_SECONDS,
         )
         self._stages = {stage: stages.labels(stage) for stage in STAGES}
-        self._seal = self._histogram(
-            "gristmill_seal_seconds", "Seconds from when a batch's first group was begun until it was sealed.", _SECONDS
-        )
-        self._publish = self._histogram(
-            "gristmill_publish_seconds", "Seconds from a batch's seal until it was published.", _SECONDS
-        )
-        self._staleness = self._histogram(
-            "gristmill_staleness_versions", "Policy versions that a trained trajectory was behind.", _VERSIONS
-        )
 
     def run_time(self) -> float:
         """The run's own time, in seconds."""
@@ -182,7 +171,7 @@ class RunMetrics:
         if not outcomes:
             return
         for name, extra in steps.extras.items():
-            self._column_bytes.labels(name, "rows").inc(int(extra.row_bytes.sum()))
+            self._inc("gristmill_column_bytes", int(extra.row_bytes.sum()), name, "rows")
         first = outcomes[0]
         # Nearly always all rows of a request have one outcome.
         if outcomes.count(first) == len(outcomes):
@@ -255,7 +244,7 @@ class RunMetrics:
             case GroupDropped(_, reason) | TrajectoryAborted(_, reason):
                 self._drop(bounded_reason(reason), released, tokens())
             case GroupClosed(_, reason):
-                self._shortened.labels(bounded_reason(reason)).inc()
+                self._inc("gristmill_groups_shortened", 1, bounded_reason(reason))
                 self._drop(bounded_reason(reason), released, tokens())
             case BatchFailed(batch):
                 self._builds.pop(batch, None)
@@ -266,9 +255,9 @@ class RunMetrics:
             case BatchSealed(batch):
                 self._builds[batch] = _Build(self._clock())
                 for tag in event.short_tags:
-                    self._tags_short.labels(tag).inc()
+                    self._inc("gristmill_tag_short_batches", 1, tag)
                 oldest = min(group.admitted_at for group in state.batches[batch].groups)
-                self._seal.observe(max(0.0, self._now() - oldest))
+                self._histograms["gristmill_seal_seconds"].observe(max(0.0, self._now() - oldest))
             case BatchPublished(batch):
                 self._count_published(self._builds.pop(batch, None))
             case BatchWithdrawn(batch):
@@ -291,51 +280,50 @@ class RunMetrics:
         self._stages[stage].observe(seconds)
         self._stage_sums[stage] += seconds
 
+    def _inc(self, name: str, amount: float, *labels: str) -> None:
+        self._counters[name].labels(*labels).inc(amount)
+
     def _drop(self, reason: str, rows: int, tokens: int) -> None:
         if rows:
-            self._dropped_rows.labels(reason).inc(rows)
-            self._dropped_tokens.labels(reason).inc(tokens)
+            self._inc("gristmill_rows_dropped", rows, reason)
+            self._inc("gristmill_tokens_dropped", tokens, reason)
 
     def _count_published(self, build: _Build | None) -> None:
         if build is None:
             return
-        self._publish.observe(self._clock() - build.sealed_at)
+        self._histograms["gristmill_publish_seconds"].observe(self._clock() - build.sealed_at)
         if (figures := build.figures) is not None:
             self._count_figures(figures)
 
     def _count_figures(self, figures: Figures) -> None:
         rows = (figures.rows, figures.merged, figures.trained, figures.padding)
-        tokens = (
-            figures.submitted_tokens,
-            figures.merged_tokens,
-            figures.tokens,
-            figures.padding_tokens,
-            figures.loss_tokens,
-            figures.realigned_tokens,
-            figures.distinct,
-        )
         for kind, count in zip(ROW_KINDS, rows, strict=True):
-            self._batch_rows.labels(kind).inc(count)
+            self._inc("gristmill_batch_rows", count, kind)
+        tokens = (
+            *(figures.submitted_tokens, figures.merged_tokens, figures.tokens, figures.padding_tokens),
+            *(figures.loss_tokens, figures.realigned_tokens, figures.distinct),
+        )
         for kind, count in zip(TOKEN_KINDS, tokens, strict=True):
-            self._batch_tokens.labels(kind).inc(count)
+            self._inc("gristmill_batch_tokens", count, kind)
         self._drop("stale", figures.stale_rows, figures.stale_tokens)
         self._drop("misaligned", figures.misaligned_rows, figures.misaligned_tokens)
         for cause, count in figures.mismatches.items():
-            self._mismatches.labels(cause).inc(count)
+            self._inc("gristmill_prefix_mismatches", count, cause)
         for name, nbytes in figures.column_bytes.items():
-            self._column_bytes.labels(name, "shards").inc(nbytes)
-        self._padding.clear()
+            self._inc("gristmill_column_bytes", nbytes, name, "shards")
+        self._gauges["gristmill_padding_share"].clear()
         for level, share in figures.padding_shares.items():
-            self._padding.labels(level).set(share)
+            self._gauges["gristmill_padding_share"].labels(level).set(share)
         for tag, counts in figures.tags.items():
             if tag:
-                self._tag_groups.labels(tag).inc(counts.groups)
-                self._tag_scores.labels(tag).set(counts.means["score_mean"])
-                self._tag_lengths.labels(tag).set(counts.means["response_length_mean"])
-                self._tag_padding.labels(tag).set(counts.padding_share)
+                self._inc("gristmill_tag_groups", counts.groups, tag)
+                self._gauges["gristmill_tag_score_mean"].labels(tag).set(counts.means["score_mean"])
+                lengths = counts.means["response_length_mean"]
+                self._gauges["gristmill_tag_response_length_mean"].labels(tag).set(lengths)
+                self._gauges["gristmill_tag_padding_share"].labels(tag).set(counts.padding_share)
         for behind, trajectories in figures.staleness.items():
             for _ in range(trajectories):
-                self._staleness.observe(behind)
+                self._histograms["gristmill_staleness_versions"].observe(behind)
 
     def _spent_until_now(self) -> _Spent:
         return _Spent(
@@ -344,16 +332,3 @@ class RunMetrics:
             ranks_waited=self._ranks.waited("policy"),
             stages=self._stage_sums.copy(),
         )
-
-    def _counter(self, name: str, text: str, label: str, values: Iterable[str] = ()) -> Counter:
-        counter = Counter(name, text, (label,), registry=self._registry)
-        for value in values:
-            # From the start on, so that its first count is an increase.
-            counter.labels(value)
-        return counter
-
-    def _gauge(self, name: str, text: str, label: str) -> Gauge:
-        return Gauge(name, text, (label,), registry=self._registry)
-
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, text, registry=self._registry, buckets=buckets)
