@@ -22,7 +22,7 @@ from gristmill._wire.columns import Array, Int64s, Ragged, starts_of
 from gristmill._wire.steps import Extra
 from gristmill.errors import InvalidArgumentError
 from gristmill_service.config import KlInReward, RunConfig
-from gristmill_service.pipeline.credit.kl import MOST, credit_columns, excessive_kl, kl
+from gristmill_service.pipeline.credit.kl import MOST, credit_columns, excessive_kl, kl, largest, too_large
 from gristmill_service.pipeline.layout.columns import safetensors_name
 from gristmill_service.pipeline.layout.shard import Shard
 from gristmill_service.pipeline.layout.shard_address import ShardAddress
@@ -68,16 +68,8 @@ class WrittenRows:
     def _check_fits(self, column: ColumnSpec, values: Array, config: RunConfig, where: str) -> None:
         reference = config.kl_in_reward
         coef = reference.coef if reference is not None and reference.column == column.name else 1.0
-        if max(1.0, abs(coef)) * _largest(values) <= MOST:
-            return
-        outside = np.flatnonzero(~(max(1.0, abs(coef)) * np.abs(values.astype(np.float64)) <= MOST))
-        if outside.size:
-            at = int(outside[0])
-            times = "" if coef == 1 else f" with the coefficient {coef}"
-            raise InvalidArgumentError(
-                f"{where}: {self._name(column, at)} is {values[at]}, which is too large to be added up in "
-                f"float32{times}; scale it down to at most {MOST:g}"
-            )
+        if (excess := too_large(values, coef)) is not None:
+            raise InvalidArgumentError(f"{where}: {self._name(column, excess[0])} {excess[1]}")
 
     def _check_kl(
         self,
@@ -109,15 +101,10 @@ class WrittenRows:
         return f"uid {self.uids[row]!r} sample {self.samples[row]} step {self.lasts[row]}: {column.name}{place}"
 
 
-def _largest(values: Array) -> float:
-    """The largest magnitude; NaN where one is."""
-    return max(abs(float(values.min(initial=0))), abs(float(values.max(initial=0))))
-
-
 def _surely_fits(ours: Array, theirs: Array, reference: KlInReward) -> bool:
     """Whether no KL is too large, for none is further from 0 than that of the largest difference there may be."""
     assert reference.estimator is not None, "checked by who calls"
-    furthest = np.float64(_largest(ours) + _largest(theirs))
+    furthest = np.float64(largest(ours) + largest(theirs))
     with np.errstate(over="ignore", invalid="ignore"):
         bounds = reference.coef * kl(np.array([furthest, -furthest]), np.zeros(2), reference.estimator)
     return bool((np.abs(bounds) <= MOST).all())

@@ -133,10 +133,8 @@ def credit_columns(config: RunConfig) -> frozenset[str]:
 
 def check_credit_columns(steps: Steps, config: RunConfig) -> None:
     """Raises InvalidArgumentError naming the row, the column, the value and the remedy."""
-    for name in sorted(credit_columns(config)):
-        extra = steps.extras.get(name)
-        if extra is not None:
-            _check_fits(steps, name)
+    for name in sorted(credit_columns(config) & steps.extras.keys()):
+        _check_fits(steps, name)
     reference = config.kl_in_reward
     if reference is not None and reference.estimator is not None and "ref_logprobs" in steps.extras:
         _check_kl(steps, config)
@@ -144,16 +142,31 @@ def check_credit_columns(steps: Steps, config: RunConfig) -> None:
 
 def _check_fits(steps: Steps, name: str) -> None:
     column = steps.extras[name].values
-    if not column.values.size or max(abs(float(column.values.min())), abs(float(column.values.max()))) <= MOST:
+    if too_large(column.values) is None:
         return
     for row, values in enumerate(column.arrays()):
-        outside = np.flatnonzero(~(np.abs(values) <= MOST))
-        if outside.size:
-            at = int(outside[0])
-            raise InvalidArgumentError(
-                f"{steps.name(row)}: {name}[{at}] is {values[at]}, which is too large to be added up in float32; scale "
-                f"it down to at most {MOST:g}"
-            )
+        if (excess := too_large(values)) is not None:
+            raise InvalidArgumentError(f"{steps.name(row)}: {name}[{excess[0]}] {excess[1]}")
+
+
+def too_large(values: Array, coef: float = 1.0) -> tuple[int, str] | None:
+    """Returns the first value whose sums float32 may not hold, as it is or times `coef`, and what to say of it; None
+    where there is none."""
+    scale = max(1.0, abs(coef))
+    if scale * largest(values) <= MOST:
+        return None
+    outside = np.flatnonzero(~(scale * np.abs(values.astype(np.float64)) <= MOST))
+    if not outside.size:
+        return None
+    at, times = int(outside[0]), "" if coef == 1 else f" with the coefficient {coef}"
+    return at, (
+        f"is {values[at]}, which is too large to be added up in float32{times}; scale it down to at most {MOST:g}"
+    )
+
+
+def largest(values: Array) -> float:
+    """Returns the largest magnitude; NaN where one is."""
+    return max(abs(float(values.min(initial=0))), abs(float(values.max(initial=0))))
 
 
 def _check_kl(steps: Steps, config: RunConfig) -> None:
