@@ -15,7 +15,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily, Metric, Sample
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 import gristmill
@@ -76,7 +76,7 @@ class Metrics:
         time, and may be called by any thread."""
         metrics = [*self._registry.collect(), *chain.from_iterable(map(_of_process, self._watched))]
         runs = [stats for watched in self._watched for stats in watched.runs()]
-        return lambda: generate_latest(_Read([*metrics, *_labeled(runs)]))
+        return lambda: generate_latest(_Read([*metrics, *_joined(runs)]))
 
     def text(self) -> bytes:
         """Returns all metrics in the Prometheus text format."""
@@ -125,13 +125,10 @@ def _quotas(usages: Iterable[Usage]) -> Iterator[Metric]:
     return iter((used, limit))
 
 
-def _labeled(runs: Iterable[RunStats]) -> Iterable[Metric]:
-    """Joins the metrics of all runs, each sample labeled with its run."""
+def _joined(runs: Iterable[RunStats]) -> Iterable[Metric]:
+    """Joins the metrics of all runs: each is written once, with the samples of every run."""
     metrics: dict[str, Metric] = {}
-    for stats in runs:
-        for metric in stats.metrics:
-            joined = metrics.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-            joined.samples += [
-                Sample(name, {"run": stats.run, **labels}, value) for name, labels, value, *_ in metric.samples
-            ]
+    for metric in chain.from_iterable(runs):
+        joined = metrics.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+        joined.samples += metric.samples
     return metrics.values()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -21,11 +20,8 @@ from gristmill_service.run.run import Run
 _GROUP_REASONS = tuple(reason for reason in REASONS if reason not in ("misaligned", "superseded", "surplus"))
 
 
-class RunStats(NamedTuple):
-    """metrics: without the label `run`."""
-
-    run: str
-    metrics: list[Metric]
+RunStats = list[Metric]
+"""A run's metrics, each sample labeled with the run."""
 
 
 def run_stats(run: Run) -> RunStats:
@@ -41,7 +37,11 @@ def run_stats(run: Run) -> RunStats:
     metrics.append(
         _gauge("gristmill_run_state", "1 for the state that the run is in, 0 for the others.", states, "state")
     )
-    return RunStats(run.name, metrics)
+    for metric in metrics:
+        for sample in metric.samples:
+            # Made for this scrape, each with labels of its own.
+            sample.labels["run"] = run.name
+    return metrics
 
 
 def _of_state(run: Run, state: State, facts: RunFacts, now: float) -> Iterator[Metric]:
