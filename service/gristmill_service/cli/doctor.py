@@ -51,8 +51,10 @@ def doctor(*, address: str | None, as_json: bool, **flags: object) -> None:
             if not as_json:
                 print(check, flush=True)
         if as_json:
-            told = [{"what": one.what, "ok": one.is_well, "found": one.found, "remedy": one.remedy} for one in checks]
-            print(json.dumps({"checks": told}))
+            results = [
+                {"what": one.what, "ok": one.is_well, "found": one.found, "remedy": one.remedy} for one in checks
+            ]
+            print(json.dumps({"checks": results}))
     raise typer.Exit(0 if all(check.is_well for check in checks) else NEEDS_PERSON)
 
 

@@ -52,7 +52,7 @@ class GroupCounts(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def means(self) -> dict[str, int | float]:
-        """What tells of rewards and lengths, as plans name it."""
+        """Means of rewards and lengths, as plans name them."""
         return {
             "trajectories": self.trajectories,
             "score_mean": self.score_sum / self.trajectories,

@@ -167,7 +167,7 @@ def _counts(scored: ScoredBatch, dropped: int, config: RunConfig) -> dict[str, i
 
 
 def _accuracy(scored: ScoredBatch, groups: GroupCounts) -> dict[str, int | float]:
-    """Returns what tells of rewards and lengths: each trajectory counts once, padding never."""
+    """Returns means of rewards and lengths: each trajectory counts once, padding never."""
     if not groups.groups:
         return {}
     staleness = scored.staleness
@@ -197,7 +197,7 @@ def _performance(
     laid_out: Sequence[Shard] | None,
     tokens: int,
 ) -> dict[str, int | float]:
-    """Returns what tells of the cost of the policy's shards: padding counts, and is given separately. tokens: of rows
+    """Returns the cost of the policy's shards: padding counts, and is given separately. tokens: of rows
     that are trained.
 
     The barrier ratio is by FLOPs where the configuration has `flops`, else by tokens. Where rows share tokens, these

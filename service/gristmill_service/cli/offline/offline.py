@@ -181,14 +181,14 @@ def _summarise(plans: Sequence[PlanDocument], first: Steps, config: RunConfig) -
 
 def _totals(plans: Sequence[PlanDocument]) -> str:
     received, rows = sum(plan.rows_received for plan in plans), sum(plan.rows for plan in plans)
-    told = [
+    parts = [
         counted(len(plans), "batch", "batches"),
         counted(sum(plan.prompts for plan in plans), "prompt group", "prompt groups"),
         f"{counted(received, 'row', 'rows')} sent" + (f", {rows:,} after merging" if rows < received else ""),
         f"{counted(sum(plan.optimizer_steps for plan in plans), 'optimizer step', 'optimizer steps')} on "
         f"{counted(plans[0].dp_size, 'rank', 'ranks')}",
     ]
-    return "; ".join(told)
+    return "; ".join(parts)
 
 
 def _cells(cost: BatchCost) -> list[str]:

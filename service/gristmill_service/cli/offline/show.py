@@ -1,4 +1,4 @@
-"""`gristmill show` tells of shards on disk. It reads them as any trainer would, through safetensors."""
+"""`gristmill show` prints figures of shards on disk. It reads them as any trainer would, through safetensors."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class ShardFigures:
 
 
 def shard_tables(directory: Path) -> list[Table]:
-    """Returns a table with a line a shard under `directory`, and a total; before it one with a line a tag, where groups
-    have tags. Raises NotFoundError where there is no shard."""
+    """Returns a table with one line per shard under `directory`, and a total; before it one with one line per tag,
+    where groups have tags. Raises NotFoundError where there is no shard."""
     paths = sorted(directory.rglob("*.safetensors"))
     if not paths:
         raise NotFoundError(

@@ -1,4 +1,4 @@
-"""`gristmill tail`: what happens in a run, a line each: what differs from one status that the service reports to the
+"""`gristmill tail`: what happens in a run, one line each: what differs from one status that the service reports to the
 next."""
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What is told of each event of a run, and counts or notes it."""
+"""A run's monitor: it gets each event of the run, counts it for metrics, and notes its time for health and page."""

@@ -142,7 +142,7 @@ def lags(state: State, model: Model) -> list[int]:
 
 
 def _between(state: State, model: Model, one: Position, other: Position) -> int:
-    """Shards from one position to a later one. What lies between is held: nobody may free it."""
+    """Shards from one position to a later one. What lies between is not freed yet."""
     sizes = {
         number: (batch.mini_batches or {}).get(model, 0)
         for number, batch in state.batches.items()

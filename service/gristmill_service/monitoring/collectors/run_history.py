@@ -1,7 +1,7 @@
-"""The times at which things happened in a run, for people: the run's state holds no clock.
+"""The times at which things happened in a run, for people: the run's state has no clock.
 
-Notes the run's events as they are applied. It is held in memory only, is bounded, and is no part of the run: a process
-that takes a run over begins a history of its own.
+Notes the run's events as they are applied. A history is in memory only, is bounded, and is no part of the run: a
+process that takes over a run begins its own.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _KEPT_STEPS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """since: when the rank last acknowledged a shard, or when its trainer resumed. pulled: when it was last told where
-    a shard is, None where it never was."""
+    """since: when the rank last acknowledged a shard, or when its trainer resumed. pulled: when it last got the
+    location of a shard, None before the first."""
 
     since: float
     pulled: float | None = None
@@ -171,13 +171,13 @@ class RunHistory:
         )
 
     def passed(self, model: Model, ranks: int, begin: float, most: int) -> Sequence[Sequence[Passed]]:
-        """The last acknowledgements of each of the first so many ranks, from `begin` on and at most so many of each."""
+        """Returns the last acknowledgements of each of the first ranks, from `begin` on, at most `most` of each."""
         return [
             [entry for entry in rank.passed if entry.at >= begin][-most:] for rank in self._ranks.get(model, [])[:ranks]
         ]
 
     def _follow(self, state: State) -> None:
-        """Begins with what the state has already, and anew where the number of ranks is another."""
+        """Begins with what the state has already, and again where the number of ranks changed."""
         now = self.now()
         if not self._ranks:
             for number, batch in state.batches.items():
@@ -195,16 +195,16 @@ class RunHistory:
         self._longest_step[model] = 0.0
 
     def _acknowledged(self, state: State, model: Model, rank: int, following: Position, now: float) -> None:
-        found = self._ranks[model][rank]
+        own = self._ranks[model][rank]
         # The batch that stood there may have failed meanwhile.
-        position = progress.settle(state, model, found.next)
+        position = progress.settle(state, model, own.next)
         if position < following:
-            found.passed.append(Passed(now, position))
+            own.passed.append(Passed(now, position))
             self._steps += 1
             published = self._batches.get(position.batch, BatchTimes()).published
-            begun = max(found.times.since, published or found.times.since)
+            begun = max(own.times.since, published or own.times.since)
             self._longest_step[model] = max(self._longest_step[model], now - begun)
-        found.next, found.times = following, replace(found.times, since=now)
+        own.next, own.times = following, replace(own.times, since=now)
 
     def _note_batch(
         self,

@@ -1,4 +1,4 @@
-"""The rules of a run's health: what holds a run up, and how bad that is. docs/page.md tells them to users.
+"""The rules of a run's health: what holds a run up, and how bad that is. docs/page.md has them for users.
 
 A run that waits for rollouts, or whose workers wait for a trainer that trains, is well: that is its pace.
 """
@@ -65,8 +65,8 @@ class Finding(Document):
 def findings_of(facts: RunFacts) -> list[Finding]:
     """Worst first."""
     rules = (_failed_batches, _unhealthy, _ranks, _columns, _build, _room, _stragglers, _rollbacks)
-    found = [finding for rule in rules for finding in rule(facts)]
-    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+    findings = [finding for rule in rules for finding in rule(facts)]
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
 def state_of(facts: RunFacts, findings: Sequence[Finding]) -> HealthState:
@@ -185,7 +185,7 @@ def _working_ranks(facts: RunFacts, model: ModelFacts, ready: Sequence[int]) -> 
             text = f"{_did_not(facts, model, late)}; {others}"
             yield _finding("stuck", text, since, at=least, model=model.model, ranks=late)
         return
-    # One that came last holds up the others; before it came, they waited for it.
+    # The rank that came last delays the others; before it came, they waited for it.
     since = max(available(facts, model, rank) for rank in last)
     longest = facts.history.longest_step[model.model]
     pace = longest or _FIRST_STEP_S
@@ -209,7 +209,7 @@ def _waiting_ranks(facts: RunFacts, model: ModelFacts) -> Finding:
 
 
 def _columns(facts: RunFacts) -> Iterator[Finding]:
-    """Whoever computes columns is at work while some come."""
+    """The trainer that computes columns is at work while some come."""
     if facts.awaiting is None:
         return
     since = facts.history.batches.get(facts.awaiting.number, BatchTimes()).columns
@@ -244,14 +244,14 @@ def _room(facts: RunFacts) -> Iterator[Finding]:
     if has_work or facts.counts.groups_open:
         yield _finding("note", f"workers wait for room: {reason}", since)
         return
-    # Nobody can go on: what is held is trained, and nothing of the next batch may begin.
+    # Nobody can go on: all buffered batches are trained, and nothing of the next one may begin.
     since = max(since or facts.history.began, facts.history.last_event)
     level: Level = "stuck" if facts.history.now - since >= _BLOCKED_S else "note"
     yield _finding(level, f"workers wait for room, and ranks for a batch: {reason}", since)
 
 
 def _stragglers(facts: RunFacts) -> Iterator[Finding]:
-    """Groups that are open for long hold nobody up while ranks have work."""
+    """Groups that are open for long delay nobody while ranks have work."""
     now = facts.history.now
     old = [group for group in facts.open_groups if now - group.since >= _LONG_GROUP_S]
     if not old:

@@ -1,6 +1,6 @@
-"""A run's health: the one definition, which the page, the API, the commands and the metrics tell.
+"""A run's health: the one definition, which the page, the API, the commands and the metrics show.
 
-Documents hold times in seconds since 1970, never ages, so that they stay the same while nothing happens. They are
+Documents have times in seconds since 1970, never ages, so that they stay the same while nothing happens. They are
 bounded: of many groups, batches and ranks they have the oldest, and how many there are.
 """
 

@@ -30,7 +30,7 @@ _UNBOUNDED = 1 << 31
 
 
 Stage = Literal["published", "waiting for columns", "being built", "failed"]
-"""Of a batch that is held. failed: its rows are kept, for another dp_size."""
+"""Of a batch that is not freed. failed: its rows are retained, for another dp_size."""
 
 
 class OpenGroup(Document):
@@ -99,7 +99,7 @@ class RunFacts:
         dp_size.
     published: the batches that are published, to be trained, and not freed. building: the oldest that is to be built.
         awaiting: the oldest that waits for columns. held: how many are sealed and not freed.
-    open_groups: the oldest that are not complete. batches: the oldest that are held.
+    open_groups: the oldest that are not complete. batches: the oldest that are not freed.
     """
 
     run: str
@@ -230,16 +230,16 @@ def _open_group(group: Group, history: HistorySnapshot) -> OpenGroup:
 
 
 def _batches(state: State, history: HistorySnapshot) -> list[HeldBatch]:
-    found = []
+    batches = []
     for number, batch in islice(state.batches.items(), SHOWN_BATCHES):
         stage, since = _stage(state, number, history.batches.get(number, BatchTimes()))
         at = None if since is None else seconds(since)
-        found.append(HeldBatch(batch=number, state=stage, prompts=batch.prompts, since=at))
-    return found
+        batches.append(HeldBatch(batch=number, state=stage, prompts=batch.prompts, since=at))
+    return batches
 
 
 def _stage(state: State, number: int, times: BatchTimes) -> tuple[Stage, float | None]:
-    """How far a held batch is, and since when."""
+    """Returns how far a batch is that is not freed, and since when."""
     if number in state.failed:
         return "failed", times.ended
     batch = state.batches[number]

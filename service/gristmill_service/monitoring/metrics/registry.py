@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 import gristmill
 from gristmill_service.access.quotas import Usage
-from gristmill_service.monitoring.metrics.run_stats import RunStats
+from gristmill_service.monitoring.metrics.run_stats import RunStats, gauge
 from gristmill_service.monitoring.metrics.storage_timing import StoreMetrics
 
 # From a small call to a wait that lasts as long as the service allows.
@@ -92,37 +92,25 @@ class _Read(Collector):
 
 
 def _of_process(watched: Watched) -> Iterator[Metric]:
-    yield GaugeMetricFamily("gristmill_waiting_calls", "Calls that wait now.", watched.waiting())
-    yield GaugeMetricFamily(
+    yield gauge("gristmill_waiting_calls", "Calls that wait now.", watched.waiting())
+    yield gauge(
         "gristmill_store_unhealthy",
         "1 while batches or calls wait for storage; /readyz says why.",
-        1 if watched.unhealthy_reason() else 0,
+        int(bool(watched.unhealthy_reason())),
     )
-    leases = GaugeMetricFamily("gristmill_leases", "Runs, by who decides for them.", labels=("state",))
-    for state, count in watched.leases().items():
-        leases.add_metric((state,), count)
-    yield leases
-    used = GaugeMetricFamily(
-        "gristmill_store_used_bytes", "Bytes used, of each place where something is stored.", labels=("store",)
-    )
-    limit = GaugeMetricFamily(
-        "gristmill_store_limit_bytes", "Bytes in all, of each place where something is stored.", labels=("store",)
-    )
-    for store, (taken, most) in watched.room().items():
-        used.add_metric((store,), taken)
-        limit.add_metric((store,), most)
-    yield from (used, limit)
-    yield from _quotas(watched.quotas())
-
-
-def _quotas(usages: Iterable[Usage]) -> Iterator[Metric]:
+    yield gauge("gristmill_leases", "Runs, by who decides for them.", watched.leases(), "state")
+    room = watched.room()
+    used = {store: taken for store, (taken, _) in room.items()}
+    limit = {store: most for store, (_, most) in room.items()}
+    yield gauge("gristmill_store_used_bytes", "Bytes used, of each place where something is stored.", used, "store")
+    yield gauge("gristmill_store_limit_bytes", "Bytes in all, of each place where something is stored.", limit, "store")
     labels = ("quota", "of", "name")
-    used = GaugeMetricFamily("gristmill_quota_used", "How much of a quota is taken.", labels=labels)
-    limit = GaugeMetricFamily("gristmill_quota_limit", "What the quota allows.", labels=labels)
-    for one in usages:
-        used.add_metric((one.quota, one.of, one.name), one.used)
-        limit.add_metric((one.quota, one.of, one.name), one.most)
-    return iter((used, limit))
+    quota_used = GaugeMetricFamily("gristmill_quota_used", "How much of a quota is taken.", labels=labels)
+    quota_limit = GaugeMetricFamily("gristmill_quota_limit", "What the quota allows.", labels=labels)
+    for usage in watched.quotas():
+        quota_used.add_metric((usage.quota, usage.of, usage.name), usage.used)
+        quota_limit.add_metric((usage.quota, usage.of, usage.name), usage.most)
+    yield from (quota_used, quota_limit)
 
 
 def _joined(runs: Iterable[RunStats]) -> Iterable[Metric]:

@@ -35,7 +35,7 @@ def run_stats(run: Run) -> RunStats:
     health = assess(facts).state
     states: dict[str, float] = {state: int(state == health) for state in STATES}
     metrics.append(
-        _gauge("gristmill_run_state", "1 for the state that the run is in, 0 for the others.", states, "state")
+        gauge("gristmill_run_state", "1 for the state that the run is in, 0 for the others.", states, "state")
     )
     for metric in metrics:
         for sample in metric.samples:
@@ -47,12 +47,12 @@ def run_stats(run: Run) -> RunStats:
 def _of_state(run: Run, state: State, facts: RunFacts, now: float) -> Iterator[Metric]:
     counts = facts.counts
     groups = {"open": counts.groups_open, "complete": counts.groups_complete, "room": counts.groups_room}
-    yield _gauge("gristmill_groups", "Prompt groups: open, complete, room.", groups, "state")
+    yield gauge("gristmill_groups", "Prompt groups: open, complete, room.", groups, "state")
     dropped = Counter(dict.fromkeys(_GROUP_REASONS, 0))
     for reason, count in state.groups_dropped.items():
         dropped[bounded_reason(reason)] += count
-    yield _counter("gristmill_groups_dropped", "Groups dropped, by reason.", dropped, "reason")
-    yield _gauge(
+    yield counter("gristmill_groups_dropped", "Groups dropped, by reason.", dropped, "reason")
+    yield gauge(
         "gristmill_oldest_open_group_seconds", "Age of the oldest group that is not complete.", _oldest_open(state, now)
     )
     batches = {
@@ -61,29 +61,29 @@ def _of_state(run: Run, state: State, facts: RunFacts, now: float) -> Iterator[M
         "failed": counts.batches_failed,
         "freed": counts.batches_freed,
     }
-    yield _counter("gristmill_batches", "Batches, by how far they came.", batches, "stage")
-    yield _gauge("gristmill_batches_buffered", "Batches that are sealed and not freed.", facts.held)
-    yield _gauge(
+    yield counter("gristmill_batches", "Batches, by how far they came.", batches, "stage")
+    yield gauge("gristmill_batches_buffered", "Batches that are sealed and not freed.", facts.held)
+    yield gauge(
         "gristmill_batches_buffered_limit", "As many may be: max_buffered_batches.", run.config.max_buffered_batches
     )
     held = {"rows": counts.row_bytes, "shards": counts.shard_bytes}
-    yield _gauge("gristmill_held_bytes", "Bytes held of rows and of shards.", held, "kind")
-    yield _gauge(
+    yield gauge("gristmill_held_bytes", "Bytes held of rows and of shards.", held, "kind")
+    yield gauge(
         "gristmill_held_limit_bytes", "As many may be held: max_buffered_bytes.", int(run.config.max_buffered_bytes)
     )
-    yield _gauge(
+    yield gauge(
         "gristmill_run_generation",
         "How often the run's log was found shorter than promised, plus 1.",
         counts.generation,
     )
-    yield _gauge("gristmill_policy_version", "The version that rollouts sample from.", counts.policy_version)
+    yield gauge("gristmill_policy_version", "The version that rollouts sample from.", counts.policy_version)
     committed: dict[str, float] = {model.model: model.committed.batch for model in facts.models}
-    yield _gauge(
+    yield gauge(
         "gristmill_committed_batch", "The batch that the model's training is committed up to.", committed, "model"
     )
-    yield _gauge("gristmill_journal_bytes", "Bytes of the run's log of events.", run.log_bytes)
+    yield gauge("gristmill_journal_bytes", "Bytes of the run's log of events.", run.log_bytes)
     if (lease := run.lease) is not None:
-        yield _gauge("gristmill_lease_seconds", "Seconds for which this process decides unless it renews that.", lease)
+        yield gauge("gristmill_lease_seconds", "Seconds for which this process decides unless it renews that.", lease)
 
 
 def _oldest_open(state: State, now: float) -> float:
@@ -92,7 +92,7 @@ def _oldest_open(state: State, now: float) -> float:
     return 0.0 if oldest is None else max(0.0, now - oldest.admitted_at)
 
 
-def _gauge(name: str, text: str, value: float | Mapping[str, float], label: str = "") -> Metric:
+def gauge(name: str, text: str, value: float | Mapping[str, float], label: str = "") -> Metric:
     """value: by the label's values, where there is a label."""
     if not isinstance(value, Mapping):
         return GaugeMetricFamily(name, text, value)
@@ -102,7 +102,7 @@ def _gauge(name: str, text: str, value: float | Mapping[str, float], label: str 
     return metric
 
 
-def _counter(name: str, text: str, values: Mapping[str, float], label: str) -> Metric:
+def counter(name: str, text: str, values: Mapping[str, float], label: str) -> Metric:
     metric = CounterMetricFamily(name, text, labels=(label,))
     for key, value in values.items():
         metric.add_metric((key,), value)

@@ -1,8 +1,8 @@
 """A batch's rows without their tokens: lengths, where merging broke, scores and advantages.
 
 They are read from the run's own rows, some at a time and outside its lock, when somebody asks: a batch that nobody asks
-for costs nothing, and one that is asked for makes no second copy of its tokens. Only the few around a break are held,
-and a trajectory's until all of it is read.
+for costs nothing, and one that is asked for makes no second copy of its tokens. It retains only
+the few around a break, and a trajectory's until all of it is read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gristmill_service.pipeline.rows.merge import merge_rows, visit_loss_tokens
 from gristmill_service.pipeline.rows.validate import Received, receive
 
 KEPT_BREAKS = 200
-"""Breaks that are held of a batch: where thousands break, they break alike."""
+"""Breaks that are retained of a batch: where thousands break, they break alike."""
 CONTEXT = 6
 """Tokens that are shown before and after the one that differs."""
 _LONGEST_UID = 80
@@ -118,8 +118,8 @@ def summarize(tables: Iterable[Steps], config: RunConfig, policy_version: int) -
 
 
 class _Reader:
-    """Reads rows one table after another, merges them as the batch's builder does, and holds the tables of the last
-    trajectory alone, of which more may come.
+    """Reads rows one table after another, merges them as the batch's builder does, and retains the tables of the
+    last trajectory alone, of which more may come.
 
     visited, trained: of each visit of a row (`merge.Rows`) the step, among all of the batch, and how many of its tokens
         the row trains. counts, lengths: of each row its visits and tokens. All in parts, in the batch's order.
@@ -151,7 +151,7 @@ class _Reader:
         self._pending = [table.take(rows[last:])]
 
     def end(self) -> None:
-        """Reads what is held: its trajectory is whole."""
+        """Merges the last trajectory: it is whole."""
         if self._pending:
             self._merge(concat(self._pending))
         self._pending = []
@@ -174,11 +174,11 @@ class _Reader:
                 self._note(received, step)
 
     def _note(self, received: Received, step: int) -> None:
-        steps, found = received.steps, mismatch(received, step, self._config)
-        was = steps.tokens[int(received.trajectory_bounds[found.trajectory]) + found.before]
-        now, at = steps.tokens[step][: int(steps.prompt_lengths[step])], found.index
+        steps, difference = received.steps, mismatch(received, step, self._config)
+        was = steps.tokens[int(received.trajectory_bounds[difference.trajectory]) + difference.before]
+        now, at = steps.tokens[step][: int(steps.prompt_lengths[step])], difference.index
         self.breaks_in_all += 1
-        if not found.column:
+        if not difference.column:
             self.pairs[int(was[at]) if at < len(was) else -1, int(now[at]) if at < len(now) else -1] += 1
         if len(self.breaks) < KEPT_BREAKS:
             key, after = steps.key(step), slice(at, at + CONTEXT + 1)
@@ -187,13 +187,13 @@ class _Reader:
                     uid=shortened(key.uid),
                     round=key.round,
                     sample=key.sample,
-                    step=found.step,
-                    against=found.before,
+                    step=difference.step,
+                    against=difference.before,
                     index=at,
                     before=now[max(0, at - CONTEXT) : at].tolist(),
                     was=was[after].tolist(),
                     now=now[after].tolist(),
-                    column=found.column,
+                    column=difference.column,
                 )
             )
 

@@ -231,7 +231,7 @@ class BatchView:
 
 
 class _Key(NamedTuple):
-    """run_id: a run of the same name that was created anew has another one. dp_size: as of the plan."""
+    """run_id: a run of the same name that was created again has another one. dp_size: as of the plan."""
 
     run_id: str
     batch: int
@@ -239,7 +239,7 @@ class _Key(NamedTuple):
 
 
 class BatchViewCache:
-    """The views of the batches that were asked for last. Holds no run. Thread-safe: `_lock` guards `_views`.
+    """The views of the batches that were asked for last. Keeps no run alive. Thread-safe: `_lock` guards `_views`.
 
     turn: held while a view is made, so that pictures never take more than one core.
     """
@@ -252,16 +252,16 @@ class BatchViewCache:
     def cached(self, run: Run, batch: int) -> BatchView | None:
         key = _Key(run.run_id, batch, run.config.dp_size)
         with self._lock:
-            found = self._views.get(key)
-            if found is not None:
+            view = self._views.get(key)
+            if view is not None:
                 self._views.move_to_end(key)
-            return found
+            return view
 
     def get(self, run: Run, batch: int) -> BatchView:
         """Blocks. Raises as `Run.batch` does, and NotFoundError where the batch is not published yet."""
-        found = self.cached(run, batch)
-        if found is not None:
-            return found
+        cached = self.cached(run, batch)
+        if cached is not None:
+            return cached
         key, view = _read(run, batch)
         with self._lock:
             self._views[key] = view

@@ -1,4 +1,4 @@
-"""A run's settings beside their defaults, and what a batch would cost with others."""
+"""A run's settings and their defaults, and what a batch would cost with others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gristmill_service.monitoring.documents import Document
 from gristmill_service.pipeline.alternatives import costs
 from gristmill_service.run.run import Run
 
-# Its rows are held a second time, and planned some times over.
+# Its rows are in memory a second time, and planned several times.
 _LARGEST = 1 << 30
 
 
@@ -49,17 +49,17 @@ class BatchCosts(Document):
 
 def run_settings(run: Run) -> RunSettings:
     values = json.loads(run.config.model_dump_json(by_alias=True))
-    found = [
+    settings = [
         _setting(field.alias or name, values[field.alias or name], field)
         for name, field in RunConfig.model_fields.items()
     ]
-    return RunSettings(run=run.name, settings=sorted(found, key=lambda setting: setting.is_default))
+    return RunSettings(run=run.name, settings=sorted(settings, key=lambda setting: setting.is_default))
 
 
 def batch_costs(run: Run, batch: int) -> BatchCosts:
     """Plans the batch once for each setting that might make it cheaper: seconds for a large one.
 
-    Raises FailedPreconditionError for a batch whose rows are not held, and ResourceExhaustedError for one of more
+    Raises FailedPreconditionError for a batch whose rows are freed, and ResourceExhaustedError for one of more
     than a gigabyte.
     """
     size = run.read(lambda state, _: state.batches[batch].row_bytes if batch in state.batches else None)

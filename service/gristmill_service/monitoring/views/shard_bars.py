@@ -95,13 +95,13 @@ class ShardBars:
         ranks = [rank for part in chosen for rank in every[part.index]]
         per_bar = _share(sum(len(rank.rows) for rank in ranks), LARGEST.bars)
         per_cell = _share(sum(len(rank.starts) for rank in ranks), LARGEST.cells)
-        found = []
+        pictures = []
         for part in chosen:
             shards = [
                 self._shard(rank, self._widths(rank, every[part.index], list(every.values())), per_bar, per_cell)
                 for rank in every[part.index]
             ]
-            found.append(
+            pictures.append(
                 MiniBatchPicture(
                     index=part.index,
                     rows=part.rows,
@@ -110,7 +110,7 @@ class ShardBars:
                     shards=shards,
                 )
             )
-        return DrawnBars(per_bar, per_cell, found)
+        return DrawnBars(per_bar, per_cell, pictures)
 
     @property
     def load_unit(self) -> str:
@@ -182,7 +182,7 @@ def _share(count: int, most: int) -> int:
 
 
 def _sums(values: NDArray[Any], each: int) -> list[int]:
-    """So many neighbours added up to whole numbers."""
+    """Adds up each `each` neighbors, to whole numbers."""
     if not len(values):
         return []
     sums: list[int] = np.round(np.add.reduceat(values, np.arange(0, len(values), each))).astype(np.int64).tolist()
