@@ -171,7 +171,7 @@ def _over_http(place: str) -> Iterator[Check]:
 
 
 def clock(place: str, ahead_s: float, unsure_s: float = 0.0) -> Check:
-    """ahead_s: by how much that machine's clock is ahead of this one's. unsure_s: how wrong that may be, since nobody
+    """Judges a clock. ahead_s: by how much it is ahead of this machine's. unsure_s: how wrong that may be, since nobody
     knows when within the call it was read."""
     if abs(ahead_s) <= _CLOCK_S + unsure_s:
         return Check(f"clock at {place}", "as this machine's, to the second")

@@ -24,7 +24,7 @@ _NEEDS_PERSON = ("unreachable", "stuck", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """is_reached: whether it answered. problem: why it takes no new work, or does not answer; empty when it is well."""
+    """A replica. problem: why it takes no new work or does not answer, empty if well."""
 
     address: str
     is_reached: bool
@@ -34,7 +34,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """health: as the service reports it, `unreachable` where the run's owner does not answer. status: None there."""
+    """A run. health: as the service reports it, `unreachable` where its owner does not answer. status: None there."""
 
     name: str
     health: run_pb2.RunHealth
@@ -48,7 +48,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """at: seconds of a clock that only goes forward."""
+    """A service at one moment. at: seconds of a clock that only goes forward."""
 
     at: float
     replicas: list[Replica]

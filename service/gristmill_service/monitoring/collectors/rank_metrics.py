@@ -23,7 +23,7 @@ ASKS_AGAIN_S = 35.0
 
 @dataclass(slots=True)
 class _RankCounts:
-    """pulls, nbytes: the shards whose location was given to the rank, and their bytes. waited: seconds, without the
+    """What a rank did. pulls, nbytes: the shards whose location it got, and their bytes. waited: seconds, without the
     wait that goes on since `waits_since`, which is None where the rank has something to train on."""
 
     pulls: int = 0

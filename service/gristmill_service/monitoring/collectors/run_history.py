@@ -39,8 +39,8 @@ _KEPT_STEPS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """since: when the rank last acknowledged a shard, or when its trainer resumed. pulled: when it last got the
-    location of a shard, None before the first."""
+    """A rank's times. since: when it last acknowledged a shard, or when its trainer resumed. pulled: when it last got
+    the location of a shard, None before the first."""
 
     since: float
     pulled: float | None = None
@@ -152,7 +152,7 @@ class RunHistory:
             ranks[rank].times = replace(ranks[rank].times, pulled=self.now())
 
     def snapshot(self, state: State) -> HistorySnapshot:
-        """state: as it is now, and locked."""
+        """Returns the history until now. state: as it is now, and locked."""
         self._follow(state)
         now = self.now()
         if self._run_offset is None:
@@ -177,7 +177,7 @@ class RunHistory:
         ]
 
     def _follow(self, state: State) -> None:
-        """Begins with what the state has already, and again where the number of ranks changed."""
+        """Seeds the history from the state; resets a model's where its number of ranks changed."""
         now = self.now()
         if not self._ranks:
             for number, batch in state.batches.items():

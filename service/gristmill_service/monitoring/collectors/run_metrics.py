@@ -227,7 +227,7 @@ class RunMetrics:
         self._ranks.pulled(model, rank, nbytes)
 
     def applied(self, event: Event, state: State, released: int, tokens: Callable[[], int]) -> None:
-        """released, tokens: of the rows that nothing refers to any more."""
+        """Counts an event. released, tokens: of the rows that nothing refers to any more."""
         if type(event) is RowsStored and not released:
             # This happens thousands of times a second.
             return

@@ -36,7 +36,7 @@ def _never_raises(method: Callable[P, R]) -> Callable[P, R | None]:
         try:
             return method(*args, **kwargs)
         except Exception:  # noqa: BLE001 - it has happened, whether it can be counted or not
-            _log.exception("not monitored", call=method.__name__)
+            _log.exception("monitor callback failed", call=method.__name__)
             return None
 
     return guarded

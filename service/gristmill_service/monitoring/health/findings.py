@@ -172,7 +172,7 @@ def _ranks(facts: RunFacts) -> Iterator[Finding]:
 
 
 def _working_ranks(facts: RunFacts, model: ModelFacts, ready: Sequence[int]) -> Iterator[Finding]:
-    """ready: the ranks that have a shard to train."""
+    """Judges ranks that are at work. ready: those that have a shard to train."""
     least = min(model.next[rank] for rank in ready)
     last = [rank for rank in ready if model.next[rank] == least]
     past = sum(position > least for position in model.next)
@@ -291,7 +291,7 @@ def _finding(
     ranks: Sequence[int] = (),
     group: OpenGroup | None = None,
 ) -> Finding:
-    """batch, model, ranks, group: what it is about. at: the mini-batch that ranks are to acknowledge."""
+    """Makes a finding. batch, model, ranks, group: its subject. at: the mini-batch that ranks are to acknowledge."""
     return Finding(
         level=level,
         text=text[:_LONGEST_TEXT],

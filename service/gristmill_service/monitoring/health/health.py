@@ -142,7 +142,7 @@ class Timeline(Document):
 
 
 class Assessment(NamedTuple):
-    """findings: worst first. summary: the state's reason, in one sentence."""
+    """A run's health. findings: worst first. summary: the state's reason, in one sentence."""
 
     facts: RunFacts
     state: HealthState

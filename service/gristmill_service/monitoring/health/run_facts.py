@@ -71,7 +71,7 @@ class RunCounts(Document):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """next: the position that each rank has to acknowledge next."""
+    """A model's progress. next: the position that each rank has to acknowledge next."""
 
     model: Model
     committed: Position
@@ -132,7 +132,7 @@ class RunFacts:
 
 
 def facts_of(run: Run, state: State, room: Room) -> RunFacts:
-    """state: the run's, locked."""
+    """Reads the facts. state: the run's, locked."""
     history = monitor_of(run).history.snapshot(state)
     return RunFacts(
         run=run.name,

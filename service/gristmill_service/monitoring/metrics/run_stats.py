@@ -87,13 +87,13 @@ def _of_state(run: Run, state: State, facts: RunFacts, now: float) -> Iterator[M
 
 
 def _oldest_open(state: State, now: float) -> float:
-    """now: the run's own time."""
+    """Returns the age of the oldest group that is not complete. now: the run's own time."""
     oldest = next((group for key, group in state.open.items() if key not in state.complete), None)
     return 0.0 if oldest is None else max(0.0, now - oldest.admitted_at)
 
 
 def gauge(name: str, text: str, value: float | Mapping[str, float], label: str = "") -> Metric:
-    """value: by the label's values, where there is a label."""
+    """Makes a gauge. value: one number, or numbers by the label's values."""
     if not isinstance(value, Mapping):
         return GaugeMetricFamily(name, text, value)
     metric = GaugeMetricFamily(name, text, labels=(label,))

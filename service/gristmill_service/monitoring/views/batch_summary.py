@@ -81,7 +81,7 @@ class BatchSummary:
 
 
 def summarize(tables: Iterable[Steps], config: RunConfig, policy_version: int) -> BatchSummary:
-    """tables: the batch's rows in their order, some at a time. policy_version: that it was sealed under."""
+    """Reads a batch. tables: its rows in their order, some at a time. policy_version: that it was sealed under."""
     reader = _Reader(config, policy_version)
     for table in tables:
         reader.read(table)

@@ -231,7 +231,8 @@ class BatchView:
 
 
 class _Key(NamedTuple):
-    """run_id: a run of the same name that was created again has another one. dp_size: as of the plan."""
+    """A batch as it was built. run_id: a run of the same name that was created again has another one. dp_size: as of
+    the plan."""
 
     run_id: str
     batch: int

@@ -59,7 +59,7 @@ LARGEST = Largest(bars=4_000, cells=8_000, shards=1_024)
 
 
 class DrawnBars(NamedTuple):
-    """per_bar: rows that are added up in each bar. per_cell: micro-steps that are added up in each load."""
+    """Drawn mini-batches. per_bar: rows that are added up in each bar. per_cell: micro-steps in each load."""
 
     per_bar: int
     per_cell: int
@@ -90,7 +90,7 @@ class ShardBars:
         self._loads = np.append(loads, 0.0)
 
     def drawn(self, own: Sequence[MiniBatchDocument], chosen: Sequence[MiniBatchDocument]) -> DrawnBars:
-        """own: all of a model's mini-batches in the plan; chosen: the ones to draw."""
+        """Draws mini-batches. own: all of a model's in the plan; chosen: the ones to draw."""
         every = {part.index: [_rank(rank) for rank in part.ranks] for part in own}
         ranks = [rank for part in chosen for rank in every[part.index]]
         per_bar = _share(sum(len(rank.rows) for rank in ranks), LARGEST.bars)

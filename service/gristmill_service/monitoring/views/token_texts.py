@@ -9,8 +9,8 @@ from gristmill.errors import InvalidArgumentError
 
 
 class TokenTexts:
-    """path: a tokenizer.json, or the directory that has one. Raises InvalidArgumentError where there is none, and where
-    the library is not installed."""
+    """A tokenizer. path: a tokenizer.json, or the directory that has one. Raises InvalidArgumentError where there is
+    none, and where the library is not installed."""
 
     def __init__(self, path: Path) -> None:
         try:
